@@ -1,0 +1,165 @@
+"""The config tree: every key that dtrain itself reads, its type and its default.
+
+Hydra merges ``conf/`` and the command line into these classes, so that a misspelt key or a value of the wrong type is
+refused before anything starts. Groups whose node is a ``_target_`` (model, task, optimizer, schedule) are free-form:
+what they may contain is decided by the class they name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Dict, List, Optional  # noqa: UP035 - OmegaConf reads these annotations
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+
+@dataclass
+class RunConfig:
+    """Identity and place of the run."""
+
+    name: Optional[str] = None  # null: <experiment>-<hash of the config>
+    dir: Optional[str] = None  # null: runs/<name>
+    seed: int = 0
+    resume: str = "auto"  # auto: continue if there is a checkpoint | must: fail if there is none | never: refuse one
+
+
+@dataclass
+class TrainConfig:
+    """The loop. ``max_steps`` and the ``*_every`` keys count attempted optimizer steps."""
+
+    global_batch_size: int = 64
+    micro_batch_size: Optional[int] = None  # null: a rank's whole share of the global batch
+    max_steps: Optional[int] = None
+    max_epochs: Optional[int] = None
+    clip_norm: Optional[float] = None
+    log_every: int = 10
+    eval_every: Optional[int] = None  # null: after each epoch; 0: only at the end
+    deterministic: bool = False
+    ema_decay: Optional[float] = None  # null: no moving average of the weights
+    max_consecutive_skips: int = 50  # so many skipped steps in a row end the run on all ranks
+
+
+@dataclass
+class DataConfig:
+    """Shards, fields and order. ``train`` and ``eval`` are a brace pattern, a glob, or a list of them."""
+
+    train: Any = MISSING
+    eval: Any = None
+    fields: Dict[str, Any] = field(default_factory=dict)
+    num_workers: int = 2
+    shuffle: str = "window"  # window | full | none
+    lanes: Optional[int] = None
+    window: Optional[int] = None  # shards
+    tail: str = "pad"  # pad | drop
+    augment: Any = None  # a _target_
+    prepare: Any = None  # a _target_ that rank 0 calls once before the shards are looked for
+    max_bad: float = 0.01  # below 1 a share of the samples, else a count
+    record_keys: bool = False
+    start_method: Optional[str] = None  # null: Python's default | fork | forkserver | spawn
+    prefetch: int = 2  # micro-batches a worker builds ahead
+    wire: str = "auto"  # auto: follows the precision | fp32: features travel in fp32
+    on_overflow: str = "error"  # a feature outside fp16's range: error | clamp | fp32
+
+
+@dataclass
+class LossScaleConfig:
+    """The schedule of the loss scale; read in fp16 only."""
+
+    init: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min: float = 1.0
+    max: float = 16777216.0
+    hysteresis: int = 1
+
+
+@dataclass
+class PrecisionConfig:
+    """What the loader puts on the wire, what autocast computes in, whether gradients are scaled."""
+
+    name: str = MISSING  # fp32 | tf32 | bf16 | fp16
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    keep_fp32: List[str] = field(default_factory=list)  # module name patterns (fnmatch)
+
+
+@dataclass
+class ParallelConfig:
+    """DistributedDataParallel and its process group."""
+
+    timeout_start: float = 600.0  # seconds a collective may take until the first step is done
+    timeout_step: float = 300.0  # seconds from then on
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    gradient_as_bucket_view: bool = True
+
+
+@dataclass
+class CheckpointConfig:
+    """When checkpoints are written and which are kept."""
+
+    every_steps: Optional[int] = None  # null: only at the end, on a stop request and every_minutes
+    every_minutes: Optional[float] = 15.0
+    keep_last: int = 2
+    best: Optional[str] = None  # a metric such as eval/accuracy; its best checkpoint is kept
+    best_mode: str = "max"  # max | min
+
+
+@dataclass
+class TrackerConfig:
+    """Where metrics go besides metrics.jsonl and the terminal."""
+
+    name: str = "none"  # wandb | none
+    project: str = "dtrain"
+    entity: Optional[str] = None
+    mode: Optional[str] = None  # online | offline | disabled; null: WANDB_MODE, else online when logged in, else offline
+    tags: List[str] = field(default_factory=list)
+
+
+@dataclass
+class LaunchConfig:
+    """What ``dtrain.launch`` starts."""
+
+    name: str = "local"  # local | slurm
+    nodes: int = 1
+    processes_per_node: int = 1
+    time: str = "01:00:00"
+    partition: Optional[str] = None
+    account: Optional[str] = None
+    extra: List[str] = field(default_factory=list)  # further sbatch options, as they are written
+    dry_run: bool = False
+
+
+@dataclass
+class ExportConfig:
+    """What ``dtrain.export`` writes."""
+
+    dtype: str = "bf16"  # fp32 | bf16 | fp16
+    format: str = "safetensors"
+    out: Optional[str] = None  # null: <run.dir>/export
+
+
+@dataclass
+class Config:
+    """A run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: Dict[str, Any] = MISSING
+    task: Dict[str, Any] = MISSING
+    optimizer: Dict[str, Any] = MISSING
+    schedule: Dict[str, Any] = MISSING
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+
+
+def register() -> None:
+    """Makes the schema known to Hydra as ``schema``, the first entry of ``conf/train.yaml``'s defaults list."""
+    ConfigStore.instance().store(name="schema", node=Config, provider="dtrain")

@@ -1,0 +1,1 @@
+"""Ranks: the process group, the few collectives that dtrain needs, requests to stop."""

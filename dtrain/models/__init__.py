@@ -1,0 +1,1 @@
+"""Small reference models; everything else comes in by `_target_`."""

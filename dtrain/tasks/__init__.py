@@ -1,0 +1,1 @@
+"""Small reference tasks; everything else comes in by `_target_`."""

@@ -1,0 +1,1 @@
+"""The loop, one optimizer step, evaluation and checkpoints."""

@@ -1,0 +1,53 @@
+"""What a task returns: sums and counts, never means.
+
+A task is any object with ``__call__(model, batch) -> Output``; there is no base class. It runs under autocast, computes
+its loss in fp32 and leaves masked rows (``batch.valid`` false) out of both the sums and the counts. The trainer adds
+the sums over micro-batches and ranks and divides once, so that a step's loss is the mean over all valid samples of the
+global batch for any split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.data import Batch
+
+
+@dataclass(frozen=True)
+class Output:
+    """One micro-batch's result.
+
+    Args:
+        loss_sum: Sum of the losses of the valid rows (or tokens), fp32, shape ``[]``, with gradient.
+        count: How many rows (or tokens) were summed; an int or an integer tensor of shape ``[]``. Zero is allowed.
+        metrics: ``{name: (sum, count)}``, each a number or a tensor of shape ``[]``.
+    """
+
+    loss_sum: Tensor
+    count: Tensor | int
+    metrics: Mapping[str, tuple[Tensor | float, Tensor | int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.loss_sum, Tensor) or self.loss_sum.dim() != 0 or self.loss_sum.dtype != torch.float32:
+            got = (
+                f"{self.loss_sum.dtype} of shape {list(self.loss_sum.shape)}"
+                if isinstance(self.loss_sum, Tensor)
+                else type(self.loss_sum).__name__
+            )
+            raise TypeError(
+                f"Output.loss_sum: got {got}, want a float32 tensor of shape []. Sum the losses of the valid rows in "
+                "fp32, for example cross_entropy(logits.float(), labels, reduction='none')[batch.valid].sum()."
+            )
+
+
+class Task(Protocol):
+    """From a model and a batch to a sum of losses."""
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Output:
+        """Runs the model on ``batch`` and sums its loss over ``batch.valid`` rows."""
+        ...
