@@ -8,7 +8,7 @@ what they may contain is decided by the class they name.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Optional  # noqa: UP035 - OmegaConf reads these annotations
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
@@ -18,8 +18,8 @@ from omegaconf import MISSING
 class RunConfig:
     """Identity and place of the run."""
 
-    name: Optional[str] = None  # null: <experiment>-<hash of the config>
-    dir: Optional[str] = None  # null: runs/<name>
+    name: str | None = None  # null: <experiment>-<hash of the config>
+    dir: str | None = None  # null: runs/<name>
     seed: int = 0
     resume: str = "auto"  # auto: continue if there is a checkpoint | must: fail if there is none | never: refuse one
 
@@ -29,14 +29,14 @@ class TrainConfig:
     """The loop. ``max_steps`` and the ``*_every`` keys count attempted optimizer steps."""
 
     global_batch_size: int = 64
-    micro_batch_size: Optional[int] = None  # null: a rank's whole share of the global batch
-    max_steps: Optional[int] = None
-    max_epochs: Optional[int] = None
-    clip_norm: Optional[float] = None
+    micro_batch_size: int | None = None  # null: a rank's whole share of the global batch
+    max_steps: int | None = None
+    max_epochs: int | None = None
+    clip_norm: float | None = None
     log_every: int = 10
-    eval_every: Optional[int] = None  # null: after each epoch; 0: only at the end
+    eval_every: int | None = None  # null: after each epoch; 0: only at the end
     deterministic: bool = False
-    ema_decay: Optional[float] = None  # null: no moving average of the weights
+    ema_decay: float | None = None  # null: no moving average of the weights
     max_consecutive_skips: int = 50  # so many skipped steps in a row end the run on all ranks
 
 
@@ -46,17 +46,17 @@ class DataConfig:
 
     train: Any = MISSING
     eval: Any = None
-    fields: Dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
     num_workers: int = 2
     shuffle: str = "window"  # window | full | none
-    lanes: Optional[int] = None
-    window: Optional[int] = None  # shards
+    lanes: int | None = None
+    window: int | None = None  # shards
     tail: str = "pad"  # pad | drop
     augment: Any = None  # a _target_
     prepare: Any = None  # a _target_ that rank 0 calls once before the shards are looked for
     max_bad: float = 0.01  # below 1 a share of the samples, else a count
     record_keys: bool = False
-    start_method: Optional[str] = None  # null: Python's default | fork | forkserver | spawn
+    start_method: str | None = None  # null: Python's default | fork | forkserver | spawn
     prefetch: int = 2  # micro-batches a worker builds ahead
     wire: str = "auto"  # auto: follows the precision | fp32: features travel in fp32
     on_overflow: str = "error"  # a feature outside fp16's range: error | clamp | fp32
@@ -81,7 +81,7 @@ class PrecisionConfig:
 
     name: str = MISSING  # fp32 | tf32 | bf16 | fp16
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
-    keep_fp32: List[str] = field(default_factory=list)  # module name patterns (fnmatch)
+    keep_fp32: list[str] = field(default_factory=list)  # module name patterns (fnmatch)
 
 
 @dataclass
@@ -100,10 +100,10 @@ class ParallelConfig:
 class CheckpointConfig:
     """When checkpoints are written and which are kept."""
 
-    every_steps: Optional[int] = None  # null: only at the end, on a stop request and every_minutes
-    every_minutes: Optional[float] = 15.0
+    every_steps: int | None = None  # null: only at the end, on a stop request and every_minutes
+    every_minutes: float | None = 15.0
     keep_last: int = 2
-    best: Optional[str] = None  # a metric such as eval/accuracy; its best checkpoint is kept
+    best: str | None = None  # a metric such as eval/accuracy; its best checkpoint is kept
     best_mode: str = "max"  # max | min
 
 
@@ -113,9 +113,9 @@ class TrackerConfig:
 
     name: str = "none"  # wandb | none
     project: str = "dtrain"
-    entity: Optional[str] = None
-    mode: Optional[str] = None  # online | offline | disabled; null: WANDB_MODE, else online when logged in, else offline
-    tags: List[str] = field(default_factory=list)
+    entity: str | None = None
+    mode: str | None = None  # online | offline | disabled; null: WANDB_MODE, else online when logged in, else offline
+    tags: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -126,9 +126,9 @@ class LaunchConfig:
     nodes: int = 1
     processes_per_node: int = 1
     time: str = "01:00:00"
-    partition: Optional[str] = None
-    account: Optional[str] = None
-    extra: List[str] = field(default_factory=list)  # further sbatch options, as they are written
+    partition: str | None = None
+    account: str | None = None
+    extra: list[str] = field(default_factory=list)  # further sbatch options, as they are written
     dry_run: bool = False
 
 
@@ -138,7 +138,7 @@ class ExportConfig:
 
     dtype: str = "bf16"  # fp32 | bf16 | fp16
     format: str = "safetensors"
-    out: Optional[str] = None  # null: <run.dir>/export
+    out: str | None = None  # null: <run.dir>/export
 
 
 @dataclass
@@ -148,10 +148,10 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    model: Dict[str, Any] = MISSING
-    task: Dict[str, Any] = MISSING
-    optimizer: Dict[str, Any] = MISSING
-    schedule: Dict[str, Any] = MISSING
+    model: dict[str, Any] = MISSING
+    task: dict[str, Any] = MISSING
+    optimizer: dict[str, Any] = MISSING
+    schedule: dict[str, Any] = MISSING
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

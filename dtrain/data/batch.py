@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from dtrain.data.wire import Wire
 
 
 class Batch(dict[str, Any]):
@@ -14,12 +17,25 @@ class Batch(dict[str, Any]):
     Attributes:
         sample_keys: ``<shard>/<key>`` of each row; ``""`` where the row is masked.
         valid: bool, shape ``[rows]``; false for rows that only fill up a short batch or whose sample was bad.
-        bad: A line for each bad sample of this micro-batch: shard, key, offset and reason.
+        bad: A line for each bad sample of this micro-batch: its key, field, offset and reason.
+        wire: What ``to`` still has to do; None once it has been done.
+        wire_bytes: Bytes of the tensors as the worker handed them over.
     """
 
-    sample_keys: list[str]
-    valid: Tensor
-    bad: list[dict[str, Any]]
+    def __init__(
+        self,
+        columns: Mapping[str, Any],
+        sample_keys: list[str],
+        valid: Tensor,
+        bad: Sequence[dict[str, Any]] = (),
+        wire: Wire | None = None,
+    ) -> None:
+        super().__init__(columns)
+        self.sample_keys = sample_keys
+        self.valid = valid
+        self.bad = list(bad)
+        self.wire = wire
+        self.wire_bytes = sum(column.nbytes for column in self.values() if isinstance(column, Tensor))
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
         """The batch on ``device``.
@@ -28,8 +44,20 @@ class Batch(dict[str, Any]):
         layout: scaled to [0, 1], normalised with the field's mean and standard deviation in fp32, then cast to the
         compute dtype. Every other field keeps its dtype.
         """
-        raise NotImplementedError
+        moved = self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        if moved.wire is not None:
+            for name, column in moved.items():
+                if isinstance(column, Tensor):
+                    moved[name] = moved.wire.arrive(name, column)
+            moved.wire = None
+        return moved
 
     def pin_memory(self) -> Batch:
         """The batch in page-locked memory; called by torch's DataLoader."""
-        raise NotImplementedError
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        columns = {name: function(column) if isinstance(column, Tensor) else column for name, column in self.items()}
+        mapped = Batch(columns, self.sample_keys, function(self.valid), self.bad, self.wire)
+        mapped.wire_bytes = self.wire_bytes
+        return mapped

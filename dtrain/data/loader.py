@@ -1,18 +1,34 @@
 """The loader: this rank's micro-batches, and how far the trainer has come.
 
-* Workers are stateless. Each knows (seed, epoch, first step) from the parent and builds whole micro-batches of a pure
-  order; worker *w* of *n* builds every *n*-th one.
+* Workers are stateless: they know where their stream starts and compute the rest (``dataset``, ``order``).
 * The *position* belongs to the trainer: it moves when ``commit()`` says that the optimizer step is done. What workers
   have prefetched by then is nobody's state.
+* The *state* is the epoch, how it was cut into steps so far, and the fingerprint of the data: a few numbers, equal on all
+  ranks, that continue at another number of ranks, workers or another global batch size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, replace
 from typing import Any
 
 from dtrain.data.batch import Batch
+from dtrain.data.dataset import Augment, MicroBatches, Share, Start
+from dtrain.data.dataset_index import DatasetIndex
+from dtrain.data.fields import parse_fields
+from dtrain.data.order import DEFAULT_WINDOW, EpochOrder, Layout, Recipe, choose_lanes
+from dtrain.data.shards import expand
+from dtrain.data.stream import Stream
+from dtrain.data.wire import Wire
 from dtrain.precision.policy import Precision
+
+_STATE_VERSION = 1
+
+
+class TooManyBadSamples(RuntimeError):
+    """More samples than the budget allows could not be read."""
 
 
 class ShardLoader:
@@ -36,15 +52,24 @@ class ShardLoader:
         precision: Name or policy; decides the wire dtypes.
         augment: ``augment(sample, rng) -> sample`` on a dict of numpy arrays, called in the worker with a generator
             that depends on (seed, epoch, sample) only.
-        max_bad: Bad samples after which the loader raises; below 1 a share of the samples handed over, else a count.
+        max_bad: Bad samples after which the loader raises; below 1 a share of the samples handed over (ten are always
+            forgiven), else a count. None leaves the counting to the caller, who can add up all ranks.
+        wire: ``"auto"`` sends features in the compute dtype, ``"fp32"`` in fp32.
+        on_overflow: A feature that fp16 cannot hold: ``"error"``, ``"clamp"``, or ``"fp32"`` for the whole field.
+        prefetch: Micro-batches that each worker builds ahead.
+        start_method: ``"fork"``, ``"forkserver"``, ``"spawn"``; None is Python's default.
+        pin_memory: Hand over page-locked tensors, for copies to a GPU that overlap compute.
+
+    Attributes:
+        index: Where every sample lies.
+        steps_per_epoch: Global batches of an epoch that is begun at its start.
+        micro_batches_per_step: Micro-batches of this rank in a global batch, equal on all ranks.
+        bad_samples: Samples handed to this rank as masked rows because they could not be read.
 
     Raises:
         ValueError: If sizes do not fit, a pattern matches nothing, a field or a role is unknown.
         FileNotFoundError: If a named shard does not exist.
     """
-
-    steps_per_epoch: int
-    micro_batches_per_step: int
 
     def __init__(
         self,
@@ -62,41 +87,236 @@ class ShardLoader:
         window: int | None = None,
         tail: str = "pad",
         precision: str | Precision = "fp32",
-        augment: Callable[..., Any] | None = None,
-        max_bad: float = 0.01,
+        augment: Augment | None = None,
+        max_bad: float | None = 0.01,
+        wire: str = "auto",
+        on_overflow: str = "error",
+        prefetch: int = 2,
+        start_method: str | None = None,
+        pin_memory: bool = False,
     ) -> None:
-        raise NotImplementedError
+        self._share = Share.of(global_batch_size, micro_batch_size, rank, world_size)
+        self._recipe = Recipe(seed, shuffle, DEFAULT_WINDOW if window is None else window, tail)
+        self._layout = Layout(global_batch_size, choose_lanes(global_batch_size, lanes, shuffle))
+        self._fields = parse_fields(fields)
+        self.wire = Wire(self._fields, Precision.of(precision), wire, on_overflow)
+        self.index = DatasetIndex.build(expand(shards), [field.ext for field in self._fields])
+        self._augment = augment
+        self._max_bad = max_bad
+        self._loading: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
+        if num_workers:
+            self._loading |= {"prefetch_factor": prefetch, "multiprocessing_context": start_method}
+        self.steps_per_epoch = EpochOrder(self.index.counts, self._recipe, 0, [self._layout]).num_steps
+        self.micro_batches_per_step = self._share.micro_batches_per_step
+        self.bad_samples = 0
+        if not self.steps_per_epoch:
+            raise ValueError(
+                f"{self.index.num_samples} samples do not fill one global batch of {global_batch_size}, and tail is "
+                "'drop'. Use a smaller global batch or data.tail=pad."
+            )
+        self._stream: Stream | None = None
+        self._iterator: weakref.ref[_EpochIterator] | None = None
+        self._uncommitted = 0  # micro-batches handed over since the last commit
+        self._handed = 0
+        self._begin(0)
 
     def epoch(self, n: int) -> Iterator[Batch]:
         """This rank's micro-batches of epoch ``n``: from the committed position if ``n`` is the state's epoch, else
-        from its start."""
-        raise NotImplementedError
+        from its start. An earlier iterator of this loader ends."""
+        if n < 0:
+            raise ValueError(f"epoch: got {n}, want a number from 0 on.")
+        if n != self._epoch:
+            self._begin(n)
+        self._end_iterator()
+        if self._stream is None or self._stream.at != (self._epoch, self._step):
+            self._stream = None  # ends the old workers before the new ones start
+            self._stream = self._open_stream()
+        self._uncommitted = 0
+        iterator = _EpochIterator(self, self.steps_left * self.micro_batches_per_step)
+        self._iterator = weakref.ref(iterator)
+        return iterator
 
     def __iter__(self) -> Iterator[Batch]:
         """``epoch()`` of the state's epoch."""
-        raise NotImplementedError
+        return self.epoch(self._epoch)
 
-    def commit(self) -> None:
+    @property
+    def steps_left(self) -> int:
+        """Global batches of the state's epoch that are not committed yet."""
+        return self._order.num_steps - self._step
+
+    @property
+    def rows_per_micro_batch(self) -> int:
+        """Rows of every micro-batch, masked ones included."""
+        return self._share.micro_batch_size
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Epoch of the state, and how many of its samples are committed."""
+        return self._epoch, self._order.position(self._step)
+
+    def commit(self) -> int:
         """Moves the position by one global batch; after the last one of an epoch the state is ``(n + 1, 0)``.
+
+        Returns:
+            How many samples that was, over all ranks; bad ones included.
 
         Raises:
             RuntimeError: If this rank was not handed all micro-batches of that global batch.
         """
-        raise NotImplementedError
+        if self._uncommitted < self.micro_batches_per_step:
+            raise RuntimeError(
+                f"commit() for step {self._step} of epoch {self._epoch}, but rank {self._share.rank} was handed "
+                f"{self._uncommitted} of its {self.micro_batches_per_step} micro-batches. Commit once after the "
+                "optimizer step that used them all."
+            )
+        self._uncommitted -= self.micro_batches_per_step
+        used = self._order.position(self._step + 1) - self._order.position(self._step)
+        self._step += 1
+        if not self.steps_left:
+            self._begin(self._epoch + 1)
+        return used
 
     def state_dict(self) -> dict[str, Any]:
-        """A few numbers, equal on all ranks, that continue at any number of ranks, workers or global batch size."""
-        raise NotImplementedError
+        """A few numbers, equal on all ranks, that continue at any number of ranks, workers or global batch size.
+
+        ``position`` counts the committed samples of ``epoch``; ``layouts`` are (global batch size, lanes, steps) of each
+        stretch that the epoch was cut into, the last one with the steps committed so far.
+        """
+        *earlier, current = self._order.layouts
+        layouts = [*earlier, replace(current, steps=self._step - self._order.first_step)]
+        recipe = self._order.recipe
+        return {
+            "version": _STATE_VERSION,
+            "data": self.index.describe(),
+            "seed": recipe.seed,
+            "shuffle": recipe.shuffle,
+            "window": recipe.window,
+            "tail": recipe.tail,
+            "epoch": self._epoch,
+            "position": self._order.position(self._step),
+            "layouts": [list(astuple(layout)) for layout in layouts],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where ``state`` was taken.
 
+        The epoch that it is in is finished in the order in which it was begun. If the global batch size differs, what
+        remains of it is cut anew; every sample is still used once.
+
         Raises:
             RuntimeError: If an iterator of this loader is open.
-            ValueError: If the data set changed since; names what differs.
+            ValueError: If the data set or the seed changed since, or this is no loader state; names what differs.
         """
-        raise NotImplementedError
+        if self._open_iterator() is not None:
+            raise RuntimeError("load_state_dict: an iterator of this loader is open. Finish or delete it first.")
+        missing = sorted({"version", "data", "seed", "shuffle", "window", "tail", "epoch", "layouts"} - set(state))
+        if missing or state["version"] != _STATE_VERSION:
+            raise ValueError(
+                f"not a state of this loader: version {state.get('version')!r} (want {_STATE_VERSION}), missing keys: "
+                f"{', '.join(missing) or 'none'}."
+            )
+        if state["data"]["fingerprint"] != self.index.fingerprint:
+            raise ValueError(
+                f"the data set changed since this state was saved: {self.index.difference(state['data'])} "
+                "Continue with the old shards, or start a new run."
+            )
+        if state["seed"] != self._recipe.seed:
+            raise ValueError(f"seed: the state was saved with {state['seed']}, this loader has {self._recipe.seed}.")
+        layouts = [Layout(*layout) for layout in state["layouts"]]
+        begun = Recipe(state["seed"], state["shuffle"], state["window"], state["tail"])
+        if layouts[-1].global_batch_size == self._layout.global_batch_size and begun.shuffle == self._recipe.shuffle:
+            # Kept rather than derived again: another default must not change a run that goes on.
+            self._layout = replace(layouts[-1], steps=0)
+        step = sum(layout.steps for layout in layouts)
+        self._stream = None
+        if not step:
+            self._begin(state["epoch"])
+            return
+        if layouts[-1].global_batch_size == self._layout.global_batch_size:
+            layouts[-1] = replace(layouts[-1], steps=0)
+        else:
+            batch = self._layout.global_batch_size
+            layouts.append(Layout(batch, choose_lanes(batch, None, begun.shuffle)))
+        self._epoch, self._step = state["epoch"], step
+        self._order = EpochOrder(self.index.counts, begun, self._epoch, layouts)
+        if not self.steps_left:  # with tail=drop, less than one of the new global batches may be left
+            self._begin(self._epoch + 1)
 
     def close(self) -> None:
         """Ends the workers. The loader can be used again."""
-        raise NotImplementedError
+        self._end_iterator()
+        self._stream = None
+
+    def _begin(self, epoch: int) -> None:
+        self._epoch, self._step = epoch, 0
+        self._order = EpochOrder(self.index.counts, self._recipe, epoch, [self._layout])
+
+    def _open_stream(self) -> Stream:
+        dataset = MicroBatches(
+            self.index,
+            self._fields,
+            recipe=self._recipe,
+            first_recipe=self._order.recipe,
+            start=Start(self._epoch, self._order.layouts, self._step),
+            layout=self._layout,
+            share=self._share,
+            wire=self.wire,
+            augment=self._augment,
+        )
+        steps = (self._order.num_steps, self.steps_per_epoch)
+        return Stream(dataset, self._loading, (self._epoch, self._step), steps, self.micro_batches_per_step)
+
+    def _open_iterator(self) -> _EpochIterator | None:
+        iterator = self._iterator() if self._iterator is not None else None
+        return iterator if iterator is not None and iterator.left else None
+
+    def _end_iterator(self) -> None:
+        if (iterator := self._open_iterator()) is not None:
+            iterator.left = 0
+
+    def _take(self) -> Batch:
+        if self._stream is None:
+            raise RuntimeError("this loader was closed or another iterator was opened.")
+        batch = self._stream.take()
+        batch.wire = self.wire
+        self._uncommitted += 1
+        self._handed += len(batch.sample_keys)
+        self.bad_samples += len(batch.bad)
+        if batch.bad and self._max_bad is not None:
+            check_bad_samples(self.bad_samples, self._handed, self._max_bad, batch.bad[-1])
+        return batch
+
+
+class _EpochIterator(Iterator[Batch]):
+    """The rest of one epoch; ``left`` micro-batches of it."""
+
+    def __init__(self, loader: ShardLoader, left: int) -> None:
+        self._loader = loader
+        self.left = left
+
+    def __next__(self) -> Batch:
+        if not self.left:
+            raise StopIteration
+        batch = self._loader._take()
+        self.left -= 1
+        return batch
+
+
+def check_bad_samples(bad: int, handed: int, budget: float, last: Mapping[str, Any]) -> None:
+    """Ends the run when too many samples could not be read.
+
+    Args:
+        bad: Bad samples so far.
+        handed: Samples so far, bad ones included.
+        budget: ``data.max_bad``: below 1 a share of ``handed`` (ten are always forgiven), else a count.
+        last: The ledger line of a recent one, for the message.
+
+    Raises:
+        TooManyBadSamples: If there are more than the budget allows.
+    """
+    if bad > (max(10.0, budget * handed) if budget < 1 else budget):
+        raise TooManyBadSamples(
+            f"{bad} of {handed} samples could not be read, more than data.max_bad={budget:g} allows. The last one: "
+            f"{last.get('key')}: {last.get('reason')}. All of them are named in logs/bad-rank-*.jsonl of the run."
+        )

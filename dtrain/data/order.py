@@ -1,0 +1,213 @@
+"""Where every sample of an epoch lies: a pure function, no state.
+
+* The *line* is the epoch's shards, permuted, laid end to end: ``num_samples`` places.
+* A *lane* is one of K contiguous pieces of the line, equal to within one sample. A step draws ``G / K`` samples from
+  each, so slot *s* of the global batch belongs to lane ``s // (G / K)``.
+* A *window* is a few neighbouring shards inside a lane; samples are permuted within it, so that a rank keeps only
+  (its lanes x the window) shards open.
+* A *layout* is (G, K, committed steps). When G changes in mid-epoch, what remains is the tail of each lane; laid end to
+  end, these form a new, shorter line that the next layout cuts into lanes again. The list of layouts is all that a
+  checkpoint needs.
+
+Nothing here reads the environment, a clock or a global generator, so parent and workers agree by construction, and the
+content of a global batch depends neither on ranks nor on workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dtrain.data.permutation import hash64, permute
+
+SHUFFLES = ("window", "full", "none")
+TAILS = ("pad", "drop")
+DEFAULT_WINDOW = 8
+_MOST_DEFAULT_LANES = 64
+# Two uses of one (seed, epoch) must not share a key.
+_SHARDS, _WINDOW, _FULL = 1, 2, 3
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a stretch of an epoch was cut: batch size, lanes, and how many steps of it were committed."""
+
+    global_batch_size: int
+    lanes: int
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What decides an epoch's order besides the shards and the layouts."""
+
+    seed: int
+    shuffle: str = "window"
+    window: int = DEFAULT_WINDOW
+    tail: str = "pad"
+
+    def __post_init__(self) -> None:
+        if self.shuffle not in SHUFFLES:
+            raise ValueError(f"shuffle: got {self.shuffle!r}, want one of {', '.join(SHUFFLES)}.")
+        if self.tail not in TAILS:
+            raise ValueError(f"tail: got {self.tail!r}, want one of {', '.join(TAILS)}.")
+        if self.window < 1:
+            raise ValueError(f"window: got {self.window}, want a number of shards of at least 1.")
+
+
+def choose_lanes(global_batch_size: int, lanes: int | None, shuffle: str) -> int:
+    """The lanes of a layout: as asked, else the largest divisor of the global batch size up to 64.
+
+    Only a window shuffle has lanes; the other orders are one line.
+
+    Raises:
+        ValueError: If ``lanes`` does not divide ``global_batch_size``.
+    """
+    if shuffle != "window":
+        return 1
+    if lanes is None:
+        return max(k for k in range(1, _MOST_DEFAULT_LANES + 1) if global_batch_size % k == 0)
+    if lanes < 1 or global_batch_size % lanes:
+        raise ValueError(
+            f"lanes: {lanes} does not divide the global batch size {global_batch_size}, but every lane gives an equal "
+            f"part of each step. Leave data.lanes unset for {choose_lanes(global_batch_size, None, shuffle)}."
+        )
+    return lanes
+
+
+class EpochOrder:
+    """The order of one epoch.
+
+    Args:
+        counts: Samples of each shard, int64, shape ``[num_shards]``.
+        recipe: Seed, shuffle, window and tail.
+        epoch: Number of the epoch, from 0.
+        layouts: How it was cut so far, oldest first; the last one is in force.
+
+    Attributes:
+        first_step: Steps of the epoch that earlier layouts used up.
+        num_steps: Steps of the whole epoch, those included.
+    """
+
+    def __init__(self, counts: np.ndarray, recipe: Recipe, epoch: int, layouts: Sequence[Layout]) -> None:
+        self.recipe = recipe
+        self.layouts = tuple(layouts)
+        self.num_samples = int(counts.sum())
+        shards = np.arange(len(counts), dtype=np.int64)
+        if recipe.shuffle == "window":
+            shards = permute(shards, max(len(counts), 1), hash64(recipe.seed, epoch, _SHARDS))
+        self._key = hash64(recipe.seed, epoch, _WINDOW if recipe.shuffle == "window" else _FULL)
+        self._line = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts[shards])])  # first place of each shard
+        self._first_sample = (np.cumsum(counts) - counts)[shards]  # number of that shard's first sample
+        self._cuts = [_Cut.whole(self.num_samples, self.layouts[0])]
+        for layout in self.layouts[1:]:
+            self._cuts.append(self._cuts[-1].rest(layout))
+        self.first_step = sum(layout.steps for layout in self.layouts[:-1])
+        self.num_steps = self.first_step + self._cuts[-1].num_steps(recipe.tail)
+
+    def position(self, step: int) -> int:
+        """How many samples of the epoch the steps before ``step`` use."""
+        cut = self._cuts[-1]
+        return self.num_samples - cut.num_samples + cut.used(step - self.first_step)
+
+    def locate(self, step: int, slots: np.ndarray) -> np.ndarray:
+        """The samples of some slots of one global batch.
+
+        Args:
+            step: Step of the epoch, in ``[first_step, num_steps)``.
+            slots: int64, shape ``[n]``, each in ``[0, global_batch_size)``.
+
+        Returns:
+            Sample number over the shards as they were given, int64, shape ``[n]``; -1 where the slot is masked.
+
+        Raises:
+            IndexError: If the step is not one of the layout in force.
+        """
+        if not self.first_step <= step < self.num_steps:
+            raise IndexError(f"step {step} is outside [{self.first_step}, {self.num_steps}) of this layout")
+        place = self._cuts[-1].place(step - self.first_step, np.asarray(slots, np.int64))
+        samples = np.full(place.shape, -1, np.int64)
+        filled = place >= 0
+        on_line = place[filled]
+        for cut in reversed(self._cuts):
+            on_line = cut.outer(on_line)
+        samples[filled] = self._sample(self._shuffled(on_line))
+        return samples
+
+    def _sample(self, place: np.ndarray) -> np.ndarray:
+        shard = np.searchsorted(self._line, place, side="right") - 1
+        return self._first_sample[shard] + place - self._line[shard]
+
+    def _shuffled(self, place: np.ndarray) -> np.ndarray:
+        if self.recipe.shuffle == "none":
+            return place
+        if self.recipe.shuffle == "full":
+            return permute(place, self.num_samples, self._key)
+        # Windows belong to the first layout's lanes, also after a later cut: a sample must keep its place.
+        lane_start, lane_end = self._cuts[0].lane_of(place)
+        shard = np.searchsorted(self._line, place, side="right") - 1
+        lane_shard = np.searchsorted(self._line, lane_start, side="right") - 1
+        number = (shard - lane_shard) // self.recipe.window
+        first = lane_shard + number * self.recipe.window
+        last = np.minimum(first + self.recipe.window, len(self._line) - 1)
+        start = np.maximum(self._line[first], lane_start)
+        end = np.minimum(self._line[last], lane_end)
+        return start + permute(place - start, end - start, hash64(self._key.astype(np.int64), start))
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A line of ``num_samples`` places, cut into lanes.
+
+    Attributes:
+        starts: First place of each piece of this line on the line that it is a rest of, int64, shape ``[pieces]``.
+        offsets: First place of each piece on this line, and its end, int64, shape ``[pieces + 1]``.
+    """
+
+    layout: Layout
+    starts: np.ndarray
+    offsets: np.ndarray
+
+    @classmethod
+    def whole(cls, num_samples: int, layout: Layout) -> _Cut:
+        return cls(layout, np.zeros(1, np.int64), np.array([0, num_samples], np.int64))
+
+    def rest(self, layout: Layout) -> _Cut:
+        """What this cut's committed steps leave: the tail of each lane, end to end."""
+        bounds = self._bounds(np.arange(self.layout.lanes + 1))
+        starts = np.minimum(bounds[:-1] + self.layout.steps * self._per_lane, bounds[1:])
+        return _Cut(layout, starts, np.concatenate([np.zeros(1, np.int64), np.cumsum(bounds[1:] - starts)]))
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.offsets[-1])
+
+    @property
+    def _per_lane(self) -> int:
+        return self.layout.global_batch_size // self.layout.lanes
+
+    def num_steps(self, tail: str) -> int:
+        batch = self.layout.global_batch_size
+        return self.num_samples // batch if tail == "drop" else -(-self.num_samples // batch)
+
+    def used(self, steps: int) -> int:
+        bounds = self._bounds(np.arange(self.layout.lanes + 1))
+        return int(np.minimum(np.diff(bounds), steps * self._per_lane).sum())
+
+    def place(self, step: int, slots: np.ndarray) -> np.ndarray:
+        lane = slots // self._per_lane
+        place = self._bounds(lane) + step * self._per_lane + slots % self._per_lane
+        return np.where(place < self._bounds(lane + 1), place, -1)
+
+    def lane_of(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        lane = ((place + 1) * self.layout.lanes - 1) // self.num_samples
+        return self._bounds(lane), self._bounds(lane + 1)
+
+    def outer(self, place: np.ndarray) -> np.ndarray:
+        piece = np.searchsorted(self.offsets, place, side="right") - 1
+        return self.starts[piece] + place - self.offsets[piece]
+
+    def _bounds(self, lane: np.ndarray) -> np.ndarray:
+        return lane * self.num_samples // self.layout.lanes

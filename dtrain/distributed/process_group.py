@@ -1,0 +1,102 @@
+"""The process group of a run: joined once, left cleanly whether the run succeeds or fails.
+
+* A rank that fails publishes so in the group's store before its connections close. The others, which only see their
+  collective break, look there and end with one line instead of a traceback of their own, so that the first traceback on
+  the screen is the one that matters.
+* A collective may take ``timeout_start`` while files are indexed and kernels compiled, and ``timeout_step`` from the
+  first finished step on.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from dtrain.config.errors import ConfigError, PeerFailed
+from dtrain.distributed.world import World
+
+_FAILED = "dtrain/failed"
+# A peer publishes its failure before it closes its connections; only a killed one stays silent for longer.
+_PATIENCE = 2.0
+_LINGER = 1.0
+
+
+@contextmanager
+def process_group(timeout: float) -> Iterator[World]:
+    """Joins the ranks that the launcher started, or a world of one.
+
+    Args:
+        timeout: Seconds that a collective may take, until ``set_timeout`` changes it.
+
+    Yields:
+        This rank's world.
+
+    Raises:
+        PeerFailed: Instead of an error in a collective, if another rank failed first.
+        ConfigError: If the environment cannot work.
+    """
+    world = World.of()
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    limit = timedelta(seconds=timeout)
+    if world.launched:
+        dist.init_process_group(world.backend, timeout=limit)
+    else:
+        # A store in memory: a world of one opens no port and cannot collide with another.
+        dist.init_process_group(world.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+    try:
+        yield world
+    except ConfigError:
+        dist.destroy_process_group()  # raised on every rank alike, so nobody waits for this one
+        raise
+    except BaseException as error:
+        first = _publish_failure(world, error)
+        if world.rank == 0 and world.size > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            time.sleep(_LINGER)  # the store ends with this process, and the others have not looked yet
+        if world.device.type == "cuda":
+            c10d._abort_process_group()  # destroying a NCCL group waits for its peers, and one of them is gone
+        else:
+            dist.destroy_process_group()
+        if first is not None:
+            raise PeerFailed(first) from None
+        raise
+    else:
+        dist.destroy_process_group()
+
+
+def set_timeout(seconds: float) -> None:
+    """From now on a collective of the default group may take so long."""
+    c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
+
+
+def failure() -> str | None:
+    """What the first rank that failed has published; None if no rank has."""
+    store = c10d._get_default_store()
+    try:
+        return store.get(_FAILED).decode() if store.check([_FAILED]) else None
+    except RuntimeError:  # the machine that keeps the store is gone
+        return None
+
+
+def _publish_failure(world: World, error: BaseException) -> str | None:
+    """Publishes this rank's failure; returns the text of another rank that was first."""
+    is_collective = isinstance(error, (dist.DistBackendError, dist.DistNetworkError)) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+    )
+    deadline = time.monotonic() + (_PATIENCE if is_collective and world.size > 1 else 0)
+    while (first := failure()) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if first is None:
+        text = f"rank {world.rank} failed: {type(error).__name__}: {error}"
+        try:
+            first = c10d._get_default_store().compare_set(_FAILED, "", text).decode()
+        except RuntimeError:
+            return None
+    return None if first.startswith(f"rank {world.rank} ") else first

@@ -1,0 +1,80 @@
+"""Requests to stop: signals and a STOP file. They set a flag; when to stop is agreed in the vote of a step.
+
+A handler does nothing else, because a save or a collective inside a signal handler meets the training thread in the
+middle of another one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from dtrain.distributed.process_group import failure
+
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
+_LOOK_EVERY = 1.0  # seconds between two looks at the STOP file: it may lie on a slow network disk
+
+
+class StopRequests:
+    """Notes what asks this run to stop, while it is entered.
+
+    Args:
+        stop_file: The file that asks for a stop; None on ranks that do not look for it.
+    """
+
+    def __init__(self, stop_file: Path | None) -> None:
+        self._stop_file = stop_file
+        self._reason: str | None = None
+        self._looked = 0.0
+        self._pid = os.getpid()
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequests:
+        for name in _SIGNALS:
+            number = getattr(signal, name)
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @property
+    def reason(self) -> str | None:
+        """Why this rank wants to stop: a signal's name or the STOP file; None if it does not."""
+        if self._reason is None and self._stop_file is not None and time.monotonic() - self._looked >= _LOOK_EVERY:
+            self._looked = time.monotonic()
+            if self._stop_file.exists():
+                self._reason = f"{self._stop_file.name} file"
+        return self._reason
+
+    def consume(self) -> None:
+        """Takes the STOP file away, once all ranks have agreed, so that the next start does not stop again."""
+        if self._stop_file is not None:
+            self._stop_file.unlink(missing_ok=True)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a forked child has inherited this handler
+            return
+        name = signal.Signals(number).name
+        if self._reason is not None and number in (signal.SIGINT, signal.SIGTERM) and "SIGINT" in self._reason:
+            sys.stderr.write(f"dtrain: {name} after SIGINT: ending at once, without a checkpoint\n")
+            os._exit(128 + number)
+        self._reason = name
+        if number == signal.SIGTERM:
+            # torchrun also sends TERM to the peers of a rank that died. A thread looks, since the main one may be
+            # inside a call to the same store.
+            threading.Thread(target=_exit_if_a_peer_failed, daemon=True).start()
+
+
+def _exit_if_a_peer_failed() -> None:
+    if (text := failure()) is not None:
+        sys.stderr.write(f"dtrain: ending because {text}\n")
+        sys.stderr.flush()
+        os._exit(1)

@@ -1,0 +1,128 @@
+"""``torchrun -m dtrain.train experiment=NAME [key=value ...]``: from a config to a trained model.
+
+``--help`` lists the groups and keys. ``python -m dtrain.train`` is a world of one. The same command again continues the
+run where it was.
+"""
+
+from __future__ import annotations
+
+from dtrain.config import app
+from dtrain.config.app import Composed
+from dtrain.config.errors import users_to_fix
+from dtrain.config.run import Run, without_secrets
+from dtrain.config.schema import Config
+from dtrain.data.ledger import cut_ledgers
+from dtrain.distributed.collectives import decided_by_rank_zero, together
+from dtrain.distributed.process_group import process_group
+from dtrain.distributed.stop import StopRequests
+from dtrain.distributed.world import World
+from dtrain.tracking.console import print_banner
+from dtrain.tracking.failure import failures_recorded
+from dtrain.tracking.rank_log import close_rank_log, open_rank_log
+from dtrain.tracking.sinks import NullSinks, Sinks, build_sinks
+from dtrain.tracking.status import write_status
+from dtrain.training import build
+from dtrain.training.banner import banner
+from dtrain.training.checkpoint import Checkpoints
+from dtrain.training.ema import Ema
+from dtrain.training.loaders import eval_loader, prepare_data, train_loader
+from dtrain.training.loop import Loop
+from dtrain.training.parts import Parts, Progress
+from dtrain.training.plan import last_step, schedule_horizon
+from dtrain.training.seed import be_deterministic, seed_generators
+from dtrain.training.step import TrainStep
+
+
+def train(composed: Composed) -> None:
+    """Trains the run that a config describes, from its newest checkpoint if it has one."""
+    app.require_choice(composed)
+    cfg: Config = composed.cfg
+    run = Run.of(composed)
+    with process_group(cfg.parallel.timeout_start) as world:
+        # -- run: rank 0 alone writes the shared files of its directory
+        with users_to_fix("checkpoint"):
+            checkpoints = Checkpoints.of(run.dir, cfg.checkpoint)
+        changes = decided_by_rank_zero(run.changes)
+        resumed, problems = decided_by_rank_zero(lambda: checkpoints.to_resume(cfg.run.resume))
+        decided_by_rank_zero(run.save)
+        open_rank_log(run.dir, world.rank)
+        with failures_recorded(run.dir, world.rank) as failure:
+            # -- precision and data
+            precision, warnings = together(lambda: build.build_precision(cfg.precision, world.device))
+            prepare_data(cfg.data)
+            train_data = together(lambda: train_loader(cfg, world, precision))
+            eval_data = together(lambda: eval_loader(cfg, world, precision))
+            horizon = schedule_horizon(cfg.train, train_data)
+
+            # -- model, optimizer, schedule: built by `_target_`, wrapped once
+            if cfg.train.deterministic:
+                be_deterministic()
+            seed_generators(world.device, cfg.run.seed)
+            model = build.build_model(cfg.model, world.device)
+            precision.wrap_keep_fp32(model)
+            with users_to_fix("train.ema_decay"):
+                ema = Ema(model, cfg.train.ema_decay) if cfg.train.ema_decay is not None else None
+            task = build.by_target("task", cfg.task)
+            optimizer = build.build_optimizer(cfg.optimizer, model, world.device)
+            step = TrainStep(
+                build.wrap(model, cfg.parallel, world),
+                task,
+                optimizer,
+                world=world,
+                precision=precision,
+                loss_scale=build.build_loss_scale(cfg.precision.loss_scale, precision, world.device),
+                nominal=cfg.train.global_batch_size,
+                schedule=build.build_schedule(cfg.schedule, horizon),
+                clip_norm=cfg.train.clip_norm,
+                ema=ema,
+                seed=cfg.run.seed,
+                max_consecutive_skips=cfg.train.max_consecutive_skips,
+            )
+            failure.step = lambda: step.step
+
+            # -- checkpoint: everything or nothing
+            parts = Parts(
+                cfg, run.dir, world, precision, train_data, eval_data, model, task, optimizer, step, ema, Progress()
+            )
+            if resumed is not None:
+                together(lambda: parts.restore(checkpoints.load(resumed)))
+            end = last_step(cfg.train, train_data, step.step)
+
+            # -- loop
+            sinks = together(lambda: open_sinks(run, cfg, world, step.step, end))
+            if world.rank == 0:
+                start = f"after step {step.step}, from {checkpoints.path(resumed)}" if resumed is not None else "new"
+                print_banner("dtrain", banner(run, parts, start, end, horizon))
+            for line in (*problems, *(f"changed since the last start: {change}" for change in changes), *warnings):
+                sinks.note(line)
+            state = "failed"
+            try:
+                with StopRequests(run.dir / "STOP" if world.rank == 0 else None) as stop:
+                    state, reason = Loop(parts, end, checkpoints, sinks, stop).run()
+            finally:
+                sinks.finish(state)
+                train_data.close()
+                if eval_data is not None:
+                    eval_data.close()
+            if world.rank == 0:
+                write_status(run.dir, state, step.step, reason, last_step=end)
+                print(f"{state} at step {step.step}{f' ({reason})' if reason else ''}: {run.dir}", flush=True)
+        close_rank_log()
+
+
+def open_sinks(run: Run, cfg: Config, world: World, step: int, end: int) -> Sinks | NullSinks:
+    """Rank 0's sinks, and its files cut back to ``step``; nothing on the other ranks."""
+    if world.rank != 0:
+        return NullSinks()
+    cut_ledgers(run.dir / "logs", step)
+    with users_to_fix("tracker"):
+        return build_sinks(cfg.tracker, run.dir, run.name, without_secrets(run.config), step, total_steps=end)
+
+
+def main() -> None:
+    """Command line."""
+    app.run(train)
+
+
+if __name__ == "__main__":
+    main()

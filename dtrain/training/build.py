@@ -1,0 +1,151 @@
+"""From config nodes to objects: precision, model, optimizer, schedule, all on this rank's device."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import get_class, instantiate
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from dtrain.config.errors import ConfigError, users_to_fix
+from dtrain.config.schema import LossScaleConfig, ParallelConfig, PrecisionConfig
+from dtrain.distributed.world import World
+from dtrain.precision import Precision
+from dtrain.precision.loss_scale import LossScale
+
+
+def by_target(key: str, node: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls the ``_target_`` of a config node with the node's other keys.
+
+    Args:
+        key: The node's place in the config, for errors.
+        node: The node.
+        args: Passed on.
+        kwargs: Passed on; they win over the node's keys.
+
+    Raises:
+        ConfigError: If there is no ``_target_``, or nothing of that name can be imported.
+    """
+    if not isinstance(node, DictConfig) or "_target_" not in node:
+        raise ConfigError(f"{key}: has no _target_. Name a class or function, such as {key}._target_=package.Class.")
+    try:
+        return instantiate(node, *args, _convert_="all", **kwargs)
+    except InstantiationException as error:
+        # What the target itself raised is the user's code: it keeps its traceback.
+        if error.__cause__ is not None and "Error locating target" not in str(error):
+            raise
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise ConfigError(
+            f"{key}._target_: {node._target_!r} cannot be imported ({reason}). Is the package installed, and the folder "
+            "of your own module on PYTHONPATH?"
+        ) from error
+
+
+def build_precision(cfg: PrecisionConfig, device: torch.device) -> tuple[Precision, list[str]]:
+    """The precision policy, put in force for this process.
+
+    Returns:
+        The policy, and what a user should be warned of.
+
+    Raises:
+        ConfigError: If the device cannot compute in it.
+    """
+    with users_to_fix("precision"):
+        precision = Precision(cfg.name, tuple(cfg.keep_fp32))
+        return precision, precision.apply(device)
+
+
+def build_loss_scale(cfg: LossScaleConfig, precision: Precision, device: torch.device) -> LossScale | None:
+    """The loss scale; None where the precision does not scale gradients.
+
+    Raises:
+        ConfigError: If a factor, interval or bound is impossible.
+    """
+    if not precision.scales_gradients:
+        return None
+    with users_to_fix("precision.loss_scale"):
+        return LossScale(
+            device,
+            init=cfg.init,
+            growth_factor=cfg.growth_factor,
+            backoff_factor=cfg.backoff_factor,
+            growth_interval=cfg.growth_interval,
+            hysteresis=cfg.hysteresis,
+            min_scale=cfg.min,
+            max_scale=cfg.max,
+        )
+
+
+def build_model(node: Any, device: torch.device) -> nn.Module:
+    """The bare model on its device, in channels_last layout.
+
+    Raises:
+        ConfigError: If it is no module, or already wrapped for several devices.
+    """
+    model = by_target("model", node)
+    if isinstance(model, (DataParallel, DistributedDataParallel)):
+        raise ConfigError(
+            f"model: {node._target_} returns a model wrapped in {type(model).__name__}. dtrain wraps it itself, and two "
+            "wrappers would average gradients twice. Return the bare module."
+        )
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model: {node._target_} returns {type(model).__name__}, want a torch.nn.Module.")
+    return model.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def build_optimizer(node: Any, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
+    """The optimizer over the model's trainable parameters; fused where class and device have it and the config is silent.
+
+    Raises:
+        ConfigError: If nothing is trainable.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise ConfigError("model: it has no parameter that requires a gradient, so there is nothing to train.")
+    extra: dict[str, Any] = {}
+    if isinstance(node, DictConfig) and "_target_" in node and not {"fused", "foreach", "_partial_"} & set(node):
+        # A function, or nothing that can be imported, has no class; by_target says which.
+        with suppress(ValueError, ImportError):
+            if "fused" in inspect.signature(get_class(node._target_)).parameters and device.type in ("cuda", "cpu"):
+                extra["fused"] = True
+    optimizer = by_target("optimizer", node, parameters, **extra)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer: {node._target_} returns {type(optimizer).__name__}, want a torch Optimizer.")
+    return optimizer
+
+
+def build_schedule(node: Any, horizon: int) -> Callable[[int], float]:
+    """The learning-rate schedule: a factor for a number of applied steps.
+
+    Args:
+        node: The config node.
+        horizon: Steps of the run; used where the node's ``horizon`` is null.
+    """
+    own = OmegaConf.select(node, "horizon") if isinstance(node, DictConfig) else None
+    schedule = by_target("schedule", node, **({} if own else {"horizon": horizon}))
+    if not callable(schedule):
+        raise ConfigError(
+            f"schedule: {node._target_} gives {type(schedule).__name__}, want a callable of applied steps."
+        )
+    return schedule
+
+
+def wrap(model: nn.Module, parallel: ParallelConfig, world: World) -> nn.Module:
+    """The model as the step runs it: in DDP where there are several ranks."""
+    if world.size == 1:
+        return model
+    return DistributedDataParallel(
+        model,
+        device_ids=[world.device.index] if world.device.type == "cuda" else None,
+        bucket_cap_mb=parallel.bucket_cap_mb,
+        find_unused_parameters=parallel.find_unused_parameters,
+        static_graph=parallel.static_graph,
+        gradient_as_bucket_view=parallel.gradient_as_bucket_view,
+    )

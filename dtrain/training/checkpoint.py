@@ -1,0 +1,265 @@
+"""Checkpoints: whole or absent, checked when they are read, and never a pickle.
+
+* A *checkpoint* is a folder ``step-000000050`` with safetensors files, ``state.json``, and ``manifest.json``, which holds
+  the size and SHA-256 of each of them.
+* It is written aside, synced and renamed, so that a folder of that name is complete; the newest may still be torn by a
+  power cut, so reading trusts the manifest, not the name, and falls back to the one before.
+* Nothing old is deleted before something new is safe.
+
+Rank 0 writes. Reading is decided by rank 0 and done by every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from dtrain.config.errors import ConfigError
+from dtrain.config.schema import CheckpointConfig
+
+_NAME = re.compile(r"step-(\d{9})$")
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint holds.
+
+    Attributes:
+        tensors: File stem to named tensors, such as ``{"model": {...}, "optimizer": {...}, "ema": {...}}``.
+        state: Everything else; JSON can hold it.
+    """
+
+    tensors: dict[str, dict[str, Tensor]]
+    state: dict[str, Any]
+
+
+class BadCheckpoint(ConfigError):
+    """A checkpoint that is incomplete or altered."""
+
+
+class Checkpoints:
+    """The checkpoints of a run.
+
+    Args:
+        directory: ``<run.dir>/checkpoints``.
+        keep_last: How many of the newest stay.
+        best: Metric whose best checkpoint stays, too; None keeps none for it.
+        best_mode: ``"max"`` or ``"min"``.
+
+    Raises:
+        ValueError: If ``keep_last`` or ``best_mode`` is impossible.
+    """
+
+    def __init__(self, directory: Path, keep_last: int = 2, best: str | None = None, best_mode: str = "max") -> None:
+        if keep_last < 1:
+            raise ValueError(f"checkpoint.keep_last: got {keep_last}, want at least 1.")
+        if best_mode not in ("max", "min"):
+            raise ValueError(f"checkpoint.best_mode: got {best_mode!r}, want max or min.")
+        self.directory = directory
+        self._keep_last = keep_last
+        self._best = best
+        self._sign = 1 if best_mode == "max" else -1
+
+    @classmethod
+    def of(cls, run_dir: Path, cfg: CheckpointConfig) -> Checkpoints:
+        """Those of a run, kept as its config says."""
+        return cls(run_dir / "checkpoints", cfg.keep_last, cfg.best, cfg.best_mode)
+
+    def choose(self, which: str) -> int:
+        """The step of a checkpoint by name.
+
+        Args:
+            which: ``best``, ``latest``, a step; or ``""``: the best where one is kept, else the latest.
+
+        Raises:
+            ConfigError: If there is no such checkpoint, or it is broken; names those there are.
+        """
+        steps = self.steps()
+        best = self.best_step() if which in ("", "best") else None
+        latest = self.newest_good()[0] if which == "latest" or (which == "" and best is None) else None
+        step = int(which) if which.isdigit() else best if best is not None else latest
+        if step not in steps:
+            raise ConfigError(
+                f"checkpoint={which or 'latest'}: {self.directory} has "
+                + (f"steps {', '.join(map(str, steps))}" if steps else "none")
+                + ". Name one of them, or latest; best needs checkpoint.best=METRIC in the run's config."
+            )
+        self.verify(step)
+        return step
+
+    def to_resume(self, mode: str) -> tuple[int | None, list[str]]:
+        """Where a start continues, as ``run.resume`` says.
+
+        Args:
+            mode: ``"auto"``: the newest whole checkpoint, if there is one; ``"must"``: it must exist; ``"never"``: none
+                may exist.
+
+        Returns:
+            The step, or None for a start from nothing, and a line for each broken checkpoint that was passed over.
+
+        Raises:
+            ConfigError: If the mode does not fit what there is, or all there is is broken.
+        """
+        if mode not in ("auto", "must", "never"):
+            raise ConfigError(f"run.resume: got {mode!r}, want auto, must or never.")
+        if mode == "never":
+            if self.steps():
+                raise ConfigError(f"run.resume=never, but {self.directory} holds checkpoints. Use another run.dir.")
+            return None, []
+        step, problems = self.newest_good()
+        if step is None and (problems or mode == "must"):
+            found = "\n".join(f"    {problem}" for problem in problems) or "    there is none"
+            raise ConfigError(
+                f"{self.directory} has no checkpoint to continue from:\n{found}\n  Restore one, or start afresh in "
+                "another run.dir."
+            )
+        return step, [f"passed over a broken checkpoint: {problem}" for problem in problems]
+
+    def steps(self) -> list[int]:
+        """Steps of the checkpoints there are, oldest first; not checked."""
+        if not self.directory.is_dir():
+            return []
+        return sorted(int(match[1]) for entry in self.directory.iterdir() if (match := _NAME.match(entry.name)))
+
+    def path(self, step: int) -> Path:
+        """The folder of a step's checkpoint."""
+        return self.directory / f"step-{step:09d}"
+
+    def save(self, step: int, checkpoint: Checkpoint) -> Path:
+        """Writes a checkpoint and then deletes those that need not stay. An existing one of that step is replaced.
+
+        Args:
+            step: Attempted step that it was taken after.
+            checkpoint: Tensors on the CPU; ``state["metrics"]`` is where ``best`` is looked up.
+
+        Raises:
+            OSError: If it cannot be written; those before are untouched.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        target = self.path(step)
+        aside = self.directory / f".{target.name}.{os.getpid()}"
+        shutil.rmtree(aside, ignore_errors=True)
+        try:
+            aside.mkdir()
+            for name, tensors in checkpoint.tensors.items():
+                safetensors.torch.save_file(tensors, aside / f"{name}.safetensors")
+            (aside / "state.json").write_text(json.dumps({"format": _FORMAT, **checkpoint.state}, indent=1))
+            manifest = {path.name: _facts(path) for path in sorted(aside.iterdir())}
+            (aside / "manifest.json").write_text(json.dumps(manifest, indent=1))
+            for path in (*aside.iterdir(), aside):
+                _sync(path)
+            replaced = aside.with_suffix(".replaced")
+            if target.exists():
+                os.rename(target, replaced)
+            os.rename(aside, target)
+            _sync(self.directory)
+            shutil.rmtree(replaced, ignore_errors=True)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+        self._delete_old()
+        return target
+
+    def verify(self, step: int) -> None:
+        """Reads a checkpoint's files and compares them with its manifest.
+
+        Raises:
+            BadCheckpoint: If one is missing or differs; names it.
+        """
+        folder = self.path(step)
+        try:
+            manifest = json.loads((folder / "manifest.json").read_text())
+            if not isinstance(manifest, dict) or "state.json" not in manifest:
+                raise ValueError("it lists no state.json")
+        except (OSError, ValueError) as error:
+            raise BadCheckpoint(f"{folder}: manifest.json cannot be read ({error})") from error
+        for name, facts in manifest.items():
+            try:
+                found = _facts(folder / name)
+            except OSError as error:
+                raise BadCheckpoint(f"{folder}: {name} cannot be read ({error})") from error
+            if found != facts:
+                raise BadCheckpoint(f"{folder}: {name} is {found}, the manifest says {facts}")
+
+    def newest_good(self) -> tuple[int | None, list[str]]:
+        """The newest checkpoint that is whole, and what is wrong with newer ones.
+
+        Returns:
+            Its step, or None if there is none, and a line for each broken one.
+        """
+        problems = []
+        for step in reversed(self.steps()):
+            try:
+                self.verify(step)
+            except BadCheckpoint as error:
+                problems.append(str(error))
+            else:
+                return step, problems
+        return None, problems
+
+    def load(self, step: int) -> Checkpoint:
+        """Reads a checkpoint.
+
+        Raises:
+            BadCheckpoint: If it cannot be read or is of another format.
+        """
+        folder = self.path(step)
+        try:
+            state = json.loads((folder / "state.json").read_text())
+            tensors = {path.stem: safetensors.torch.load_file(path) for path in sorted(folder.glob("*.safetensors"))}
+        except (OSError, ValueError, SafetensorError) as error:
+            raise BadCheckpoint(f"{folder} cannot be read: {error}") from error
+        if state.get("format") != _FORMAT:
+            raise BadCheckpoint(f"{folder} has format {state.get('format')!r}, this version of dtrain reads {_FORMAT}.")
+        return Checkpoint(tensors, state)
+
+    def best_step(self) -> int | None:
+        """The step with the best value of the ``best`` metric; None if none has it. The later one wins a tie."""
+        best: tuple[float, int] | None = None
+        for step in self.steps():
+            value = self._metrics(step).get(self._best or "")
+            if value is not None and (best is None or self._sign * value >= best[0]):
+                best = (self._sign * value, step)
+        return best[1] if best else None
+
+    def _metrics(self, step: int) -> Mapping[str, float]:
+        try:
+            metrics = json.loads((self.path(step) / "state.json").read_text()).get("metrics", {})
+        except (OSError, ValueError):
+            return {}
+        return metrics if isinstance(metrics, dict) else {}
+
+    def _delete_old(self) -> None:
+        steps = self.steps()
+        keep = {*steps[-self._keep_last :], self.best_step() if self._best else None}
+        for step in steps:
+            if step not in keep:
+                # A folder that cannot be deleted is a matter of disk space, not of the run.
+                shutil.rmtree(self.path(step), ignore_errors=True)
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return {"size": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,91 @@
+"""From the data config to this rank's loaders."""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig, OmegaConf
+
+from dtrain.config.errors import ConfigError, users_to_fix
+from dtrain.config.schema import Config, DataConfig
+from dtrain.data import ShardLoader
+from dtrain.distributed.collectives import decided_by_rank_zero
+from dtrain.distributed.world import World
+from dtrain.precision import Precision
+from dtrain.training.build import by_target
+
+
+def prepare_data(data: DataConfig) -> None:
+    """Collective. Rank 0 calls ``data.prepare``, if there is one, while the others wait."""
+
+    def call() -> None:
+        with users_to_fix("data.prepare"):
+            by_target("data.prepare", data.prepare)
+
+    if data.prepare is not None:
+        decided_by_rank_zero(call)
+
+
+def train_loader(cfg: Config, world: World, precision: Precision) -> ShardLoader:
+    """This rank's training loader.
+
+    Raises:
+        ConfigError: If shards, fields and sizes cannot work together.
+    """
+    data = cfg.data
+    return _loader(
+        cfg,
+        world,
+        precision,
+        "train",
+        shuffle=data.shuffle,
+        lanes=data.lanes,
+        window=data.window,
+        tail=data.tail,
+        augment=by_target("data.augment", data.augment) if data.augment is not None else None,
+    )
+
+
+def eval_loader(cfg: Config, world: World, precision: Precision) -> ShardLoader | None:
+    """This rank's evaluation loader, in stored order, each sample once; None without ``data.eval``.
+
+    Raises:
+        ConfigError: If shards, fields and sizes cannot work together.
+    """
+    return _loader(cfg, world, precision, "eval", shuffle="none") if cfg.data.eval else None
+
+
+def _loader(cfg: Config, world: World, precision: Precision, split: str, **order: object) -> ShardLoader:
+    data = cfg.data
+    if OmegaConf.is_missing(data, split):
+        raise ConfigError(f"data.{split} is not set. Name shards, such as 'data.{split}=\"shards/{{000..009}}.tar\"'.")
+    shards = data[split]  # type: ignore[index]
+    with users_to_fix(f"data.{split}"):
+        return ShardLoader(
+            shards if isinstance(shards, str) else list(shards),
+            _plain(data.fields),
+            global_batch_size=cfg.train.global_batch_size,
+            micro_batch_size=cfg.train.micro_batch_size,
+            rank=world.rank,
+            world_size=world.size,
+            num_workers=data.num_workers,
+            seed=cfg.run.seed,
+            precision=precision,
+            max_bad=None,  # the vote adds up all ranks
+            wire=data.wire,
+            on_overflow=data.on_overflow,
+            prefetch=data.prefetch,
+            start_method=data.start_method,
+            pin_memory=world.device.type == "cuda",
+            **order,  # type: ignore[arg-type]
+        )
+
+
+def _plain(fields: object) -> dict[str, dict[str, object]]:
+    """The fields as plain data; a decoder by ``_target_`` becomes the object it names."""
+    if not isinstance(fields, DictConfig):
+        return dict(fields)  # type: ignore[call-overload]
+    plain = OmegaConf.to_container(fields, resolve=True)
+    assert isinstance(plain, dict)
+    for ext, options in plain.items():
+        if isinstance(options, dict) and isinstance(options.get("decoder"), dict):
+            options["decoder"] = by_target(f"data.fields.{ext!s}.decoder", fields[ext].decoder)
+    return plain  # type: ignore[return-value]

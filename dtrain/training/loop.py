@@ -1,0 +1,267 @@
+"""The loop: window, vote, step, commit; log, evaluate, save and stop where all ranks agree to.
+
+Everything that decides when something happens is equal on all ranks: the attempted step, the loader's position, and what
+the vote of an earlier step said. The outcome of a step is settled in the next one, after its backward is queued, so that
+a GPU is never waited for; where something depends on it (a save, an evaluation, the end), it is settled at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from dtrain.data import Batch
+from dtrain.data.ledger import Ledger
+from dtrain.data.loader import check_bad_samples
+from dtrain.distributed.collectives import equalise_buffers
+from dtrain.distributed.process_group import set_timeout
+from dtrain.distributed.stop import StopRequests
+from dtrain.tracking.meter import Meter
+from dtrain.tracking.sinks import NullSinks, Sinks
+from dtrain.tracking.status import write_status
+from dtrain.training.checkpoint import Checkpoints
+from dtrain.training.evaluation import evaluate
+from dtrain.training.parts import Parts
+from dtrain.training.step import Outcome
+
+_STATUS_EVERY = 5.0  # seconds
+logger = logging.getLogger("dtrain")
+
+
+class Loop:
+    """Trains until the last step, a stop request or an error.
+
+    Args:
+        parts: The objects of the run, restored from a checkpoint if there is one.
+        last_step: Attempted step after which the run is finished.
+        checkpoints: Where checkpoints go.
+        sinks: Where records go.
+        stop: Requests to stop.
+    """
+
+    def __init__(
+        self, parts: Parts, last_step: int, checkpoints: Checkpoints, sinks: Sinks | NullSinks, stop: StopRequests
+    ) -> None:
+        self._parts = parts
+        self._last_step = last_step
+        self._checkpoints = checkpoints
+        self._sinks = sinks
+        self._stop = stop
+        progress = parts.progress
+        self._meter = Meter(parts.world.device, skipped_steps=progress.skipped_steps, bad_samples=progress.bad_samples)
+        self._ledger = Ledger(parts.run_dir / "logs", parts.world.rank, parts.cfg.data.record_keys)
+        self._window = _Window()
+        self._last_bad: dict[str, Any] = {}
+        self._timing: _Timing | None = None  # of the step that is not settled yet
+        self._clock = self._saved_at = time.monotonic()
+        self._status_at = float("-inf")
+        self._first_step = self._saved_step = parts.step.step
+        self._stopping = self._save_asked = False
+
+    def run(self) -> tuple[str, str | None]:
+        """Runs the loop.
+
+        Returns:
+            ``("finished", None)`` or ``("stopped", reason)``.
+
+        Raises:
+            TooManySkips, TooManyBadSamples, ConfigError: On every rank at the same step.
+        """
+        step, loader = self._parts.step, self._parts.train_loader
+        self._parts.model.train()
+        self._write_status("running")
+        batches = iter(loader)
+        try:
+            while step.step < self._last_step and not self._stopping:
+                step.accumulate(self._take_window(batches), loader.micro_batches_per_step)
+                self._settle()  # the step before: its vote is in by now
+                step.apply(stop=self._stop.reason is not None, save=self._save_is_due())
+                epoch_ended = self._commit()
+                if step.step == self._first_step + 1:
+                    set_timeout(self._parts.cfg.parallel.timeout_step)
+                self._evaluate_and_save(epoch_ended)
+                if epoch_ended and step.step < self._last_step:
+                    batches = iter(loader)
+            return self._end()
+        finally:
+            self._ledger.close()
+
+    # -- one step
+
+    def _take_window(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The next window's micro-batches, on the device."""
+        self._window = _Window()
+        for _ in range(self._parts.train_loader.micro_batches_per_step):
+            asked = time.monotonic()
+            batch = next(batches)
+            self._window.waited += time.monotonic() - asked
+            self._window.keys += [key for key in batch.sample_keys if key]
+            self._window.bad += batch.bad
+            yield batch.to(self._parts.world.device)
+
+    def _commit(self) -> bool:
+        """The optimizer step is done (or queued): the position moves. True if that was the epoch's last step."""
+        loader, progress, window = self._parts.train_loader, self._parts.progress, self._window
+        epoch, position = loader.position
+        used = loader.commit()
+        self._ledger.write(self._parts.step.step, window.keys, window.bad)
+        self._last_bad = window.bad[-1] if window.bad else self._last_bad
+        now = time.monotonic()
+        progress.samples += used
+        progress.seconds += now - self._clock
+        epochs = epoch + (position + used) / loader.index.num_samples
+        self._timing = _Timing(used, progress.samples, epochs, now - self._clock, window.waited)
+        self._clock = now
+        return loader.position[0] != epoch
+
+    def _settle(self) -> None:
+        """Reads the outcome of the last step, if that was not done, and logs it; obeys what was voted."""
+        outcome, timing = self._parts.step.settle(), self._timing
+        if outcome is None or timing is None:
+            return
+        tally, progress = outcome.tally, self._parts.progress
+        self._meter.add(
+            loss_sum=tally.loss_sum,
+            count=tally.count,
+            samples=timing.used,
+            step_seconds=timing.seconds,
+            wait_seconds=timing.waited,
+            skipped=not tally.applied,
+            grad_norm=outcome.grad_norm,
+            lr=outcome.lr,
+            loss_scale=tally.loss_scale if self._parts.step.loss_scale is not None else None,
+            metrics=tally.metrics,
+            bytes=int(tally.bytes),
+            bad=tally.bad,
+        )
+        progress.skipped_steps, progress.bad_samples = self._meter.skipped_steps, self._meter.bad_samples
+        self._stopping |= tally.stop > 0
+        self._save_asked |= tally.save > 0
+        if outcome.step % self._parts.cfg.train.log_every == 0 or outcome.step == self._last_step or self._stopping:
+            self._log(outcome, timing)
+        if tally.bad:
+            budget = self._parts.cfg.data.max_bad
+            check_bad_samples(progress.bad_samples, progress.samples, budget, self._last_bad)
+
+    def _log(self, outcome: Outcome, timing: _Timing) -> None:
+        record = self._place(outcome.step, outcome.applied_steps, timing) | self._meter.record()
+        self._sinks.log(record)
+        if time.monotonic() - self._status_at > _STATUS_EVERY:
+            self._write_status("running")
+
+    # -- what does not happen in every step
+
+    def _evaluate_and_save(self, epoch_ended: bool) -> None:
+        every, step = self._parts.cfg.train.eval_every, self._parts.step.step
+        last = step >= self._last_step
+        metrics: dict[str, float] = {}
+        improved = False
+        if last or (epoch_ended if every is None else every > 0 and step % every == 0):
+            metrics = self._evaluate()
+            improved = self._is_best(metrics)
+        every_steps = self._parts.cfg.checkpoint.every_steps
+        if last or improved or self._save_asked or (every_steps and step % every_steps == 0):
+            self._save(metrics)
+
+    def _evaluate(self) -> dict[str, float]:
+        parts = self._parts
+        if parts.eval_loader is None:
+            return {}
+        self._settle()
+        started = time.monotonic()
+        equalise_buffers(parts.model)
+        result = evaluate(
+            parts.ema.averaged() if parts.ema is not None else parts.model,
+            parts.task,
+            parts.eval_loader,
+            world=parts.world,
+            precision=parts.precision,
+            epoch=parts.progress.evaluations,
+        )
+        parts.progress.evaluations += 1
+        metrics = {f"eval/{name}": value for name, value in result.items()}
+        if self._timing is not None:
+            self._sinks.log(self._place(parts.step.step, parts.step.applied_steps, self._timing) | metrics)
+        logger.info("step %d: %s", parts.step.step, metrics)
+        self._clock += time.monotonic() - started  # an evaluation is not part of a step
+        return metrics
+
+    def _is_best(self, metrics: dict[str, float]) -> bool:
+        name, progress = self._parts.cfg.checkpoint.best, self._parts.progress
+        if name is None or name not in metrics:
+            return False
+        sign = 1 if self._parts.cfg.checkpoint.best_mode == "max" else -1
+        if progress.best is not None and sign * metrics[name] < sign * progress.best:
+            return False
+        progress.best = metrics[name]
+        return True
+
+    def _save_is_due(self) -> bool:
+        """Whether rank 0's clock asks for a checkpoint; the others learn it from the vote."""
+        minutes = self._parts.cfg.checkpoint.every_minutes
+        if minutes is None or self._parts.world.rank != 0:
+            return False
+        return time.monotonic() - self._saved_at > 60 * minutes
+
+    def _save(self, metrics: dict[str, float]) -> None:
+        self._settle()
+        started = time.monotonic()
+        parts = self._parts
+        equalise_buffers(parts.model)
+        if parts.world.rank == 0:
+            path = self._checkpoints.save(parts.step.step, parts.checkpoint(metrics))
+            logger.info("saved %s", path)
+            self._write_status("running")
+        self._saved_step, self._saved_at, self._save_asked = parts.step.step, time.monotonic(), False
+        self._clock += time.monotonic() - started
+
+    def _end(self) -> tuple[str, str | None]:
+        self._settle()
+        if self._parts.step.step >= self._last_step:
+            return "finished", None
+        reasons: list[str | None] = [None] * self._parts.world.size
+        dist.all_gather_object(reasons, self._stop.reason)
+        self._stop.consume()
+        if self._saved_step != self._parts.step.step:
+            self._save({})
+        heard = [f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason]
+        return "stopped", ", ".join(heard)
+
+    def _place(self, step: int, applied_steps: int, timing: _Timing) -> dict[str, float | int]:
+        return {
+            "step": step,
+            "applied_steps": applied_steps,
+            "epoch": timing.epochs,
+            "samples": timing.samples,
+            "time": time.time(),
+        }
+
+    def _write_status(self, state: str) -> None:
+        if self._parts.world.rank == 0:
+            write_status(self._parts.run_dir, state, self._parts.step.step, last_step=self._last_step)
+            self._status_at = time.monotonic()
+
+
+class _Window:
+    """What the loader handed over for a step, and how long the loop waited for it."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+        self.bad: list[dict[str, Any]] = []
+        self.waited = 0.0
+
+
+@dataclass(frozen=True)
+class _Timing:
+    """A step as the host saw it: samples used, samples and epochs so far, seconds it took and waited."""
+
+    used: int
+    samples: int
+    epochs: float
+    seconds: float
+    waited: float

@@ -1,0 +1,105 @@
+"""The objects of a run that a checkpoint is about, taken and put back together: everything or nothing."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtrain import __version__
+from dtrain.config.errors import ConfigError
+from dtrain.config.schema import Config
+from dtrain.data import ShardLoader
+from dtrain.distributed.world import World
+from dtrain.precision import Precision
+from dtrain.training.checkpoint import Checkpoint
+from dtrain.training.ema import Ema
+from dtrain.training.state import host_copy, load_module, load_optimizer, optimizer_state
+from dtrain.training.step import TrainStep
+from dtrain.training.task import Task
+
+
+@dataclass
+class Progress:
+    """Totals of a run over all its starts.
+
+    Attributes:
+        samples: Committed samples.
+        seconds: Time spent in the loop.
+        skipped_steps: Steps that no rank applied.
+        bad_samples: Samples that could not be read.
+        evaluations: Evaluations done.
+        best: Best value of ``checkpoint.best`` so far.
+    """
+
+    samples: int = 0
+    seconds: float = 0.0
+    skipped_steps: int = 0
+    bad_samples: int = 0
+    evaluations: int = 0
+    best: float | None = None
+
+
+@dataclass
+class Parts:
+    """What a loop works with; ``model`` is the bare one."""
+
+    cfg: Config
+    run_dir: Path
+    world: World
+    precision: Precision
+    train_loader: ShardLoader
+    eval_loader: ShardLoader | None
+    model: nn.Module
+    task: Task
+    optimizer: torch.optim.Optimizer
+    step: TrainStep
+    ema: Ema | None
+    progress: Progress
+
+    def checkpoint(self, metrics: dict[str, float]) -> Checkpoint:
+        """A copy of everything on the host; settle the step first. Only rank 0 needs one.
+
+        Args:
+            metrics: Of the evaluation at this step, if there was one.
+        """
+        tensors, values = optimizer_state(self.optimizer, self.model)
+        groups = {"model": host_copy(self.model.state_dict()), "optimizer": host_copy(tensors)}
+        if self.ema is not None:
+            groups["ema"] = host_copy(self.ema.averaged().state_dict())
+        scale = self.step.loss_scale
+        state: dict[str, Any] = {
+            "counters": self.step.state_dict(),
+            "optimizer": values,
+            "loss_scale": scale.state_dict() if scale is not None else None,
+            "loader": self.train_loader.state_dict(),
+            "progress": asdict(self.progress),
+            "metrics": metrics,
+            "versions": {"dtrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        }
+        return Checkpoint(groups, state)
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Puts a checkpoint back, on every rank.
+
+        Raises:
+            ConfigError: If it is of another model or another data set; names what differs.
+        """
+        state = checkpoint.state
+        try:
+            self.train_loader.load_state_dict(state["loader"])
+        except ValueError as error:
+            raise ConfigError(f"data: {error}") from error
+        load_module(self.model, checkpoint.tensors["model"], "the checkpoint")
+        load_optimizer(self.optimizer, self.model, checkpoint.tensors.get("optimizer", {}), state["optimizer"])
+        if self.ema is not None:
+            # A run that switches its average on starts it from the weights.
+            load_module(self.ema.module, checkpoint.tensors.get("ema", checkpoint.tensors["model"]), "the checkpoint")
+        if self.step.loss_scale is not None and state["loss_scale"] is not None:
+            self.step.loss_scale.load_state_dict(state["loss_scale"])
+        self.step.load_state_dict(state["counters"])
+        self.progress = Progress(**state["progress"])

@@ -1,0 +1,115 @@
+"""What of a run goes into a checkpoint, and how it comes back: everything or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.config.errors import ConfigError
+from dtrain.training.checkpoint import Checkpoint
+
+_SHOWN = 5
+
+
+def host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU that share no memory, as safetensors wants them."""
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+
+
+def load_module(module: nn.Module, tensors: Mapping[str, Tensor], what: str) -> None:
+    """Copies parameters and buffers into a module.
+
+    Args:
+        module: The bare module.
+        tensors: Its ``state_dict`` as it was saved.
+        what: Names the source in the error.
+
+    Raises:
+        ConfigError: If names or shapes differ, before anything is copied; names the first few.
+    """
+    own = module.state_dict()
+    problems = [f"{name} is missing" for name in own if name not in tensors]
+    problems += [f"{name} is unknown to this model" for name in tensors if name not in own]
+    problems += [
+        f"{name} has shape {list(tensors[name].shape)}, the model has {list(own[name].shape)}"
+        for name in own
+        if name in tensors and tensors[name].shape != own[name].shape
+    ]
+    if problems:
+        more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise ConfigError(
+            f"{what} is of another model: {'; '.join(problems[:_SHOWN])}{more}. Use the model config that it was saved "
+            "with, or another run.dir."
+        )
+    module.load_state_dict(dict(tensors))
+
+
+def load_weights(module: nn.Module, checkpoint: Checkpoint, weights: str) -> str:
+    """Loads a checkpoint's weights for use without training.
+
+    Args:
+        module: The bare module.
+        checkpoint: Where from.
+        weights: ``ema``, ``raw``, or ``""``: the moving average where there is one.
+
+    Returns:
+        ``ema`` or ``raw``.
+
+    Raises:
+        ConfigError: If there are none of that kind, or they are of another model.
+    """
+    if weights not in ("", "ema", "raw"):
+        raise ConfigError(f"weights: got {weights!r}, want ema or raw.")
+    kind = weights or ("ema" if "ema" in checkpoint.tensors else "raw")
+    if kind == "ema" and "ema" not in checkpoint.tensors:
+        raise ConfigError(
+            "weights=ema: the checkpoint has no moving average (train.ema_decay was null). Use weights=raw."
+        )
+    load_module(module, checkpoint.tensors["ema" if kind == "ema" else "model"], "the checkpoint")
+    return kind
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The optimizer's state by parameter name, so that it does not depend on the order of parameters.
+
+    Returns:
+        Tensors ``<parameter>/<key>``, and the values that are not tensors under the same names.
+    """
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            place = f"{names[parameter]}/{key}"
+            if isinstance(value, Tensor):
+                tensors[place] = value
+            else:
+                values[place] = value
+    return tensors, values
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor], values: Mapping[str, Any]
+) -> None:
+    """Puts back what ``optimizer_state`` took; hyper-parameters stay those of the config.
+
+    Raises:
+        ConfigError: If the state is of parameters that this optimizer does not have.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    ours = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    number = {name: i for i, name in enumerate(ours)}
+    state: dict[int, dict[str, Any]] = {}
+    for place, value in {**tensors, **values}.items():
+        name, _, key = place.rpartition("/")
+        if name not in number:
+            raise ConfigError(
+                f"the checkpoint's optimizer has a state for {name}, which this one does not train. Use the model and "
+                "optimizer config that it was saved with."
+            )
+        state.setdefault(number[name], {})[key] = value
+    # torch's own loader knows which state lives on the device and which on the host.
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -1,0 +1,300 @@
+"""One optimizer step, from the micro-batches of a window to moved (or unmoved) parameters.
+
+* A *window* is the micro-batches of one step. Gradients are summed over it; DDP averages them over the ranks in the
+  backward of its last micro-batch.
+* After that backward the ranks *vote*: one all-reduce carries overflow flags, gradient norm, loss sum and count, stop
+  requests. From the same word every rank takes the same decision: apply the step, or leave the parameters alone.
+* With a fused optimizer on a GPU the decision stays there: the host queues the step and reads the word one step later, in
+  ``settle``, always waiting for it and never polling, so that all ranks learn it at the same step.
+
+Order of the arithmetic: the loss sum of a micro-batch is multiplied by ``world / nominal * loss scale``, where nominal is
+the global batch size; gradients are then multiplied once, by ``nominal / count / loss scale * clip coefficient``, where
+count is that of all valid rows of the global batch. The result is the gradient of the mean over all valid rows for any
+split into ranks and micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dtrain.data import Batch
+from dtrain.distributed.world import World
+from dtrain.precision import Precision
+from dtrain.precision.loss_scale import LossScale
+from dtrain.precision.vote import Tally, Vote
+from dtrain.training.ema import Ema
+from dtrain.training.seed import seed_generators
+from dtrain.training.task import Output, Task
+
+
+class TooManySkips(RuntimeError):
+    """So many steps in a row were skipped that the run is not learning any more."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A settled step, equal on all ranks.
+
+    Attributes:
+        step: Number of the attempted step, from 1.
+        applied_steps: Applied steps up to and including it.
+        lr: Learning rate of the first parameter group.
+        grad_norm: Norm of the gradient of the mean loss before clipping; NaN if the step was skipped for an overflow.
+        tally: What was voted.
+    """
+
+    step: int
+    applied_steps: int
+    lr: float
+    grad_norm: float
+    tally: Tally
+
+
+class TrainStep:
+    """Runs windows and optimizer steps.
+
+    Args:
+        model: The model, wrapped in DDP if there are several ranks.
+        task: Gives the loss sum and the count of a micro-batch.
+        optimizer: Its parameters' gradients are what the vote is about.
+        world: The ranks.
+        precision: Autocast of forward and loss.
+        loss_scale: The scale of the gradients; None where they are not scaled.
+        nominal: Rows of a full global batch.
+        schedule: Learning-rate factor for a number of applied steps.
+        clip_norm: Largest norm of the gradient of the mean loss; None does not clip.
+        ema: Moving average that follows the applied steps.
+        seed: Seeds dropout and the like, together with step, micro-batch and rank.
+        max_consecutive_skips: So many skipped steps in a row raise ``TooManySkips`` on every rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        optimizer: torch.optim.Optimizer,
+        *,
+        world: World,
+        precision: Precision,
+        loss_scale: LossScale | None,
+        nominal: int,
+        schedule: Callable[[int], float],
+        clip_norm: float | None = None,
+        ema: Ema | None = None,
+        seed: int = 0,
+        max_consecutive_skips: int = 50,
+    ) -> None:
+        self._model = model
+        self._task = task
+        self._optimizer = optimizer
+        self._world = world
+        self._precision = precision
+        self.loss_scale = loss_scale
+        self._nominal = nominal
+        self._schedule = schedule
+        self._clip_norm = clip_norm
+        self._ema = ema
+        self._seed = seed
+        self._max_skips = max_consecutive_skips
+        self._vote = Vote(world.device, world.size)
+        self._scale = loss_scale.scale if loss_scale is not None else torch.ones((), device=world.device)
+        self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        self._decides_on_device = world.device.type == "cuda" and fused
+        self._read = _HostCopy(world.device)
+        self._metric_names: list[str] = []
+        self._sums: Tensor | None = None
+        self._local = _Local()
+        self._unsettled = False
+        self.step = 0
+        self.applied_steps = 0
+        self.consecutive_skips = 0
+
+    # -- one step: accumulate, settle the one before, apply
+
+    def accumulate(self, window: Iterable[Batch], micro_batches: int) -> None:
+        """Forward and backward of every micro-batch of a window; the last backward averages over the ranks.
+
+        Args:
+            window: The micro-batches, on the device.
+            micro_batches: How many they are, equal on all ranks.
+
+        Raises:
+            TypeError: If the task returns something else than an ``Output``.
+        """
+        for number, batch in enumerate(window):
+            seed_generators(self._world.device, self._seed, self.step, number, self._world.rank)
+            with self._sync(last=number == micro_batches - 1):
+                with self._precision.autocast(self._world.device.type):
+                    output = self._task(self._model, batch)
+                self._add(output)
+                (output.loss_sum * (self._scale * (self._world.size / self._nominal))).backward()
+            self._local.add(batch)
+
+    def settle(self) -> Outcome | None:
+        """The outcome of the last applied-for step, waiting for it if need be; None if it was asked for already.
+
+        Raises:
+            TooManySkips: On every rank, after too many skipped steps in a row.
+        """
+        if not self._unsettled:
+            return None
+        self._unsettled = False
+        tally = self._vote.tally(self._read.wait(), self._metric_names)
+        self.applied_steps += tally.applied
+        self.consecutive_skips = 0 if tally.applied else self.consecutive_skips + 1
+        lr = float(self._optimizer.param_groups[0]["lr"])
+        mean = self._nominal / tally.count / tally.loss_scale if tally.count else 0.0
+        outcome = Outcome(self.step, self.applied_steps, lr, tally.grad_norm * mean, tally)
+        if self.consecutive_skips >= self._max_skips:
+            raise TooManySkips(
+                f"{self.consecutive_skips} steps in a row were skipped, the last one is step {self.step}: "
+                f"{tally.overflow} of {self._world.size} ranks had a loss or gradient that is not finite, at a loss "
+                f"scale of {tally.loss_scale:g}. Lower optimizer.lr, set train.clip_norm, look at the data, or try "
+                "precision=bf16."
+            )
+        return outcome
+
+    def apply(self, *, stop: bool = False, save: bool = False) -> None:
+        """Collective. Votes, then moves the parameters or leaves them alone.
+
+        Args:
+            stop: This rank was asked to stop.
+            save: This rank wants a checkpoint.
+        """
+        if self._unsettled:
+            raise RuntimeError("apply(): settle() the step before first, it decides this step's learning rate.")
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self._world.device)
+        sums, self._sums = self._sums, None
+        if sums is None:
+            raise RuntimeError("apply() without a window: call accumulate() first.")
+        overflow = ~(torch.isfinite(norm) & torch.isfinite(sums[0]))
+        local, self._local = self._local, _Local()
+        word = self._vote.cast(
+            overflow,
+            norm,
+            self._scale,
+            sums,
+            stop=stop,
+            save=save,
+            samples=local.samples,
+            bad=local.bad,
+            nbytes=local.nbytes,
+        )
+        self._read.start(word)
+        overflowed, count = self._vote.overflow(word), self._vote.count(word)
+        skip = overflowed | (count == 0)
+        for group, base in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
+            group["lr"] = base * self._schedule(self.applied_steps)
+        if gradients:
+            coefficient = self._nominal / count.clamp(min=1) / self._scale
+            if self._clip_norm is not None:
+                mean_norm = self._vote.norm(word) * coefficient
+                coefficient = coefficient * (self._clip_norm / (mean_norm + 1e-6)).clamp(max=1)
+            torch._foreach_mul_(gradients, coefficient.float())
+        self._optimize(skip)
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._ema is not None:
+            self._ema.update(skip)
+        if self.loss_scale is not None:
+            self.loss_scale.update(overflowed)
+        self.step += 1
+        self._unsettled = True
+
+    # -- state
+
+    def state_dict(self) -> dict[str, int]:
+        """Counters, for a checkpoint. Settle first."""
+        return {"step": self.step, "applied_steps": self.applied_steps, "consecutive_skips": self.consecutive_skips}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continues after ``state``."""
+        self.step = state["step"]
+        self.applied_steps = state["applied_steps"]
+        self.consecutive_skips = state["consecutive_skips"]
+
+    def _sync(self, last: bool) -> nullcontext[None]:
+        if last or not isinstance(self._model, DistributedDataParallel):
+            return nullcontext()
+        return self._model.no_sync()  # type: ignore[return-value]
+
+    def _add(self, output: Output) -> None:
+        if not isinstance(output, Output):
+            raise TypeError(
+                f"the task returned {type(output).__name__}, want a dtrain.training.task.Output: loss_sum, count and "
+                "metrics."
+            )
+        names = sorted(output.metrics)
+        if self._metric_names and names != self._metric_names:
+            raise ValueError(
+                f"the task returned the metrics {names}, before that {self._metric_names}. Every micro-batch must have "
+                "the same ones, since all ranks add them up; count 0 says that there is nothing to add."
+            )
+        self._metric_names = names
+        pairs = [(output.loss_sum, output.count), *(output.metrics[name] for name in names)]
+        sums = torch.stack([self._number(value) for pair in pairs for value in pair])
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def _number(self, value: Tensor | float) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.detach().double()
+        return torch.full((), value, dtype=torch.float64, device=self._world.device)
+
+    def _optimize(self, skip: Tensor) -> None:
+        optimizer = self._optimizer
+        if not self._decides_on_device:
+            if not skip.item():  # on a GPU with an optimizer that is not fused, the one wait of the step
+                optimizer.step()
+            return
+        # The contract of fused optimizers (torch.amp.GradScaler): the kernel skips if found_inf is exactly 1.0.
+        optimizer.grad_scale, optimizer.found_inf = None, skip.float()  # type: ignore[attr-defined]
+        optimizer.step()
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+
+@dataclass
+class _Local:
+    """What this rank's loader handed over for a window."""
+
+    samples: int = 0
+    bad: int = 0
+    nbytes: int = 0
+
+    def add(self, batch: Batch) -> None:
+        self.samples += sum(1 for key in batch.sample_keys if key)
+        self.bad += len(batch.bad)
+        self.nbytes += batch.wire_bytes
+
+
+class _HostCopy:
+    """The word on its way to the host: copied without waiting, waited for when it is read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._word: Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    def start(self, word: Tensor) -> None:
+        if not self._on_cuda:
+            self._word = word
+            return
+        if self._word is None or self._word.shape != word.shape:
+            self._word = torch.empty(word.shape, dtype=word.dtype, pin_memory=True)
+            self._copied = torch.cuda.Event()
+        self._word.copy_(word, non_blocking=True)
+        assert self._copied is not None
+        self._copied.record()
+
+    def wait(self) -> list[float]:
+        assert self._word is not None
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._word.tolist()

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+
+from dtrain.config import app
+from dtrain.config.app import Composed
+from dtrain.config.errors import ConfigError
+
+
+def compose(*arguments: str) -> Composed:
+    got: list[Composed] = []
+    app.run(got.append, arguments)
+    return got[0]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        app.run(lambda composed: app.resolved(composed.cfg), arguments)
+    assert ended.value.code != 0
+    return capsys.readouterr().err
+
+
+def test_presets_and_overrides_make_one_typed_config() -> None:
+    composed = compose("experiment=digits", "precision=bf16", "optimizer.lr=0.5", "train.max_steps=7")
+    assert composed.experiment == "digits"
+    assert composed.cfg.precision.name == "bf16"
+    assert composed.cfg.optimizer.lr == 0.5
+    assert composed.cfg.train.max_steps == 7
+    assert composed.overrides == ("experiment=digits", "precision=bf16", "optimizer.lr=0.5", "train.max_steps=7")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["train.max_step=3"], ["train.max_step", "'max_steps'"]),
+        (["train.max_steps=many"], ["train.max_steps", "'many'", "int"]),
+        (["precision=fp17"], ["precision=fp17", "'fp16'", "bf16, fp16, fp32, tf32"]),
+        (["experiment=digit"], ["experiment=digit", "'digits'"]),
+        (["experimnt=digits"], ["experimnt", "'experiment'"]),
+        (["experiment=digits", "optimizer.lrr=1"], ["optimizer.lrr", "'lr'", "+optimizer.lrr"]),
+        (["+train.foo=1"], ["train.foo", "no such key"]),
+        (["data.train=a-{0..3}.tar"], ["data.train=a-{0..3}.tar", "quote"]),
+        (["data.train=a-0.tar", "data.train=a-1.tar"], ["data.train", "more than once", "quote"]),
+    ],
+)
+def test_what_does_not_exist_is_refused_with_the_nearest_name(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], parts: list[str]
+) -> None:
+    message = refused(capsys, *arguments)
+    assert message.startswith("dtrain: error: ")
+    assert "Traceback" not in message
+    for part in parts:
+        assert part in message
+
+
+def test_a_preset_file_with_a_misspelt_key_is_named(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntrain:\n  max_step: 3\n")
+    message = refused(capsys, "--config-dir", str(tmp_path), "experiment=mine")
+    assert "experiment/mine.yaml" in message
+    assert "'max_steps'" in message
+
+
+def test_own_presets_come_from_a_config_dir(tmp_path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntrain:\n  max_steps: 3\n")
+    composed = compose("--config-dir", str(tmp_path), "experiment=mine")
+    assert composed.cfg.train.max_steps == 3
+    assert composed.config_dirs == (str(tmp_path),)
+
+
+def test_an_empty_command_line_lists_the_experiments() -> None:
+    with pytest.raises(ConfigError, match="digits"):
+        app.require_choice(compose())
+
+
+def test_an_unset_environment_variable_is_named(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    monkeypatch.delenv("DTRAIN_CIFAR10", raising=False)
+    monkeypatch.delenv("DTRAIN_TEST_CIFAR10", raising=False)
+    assert "DTRAIN_CIFAR10" in refused(capsys, "experiment=cifar10")
+
+
+def test_only_rank_zero_explains(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert refused(capsys, "precision=fp17") == ""
+
+
+def test_a_bug_shows_its_traceback_on_the_rank_that_has_it(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    def main(composed: Composed) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as ended:
+        app.run(main, ["experiment=digits"])
+    assert ended.value.code == app.EXIT_FAILED
+    message = capsys.readouterr().err
+    assert message.startswith("dtrain: rank 1 failed\nTraceback")
+    assert "ZeroDivisionError: a bug" in message
+
+
+@pytest.mark.parametrize("option", ["--help", "--cfg=job", "--info=defaults"])
+def test_hydra_s_own_options_work(capsys: pytest.CaptureFixture[str], option: str) -> None:
+    with suppress(SystemExit):
+        app.run(lambda composed: None, [*option.split("="), "experiment=digits"])
+    assert "digits" in capsys.readouterr().out

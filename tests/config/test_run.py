@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dtrain.config.errors import ConfigError
+from dtrain.config.run import Run, recompose, take, without_secrets
+from tests.config.test_app import compose
+
+
+def run_of(*arguments: str) -> Run:
+    return Run.of(compose("experiment=digits", *arguments))
+
+
+def test_the_default_name_is_the_experiment_and_a_hash_of_what_makes_the_result() -> None:
+    name = run_of().name
+    assert name.startswith("digits-")
+    assert run_of("train.max_steps=5").name == name
+    assert run_of("tracker=none").name == name
+    assert run_of("launch=slurm").name == name
+    assert run_of("optimizer.lr=0.1").name != name
+    assert run_of("precision=bf16").name != name
+
+
+def test_what_is_saved_composes_the_same_run_again(tmp_path: Path) -> None:
+    run = run_of(f"run.dir={tmp_path}", "optimizer.lr=0.1", "precision=fp16")
+    run.save()
+    again = Run.of(compose(*recompose([f"run.dir={tmp_path}"])))
+    assert again.config == run.config
+    changed = Run.of(compose(*recompose([f"run.dir={tmp_path}", "precision=bf16"])))
+    assert changed.config["precision"]["name"] == "bf16"
+    assert changed.config["optimizer"]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("other", ["model.width=8", "task.label_smoothing=0.1", "optimizer=sgd", "run.seed=1"])
+def test_another_run_s_directory_is_refused_with_the_difference(tmp_path: Path, other: str) -> None:
+    run_of(f"run.dir={tmp_path}").save()
+    with pytest.raises(ConfigError, match="another run") as refused:
+        run_of(f"run.dir={tmp_path}", other).changes()
+    assert " -> " in str(refused.value)
+
+
+def test_other_changes_are_allowed_and_listed(tmp_path: Path) -> None:
+    run_of(f"run.dir={tmp_path}").save()
+    assert run_of(f"run.dir={tmp_path}").changes() == []
+    changes = run_of(f"run.dir={tmp_path}", "train.max_steps=9", "optimizer.lr=0.5").changes()
+    assert "train.max_steps: null -> 9" in changes
+    assert any(change.startswith("optimizer.lr: ") for change in changes)
+
+
+def test_no_secret_reaches_the_run_directory(tmp_path: Path) -> None:
+    run = run_of(f"run.dir={tmp_path}", "+model.api_key=hunter2", "+task.auth.token=hunter3")
+    run.save()
+    written = "".join(path.read_text() for path in tmp_path.glob("*.yaml"))
+    assert "hunter" not in written
+    assert without_secrets({"a": {"password": "x", "tokens_per_batch": 3}}) == {
+        "a": {"password": "<hidden>", "tokens_per_batch": 3}
+    }
+
+
+def test_a_directory_with_a_damaged_config_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
+        run_of(f"run.dir={tmp_path}").changes()
+
+
+def test_the_saved_config_is_resolved(tmp_path: Path) -> None:
+    run_of(f"run.dir={tmp_path}").save()
+    saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert "${" not in saved["data"]["train"]
+
+
+def test_recomposing_needs_a_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="run.dir"):
+        recompose([])
+    with pytest.raises(ConfigError, match="no run directory"):
+        recompose([f"run.dir={tmp_path}"])
+
+
+def test_an_entry_point_s_own_options_are_taken_out() -> None:
+    assert take(["checkpoint=best", "precision=bf16"], checkpoint="", weights="") == (
+        {"checkpoint": "best", "weights": ""},
+        ["precision=bf16"],
+    )

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dtrain.config.errors import PeerFailed
+from dtrain.distributed.process_group import process_group, set_timeout
+from tests.ranks import run_ranks
+
+
+def test_a_process_without_a_launcher_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with process_group(timeout=5) as world:
+        assert (world.rank, world.size) == (0, 1)
+        assert dist.is_initialized()
+    assert not dist.is_initialized()
+
+
+def test_the_group_is_left_after_success_and_after_failure() -> None:
+    def rank(number: int) -> list[bool]:
+        with process_group(timeout=20) as world:
+            dist.all_reduce(torch.ones(1))
+        after_success = dist.is_initialized()
+        return [after_success, world.size == 2]
+
+    assert run_ranks(2, rank, init=False) == [[False, True]] * 2
+
+
+def test_the_others_learn_who_failed_first_instead_of_a_broken_connection() -> None:
+    def rank(number: int) -> str:
+        try:
+            with process_group(timeout=20):
+                if number == 1:
+                    raise ZeroDivisionError("the culprit")
+                dist.all_reduce(torch.ones(1))
+                time.sleep(1)
+        except (PeerFailed, ZeroDivisionError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing raised"
+
+    culprit, *others = sorted(run_ranks(3, rank, init=False), reverse=True)
+    assert culprit == "ZeroDivisionError: the culprit"
+    assert set(others) == {"PeerFailed: rank 1 failed: ZeroDivisionError: the culprit"}
+
+
+def test_a_collective_ends_after_the_time_out_of_a_step() -> None:
+    def rank(number: int) -> bool:
+        with process_group(timeout=60):
+            set_timeout(1.0)
+            if number == 1:
+                time.sleep(4)
+                return True
+            started = time.monotonic()
+            with pytest.raises(RuntimeError):
+                dist.all_reduce(torch.ones(1))
+            return time.monotonic() - started < 3.5
+
+    assert all(run_ranks(2, rank, init=False))
