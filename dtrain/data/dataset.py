@@ -22,7 +22,6 @@ from dtrain.data.column import Column
 from dtrain.data.dataset_index import DatasetIndex
 from dtrain.data.decode import SampleError, decode
 from dtrain.data.fields import Field
-from dtrain.data.image import decode_image
 from dtrain.data.order import EpochOrder, Layout, Recipe
 from dtrain.data.permutation import hash64
 from dtrain.data.storage import ShardReader
@@ -181,11 +180,8 @@ class MicroBatches(IterableDataset[Batch]):
         values = {}
         for column, payload in zip(columns, payloads, strict=True):
             field = column.field
-            if field.role == "image" and field.decoder is None:
-                target = column.target(row) if self._augment is None else None
-                values[field.name] = decode_image(payload, field.size, target, field.exif)
-            else:
-                values[field.name] = decode(field, payload)
+            target = column.target(row) if self._augment is None else None
+            values[field.name] = decode(field, payload, target)
         if self._augment is not None:
             key64 = int(hash64(self._recipe.seed, epoch, sample))
             values = self._augment(values, np.random.Generator(np.random.Philox(key=key64)))

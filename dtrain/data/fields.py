@@ -1,0 +1,248 @@
+"""What a sample is made of: the vocabulary of the public ``fields`` mapping.
+
+* A *field* is one member of each sample, found by its extension and handed to the task under a name.
+* Its *role* says what it is, which decides its wire dtype; common extensions imply one.
+* Its *kind* says how its bytes are read; it follows from the extension, unless the role or a decoder decides.
+* A ``SampleError`` says that one sample's bytes are bad: the loader masks that sample. Anything else that goes wrong is
+  a mistake in the configuration or in the code, and ends the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dtrain.precision.policy import ROLES
+
+#: How the bytes under an extension are read. Of ``left.jpg`` the last part counts, as in webdataset.
+KINDS = {
+    **dict.fromkeys(("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "pbm", "avif"), "image"),
+    **dict.fromkeys(("cls", "cls2", "index", "inx", "id", "class", "count"), "integer"),
+    **dict.fromkeys(("txt", "text", "transcript"), "text"),
+    **dict.fromkeys(("json", "jsn"), "json"),
+    **dict.fromkeys(("npy", "npz"), "array"),
+    "bin": "bytes",
+}
+#: Their content is a program: reading it would run it.
+PICKLES = ("pyd", "pth", "pkl", "pickle", "pt", "joblib")
+_IMPLIED_ROLES = {"image": "image", "text": "text", "bytes": "bytes", "cls": "label", "cls2": "label", "class": "label"}
+_IMAGE_OPTIONS = ("size", "mean", "std", "exif")
+
+
+class SampleError(ValueError):
+    """The bytes of one sample are not what its field says; the text is the reason."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One member of each sample.
+
+    Args:
+        ext: Extension in the shard, such as ``jpg``, ``seg.png``, or alternatives of one kind, ``jpg;jpeg;png``.
+        name: Key of the batch.
+        role: One of ``dtrain.precision.policy.ROLES``; None takes the one that the extension implies, if it does and no
+            decoder makes something else of it.
+        size: Height and width in pixels that an image is resized to; None keeps its own.
+        mean: Per channel, subtracted on the device from an image scaled to [0, 1].
+        std: Per channel, divides it after that.
+        decoder: ``decoder(payload: bytes) -> value`` in place of the built-in one.
+        exif: Turn an image as its EXIF orientation says.
+        kind: How the bytes are read: one of the values of ``KINDS``, or ``"custom"``. Derived.
+
+    Raises:
+        ValueError: If a value is impossible, or the options do not go together; names the field.
+    """
+
+    ext: str
+    name: str
+    role: str | None = None
+    size: tuple[int, int] | None = None
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    decoder: Callable[[bytes], Any] | None = None
+    exif: bool = False
+    kind: str = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError(f"field {self.ext!r} has no name. Give it one, such as name: image.")
+        if self.role is not None and self.role not in ROLES:
+            raise ValueError(f"field {self.name!r}: role {self.role!r} is unknown{nearest(self.role, ROLES)}")
+        kind = self._find_kind()
+        object.__setattr__(self, "kind", kind)
+        if self.role is None and kind != "custom":
+            object.__setattr__(self, "role", _IMPLIED_ROLES.get(kind) or _IMPLIED_ROLES.get(_last(self.extensions[0])))
+        if kind == "image" and self.role != "image":
+            raise ValueError(
+                f"field {self.name!r}: .{self.ext} decodes to three colour channels, which suits the role image, not "
+                f"{self.role!r}. For masks or depth give a decoder; role: bytes hands over the file as it is."
+            )
+        if self.role == "image" and kind not in ("image", "array", "custom"):
+            raise ValueError(f"field {self.name!r}: role image, but .{self.ext} holds {kind}. Use another role.")
+        if self.role != "image":
+            default = {option.name: option.default for option in dataclasses.fields(self)}
+            for option in _IMAGE_OPTIONS:
+                if getattr(self, option) != default[option]:
+                    raise ValueError(
+                        f"field {self.name!r}: {option} is for the role image, it has {self.role!r}. Leave {option} "
+                        "out or declare role: image."
+                    )
+        self._check_numbers()
+
+    @property
+    def extensions(self) -> tuple[str, ...]:
+        """The alternatives of ``ext``, in order of preference."""
+        return tuple(self.ext.split(";"))
+
+    def _find_kind(self) -> str:
+        kinds = set()
+        for ext in self.extensions:
+            if not ext or ext != ext.lower() or ext.startswith(".") or "/" in ext:
+                raise ValueError(
+                    f"field {self.name!r}: extension {ext!r} matches no member. Write it in lower case, without the "
+                    "leading dot, and alternatives with a semicolon between them: jpg;jpeg;png."
+                )
+            kinds.add(_kind(self.name, ext, self.role) if self.decoder is None else "custom")
+        if len(kinds) > 1:
+            raise ValueError(
+                f"field {self.name!r}: {self.ext!r} mixes {' and '.join(sorted(kinds))}. Alternatives must be read in "
+                "the same way; give each its own field, or one decoder for all."
+            )
+        return kinds.pop()
+
+    def _check_numbers(self) -> None:
+        if self.size is not None and min(self.size) < 1:
+            raise ValueError(f"field {self.name!r}: size {list(self.size)}, want at least 1 pixel each way.")
+        for option, values, low in (("mean", self.mean, 0.0), ("std", self.std, 1e-6)):
+            if not all(low <= value <= 1 for value in values):
+                raise ValueError(
+                    f"field {self.name!r}: {option} {list(values)} is outside [{low:g}, 1]. Pixels count from 0 to 1 "
+                    "here; divide by 255 what was measured on 0 to 255."
+                )
+
+
+def parse_fields(mapping: Mapping[str, Mapping[str, Any]]) -> tuple[Field, ...]:
+    """The fields of a public ``fields`` mapping, in its order.
+
+    Args:
+        mapping: Extension to options: ``name`` (required), ``role``, ``size`` (an int, or [height, width]), ``mean``
+            and ``std`` (three floats each), ``exif``, and ``decoder``: a callable, the dotted path of one, or a mapping
+            with ``_target_``.
+
+    Raises:
+        ValueError: If there is no field, an option or a role is unknown (names the nearest), a value is of the wrong
+            type, or two fields share a name or an extension.
+    """
+    if not mapping:
+        raise ValueError(
+            "data.fields is empty. Name what to read from each sample, for example "
+            "{jpg: {name: image, role: image, size: 224}, cls: {name: label}}."
+        )
+    fields = tuple(_parse_field(str(ext), options) for ext, options in mapping.items())
+    for what, values in (
+        ("name", [field.name for field in fields]),
+        ("extension", [ext for field in fields for ext in field.extensions]),
+    ):
+        twice = sorted({value for value in values if values.count(value) > 1})
+        if twice:
+            raise ValueError(f"data.fields: two fields share the {what} {twice[0]!r}. Each needs its own.")
+    return fields
+
+
+def nearest(got: str, known: Iterable[str]) -> str:
+    """The end of an error message: the name that was probably meant, and all that there are."""
+    names = list(known)
+    match = difflib.get_close_matches(got, names, n=1)
+    hint = f"; did you mean {match[0]!r}?" if match else "."
+    return f"{hint} Known: {', '.join(names)}."
+
+
+def _parse_field(ext: str, options: Mapping[str, Any]) -> Field:
+    if not isinstance(options, Mapping):
+        raise ValueError(f"data.fields.{ext}: got {options!r}, want options such as {{name: image, role: image}}.")
+    known = [field.name for field in dataclasses.fields(Field) if field.init and field.name != "ext"]
+    for option in options:
+        if option not in known:
+            raise ValueError(f"data.fields.{ext}: option {option!r} is unknown{nearest(str(option), known)}")
+    given = {option: value for option, value in options.items() if value is not None}
+    if "name" not in given:
+        raise ValueError(f"data.fields.{ext} has no name. Give it one, such as name: image.")
+    for option in ("name", "role"):
+        if option in given and not isinstance(given[option], str):
+            raise ValueError(f"data.fields.{ext}.{option}: got {given[option]!r}, want a word.")
+    if "size" in given:
+        given["size"] = _size(ext, given["size"])
+    for option in ("mean", "std"):
+        if option in given:
+            given[option] = _channels(ext, option, given[option])
+    if not isinstance(given.get("exif", False), bool):
+        raise ValueError(f"data.fields.{ext}.exif: got {given['exif']!r}, want true or false.")
+    if "decoder" in given:
+        given["decoder"] = _decoder(ext, given["decoder"])
+    return Field(ext, **given)
+
+
+def _kind(name: str, ext: str, role: str | None) -> str:
+    last = _last(ext)
+    if last in PICKLES:
+        raise ValueError(
+            f"field {name!r}: .{ext} is a pickle, which can run any code when it is read; dtrain never does. Store "
+            "arrays as npy and the rest as json, or give the field a decoder of your own."
+        )
+    if role in ("bytes", "text"):
+        return role
+    if last not in KINDS:
+        raise ValueError(
+            f"field {name!r}: no decoder for .{ext}{nearest(last, KINDS)} Give the field a decoder (decoder: "
+            "my_package.my_function), or role: bytes for the file as it is."
+        )
+    return KINDS[last]
+
+
+def _last(ext: str) -> str:
+    return ext.rpartition(".")[2]
+
+
+def _size(ext: str, value: Any) -> tuple[int, int]:
+    sides = [value, value] if isinstance(value, int) else value
+    if not _is_list(sides, 2) or not all(type(side) is int for side in sides):
+        raise ValueError(f"data.fields.{ext}.size: got {value!r}, want pixels: an int, or [height, width].")
+    return sides[0], sides[1]
+
+
+def _channels(ext: str, option: str, value: Any) -> tuple[float, float, float]:
+    numbers = _is_list(value, 3) and all(type(number) in (int, float) and math.isfinite(number) for number in value)
+    if not numbers:
+        raise ValueError(f"data.fields.{ext}.{option}: got {value!r}, want three numbers, red, green and blue.")
+    return float(value[0]), float(value[1]), float(value[2])
+
+
+def _is_list(value: Any, length: int) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) == length
+
+
+def _decoder(ext: str, value: Any) -> Callable[[bytes], Any]:
+    where = f"data.fields.{ext}.decoder"
+    if isinstance(value, str):
+        module, _, attribute = value.rpartition(".")
+        if not module:
+            raise ValueError(f"{where}: got {value!r}, want a dotted path such as my_package.my_function.")
+        try:
+            value = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"{where}: {value!r} cannot be imported: {error}.") from error
+    elif isinstance(value, Mapping):
+        from hydra.utils import instantiate
+
+        value = instantiate(value)
+    if isinstance(value, type) or not callable(value):
+        raise ValueError(
+            f"{where}: got {value!r}, want a function of the member's bytes. An object of a class, or a function with "
+            "arguments, is built by _target_ (functions with _partial_: true)."
+        )
+    return value

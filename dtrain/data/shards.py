@@ -1,0 +1,168 @@
+"""From what a user writes to a list of shards, and a name for each.
+
+* A *pattern* is a path, a brace pattern (``train-{00000..00009}.tar``) or a glob (``train-*.tar``).
+* A shard's *name* is what is left of its path when the folders that do not tell it apart are cut off.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from braceexpand import braceexpand
+
+_COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tar.lz4")
+_digits = re.compile(r"\d+")
+_is_url = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://").match
+
+
+def expand(patterns: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str]:
+    """The shards that patterns stand for.
+
+    Args:
+        patterns: One or several; ``~`` is the home folder.
+
+    Returns:
+        Paths: in the order of the patterns, those of a glob sorted.
+
+    Raises:
+        ValueError: If a pattern matches nothing, a shard is named twice, or is one of which samples cannot be reached
+            directly (pipes, compressed tars, URLs).
+        FileNotFoundError: If a shard that is named does not exist.
+    """
+    if isinstance(patterns, (str, os.PathLike)):
+        patterns = [patterns]
+    paths = [path for pattern in patterns for path in _expand_one(os.fspath(pattern))]
+    if not paths:
+        raise ValueError("shards: got an empty list. Name at least one, such as 'data/train-*.tar'.")
+    twice = [path for path, times in Counter(map(os.path.abspath, paths)).items() if times > 1]
+    if twice:
+        raise ValueError(
+            f"shards: {twice[0]!r} is named more than once ({len(twice)} such shards). Name each once: every sample of an "
+            "epoch is used exactly once."
+        )
+    return paths
+
+
+def names(paths: Sequence[str]) -> list[str]:
+    """A name for each shard: the shortest suffix of its absolute path, in whole components, that no other shard has.
+
+    Raises:
+        ValueError: If a path is there twice.
+    """
+    parts = [os.path.abspath(path).split(os.sep) for path in paths]
+    twice = [path for path, times in Counter(map(tuple, parts)).items() if times > 1]
+    if twice:
+        raise ValueError(f"shards: {os.sep.join(twice[0])!r} is there twice.")
+    found = [""] * len(paths)
+    alike = list(range(len(paths)))
+    length = 0
+    while alike:
+        length += 1
+        for place in alike:
+            found[place] = "/".join(parts[place][-length:])
+        # Paths whose shorter suffixes differed cannot agree in a longer one.
+        times = Counter(found[place] for place in alike)
+        alike = [place for place in alike if times[found[place]] > 1]
+    return found
+
+
+def _expand_one(pattern: str) -> list[str]:
+    _refuse_unreachable(pattern)
+    pattern = os.path.expanduser(pattern)
+    if os.path.isdir(pattern):
+        example = os.path.join(pattern, "*.tar")
+        raise ValueError(f"shards: {pattern!r} is a folder, which {_contents(pattern)}. {example!r} means all of them.")
+    # Before anything is expanded, because a file may well be called a[1].tar.
+    if os.path.exists(pattern):
+        return [pattern]
+    try:
+        written = list(braceexpand(pattern))
+    except ValueError:
+        opened, closed = pattern.count("{"), pattern.count("}")
+        raise ValueError(
+            f"shards: {pattern!r} opens {opened} braces and closes {closed}. Write them in pairs, as in {{00000..00009}}."
+        ) from None
+    paths, missing = [], []
+    for path in written:
+        found = _glob(path) if glob.has_magic(path) else [path] * os.path.exists(path)
+        paths += found
+        missing += [] if found else [path]
+    for path in paths:
+        _refuse_unreachable(path)
+    if missing:
+        raise _nothing_there(pattern, written, missing)
+    return paths
+
+
+def _glob(pattern: str) -> list[str]:
+    # The indexes that dtrain keeps beside the shards would match `folder/*`.
+    found = glob.iglob(pattern, recursive=True)
+    return sorted(path for path in found if not path.endswith(".idx") and not os.path.isdir(path))
+
+
+def _refuse_unreachable(path: str) -> None:
+    if path.startswith("pipe:") or path == "-":
+        raise ValueError(
+            f"shards: {path!r} is a pipe, in which samples cannot be reached directly; and a configuration never runs a "
+            "command here. Save its output to a file first."
+        )
+    if path.lower().endswith(_COMPRESSED):
+        raise ValueError(
+            f"shards: {path!r} is compressed, so samples in it cannot be reached directly. Unpack it once, for example with "
+            "gunzip; images in a tar hardly get smaller by compression."
+        )
+    # The one place that knows that shards are local files.
+    if _is_url(path):
+        raise ValueError(
+            f"shards: {path!r} is remote, which this version does not read. Copy the shards to a local or network file "
+            "system, or mount the bucket, and name them by path."
+        )
+
+
+def _nothing_there(pattern: str, written: Sequence[str], missing: Sequence[str]) -> ValueError | FileNotFoundError:
+    path = missing[0]
+    folder = os.path.dirname(path)
+    while folder and (glob.has_magic(folder) or not os.path.isdir(folder)):
+        folder = os.path.dirname(folder)
+    kind: type[ValueError | FileNotFoundError]
+    if len(missing) < len(written):
+        kind = ValueError if glob.has_magic(path) else FileNotFoundError
+        what = f"stands for {len(written)} paths, and {len(missing)} of them match no file, the first {path!r}"
+    elif glob.has_magic(path) or path != pattern:
+        kind, what = ValueError, "matches no file"
+    else:
+        kind, what = FileNotFoundError, "does not exist"
+    return kind(
+        f"shards: {pattern!r} {what} (looked in {os.path.abspath(folder)!r}, which {_contents(folder)})."
+        f"{_guess(path, folder)} Correct it, or write the shards with `python -m dtrain.pack` first."
+    )
+
+
+def _tars(folder: str) -> list[str]:
+    return sorted(name for name in os.listdir(folder or ".") if name.endswith(".tar"))
+
+
+def _contents(folder: str) -> str:
+    tars = _tars(folder)
+    if tars:
+        return f"has {len(tars)} .tar files such as {tars[0]}"
+    others = sorted(os.listdir(folder or "."))
+    return f"has no .tar file, but {', '.join(others[:3])}{' ...' * (len(others) > 3)}" if others else "is empty"
+
+
+def _guess(path: str, folder: str) -> str:
+    """What may be wrong with a name, from names in its folder that differ in their numbers only."""
+    if glob.has_magic(path) or os.path.dirname(path) != folder:
+        return ""
+    name = os.path.basename(path)
+    alike = [other for other in _tars(folder) if _digits.sub("#", other) == _digits.sub("#", name)]
+    if not alike:
+        return ""
+    for mine, theirs in zip(_digits.findall(name), _digits.findall(alike[0]), strict=True):
+        if len(mine) != len(theirs):
+            return f" {len(theirs)} digits instead of {len(mine)}?"
+    return f" The last one like it is {alike[-1]}."

@@ -1,0 +1,270 @@
+"""The regular files of a tar, found from its headers alone.
+
+* A *header* is a block of 512 bytes; a *payload* follows it, filled up to whole blocks.
+* An *extended header* (PAX, GNU) is a header whose payload says what does not fit into the header behind it.
+* The *end mark* is two blocks of zeros; nothing but zeros may follow it.
+
+What ``tarfile`` and webdataset pass over in silence is an error here that names the byte: a file cut short, a damaged
+header, an end in the middle. A tar is walked as a whole or not at all. Names stay bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import BinaryIO
+
+import numpy as np
+
+_BLOCK = 512
+_ZEROS = bytes(_BLOCK)
+# Where members are small, reading everything is faster than asking for each header; where they are large, jumping is.
+_DENSE_READ, _SPARSE_READ, _DENSE_STRIDE = 256 << 10, 4 << 10, 64 << 10
+_VERIFIED_AT_ONCE = 1024
+# Paths end at 4 KiB and extended attributes at 64 KiB: an extended header of more than this is garbage.
+_MAX_EXTENDED = 1 << 20
+
+# Values of the type field. Types that are in none of these sets have a payload and are passed over.
+_FILES = frozenset(b"0\x007")
+_WITHOUT_PAYLOAD = frozenset(b"123456")
+_PAX, _PAX_GLOBAL = frozenset(b"xX"), ord("g")
+_GNU_NAME, _GNU_LINK, _GNU_SPARSE = ord("L"), ord("K"), ord("S")
+_EXTENDED = _PAX | {_PAX_GLOBAL, _GNU_NAME, _GNU_LINK}
+
+_pax_record = re.compile(rb"(\d{1,7}) ([^=]+)=").match
+
+_COPY_AGAIN = "Copy or write the shard again."
+_REPACK = "Unpack it and pack it again, with GNU tar or `python -m dtrain.pack`."
+_OTHER_FORMATS = (
+    (b"\x1f\x8b", "gzip data, inside which no sample can be reached directly", "Unpack it once, with gunzip."),
+    (b"BZh", "bzip2 data, inside which no sample can be reached directly", "Unpack it once, with bunzip2."),
+    (b"\xfd7zXZ\x00", "xz data, inside which no sample can be reached directly", "Unpack it once, with unxz."),
+    (b"\x28\xb5\x2f\xfd", "zstd data, inside which no sample can be reached directly", "Unpack it once, with unzstd."),
+    (b"PK\x03\x04", "a zip archive, not a tar", "Unpack it and write a tar."),
+    (b"version https://git-lfs", "a Git LFS pointer, not the file itself", "Fetch the file, with git lfs pull."),
+    (b"<", "HTML or XML, not a tar", "Was an error page saved under this name? Download it again."),
+)
+
+
+class ShardError(ValueError):
+    """A shard that cannot be indexed.
+
+    Args:
+        path: The shard.
+        offset: Byte of the shard at which the fault lies.
+        what: What is wrong there.
+        remedy: What to do, as a sentence.
+    """
+
+    def __init__(self, path: str, offset: int, what: str, remedy: str) -> None:
+        super().__init__(path, offset, what, remedy)
+        self.path, self.offset, self.what, self.remedy = path, offset, what, remedy
+
+    def __str__(self) -> str:
+        return f"shard {self.path!r}, byte {self.offset}: {self.what}. {self.remedy}"
+
+
+def walk(path: str, file: BinaryIO) -> Iterator[tuple[bytes, int, int]]:
+    """The regular files of a tar, in order; directories, links and devices are passed over, as webdataset does.
+
+    Args:
+        path: Name of the tar, for messages.
+        file: The tar: ustar, PAX, GNU or older. Read forward, and only as much of it as the headers need.
+
+    Yields:
+        Name, first byte and number of bytes of each file. They count only when the walk has ended without an error: that
+        a header is damaged may show a few thousand headers later.
+
+    Raises:
+        ShardError: If the tar is cut short, damaged, compressed, no tar at all, or has sparse files.
+    """
+    unverified: list[tuple[int, bytes]] = []
+    try:
+        yield from _walk(path, file, unverified)
+    except ShardError:
+        # A damaged header leads the walk astray. What it stumbled over later is a consequence, so name the cause.
+        _verify(path, unverified)
+        raise
+    _verify(path, unverified)
+
+
+def _walk(path: str, file: BinaryIO, unverified: list[tuple[int, bytes]]) -> Iterator[tuple[bytes, int, int]]:
+    end = file.seek(0, os.SEEK_END)
+    offset = 0
+    data, start, headers = b"", 0, 0  # a piece of the file, where it starts, and how many headers were found in it
+    extended, long_name, long_size = None, None, None  # first extended header of the next member, and what they say
+    while True:
+        header = data[offset - start : offset - start + _BLOCK]
+        if len(header) < _BLOCK:
+            if len(unverified) >= _VERIFIED_AT_ONCE:
+                _verify(path, unverified)
+                unverified.clear()
+            dense = offset - start <= headers * _DENSE_STRIDE
+            data, start, headers = _read(file, offset, _DENSE_READ if dense else _SPARSE_READ), offset, 0
+            header = data[:_BLOCK]
+            if len(header) < _BLOCK:
+                raise _cut_short(path, offset, header)
+        if header == _ZEROS:
+            if extended is not None:
+                raise ShardError(path, extended, "an extended header with no member behind it", _COPY_AGAIN)
+            _check_end(path, file, offset)
+            return
+        headers += 1
+        unverified.append((offset, header))
+
+        kind = header[156]
+        size = _number(header[124:136])
+        if size is None or size < 0:
+            raise ShardError(path, offset, f"a header with the size {header[124:136]!r}", _COPY_AGAIN)
+        payload = offset + _BLOCK
+        if kind in _EXTENDED:
+            if size > _MAX_EXTENDED or payload + size > end:
+                raise ShardError(path, offset, f"an extended header of {size} bytes, too many", _COPY_AGAIN)
+            content = data[payload - start : payload - start + size]
+            if len(content) < size:
+                content = _read(file, payload, size)
+            # Most give a time stamp only; taking those apart would cost as much as the rest of the walk.
+            if kind == _GNU_NAME or b"path=" in content or b"size=" in content or b"GNU.sparse." in content:
+                name, other_size = _read_extended(path, offset, kind, content)
+                # Where two say the same, the first counts, as in `tarfile`.
+                long_name = name if long_name is None else long_name
+                long_size = other_size if long_size is None else long_size
+            if extended is None:
+                extended = offset
+            offset = payload + -(-size // _BLOCK) * _BLOCK
+            continue
+
+        name = _text(header[:100])
+        # In the oldest tars a directory is a file whose name ends in a slash.
+        if kind in _WITHOUT_PAYLOAD or (kind == 0 and name.endswith(b"/")):
+            extended, long_name, long_size = None, None, None
+            offset = payload
+            continue
+        if kind == _GNU_SPARSE:
+            raise _sparse(path, offset)
+        if header[345]:
+            name = _text(header[345:500]) + b"/" + name
+        if extended is not None:
+            name = name if long_name is None else long_name
+            size = size if long_size is None else long_size
+            extended, long_name, long_size = None, None, None
+        if payload + size > end:
+            shown = name.decode("utf-8", "backslashreplace")
+            what = f"the file ends at {end}, inside {shown!r}, which takes {size} bytes from {payload} on"
+            raise ShardError(path, offset, what, _COPY_AGAIN)
+        if kind in _FILES:
+            yield name, payload, size
+        offset = payload + -(-size // _BLOCK) * _BLOCK
+
+
+def _read_extended(path: str, offset: int, kind: int, content: bytes) -> tuple[bytes | None, int | None]:
+    """Name and size that an extended header gives to the next member; None where it gives none."""
+    if kind == _GNU_NAME:
+        return _text(content), None
+    if kind == _GNU_LINK:
+        return None, None
+    records = _pax_records(path, offset, content)
+    if any(keyword.startswith(b"GNU.sparse.") for keyword in records):
+        raise _sparse(path, offset)
+    name, size = records.get(b"path"), records.get(b"size")
+    if kind == _PAX_GLOBAL and (name is not None or size is not None):
+        raise ShardError(path, offset, "a global header gives all members one path or one size", _REPACK)
+    if size is not None and not size.isdigit():
+        raise ShardError(path, offset, f"an extended header with the size {size!r}", _COPY_AGAIN)
+    return None if name is None else name.rstrip(b"/"), None if size is None else int(size)
+
+
+def _verify(path: str, headers: list[tuple[int, bytes]]) -> None:
+    # Many headers at once: summing one in Python takes longer than the rest of the walk.
+    blocks = np.frombuffer(b"".join(header for _, header in headers), np.uint8).reshape(-1, _BLOCK)
+    # A checksum is the sum of all bytes with spaces in its own place, usually written as six octal digits.
+    sums = blocks.sum(axis=1, dtype=np.int64) - blocks[:, 148:156].sum(axis=1, dtype=np.int64) + 8 * ord(" ")
+    digits = blocks[:, 148:154] - np.uint8(ord("0"))
+    usual = (digits < 8).all(axis=1) & ((blocks[:, 154] == 0) | (blocks[:, 154] == ord(" ")))
+    right = usual & (digits @ 8 ** np.arange(5, -1, -1) == sums)
+    for place in np.flatnonzero(~right).tolist():
+        # Written in another way, or as the sum of signed bytes, as some old systems did; else it is wrong.
+        offset, header = headers[place]
+        signed_sum = int(sums[place]) - 256 * sum(byte > 127 for byte in header[:148] + header[156:])
+        if _number(header[148:156]) not in (int(sums[place]), signed_sum):
+            raise _no_header(path, offset, header)
+
+
+def _read(file: BinaryIO, offset: int, length: int) -> bytes:
+    file.seek(offset)
+    return file.read(length)
+
+
+def _text(field: bytes) -> bytes:
+    end = field.find(0)
+    return field if end < 0 else field[:end]
+
+
+def _number(field: bytes) -> int | None:
+    try:
+        return int(field.rstrip(b"\0"), 8)
+    except ValueError:
+        # GNU writes what octal digits cannot hold in base 256, behind a byte that no digits start with.
+        if field[0] in (0o200, 0o377):
+            return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0o377 else 0)
+    try:
+        return int(_text(field).strip() or b"0", 8)
+    except ValueError:
+        return None
+
+
+def _pax_records(path: str, offset: int, content: bytes) -> dict[bytes, bytes]:
+    """The records of a PAX header, each ``<length of the record> <keyword>=<value>\\n``."""
+    records = {}
+    at = 0
+    while match := _pax_record(content, at):
+        length, keyword = match.groups()
+        end = at + int(length)
+        if not match.end() < end <= len(content) or content[end - 1] != ord("\n"):
+            break
+        records[keyword] = content[match.end() : end - 1]
+        at = end
+    if content[at:].strip(b"\0"):
+        raise ShardError(
+            path, offset, f"an extended header that cannot be read from {content[at : at + 20]!r} on", _COPY_AGAIN
+        )
+    return records
+
+
+def _check_end(path: str, file: BinaryIO, offset: int) -> None:
+    if len(_read(file, offset, 2 * _BLOCK)) < 2 * _BLOCK:
+        raise ShardError(path, offset, "the file ends before the second of the two end blocks", _COPY_AGAIN)
+    at = offset
+    file.seek(at)
+    while piece := file.read(_DENSE_READ):
+        if piece.count(0) < len(piece):
+            at += len(piece) - len(piece.lstrip(b"\0"))
+            what = f"zeros, the end mark, but there is more data from {at} on"
+            remedy = "Tars joined with cat? Join them with `tar --concatenate` instead. If not: "
+            raise ShardError(path, offset, what, remedy + _COPY_AGAIN.lower())
+        at += len(piece)
+
+
+def _cut_short(path: str, offset: int, header: bytes) -> ShardError:
+    if offset == 0:
+        return _no_header(path, 0, header)
+    what = "the file ends inside a header" if header else "the file ends without the end mark, two blocks of zeros"
+    return ShardError(path, offset, f"{what}: members may be missing", _COPY_AGAIN)
+
+
+def _no_header(path: str, offset: int, header: bytes) -> ShardError:
+    if offset:
+        return ShardError(path, offset, "no tar header, or one whose checksum is wrong", _COPY_AGAIN)
+    if not header:
+        return ShardError(path, 0, "the file is empty", _COPY_AGAIN)
+    for magic, what, remedy in _OTHER_FORMATS:
+        if header.lstrip().startswith(magic):
+            return ShardError(path, 0, what, remedy)
+    return ShardError(path, 0, f"no tar: it starts with {header[:16]!r}", _COPY_AGAIN)
+
+
+def _sparse(path: str, offset: int) -> ShardError:
+    return ShardError(
+        path, offset, "a sparse file, whose bytes do not lie in one piece", "Pack it without tar's --sparse."
+    )

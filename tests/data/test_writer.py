@@ -1,0 +1,200 @@
+"""What the writer wrote, read by ``tarfile`` and by webdataset; what it leaves behind when something goes wrong."""
+
+import io
+import json
+import tarfile
+
+import numpy as np
+import pytest
+import webdataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from dtrain.data.writer import balanced_sizes, write_shards
+
+
+def samples(count):
+    return [{"__key__": f"sample_{n:04d}", "bin": bytes([n % 256]) * (n % 700), "cls": n} for n in range(count)]
+
+
+def members(path):
+    with tarfile.open(path) as archive:
+        return [(member.name, archive.extractfile(member).read()) for member in archive]
+
+
+def by_webdataset(paths):
+    pipeline = webdataset.DataPipeline(
+        webdataset.SimpleShardList([str(path) for path in paths]), webdataset.tarfile_to_samples()
+    )
+    return [{key: value for key, value in sample.items() if key != "__url__"} for sample in pipeline]
+
+
+def files(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_webdataset_reads_what_was_written(tmp_path):
+    paths = write_shards(samples(10), tmp_path, shards=3)
+    assert [path.name for path in paths] == [f"train-{n:06d}.tar" for n in range(3)]
+    read = by_webdataset(paths)
+    assert [sample["__key__"] for sample in read] == [f"sample_{n:04d}" for n in range(10)]
+    assert [int(sample["cls"]) for sample in read] == list(range(10))
+    assert [sample["bin"] for sample in read] == [sample["bin"] for sample in samples(10)]
+
+
+@given(st.integers(0, 10_000), st.integers(1, 200))
+def test_shards_are_balanced_and_complete(total, number):
+    sizes = balanced_sizes(total, per_shard=number)
+    assert sum(sizes) == total
+    assert max(sizes) <= number
+    assert max(sizes) - min(sizes) <= 1
+    if total >= number:
+        sizes = balanced_sizes(total, shards=number)
+        assert (len(sizes), sum(sizes)) == (number, total)
+        assert max(sizes) - min(sizes) <= 1
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 20), st.integers(1, 6), st.booleans())
+def test_a_stream_of_unknown_length_is_written_whole(tmp_path_factory, total, per_shard, known):
+    folder = tmp_path_factory.mktemp("shards")
+    paths = write_shards(iter(samples(total)), folder, per_shard=per_shard, total=total if known else None)
+    assert [sample["__key__"] for sample in by_webdataset(paths) if total] == [s["__key__"] for s in samples(total)]
+    sizes = [len(members(path)) // 2 for path in paths]
+    assert all(sizes) or total == 0
+    assert sizes == balanced_sizes(total, per_shard=per_shard) if known else set(sizes[:-1]) <= {per_shard}
+
+
+def test_the_same_samples_give_the_same_bytes(tmp_path):
+    pixels = np.arange(75, dtype=np.uint8).reshape(5, 5, 3)
+    rows = [{"__key__": f"ä/{n}" + "x" * 120, "png": pixels, "npy": np.ones(n), "json": {"n": n}} for n in range(4)]
+    one = write_shards(rows, tmp_path / "one", shards=2)
+    other = write_shards(iter(rows), tmp_path / "other", shards=2, total=4)
+    assert [path.read_bytes() for path in one] == [path.read_bytes() for path in other]
+
+
+def test_values_are_encoded_by_extension(tmp_path):
+    pixels = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+    row = {
+        "__key__": "folder.x/key",
+        "__url__": "not a member",
+        "cls": np.int64(7),
+        "txt": "ä",
+        "json": {"a": [1, None]},
+        "npy": np.arange(3, dtype=np.float16),
+        "png": pixels,
+        "left.png": pixels[..., 0],
+        "jpg": b"as it is",
+        "mp3": memoryview(b"as it is"),
+    }
+    (path,) = write_shards([row], tmp_path, shards=1)
+    read = dict(members(path))
+    assert set(read) == {f"folder.x/key.{ext}" for ext in row if not ext.startswith("_")}
+    value = {name.removeprefix("folder.x/key."): content for name, content in read.items()}
+    assert value["cls"] == b"7"
+    assert value["txt"].decode() == "ä"
+    assert json.loads(value["json"]) == {"a": [1, None]}
+    array = np.load(io.BytesIO(value["npy"]))
+    assert (array.dtype, array.tolist()) == (np.float16, [0, 1, 2])
+    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(value["png"]))), pixels)
+    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(value["left.png"]))), pixels[..., 0])
+    assert value["jpg"] == value["mp3"] == b"as it is"
+
+
+@pytest.mark.parametrize(
+    ("sample", "says"),
+    [
+        ({"cls": 1}, "__key__ None"),
+        ({"__key__": "", "cls": 1}, "__key__ ''"),
+        ({"__key__": 3, "cls": 1}, "__key__ 3"),
+        ({"__key__": "img_0.5", "cls": 1}, "has a dot"),
+        ({"__key__": "/etc/passwd", "cls": 1}, "relative name"),
+        ({"__key__": "../up", "cls": 1}, "relative name"),
+        ({"__key__": "a//b", "cls": 1}, "relative name"),
+        ({"__key__": "__meta__/x", "cls": 1}, "skips them"),
+        ({"__key__": "x"}, "no field"),
+        ({"__key__": "x", "CLS": 1}, "lower case"),
+        ({"__key__": "x", ".cls": 1}, "leading dot"),
+        ({"__key__": "x", "pyd": {}}, "pickle"),
+        ({"__key__": "x", "meta.pkl": b"\x80\x04."}, "pickle"),
+        ({"__key__": "x", "pth": b""}, "pickle"),
+        ({"__key__": "x", "npy": np.array([{}])}, "'x': .npy cannot be written"),
+        ({"__key__": "x", "cls": 1.5}, "not an integer"),
+        ({"__key__": "x", "cls": [1]}, "'x': .cls cannot be written"),
+        ({"__key__": "x", "json": {1, 2}}, "'x': .json cannot be written"),
+        ({"__key__": "x", "png": np.ones((2, 2))}, "float64"),
+        ({"__key__": "x", "jpg": np.ones((2, 2, 3), np.uint8)}, "no encoder for .jpg"),
+    ],
+)
+def test_what_cannot_be_read_again_is_refused_and_nothing_is_left(tmp_path, sample, says):
+    with pytest.raises(ValueError, match=says):
+        write_shards([{"__key__": "good", "cls": 1}, sample], tmp_path, per_shard=1)
+    assert files(tmp_path) == []
+
+
+def test_keys_must_differ_within_a_shard(tmp_path):
+    with pytest.raises(ValueError, match="two samples of one shard have the key 'x'"):
+        write_shards([{"__key__": "x", "cls": 1}] * 2, tmp_path, shards=1)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_exception_leaves_no_shard_behind(tmp_path, error):
+    def failing():
+        yield from samples(5)
+        raise error
+
+    with pytest.raises(error):
+        write_shards(failing(), tmp_path, per_shard=2)
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("total", [4, 6])
+def test_a_wrong_total_is_found_and_nothing_is_left(tmp_path, total):
+    with pytest.raises(ValueError, match=f"total={total}"):
+        write_shards(iter(samples(5)), tmp_path, shards=2, total=total)
+    assert files(tmp_path) == []
+
+
+def test_old_shards_are_never_mixed_with_new_ones(tmp_path):
+    old = write_shards(samples(4), tmp_path, shards=4)
+    before = [path.read_bytes() for path in old]
+    with pytest.raises(FileExistsError, match=r"4 shards of that name already, such as train-000000\.tar"):
+        write_shards(samples(2), tmp_path, shards=2)
+    assert [path.read_bytes() for path in old] == before
+    write_shards(samples(2), tmp_path, prefix="val", shards=1)
+
+
+def test_shards_that_appear_meanwhile_are_not_overwritten(tmp_path):
+    def meanwhile():
+        yield from samples(1)
+        (tmp_path / "train-000000.tar").write_bytes(b"somebody else's")
+
+    with pytest.raises(FileExistsError, match="already"):
+        write_shards(meanwhile(), tmp_path, per_shard=5)
+    assert (tmp_path / "train-000000.tar").read_bytes() == b"somebody else's"
+    assert files(tmp_path) == ["train-000000.tar"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "want one of them"),
+        ({"shards": 1, "per_shard": 1}, "want one of them"),
+        ({"shards": 0}, "at least 1"),
+        ({"per_shard": -1}, "at least 1"),
+        ({"shards": 6}, "Ask for 5 or fewer"),
+        ({"shards": 1, "prefix": "a/b"}, "plain name"),
+        ({"shards": 1, "prefix": "{0..9}"}, "plain name"),
+        ({"shards": 1, "prefix": ""}, "plain name"),
+    ],
+)
+def test_impossible_sizes_and_names_are_refused(tmp_path, options, says):
+    with pytest.raises(ValueError, match=says):
+        write_shards(samples(5), tmp_path, **options)
+    assert files(tmp_path) == []
+
+
+def test_a_stream_needs_its_length_for_a_number_of_shards(tmp_path):
+    with pytest.raises(ValueError, match="pass total="):
+        write_shards(iter(samples(5)), tmp_path, shards=2)

@@ -1,0 +1,289 @@
+"""``python -m dtrain.pack``: what lies in the shards, that nothing is left out in silence, and one line for mistakes."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tracemalloc
+from collections import Counter
+
+import numpy as np
+import pytest
+from PIL import Image
+from webdataset.tariterators import base_plus_ext
+
+from dtrain.pack import main
+
+
+def image(path, seed, size=(6, 5)):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+@pytest.fixture
+def source(tmp_path):
+    """Three classes, twelve images each, in two formats."""
+    for label, name in enumerate(["cat", "dog", "eel"]):
+        for n in range(12):
+            image(tmp_path / "src" / name / f"{n:02d}.{'png' if n % 3 == 0 else 'JPEG'}", label * 100 + n)
+    return tmp_path / "src"
+
+
+def rows(folder, prefix):
+    """(key, extension, bytes, label) of every sample in order, by tarfile and webdataset's definition of a key."""
+    found = []
+    for path in sorted(folder.glob(f"{prefix}-*.tar")):
+        with tarfile.open(path) as archive:
+            content = {member.name: archive.extractfile(member).read() for member in archive}
+        for name, payload in content.items():
+            key, ext = base_plus_ext(name)
+            if ext != "cls":
+                found.append((key, ext, payload, int(content[f"{key}.cls"])))
+    return found
+
+
+def files(folder):
+    return sorted(path.name for path in folder.glob("*") if path.suffix != ".idx")
+
+
+def pack(*arguments):
+    return main(["imagefolder", *map(str, arguments)])
+
+
+def test_every_image_is_packed_once_unchanged_with_the_label_of_its_folder(source, tmp_path):
+    assert pack(source, tmp_path / "dst", "--shards", 4) == 0
+    assert files(tmp_path / "dst") == ["classes.json", *(f"train-{n:06d}.tar" for n in range(4))]
+    assert json.loads((tmp_path / "dst" / "classes.json").read_text()) == ["cat", "dog", "eel"]
+    packed = rows(tmp_path / "dst", "train")
+    expected = sorted(
+        (f"{path.parent.name}/{path.stem}", "png" if path.suffix == ".png" else "jpg", path.read_bytes(), label)
+        for label, name in enumerate(["cat", "dog", "eel"])
+        for path in (source / name).iterdir()
+    )
+    assert sorted(packed) == expected
+
+
+def test_classes_mix_and_the_seed_decides_how(source, tmp_path):
+    orders = {}
+    for name, seed in (("one", 0), ("again", 0), ("other", 1)):
+        assert pack(source, tmp_path / name, "--samples-per-shard", 10, "--seed", seed) == 0
+        orders[name] = [key for key, *_ in rows(tmp_path / name, "train")]
+    assert orders["one"] == orders["again"] != orders["other"]
+    for path in (tmp_path / "one").glob("*.tar"):
+        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
+        with tarfile.open(path) as archive:
+            classes = Counter(member.name.split("/")[0] for member in archive)
+        assert len(classes) == 3
+        assert sum(classes.values()) == 18
+
+
+def test_split_folders_become_prefixes(source, tmp_path):
+    for split in ("train", "val", "test"):
+        for name in ("cat", "dog"):
+            for n in range(3 if split == "train" else 1):
+                image(tmp_path / "splits" / split / name / f"{n}.png", n)
+    assert pack(tmp_path / "splits", tmp_path / "dst", "--shards", 1) == 0
+    counts = {split: len(rows(tmp_path / "dst", split)) for split in ("train", "val", "test")}
+    assert counts == {"train": 6, "val": 2, "test": 2}
+
+
+def test_a_share_of_every_class_can_be_held_out(source, tmp_path):
+    assert pack(source, tmp_path / "dst", "--split", "val=0.25", "--split", "test=0.5") == 0
+    found = {split: rows(tmp_path / "dst", split) for split in ("train", "val", "test")}
+    for split, per_class in (("train", 3), ("val", 3), ("test", 6)):
+        assert Counter(label for *_, label in found[split]) == dict.fromkeys(range(3), per_class)
+    assert len({key for split in found.values() for key, *_ in split}) == 36
+
+
+def test_names_that_a_shard_cannot_tell_apart_get_keys_of_their_own(tmp_path):
+    names = ["img_0.5.png", "img_0.7.png", "img_0_5.png", "same.jpg", "same.png", "ümlaut " + "x" * 120 + ".png"]
+    for n, name in enumerate([*names, "below/same.png"]):
+        image(tmp_path / "src" / "v1.0" / name, n)
+    assert pack(tmp_path / "src", tmp_path / "dst") == 0
+    packed = rows(tmp_path / "dst", "train")
+    assert len({key for key, *_ in packed}) == 7
+    assert {payload for _, _, payload, _ in packed} == {
+        path.read_bytes() for path in (tmp_path / "src").rglob("*") if path.is_file()
+    }
+
+
+BAD = {
+    "cat/notes.txt": (b"text", "its name is not that of an image"),
+    "cat/.DS_Store": (b"\0", "its name is not that of an image"),
+    "stray.png": (b"", "lies beside the folders of the classes"),
+    "dog/broken.png": (b"no image", "not a readable image"),
+    "dog/empty.jpg": (b"", "not a readable image"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_file_that_is_no_image_ends_the_run_with_its_name_and_no_shard(source, tmp_path, capsys, name):
+    (source / name).write_bytes(BAD[name][0])
+    assert pack(source, tmp_path / "dst") == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert str(source / name) in error
+    assert BAD[name][1] in error
+    assert "--skip-bad" in error
+    assert files(tmp_path / "dst") == []
+
+
+def test_skip_bad_lists_what_it_leaves_out(source, tmp_path, capsys):
+    for name, (content, _) in BAD.items():
+        (source / name).write_bytes(content)
+    assert pack(source, tmp_path / "dst", "--skip-bad", "--shards", 5) == 0
+    out, error = capsys.readouterr()
+    for name, (_, reason) in BAD.items():
+        assert f"left out {source / name}: {reason}" in error
+    assert "files left out: 5" in out
+    assert len(rows(tmp_path / "dst", "train")) == 36
+
+
+def test_verify_finds_images_whose_header_is_good_and_whose_rest_is_not(source, tmp_path, capsys):
+    whole = image(source / "cat" / "cut.png", 5, (40, 40))
+    whole.write_bytes(whole.read_bytes()[:-400])
+    assert pack(source, tmp_path / "one") == 0
+    assert pack(source, tmp_path / "two", "--verify") == 1
+    assert "cut.png: not a readable image" in capsys.readouterr().err
+
+
+def test_labels_agree_between_splits_that_are_packed_one_by_one(source, tmp_path, capsys):
+    image(tmp_path / "more" / "eel" / "1.png", 1)
+    assert pack(source, tmp_path / "dst") == 0
+    assert pack(tmp_path / "more", tmp_path / "dst", "--prefix", "val") == 0
+    assert [label for *_, label in rows(tmp_path / "dst", "val")] == [2]
+    image(tmp_path / "more" / "fox" / "1.png", 1)
+    assert pack(tmp_path / "more", tmp_path / "dst", "--prefix", "test") == 1
+    assert "no class 'fox' among cat, dog, eel" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("prepare", "arguments", "says"),
+    [
+        (lambda source: None, ["SRC/none", "DST"], "is not a folder"),
+        (lambda source: None, ["SRC/cat", "DST"], "lies beside the folders of the classes"),
+        (lambda source: (source / "empty").mkdir(), ["SRC/empty", "DST"], "has no folder"),
+        (lambda source: (source / "a" / "b").mkdir(parents=True), ["SRC/a", "DST"], "gives no image to 'train'"),
+        (lambda source: None, ["SRC", "SRC/dst"], "Choose another DST"),
+        (lambda source: None, ["SRC", "DST", "--shards", "37"], "Ask for 36 or fewer"),
+        (lambda source: None, ["SRC", "DST", "--shards", "0"], "at least 1"),
+        (lambda source: None, ["SRC", "DST", "--samples-per-shard", "0"], "at least 1"),
+        (lambda source: None, ["SRC", "DST", "--split", "val=1.5"], "sum to less than 1"),
+        (lambda source: None, ["SRC", "DST", "--split", "val=0.01"], "gives no image to 'val'"),
+        (lambda source: None, ["SRC", "DST", "--prefix", "a/b"], "plain name"),
+        (lambda source: image(source / "train" / "cat" / "1.png", 0), ["SRC", "DST"], "Pack them one by one"),
+        (lambda source: (source / "cat" / "loop").symlink_to(source / "cat"), ["SRC", "DST"], "would count twice"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(source, tmp_path, capsys, prepare, arguments, says):
+    prepare(source)
+    places = {"SRC": str(source), "DST": str(tmp_path / "dst")}
+    arguments = [argument.replace("SRC", places["SRC"]).replace("DST", places["DST"]) for argument in arguments]
+    assert pack(*arguments) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("pack: error: ")
+    assert error.count("\n") == 1
+    assert says in error
+    assert files(tmp_path / "dst") == []
+
+
+def test_a_class_that_training_never_sees_is_refused(tmp_path, capsys):
+    image(tmp_path / "src" / "train" / "cat" / "1.png", 0)
+    image(tmp_path / "src" / "val" / "dog" / "1.png", 0)
+    assert pack(tmp_path / "src", tmp_path / "dst") == 1
+    assert "'dog' has no folder in train" in capsys.readouterr().err
+
+
+def test_packed_shards_are_not_overwritten(source, tmp_path, capsys):
+    assert pack(source, tmp_path / "dst") == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "dst").iterdir()}
+    assert pack(source, tmp_path / "dst", "--seed", 1) == 1
+    assert "Delete them or choose another folder" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in (tmp_path / "dst").iterdir()} == before
+
+
+def test_a_wrong_usage_exits_with_2_and_help_with_0(capsys):
+    for arguments, code in ((["imagefolder"], 2), ([], 2), (["imagefolder", "a", "b", "--split", "val"], 2)):
+        with pytest.raises(SystemExit) as exit:
+            main(arguments)
+        assert exit.value.code == code
+    for arguments in (["--help"], ["imagefolder", "--help"], ["index", "--help"], ["digits", "--help"]):
+        with pytest.raises(SystemExit) as exit:
+            main(arguments)
+        assert exit.value.code == 0
+
+
+def test_an_index_is_written_with_the_shards(source, tmp_path):
+    assert pack(source, tmp_path / "dst", "--shards", 2) == 0
+    assert len(list((tmp_path / "dst").glob("*.tar.idx"))) == 2
+
+
+def test_index_counts_what_tarfile_counts(source, tmp_path, capsys):
+    assert pack(source, tmp_path / "dst", "--shards", 3) == 0
+    for path in (tmp_path / "dst").glob("*.idx"):
+        path.unlink()
+    capsys.readouterr()
+    assert main(["index", str(tmp_path / "dst" / "train-{000000..000002}.tar")]) == 0
+    out = capsys.readouterr().out
+    assert "shards: 3, samples: 36" in out
+    assert "cls 36, jpg 24, png 12" in out
+    assert len(list((tmp_path / "dst").glob("*.idx"))) == 3
+
+
+def test_index_names_every_damaged_shard_and_counts_the_others(source, tmp_path, capsys):
+    assert pack(source, tmp_path / "dst", "--shards", 3) == 0
+    damaged = [tmp_path / "dst" / f"train-{n:06d}.tar" for n in (0, 2)]
+    for shard in damaged:
+        os.truncate(shard, 2000)
+    capsys.readouterr()
+    assert main(["index", str(tmp_path / "dst" / "*.tar")]) == 1
+    out, error = capsys.readouterr()
+    assert "shards: 3, samples: 12" in out
+    assert all(str(shard) in error for shard in damaged)
+    assert "2 of 3 shards are damaged" in error
+
+
+def test_index_with_several_processes_tells_the_same(source, tmp_path, capsys):
+    assert pack(source, tmp_path / "dst", "--shards", 3) == 0
+    told = []
+    for processes in ("1", "2"):
+        capsys.readouterr()
+        assert main(["index", str(tmp_path / "dst" / "*.tar"), "--processes", processes]) == 0
+        told.append(capsys.readouterr().out.splitlines()[:2])
+    assert told[0] == told[1]
+
+
+def test_digits_can_be_packed_anywhere(tmp_path, capsys):
+    pytest.importorskip("sklearn")
+    assert main(["digits", str(tmp_path / "dst")]) == 0
+    assert "1,437 train and 360 test images" in capsys.readouterr().out
+    assert len(list((tmp_path / "dst").glob("*.tar"))) == 10
+
+
+def test_the_command_itself_fails_with_one_line_and_code_1(tmp_path):
+    command = [sys.executable, "-m", "dtrain.pack", "imagefolder", str(tmp_path / "none"), str(tmp_path / "dst")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("pack: error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_memory_holds_one_image_at_a_time(tmp_path):
+    stream = io.BytesIO()
+    Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(stream, "PNG")
+    for n in range(256):
+        path = tmp_path / "src" / f"c{n % 4}" / f"{n}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(stream.getvalue() + bytes(64 << 10))
+    tracemalloc.start()
+    try:
+        assert pack(tmp_path / "src", tmp_path / "dst") == 0
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 256 * (64 << 10) / 8
