@@ -65,7 +65,7 @@ def train(composed: Composed) -> None:
             task = build.by_target("task", cfg.task)
             optimizer = build.build_optimizer(cfg.optimizer, model, world.device)
             step = TrainStep(
-                build.wrap(model, cfg.parallel, world),
+                build.wrap(model, cfg.parallel, world, cfg.train.deterministic),
                 task,
                 optimizer,
                 world=world,

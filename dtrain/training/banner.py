@@ -35,8 +35,7 @@ def banner(run: Run, parts: Parts, resumed_from: str, last_step: int, horizon: i
         "train data": f"{loader.index.num_samples:,} samples in {len(loader.index.shards):,} shards",
         "eval data": f"{evaluated.num_samples:,} samples in {len(evaluated.shards):,} shards" if evaluated else "none",
         "global batch": f"{cfg.train.global_batch_size} = {world.size} ranks x {micro} micro-batches x "
-        f"{loader.rows_per_micro_batch}"
-        + _masked(cfg.train.global_batch_size, world.size, micro, loader.rows_per_micro_batch),
+        f"{rows} rows" + _masked(world.size * micro * rows - cfg.train.global_batch_size),
         "steps": f"{last_step:,} ({loader.steps_per_epoch:,} an epoch), schedule over {horizon:,}",
         "model": f"{sum(p.numel() for p in parts.model.parameters()):,} parameters, {type(parts.optimizer).__name__}"
         + (" (fused)" if parts.optimizer.defaults.get("fused") else ""),

@@ -137,15 +137,19 @@ def build_schedule(node: Any, horizon: int) -> Callable[[int], float]:
     return schedule
 
 
-def wrap(model: nn.Module, parallel: ParallelConfig, world: World) -> nn.Module:
-    """The model as the step runs it: in DDP where there are several ranks."""
+def wrap(model: nn.Module, parallel: ParallelConfig, world: World, deterministic: bool) -> nn.Module:
+    """The model as the step runs it: in DDP where there are several ranks.
+
+    DDP lays its buckets out anew after the first backward of a process. From three ranks on that changes the order of
+    summation, so a resumed run would differ in the last bit; only a search for unused parameters keeps the layout.
+    """
     if world.size == 1:
         return model
     return DistributedDataParallel(
         model,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         bucket_cap_mb=parallel.bucket_cap_mb,
-        find_unused_parameters=parallel.find_unused_parameters,
-        static_graph=parallel.static_graph,
+        find_unused_parameters=parallel.find_unused_parameters or deterministic,
+        static_graph=parallel.static_graph and not deterministic,
         gradient_as_bucket_view=parallel.gradient_as_bucket_view,
     )

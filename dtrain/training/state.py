@@ -100,8 +100,8 @@ def load_optimizer(
         ConfigError: If the state is of parameters that this optimizer does not have.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
-    ours = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    number = {name: i for i, name in enumerate(ours)}
+    ours = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    number = {names[parameter]: i for i, parameter in enumerate(ours)}
     state: dict[int, dict[str, Any]] = {}
     for place, value in {**tensors, **values}.items():
         name, _, key = place.rpartition("/")
@@ -110,6 +110,10 @@ def load_optimizer(
                 f"the checkpoint's optimizer has a state for {name}, which this one does not train. Use the model and "
                 "optimizer config that it was saved with."
             )
+        parameter = ours[number[name]]
+        if isinstance(value, Tensor) and value.shape == parameter.shape:
+            # Fused kernels walk parameter and state in memory order, so a channels_last weight needs such a state.
+            value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         state.setdefault(number[name], {})[key] = value
     # torch's own loader knows which state lives on the device and which on the host.
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing of the user's is read or written: an own cache, no launcher's variables, no wandb login."""
+    before = dict(os.environ)
+    for name in list(os.environ):
+        if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") or name.startswith(("WANDB_", "SLURM_")):
+            del os.environ[name]
+    os.environ["DTRAIN_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    os.environ["WANDB_MODE"] = "offline"
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def digits(_own_environment: None) -> Path:
+    """The folder of the digits shards."""
+    pytest.importorskip("sklearn", reason="the digits need scikit-learn: pip install 'dtrain[demo]'")
+    from dtrain.data.digits import prepare, shard_dir
+
+    prepare()
+    return Path(shard_dir())

@@ -1,0 +1,317 @@
+"""CrossRankGradScaler in one process: torch's, where torch's is right."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dtrain.precision import CrossRankGradScaler
+from dtrain.precision.grad_scaler import _takes_found_inf
+from tests.precision.training import IMPLEMENTATIONS, INIT_SCALE, OPTIMIZERS, Case, train, train_reference
+
+BOTH: list[Callable[..., Any]] = [CrossRankGradScaler, torch.amp.GradScaler]
+
+
+class Loop:
+    """A weight, its optimizer and a scaler, driven call by call."""
+
+    def __init__(self, scaler: Any, **options: Any) -> None:
+        self.scaler = scaler
+        self.weight = nn.Parameter(torch.ones(2))
+        self.optimizer = torch.optim.SGD([self.weight], lr=0.1, **options)
+
+    def backward(self, overflow: bool = False) -> None:
+        self.weight.grad = None
+        self.scaler.scale(self.weight.square().sum()).backward()
+        if overflow:
+            assert self.weight.grad is not None
+            self.weight.grad[0] = torch.inf
+
+    def call(self, name: str) -> None:
+        if name == "backward":
+            self.backward()
+        elif name == "update":
+            self.scaler.update()
+        else:
+            getattr(self.scaler, name)(self.optimizer)
+
+    def step(self, overflow: bool = False) -> float:
+        self.backward(overflow)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return float(self.scaler.get_scale())
+
+
+# -- like torch's
+
+
+@pytest.mark.parametrize("make", BOTH)
+@pytest.mark.parametrize(
+    "calls",
+    [
+        "backward step update",
+        "backward unscale_ step update",
+        "backward unscale_ step update backward unscale_ step update",
+        "backward step update step update",
+    ],
+)
+def test_the_orders_of_calls_that_torch_allows(make: Callable[..., Any], calls: str) -> None:
+    loop = Loop(make("cpu", init_scale=4.0))
+    for name in calls.split():
+        loop.call(name)
+
+
+@pytest.mark.parametrize("make", BOTH)
+@pytest.mark.parametrize(
+    "calls",
+    [
+        "unscale_",
+        "step",
+        "update",
+        "backward update",
+        "backward unscale_ unscale_",
+        "backward step unscale_",
+        "backward step step",
+        "backward step update update",
+    ],
+)
+def test_the_orders_of_calls_that_torch_refuses(make: Callable[..., Any], calls: str) -> None:
+    loop = Loop(make("cpu", init_scale=4.0))
+    *before, last = calls.split()
+    for name in before:
+        loop.call(name)
+    with pytest.raises((RuntimeError, AssertionError)):
+        loop.call(last)
+
+
+def test_unscaling_without_stepping_is_refused_since_the_ranks_agree_in_step() -> None:
+    loop = Loop(CrossRankGradScaler("cpu"))
+    loop.backward()
+    loop.call("unscale_")
+    with pytest.raises(RuntimeError, match="unscaled but not stepped"):
+        loop.call("update")
+    loop.scaler.update(new_scale=8.0)
+    assert loop.scaler.get_scale() == 8.0
+
+
+@pytest.mark.parametrize("make", BOTH)
+def test_every_kind_of_outputs_is_scaled(make: Callable[..., Any]) -> None:
+    scaler = make("cpu", init_scale=4.0)
+    one = torch.ones(())
+    assert scaler.scale(one).item() == 4.0
+    assert scaler.scale([one, (one, one)]) == [4.0, (4.0, 4.0)]
+    assert [value.item() for value in scaler.scale(iter([one]))] == [4.0]
+    with pytest.raises(ValueError, match=r"want a tensor|must be a Tensor"):
+        scaler.scale(3)
+
+
+def test_the_scale_follows_torchs_step_by_step() -> None:
+    overflows = [False, True, True, False, False, False, True, False, False, False]
+    loops = [Loop(make("cpu", init_scale=256.0, growth_interval=2, growth_factor=4.0)) for make in BOTH]
+    for overflow in overflows:
+        ours, stock = (loop.step(overflow) for loop in loops)
+        assert ours == stock
+        assert torch.equal(loops[0].weight, loops[1].weight)
+
+
+def test_a_state_moves_to_torchs_scaler_and_back() -> None:
+    for make, other in (BOTH, BOTH[::-1]):
+        source, target = Loop(make("cpu", init_scale=64.0, growth_interval=3)), Loop(other("cpu"))
+        for overflow in (False, True, False, False):
+            source.step(overflow)
+        target.scaler.load_state_dict(source.scaler.state_dict())
+        assert target.scaler.state_dict() == source.scaler.state_dict()
+        assert target.step() == source.step() == 64.0
+
+
+def test_a_hysteresis_is_one_key_more_that_torch_ignores() -> None:
+    loop = Loop(CrossRankGradScaler("cpu", init_scale=64.0, hysteresis=3))
+    assert [loop.step(overflow=True) for _ in range(2)] == [64.0, 64.0]
+    state = loop.scaler.state_dict()
+    assert state.pop("_hysteresis_tracker") == 1
+    assert set(state) == set(torch.amp.GradScaler("cpu").state_dict())
+    torch.amp.GradScaler("cpu").load_state_dict(loop.scaler.state_dict())
+    continued = Loop(CrossRankGradScaler("cpu", hysteresis=3))
+    continued.scaler.load_state_dict(loop.scaler.state_dict())
+    assert continued.step(overflow=True) == 32.0
+
+
+def test_disabled_it_only_steps() -> None:
+    loop = Loop(CrossRankGradScaler("cuda", enabled=False))
+    assert not loop.scaler.is_enabled()
+    assert loop.step() == 1.0
+    assert loop.weight.tolist() == pytest.approx([0.8, 0.8])
+    assert loop.scaler.state_dict() == {}
+    loop.scaler.load_state_dict({"anything": 1})
+    loop.scaler.unscale_(loop.optimizer)
+
+
+def test_every_public_method_of_torchs_scaler_is_there_with_its_parameters() -> None:
+    for name, method in inspect.getmembers(torch.amp.GradScaler, inspect.isfunction):
+        if not name.startswith("_"):
+            ours = inspect.signature(getattr(CrossRankGradScaler, name)).parameters
+            assert list(ours) == list(inspect.signature(method).parameters), name
+
+
+def test_factors_are_read_and_set() -> None:
+    scaler = CrossRankGradScaler("cpu")
+    scaler.set_growth_factor(3.0)
+    scaler.set_backoff_factor(0.25)
+    scaler.set_growth_interval(7)
+    assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (3.0, 0.25, 7)
+    with pytest.raises(ValueError, match=r"backoff_factor=1\.5"):
+        scaler.set_backoff_factor(1.5)
+
+
+# -- where torch's is wrong
+
+
+def bad_steps_then_clean(loop: Loop) -> None:
+    for _ in range(170):
+        loop.step(overflow=True)
+    for _ in range(3):
+        loop.step()
+
+
+def test_170_bad_steps_stop_at_the_floor_and_stay_finite() -> None:
+    loop = Loop(CrossRankGradScaler("cpu"))
+    bad_steps_then_clean(loop)
+    assert loop.scaler.get_scale() == 1.0
+    assert loop.weight.isfinite().all()
+    assert (loop.weight < 1).all()
+
+
+def test_torchs_scale_decays_to_zero_and_then_steps_with_nan() -> None:
+    loop = Loop(torch.amp.GradScaler("cpu"))
+    bad_steps_then_clean(loop)
+    assert loop.scaler.get_scale() == 0.0
+    assert loop.weight.isnan().all()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_without_any_gradient_counts_as_clean(fused: bool) -> None:
+    unused = torch.optim.AdamW([nn.Parameter(torch.ones(2))], fused=fused)
+    ours, stock = Loop(CrossRankGradScaler("cpu", growth_interval=1)), Loop(torch.amp.GradScaler("cpu"))
+    for loop in (ours, stock):
+        loop.backward()
+        loop.scaler.step(loop.optimizer)
+    ours.scaler.step(unused)
+    ours.scaler.update()
+    assert ours.scaler.get_scale() == 131072.0
+    if not fused:
+        with pytest.raises(AssertionError, match="No inf checks"):
+            stock.scaler.step(unused)
+
+
+def test_a_scale_below_one_that_makes_gradients_infinite_is_a_skip() -> None:
+    loop = Loop(CrossRankGradScaler("cpu", init_scale=2.0**-10, min_scale=2.0**-12))
+    loop.scaler.scale((loop.weight * 1e38).sum() * 1024).backward()
+    assert loop.weight.grad is not None
+    assert loop.weight.grad.isfinite().all()
+    loop.scaler.step(loop.optimizer)
+    loop.scaler.update()
+    assert loop.weight.tolist() == [1.0, 1.0]
+    assert loop.scaler.get_scale() == 2.0**-11
+
+
+def test_an_optimizer_of_torchs_older_contract_is_skipped_by_the_host() -> None:
+    class Old(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:
+            assert not hasattr(self, "found_inf")
+            return super().step(closure)
+
+    loop = Loop(CrossRankGradScaler("cpu"))
+    loop.optimizer = Old([loop.weight], lr=0.1)
+    loop.step(overflow=True)
+    assert loop.weight.tolist() == [1.0, 1.0]
+    loop.step()
+    assert loop.weight.tolist() == pytest.approx([0.8, 0.8])
+
+
+def test_a_flag_on_another_device_is_never_left_to_an_optimizer_on_the_host() -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], fused=True)
+    assert _takes_found_inf(optimizer, torch.device("cpu"))
+    assert not _takes_found_inf(optimizer, torch.device("cuda"))
+
+
+def test_a_users_own_grad_scale_still_divides() -> None:
+    loop = Loop(CrossRankGradScaler("cpu"), fused=True)
+    loop.optimizer.grad_scale = torch.tensor(4.0)  # type: ignore[attr-defined]
+    loop.step()
+    assert loop.weight.tolist() == pytest.approx([0.95, 0.95])
+
+
+# -- refusals
+
+
+def test_a_closure_is_refused() -> None:
+    loop = Loop(CrossRankGradScaler("cpu"))
+    loop.backward()
+    for arguments, options in [((lambda: 0.0,), {}), ((), {"closure": lambda: 0.0})]:
+        with pytest.raises(RuntimeError, match="no closure"):
+            loop.scaler.step(loop.optimizer, *arguments, **options)
+
+
+def test_fp16_parameters_are_refused() -> None:
+    scaler = CrossRankGradScaler("cpu")
+    model = nn.Linear(2, 2).half()
+    scaler.scale(model.weight.float().sum()).backward()
+    with pytest.raises(ValueError, match=r"is fp16.*Keep parameters in fp32"):
+        scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_missing_device_is_an_error_and_not_a_disabled_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="CUDA is not available"):
+        CrossRankGradScaler()
+
+
+def test_a_state_must_be_one() -> None:
+    scaler = CrossRankGradScaler("cpu")
+    with pytest.raises(ValueError, match="got NoneType"):
+        scaler.load_state_dict(None)
+    with pytest.raises(ValueError, match="lacks scale"):
+        scaler.load_state_dict({"model": {}})
+    with pytest.warns(UserWarning, match="continuing with"):
+        scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0**40})
+    assert scaler.get_scale() == 2.0**24
+
+
+def test_a_fused_optimizer_is_left_without_attributes() -> None:
+    loop = Loop(CrossRankGradScaler("cpu"), fused=True)
+    loop.step()
+    assert not hasattr(loop.optimizer, "found_inf")
+    assert not hasattr(loop.optimizer, "grad_scale")
+
+
+# -- the matrix
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_any_optimizer_equals_the_reference_that_skips_the_same_steps(optimizer: str, implementation: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for overflow, clip, separate in product((None, 0, 1, 3), (False, True), (False, True)):
+            overflows: dict[int, tuple[int, ...]] = {} if overflow is None else {overflow: (0,)}
+            case = Case(optimizer, implementation, overflows, clip, separate)
+            result = train(0, case, CrossRankGradScaler("cpu", init_scale=INIT_SCALE, growth_interval=2))
+            (expected,) = train_reference(case)
+            check(result, expected, case)
+
+
+def check(result: Any, expected: Any, case: Case) -> None:
+    for name in ("trunk", "head"):
+        got: Tensor = getattr(result, name)
+        assert got.equal(getattr(expected, name)), (name, case)
+    for name in ("moved", "scales", "optimizer_steps"):
+        assert getattr(result, name) == getattr(expected, name), (name, case)

@@ -1,0 +1,184 @@
+"""The loss scale against torch's and Megatron-LM's, and at its bounds."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from dtrain.precision import kernels
+from dtrain.precision.loss_scale import LossScale
+
+CPU = torch.device("cpu")
+
+
+def make(**options: Any) -> LossScale:
+    return LossScale(CPU, **options)
+
+
+def feed(scale: LossScale, overflows: list[bool]) -> list[float]:
+    seen = []
+    for overflow in overflows:
+        scale.update(torch.tensor(float(overflow)))
+        seen.append(scale.scale.item())
+    return seen
+
+
+def megatron(
+    overflows: list[bool], scale: float, growth: float, backoff: float, interval: int, hysteresis: int, low: float
+) -> list[float]:
+    """Megatron-LM's DynamicGradScaler, line by line, on Python numbers."""
+    growth_tracker, hysteresis_tracker, seen = 0, hysteresis, []
+    for overflow in overflows:
+        if overflow:
+            growth_tracker = 0
+            hysteresis_tracker -= 1
+            if hysteresis_tracker <= 0:
+                scale = max(scale * backoff, low)
+        else:
+            growth_tracker += 1
+            if growth_tracker == interval:
+                growth_tracker = 0
+                hysteresis_tracker = hysteresis
+                scale = scale * growth
+        seen.append(scale)
+    return seen
+
+
+@pytest.fixture(params=["kernel", "no kernel"])
+def either_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a test with torch's private operator, and as if this torch had none."""
+    if request.param == "no kernel":
+        monkeypatch.setattr(kernels, "self_test", lambda device: kernels.Kernels(update_scale=False))
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+def test_any_history_gives_megatrons_scale(hysteresis: int, either_path: None) -> None:
+    draw = random.Random(0)
+    for _ in range(20):
+        overflows = [draw.random() < 0.3 for _ in range(40)]
+        scale = make(init=64.0, growth_interval=3, hysteresis=hysteresis, max_scale=2.0**40)
+        assert feed(scale, overflows) == megatron(overflows, 64.0, 2.0, 0.5, 3, hysteresis, 1.0)
+
+
+def test_without_hysteresis_it_is_torchs_scale(either_path: None) -> None:
+    overflows = [False, True, False, False, False, True, True, False, False, False, False]
+    stock = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+    weight = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    expected = []
+    for overflow in overflows:
+        stock.scale(weight.sum()).backward()
+        assert weight.grad is not None
+        if overflow:
+            weight.grad.fill_(torch.inf)
+        stock.step(optimizer)
+        stock.update()
+        optimizer.zero_grad()
+        expected.append(stock.get_scale())
+    assert feed(make(init=256.0, growth_interval=2), overflows) == expected
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2])
+def test_the_scale_stays_between_floor_and_ceiling(hysteresis: int, either_path: None) -> None:
+    scale = make(init=8.0, growth_interval=1, min_scale=0.5, max_scale=32.0, hysteresis=hysteresis)
+    assert max(feed(scale, [False] * 200)) == 32.0
+    assert feed(scale, [True] * 200)[-1] == 0.5
+    assert feed(scale, [False])[-1] == 1.0
+
+
+def test_the_scale_is_one_tensor_for_ever(either_path: None) -> None:
+    scale = make(growth_interval=1, init=4.0)
+    tensor = scale.scale
+    feed(scale, [False, True])
+    scale.set(16.0)
+    scale.set(torch.tensor([8.0]))
+    scale.load_state_dict(scale.state_dict())
+    assert scale.scale is tensor
+    assert tensor.item() == 8.0
+
+
+def test_a_bool_is_a_decision_too(either_path: None) -> None:
+    scale = make(init=8.0)
+    scale.update(torch.tensor(True))
+    assert scale.scale.item() == 4.0
+
+
+@pytest.mark.parametrize("hysteresis", [1, 3])
+def test_a_state_continues_the_same(hysteresis: int) -> None:
+    overflows = [False, True, False, False, True, True, True, False]
+    options: dict[str, Any] = {"init": 64.0, "growth_interval": 2, "hysteresis": hysteresis}
+    whole = feed(make(**options), overflows * 2)
+    first, second = make(**options), make(**options)
+    feed(first, overflows)
+    second.load_state_dict(first.state_dict())
+    assert feed(second, overflows) == whole[len(overflows) :]
+
+
+def test_a_shortened_interval_still_grows() -> None:
+    scale = make(init=2.0, growth_interval=100)
+    feed(scale, [False] * 50)
+    scale.configure(growth_interval=10)
+    assert feed(scale, [False])[-1] == 4.0
+
+
+def test_a_scale_outside_the_bounds_is_clamped_and_said() -> None:
+    scale = make(init=8.0, min_scale=4.0, max_scale=16.0)
+    state = scale.state_dict()
+    with pytest.warns(UserWarning, match=r"64 is outside \[4, 16\]; continuing with 16"):
+        scale.load_state_dict(state | {"scale": 64.0})
+    with pytest.warns(UserWarning, match="continuing with 4"):
+        scale.set(1.0)
+    scale.set(torch.tensor(1e9))
+    assert scale.scale.item() == 16.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scale.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        (None, "got NoneType"),
+        ("scale", "got str"),
+        ({}, "disabled scaler"),
+        ({"scale": 1.0, "step": 3}, "lacks growth_factor.*got the keys scale, step"),
+        ({"scale": float("nan")}, "scale=nan"),
+        ({"scale": 0.0}, r"scale=0\.0"),
+        ({"growth_factor": 1.0}, r"growth_factor=1\.0"),
+        ({"backoff_factor": 2.0}, r"backoff_factor=2\.0"),
+        ({"growth_interval": 0}, "growth_interval=0"),
+        ({"_growth_tracker": -1}, "_growth_tracker=-1"),
+        ({"scale": "big"}, "not a number"),
+        ({"scale": torch.ones(3)}, "not a number"),
+    ],
+)
+def test_what_is_no_state_is_refused_and_changes_nothing(state: Any, reason: str) -> None:
+    scale = make(init=32.0)
+    before = scale.state_dict()
+    if isinstance(state, dict) and len(state) == 1:
+        state = before | state
+    with pytest.raises(ValueError, match=reason):
+        scale.load_state_dict(state)
+    assert scale.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"init": 2.0, "min_scale": 4.0}, r"init=2\.0, min=4\.0"),
+        ({"init": 2.0, "max_scale": 1.0}, r"init=2\.0.*max=1\.0"),
+        ({"min_scale": 0.0}, r"min=0\.0"),
+        ({"max_scale": float("inf")}, "max=inf"),
+        ({"hysteresis": 0}, "hysteresis=0"),
+        ({"growth_interval": 0}, "growth_interval=0"),
+        ({"growth_factor": 0.5}, r"growth_factor=0\.5"),
+        ({"backoff_factor": 1.0}, r"backoff_factor=1\.0"),
+    ],
+)
+def test_impossible_schedules_are_refused_with_the_value(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        make(**options)

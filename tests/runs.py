@@ -1,0 +1,62 @@
+"""Whole training runs for tests: the entry point itself, in real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dtrain import train
+from dtrain.config import app
+from tests.ranks import run_ranks
+
+QUIET = ("tracker=none", "train.log_every=1", "train.deterministic=true")
+
+
+def train_on(ranks: int, run_dir: Path, *overrides: str, experiment: str = "digits") -> None:
+    """Trains ``experiment`` with ``ranks`` forked processes."""
+    chosen = {override.partition("=")[0] for override in overrides}
+    quiet = [override for override in QUIET if override.partition("=")[0] not in chosen]
+    arguments = [f"experiment={experiment}", f"run.dir={run_dir}", *quiet, *overrides]
+    run_ranks(ranks, lambda rank: app.run(train.train, arguments), init=False, timeout=120)
+
+
+def torchrun(ranks: int, *arguments: str, module: str = "dtrain.train", timeout: float = 120, **environment: str) -> Any:
+    """Runs an entry point under the real torchrun; returns the completed process with its output as text."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return subprocess.run(
+        [*command, "-m", module, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        check=False,
+    )
+
+
+def metrics(run_dir: Path, name: str = "train/loss") -> list[float]:
+    """A metric's values, in the order of the log."""
+    return [record[name] for record in records(run_dir) if name in record]
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def status(run_dir: Path) -> dict[str, Any]:
+    """status.json."""
+    content = json.loads((run_dir / "status.json").read_text())
+    assert isinstance(content, dict)
+    return content
+
+
+def weights(run_dir: Path, step: int, name: str = "model") -> dict[str, Tensor]:
+    """The tensors of a checkpoint."""
+    return load_file(run_dir / "checkpoints" / f"step-{step:09d}" / f"{name}.safetensors")
