@@ -109,19 +109,15 @@ class Vote:
             dist.all_reduce(word)
         return word
 
-    @staticmethod
-    def overflow(word: Tensor) -> Tensor:
-        """bool, shape ``[]``: some rank overflowed."""
-        return word[0] > 0
+    def decision(self, word: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the step depends on, on the device and equal on all ranks.
 
-    @staticmethod
-    def count(word: Tensor) -> Tensor:
-        """float64, shape ``[]``: valid rows (or tokens) of all ranks."""
-        return word[5]
-
-    def norm(self, word: Tensor) -> Tensor:
-        """float64, shape ``[]``: the gradient norm, equal on all ranks."""
-        return word[1] / self._world_size
+        Returns:
+            Whether some rank overflowed (bool), the gradient norm, and the count of valid rows (or tokens) of all ranks
+            (float64), each of shape ``[]``.
+        """
+        overflow, norm, _, _, _, count, *_ = word.unbind()
+        return overflow > 0, norm / self._world_size, count
 
     def tally(self, word: Sequence[float], metrics: Sequence[str]) -> Tally:
         """The word as numbers.

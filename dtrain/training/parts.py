@@ -101,5 +101,11 @@ class Parts:
             load_module(self.ema.module, checkpoint.tensors.get("ema", checkpoint.tensors["model"]), "the checkpoint")
         if self.step.loss_scale is not None and state["loss_scale"] is not None:
             self.step.loss_scale.load_state_dict(state["loss_scale"])
+            scale = self.cfg.precision.loss_scale  # how it adapts is config, and may change when a run goes on
+            self.step.loss_scale.configure(
+                growth_factor=scale.growth_factor,
+                backoff_factor=scale.backoff_factor,
+                growth_interval=scale.growth_interval,
+            )
         self.step.load_state_dict(state["counters"])
         self.progress = Progress(**state["progress"])

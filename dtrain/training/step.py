@@ -25,9 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtrain.data import Batch
 from dtrain.distributed.world import World
-from dtrain.precision import Precision
+from dtrain.precision import Precision, kernels
 from dtrain.precision.loss_scale import LossScale
+from dtrain.precision.momentum import prefill_momentum
+from dtrain.precision.nonfinite import local_gradients, refuse_unscalable
 from dtrain.precision.vote import Tally, Vote
+from dtrain.training.buffers import BufferGuard
 from dtrain.training.ema import Ema
 from dtrain.training.seed import seed_generators
 from dtrain.training.task import Output, Task
@@ -105,9 +108,15 @@ class TrainStep:
         self._vote = Vote(world.device, world.size)
         self._scale = loss_scale.scale if loss_scale is not None else torch.ones((), device=world.device)
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        self._decides_on_device = world.device.type == "cuda" and fused
+        if loss_scale is not None:
+            refuse_unscalable(optimizer)
+        # On a CPU there is nothing to wait for: the host decides.
+        self._decides_on_device = (
+            world.device.type == "cuda"
+            and getattr(optimizer, "_step_supports_amp_scaling", False)
+            and kernels.self_test(world.device.type).fused_skip
+        )
+        self._buffers = BufferGuard(model.module if isinstance(model, DistributedDataParallel) else model)
         self._read = _HostCopy(world.device)
         self._metric_names: list[str] = []
         self._sums: Tensor | None = None
@@ -129,6 +138,7 @@ class TrainStep:
         Raises:
             TypeError: If the task returns something else than an ``Output``.
         """
+        self._buffers.keep()
         for number, batch in enumerate(window):
             seed_generators(self._world.device, self._seed, self.step, number, self._world.rank)
             with self._sync(last=number == micro_batches - 1):
@@ -171,7 +181,7 @@ class TrainStep:
         """
         if self._unsettled:
             raise RuntimeError("apply(): settle() the step before first, it decides this step's learning rate.")
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        gradients = local_gradients(self._optimizer)
         norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self._world.device)
         sums, self._sums = self._sums, None
         if sums is None:
@@ -190,17 +200,17 @@ class TrainStep:
             nbytes=local.nbytes,
         )
         self._read.start(word)
-        overflowed, count = self._vote.overflow(word), self._vote.count(word)
+        overflowed, voted_norm, count = self._vote.decision(word)
         skip = overflowed | (count == 0)
         for group, base in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base * self._schedule(self.applied_steps)
         if gradients:
             coefficient = self._nominal / count.clamp(min=1) / self._scale
             if self._clip_norm is not None:
-                mean_norm = self._vote.norm(word) * coefficient
-                coefficient = coefficient * (self._clip_norm / (mean_norm + 1e-6)).clamp(max=1)
+                coefficient = coefficient * (self._clip_norm / (voted_norm * coefficient + 1e-6)).clamp(max=1)
             torch._foreach_mul_(gradients, coefficient.float())
         self._optimize(skip)
+        self._buffers.restore(skip)
         self._optimizer.zero_grad(set_to_none=True)
         if self._ema is not None:
             self._ema.update(skip)
@@ -250,7 +260,7 @@ class TrainStep:
 
     def _optimize(self, skip: Tensor) -> None:
         optimizer = self._optimizer
-        if not self._decides_on_device:
+        if not (self._decides_on_device and prefill_momentum(optimizer)):
             if not skip.item():  # on a GPU with an optimizer that is not fused, the one wait of the step
                 optimizer.step()
             return
