@@ -87,6 +87,9 @@ def train(composed: Composed) -> None:
             if resumed is not None:
                 together(lambda: parts.restore(checkpoints.load(resumed)))
             end = last_step(cfg.train, train_data, step.step)
+            if step.step >= end:
+                report(run, world, "finished", step.step, end, "already; raise train.max_steps or train.max_epochs")
+                return
 
             # -- loop
             sinks = together(lambda: open_sinks(run, cfg, world, step.step, end))
@@ -104,10 +107,7 @@ def train(composed: Composed) -> None:
                 train_data.close()
                 if eval_data is not None:
                     eval_data.close()
-            if world.rank == 0:
-                write_status(run.dir, state, step.step, reason, last_step=end)
-                print(f"{state} at step {step.step}{f' ({reason})' if reason else ''}: {run.dir}", flush=True)
-        close_rank_log()
+            report(run, world, state, step.step, end, reason)
 
 
 def open_sinks(run: Run, cfg: Config, world: World, step: int, end: int) -> Sinks | NullSinks:
@@ -117,6 +117,14 @@ def open_sinks(run: Run, cfg: Config, world: World, step: int, end: int) -> Sink
     cut_ledgers(run.dir / "logs", step)
     with users_to_fix("tracker"):
         return build_sinks(cfg.tracker, run.dir, run.name, without_secrets(run.config), step, total_steps=end)
+
+
+def report(run: Run, world: World, state: str, step: int, end: int, reason: str | None) -> None:
+    """The last word, on rank 0: status.json, and a line that says where everything is."""
+    close_rank_log()
+    if world.rank == 0:
+        write_status(run.dir, state, step, reason, last_step=end)
+        print(f"{state} at step {step}{f' ({reason})' if reason else ''}: {run.dir}", flush=True)
 
 
 def main() -> None:

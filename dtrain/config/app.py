@@ -85,9 +85,11 @@ def run(
         raise SystemExit(EXIT_USAGE)
 
     def job(cfg: DictConfig) -> None:
-        # Hydra turns an exception into sys.exit(1), which would hide it from torchrun's error file and from us.
+        # Hydra turns an exception into sys.exit(1), which would hide it from torchrun's error file and from us. A user's
+        # mistake is kept out of that file: torchrun would bury the message under its tracebacks.
         try:
-            record(main)(_composed(cfg))
+            composed = _composed(cfg)
+            record(lambda: _noting(failures, main, composed))()
         except Exception as error:  # noqa: BLE001 - handed to the caller below
             failures.append(error)
 
@@ -120,6 +122,13 @@ def require_choice(composed: Composed) -> None:
 def rank() -> int:
     """This process's rank as the launcher set it; 0 without one."""
     return int(os.environ.get("RANK", "0"))
+
+
+def _noting(mistakes: list[Exception], main: Callable[[Composed], Any], composed: Composed) -> None:
+    try:
+        main(composed)
+    except ConfigError as error:
+        mistakes.append(error)
 
 
 def _compose(job: Callable[[DictConfig], None], arguments: list[str]) -> None:

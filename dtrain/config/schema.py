@@ -120,16 +120,19 @@ class TrackerConfig:
 
 @dataclass
 class LaunchConfig:
-    """What ``dtrain.launch`` starts."""
+    """What ``dtrain.launch`` starts, and where. From ``time`` on for SLURM only."""
 
     name: str = "local"  # local | slurm
     nodes: int = 1
-    processes_per_node: int = 1
-    time: str = "01:00:00"
+    processes_per_node: int | None = None  # null: local: one for each GPU, or one on a machine without
+    dry_run: bool = False  # show what would be started or submitted, and do nothing
+    time: str = "01:00:00"  # of one allocation, not of the run
     partition: str | None = None
     account: str | None = None
-    extra: list[str] = field(default_factory=list)  # further sbatch options, as they are written
-    dry_run: bool = False
+    gpus_per_node: int | None = None  # null: one for each process; 0 for nodes without GPUs
+    cpus_per_process: int | None = None  # null: one, and one for each of data.num_workers
+    stop_seconds: int = 120  # asked to stop so long before the time is up: more than a step and a checkpoint take
+    extra: list[str] = field(default_factory=list)  # further sbatch options: 'launch.extra=["--qos=high"]'
 
 
 @dataclass

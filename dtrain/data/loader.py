@@ -100,7 +100,8 @@ class ShardLoader:
         self._layout = Layout(global_batch_size, choose_lanes(global_batch_size, lanes, shuffle))
         self._fields = parse_fields(fields)
         self.wire = Wire(self._fields, Precision.of(precision), wire, on_overflow)
-        self.index = DatasetIndex.build(expand(shards), [field.ext for field in self._fields])
+        extensions = [field.ext for field in self._fields]
+        self.index = DatasetIndex.build(expand(shards), extensions, rank=rank, world_size=world_size)
         self._augment = augment
         self._max_bad = max_bad
         self._loading: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}

@@ -71,11 +71,11 @@ def evaluate(
     dist.all_reduce(sums)
     totals: list[float] = sums.tolist()
     pairs_of = {name: (totals[2 * i], totals[2 * i + 1]) for i, name in enumerate(names)}
-    result = {name: total / count if count else math.nan for name, (total, count) in pairs_of.items()}
-    result |= {"samples": totals[-2], "bad_samples": totals[-1]}
+    result: dict[str, float] = {name: total / count if count else math.nan for name, (total, count) in pairs_of.items()}
+    result |= {"samples": int(totals[-2]), "bad_samples": int(totals[-1])}
     if not math.isfinite(result["loss"]):
         raise ConfigError(
-            f"evaluation: the loss is {result['loss']} over {int(totals[-2])} samples. Has the run diverged, or does the "
+            f"evaluation: the loss is {result['loss']} over {result['samples']} samples. Has the run diverged, or does the "
             "task return no valid rows for this data?"
         )
     return result
