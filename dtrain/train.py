@@ -14,6 +14,7 @@ from dtrain.config.schema import Config
 from dtrain.data.ledger import cut_ledgers
 from dtrain.distributed.collectives import decided_by_rank_zero, together
 from dtrain.distributed.process_group import process_group
+from dtrain.distributed.run_lock import run_locked
 from dtrain.distributed.stop import StopRequests
 from dtrain.distributed.world import World
 from dtrain.tracking.console import print_banner
@@ -38,7 +39,7 @@ def train(composed: Composed) -> None:
     app.require_choice(composed)
     cfg: Config = composed.cfg
     run = Run.of(composed)
-    with process_group(cfg.parallel.timeout_start) as world:
+    with process_group(cfg.parallel.timeout_start) as world, run_locked(run.dir):
         # -- run: rank 0 alone writes the shared files of its directory
         with users_to_fix("checkpoint"):
             checkpoints = Checkpoints.of(run.dir, cfg.checkpoint)
