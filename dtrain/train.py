@@ -39,7 +39,11 @@ def train(composed: Composed) -> None:
     app.require_choice(composed)
     cfg: Config = composed.cfg
     run = Run.of(composed)
-    with process_group(cfg.parallel.timeout_start) as world, run_locked(run.dir):
+    with (
+        failures_recorded(run.dir, app.rank()) as failure,
+        process_group(cfg.parallel.timeout_start) as world,
+        run_locked(run.dir),
+    ):
         # -- run: rank 0 alone writes the shared files of its directory
         with users_to_fix("checkpoint"):
             checkpoints = Checkpoints.of(run.dir, cfg.checkpoint)
@@ -47,68 +51,69 @@ def train(composed: Composed) -> None:
         resumed, problems = decided_by_rank_zero(lambda: checkpoints.to_resume(cfg.run.resume))
         decided_by_rank_zero(run.save)
         open_rank_log(run.dir, world.rank)
-        with failures_recorded(run.dir, world.rank) as failure:
-            # -- precision and data
-            precision, warnings = together(lambda: build.build_precision(cfg.precision, world.device))
-            prepare_data(cfg.data)
-            train_data = together(lambda: train_loader(cfg, world, precision))
-            eval_data = together(lambda: eval_loader(cfg, world, precision))
-            horizon = schedule_horizon(cfg.train, train_data)
+        failure.step = lambda: resumed or 0  # from here on the directory is this run's
 
-            # -- model, optimizer, schedule: built by `_target_`, wrapped once
-            if cfg.train.deterministic:
-                be_deterministic()
-            seed_generators(world.device, cfg.run.seed)
-            model = build.build_model(cfg.model, world.device)
-            precision.wrap_keep_fp32(model)
-            with users_to_fix("train.ema_decay"):
-                ema = Ema(model, cfg.train.ema_decay) if cfg.train.ema_decay is not None else None
-            task = build.by_target("task", cfg.task)
-            optimizer = build.build_optimizer(cfg.optimizer, model, world.device)
-            step = TrainStep(
-                build.wrap(model, cfg.parallel, world, cfg.train.deterministic),
-                task,
-                optimizer,
-                world=world,
-                precision=precision,
-                loss_scale=build.build_loss_scale(cfg.precision.loss_scale, precision, world.device),
-                nominal=cfg.train.global_batch_size,
-                schedule=build.build_schedule(cfg.schedule, horizon),
-                clip_norm=cfg.train.clip_norm,
-                ema=ema,
-                seed=cfg.run.seed,
-                max_consecutive_skips=cfg.train.max_consecutive_skips,
-            )
-            failure.step = lambda: step.step
+        # -- precision and data
+        precision, warnings = together(lambda: build.build_precision(cfg.precision, world.device))
+        prepare_data(cfg.data)
+        train_data = together(lambda: train_loader(cfg, world, precision))
+        eval_data = together(lambda: eval_loader(cfg, world, precision))
+        horizon = schedule_horizon(cfg.train, train_data)
 
-            # -- checkpoint: everything or nothing
-            parts = Parts(
-                cfg, run.dir, world, precision, train_data, eval_data, model, task, optimizer, step, ema, Progress()
-            )
-            if resumed is not None:
-                together(lambda: parts.restore(checkpoints.load(resumed)))
-            end = last_step(cfg.train, train_data, step.step)
-            if step.step >= end:
-                report(run, world, "finished", step.step, end, "already; raise train.max_steps or train.max_epochs")
-                return
+        # -- model, optimizer, schedule: built by `_target_`, wrapped once
+        if cfg.train.deterministic:
+            be_deterministic()
+        seed_generators(world.device, cfg.run.seed)
+        model = build.build_model(cfg.model, world.device)
+        precision.wrap_keep_fp32(model)
+        with users_to_fix("train.ema_decay"):
+            ema = Ema(model, cfg.train.ema_decay) if cfg.train.ema_decay is not None else None
+        task = build.by_target("task", cfg.task)
+        optimizer = build.build_optimizer(cfg.optimizer, model, world.device)
+        step = TrainStep(
+            build.wrap(model, cfg.parallel, world, cfg.train.deterministic),
+            task,
+            optimizer,
+            world=world,
+            precision=precision,
+            loss_scale=build.build_loss_scale(cfg.precision.loss_scale, precision, world.device),
+            nominal=cfg.train.global_batch_size,
+            schedule=build.build_schedule(cfg.schedule, horizon),
+            clip_norm=cfg.train.clip_norm,
+            ema=ema,
+            seed=cfg.run.seed,
+            max_consecutive_skips=cfg.train.max_consecutive_skips,
+        )
+        failure.step = lambda: step.step
 
-            # -- loop
-            sinks = together(lambda: open_sinks(run, cfg, world, step.step, end))
-            if world.rank == 0:
-                start = f"after step {step.step}, from {checkpoints.path(resumed)}" if resumed is not None else "new"
-                print_banner("dtrain", banner(run, parts, start, end, horizon))
-            for line in (*problems, *(f"changed since the last start: {change}" for change in changes), *warnings):
-                sinks.note(line)
-            state = "failed"
-            try:
-                with StopRequests(run.dir / "STOP" if world.rank == 0 else None) as stop:
-                    state, reason = Loop(parts, end, checkpoints, sinks, stop).run()
-            finally:
-                sinks.finish(state)
-                train_data.close()
-                if eval_data is not None:
-                    eval_data.close()
-            report(run, world, state, step.step, end, reason)
+        # -- checkpoint: everything or nothing
+        parts = Parts(
+            cfg, run.dir, world, precision, train_data, eval_data, model, task, optimizer, step, ema, Progress()
+        )
+        if resumed is not None:
+            together(lambda: parts.restore(checkpoints.load(resumed)))
+        end = last_step(cfg.train, train_data, step.step)
+        if step.step >= end:
+            report(run, world, "finished", step.step, end, "already; raise train.max_steps or train.max_epochs")
+            return
+
+        # -- loop
+        sinks = together(lambda: open_sinks(run, cfg, world, step.step, end))
+        if world.rank == 0:
+            start = f"after step {step.step}, from {checkpoints.path(resumed)}" if resumed is not None else "new"
+            print_banner("dtrain", banner(run, parts, start, end, horizon))
+        for line in (*problems, *(f"changed since the last start: {change}" for change in changes), *warnings):
+            sinks.note(line)
+        state = "failed"
+        try:
+            with StopRequests(run.dir / "STOP" if world.rank == 0 else None, failure.write) as stop:
+                state, reason = Loop(parts, end, checkpoints, sinks, stop).run()
+        finally:
+            sinks.finish(state)
+            train_data.close()
+            if eval_data is not None:
+                eval_data.close()
+        report(run, world, state, step.step, end, reason)
 
 
 def open_sinks(run: Run, cfg: Config, world: World, step: int, end: int) -> Sinks | NullSinks:

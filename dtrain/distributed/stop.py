@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from dtrain.distributed.process_group import failure
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
+_GRACE = 1.5  # seconds that a rank has to end by itself when another one has failed
 _LOOK_EVERY = 1.0  # seconds between two looks at the STOP file: it may lie on a slow network disk
 
 
@@ -26,10 +28,12 @@ class StopRequests:
 
     Args:
         stop_file: The file that asks for a stop; None on ranks that do not look for it.
+        peer_failed: Called, in a thread, with what another rank has published before this process is ended for it.
     """
 
-    def __init__(self, stop_file: Path | None) -> None:
+    def __init__(self, stop_file: Path | None, peer_failed: Callable[[str], None] = lambda text: None) -> None:
         self._stop_file = stop_file
+        self._peer_failed = peer_failed
         self._reason: str | None = None
         self._looked = 0.0
         self._pid = os.getpid()
@@ -70,11 +74,14 @@ class StopRequests:
         if number == signal.SIGTERM:
             # torchrun also sends TERM to the peers of a rank that died. A thread looks, since the main one may be
             # inside a call to the same store.
-            threading.Thread(target=_exit_if_a_peer_failed, daemon=True).start()
+            threading.Thread(target=self._end_if_a_peer_failed, daemon=True).start()
 
-
-def _exit_if_a_peer_failed() -> None:
-    if (text := failure()) is not None:
-        sys.stderr.write(f"dtrain: ending because {text}\n")
+    def _end_if_a_peer_failed(self) -> None:
+        if (text := failure()) is None:
+            return
+        # A rank inside a collective sees it break and ends in order; only one that is busy elsewhere is still there then.
+        time.sleep(_GRACE)
+        self._peer_failed(text)
+        sys.stderr.write(f"dtrain: ending at once because {text}\n")
         sys.stderr.flush()
         os._exit(1)

@@ -5,35 +5,49 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
+from dtrain.config.errors import PeerFailed
 from dtrain.tracking.status import write_status
 
 logger = logging.getLogger("dtrain")
 
 
-@dataclass
 class FailureRecord:
-    """How far the run was; set ``step`` as soon as it is known."""
+    """What is written if the run fails.
 
-    step: Callable[[], int] = lambda: 0
+    Args:
+        run_dir: The run's directory.
+        rank: This process; rank 0 writes status.json.
+
+    Attributes:
+        step: Gives the attempted steps so far. Until it is set nothing is written: the directory may be another run's.
+    """
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        self._run_dir = run_dir
+        self._rank = rank
+        self.step: Callable[[], int] | None = None
+
+    def write(self, reason: str) -> None:
+        """Sets the state ``failed``."""
+        if self.step is not None and self._rank == 0:
+            write_status(self._run_dir, "failed", self.step(), reason)
 
 
 @contextmanager
 def failures_recorded(run_dir: Path, rank: int) -> Iterator[FailureRecord]:
-    """Logs an exception that passes through; rank 0 also sets the state ``failed``.
+    """Logs an exception that passes through, and on rank 0 sets the state ``failed``.
 
-    Args:
-        run_dir: The run's directory; it exists and belongs to this run.
-        rank: This process.
+    Enter it before the process group, whose end turns the broken connection that a rank sees into what broke it.
     """
-    record = FailureRecord()
+    record = FailureRecord(run_dir, rank)
     try:
         yield record
     except BaseException as error:
-        step = record.step()
-        logger.exception("failed after step %d", step)
-        if rank == 0:
-            write_status(run_dir, "failed", step, f"{type(error).__name__}: {error}")
+        if record.step is not None:
+            logger.exception("failed after step %d", record.step())
+        record.write(
+            str(error) if isinstance(error, PeerFailed) else f"rank {rank} failed: {type(error).__name__}: {error}"
+        )
         raise
