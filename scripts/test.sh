@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Installs what the tests need and runs them:
+#
+#   bash scripts/test.sh [pytest arguments]
+#
+# Without arguments the default set, a few minutes on two cores; with `-m slow` the long ones. Paths are relative to the
+# checkout. PYTHON and DTRAIN_VENV as in quickstart.sh, whose environment this one shares.
+set -euo pipefail
+# shellcheck source=scripts/common.sh
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+prepare dev,demo
+cd "$root"
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(threads 2)}
+export OMP_NUM_THREADS
+exec "$venv/bin/python" -m pytest "$@"

@@ -1,0 +1,167 @@
+import io
+import os
+import pty
+import sys
+
+import pytest
+
+from dtrain.tracking.console import PlainLines, ProgressLine, console_sink, print_banner
+
+TRAIN = {
+    "step": 50, "applied_steps": 49, "epoch": 2, "samples": 3200, "time": 1000.0, "train/loss": 0.43119,
+    "train/lr": 9.8e-4, "throughput/samples_per_second": 1234.4, "time/data_wait_fraction": 0.031,
+}  # fmt: skip
+EVAL = {"step": 50, "epoch": 2, "samples": 3200, "time": 1001.0, "eval/loss": 0.29114, "eval/accuracy": 0.97778}
+
+
+class Log(io.StringIO):
+    """A stream that remembers what each call of ``write`` got."""
+
+    def __init__(self):
+        super().__init__()
+        self.writes = []
+
+    def write(self, text):
+        self.writes.append(text)
+        return super().write(text)
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """A pseudo-terminal of 120 columns: the stream to write to, and a function that returns what it shows."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    master, slave = pty.openpty()
+    with os.fdopen(slave, "w") as stream:
+        yield stream, lambda: os.read(master, 65536).decode()
+    os.close(master)
+
+
+def test_a_log_file_gets_one_plain_line_for_each_record():
+    log = Log()
+    sink = console_sink(276, log)
+    sink.log(TRAIN)
+    sink.log(EVAL)
+    sink.note("checkpoint written")
+    sink.finish("finished")
+    assert log.getvalue() == (
+        "step 50/276  epoch 2  loss 0.4312  lr 9.8e-04  1,234 samples/s  wait 3%\n"
+        "eval 50/276  loss 0.2911  accuracy 0.9778\n"
+        "checkpoint written\n"
+    )
+
+
+def test_a_line_is_written_by_one_call_so_that_two_processes_cannot_glue_theirs():
+    log = Log()
+    sink = console_sink(None, log)
+    for _ in range(3):
+        sink.log(TRAIN)
+    assert log.writes == ["step 50  epoch 2  loss 0.4312  lr 9.8e-04  1,234 samples/s  wait 3%\n"] * 3
+
+
+def test_counts_are_whole_and_parts_of_an_epoch_are_short():
+    log = Log()
+    console_sink(None, log).log(TRAIN | EVAL | {"epoch": 11.757132915796799, "eval/samples": 50_000, "eval/bad": 0})
+    assert "  epoch 11.76  loss" in log.getvalue()
+    assert log.getvalue().endswith("eval 50  loss 0.2911  accuracy 0.9778  samples 50,000\n")
+
+
+def test_scale_skips_and_bad_samples_show_once_there_are_any():
+    log = Log()
+    console_sink(None, log).log(
+        TRAIN | {"precision/loss_scale": 16777216.0, "precision/skipped_steps": 2, "data/bad_samples": 1}
+    )
+    assert log.getvalue().endswith("  wait 3%  scale 16777216  skipped 2  bad 1\n")
+
+
+def test_a_window_without_a_loss_is_still_a_line():
+    log = Log()
+    console_sink(None, log).log(
+        {"step": 1, "time": 1.0, "epoch": 0, "time/step_seconds": 1.0, "precision/skipped_steps": 1}
+    )
+    assert log.getvalue() == "step 1  epoch 0  skipped 1\n"
+
+
+def test_a_record_with_training_and_evaluation_gives_both_lines():
+    log = Log()
+    console_sink(None, log).log(TRAIN | EVAL)
+    assert [line.split()[0] for line in log.getvalue().splitlines()] == ["step", "eval"]
+
+
+@pytest.mark.parametrize(
+    ("total", "end"), [(276, "  eta 1:26\n"), (10_000, "  eta 1:06:16\n"), (60, "  eta 0:00\n"), (None, "wait 3%\n")]
+)
+def test_the_remaining_time_follows_from_the_steps_since_this_start(total, end):
+    log = Log()
+    sink = console_sink(total, log)
+    sink.log(TRAIN)
+    sink.log(TRAIN | {"step": 60, "time": 1004.0})  # ten steps in four seconds
+    assert log.getvalue().endswith(end)
+
+
+def test_a_log_file_gets_no_terminal_codes_even_if_colour_is_forced(monkeypatch, tmp_path):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with (tmp_path / "log").open("w+") as stream:
+        sink = console_sink(276, stream)
+        sink.log(TRAIN)
+        sink.log(EVAL)
+        sink.finish("finished")
+        stream.seek(0)
+        text = stream.read()
+    assert isinstance(sink, PlainLines)
+    assert "\r" not in text
+    assert "\033" not in text
+
+
+def test_a_terminal_shows_a_line_that_moves_with_evaluations_and_notes_above_it(terminal):
+    stream, shown = terminal
+    sink = console_sink(276, stream)
+    assert isinstance(sink, ProgressLine)
+    sink.log(TRAIN)
+    sink.log(EVAL)
+    sink.note("checkpoint written")
+    sink.finish("finished")
+    text = shown()
+    assert "step 50/276" in text
+    assert "epoch 2  loss 0.4312  lr 9.8e-04  1,234 samples/s  wait 3%" in text
+    assert "eval 50/276  loss 0.2911  accuracy 0.9778" in text
+    assert "checkpoint written" in text
+    assert text.rindex("step 50/276") > text.index("checkpoint written")
+
+
+def test_a_killed_run_leaves_the_terminal_with_a_cursor_and_prints_stay_visible(terminal, capsys):
+    stream, shown = terminal
+    sink = console_sink(276, stream)
+    sink.log(TRAIN)
+    text = shown()
+    assert text.rindex("\033[?25h") > text.rindex("\033[?25l")
+    print("from somewhere else", file=sys.stderr)
+    sink.finish("failed")
+    assert "from somewhere else" in shown() + capsys.readouterr().err
+
+
+def test_a_dumb_terminal_gets_plain_lines(terminal, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(console_sink(276, terminal[0]), PlainLines)
+
+
+def test_the_banner_is_aligned_and_never_wrapped():
+    log = io.StringIO()
+    print_banner(
+        "dtrain  digits-12", {"ranks": "2 (gloo)", "run directory": "/" + "x" * 300, "wire": "a u8\nb f16"}, log
+    )
+    assert log.getvalue() == (
+        "dtrain  digits-12\n"
+        "  ranks          2 (gloo)\n"
+        "  run directory  /" + "x" * 300 + "\n"
+        "  wire           a u8\n"
+        "                 b f16\n"
+    )
+
+
+def test_a_banner_prints_brackets_and_colons_as_they_are():
+    log = io.StringIO()
+    print_banner("[bold]", {"a": "[red]x[/red] :smile:", "b": ""}, log)
+    assert log.getvalue() == "[bold]\n  a  [red]x[/red] :smile:\n  b\n"
