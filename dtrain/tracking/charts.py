@@ -86,7 +86,7 @@ def line_chart(runs: Sequence[History], name: str, title: str, floor: float | No
     if not having:
         return Chart(title, None, f"No run has {name}.")
     lost = [f"{run.label} ({count})" for run in having if (count := int(np.isnan(run.series(name)[1]).sum()))]
-    notes = [_without(runs, having, name)] + [f"Values that were not finite: {', '.join(lost)}." if lost else ""]
+    notes = [_without(runs, having, name), f"Values that were not finite: {', '.join(lost)}." if lost else ""]
     return Chart(title, _picture(runs, having, draw, finish), " ".join(note for note in notes if note))
 
 
@@ -135,8 +135,8 @@ def _picture(
         for number, run in enumerate(runs):
             if run in having:
                 draw(axes, run, {**line_style(number), "label": run.label})
-        last = max((record["step"] for run in runs for record in run.records), default=1)
-        axes.set_xlim(0, 1.02 * max(last, 1))  # the same in all pictures
+        last = max((run.series("step")[1].max(initial=1) for run in runs), default=1)
+        axes.set_xlim(0, 1.02 * last)  # the same in all pictures
         axes.grid(alpha=0.25)
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

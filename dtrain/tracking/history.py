@@ -6,6 +6,7 @@ What is missing or cannot be read is a *gap*: a sentence for the reader instead 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,8 @@ class History:
     Attributes:
         path: Its directory.
         label: What to call it among the others.
-        records: The lines of metrics.jsonl; a value that was not finite is None.
+        columns: Metric to its steps and values, float64, shape ``[n]`` each; NaN where a value was not finite. The steps of
+            all records are the values of ``step``.
         status: status.json; empty without one.
         config: Dotted key to value.
         overrides: The command line that it was started with.
@@ -35,7 +37,7 @@ class History:
 
     path: Path
     label: str
-    records: list[dict[str, Any]]
+    columns: dict[str, tuple[np.ndarray, np.ndarray]]
     status: dict[str, Any]
     config: dict[str, Any]
     overrides: list[str]
@@ -53,7 +55,7 @@ class History:
         if not any((path / name).exists() for name in (_METRICS, _CONFIG, _STATUS)):
             raise ValueError(f"{path} holds no run: none of {_METRICS}, {_CONFIG}, {_STATUS} is there.")
         gaps: list[str] = []
-        records = _records(path / _METRICS, gaps)
+        columns = _columns(path / _METRICS, gaps)
         try:
             status = read_status(path)
         except (OSError, ValueError) as error:
@@ -64,17 +66,15 @@ class History:
         config = _mapping(path / _CONFIG, gaps)
         source = _mapping(path / _OVERRIDES, gaps)
         overrides = [str(item) for item in source.get("overrides") or []]
-        return cls(path, label, records, status or {}, _flat(config), overrides, gaps)
+        return cls(path, label, columns, status or {}, _flat(config), overrides, gaps)
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values of a metric, float64, shape ``[n]`` each; NaN where the value was not finite."""
-        found = [(record["step"], record[name]) for record in self.records if name in record]
-        steps, values = zip(*found, strict=True) if found else ((), ())
-        return np.array(steps, np.float64), np.array(values, np.float64)
+        """Steps and values of a metric; empty where the run does not have it."""
+        return self.columns.get(name, (np.empty(0), np.empty(0)))
 
     def names(self, prefix: str) -> list[str]:
         """Metrics whose names begin so, in order of appearance."""
-        return list(dict.fromkeys(name for record in self.records for name in record if name.startswith(prefix)))
+        return [name for name in self.columns if name.startswith(prefix)]
 
 
 def read_all(paths: Sequence[Path]) -> list[History]:
@@ -102,14 +102,14 @@ def differences(runs: Sequence[History]) -> dict[str, list[Any]]:
     return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
 
 
-def _records(path: Path, gaps: list[str]) -> list[dict[str, Any]]:
+def _columns(path: Path, gaps: list[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     try:
-        content = path.read_bytes()
+        lines = path.read_bytes().split(b"\n")
     except OSError:
         gaps.append(f"no {_METRICS}: nothing was logged yet")
-        return []
-    lines = content.split(b"\n")
-    records, bad = [], []
+        return {}
+    columns: dict[str, tuple[list[float], list[float]]] = {}
+    bad = []
     for number, line in enumerate(lines, 1):
         if not line:
             continue
@@ -117,17 +117,23 @@ def _records(path: Path, gaps: list[str]) -> list[dict[str, Any]]:
             record = json.loads(line)
         except ValueError:
             record = None
-        if isinstance(record, dict) and _is_number(record.get("step")):
-            records.append({key: value for key, value in record.items() if value is None or _is_number(value)})
-        else:
+        if not isinstance(record, dict) or not _is_number(record.get("step")):
             bad.append(number)
+            continue
+        for name, value in record.items():
+            if value is None or _is_number(value):
+                steps, values = columns.setdefault(name, ([], []))
+                steps.append(record["step"])
+                values.append(math.nan if value is None else value)
     if bad == [len(lines)]:  # a whole file ends with a newline, after which there is nothing
         gaps.append(f"{_METRICS}: the last line is torn, as after a crash; it is left out")
     elif bad:
         gaps.append(f"{_METRICS}: {len(bad)} lines are no records (the first is line {bad[0]}); they are left out")
-    if not records and not bad:
+    elif not columns:
         gaps.append(f"{_METRICS} is empty: nothing was logged yet")
-    return records
+    return {
+        name: (np.array(steps, np.float64), np.array(values, np.float64)) for name, (steps, values) in columns.items()
+    }
 
 
 def _is_number(value: object) -> bool:

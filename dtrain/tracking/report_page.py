@@ -14,7 +14,7 @@ import numpy as np
 from dtrain.tracking.charts import COLOURS, Chart, charts
 from dtrain.tracking.history import ABSENT, History, differences
 
-_NONE = "–"
+_NONE = "&ndash;"
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #1b1b1b; background: #fff; max-width: 1180px; margin: 2em auto;
   padding: 0 1em }
@@ -64,7 +64,7 @@ def report_page(runs: Sequence[History], now: float) -> str:
 
 def _gaps(runs: Sequence[History]) -> str:
     items = [f"<li>{escape(run.label)}: {escape(gap)}</li>" for run in runs for gap in run.gaps]
-    return f"<h2>What is not there</h2><ul>{''.join(items)}</ul>" if items else ""
+    return f"<h2>Missing or damaged</h2><ul>{''.join(items)}</ul>" if items else ""
 
 
 def _figure(chart: Chart) -> str:
@@ -97,7 +97,7 @@ def _numbers(runs: Sequence[History], now: float) -> dict[str, list[str]]:
     rows: dict[str, Callable[[History], str]] = {
         "directory": lambda run: f"<code>{escape(str(run.path.resolve()))}</code>",
         "state": lambda run: _state(run, now),
-        "started": lambda run: _date(run.records[0]["time"]) if run.records else _NONE,
+        "started": _started,
         "time between first and last record": _duration,
         "attempted steps": lambda run: _last(run, "step"),
         "applied steps": lambda run: _last(run, "applied_steps"),
@@ -126,7 +126,7 @@ def _state(run: History, now: float) -> str:
     if state is None:
         return _NONE
     reason = f": {escape(str(run.status['reason']))}" if run.status.get("reason") else ""
-    seen = max((float(record["time"]) for record in run.records if record.get("time")), default=0.0)
+    seen = run.series("time")[1].max(initial=0.0)
     ago = now - max(seen, float(run.status.get("time", 0.0)))
     # A killed run cannot change its status any more.
     silent = f" (last sign of life {_span(ago)} before this report)" if state == "running" else ""
@@ -160,9 +160,14 @@ def _largest(run: History, name: str) -> str:
     return _number(np.nanmax(values)) if np.isfinite(values).any() else _NONE
 
 
+def _started(run: History) -> str:
+    times = run.series("time")[1]
+    return _date(times[0]) if len(times) else _NONE
+
+
 def _duration(run: History) -> str:
-    times = [float(record["time"]) for record in run.records if record.get("time")]
-    return _span(times[-1] - times[0]) if times else _NONE
+    times = run.series("time")[1]
+    return _span(times[-1] - times[0]) if len(times) else _NONE
 
 
 def _config(runs: Sequence[History]) -> str:

@@ -1,0 +1,70 @@
+"""What an image model takes in: from a file to the tensor that the trainer's loader would have made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from dtrain.data.fields import Field
+from dtrain.data.image import decode_image
+from dtrain.data.wire import Wire
+from dtrain.precision import Precision
+
+
+@dataclass(frozen=True)
+class ImageInput:
+    """The preprocessing of one image field.
+
+    Attributes:
+        field: The field's name in the batches that the model was trained on.
+        size: Height and width in pixels that images are resized to; None keeps their own.
+        mean: Per channel, of images scaled to [0, 1].
+        std: Per channel.
+        exif: Turn an image as its EXIF orientation says.
+    """
+
+    field: str
+    size: tuple[int, int] | None
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    exif: bool = False
+
+    @classmethod
+    def of(cls, field: Field, size: tuple[int, int] | None = None) -> ImageInput:
+        """That of a declared field; ``size`` stands in where the field keeps the images' own."""
+        return cls(field.name, field.size or size, field.mean, field.std, field.exif)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> ImageInput:
+        """What ``to_json`` gave.
+
+        Raises:
+            ValueError: If it is something else.
+        """
+        try:
+            size, mean, std = value["size"], value["mean"], value["std"]
+            return cls(str(value["field"]), size and (size[0], size[1]), tuple(mean), tuple(std), bool(value["exif"]))
+        except (KeyError, TypeError, IndexError) as error:
+            raise ValueError(f"input {value!r} describes no image ({type(error).__name__}: {error})") from error
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return asdict(self)
+
+    def decode(self, payload: bytes) -> np.ndarray:
+        """The pixels of an image file, uint8 ``[height, width, 3]``.
+
+        Raises:
+            SampleError: If it is no readable image.
+        """
+        return decode_image(payload, self.size, exif=self.exif)
+
+    def arrive(self, pixels: Tensor, precision: Precision) -> Tensor:
+        """Pixels, uint8 ``[rows, height, width, 3]``, as the model takes them: ``[rows, 3, height, width]``, normalised
+        in fp32, then cast to the compute dtype."""
+        field = Field("png", self.field, "image", self.size, self.mean, self.std, exif=self.exif)
+        return Wire([field], precision).arrive(self.field, pixels)
