@@ -30,3 +30,5 @@ fi
 command=("$venv/bin/torchrun" --standalone "--nproc-per-node=$ranks" -m dtrain.train experiment=digits "$@")
 say "OMP_NUM_THREADS=$OMP_NUM_THREADS ${command[*]}"
 "${command[@]}"
+say "In that directory: config.yaml, metrics.jsonl, checkpoints/, logs/, wandb/, status.json."
+say "The shards are in ${DTRAIN_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/dtrain}/digits. The tests: bash scripts/test.sh"

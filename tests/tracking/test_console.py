@@ -35,7 +35,16 @@ def terminal(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     master, slave = pty.openpty()
     with os.fdopen(slave, "w") as stream:
-        yield stream, lambda: os.read(master, 65536).decode()
+
+        def shown():
+            stream.write("<end>")  # what was written takes its time to arrive at the other side
+            stream.flush()
+            text = b""
+            while not text.endswith(b"<end>"):
+                text += os.read(master, 65536)
+            return text.decode().removesuffix("<end>")
+
+        yield stream, shown
     os.close(master)
 
 

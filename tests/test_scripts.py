@@ -1,0 +1,294 @@
+"""The shell scripts: clean under shellcheck, idempotent, clear about what is missing, and right about when to requeue."""
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = [*sorted(ROOT.glob("scripts/*.sh")), *sorted(ROOT.glob("slurm/*.sbatch")), ROOT / ".ci" / "run"]
+
+
+def executable(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_shellcheck_has_nothing_to_say(script):
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed (apt-get install shellcheck)")
+    done = subprocess.run(["shellcheck", "-x", script.relative_to(ROOT)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+# -- scripts/: the environment
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """What the scripts need of a checkout, with a stand-in for the environment's programs that notes its calls."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "a checkout" / "scripts")
+    for name in ("pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path / "a checkout")
+    note = f'printf "%s|" "$(basename "$0")" "$PWD" "$@" >>"{tmp_path}/calls"; echo >>"{tmp_path}/calls"\n'
+    for name in ("python", "torchrun"):
+        executable(tmp_path / "venv" / "bin" / name, f"#!/bin/bash\n{note}case $* in *count*) echo 0;; esac\n")
+    return tmp_path / "a checkout"
+
+
+def call(script, *arguments, **environment):
+    """Runs a script from a directory that has nothing to do with it."""
+    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "OMP_NUM_THREADS")}
+    environ |= {"DTRAIN_VENV": str(script.parents[2] / "venv")} | environment
+    return subprocess.run(
+        ["bash", script, *arguments], cwd="/", env=environ, capture_output=True, text=True, timeout=60
+    )
+
+
+def calls(checkout, word):
+    """The noted calls that have ``word`` among their arguments."""
+    lines = (checkout.parent / "calls").read_text().splitlines()
+    return [found for line in lines if word in (found := line.rstrip("|").split("|"))]
+
+
+def test_a_second_call_installs_nothing_until_the_constraints_change(checkout):
+    for expected in (1, 1):
+        assert call(checkout / "scripts" / "quickstart.sh").returncode == 0
+        assert len(calls(checkout, "install")) == expected
+    (checkout / "constraints.txt").write_text("torch==3.0\n")
+    call(checkout / "scripts" / "quickstart.sh")
+    (_, install) = calls(checkout, "install")
+    assert install[-4:] == ["-c", "constraints.txt", "-e", ".[demo]"]
+    assert len(calls(checkout, "dtrain.train")) == 3
+
+
+def test_overrides_reach_the_training_as_they_are_typed(checkout):
+    overrides = ["precision=bf16", 'data.train="a b/{0..9}.tar"', "model.name='x y'"]
+    done = call(checkout / "scripts" / "quickstart.sh", *overrides)
+    (train,) = calls(checkout, "dtrain.train")
+    assert train[:2] == ["torchrun", str(checkout)]
+    assert train[-4:] == ["experiment=digits", *overrides]
+    assert "--nproc-per-node=2" in train
+    assert "In that directory: config.yaml" in done.stderr
+
+
+def test_the_test_command_hands_its_arguments_to_pytest_in_the_checkout(checkout):
+    assert call(checkout / "scripts" / "test.sh", "-m", "slow or soak").returncode == 0
+    assert calls(checkout, "pytest") == [["python", str(checkout), "-m", "pytest", "-m", "slow or soak"]]
+    assert calls(checkout, "install")[0][-1] == ".[dev,demo]"
+
+
+def test_a_failed_installation_says_so_and_is_tried_again(checkout):
+    python = checkout.parent / "venv" / "bin" / "python"
+    good = python.read_text()
+    python.write_text(good + "case $* in *install*) exit 1;; esac\n")
+    for _ in range(2):
+        done = call(checkout / "scripts" / "quickstart.sh")
+        assert done.returncode == 1
+        assert "pip could not install dtrain[demo]" in done.stderr
+    assert len(calls(checkout, "install")) == 2
+    assert not calls(checkout, "dtrain.train")
+
+
+@pytest.mark.parametrize(
+    ("pretend", "message"),
+    [
+        ("sys.version_info = (3, 9, 18)", "is Python 3.9; dtrain needs 3.10 or newer"),
+        ("sys.modules['ensurepip'] = None", "apt-get install python3.{minor}-venv"),
+    ],
+)
+def test_a_python_that_will_not_do_is_named_with_the_way_out(checkout, pretend, message):
+    python = executable(
+        checkout.parent / "python3",
+        f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} -c "import sys; {pretend}; exec(sys.argv[1])" "$2"\nexit 1\n',
+    )
+    done = call(checkout / "scripts" / "test.sh", PYTHON=str(python), DTRAIN_VENV=str(checkout.parent / "new"))
+    assert done.returncode == 1
+    assert message.format(minor=sys.version_info.minor) in done.stderr
+    assert not (checkout.parent / "new").exists()
+
+
+def test_no_python_at_all_is_named_too(checkout):
+    done = call(checkout / "scripts" / "test.sh", PYTHON="python9.9", DTRAIN_VENV=str(checkout.parent / "new"))
+    assert done.returncode == 1
+    assert "no python9.9 on the path" in done.stderr
+
+
+def test_a_folder_that_is_no_environment_is_left_alone(checkout):
+    mine = checkout.parent / "mine"
+    mine.mkdir()
+    (mine / "thesis.tex").write_text("x")
+    done = call(checkout / "scripts" / "test.sh", PYTHON=sys.executable, DTRAIN_VENV=str(mine))
+    assert done.returncode == 1
+    assert "Choose another place" in done.stderr
+    assert os.listdir(mine) == ["thesis.tex"]
+
+
+# -- slurm/one_node.sbatch: what happens after the training, with stand-ins for srun and scontrol
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Starts the batch script; ``srun`` is the given shell text, ``scontrol requeue`` ends the script as SLURM does."""
+    run_dir = tmp_path / "runs" / "digits-7"
+    run_dir.mkdir(parents=True)
+    executable(tmp_path / "bin" / "scontrol", f'#!/bin/bash\necho "$*" >>"{tmp_path}/requeued"\nkill -TERM $PPID\n')
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "digits", "SLURM_RESTART_COUNT": "2", "SLURMD_NODENAME": "n1"}
+    slurm |= {"SLURM_CPUS_PER_TASK": "8", "SLURM_GPUS_ON_NODE": "2", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    environ = {name: value for name, value in os.environ.items() if name not in ("VENV", "RUN_DIR")}
+    environ |= slurm | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+
+    def start(srun, *arguments):
+        executable(tmp_path / "bin" / "srun", f'#!/bin/bash\ncd "{run_dir}"\n{srun}\n')
+        script = ["bash", ROOT / "slurm" / "one_node.sbatch", *arguments]
+        return subprocess.Popen(script, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    start.run_dir = run_dir
+    start.requeued = lambda: (tmp_path / "requeued").exists()
+    return start
+
+
+def status(state, step=50, reason="null"):
+    return f"""echo '{{\n  "state": "{state}",\n  "step": {step},\n  "reason": {reason}\n}}' >status.json; """
+
+
+@pytest.mark.parametrize(
+    ("srun", "requeued", "code"),
+    [
+        (status("finished") + "exit 0", False, 0),
+        (status("finished") + "exit 1", False, 0),  # torchrun's exit barrier may fail after all is done
+        (status("stopped", reason='"SIGTERM"') + "exit 1", True, None),  # preempted: SLURM told torchrun
+        (status("stopped", reason='"STOP file"') + "exit 0", False, 0),  # somebody else wrote STOP
+        (status("running") + "exit 137", True, None),  # killed without a word
+        (status("failed", reason='"ValueError: no"') + "exit 1", False, 1),
+        ("exit 3", False, 3),  # never began
+    ],
+)
+def test_a_job_goes_back_into_the_queue_only_if_its_run_can_go_on(job, srun, requeued, code):
+    process = job(srun)
+    process.communicate(timeout=30)
+    assert job.requeued() == requeued
+    assert process.returncode == (-signal.SIGTERM if code is None else code)
+
+
+def wait_for(path):
+    while not path.exists():
+        time.sleep(0.02)
+
+
+def test_the_signal_before_the_time_limit_becomes_a_stop_request_and_the_job_is_requeued(job):
+    process = job("touch begun; until [ -e STOP ]; do sleep 0.05; done; " + status("stopped", reason='"STOP file"'))
+    wait_for(job.run_dir / "begun")
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=30)
+    assert job.requeued()
+
+
+def test_a_cancelled_job_does_not_come_back_to_life(job):
+    process = job("touch begun; sleep 1; " + status("stopped", reason='"SIGTERM"') + "exit 143")
+    wait_for(job.run_dir / "begun")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert not job.requeued()
+    assert process.returncode == 143
+
+
+def test_a_stop_request_of_the_last_start_does_not_stop_this_one(job):
+    (job.run_dir / "STOP").touch()
+    process = job("[ -e STOP ] && exit 9; " + status("finished"))
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(("step", "requeued", "kept"), [(50, False, "2 50"), (51, True, "0 51")])
+def test_restarts_without_progress_come_to_an_end_and_progress_forgives_them(job, step, requeued, kept):
+    (job.run_dir / ".requeue").write_text("2 50\n")
+    process = job(status("stopped", step, '"SIGTERM"') + "exit 1")
+    output, _ = process.communicate(timeout=30)
+    assert job.requeued() == requeued
+    assert (job.run_dir / ".requeue").read_text() == f"{kept}\n"
+    assert requeued or "no progress beyond step 50 in 3 restarts" in output
+
+
+def test_every_start_has_its_own_rendezvous_and_the_same_run_directory(job):
+    process = job('printf "%s\\n" "$@" OMP=$OMP_NUM_THREADS >arguments; ' + status("finished"), "optimizer.lr=1e-3")
+    process.communicate(timeout=30)
+    arguments = (job.run_dir / "arguments").read_text().splitlines()
+    expected = {"--kill-on-bad-exit=1", "--cpus-per-task=8", "--nproc-per-node=2", "--rdzv-id=7.2", "OMP=4"}
+    assert expected < set(arguments)
+    assert arguments[-4:-1] == ["dtrain.train", "optimizer.lr=1e-3", f"run.dir='{job.run_dir}'"]
+
+
+# -- and with a real SLURM
+
+
+def free_port():
+    """A port that nobody has, nor the next one; below those that the kernel gives to clients."""
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
+            first.bind(("127.0.0.1", port))
+            second.bind(("127.0.0.1", port + 1))
+            return str(port)
+
+
+@pytest.fixture
+def slurm(tmp_path_factory):
+    """A real SLURM on this machine, where DTRAIN_TEST_SLURM_BED names the folder that starts one; its environment."""
+    bed = os.environ.get("DTRAIN_TEST_SLURM_BED")
+    if not bed:
+        pytest.skip("DTRAIN_TEST_SLURM_BED names no folder that starts a test cluster")
+    if shutil.which("slurmctld", path=os.environ["PATH"] + ":/usr/sbin") is None:
+        pytest.skip("no SLURM here (apt-get install slurmctld slurmd slurm-client munge)")
+    state = tmp_path_factory.mktemp("bed")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
+    environ |= {
+        "SLURM_BED_DIR": str(state),
+        "SLURM_BED_NODES": "1",
+        "SLURM_BED_PREFIX": "s",
+        "SLURM_BED_PORT": free_port(),
+    }
+    try:
+        subprocess.run(["bash", f"{bed}/start.sh"], env=environ, check=True, stdin=subprocess.DEVNULL, timeout=120)
+        yield environ | {"SLURM_CONF": str(state / "slurm.conf")}
+    finally:
+        subprocess.run(["bash", f"{bed}/stop.sh"], env=environ, check=True, stdin=subprocess.DEVNULL, timeout=120)
+
+
+@pytest.mark.slurm
+def test_a_real_job_that_is_signalled_goes_on_under_the_same_id_until_it_is_finished(slurm, tmp_path, digits):
+    venv = executable(
+        tmp_path / "venv" / "bin" / "torchrun", f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n'
+    )
+    slurm = slurm | {"VENV": str(venv.parents[1]), "DTRAIN_CACHE": os.environ["DTRAIN_CACHE"]}
+
+    def ask(*command):
+        return subprocess.run(
+            command, env=slurm, cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    options = ["experiment=digits", "tracker=none", "train.max_epochs=20", "train.log_every=1"]
+    number = ask(
+        "sbatch", "--parsable", "--gpus-per-node=0", "--cpus-per-task=2", ROOT / "slurm" / "one_node.sbatch", *options
+    )
+    run_dir = tmp_path / "runs" / f"digits-{number}"
+    wait_for(run_dir / "metrics.jsonl")
+    ask("scancel", "--signal=USR1", "--batch", number)
+    while "JobState=COMPLETED" not in (job := ask("scontrol", "-o", "show", "job", number)):
+        assert "JobState=FAILED" not in job, (tmp_path / f"digits-{number}.out").read_text()
+        time.sleep(0.5)
+    assert "Restarts=1" in job
+    steps = [line.split('"step": ')[1].split(",")[0] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert len(dict.fromkeys(steps)) == 20 * 23
+    assert not (run_dir / "STOP").exists()
