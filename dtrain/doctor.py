@@ -26,7 +26,7 @@ from dtrain.distributed.world import World
 def main(arguments: Sequence[str] | None = None) -> int:
     """Looks and prints; returns the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
-    if given[:1] == ["numerics"]:
+    if list(given[:1]) == ["numerics"]:
         from dtrain import doctor_numerics  # the rest must work where training cannot even be imported
 
         return doctor_numerics.main(given[1:])
