@@ -156,7 +156,8 @@ def _composed(cfg: DictConfig) -> Composed:
         )
     return Composed(
         cfg=cfg,
-        overrides=tuple(hydra_cfg.overrides.task),
+        # As typed: an interpolation may stand for a secret.
+        overrides=tuple(OmegaConf.to_container(hydra_cfg.overrides.task, resolve=False)),  # type: ignore[arg-type]
         experiment=hydra_cfg.runtime.choices.get("experiment"),
         config_dirs=tuple(
             str(Path(source.path).resolve())

@@ -37,7 +37,7 @@ class TrainConfig:
     eval_every: int | None = None  # null: after each epoch; 0: only at the end
     deterministic: bool = False
     ema_decay: float | None = None  # null: no moving average of the weights
-    max_consecutive_skips: int = 50  # so many skipped steps in a row end the run on all ranks
+    max_consecutive_skips: int | None = None  # so many in a row end the run; null: 50 with loss scaling, 10 without
 
 
 @dataclass
@@ -94,6 +94,8 @@ class ParallelConfig:
     find_unused_parameters: bool = False
     static_graph: bool = False
     gradient_as_bucket_view: bool = True
+    comm_dtype: str = "fp32"  # of the all-reduce of gradients: fp32 | bf16 | fp16, which caps the loss scale
+    comm_hook: Any = None  # instead: _target_ of a DDP communication hook, hook(state, bucket), and its state
 
 
 @dataclass

@@ -60,6 +60,13 @@ def test_no_secret_reaches_the_run_directory(tmp_path: Path) -> None:
     }
 
 
+def test_an_override_is_kept_as_typed_not_as_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRIVATE", "hunter4")
+    run = run_of("tracker.entity=${oc.env:PRIVATE}")
+    assert run.config["tracker"]["entity"] == "hunter4"
+    assert run.overrides == ("experiment=digits", "tracker.entity=${oc.env:PRIVATE}")
+
+
 def test_a_directory_with_a_damaged_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("a: [")
     with pytest.raises(ConfigError, match=r"config\.yaml"):

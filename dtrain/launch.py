@@ -1,0 +1,86 @@
+"""``python -m dtrain.launch [--multirun] launch=local|slurm experiment=NAME [key=value ...]``: starts a run or a sweep.
+
+The config is that of ``dtrain.train``; ``launch.dry_run=true`` shows what would be started. ``launch=local`` returns 0
+when the run is finished, 75 when it was stopped and can go on, another code when it failed; ``launch=slurm`` returns 0
+when the job is submitted. With ``--multirun`` (``optimizer.lr=1e-3,3e-3``) each point is a run with a directory of its
+own: one after the other here, a job each on SLURM.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from dtrain.config import app
+from dtrain.config.errors import ConfigError
+from dtrain.launching import local, slurm
+from dtrain.launching.outcome import FAILED, FINISHED, overall, print_table
+from dtrain.launching.point import Point, told_apart
+
+LAUNCHERS = {"local": local, "slurm": slurm}
+USAGE = """Usage
+  python -m dtrain.launch [--multirun] launch=local|slurm experiment=NAME [KEY=VALUE ...]
+
+  --multirun                        a run for each combination of values: optimizer.lr=1e-3,3e-3 run.seed=1,2
+  launch.dry_run=true               show what would be started or submitted, and do nothing
+  launch.processes_per_node=N       local: default one for each GPU; slurm: default 1
+  KEY=VALUE                         any key of the config; `python -m dtrain.train --help` lists them
+
+With launch=slurm
+  launch.nodes=N                    nodes
+  launch.time=HH:MM:SS              of one allocation; the job asks for new ones until the run is finished
+  launch.partition=P                where to run; also launch.account=A
+  launch.gpus_per_node=N            default one for each process; 0 on a cluster without GPUs
+  launch.cpus_per_process=N         default one, and one for each of data.num_workers
+  launch.stop_seconds=S             so long before the time is up the run saves and stops: more than a checkpoint takes
+  'launch.extra=["--qos=high"]'     further options of sbatch
+
+Exit codes: 0 finished (slurm: submitted), 75 stopped and can go on, else failed
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if {"--help", "-h"} & set(arguments):
+        print(USAGE)
+        return FINISHED
+    points: list[Point] = []
+    app.run(lambda composed: points.append(Point.of(composed)), arguments, rewrite=_sweep_first)
+    if not points:  # --cfg, --info
+        return FINISHED
+    try:
+        return launch(told_apart(points))
+    except ConfigError as error:
+        sys.stderr.write(f"dtrain: error: {error}\n")
+        return FAILED
+
+
+def launch(points: Sequence[Point]) -> int:
+    """Starts the points of one command line, or shows what would be started; returns the exit code.
+
+    Raises:
+        ConfigError: If one of them cannot be started; none of them is then.
+    """
+    names = {point.launch.name for point in points}
+    if len(names) > 1 or not names <= LAUNCHERS.keys():
+        raise ConfigError(f"launch.name: got {', '.join(sorted(names))}, want one of {', '.join(LAUNCHERS)}.")
+    launcher = LAUNCHERS[names.pop()]
+    launcher.check(points)
+    if points[0].launch.dry_run:
+        print("\n".join(map(launcher.describe, points)), end="")
+        return FINISHED
+    outcomes = launcher.launch(points)
+    if len(points) > 1:
+        print_table(points, outcomes)
+    return overall(outcomes)
+
+
+def _sweep_first(arguments: list[str]) -> list[str]:
+    """Hydra reads ``--multirun`` before or after the overrides, but not between them."""
+    flags = [argument for argument in arguments if argument in ("--multirun", "-m")]
+    return flags[:1] + [argument for argument in arguments if argument not in flags]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

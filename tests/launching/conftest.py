@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Read when tests are collected, before a fixture takes every SLURM_ variable out of the environment.
+_SETTINGS = {name: value for name, value in os.environ.items() if name.startswith("SLURM_BED_")}
+
+
+@pytest.fixture(scope="session")
+def slurm(_own_environment: None) -> Iterator[Path]:
+    """A SLURM of three nodes on this machine, in the environment of this process; the folder of its scripts."""
+    place = os.environ.get("DTRAIN_TEST_SLURM_BED")
+    if not place:
+        pytest.skip("no cluster: DTRAIN_TEST_SLURM_BED names no folder with a start.sh that starts one")
+    scripts = Path(place).resolve()
+    with tempfile.TemporaryDirectory(prefix="slurm-") as state:
+        # Ports of its own, below the ephemeral ones, for another cluster on this machine.
+        own = {"SLURM_BED_DIR": state, "SLURM_BED_PORT": str(17000 + os.getpid() % 150 * 100)}
+        environment = os.environ | own | _SETTINGS
+        subprocess.run(["bash", str(scripts / "start.sh")], env=environment, check=True, timeout=120)
+        try:
+            shown = subprocess.run(
+                ["bash", "-c", '. "$SLURM_BED_DIR/env.sh" && env -0'], env=environment, check=True, capture_output=True
+            )
+            for line in shown.stdout.decode().split("\0"):
+                name, _, value = line.partition("=")
+                if name.startswith("SLURM_"):
+                    os.environ[name] = value
+            yield scripts
+        finally:
+            subprocess.run(["bash", str(scripts / "stop.sh")], env=environment, check=True, timeout=120)
+            for name in [name for name in os.environ if name.startswith("SLURM_")]:
+                del os.environ[name]

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dtrain import launch
+from dtrain.launching.code_version import code_version
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    try:
+        code = launch.main(arguments)
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    assert code not in (launch.FINISHED, 75)
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "Traceback" not in said.err
+    return said.err
+
+
+@pytest.mark.parametrize("launcher", ["local", "slurm"])
+def test_a_dry_run_prints_what_would_be_started_and_does_nothing(
+    launcher: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [f"launch={launcher}", "experiment=digits", "launch.dry_run=true", "train.max_steps=3"]
+    assert launch.main(command) == launch.FINISHED
+    first = capsys.readouterr().out
+    assert launch.main(command) == launch.FINISHED
+    assert capsys.readouterr().out == first
+    assert "train.max_steps=3" in first
+    assert "launch.dry_run" not in first
+    assert list(place.iterdir()) == []
+    subprocess.run(["bash", "-n"], input=first, text=True, check=True)
+
+
+def test_a_dry_run_of_a_sweep_shows_every_point(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(["experiment=digits", "--multirun", "launch.dry_run=true", "optimizer.lr=0.1,0.2"]) == 0
+    shown = capsys.readouterr().out
+    assert "optimizer.lr=0.1" in shown
+    assert "optimizer.lr=0.2" in shown
+
+
+def test_without_slurm_one_sentence_says_so(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert "there is no sbatch on the path" in refused(capsys, "launch=slurm", "experiment=digits")
+    assert list(place.iterdir()) == []
+
+
+def test_a_secret_is_not_written_into_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("launch=slurm", "experiment=digits", "launch.dry_run=true")
+    said = refused(capsys, *arguments, "+model.api_key=abc123")
+    assert "model.api_key" in said
+    assert "abc123" not in said
+
+
+def test_a_directory_of_another_run_is_refused_before_anything_starts(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "config.yaml").write_text("run: {seed: 1}\n")
+    assert "holds another run" in refused(capsys, "experiment=digits", f"run.dir={place}")
+
+
+def test_an_empty_command_lists_the_experiments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "digits" in refused(capsys)
+
+
+def test_an_unknown_launcher_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Valid: local, slurm" in refused(capsys, "launch=slrum", "experiment=digits")
+    assert "want one of local, slurm" in refused(capsys, "launch.name=ssh", "experiment=digits")
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_the_code_version_names_checkout_commit_and_changes(place: Path) -> None:
+    def git(*arguments: str) -> str:
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        return subprocess.run(command, cwd=place, capture_output=True, text=True, check=True).stdout.strip()
+
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "first")
+    expected = {"commit": git("rev-parse", "HEAD"), "modified": False}
+    assert code_version()["git"][str(place)] == expected
+    (place / "changed.py").touch()
+    assert code_version()["git"][str(place)] == expected | {"modified": True}
