@@ -70,8 +70,9 @@ def train(composed: Composed) -> None:
             ema = Ema(model, cfg.train.ema_decay) if cfg.train.ema_decay is not None else None
         task = build.by_target("task", cfg.task)
         optimizer = build.build_optimizer(cfg.optimizer, model, world.device)
+        wrapped, guard = build.wrap(model, cfg.parallel, world, cfg.train.deterministic)
         step = TrainStep(
-            build.wrap(model, cfg.parallel, world, cfg.train.deterministic),
+            wrapped,
             task,
             optimizer,
             world=world,
@@ -81,6 +82,7 @@ def train(composed: Composed) -> None:
             schedule=build.build_schedule(cfg.schedule, horizon),
             clip_norm=cfg.train.clip_norm,
             ema=ema,
+            guard=guard,
             seed=cfg.run.seed,
             max_consecutive_skips=cfg.train.max_consecutive_skips,
         )

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch._dynamo  # DDP imports it, which takes seconds: here once, and not in every rank
 import torch.distributed as dist
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ class Batch(dict[str, Any]):
     Attributes:
         sample_keys: ``<shard>/<key>`` of each row; ``""`` where the row is masked.
         valid: bool, shape ``[rows]``; false for rows that only fill up a short batch or whose sample was bad.
-        bad: A line for each bad sample of this micro-batch: its key, field, offset and reason.
+        bad: A line for each bad sample of this micro-batch: its key, epoch, shard, offset and reason.
         wire: What ``to`` still has to do; None once it has been done.
         wire_bytes: Bytes of the tensors as the worker handed them over.
     """

@@ -7,6 +7,7 @@ nothing, and a cast happens on the way in.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,12 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from dtrain.data.fields import Field
+from dtrain.data.parcel import WORTH_A_FILE
 from dtrain.data.wire import Wire
 
-_SCALARS = (bool, int, float, np.integer, np.floating)
+_NUMBERS = (bool, int, float, np.bool_, np.integer, np.floating)
+_WHOLE_NUMBERS = (bool, int, np.bool_, np.integer)
+_INT64 = range(-(2**63), 2**63)
 
 
 class Column:
@@ -34,59 +38,120 @@ class Column:
         self._rows = rows
         self._wire = wire
         self._tensor: Tensor | None = None
+        self._slots: Sequence[Tensor] = ()  # the rows of the tensor
+        self._pixels: np.ndarray | None = None  # the tensor again, if it holds images
+        self._target: np.ndarray | None = None
         self._objects: list[Any] | None = None
-        self._first_key = ""
+        self._first = ("", "")  # key of the first row that was set, and what it was
 
     def target(self, row: int) -> np.ndarray | None:
         """Where an image decoder may write this row: uint8, ``[height, width, 3]``; None while the size is unknown."""
-        if self._tensor is None or self._tensor.dtype != torch.uint8:
-            return None
-        return self._tensor[row].numpy()
+        if self._pixels is not None:
+            self._target = self._pixels[row]
+        return self._target
 
     def put(self, row: int, value: Any, key: str) -> None:
         """Sets a row; a value that a decoder already wrote to ``target(row)`` is not copied again.
 
-        Raises:
-            ValueError: If its shape differs from that of the rows before; names both samples.
-        """
-        if not isinstance(value, np.ndarray):  # scalars too: one tensor of all rows at the end costs less
-            self._objects = self._objects if self._objects is not None else [None] * self._rows
-            self._objects[row] = value
-            return
-        if self._tensor is None:
-            self._tensor = _empty((self._rows, *value.shape), self._wire.dtype(self.field.name, value))
-            self._first_key = key
-        slot = self._tensor[row]
-        if slot.shape != value.shape:
-            raise ValueError(
-                f"field {self.field.name!r}: sample {key!r} has shape {list(value.shape)}, {self._first_key!r} has "
-                f"{list(slot.shape)}, and one batch holds both. Give the field a size, for example "
-                f"data.fields.{self.field.ext}.size=224, or an augmentation that crops."
-            )
-        if slot.data_ptr() != value.ctypes.data:
-            self._wire.cast(self.field.name, key, value if value.flags.c_contiguous else value.copy(), slot)
+        Args:
+            row: Which one.
+            value: An array or a tensor, a number, or any other object.
+            key: The sample, for messages.
 
-    def repeat(self, source: int, row: int) -> None:
-        """Makes ``row`` a copy of ``source``."""
+        Raises:
+            ValueError: If its shape or type differs from that of the rows before (names both samples), if it is no image
+                where the field's role says so, or does not fit the wire.
+        """
+        if isinstance(value, np.ndarray):
+            if value is not self._target:
+                self._put_tensor(row, self._as_tensor(value, key), key)
+        elif isinstance(value, Tensor):
+            self._put_tensor(row, value, key)
+        elif self.field.role == "feature" and isinstance(value, _NUMBERS):
+            self._put_tensor(row, torch.tensor(float(value)), key)
+        else:
+            # Numbers too: one tensor of all rows at the end costs less.
+            self._put_object(row, value, key)
+
+    def repeat(self, sources: Sequence[int], rows: Sequence[int]) -> None:
+        """Makes each of ``rows`` a copy of the row at its place in ``sources``."""
         if self._tensor is not None:
-            self._tensor[row] = self._tensor[source]
+            self._tensor[rows] = self._tensor[sources]
         if self._objects is not None:
-            self._objects[row] = self._objects[source]
+            for source, row in zip(sources, rows, strict=True):
+                self._objects[row] = self._objects[source]
 
     def data(self) -> Tensor | list[Any]:
-        """The finished column: a tensor ``[rows, ...]`` (scalars: int64 or fp32), or a list for text and bytes."""
+        """The finished column: a tensor ``[rows, ...]`` (of numbers: int64 or fp32), or a list of any other objects."""
         if self._tensor is not None:
             return self._tensor
         objects = self._objects or []
-        if objects and all(isinstance(value, _SCALARS) for value in objects):
-            exact = all(isinstance(value, (bool, int, np.integer)) for value in objects)
-            return torch.tensor(objects, dtype=torch.int64 if exact else torch.float32)
+        if objects and all(isinstance(value, _NUMBERS) for value in objects):
+            whole = all(isinstance(value, _WHOLE_NUMBERS) for value in objects)
+            return torch.tensor(objects, dtype=torch.int64 if whole else torch.float32)
         return objects
+
+    def _put_tensor(self, row: int, value: Tensor, key: str) -> None:
+        dtype = self._wire.dtype(self.field.name, value.dtype)
+        if self._tensor is None:
+            self._begin(value, dtype, key)
+        slot = self._slots[row]
+        if slot.shape != value.shape or slot.dtype != dtype:
+            raise self._unlike(key, _describe(dtype, value.shape))
+        self._wire.cast(self.field.name, key, value, slot)
+
+    def _put_object(self, row: int, value: Any, key: str) -> None:
+        if self._tensor is not None:
+            raise self._unlike(key, type(value).__name__)
+        if type(value) is int and value not in _INT64:
+            raise ValueError(
+                f"field {self.field.name!r}: sample {key!r} holds {value}, which does not fit into 64 bits. Store it as text."
+            )
+        if self._objects is None:
+            self._objects, self._first = [None] * self._rows, (key, type(value).__name__)
+        self._objects[row] = value
+
+    def _begin(self, value: Tensor, dtype: torch.dtype, key: str) -> None:
+        if self._objects is not None:
+            raise self._unlike(key, _describe(dtype, value.shape))
+        is_image = self.field.role == "image"
+        if is_image and (value.dtype != torch.uint8 or value.dim() != 3 or value.shape[2] != 3):
+            raise ValueError(
+                f"field {self.field.name!r}: sample {key!r} is {_describe(value.dtype, value.shape)}, but images travel as "
+                "uint8 [height, width, 3] and are normalised on the device. Let the augmentation return that."
+            )
+        self._tensor = _empty((self._rows, *value.shape), dtype)
+        self._slots = self._tensor.unbind()
+        self._pixels = self._tensor.numpy() if is_image else None
+        self._first = (key, _describe(dtype, value.shape))
+
+    def _as_tensor(self, array: np.ndarray, key: str) -> Tensor:
+        flags = array.flags
+        try:
+            return torch.from_numpy(array if flags.c_contiguous and flags.writeable else array.copy())
+        except TypeError:
+            raise ValueError(
+                f"field {self.field.name!r}: sample {key!r} is an array of {array.dtype}, which no tensor can hold. Let "
+                "the decoder or the augmentation return numbers, or a list."
+            ) from None
+
+    def _unlike(self, key: str, what: str) -> ValueError:
+        first_key, first = self._first
+        return ValueError(
+            f"field {self.field.name!r}: sample {key!r} is {what}, {first_key!r} is {first}, and one batch holds both. Give "
+            f"the field a size, for example data.fields.{self.field.ext}.size=224, an augmentation that crops, or a decoder "
+            "that makes all alike."
+        )
+
+
+def _describe(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    if get_worker_info() is None:
+    nbytes = math.prod(shape) * dtype.itemsize
+    if get_worker_info() is None or nbytes < WORTH_A_FILE:
         return torch.empty(shape, dtype=dtype)
     # What torch's default_collate does in a worker: the storage is born shared.
-    storage = torch.empty(0, dtype=dtype).untyped_storage()._new_shared(math.prod(shape) * dtype.itemsize)
+    storage = torch.empty(0, dtype=dtype).untyped_storage()._new_shared(nbytes)
     return torch.empty(0, dtype=dtype).set_(storage).view(shape)

@@ -8,28 +8,25 @@ started once and prefetch across the border.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from dtrain.data.batch import Batch
-from dtrain.data.column import Column
+from dtrain.data.builder import Augment, Builder
 from dtrain.data.dataset_index import DatasetIndex
-from dtrain.data.decode import SampleError, decode
 from dtrain.data.fields import Field
 from dtrain.data.order import EpochOrder, Layout, Recipe
-from dtrain.data.permutation import hash64
-from dtrain.data.storage import ShardReader
 from dtrain.data.wire import Wire
 
-Augment = Callable[[dict[str, Any], np.random.Generator], dict[str, Any]]
-# Fields of one sample lie side by side in the tar: reading the headers between them costs less than another read.
-_READ_THROUGH = 8192
+# Positions that are looked up at once: one costs as much by itself as a thousand together.
+_LOCATED_TOGETHER = 4096
+# How many samples are tried, beside those of the global batch, to learn the shapes of a micro-batch without a good one.
+_SPARE = 100
 
 
 @dataclass(frozen=True)
@@ -78,11 +75,18 @@ class Share:
         rows = -(-self.global_batch_size // self.world_size)
         return -(-rows // self.micro_batch_size)
 
-    def slots(self, micro_batch: int) -> np.ndarray:
-        """The slots of one micro-batch, int64, shape ``[micro_batch_size]``; -1 past the end of the share."""
+    def slots(self, micro_batches: np.ndarray) -> np.ndarray:
+        """The slots of some micro-batches of a step.
+
+        Args:
+            micro_batches: Which ones, int64, shape ``[n]``, each in ``[0, micro_batches_per_step)``.
+
+        Returns:
+            int64, shape ``[n, micro_batch_size]``; -1 past the end of the share.
+        """
         start = self.rank * self.global_batch_size // self.world_size
         end = (self.rank + 1) * self.global_batch_size // self.world_size
-        slots = start + micro_batch * self.micro_batch_size + np.arange(self.micro_batch_size)
+        slots = start + micro_batches[:, np.newaxis] * self.micro_batch_size + np.arange(self.micro_batch_size)
         return np.where(slots < end, slots, -1)
 
 
@@ -137,92 +141,36 @@ class MicroBatches(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()
         turn, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        reader = ShardReader(self._index.shards)
+        builder = Builder(self._index, self._fields, self._wire, self._augment, self._recipe.seed)
         try:
-            mine = itertools.islice(self._schedule(), turn, None, workers)
-            for epoch, order, step, micro_batch in mine:
-                yield self._build(reader, epoch, order, step, self._share.slots(micro_batch))
+            passed = 0  # micro-batches of the epochs before
+            for epoch, order, first_step in self._epochs():
+                per_step = self._share.micro_batches_per_step
+                numbers = range(first_step * per_step, order.num_steps * per_step)
+                mine = numbers[(turn - passed) % workers :: workers]
+                passed += len(numbers)
+                for step, samples in self._located(order, mine):
+                    yield builder.build(epoch, samples, functools.partial(self._spare, order, step))
         finally:
-            reader.close()
+            builder.close()
 
-    def _schedule(self) -> Iterator[tuple[int, EpochOrder, int, int]]:
+    def _epochs(self) -> Iterator[tuple[int, EpochOrder, int]]:
+        """Each epoch, its order, and the first step of it that is to do."""
         start = self._start
-        order = EpochOrder(self._index.counts, self._first_recipe, start.epoch, start.layouts)
-        first = start.step
-        for epoch in itertools.count(start.epoch):
-            for step in range(first, order.num_steps):
-                for micro_batch in range(self._share.micro_batches_per_step):
-                    yield epoch, order, step, micro_batch
-            order = EpochOrder(self._index.counts, self._recipe, epoch + 1, [self._layout])
-            first = 0
+        yield start.epoch, EpochOrder(self._index.counts, self._first_recipe, start.epoch, start.layouts), start.step
+        for epoch in itertools.count(start.epoch + 1):
+            yield epoch, EpochOrder(self._index.counts, self._recipe, epoch, [self._layout]), 0
 
-    def _build(self, reader: ShardReader, epoch: int, order: EpochOrder, step: int, slots: np.ndarray) -> Batch:
-        samples = np.full(slots.shape, -1, np.int64)
-        samples[slots >= 0] = order.locate(step, slots[slots >= 0])
-        rows = len(samples)
-        columns = [Column(field, rows, self._wire) for field in self._fields]
-        keys, bad = [""] * rows, []
-        valid = torch.zeros(rows, dtype=torch.bool)
-        for row in np.flatnonzero(samples >= 0).tolist():
-            sample = int(samples[row])
-            try:
-                keys[row] = self._fill(columns, row, reader, epoch, sample)
-                valid[row] = True
-            except SampleError as error:
-                bad.append({"key": self._index.key(sample), "epoch": epoch, "reason": str(error)})
-        if not valid.all():
-            self._fill_masked(columns, valid, reader, epoch, order, step)
-        return Batch({column.field.name: column.data() for column in columns}, keys, valid, bad)
+    def _located(self, order: EpochOrder, micro_batches: range) -> Iterator[tuple[int, np.ndarray]]:
+        """Step and samples of some of an epoch's micro-batches."""
+        together = max(1, _LOCATED_TOGETHER // self._share.micro_batch_size)
+        for first in range(0, len(micro_batches), together):
+            numbers = np.array(micro_batches[first : first + together])
+            steps, in_step = np.divmod(numbers, self._share.micro_batches_per_step)
+            slots = self._share.slots(in_step)
+            yield from zip(steps.tolist(), order.locate(steps[:, np.newaxis], slots), strict=True)
 
-    def _fill(self, columns: list[Column], row: int, reader: ShardReader, epoch: int, sample: int) -> str:
-        key = self._index.key(sample)
-        payloads = self._payloads(reader, sample)
-        values = {}
-        for column, payload in zip(columns, payloads, strict=True):
-            field = column.field
-            target = column.target(row) if self._augment is None else None
-            values[field.name] = decode(field, payload, target)
-        if self._augment is not None:
-            key64 = int(hash64(self._recipe.seed, epoch, sample))
-            values = self._augment(values, np.random.Generator(np.random.Philox(key=key64)))
-        for column in columns:
-            column.put(row, values[column.field.name], key)
-        return key
-
-    def _payloads(self, reader: ShardReader, sample: int) -> list[memoryview]:
-        offsets, sizes = self._index.offsets[sample].tolist(), self._index.sizes[sample].tolist()
-        if -1 in offsets:
-            missing = self._fields[offsets.index(-1)]
-            raise SampleError(f"has no .{missing.ext} member")
-        shard = self._index.shard_of(sample)
-        start = min(offsets)
-        end = max(offset + size for offset, size in zip(offsets, sizes, strict=True))
-        if end - start <= sum(sizes) + _READ_THROUGH:
-            data = memoryview(reader.read(shard, start, end - start))
-            return [data[o - start : o - start + size] for o, size in zip(offsets, sizes, strict=True)]
-        return [memoryview(reader.read(shard, o, size)) for o, size in zip(offsets, sizes, strict=True)]
-
-    def _fill_masked(
-        self, columns: list[Column], valid: torch.Tensor, reader: ShardReader, epoch: int, order: EpochOrder, step: int
-    ) -> None:
-        """Masked rows repeat valid ones, so that they disturb no statistic of the batch."""
-        sources = valid.nonzero().flatten().tolist()
-        masked = (~valid).nonzero().flatten().tolist()
-        if not sources:
-            # Nothing of this micro-batch is real: borrow a sample of the same global batch, so that shapes are right.
-            borrowed = order.locate(step, np.arange(self._share.global_batch_size))
-            for sample in borrowed[borrowed >= 0]:
-                try:
-                    self._fill(columns, 0, reader, epoch, int(sample))
-                except SampleError:
-                    continue
-                sources, masked = [0], masked[1:]
-                break
-            else:
-                raise SampleError(
-                    f"epoch {epoch}, step {step}: not one sample of the global batch can be decoded. Are data.fields "
-                    "right for these shards?"
-                )
-        for turn, row in enumerate(masked):
-            for column in columns:
-                column.repeat(sources[turn % len(sources)], row)
+    def _spare(self, order: EpochOrder, step: int) -> list[int]:
+        """Samples of the same global batch, then the first of the data set."""
+        samples = order.locate(step, np.arange(self._share.global_batch_size))
+        return [*samples[samples >= 0].tolist(), *range(min(_SPARE, self._index.num_samples))]

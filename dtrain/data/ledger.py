@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -59,7 +60,7 @@ def cut_ledgers(folder: Path, step: int) -> None:
     """
     for path in [*folder.glob("keys-rank-*.jsonl"), *folder.glob("bad-rank-*.jsonl")]:
         aside = path.with_name(f".{path.name}.aside")
-        with path.open(encoding="utf-8") as lines, aside.open("w", encoding="utf-8") as kept:
+        with path.open(encoding="utf-8", errors="replace") as lines, aside.open("w", encoding="utf-8") as kept:
             kept.writelines(line for line in lines if _step(line) <= step)
         os.replace(aside, path)
 
@@ -70,7 +71,7 @@ def _append(file: TextIO, line: dict[str, Any]) -> None:
 
 
 def _step(line: str) -> float:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
+    if line.endswith("\n"):  # one that was cut just before its end would run into the next
+        with suppress(ValueError, KeyError, TypeError):
+            return int(json.loads(line)["step"])
+    return float("inf")

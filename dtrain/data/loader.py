@@ -15,7 +15,8 @@ from dataclasses import astuple, replace
 from typing import Any
 
 from dtrain.data.batch import Batch
-from dtrain.data.dataset import Augment, MicroBatches, Share, Start
+from dtrain.data.builder import Augment
+from dtrain.data.dataset import MicroBatches, Share, Start
 from dtrain.data.dataset_index import DatasetIndex
 from dtrain.data.fields import parse_fields
 from dtrain.data.order import DEFAULT_WINDOW, EpochOrder, Layout, Recipe, choose_lanes
@@ -52,8 +53,9 @@ class ShardLoader:
         precision: Name or policy; decides the wire dtypes.
         augment: ``augment(sample, rng) -> sample`` on a dict of numpy arrays, called in the worker with a generator
             that depends on (seed, epoch, sample) only.
-        max_bad: Bad samples after which the loader raises; below 1 a share of the samples handed over (ten are always
-            forgiven), else a count. None leaves the counting to the caller, who can add up all ranks.
+        max_bad: Bad samples after which the loader raises: 0 forgives none, a number below 1 that share of the samples
+            handed over (ten are always forgiven), any other that count. None leaves the counting to the caller, who can
+            add up all ranks.
         wire: ``"auto"`` sends features in the compute dtype, ``"fp32"`` in fp32.
         on_overflow: A feature that fp16 cannot hold: ``"error"``, ``"clamp"``, or ``"fp32"`` for the whole field.
         prefetch: Micro-batches that each worker builds ahead.
@@ -98,6 +100,7 @@ class ShardLoader:
         self._share = Share.of(global_batch_size, micro_batch_size, rank, world_size)
         self._recipe = Recipe(seed, shuffle, DEFAULT_WINDOW if window is None else window, tail)
         self._layout = Layout(global_batch_size, choose_lanes(global_batch_size, lanes, shuffle))
+        self._default_lanes, self._default_window = lanes is None, window is None
         self._fields = parse_fields(fields)
         self.wire = Wire(self._fields, Precision.of(precision), wire, on_overflow)
         extensions = [field.ext for field in self._fields]
@@ -107,7 +110,8 @@ class ShardLoader:
         self._loading: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
         if num_workers:
             self._loading |= {"prefetch_factor": prefetch, "multiprocessing_context": start_method}
-        self.steps_per_epoch = EpochOrder(self.index.counts, self._recipe, 0, [self._layout]).num_steps
+        self._begin(0)
+        self.steps_per_epoch = self.steps_left
         self.micro_batches_per_step = self._share.micro_batches_per_step
         self.bad_samples = 0
         if not self.steps_per_epoch:
@@ -119,18 +123,16 @@ class ShardLoader:
         self._iterator: weakref.ref[_EpochIterator] | None = None
         self._uncommitted = 0  # micro-batches handed over since the last commit
         self._handed = 0
-        self._begin(0)
 
     def epoch(self, n: int) -> Iterator[Batch]:
         """This rank's micro-batches of epoch ``n``: from the committed position if ``n`` is the state's epoch, else
-        from its start. An earlier iterator of this loader ends."""
+        from its start. There is one iterator at a time: an earlier one raises when it is asked for more."""
         if n < 0:
             raise ValueError(f"epoch: got {n}, want a number from 0 on.")
         if n != self._epoch:
             self._begin(n)
-        self._end_iterator()
-        if self._stream is None or self._stream.at != (self._epoch, self._step):
-            self._stream = None  # ends the old workers before the new ones start
+        if self._stream is None or not self._stream.is_open or self._stream.at != (self._epoch, self._step):
+            self._end_stream()
             self._stream = self._open_stream()
         self._uncommitted = 0
         iterator = _EpochIterator(self, self.steps_left * self.micro_batches_per_step)
@@ -226,28 +228,36 @@ class ShardLoader:
             raise ValueError(f"seed: the state was saved with {state['seed']}, this loader has {self._recipe.seed}.")
         layouts = [Layout(*layout) for layout in state["layouts"]]
         begun = Recipe(state["seed"], state["shuffle"], state["window"], state["tail"])
-        if layouts[-1].global_batch_size == self._layout.global_batch_size and begun.shuffle == self._recipe.shuffle:
-            # Kept rather than derived again: another default must not change a run that goes on.
-            self._layout = replace(layouts[-1], steps=0)
+        batch = self._layout.global_batch_size
+        if layouts[-1].global_batch_size != batch and layouts[-1].steps == 0 and layouts[1:]:
+            del layouts[-1]  # of a run that ended before its first step: it used nothing
+        self._keep_defaults(begun, layouts[-1])
+        self._end_stream()
+        self._uncommitted = 0
         step = sum(layout.steps for layout in layouts)
-        self._stream = None
         if not step:
             self._begin(state["epoch"])
             return
-        if layouts[-1].global_batch_size == self._layout.global_batch_size:
-            layouts[-1] = replace(layouts[-1], steps=0)
-        else:
-            batch = self._layout.global_batch_size
-            layouts.append(Layout(batch, choose_lanes(batch, None, begun.shuffle)))
+        if layouts[-1].global_batch_size != batch:
+            same_shuffle = begun.shuffle == self._recipe.shuffle
+            layouts.append(self._layout if same_shuffle else Layout(batch, choose_lanes(batch, None, begun.shuffle)))
         self._epoch, self._step = state["epoch"], step
         self._order = EpochOrder(self.index.counts, begun, self._epoch, layouts)
         if not self.steps_left:  # with tail=drop, less than one of the new global batches may be left
             self._begin(self._epoch + 1)
 
+    def _keep_defaults(self, begun: Recipe, layout: Layout) -> None:
+        """What was not asked for stays as it was: another default must not change a run that goes on."""
+        if begun.shuffle == self._recipe.shuffle:
+            if self._default_window:
+                self._recipe = replace(self._recipe, window=begun.window)
+            if self._default_lanes and layout.global_batch_size == self._layout.global_batch_size:
+                self._layout = replace(layout, steps=0)
+
     def close(self) -> None:
         """Ends the workers. The loader can be used again."""
-        self._end_iterator()
-        self._stream = None
+        self._iterator = None
+        self._end_stream()
 
     def _begin(self, epoch: int) -> None:
         self._epoch, self._step = epoch, 0
@@ -268,21 +278,26 @@ class ShardLoader:
         steps = (self._order.num_steps, self.steps_per_epoch)
         return Stream(dataset, self._loading, (self._epoch, self._step), steps, self.micro_batches_per_step)
 
+    def _end_stream(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
     def _open_iterator(self) -> _EpochIterator | None:
         iterator = self._iterator() if self._iterator is not None else None
         return iterator if iterator is not None and iterator.left else None
 
-    def _end_iterator(self) -> None:
-        if (iterator := self._open_iterator()) is not None:
-            iterator.left = 0
-
-    def _take(self) -> Batch:
-        if self._stream is None:
-            raise RuntimeError("this loader was closed or another iterator was opened.")
-        batch = self._stream.take()
+    def _take(self, iterator: _EpochIterator) -> Batch:
+        stream = self._stream
+        if stream is None or not stream.is_open or iterator is not self._open_iterator():
+            raise RuntimeError(
+                "this iterator of the loader cannot go on: the loader was closed, another iterator was opened, or an error "
+                "ended its workers. Call epoch() again, which continues at the committed position."
+            )
+        batch = stream.take()
         batch.wire = self.wire
         self._uncommitted += 1
-        self._handed += len(batch.sample_keys)
+        self._handed += len(batch.sample_keys) - batch.sample_keys.count("") + len(batch.bad)
         self.bad_samples += len(batch.bad)
         if batch.bad and self._max_bad is not None:
             check_bad_samples(self.bad_samples, self._handed, self._max_bad, batch.bad[-1])
@@ -299,7 +314,7 @@ class _EpochIterator(Iterator[Batch]):
     def __next__(self) -> Batch:
         if not self.left:
             raise StopIteration
-        batch = self._loader._take()
+        batch = self._loader._take(self)
         self.left -= 1
         return batch
 
@@ -310,13 +325,13 @@ def check_bad_samples(bad: int, handed: int, budget: float, last: Mapping[str, A
     Args:
         bad: Bad samples so far.
         handed: Samples so far, bad ones included.
-        budget: ``data.max_bad``: below 1 a share of ``handed`` (ten are always forgiven), else a count.
+        budget: ``data.max_bad``: 0 for none, below 1 a share of ``handed`` (ten are always forgiven), else a count.
         last: The ledger line of a recent one, for the message.
 
     Raises:
         TooManyBadSamples: If there are more than the budget allows.
     """
-    if bad > (max(10.0, budget * handed) if budget < 1 else budget):
+    if bad > (max(10.0, budget * handed) if 0 < budget < 1 else budget):
         raise TooManyBadSamples(
             f"{bad} of {handed} samples could not be read, more than data.max_bad={budget:g} allows. The last one: "
             f"{last.get('key')}: {last.get('reason')}. All of them are named in logs/bad-rank-*.jsonl of the run."

@@ -112,22 +112,24 @@ class EpochOrder:
         cut = self._cuts[-1]
         return self.num_samples - cut.num_samples + cut.used(step - self.first_step)
 
-    def locate(self, step: int, slots: np.ndarray) -> np.ndarray:
-        """The samples of some slots of one global batch.
+    def locate(self, steps: np.ndarray | int, slots: np.ndarray) -> np.ndarray:
+        """Maps places in global batches to samples.
 
         Args:
-            step: Step of the epoch, in ``[first_step, num_steps)``.
-            slots: int64, shape ``[n]``, each in ``[0, global_batch_size)``.
+            steps: Step of the epoch, int64, each in ``[first_step, num_steps)``; broadcast against ``slots``.
+            slots: Slot of the global batch, int64, each in ``[0, global_batch_size)``, or -1 for a masked one.
 
         Returns:
-            Sample number over the shards as they were given, int64, shape ``[n]``; -1 where the slot is masked.
+            Sample number over the shards as they were given, int64, of the broadcast shape; -1 where there is none: the slot
+            is masked, or past the end of the epoch.
 
         Raises:
-            IndexError: If the step is not one of the layout in force.
+            IndexError: If a step is not one of the layout in force, or a slot is none of its global batch.
         """
-        if not self.first_step <= step < self.num_steps:
-            raise IndexError(f"step {step} is outside [{self.first_step}, {self.num_steps}) of this layout")
-        place = self._cuts[-1].place(step - self.first_step, np.asarray(slots, np.int64))
+        steps, slots = np.asarray(steps, np.int64), np.asarray(slots, np.int64)
+        _check_range("step", steps, self.first_step, self.num_steps)
+        _check_range("slot", slots, -1, self.layouts[-1].global_batch_size)
+        place = self._cuts[-1].place(steps - self.first_step, slots)
         samples = np.full(place.shape, -1, np.int64)
         filled = place >= 0
         on_line = place[filled]
@@ -196,10 +198,10 @@ class _Cut:
         bounds = self._bounds(np.arange(self.layout.lanes + 1))
         return int(np.minimum(np.diff(bounds), steps * self._per_lane).sum())
 
-    def place(self, step: int, slots: np.ndarray) -> np.ndarray:
+    def place(self, steps: np.ndarray, slots: np.ndarray) -> np.ndarray:
         lane = slots // self._per_lane
-        place = self._bounds(lane) + step * self._per_lane + slots % self._per_lane
-        return np.where(place < self._bounds(lane + 1), place, -1)
+        place = self._bounds(lane) + steps * self._per_lane + slots % self._per_lane
+        return np.where((slots >= 0) & (place < self._bounds(lane + 1)), place, -1)
 
     def lane_of(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         lane = ((place + 1) * self.layout.lanes - 1) // self.num_samples
@@ -211,3 +213,9 @@ class _Cut:
 
     def _bounds(self, lane: np.ndarray) -> np.ndarray:
         return lane * self.num_samples // self.layout.lanes
+
+
+def _check_range(what: str, values: np.ndarray, low: int, end: int) -> None:
+    outside = values[(values < low) | (values >= end)]
+    if outside.size:
+        raise IndexError(f"{what} {outside[0]} is outside [{low}, {end}) of this layout")

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from dtrain.data.batch import Batch
 from dtrain.data.dataset import MicroBatches
+from dtrain.data.parcel import Parcel
+
+# A stop request reaches the whole process group. The trainer finishes its step with its workers and then ends them.
+_LEFT_TO_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Stream:
-    """Workers that build a rank's micro-batches, epoch after epoch. They end when the stream is dropped.
+    """Workers that build a rank's micro-batches, epoch after epoch. They end when the stream is closed or dropped.
 
     Args:
         dataset: The micro-batches.
@@ -21,9 +29,6 @@ class Stream:
         start: Epoch and step of the first micro-batch.
         steps: Steps in the first epoch, and in each one after it.
         micro_batches_per_step: Micro-batches of a step.
-
-    Attributes:
-        at: Epoch and step of the next micro-batch; None in the middle of a step.
     """
 
     def __init__(
@@ -34,13 +39,27 @@ class Stream:
         steps: tuple[int, int],
         micro_batches_per_step: int,
     ) -> None:
-        self._iterator = iter(
-            DataLoader(dataset, batch_size=None, worker_init_fn=_leave_signals_to_the_trainer, **loading)
+        hand_over: Callable[[Any], Any] = Parcel if loading["num_workers"] else _as_it_is
+        loader = DataLoader(
+            dataset,
+            batch_size=None,
+            collate_fn=hand_over,
+            worker_init_fn=_ignore_signals,
+            generator=torch.Generator(),  # else starting workers would draw from the run's own
+            **loading,
         )
+        with _signals_held_back():
+            self._iterator: Iterator[Batch] | None = iter(loader)
         self._epoch, self._step = start
         self._micro_batch = 0
         self._num_steps, self._later_steps = steps
         self._micro_batches = micro_batches_per_step
+        _open_streams.add(self)
+
+    @property
+    def is_open(self) -> bool:
+        """False after ``close`` or a failure."""
+        return self._iterator is not None
 
     @property
     def at(self) -> tuple[int, int] | None:
@@ -48,8 +67,15 @@ class Stream:
         return None if self._micro_batch else (self._epoch, self._step)
 
     def take(self) -> Batch:
-        """The next micro-batch; waits for the workers."""
-        batch: Batch = next(self._iterator)
+        """The next micro-batch; waits for the workers. If that fails, the stream is closed."""
+        if self._iterator is None:
+            raise RuntimeError("the stream is closed.")
+        batch = None
+        try:
+            batch = next(self._iterator)
+        finally:
+            if batch is None:  # the others go on without what failed, which would be a gap
+                self.close()
         self._micro_batch += 1
         if self._micro_batch == self._micro_batches:
             self._micro_batch = 0
@@ -58,8 +84,40 @@ class Stream:
             self._epoch, self._step, self._num_steps = self._epoch + 1, 0, self._later_steps
         return batch
 
+    def close(self) -> None:
+        """Ends the workers."""
+        iterator, self._iterator = self._iterator, None
+        # Dropping the iterator does the same, but the traceback of an error may keep it.
+        end_workers = getattr(iterator, "_shutdown_workers", None)
+        if end_workers is not None:
+            end_workers()
 
-def _leave_signals_to_the_trainer(worker: int) -> None:
-    # A stop request reaches the whole process group. The trainer finishes its step with these workers and then ends them.
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+_open_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+
+
+# Python ends child processes by SIGTERM when it exits, and waits for them; but these leave signals to the trainer.
+@atexit.register
+def _close_streams() -> None:
+    for stream in list(_open_streams):
+        stream.close()
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    # Workers are born with these signals blocked, else one that comes early would end a worker.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_TRAINER)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _ignore_signals(worker: int) -> None:
+    for number in _LEFT_TO_THE_TRAINER:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_THE_TRAINER)

@@ -38,7 +38,7 @@ _Result = TypeVar("_Result")
 
 
 class Survey:
-    """What is to be known of all shards before their columns can be put together.
+    """What is to be known about all shards before their columns can be put together.
 
     Args:
         paths: The shards.
@@ -64,7 +64,7 @@ class Survey:
         self._members: Counter[str] = Counter()
         self._doubts: dict[int, str] = {}
         self._damaged: dict[int, ShardError] = {}
-        self._kept: dict[int, ShardIndex] = {}
+        self._at_hand: dict[int, ShardIndex] = {}
         self._room = MAPPED_ABOVE
 
     def run(self, first: int, progress: Callable[[int, int], None] | None) -> None:
@@ -124,9 +124,9 @@ class Survey:
                     "its own in memory. Set DTRAIN_CACHE to a folder with room.",
                     stacklevel=3,
                 )
-            columns_there = self.known()
-            if columns_there is not None:
-                return columns_there
+            mapped = self.known()
+            if mapped is not None:
+                return mapped
         gathered: dict[str, list[np.ndarray]] = {name: [] for name in shapes}
         for piece in self._pieces(small):
             for name, rows in piece.items():
@@ -141,16 +141,17 @@ class Survey:
         self._members.update(dict(zip(shard.extensions, times, strict=True)))
         if shard.doubts:
             self._doubts[place] = f"shard {shard.path!r}: {' '.join(shard.doubts)}"
+        # Those of a small data set stay in memory; those of a large one are read again when they are needed.
         size = len(shard.key_bytes) + 8 * len(shard.key_starts) + 24 * len(shard.member_offset)
         if size <= self._room:
             self._room -= size
-            self._kept[place] = shard
+            self._at_hand[place] = shard
 
     def _pieces(self, first: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
         yield first
         key_start = 0
         for place, path in enumerate(self._paths):
-            shard = self._kept.get(place) or load_or_build(path)
+            shard = self._at_hand.get(place) or load_or_build(path)
             self._check_unchanged(place, shard)
             offsets, sizes = shard.columns(self._columns)
             key_starts = shard.key_starts[1:] + key_start

@@ -100,6 +100,7 @@ def _walk(path: str, file: BinaryIO, unverified: list[tuple[int, bytes]]) -> Ite
             if len(unverified) >= _VERIFIED_AT_ONCE:
                 _verify(path, unverified)
                 unverified.clear()
+            # Counted from the last piece, so that a tar of large and small members is read in both ways.
             dense = offset - start <= headers * _DENSE_STRIDE
             data, start, headers = _read(file, offset, _DENSE_READ if dense else _SPARSE_READ), offset, 0
             header = data[:_BLOCK]
@@ -120,12 +121,14 @@ def _walk(path: str, file: BinaryIO, unverified: list[tuple[int, bytes]]) -> Ite
         payload = offset + _BLOCK
         if kind in _EXTENDED:
             if size > _MAX_EXTENDED or payload + size > end:
-                raise ShardError(path, offset, f"an extended header of {size} bytes, too many", _COPY_AGAIN)
+                what = f"an extended header of {size} bytes, too large or beyond the end of the file at {end}"
+                raise ShardError(path, offset, what, _COPY_AGAIN)
             content = data[payload - start : payload - start + size]
             if len(content) < size:
                 content = _read(file, payload, size)
-            # Most give a time stamp only; taking those apart would cost as much as the rest of the walk.
-            if kind == _GNU_NAME or b"path=" in content or b"size=" in content or b"GNU.sparse." in content:
+            # Most say nothing but the time; taking those apart would cost as much as the rest of the walk.
+            moves = b"path=" in content or b"size=" in content or b"GNU.sparse." in content
+            if moves or kind not in _PAX or not content.endswith(b"\n"):
                 name, other_size = _read_extended(path, offset, kind, content)
                 # Where two say the same, the first counts, as in `tarfile`.
                 long_name = name if long_name is None else long_name
@@ -135,20 +138,20 @@ def _walk(path: str, file: BinaryIO, unverified: list[tuple[int, bytes]]) -> Ite
             offset = payload + -(-size // _BLOCK) * _BLOCK
             continue
 
-        name = _text(header[:100])
-        # In the oldest tars a directory is a file whose name ends in a slash.
-        if kind in _WITHOUT_PAYLOAD or (kind == 0 and name.endswith(b"/")):
-            extended, long_name, long_size = None, None, None
-            offset = payload
-            continue
         if kind == _GNU_SPARSE:
             raise _sparse(path, offset)
+        name = _text(header[:100])
         if header[345]:
             name = _text(header[345:500]) + b"/" + name
         if extended is not None:
             name = name if long_name is None else long_name
             size = size if long_size is None else long_size
             extended, long_name, long_size = None, None, None
+        # In the oldest tars a directory is a file whose name ends in a slash. The whole name: one that was cut to fit into
+        # the header may end in a slash by chance, which some versions of `tarfile` take for the end of the archive.
+        if kind in _WITHOUT_PAYLOAD or (kind == 0 and name.endswith(b"/")):
+            offset = payload
+            continue
         if payload + size > end:
             shown = name.decode("utf-8", "backslashreplace")
             what = f"the file ends at {end}, inside {shown!r}, which takes {size} bytes from {payload} on"
@@ -161,6 +164,8 @@ def _walk(path: str, file: BinaryIO, unverified: list[tuple[int, bytes]]) -> Ite
 def _read_extended(path: str, offset: int, kind: int, content: bytes) -> tuple[bytes | None, int | None]:
     """Name and size that an extended header gives to the next member; None where it gives none."""
     if kind == _GNU_NAME:
+        if not _text(content):
+            raise ShardError(path, offset, "an extended header with an empty name", _COPY_AGAIN)
         return _text(content), None
     if kind == _GNU_LINK:
         return None, None
@@ -170,7 +175,7 @@ def _read_extended(path: str, offset: int, kind: int, content: bytes) -> tuple[b
     name, size = records.get(b"path"), records.get(b"size")
     if kind == _PAX_GLOBAL and (name is not None or size is not None):
         raise ShardError(path, offset, "a global header gives all members one path or one size", _REPACK)
-    if size is not None and not size.isdigit():
+    if size is not None and not (size.isdigit() and len(size) < 20):
         raise ShardError(path, offset, f"an extended header with the size {size!r}", _COPY_AGAIN)
     return None if name is None else name.rstrip(b"/"), None if size is None else int(size)
 
@@ -225,7 +230,7 @@ def _pax_records(path: str, offset: int, content: bytes) -> dict[bytes, bytes]:
             break
         records[keyword] = content[match.end() : end - 1]
         at = end
-    if content[at:].strip(b"\0"):
+    if at < len(content):
         raise ShardError(
             path, offset, f"an extended header that cannot be read from {content[at : at + 20]!r} on", _COPY_AGAIN
         )

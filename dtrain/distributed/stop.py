@@ -35,7 +35,8 @@ class StopRequests:
         self._stop_file = stop_file
         self._peer_failed = peer_failed
         self._reason: str | None = None
-        self._looked = 0.0
+        self._interrupted = False
+        self._looked = float("-inf")
         self._pid = os.getpid()
         self._before: dict[int, Any] = {}
 
@@ -47,30 +48,36 @@ class StopRequests:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if handler is not None:  # what was not installed from Python cannot be put back
+                signal.signal(number, handler)
 
     @property
     def reason(self) -> str | None:
         """Why this rank wants to stop: a signal's name or the STOP file; None if it does not."""
         if self._reason is None and self._stop_file is not None and time.monotonic() - self._looked >= _LOOK_EVERY:
             self._looked = time.monotonic()
-            if self._stop_file.exists():
+            if os.path.exists(self._stop_file):  # and not Path.exists, which raises where a network disk hiccups
                 self._reason = f"{self._stop_file.name} file"
         return self._reason
 
     def consume(self) -> None:
         """Takes the STOP file away, once all ranks have agreed, so that the next start does not stop again."""
         if self._stop_file is not None:
-            self._stop_file.unlink(missing_ok=True)
+            try:
+                self._stop_file.unlink(missing_ok=True)
+            except OSError as error:
+                sys.stderr.write(f"dtrain: {error}. Delete it by hand, or the next start will stop again.\n")
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a forked child has inherited this handler
             return
         name = signal.Signals(number).name
-        if self._reason is not None and number in (signal.SIGINT, signal.SIGTERM) and "SIGINT" in self._reason:
-            sys.stderr.write(f"dtrain: {name} after SIGINT: ending at once, without a checkpoint\n")
+        if self._interrupted and number in (signal.SIGINT, signal.SIGTERM):
+            # Not sys.stderr, which the interrupted code may be writing to.
+            os.write(2, f"dtrain: {name} after SIGINT: ending at once, without a checkpoint\n".encode())
             os._exit(128 + number)
-        self._reason = name
+        self._interrupted |= number == signal.SIGINT
+        self._reason = self._reason or name
         if number == signal.SIGTERM:
             # torchrun also sends TERM to the peers of a rank that died. A thread looks, since the main one may be
             # inside a call to the same store.

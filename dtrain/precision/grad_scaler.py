@@ -49,8 +49,13 @@ class CrossRankGradScaler:
         ValueError: If a factor, interval or bound is impossible; names both values. If scaling is enabled for a device
             that is not there, or ``process_group`` does not contain this rank.
 
+    Attributes:
+        peers: The ranks that share the scale.
+
     ``step`` and ``load_state_dict`` are collective over ``process_group``. With a fused optimizer nothing waits for the
     device: the decision is handed to its kernel. Others wait for one number a step.
+
+    Uneven inputs: every rank steps equally often. Under torch's ``Join`` see ``dtrain.precision.join``.
     """
 
     def __init__(
@@ -67,7 +72,7 @@ class CrossRankGradScaler:
         enabled: bool = True,
     ) -> None:
         self._enabled = enabled
-        self._peers = Peers(process_group, torch.device(device))
+        self.peers = Peers(process_group, torch.device(device))
         # On the host until the first loss shows where it belongs.
         host = torch.device("cpu")
         self._loss_scale = LossScale(
@@ -82,7 +87,7 @@ class CrossRankGradScaler:
                 f"CrossRankGradScaler: device={device!r}, but CUDA is not available. Pass the device type of the loss, "
                 "or enabled=False to train without gradient scaling"
             )
-        if enabled and self._peers.count < 1:
+        if enabled and self.peers.count < 1:
             raise ConfigError("CrossRankGradScaler: process_group does not contain this rank")
 
     def scale(self, outputs: Any) -> Any:
@@ -112,6 +117,9 @@ class CrossRankGradScaler:
         if optimizer not in self._takes_found_inf:
             refuse_unscalable(optimizer)
             self._takes_found_inf[optimizer] = _takes_found_inf(optimizer, self._loss_scale.scale.device)
+            # A wrapper such as PostLocalSGDOptimizer does not initialise its base class, and has no place for hooks.
+            if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+                optimizer.register_step_pre_hook(_OnlyOurs(weakref.ref(self)))
         if optimizer in self._rounds:
             done = "step()" if self._rounds[optimizer].stepped else "unscale_()"
             raise RuntimeError(f"unscale_() was called after {done} of the same optimizer: call update() in between")
@@ -142,11 +150,14 @@ class CrossRankGradScaler:
         if round_.stepped:
             raise RuntimeError("step() was called twice for the same optimizer: call update() in between")
         on_device = self._takes_found_inf[optimizer] and prefill_momentum(optimizer)
-        round_.found_inf = self._peers.decide(round_.found_inf, self._loss_scale.scale, on_device)
-        round_.stepped = True
-        if on_device:
-            return _step_unless(round_.found_inf, optimizer, args, kwargs)
-        return None if round_.found_inf.item() else optimizer.step(*args, **kwargs)
+        round_.found_inf = self.peers.decide(round_.found_inf, self._loss_scale.scale, on_device)
+        round_.stepped = round_.stepping = True
+        try:
+            if on_device:
+                return _step_unless(round_.found_inf, optimizer, args, kwargs)
+            return None if round_.found_inf.item() else optimizer.step(*args, **kwargs)
+        finally:
+            round_.stepping = False
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adapts the scale to what the steps since the last update found; ends the iteration.
@@ -173,6 +184,18 @@ class CrossRankGradScaler:
             decisions = [round_.found_inf for round_ in self._rounds.values()]
             self._loss_scale.update(reduce(torch.maximum, decisions))
         self._rounds.clear()
+
+    def follow(self, optimizers: int = 1) -> None:
+        """Collective. Takes part in the steps and the update of the other ranks without having gradients itself.
+
+        Args:
+            optimizers: How many the others step before they update.
+        """
+        if not self._enabled:
+            return
+        scale = self._loss_scale.scale
+        decisions = [self.peers.decide(torch.zeros_like(scale), scale, False) for _ in range(optimizers)]
+        self._loss_scale.update(reduce(torch.maximum, decisions))
 
     def get_scale(self) -> float:
         """The scale (1.0 when disabled). Synchronises with the device."""
@@ -225,17 +248,17 @@ class CrossRankGradScaler:
         """
         if not self._enabled:
             return
-        if self._peers.count == 1:
+        if self.peers.count == 1:
             self._loss_scale.load_state_dict(state_dict)
             return
         state, refusal = None, None
-        if self._peers.is_first:
+        if self.peers.is_first:
             # Raised only once the others know, who would wait for this rank's state otherwise.
             try:
                 state = LossScaleState.from_dict(state_dict)
             except ValueError as error:
                 refusal = error
-        state = self._peers.first_state(state)
+        state = self.peers.first_state(state)
         if refusal is not None:
             raise refusal
         if state is None:
@@ -245,9 +268,9 @@ class CrossRankGradScaler:
     def _require_scaled(self, method: str) -> None:
         if not self._placed:
             raise RuntimeError(
-                f"{method}() was called before any scale(): the loss has to be scaled before backward, "
-                "scaler.scale(loss).backward(). A rank without a loss, such as a pipeline stage, scales a zero: "
-                "scaler.scale(torch.zeros((), device=device))"
+                f"{method}() was called before any scale(): the loss has to be scaled before backward, by this scaler and "
+                "not by torch.amp.GradScaler: scaler.scale(loss).backward(). A rank without a loss, such as a pipeline "
+                "stage, scales a zero: scaler.scale(torch.zeros((), device=device))"
             )
 
 
@@ -258,10 +281,29 @@ class _Round:
     Attributes:
         found_inf: This rank's flag; once stepped, the decision. fp32, shape ``[]``.
         stepped: Whether ``step`` was called.
+        stepping: Whether ``step`` is running.
     """
 
     found_inf: Tensor
     stepped: bool = False
+    stepping: bool = False
+
+
+@dataclass(frozen=True)
+class _OnlyOurs:
+    """Called by an optimizer before each of its steps: what the scaler unscaled, nobody else steps."""
+
+    scaler: weakref.ref[CrossRankGradScaler]
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        scaler = self.scaler()
+        round_ = scaler._rounds.get(optimizer) if scaler is not None else None
+        if round_ is not None and not round_.stepping:
+            raise RuntimeError(
+                f"this {type(optimizer).__name__} was unscaled by CrossRankGradScaler and is now stepped by something "
+                "else, such as torch.amp.GradScaler or a call of optimizer.step(): it would not skip where another rank "
+                "overflowed, or step twice. Use scaler.step(optimizer) alone, and one scaler for one optimizer"
+            )
 
 
 def _takes_found_inf(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:

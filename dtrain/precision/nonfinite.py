@@ -15,7 +15,8 @@ def refuse_unscalable(optimizer: torch.optim.Optimizer) -> None:
     """Refuses optimizers whose gradients cannot be scaled. Looks at every parameter: once an optimizer is enough.
 
     Raises:
-        ValueError: If a parameter is fp16, or is updated inside the backward pass.
+        ValueError: If a parameter is fp16, is updated inside the backward pass, or belongs to DDP's private mixed
+            precision.
     """
     for group_number, group in enumerate(optimizer.param_groups):
         for number, parameter in enumerate(group["params"]):
@@ -25,7 +26,12 @@ def refuse_unscalable(optimizer: torch.optim.Optimizer) -> None:
             if hasattr(parameter, "_in_backward_optimizers"):
                 raise ValueError(
                     f"{name} is updated inside the backward pass, with a gradient that is still scaled and unchecked. "
-                    "Do not apply an optimizer in backward to it, or train it without gradient scaling"
+                    "Do not apply an optimizer in backward to it: no rank can be asked whether to skip"
+                )
+            if hasattr(parameter, "_mp_param"):
+                raise ValueError(
+                    f"{name} is in a DistributedDataParallel(mixed_precision=...), which is private to torch and adds up "
+                    "in 16 bits before it divides. Wrap the model without it and use autocast"
                 )
 
 
@@ -58,6 +64,14 @@ def local_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
             if gradient.numel():
                 gradients.append(gradient)
     return gradients
+
+
+def norm_of(gradients: list[Tensor]) -> Tensor:
+    """The 2-norm of at least one dense gradient, all on one device: shape ``[]``.
+
+    The two operations that ``torch.nn.utils.get_total_norm`` comes down to, without its sorting by device and dtype.
+    """
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
 
 
 @torch.no_grad()

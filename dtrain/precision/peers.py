@@ -24,7 +24,12 @@ class Peers:
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group
-        self._device = device
+        self.device = device
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group; None where there is none."""
+        return self._group or dist.group.WORLD
 
     @property
     def count(self) -> int:
@@ -74,7 +79,7 @@ class Peers:
         Raises:
             RuntimeError: If not every rank takes part.
         """
-        words = torch.zeros(7, dtype=torch.float64, device=self._device)
+        words = torch.zeros(7, dtype=torch.float64, device=self.device)
         if self.is_first and state is not None:
             words.copy_(torch.tensor(_packed(state), dtype=torch.float64))
         try:

@@ -2,22 +2,41 @@
 
 The *word* is a float64 vector. What decides (overflow, count) is 0/1 flags and exact integers, never raw norms or losses:
 with MAX a NaN on any rank but the first is lost, and a NaN in a SUM would hide the rest of the word.
+
+On a GPU all arithmetic stays there. On a CPU a Python float costs a tenth of a tensor of one number, so the same
+arithmetic is done in floats (``HostVote``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite, nan
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.config.errors import ConfigError
 
-# Computed on the device, in this order, then the task's metrics, then what only the host knows.
-_DEVICE = ("overflow", "norm", "scale", "scale_squared", "loss_sum", "count")
-_HOST = ("stop", "save", "samples", "bad", "bytes")
+# The word: overflow, scale, its square, norm, loss sum, count; sum and count of each metric; what only the host knows.
+_HEAD, _HOST = 6, 5
+
+
+class Decision(NamedTuple):
+    """What a step depends on: on the device, equal on all ranks, each of shape ``[]``.
+
+    Attributes:
+        skip: bool: no rank moves its parameters.
+        overflowed: bool: some rank's loss or gradients were not finite.
+        coefficient: fp32: makes of the gradients those of the mean loss, unscaled and clipped. Of no use in a skip.
+    """
+
+    skip: Tensor
+    overflowed: Tensor
+    coefficient: Tensor
 
 
 @dataclass(frozen=True)
@@ -58,7 +77,7 @@ class Tally:
 
 
 class Vote:
-    """Packs, sums and unpacks the word.
+    """Packs, sums and unpacks the word; arithmetic on the device.
 
     Args:
         device: Where gradients are.
@@ -69,8 +88,20 @@ class Vote:
         self._world_size = world_size
         self._device = device
         # Pinned, so that sending it to a GPU does not wait for the GPU.
-        self._host = torch.zeros(len(_HOST), dtype=torch.float64, pin_memory=device.type == "cuda")
+        self._host = torch.zeros(_HOST, dtype=torch.float64, pin_memory=device.type == "cuda")
         self._host_values = self._host.numpy()
+
+    def sums(self, values: Sequence[Tensor | float]) -> Tensor:
+        """What a micro-batch brings, ready to be added to that of others: float64, shape ``[2 + 2 * metrics]``.
+
+        Args:
+            values: Loss sum and count, then sum and count of each metric: numbers, or tensors of shape ``[]``.
+        """
+        return torch.stack([self._number(value) for value in values])
+
+    def overflow(self, norm: Tensor, sums: Tensor) -> Tensor:
+        """Whether gradient norm, loss sum or count is not finite on this rank: bool, shape ``[]``."""
+        return torch.cat([norm.reshape(1), sums.narrow(0, 0, 2)]).isfinite().all().logical_not()
 
     def cast(
         self,
@@ -85,7 +116,7 @@ class Vote:
         bad: int,
         nbytes: int,
     ) -> Tensor:
-        """Collective. The word, summed over all ranks, on the device.
+        """Collective. The word, summed over all ranks: float64, on the device.
 
         Args:
             overflow: bool, shape ``[]``: this rank's loss or gradients are not finite.
@@ -100,14 +131,9 @@ class Vote:
         """
         self._host_values[:] = (stop, save, samples, bad, nbytes)
         scale = scale.double()
-        head = torch.stack([overflow.double(), norm.double(), scale, scale * scale])
-        readable = torch.cat([head[1:2], sums]).masked_fill(overflow, 0)
-        word = torch.cat(
-            [head[:1], readable[:1], head[2:], readable[1:], self._host.to(self._device, non_blocking=True)]
-        )
-        if self._world_size > 1:
-            dist.all_reduce(word)
-        return word
+        head = torch.stack([overflow.double(), scale, scale * scale])
+        readable = torch.cat([norm.double().reshape(1), sums]).masked_fill(overflow, 0)
+        return self._summed(torch.cat([head, readable, self._host.to(self._device, non_blocking=True)]))
 
     def decision(self, word: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the step depends on, on the device and equal on all ranks.
@@ -116,8 +142,24 @@ class Vote:
             Whether some rank overflowed (bool), the gradient norm, and the count of valid rows (or tokens) of all ranks
             (float64), each of shape ``[]``.
         """
-        overflow, norm, _, _, _, count, *_ = word.unbind()
+        overflow, _, _, norm, _, count, *_ = word.unbind()
         return overflow > 0, norm / self._world_size, count
+
+    def decide(self, word: Tensor, scale: Tensor, nominal: int, clip_norm: float | None) -> Decision:
+        """What every rank does with its gradients, from what all have said.
+
+        Args:
+            word: From ``cast``.
+            scale: Shape ``[]``: the loss scale.
+            nominal: Rows that the sums of gradients were divided by.
+            clip_norm: Largest norm of the gradient of the mean loss; None does not clip.
+        """
+        overflowed, norm, count = self.decision(word)
+        skip = overflowed | (count == 0)
+        coefficient = nominal / count.masked_fill(skip, 1) / scale
+        if clip_norm is not None:
+            coefficient = coefficient * (clip_norm / (norm * coefficient + 1e-6)).clamp(max=1)
+        return Decision(skip, overflowed, coefficient.float())
 
     def tally(self, word: Sequence[float], metrics: Sequence[str]) -> Tally:
         """The word as numbers.
@@ -125,25 +167,89 @@ class Vote:
         Raises:
             ConfigError: If the ranks do not have one loss scale.
         """
-        named = dict(zip(_DEVICE, word, strict=False))
-        host = dict(zip(_HOST, word[-len(_HOST) :], strict=True))
+        overflow, scale, scale_squared, norm, loss_sum, count = word[:_HEAD]
+        stop, save, samples, bad, nbytes = word[-_HOST:]
         # Cauchy-Schwarz: equality holds only if all scales are equal.
-        if abs(self._world_size * named["scale_squared"] / named["scale"] ** 2 - 1) > 1e-9:
+        if abs(self._world_size * scale_squared / scale**2 - 1) > 1e-9:
             raise ConfigError(
-                f"the loss scales of the {self._world_size} ranks differ (mean {named['scale'] / self._world_size:g}). "
+                f"the loss scales of the {self._world_size} ranks differ (mean {scale / self._world_size:g}). "
                 "Was the scale or the scaler's state changed on one rank only? Start again from the last checkpoint."
             )
-        pairs = word[len(_DEVICE) : -len(_HOST)]
+        pairs = word[_HEAD:-_HOST]
         return Tally(
-            overflow=int(named["overflow"]),
-            grad_norm=named["norm"] / self._world_size if not named["overflow"] else float("nan"),
-            loss_scale=named["scale"] / self._world_size,
-            loss_sum=named["loss_sum"],
-            count=named["count"],
+            overflow=int(overflow),
+            grad_norm=norm / self._world_size if not overflow else nan,
+            loss_scale=scale / self._world_size,
+            loss_sum=loss_sum,
+            count=count,
             metrics={name: (pairs[2 * i], pairs[2 * i + 1]) for i, name in enumerate(metrics)},
-            stop=int(host["stop"]),
-            save=int(host["save"]),
-            samples=int(host["samples"]),
-            bad=int(host["bad"]),
-            bytes=host["bytes"],
+            stop=int(stop),
+            save=int(save),
+            samples=int(samples),
+            bad=int(bad),
+            bytes=nbytes,
         )
+
+    def _number(self, value: Tensor | float) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.detach().double()
+        return torch.full((), value, dtype=torch.float64, device=self._device)
+
+    def _summed(self, word: Tensor) -> Tensor:
+        if self._world_size > 1:
+            dist.all_reduce(word)
+        return word
+
+
+class HostVote(Vote):
+    """The same for gradients on the CPU, in Python floats: float64 like the word, and looking at a value is free."""
+
+    def __init__(self, device: torch.device, world_size: int) -> None:
+        super().__init__(device, world_size)
+        self._flags = (torch.tensor(False), torch.tensor(True))
+
+    def sums(self, values: Sequence[Tensor | float]) -> Tensor:
+        """As ``Vote.sums``."""
+        numbers = [value.item() if isinstance(value, Tensor) else value for value in values]
+        return _float64(numbers)
+
+    def overflow(self, norm: Tensor, sums: Tensor) -> Tensor:
+        """As ``Vote.overflow``."""
+        loss_sum, count, *_ = sums.tolist()
+        return self._flags[not (isfinite(norm.item()) and isfinite(loss_sum) and isfinite(count))]
+
+    def cast(
+        self,
+        overflow: Tensor,
+        norm: Tensor,
+        scale: Tensor,
+        sums: Tensor,
+        *,
+        stop: bool,
+        save: bool,
+        samples: int,
+        bad: int,
+        nbytes: int,
+    ) -> Tensor:
+        """Collective. As ``Vote.cast``."""
+        overflowed, factor = bool(overflow), scale.item()
+        readable = [0.0] * (1 + len(sums)) if overflowed else [norm.item(), *sums.tolist()]
+        word = [overflowed, factor, factor * factor, *readable, stop, save, samples, bad, nbytes]
+        return self._summed(_float64(word))
+
+    def decide(self, word: Tensor, scale: Tensor, nominal: int, clip_norm: float | None) -> Decision:
+        """As ``Vote.decide``."""
+        overflow, _, _, norm, _, count, *_ = word.tolist()
+        overflowed = overflow > 0
+        skip = overflowed or count == 0
+        coefficient = nominal / (1 if skip else count) / scale.item()
+        if clip_norm is not None:
+            coefficient *= min(1.0, clip_norm / (norm / self._world_size * coefficient + 1e-6))
+        return Decision(
+            self._flags[skip], self._flags[overflowed], torch.scalar_tensor(coefficient, dtype=torch.float32)
+        )
+
+
+def _float64(numbers: Sequence[float]) -> Tensor:
+    # By way of numpy: torch.tensor takes three times as long for a dozen numbers.
+    return torch.from_numpy(np.array(numbers, dtype=np.float64))

@@ -18,6 +18,7 @@ from dtrain.config.errors import ConfigError, users_to_fix
 from dtrain.config.schema import LossScaleConfig, ParallelConfig, PrecisionConfig
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
+from dtrain.precision.comm_hooks import COMM_DTYPES, HookGuard, reduce_in
 from dtrain.precision.loss_scale import LossScale
 
 
@@ -137,15 +138,30 @@ def build_schedule(node: Any, horizon: int) -> Callable[[int], float]:
     return schedule
 
 
-def wrap(model: nn.Module, parallel: ParallelConfig, world: World, deterministic: bool) -> nn.Module:
+def wrap(
+    model: nn.Module, parallel: ParallelConfig, world: World, deterministic: bool
+) -> tuple[nn.Module, HookGuard | None]:
     """The model as the step runs it: in DDP where there are several ranks.
 
     DDP lays its buckets out anew after the first backward of a process. From three ranks on that changes the order of
     summation, so a resumed run would differ in the last bit; only a search for unused parameters keeps the layout.
+
+    Returns:
+        The model, and for the step to ask: what guards ``parallel.comm_hook``, where there is one.
+
+    Raises:
+        ConfigError: If ``parallel.comm_dtype`` is none, or there is a hook as well.
     """
+    if parallel.comm_dtype not in COMM_DTYPES:
+        raise ConfigError(f"parallel.comm_dtype: got {parallel.comm_dtype!r}, want one of {', '.join(COMM_DTYPES)}.")
+    if parallel.comm_hook is not None and parallel.comm_dtype != "fp32":
+        raise ConfigError(
+            f"parallel: got comm_dtype={parallel.comm_dtype} and a comm_hook, which decides by itself what is sent. Set "
+            "one of them."
+        )
     if world.size == 1:
-        return model
-    return DistributedDataParallel(
+        return model, None
+    ddp = DistributedDataParallel(
         model,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         bucket_cap_mb=parallel.bucket_cap_mb,
@@ -153,3 +169,14 @@ def wrap(model: nn.Module, parallel: ParallelConfig, world: World, deterministic
         static_graph=parallel.static_graph and not deterministic,
         gradient_as_bucket_view=parallel.gradient_as_bucket_view,
     )
+    if parallel.comm_hook is None:
+        reduce_in(ddp, COMM_DTYPES[parallel.comm_dtype])
+        return ddp, None
+    # The node is the hook and its state, as torch's register_comm_hook takes them; the bucket comes later.
+    hook = by_target("parallel.comm_hook", parallel.comm_hook, _partial_=True)
+    if inspect.isclass(hook.func) or hook.args or not set(hook.keywords) <= {"state"}:
+        raise ConfigError(
+            f"parallel.comm_hook: got {OmegaConf.to_container(parallel.comm_hook)}, want the _target_ of a function "
+            "hook(state, bucket), and its state, which may be a _target_ with options of its own."
+        )
+    return ddp, HookGuard(ddp, hook.func, hook.keywords.get("state"))

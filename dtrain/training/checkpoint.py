@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import math
 import os
 import re
 import shutil
@@ -30,6 +32,7 @@ from dtrain.config.schema import CheckpointConfig
 
 _NAME = re.compile(r"step-(\d{9})$")
 _FORMAT = 1
+logger = logging.getLogger("dtrain")
 
 
 @dataclass(frozen=True)
@@ -87,9 +90,11 @@ class Checkpoints:
             ConfigError: If there is no such checkpoint, or it is broken; names those there are.
         """
         steps = self.steps()
-        best = self.best_step() if which in ("", "best") else None
-        latest = self.newest_good()[0] if which == "latest" or (which == "" and best is None) else None
-        step = int(which) if which.isdigit() else best if best is not None else latest
+        step = int(which) if which.isdecimal() else self.best_step() if which in ("", "best") else None
+        if which == "latest" or (which == "" and step is None):
+            step, problems = self.newest_good()
+            for problem in problems:
+                logger.warning("passed over a broken checkpoint: %s", problem)
         if step not in steps:
             raise ConfigError(
                 f"checkpoint={which or 'latest'}: {self.directory} has "
@@ -138,7 +143,10 @@ class Checkpoints:
         return self.directory / f"step-{step:09d}"
 
     def save(self, step: int, checkpoint: Checkpoint) -> Path:
-        """Writes a checkpoint and then deletes those that need not stay. An existing one of that step is replaced.
+        """Writes a checkpoint and then deletes those that need not stay.
+
+        One of the same or a later step is there only if it is broken, so that the run went on from an earlier one: it
+        is replaced or deleted.
 
         Args:
             step: Attempted step that it was taken after.
@@ -148,19 +156,19 @@ class Checkpoints:
             OSError: If it cannot be written; those before are untouched.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
+        for left_over in self.directory.glob(".step-*"):  # of a save that was killed
+            shutil.rmtree(left_over, ignore_errors=True)
         target = self.path(step)
-        aside = self.directory / f".{target.name}.{os.getpid()}"
-        shutil.rmtree(aside, ignore_errors=True)
+        aside, replaced = self.directory / f".{target.name}.aside", self.directory / f".{target.name}.replaced"
         try:
             aside.mkdir()
             for name, tensors in checkpoint.tensors.items():
-                safetensors.torch.save_file(tensors, aside / f"{name}.safetensors")
+                _write_tensors(aside / f"{name}.safetensors", tensors)
             (aside / "state.json").write_text(json.dumps({"format": _FORMAT, **checkpoint.state}, indent=1))
             manifest = {path.name: _facts(path) for path in sorted(aside.iterdir())}
             (aside / "manifest.json").write_text(json.dumps(manifest, indent=1))
             for path in (*aside.iterdir(), aside):
                 _sync(path)
-            replaced = aside.with_suffix(".replaced")
             if target.exists():
                 os.rename(target, replaced)
             os.rename(aside, target)
@@ -168,7 +176,7 @@ class Checkpoints:
             shutil.rmtree(replaced, ignore_errors=True)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-        self._delete_old()
+        self._delete_old(step)
         return target
 
     def verify(self, step: int) -> None:
@@ -178,13 +186,7 @@ class Checkpoints:
             BadCheckpoint: If one is missing or differs; names it.
         """
         folder = self.path(step)
-        try:
-            manifest = json.loads((folder / "manifest.json").read_text())
-            if not isinstance(manifest, dict) or "state.json" not in manifest:
-                raise ValueError("it lists no state.json")
-        except (OSError, ValueError) as error:
-            raise BadCheckpoint(f"{folder}: manifest.json cannot be read ({error})") from error
-        for name, facts in manifest.items():
+        for name, facts in _manifest(folder).items():
             try:
                 found = _facts(folder / name)
             except OSError as error:
@@ -209,7 +211,7 @@ class Checkpoints:
         return None, problems
 
     def load(self, step: int) -> Checkpoint:
-        """Reads a checkpoint.
+        """Reads the files that the manifest lists, as they are: ``verify`` comes first, on one rank.
 
         Raises:
             BadCheckpoint: If it cannot be read or is of another format.
@@ -217,7 +219,8 @@ class Checkpoints:
         folder = self.path(step)
         try:
             state = json.loads((folder / "state.json").read_text())
-            tensors = {path.stem: safetensors.torch.load_file(path) for path in sorted(folder.glob("*.safetensors"))}
+            files = [folder / name for name in _manifest(folder) if name.endswith(".safetensors")]
+            tensors = {file.stem: safetensors.torch.load_file(file) for file in files}
         except (OSError, ValueError, SafetensorError) as error:
             raise BadCheckpoint(f"{folder} cannot be read: {error}") from error
         if state.get("format") != _FORMAT:
@@ -226,27 +229,57 @@ class Checkpoints:
 
     def best_step(self) -> int | None:
         """The step with the best value of the ``best`` metric; None if none has it. The later one wins a tie."""
-        best: tuple[float, int] | None = None
-        for step in self.steps():
-            value = self._metrics(step).get(self._best or "")
-            if value is not None and (best is None or self._sign * value >= best[0]):
-                best = (self._sign * value, step)
-        return best[1] if best else None
+        ranked = self._ranked()
+        return max(ranked)[1] if ranked else None
+
+    def improved_by(self, metrics: Mapping[str, float]) -> bool:
+        """Whether a checkpoint with these metrics would be the best one there is."""
+        value = self._value(metrics)
+        return value is not None and all(value >= other for other, _ in self._ranked())
+
+    def _ranked(self) -> list[tuple[float, int]]:
+        """Value, higher is better, and step of those that have the ``best`` metric."""
+        return [(value, step) for step in self.steps() if (value := self._value(self._metrics(step))) is not None]
+
+    def _value(self, metrics: Mapping[str, float]) -> float | None:
+        """The ``best`` metric, higher is better; None if it is not there or not finite."""
+        value = metrics.get(self._best or "")
+        return self._sign * value if value is not None and math.isfinite(value) else None
 
     def _metrics(self, step: int) -> Mapping[str, float]:
+        path = self.path(step) / "state.json"
         try:
-            metrics = json.loads((self.path(step) / "state.json").read_text()).get("metrics", {})
-        except (OSError, ValueError):
+            # A flipped digit would make a best checkpoint that none surpasses.
+            whole = _facts(path) == _manifest(path.parent)[path.name]
+            metrics: Mapping[str, float] = json.loads(path.read_text())["metrics"] if whole else {}
+        except (OSError, ValueError, KeyError):
             return {}
-        return metrics if isinstance(metrics, dict) else {}
+        return metrics
 
-    def _delete_old(self) -> None:
-        steps = self.steps()
-        keep = {*steps[-self._keep_last :], self.best_step() if self._best else None}
-        for step in steps:
-            if step not in keep:
+    def _delete_old(self, saved: int) -> None:
+        last = [step for step in self.steps() if step <= saved][-self._keep_last :]
+        best = self.best_step()
+        for step in self.steps():
+            if step > saved or step not in (*last, best):
                 # A folder that cannot be deleted is a matter of disk space, not of the run.
                 shutil.rmtree(self.path(step), ignore_errors=True)
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        if not isinstance(manifest, dict) or "state.json" not in manifest:
+            raise ValueError("it lists no state.json")
+    except (OSError, ValueError) as error:
+        raise BadCheckpoint(f"{folder}: manifest.json cannot be read ({error})") from error
+    return manifest
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    try:
+        safetensors.torch.save_file(tensors, path)
+    except SafetensorError as error:  # what it makes of a full disk
+        raise OSError(f"{path}: {error}") from error
 
 
 def _facts(path: Path) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class Ema:
     @torch.no_grad()
     def update(self, skip: Tensor) -> None:
         """Moves the average one step, unless ``skip`` (bool, shape ``[]``); does not wait for the device."""
-        amount = ((1 - self.decay) * (~skip)).to(torch.float32)
+        amount = skip.logical_not().to(torch.float32) * (1 - self.decay)
         change = list(torch._foreach_sub(self._weights, self._averages))
         torch._foreach_mul_(change, amount)
         torch._foreach_add_(self._averages, change)

@@ -13,7 +13,7 @@ from dtrain.config.errors import ConfigError
 from dtrain.data import ShardLoader
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
-from dtrain.training.task import Task
+from dtrain.training.task import Task, checked
 
 
 @torch.inference_mode()
@@ -44,6 +44,7 @@ def evaluate(
 
     Raises:
         ConfigError: On every rank, if the result is not finite or nothing could be evaluated.
+        TypeError: If the task returns something else than an ``Output``.
     """
     was_training = model.training
     model.eval()
@@ -56,7 +57,7 @@ def evaluate(
             samples += sum(1 for key in batch.sample_keys if key)
             bad += len(batch.bad)
             with precision.autocast(world.device.type):
-                output = task(model, batch.to(world.device))
+                output = checked(task(model, batch.to(world.device)))
             if not names:
                 names = ["loss", *sorted(output.metrics)]
                 sums = torch.zeros(2 * len(names) + 2, dtype=torch.float64, device=world.device)

@@ -10,23 +10,28 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from dtrain.config.errors import ConfigError
 from dtrain.data import Batch
 from dtrain.data.ledger import Ledger
 from dtrain.data.loader import check_bad_samples
-from dtrain.distributed.collectives import equalise_buffers
+from dtrain.distributed.collectives import decided_by_rank_zero, equalise_buffers
 from dtrain.distributed.process_group import set_timeout
 from dtrain.distributed.stop import StopRequests
+from dtrain.precision.lowered import LoweredModules
 from dtrain.tracking.meter import Meter
 from dtrain.tracking.sinks import NullSinks, Sinks
 from dtrain.tracking.status import write_status
 from dtrain.training.checkpoint import Checkpoints
 from dtrain.training.evaluation import evaluate
 from dtrain.training.parts import Parts
+from dtrain.training.refusals import refuse_mean
 from dtrain.training.step import Outcome
 
 _STATUS_EVERY = 5.0  # seconds
@@ -42,11 +47,16 @@ class Loop:
         checkpoints: Where checkpoints go.
         sinks: Where records go.
         stop: Requests to stop.
+
+    Raises:
+        ConfigError: If ``train.log_every`` is impossible.
     """
 
     def __init__(
         self, parts: Parts, last_step: int, checkpoints: Checkpoints, sinks: Sinks | NullSinks, stop: StopRequests
     ) -> None:
+        if parts.cfg.train.log_every < 1:
+            raise ConfigError(f"train.log_every: got {parts.cfg.train.log_every}, want at least 1.")
         self._parts = parts
         self._last_step = last_step
         self._checkpoints = checkpoints
@@ -78,7 +88,7 @@ class Loop:
         batches = iter(loader)
         try:
             while step.step < self._last_step and not self._stopping:
-                step.accumulate(self._take_window(batches), loader.micro_batches_per_step)
+                self._accumulate(batches)
                 self._settle()  # the step before: its vote is in by now
                 step.apply(stop=self._stop.reason is not None, save=self._save_is_due())
                 epoch_ended = self._commit()
@@ -93,16 +103,31 @@ class Loop:
 
     # -- one step
 
+    def _accumulate(self, batches: Iterator[Batch]) -> None:
+        parts, window = self._parts, self._take_window(batches)
+        if parts.step.step or parts.precision.compute_dtype != torch.float32:
+            parts.step.accumulate(window, parts.train_loader.micro_batches_per_step)
+            return
+        with LoweredModules(parts.model, parts.world.device.type) as lowered:
+            parts.step.accumulate(window, parts.train_loader.micro_batches_per_step)
+        for line in lowered.warnings():
+            logger.warning(line)
+            self._sinks.note(line)
+
     def _take_window(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The next window's micro-batches, on the device."""
         self._window = _Window()
-        for _ in range(self._parts.train_loader.micro_batches_per_step):
+        for number in range(self._parts.train_loader.micro_batches_per_step):
             asked = time.monotonic()
             batch = next(batches)
             self._window.waited += time.monotonic() - asked
             self._window.keys += [key for key in batch.sample_keys if key]
             self._window.bad += batch.bad
-            yield batch.to(self._parts.world.device)
+            batch = batch.to(self._parts.world.device)
+            if self._parts.step.step == number == 0:
+                parts = self._parts
+                refuse_mean(parts.task, parts.model, batch, parts.precision, parts.world.device)
+            yield batch
 
     def _commit(self) -> bool:
         """The optimizer step is done (or queued): the position moves. True if that was the epoch's last step."""
@@ -149,8 +174,7 @@ class Loop:
             check_bad_samples(progress.bad_samples, progress.samples, budget, self._last_bad)
 
     def _log(self, outcome: Outcome, timing: _Timing) -> None:
-        record = self._place(outcome.step, outcome.applied_steps, timing) | self._meter.record()
-        self._sinks.log(record)
+        self._record(self._place(outcome.step, outcome.applied_steps, timing) | self._meter.record())
         if time.monotonic() - self._status_at > _STATUS_EVERY:
             self._write_status("running")
 
@@ -166,7 +190,7 @@ class Loop:
             improved = self._is_best(metrics)
         every_steps = self._parts.cfg.checkpoint.every_steps
         if last or improved or self._save_asked or (every_steps and step % every_steps == 0):
-            self._save(metrics)
+            self._save(metrics, final=last)
 
     def _evaluate(self) -> dict[str, float]:
         parts = self._parts
@@ -186,20 +210,18 @@ class Loop:
         parts.progress.evaluations += 1
         metrics = {f"eval/{name}": value for name, value in result.items()}
         if self._timing is not None:
-            self._sinks.log(self._place(parts.step.step, parts.step.applied_steps, self._timing) | metrics)
+            self._record(self._place(parts.step.step, parts.step.applied_steps, self._timing) | metrics)
         logger.info("step %d: %s", parts.step.step, metrics)
         self._clock += time.monotonic() - started  # an evaluation is not part of a step
         return metrics
 
     def _is_best(self, metrics: dict[str, float]) -> bool:
-        name, progress = self._parts.cfg.checkpoint.best, self._parts.progress
-        if name is None or name not in metrics:
+        name = self._parts.cfg.checkpoint.best
+        if name is None or not metrics:
             return False
-        sign = 1 if self._parts.cfg.checkpoint.best_mode == "max" else -1
-        if progress.best is not None and sign * metrics[name] < sign * progress.best:
-            return False
-        progress.best = metrics[name]
-        return True
+        if name not in metrics:
+            raise ConfigError(f"checkpoint.best: got {name!r}, but an evaluation has {', '.join(metrics)}.")
+        return bool(decided_by_rank_zero(lambda: self._checkpoints.improved_by(metrics)))
 
     def _save_is_due(self) -> bool:
         """Whether rank 0's clock asks for a checkpoint; the others learn it from the vote."""
@@ -208,27 +230,42 @@ class Loop:
             return False
         return time.monotonic() - self._saved_at > 60 * minutes
 
-    def _save(self, metrics: dict[str, float]) -> None:
+    def _save(self, metrics: dict[str, float], *, final: bool) -> None:
+        """Collective. A full disk ends no run, unless this is its final checkpoint."""
         self._settle()
         started = time.monotonic()
-        parts = self._parts
-        equalise_buffers(parts.model)
-        if parts.world.rank == 0:
-            path = self._checkpoints.save(parts.step.step, parts.checkpoint(metrics))
-            logger.info("saved %s", path)
-            self._write_status("running")
-        self._saved_step, self._saved_at, self._save_asked = parts.step.step, time.monotonic(), False
+        equalise_buffers(self._parts.model)
+        problem = decided_by_rank_zero(lambda: self._write_checkpoint(metrics))
+        if problem is None:
+            self._saved_step = self._parts.step.step
+        elif final:
+            raise ConfigError(f"{problem} Start again when there is room: the run continues from the one before.")
+        else:
+            self._warn(f"{problem} The run goes on; what it learns is lost if it ends before the next checkpoint.")
+        self._saved_at, self._save_asked = time.monotonic(), False
         self._clock += time.monotonic() - started
+
+    def _write_checkpoint(self, metrics: dict[str, float]) -> str | None:
+        """What went wrong, if it cannot be written."""
+        step = self._parts.step.step
+        try:
+            path = self._checkpoints.save(step, self._parts.checkpoint(metrics))
+        except OSError as error:
+            return f"the checkpoint of step {step} could not be written ({error})."
+        logger.info("saved %s", path)
+        self._write_status("running")
+        return None
 
     def _end(self) -> tuple[str, str | None]:
         self._settle()
+        if self._stopping:
+            self._stop.consume()
         if self._parts.step.step >= self._last_step:
             return "finished", None
         reasons: list[str | None] = [None] * self._parts.world.size
         dist.all_gather_object(reasons, self._stop.reason)
-        self._stop.consume()
         if self._saved_step != self._parts.step.step:
-            self._save({})
+            self._save({}, final=True)
         heard = [f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason]
         return "stopped", ", ".join(heard)
 
@@ -243,8 +280,24 @@ class Loop:
 
     def _write_status(self, state: str) -> None:
         if self._parts.world.rank == 0:
-            write_status(self._parts.run_dir, state, self._parts.step.step, last_step=self._last_step)
+            with self._said_if_not_written("status.json"):
+                write_status(self._parts.run_dir, state, self._parts.step.step, last_step=self._last_step)
             self._status_at = time.monotonic()
+
+    def _record(self, record: dict[str, float | int]) -> None:
+        with self._said_if_not_written("a record"):
+            self._sinks.log(record)
+
+    @contextmanager
+    def _said_if_not_written(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._warn(f"{what} could not be written ({error}).")
+
+    def _warn(self, text: str) -> None:
+        logger.warning(text)
+        self._sinks.note(f"WARNING: {text}")
 
 
 class _Window:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,14 @@ from dtrain.distributed.world import World
 from dtrain.precision import Precision
 from dtrain.training.checkpoint import Checkpoint
 from dtrain.training.ema import Ema
-from dtrain.training.state import host_copy, load_module, load_optimizer, optimizer_state
+from dtrain.training.state import (
+    changed_groups,
+    group_values,
+    host_copy,
+    load_module,
+    load_optimizer,
+    optimizer_state,
+)
 from dtrain.training.step import TrainStep
 from dtrain.training.task import Task
 
@@ -33,7 +40,6 @@ class Progress:
         skipped_steps: Steps that no rank applied.
         bad_samples: Samples that could not be read.
         evaluations: Evaluations done.
-        best: Best value of ``checkpoint.best`` so far.
     """
 
     samples: int = 0
@@ -41,7 +47,6 @@ class Progress:
     skipped_steps: int = 0
     bad_samples: int = 0
     evaluations: int = 0
-    best: float | None = None
 
 
 @dataclass
@@ -60,6 +65,10 @@ class Parts:
     step: TrainStep
     ema: Ema | None
     progress: Progress
+    _built: list[dict[str, Any]] = field(init=False, repr=False)  # the optimizer's groups, before it changes them
+
+    def __post_init__(self) -> None:
+        self._built = group_values(self.optimizer)
 
     def checkpoint(self, metrics: dict[str, float]) -> Checkpoint:
         """A copy of everything on the host; settle the step first. Only rank 0 needs one.
@@ -75,6 +84,7 @@ class Parts:
         state: dict[str, Any] = {
             "counters": self.step.state_dict(),
             "optimizer": values,
+            "optimizer_groups": changed_groups(self.optimizer, self._built),
             "loss_scale": scale.state_dict() if scale is not None else None,
             "loader": self.train_loader.state_dict(),
             "progress": asdict(self.progress),
@@ -95,7 +105,8 @@ class Parts:
         except ValueError as error:
             raise ConfigError(f"data: {error}") from error
         load_module(self.model, checkpoint.tensors["model"], "the checkpoint")
-        load_optimizer(self.optimizer, self.model, checkpoint.tensors.get("optimizer", {}), state["optimizer"])
+        tensors = checkpoint.tensors["optimizer"]
+        load_optimizer(self.optimizer, self.model, tensors, state["optimizer"], state["optimizer_groups"])
         if self.ema is not None:
             # A run that switches its average on starts it from the weights.
             load_module(self.ema.module, checkpoint.tensors.get("ema", checkpoint.tensors["model"]), "the checkpoint")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +77,9 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple
 
     Returns:
         Tensors ``<parameter>/<key>``, and the values that are not tensors under the same names.
+
+    Raises:
+        ConfigError: If the optimizer keeps something that JSON cannot hold; names it.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
@@ -87,18 +90,43 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple
             if isinstance(value, Tensor):
                 tensors[place] = value
             else:
-                values[place] = value
+                values[place] = _plain(optimizer, place, value)
     return tensors, values
 
 
+def group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What each parameter group holds beside its parameters and its learning rate, which the schedule sets."""
+    return [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
+
+
+def changed_groups(optimizer: torch.optim.Optimizer, built: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the optimizer itself has put into its groups since they were ``built``, as Prodigy does with its step size.
+
+    Everything else in a group is config, and may change when a run goes on.
+    """
+    return [
+        {key: _plain(optimizer, key, value) for key, value in now.items() if key not in before or value != before[key]}
+        for now, before in zip(group_values(optimizer), built, strict=True)
+    ]
+
+
 def load_optimizer(
-    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor], values: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    values: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Puts back what ``optimizer_state`` took; hyper-parameters stay those of the config.
+    """Puts back what ``optimizer_state`` and ``changed_groups`` took; hyper-parameters stay those of the config.
 
     Raises:
-        ConfigError: If the state is of parameters that this optimizer does not have.
+        ConfigError: If the state is of parameters or groups that this optimizer does not have.
     """
+    if any(groups) and len(groups) != len(optimizer.param_groups):
+        raise ConfigError(
+            f"the checkpoint's optimizer has {len(groups)} parameter groups that hold state, this one has "
+            f"{len(optimizer.param_groups)}. Use the optimizer config that it was saved with."
+        )
     names = {parameter: name for name, parameter in model.named_parameters()}
     ours = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     number = {names[parameter]: i for i, parameter in enumerate(ours)}
@@ -111,9 +139,20 @@ def load_optimizer(
                 "optimizer config that it was saved with."
             )
         parameter = ours[number[name]]
-        if isinstance(value, Tensor) and value.shape == parameter.shape:
+        if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
             # Fused kernels walk parameter and state in memory order, so a channels_last weight needs such a state.
             value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         state.setdefault(number[name], {})[key] = value
     # torch's own loader knows which state lives on the device and which on the host.
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    for group, changed in zip(optimizer.param_groups, groups, strict=False):
+        group.update(changed)
+
+
+def _plain(optimizer: torch.optim.Optimizer, place: str, value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise ConfigError(
+        f"optimizer: {type(optimizer).__name__} keeps {place} as {type(value).__name__}. A checkpoint holds tensors, "
+        "numbers, strings and null, so this optimizer could not continue. Use another one."
+    )

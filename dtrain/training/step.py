@@ -16,24 +16,28 @@ split into ranks and micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dtrain.config.errors import ConfigError, users_to_fix
 from dtrain.data import Batch
 from dtrain.distributed.world import World
 from dtrain.precision import Precision, kernels
+from dtrain.precision.comm_hooks import HookGuard
+from dtrain.precision.diagnosis import SkipDiagnosis
 from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.momentum import prefill_momentum
-from dtrain.precision.nonfinite import local_gradients, refuse_unscalable
-from dtrain.precision.vote import Tally, Vote
+from dtrain.precision.nonfinite import local_gradients, norm_of, refuse_unscalable
+from dtrain.precision.vote import HostVote, Tally, Vote
 from dtrain.training.buffers import BufferGuard
 from dtrain.training.ema import Ema
+from dtrain.training.refusals import AveragedBackward, refuse_model, refuse_scale
 from dtrain.training.seed import seed_generators
-from dtrain.training.task import Output, Task
+from dtrain.training.task import Output, Task, checked
 
 
 class TooManySkips(RuntimeError):
@@ -73,8 +77,14 @@ class TrainStep:
         schedule: Learning-rate factor for a number of applied steps.
         clip_norm: Largest norm of the gradient of the mean loss; None does not clip.
         ema: Moving average that follows the applied steps.
+        guard: Of the communication hook that may lose an overflow, or remember one.
         seed: Seeds dropout and the like, together with step, micro-batch and rank.
-        max_consecutive_skips: So many skipped steps in a row raise ``TooManySkips`` on every rank.
+        max_consecutive_skips: So many skipped steps in a row raise ``TooManySkips`` on every rank. None is 50 with a
+            loss scale, which needs some to find its level, and 10 without.
+
+    Raises:
+        ConfigError: If ``clip_norm`` or ``max_consecutive_skips`` is impossible, the model averages gradients in a way
+            of its own, ``loss_scale`` is a scaler, or the optimizer's gradients cannot be scaled.
     """
 
     def __init__(
@@ -90,38 +100,53 @@ class TrainStep:
         schedule: Callable[[int], float],
         clip_norm: float | None = None,
         ema: Ema | None = None,
+        guard: HookGuard | None = None,
         seed: int = 0,
-        max_consecutive_skips: int = 50,
+        max_consecutive_skips: int | None = None,
     ) -> None:
+        refuse_model(model)
+        refuse_scale(loss_scale)
+        with users_to_fix("optimizer"):
+            refuse_unscalable(optimizer)
         self._model = model
         self._task = task
         self._optimizer = optimizer
         self._world = world
-        self._precision = precision
         self.loss_scale = loss_scale
         self._nominal = nominal
         self._schedule = schedule
         self._clip_norm = clip_norm
         self._ema = ema
+        self._guard = guard
         self._seed = seed
+        if max_consecutive_skips is None:
+            max_consecutive_skips = 50 if loss_scale is not None else 10
+        if max_consecutive_skips < 1:
+            raise ConfigError(f"train.max_consecutive_skips: got {max_consecutive_skips}, want at least 1, or null.")
+        if clip_norm is not None and not clip_norm > 0:
+            raise ConfigError(f"train.clip_norm: got {clip_norm}, want a number above 0, or null for no clipping.")
         self._max_skips = max_consecutive_skips
-        self._vote = Vote(world.device, world.size)
+        self._vote = (HostVote if world.device.type == "cpu" else Vote)(world.device, world.size)
         self._scale = loss_scale.scale if loss_scale is not None else torch.ones((), device=world.device)
+        self._share = torch.full((), world.size / nominal, device=world.device)
+        self._autocast = precision.autocast(world.device.type)
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        if loss_scale is not None:
-            refuse_unscalable(optimizer)
         # On a CPU there is nothing to wait for: the host decides.
         self._decides_on_device = (
             world.device.type == "cuda"
             and getattr(optimizer, "_step_supports_amp_scaling", False)
             and kernels.self_test(world.device.type).fused_skip
         )
-        self._buffers = BufferGuard(model.module if isinstance(model, DistributedDataParallel) else model)
+        bare = model.module if isinstance(model, DistributedDataParallel) else model
+        self._buffers = BufferGuard(bare)
+        self._averaged = AveragedBackward(model)
+        self._diagnosis = SkipDiagnosis(bare)
         self._read = _HostCopy(world.device)
         self._metric_names: list[str] = []
         self._sums: Tensor | None = None
         self._local = _Local()
         self._unsettled = False
+        self._first_window = True
         self.step = 0
         self.applied_steps = 0
         self.consecutive_skips = 0
@@ -137,16 +162,25 @@ class TrainStep:
 
         Raises:
             TypeError: If the task returns something else than an ``Output``.
+            RuntimeError: If the window has another number of micro-batches, or its last backward was not averaged.
         """
         self._buffers.keep()
+        done = 0
         for number, batch in enumerate(window):
             seed_generators(self._world.device, self._seed, self.step, number, self._world.rank)
-            with self._sync(last=number == micro_batches - 1):
-                with self._precision.autocast(self._world.device.type):
-                    output = self._task(self._model, batch)
+            watched = self._diagnosis.micro_batch(self.step + 1, number, batch.sample_keys)
+            with self._sync(last=number == micro_batches - 1), watched:
+                with self._autocast:
+                    output = checked(self._task(self._model, batch))
                 self._add(output)
-                (output.loss_sum * (self._scale * (self._world.size / self._nominal))).backward()
+                self._diagnosis.loss(output.loss_sum)
+                (output.loss_sum * (self._scale * self._share)).backward()
             self._local.add(batch)
+            done += 1
+        self._first_window = False
+        if done != micro_batches:
+            # The backward that averages over the ranks was not the last one.
+            raise RuntimeError(f"accumulate(): the window had {done} micro-batches, not {micro_batches} as was said.")
 
     def settle(self) -> Outcome | None:
         """The outcome of the last applied-for step, waiting for it if need be; None if it was asked for already.
@@ -160,16 +194,12 @@ class TrainStep:
         tally = self._vote.tally(self._read.wait(), self._metric_names)
         self.applied_steps += tally.applied
         self.consecutive_skips = 0 if tally.applied else self.consecutive_skips + 1
+        self._diagnosis.follow(self.consecutive_skips)
         lr = float(self._optimizer.param_groups[0]["lr"])
         mean = self._nominal / tally.count / tally.loss_scale if tally.count else 0.0
         outcome = Outcome(self.step, self.applied_steps, lr, tally.grad_norm * mean, tally)
         if self.consecutive_skips >= self._max_skips:
-            raise TooManySkips(
-                f"{self.consecutive_skips} steps in a row were skipped, the last one is step {self.step}: "
-                f"{tally.overflow} of {self._world.size} ranks had a loss or gradient that is not finite, at a loss "
-                f"scale of {tally.loss_scale:g}. Lower optimizer.lr, set train.clip_norm, look at the data, or try "
-                "precision=bf16."
-            )
+            raise TooManySkips(self._why_so_many_skips(tally))
         return outcome
 
     def apply(self, *, stop: bool = False, save: bool = False) -> None:
@@ -181,12 +211,14 @@ class TrainStep:
         """
         if self._unsettled:
             raise RuntimeError("apply(): settle() the step before first, it decides this step's learning rate.")
-        gradients = local_gradients(self._optimizer)
-        norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self._world.device)
         sums, self._sums = self._sums, None
         if sums is None:
             raise RuntimeError("apply() without a window: call accumulate() first.")
-        overflow = ~(torch.isfinite(norm) & torch.isfinite(sums[0]))
+        gradients = local_gradients(self._optimizer)
+        norm = norm_of(gradients) if gradients else torch.zeros((), device=self._world.device)
+        overflow = self._vote.overflow(norm, sums)
+        if self._guard is not None:
+            overflow = overflow | self._guard.flag()
         local, self._local = self._local, _Local()
         word = self._vote.cast(
             overflow,
@@ -200,17 +232,15 @@ class TrainStep:
             nbytes=local.nbytes,
         )
         self._read.start(word)
-        overflowed, voted_norm, count = self._vote.decision(word)
-        skip = overflowed | (count == 0)
+        skip, overflowed, coefficient = self._vote.decide(word, self._scale, self._nominal, self._clip_norm)
         for group, base in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base * self._schedule(self.applied_steps)
         if gradients:
-            coefficient = self._nominal / count.clamp(min=1) / self._scale
-            if self._clip_norm is not None:
-                coefficient = coefficient * (self._clip_norm / (voted_norm * coefficient + 1e-6)).clamp(max=1)
-            torch._foreach_mul_(gradients, coefficient.float())
+            torch._foreach_mul_(gradients, coefficient)
         self._optimize(skip)
         self._buffers.restore(skip)
+        if self._guard is not None:
+            self._guard.reset(skip)
         self._optimizer.zero_grad(set_to_none=True)
         if self._ema is not None:
             self._ema.update(skip)
@@ -230,18 +260,31 @@ class TrainStep:
         self.step = state["step"]
         self.applied_steps = state["applied_steps"]
         self.consecutive_skips = state["consecutive_skips"]
+        self._diagnosis.follow(self.consecutive_skips)
 
-    def _sync(self, last: bool) -> nullcontext[None]:
-        if last or not isinstance(self._model, DistributedDataParallel):
+    def _why_so_many_skips(self, tally: Tally) -> str:
+        """Collective."""
+        streak = f"{self.consecutive_skips} steps in a row were skipped, the last one is step {self.step}: "
+        if not tally.overflow:
+            return f"{streak}none had a valid row. All samples are masked or bad: look at data.train and data.fields."
+        origin = "\n".join(self._diagnosis.findings(self._world.size))
+        instead = ", or try precision=bf16" if self.loss_scale is not None else ""
+        return (
+            f"{streak}a loss or gradient was not finite, at a loss scale of {tally.loss_scale:g}.\n{origin}\n"
+            f"Look at these samples, lower optimizer.lr, set train.clip_norm{instead}."
+        )
+
+    def _sync(self, last: bool) -> AbstractContextManager[None]:
+        if not isinstance(self._model, DistributedDataParallel):
             return nullcontext()
-        return self._model.no_sync()  # type: ignore[return-value]
+        if last:
+            return self._averaged.required()
+        if self._model.static_graph and self._first_window:
+            # DDP learns the graph in its first backward, which has to average; what is averaged twice stays the same.
+            return nullcontext()
+        return self._model.no_sync()
 
     def _add(self, output: Output) -> None:
-        if not isinstance(output, Output):
-            raise TypeError(
-                f"the task returned {type(output).__name__}, want a dtrain.training.task.Output: loss_sum, count and "
-                "metrics."
-            )
         names = sorted(output.metrics)
         if self._metric_names and names != self._metric_names:
             raise ValueError(
@@ -249,14 +292,9 @@ class TrainStep:
                 "the same ones, since all ranks add them up; count 0 says that there is nothing to add."
             )
         self._metric_names = names
-        pairs = [(output.loss_sum, output.count), *(output.metrics[name] for name in names)]
-        sums = torch.stack([self._number(value) for pair in pairs for value in pair])
+        pairs = ((output.loss_sum, output.count), *(output.metrics[name] for name in names))
+        sums = self._vote.sums([value for pair in pairs for value in pair])
         self._sums = sums if self._sums is None else self._sums + sums
-
-    def _number(self, value: Tensor | float) -> Tensor:
-        if isinstance(value, Tensor):
-            return value.detach().double()
-        return torch.full((), value, dtype=torch.float64, device=self._world.device)
 
     def _optimize(self, skip: Tensor) -> None:
         optimizer = self._optimizer
@@ -279,7 +317,7 @@ class _Local:
     nbytes: int = 0
 
     def add(self, batch: Batch) -> None:
-        self.samples += sum(1 for key in batch.sample_keys if key)
+        self.samples += len(batch.sample_keys) - batch.sample_keys.count("")
         self.bad += len(batch.bad)
         self.nbytes += batch.wire_bytes
 

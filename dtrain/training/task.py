@@ -49,5 +49,22 @@ class Task(Protocol):
     """From a model and a batch to a sum of losses."""
 
     def __call__(self, model: nn.Module, batch: Batch) -> Output:
-        """Runs the model on ``batch`` and sums its loss over ``batch.valid`` rows."""
+        """Runs the model on ``batch`` and sums its loss over ``batch.valid`` rows.
+
+        Before the first step of a run it is called three more times, to see that its sums add up.
+        """
         ...
+
+
+def checked(output: object) -> Output:
+    """What a task returned, if it is an ``Output``.
+
+    Raises:
+        TypeError: If it is something else, such as a mean.
+    """
+    if isinstance(output, Output):
+        return output
+    raise TypeError(
+        f"the task returned {type(output).__name__}, want a dtrain.training.task.Output: loss_sum, which is the sum over "
+        "the valid rows and not their mean, count and metrics."
+    )

@@ -72,9 +72,13 @@ def test_missing_named_shard_is_a_file_not_found(folder: Path) -> None:
 def test_glob_without_a_match_says_what_is_there_instead(folder: Path) -> None:
     (folder / "sub").mkdir()
     (folder / "sub" / "notes.txt").touch()
-    with pytest.raises(ValueError, match=r"matches no file \(looked in .*sub', which has no \.tar file, but notes\.txt\)"):
+    with pytest.raises(
+        ValueError, match=r"matches no file \(looked in .*sub', which has no \.tar file, but notes\.txt\)"
+    ):
         expand("sub/*.tar")
-    with pytest.raises(ValueError, match=r"matches no file \(looked in .*, which has 4 \.tar files such as eval-0\.tar\)"):
+    with pytest.raises(
+        ValueError, match=r"matches no file \(looked in .*, which has 4 \.tar files such as eval-0\.tar\)"
+    ):
         expand("nowhere/*/x-*.tar")
 
 
@@ -84,7 +88,9 @@ def test_empty_folder_is_called_empty(tmp_path: Path) -> None:
 
 
 def test_folder_is_refused_with_the_pattern_to_write(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"is a folder, which has 4 \.tar files such as eval-0\.tar\. '.*/\*\.tar' means"):
+    with pytest.raises(
+        ValueError, match=r"is a folder, which has 4 \.tar files such as eval-0\.tar\. '.*/\*\.tar' means"
+    ):
         expand(str(folder))
 
 

@@ -7,7 +7,7 @@ import itertools
 import os
 import tarfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -21,7 +21,16 @@ from dtrain.data.tar_walk import walk
 from tests.data.tars import tar_bytes, tarfile_files, webdataset_samples
 
 FORMATS = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
-KINDS = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, b"6", b"V")
+KINDS = (
+    tarfile.REGTYPE,
+    tarfile.AREGTYPE,
+    tarfile.CONTTYPE,
+    tarfile.DIRTYPE,
+    tarfile.SYMTYPE,
+    tarfile.LNKTYPE,
+    b"6",
+    b"V",
+)
 
 part = st.text(st.sampled_from("aB0._- é\n木\udcff"), min_size=1, max_size=6)
 long_part = st.text(st.sampled_from("ab.é"), min_size=90, max_size=300)
@@ -32,6 +41,9 @@ name_of = st.lists(part | part | long_part, min_size=1, max_size=4).map("/".join
 def members(draw: st.DrawFn) -> tuple[tarfile.TarInfo, bytes]:
     info = tarfile.TarInfo(draw(name_of))
     info.type = draw(st.sampled_from(KINDS[:1] * 8 + KINDS))
+    if info.type == tarfile.AREGTYPE:
+        # Some versions of tarfile take such a file for a directory if its long name is cut behind a slash.
+        info.name = info.name.replace("/", "")
     info.mtime = draw(st.sampled_from([0, 1_700_000_000, 1_700_000_000.25]))
     payload = b"" if info.type in KINDS[3:7] else draw(st.binary(max_size=1500))
     if info.type in (tarfile.SYMTYPE, tarfile.LNKTYPE):
@@ -46,7 +58,6 @@ def write(files: list[tuple[tarfile.TarInfo, bytes]], format: int) -> bytes:
         for info, payload in files:
             try:
                 tar.addfile(info, io.BytesIO(payload))
-                # TarFile.addfile writes no payload for types that it does not know.
             except ValueError:
                 continue  # ustar cannot hold every name
     return out.getvalue()
@@ -76,3 +87,340 @@ def samples_of(index: ShardIndex, content: bytes) -> list[dict[str, Any]]:
 def test_files_are_where_tarfile_finds_them(files: list[tuple[tarfile.TarInfo, bytes]], format: int) -> None:
     content = write(files, format)
     assert walked(content) == tarfile_files(content)
+
+
+colliding_name = st.lists(
+    st.sampled_from(["a", "b", "A", ".", ".", "/", "_", "__", "é", "\n"]), min_size=1, max_size=7
+).map("".join)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(colliding_name, max_size=8), st.sampled_from(FORMATS))
+def test_samples_are_those_of_webdataset(
+    tmp_path_factory: pytest.TempPathFactory, names: list[str], format: int
+) -> None:
+    content = tar_bytes([(name, name.encode() * 3) for name in names], format)
+    path = tmp_path_factory.mktemp("shard") / "x.tar"
+    try:
+        expected = webdataset_samples(content)
+    except ValueError:
+        with pytest.raises(ShardError, match="for the second time"):
+            indexed(content, path)
+        return
+    assert samples_of(indexed(content, path), content) == expected
+
+
+def test_every_short_name_is_split_as_webdataset_splits_it() -> None:
+    for length in range(1, 8):
+        for letters in itertools.product("a./\n", repeat=length):
+            name = "".join(letters)
+            match = split_name(name.encode())
+            assert ((None, None) if match is None else tuple(map(decode_name, match.groups()))) == base_plus_ext(name)
+
+
+@given(st.text(st.characters(codec="utf-8"), max_size=30) | st.text(st.sampled_from("é木./\n\udcff"), max_size=12))
+def test_any_name_is_split_as_webdataset_splits_it(name: str) -> None:
+    match = split_name(name.encode("utf-8", "surrogateescape"))
+    assert ((None, None) if match is None else tuple(map(decode_name, match.groups()))) == base_plus_ext(name)
+
+
+def test_what_webdatasets_writer_writes_is_what_the_index_finds(tmp_path: Path) -> None:
+    from webdataset import TarWriter
+
+    path = tmp_path / "x.tar"
+    written = {f"{'long' * 40}/é{number}": bytes([number]) * 700 * number for number in range(5)}
+    with TarWriter(str(path)) as writer:
+        for key, value in written.items():
+            writer.write({"__key__": key, "bin": value, "CLS.txt": key})
+    content = path.read_bytes()
+    found = samples_of(index_tar(str(path)), content)
+    assert found == [{"__key__": key, "bin": value, "cls.txt": key.encode()} for key, value in written.items()]
+
+
+@pytest.fixture(scope="module")
+def whole() -> bytes:
+    """Two samples with every kind of header that says something, and the shortest end mark."""
+    info = tarfile.TarInfo("folder/b.jpg")
+    info.size = 600
+    parts = [
+        tar_bytes({"folder/a.jpg": b"a" * 600, "folder/a.cls": b"1"}),
+        info.tobuf(tarfile.PAX_FORMAT) + b"b" * 600 + bytes(424),
+        tar_bytes({"folder/b" + "b" * 120 + ".cls": b"2" * 512}, tarfile.GNU_FORMAT),
+        tar_bytes({"folder/é" + "c" * 120 + ".cls": b"3"}, tarfile.PAX_FORMAT),
+    ]
+    return b"".join(part.rstrip(b"\0") + bytes(-len(part.rstrip(b"\0")) % 512) for part in parts) + bytes(1024)
+
+
+def test_shard_cut_anywhere_is_never_silently_short(whole: bytes) -> None:
+    assert len(walked(whole)) == 5
+    for length in range(len(whole)):
+        with pytest.raises(ShardError):
+            walked(whole[:length])
+    assert walked(whole + bytes(10240)) == walked(whole)
+
+
+def test_zeroed_or_overwritten_block_is_found_or_lies_in_a_payload(whole: bytes) -> None:
+    files = walked(whole)
+    payloads = {block for _, offset, size in files for block in range(offset, offset + size, 512)}
+    # No checksum covers the block that holds a long name; what looks like a name passes for one.
+    gnu_name = whole.index(b"././@LongLink") + 512
+    for start in range(0, len(whole) - 1024, 512):
+        for block in (bytes(512), b"\xa5" * 512):
+            changed = whole[:start] + block + whole[start + 512 :]
+            if start == gnu_name and any(block):
+                continue
+            if start in payloads or changed == whole:
+                assert walked(changed) == files
+            else:
+                with pytest.raises(ShardError):
+                    walked(changed)
+
+
+def test_any_changed_byte_of_a_header_is_found() -> None:
+    content = tar_bytes({"a.jpg": b"a" * 600, "b.jpg": b"b"})
+    for place in range(512):
+        changed = bytearray(content)
+        changed[place] ^= 0x15
+        if place in (154, 155):  # behind the digits of the checksum: nothing depends on them
+            continue
+        with pytest.raises(ShardError) as caught:
+            walked(bytes(changed))
+        assert caught.value.offset == 0
+
+
+def test_damaged_header_is_named_even_if_the_walk_stumbles_later() -> None:
+    content = bytearray(tar_bytes((f"{number}.txt", b"x" * 100) for number in range(3000)))
+    content[1024 * 1000 + 124 : 1024 * 1000 + 135] = b"00000001000"
+    with pytest.raises(ShardError, match="checksum is wrong") as caught:
+        walked(bytes(content))
+    assert caught.value.offset == 1024 * 1000
+
+
+def test_archives_joined_with_cat_are_refused_with_the_remedy() -> None:
+    one = tar_bytes({"a.txt": b"a"})
+    with pytest.raises(ShardError, match=r"byte 1024: .* more data from 10240 on\. .*tar --concatenate"):
+        walked(one + tar_bytes({"b.txt": b"b"}))
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"", "the file is empty"),
+        (bytes(512), "before the second of the two end blocks"),
+        (b"\x1f\x8b\x08" + bytes(range(200)) * 10, "gzip data.*gunzip"),
+        (b"BZh91AY" + bytes(range(200)) * 10, "bzip2 data.*bunzip2"),
+        (b"\xfd7zXZ\x00" + bytes(range(200)) * 10, "xz data"),
+        (b"\x28\xb5\x2f\xfd" + bytes(range(200)) * 10, "zstd data"),
+        (b"PK\x03\x04" + bytes(range(200)) * 10, "a zip archive"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
+        (b"\n<!DOCTYPE html><html>404</html>", "HTML or XML.*Download it again"),
+        (b"hello world" * 100, "no tar: it starts with b'hello worldhello'"),
+    ],
+)
+def test_what_is_no_tar_is_called_by_its_name(content: bytes, what: str) -> None:
+    with pytest.raises(ShardError, match=rf"shard 'x\.tar', byte 0: .*{what}"):
+        walked(content)
+
+
+@pytest.mark.parametrize("format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_old_style_file_is_no_directory_because_its_name_was_cut_behind_a_slash(format: Literal[1, 2]) -> None:
+    info = tarfile.TarInfo("d" * 99 + "/a.txt")
+    info.type, info.size = tarfile.AREGTYPE, 1
+    content = write([(info, b"x")], format)
+    assert walked(content) == [(info.name, 1536, 1)]
+
+
+def test_old_style_directory_is_no_file() -> None:
+    info = tarfile.TarInfo("folder.d/")
+    info.type = tarfile.AREGTYPE
+    content = write([(info, b"")], tarfile.USTAR_FORMAT)
+    assert walked(content) == tarfile_files(content) == []
+
+
+def test_empty_archive_has_no_samples(tmp_path: Path) -> None:
+    index = indexed(tar_bytes({}), tmp_path / "x.tar")
+    assert (index.num_samples, index.extensions, len(index.member_offset)) == (0, (), 0)
+    assert [column.shape for column in index.columns(["jpg", "cls"])] == [(0, 2), (0, 2)]
+
+
+@pytest.mark.parametrize("format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_sizes_beyond_8_gib_are_right(tmp_path: Path, format: Literal[1, 2]) -> None:
+    path, size = tmp_path / "x.tar", 2**33 + 5
+    large = tarfile.TarInfo("large.bin")
+    large.size = size
+    header = large.tobuf(format)
+    # Almost all of the file is a hole, which takes no room on the disk.
+    with open(path, "wb") as file:
+        file.write(header)
+        file.seek(len(header) + size + -size % 512)
+        file.write(tar_bytes({"small.bin": b"x"}))
+    index = index_tar(str(path))
+    with tarfile.open(path) as tar:
+        expected = [(info.offset_data, info.size) for info in tar]
+    assert list(zip(index.member_offset.tolist(), index.member_size.tolist(), strict=True)) == expected
+    assert index.member_size[0] == size
+
+
+def signed(header: bytes) -> bytes:
+    total = sum(byte - 256 if byte > 127 else byte for byte in header[:148] + header[156:]) + 256
+    return header[:148] + b"%06o\0 " % total + header[156:]
+
+
+def test_checksums_of_other_writers_are_understood() -> None:
+    content = tar_bytes({"é.txt": b"x"}, tarfile.GNU_FORMAT)
+    header, rest = content[:512], content[512:]
+    total = int(header[148:154], 8)
+    for variant in (b"%6o\0 " % total, b"%07o\0" % total, b"%6o \0" % total, b"%08o" % total):
+        assert walked(header[:148] + variant + header[156:] + rest) == [("é.txt", 512, 1)]
+    assert walked(signed(header) + rest) == [("é.txt", 512, 1)]
+
+
+def sealed(header: bytes) -> bytes:
+    """The header with the checksum that belongs to it."""
+    return header[:148] + b"%06o\0 " % (sum(header[:148] + header[156:]) + 256) + header[156:]
+
+
+def test_sparse_members_are_refused_with_the_remedy() -> None:
+    content = tar_bytes({"a.bin": b"x"}, tarfile.GNU_FORMAT)
+    with pytest.raises(ShardError, match=r"a sparse file.*without tar's --sparse"):
+        walked(sealed(content[:156] + b"S" + content[157:512]) + content[512:])
+    info = tarfile.TarInfo("a.bin")
+    info.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": "10"}
+    with pytest.raises(ShardError, match="a sparse file"):
+        walked(info.tobuf(tarfile.PAX_FORMAT) + bytes(1024))
+
+
+def test_global_headers_may_say_anything_but_where_files_lie() -> None:
+    def with_global(headers: dict[str, str]) -> bytes:
+        out = io.BytesIO()
+        with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT, pax_headers=headers) as tar:
+            tar.addfile(tarfile.TarInfo("a.txt"))
+        return out.getvalue()
+
+    commented = with_global({"comment": "0123456789abcdef", "mtime": "1.5"})
+    assert walked(commented) == tarfile_files(commented)
+    for headers in ({"path": "b.txt"}, {"size": "3"}):
+        with pytest.raises(ShardError, match="a global header gives all members one path or one size"):
+            walked(with_global(headers))
+
+
+@pytest.mark.parametrize(
+    "record", [b"9 size=x\n", b"99 path=b\n", b"0 path=b\n", b"path=b\n", b"11 path=bb", b"11 mtime=1\n\0"]
+)
+def test_extended_header_that_cannot_be_read_is_named(record: bytes) -> None:
+    out = tarfile.TarInfo._create_header(  # type: ignore[attr-defined]
+        {"name": "x", "type": b"x", "size": len(record), "magic": tarfile.POSIX_MAGIC},
+        tarfile.USTAR_FORMAT,
+        "ascii",
+        "strict",
+    )
+    content = out + record + bytes(512 - len(record)) + tar_bytes({"a.txt": b""})
+    with pytest.raises(ShardError, match=r"byte 0: an extended header"):
+        walked(content)
+
+
+def test_extended_header_without_a_member_is_an_error() -> None:
+    info = tarfile.TarInfo("é" * 150)
+    with pytest.raises(ShardError, match="no member behind it"):
+        walked(info.tobuf(tarfile.PAX_FORMAT)[:1024] + bytes(1024))
+
+
+@pytest.mark.parametrize(("first", "second"), [("a.jpg", "a.jpg"), ("a.JPG", "a.jpg"), ("d/a.x.y", "d/a.X.Y")])
+def test_extension_that_is_twice_in_a_sample_is_refused_with_both_places(
+    tmp_path: Path, first: str, second: str
+) -> None:
+    content = tar_bytes([("z.jpg", b""), (first, b"1"), ("a", b"no key"), (second, b"2")])
+    with pytest.raises(ShardError, match=r"byte 3072: .* for the second time \(first at 1024") as caught:
+        indexed(content, tmp_path / "x.tar")
+    assert second.lower() in str(caught.value)
+
+
+@pytest.mark.parametrize("extension", ["__key__", "__URL__", "__bad__"])
+def test_extension_that_webdataset_uses_itself_is_refused(tmp_path: Path, extension: str) -> None:
+    with pytest.raises(ShardError, match="webdataset uses itself"):
+        indexed(tar_bytes({f"a.{extension}": b"1"}), tmp_path / "x.tar")
+
+
+def test_dotted_names_that_merge_samples_are_doubted(tmp_path: Path) -> None:
+    index = indexed(tar_bytes({"img_0.5.jpg": b"", "img_0.7.jpg": b"", "img_0.7.cls": b""}), tmp_path / "x.tar")
+    assert index.num_samples == 1
+    assert index.doubts[0].startswith("'img_0.5.jpg' and 'img_0.7.jpg' belong to one sample, 'img_0'")
+    fine = tar_bytes({"0.left.jpg": b"", "0.right.jpg": b"", "0.cls": b"", "1.5.jpg": b"", "1.5.cls": b""})
+    assert indexed(fine, tmp_path / "x.tar").doubts == ()
+
+
+def test_key_that_comes_back_is_doubted(tmp_path: Path) -> None:
+    index = indexed(tar_bytes({"a.jpg": b"", "b.jpg": b"", "a.cls": b"", "b.cls": b""}), tmp_path / "x.tar")
+    assert index.num_samples == 4
+    assert "the key 'a' comes back" in index.doubts[0]
+
+
+def test_columns_take_the_first_alternative_that_a_sample_has(tmp_path: Path) -> None:
+    names = ["a.png", "a.jpg", "a.cls", "b.png", "c.cls", "d.jpeg"]
+    index = indexed(tar_bytes((name, bytes(number)) for number, name in enumerate(names)), tmp_path / "x.tar")
+    _, sizes = index.columns(["jpg;jpeg;png", "png;jpg", "cls", "txt"])
+    assert sizes.tolist() == [[1, 0, 2, -1], [3, 3, -1, -1], [-1, -1, 4, -1], [5, -1, -1, -1]]
+
+
+def test_index_is_arrays_of_the_promised_types(tmp_path: Path) -> None:
+    index = indexed(tar_bytes({"é.jpg": b"1", "é.cls": b"2"}), tmp_path / "x.tar")
+    types = {name: value.dtype for name, value in vars(index).items() if isinstance(value, np.ndarray)}
+    assert types == {
+        "key_bytes": np.uint8,
+        "key_starts": np.int64,
+        "member_sample": np.int32,
+        "member_extension": np.int32,
+        "member_offset": np.int64,
+        "member_size": np.int64,
+    }
+    assert (index.key(0), index.extensions, index.shard_size) == ("é", ("jpg", "cls"), 10240)
+
+
+def test_names_that_are_no_utf8_keep_their_bytes(tmp_path: Path) -> None:
+    index = indexed(tar_bytes({"\udcff\udc80.\udcfe": b"1"}, tarfile.GNU_FORMAT), tmp_path / "x.tar")
+    assert (index.key(0), index.extensions) == ("\udcff\udc80", ("\udcfe",))
+    assert index.key_bytes.tobytes() == b"\xff\x80"
+
+
+class Counting(io.BytesIO):
+    """Counts the bytes that are read."""
+
+    total = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(size)
+        self.total += len(data)
+        return data
+
+
+def test_payloads_of_large_members_are_not_read() -> None:
+    count, size = 50, 300_000
+    file = Counting(tar_bytes((f"{number}.bin", bytes(size)) for number in range(count)))
+    assert len(list(walk("x.tar", file))) == count
+    assert file.total < 2**19 + count * 5000
+
+
+def test_named_pipe_is_refused_without_waiting_for_its_writer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.tar")
+    with pytest.raises(ShardError, match="not a regular file"):
+        index_tar(str(tmp_path / "x.tar"))
+
+
+def test_shard_that_changes_while_it_is_indexed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.tar"
+
+    def walk_and_write(*args: Any) -> Any:
+        yield from walk(*args)
+        with open(path, "ab") as file:
+            file.write(bytes(512))
+
+    monkeypatch.setattr(tar_index, "walk", walk_and_write)
+    with pytest.raises(ShardError, match="changed while it was indexed"):
+        indexed(tar_bytes({"a.txt": b"1"}), path)
+
+
+def test_error_survives_the_way_out_of_a_process() -> None:
+    import pickle
+
+    error = ShardError("a.tar", 512, "what", "Remedy.")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error) == "shard 'a.tar', byte 512: what. Remedy."

@@ -269,6 +269,69 @@ def test_fp16_parameters_are_refused() -> None:
         scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+def test_torchs_scaler_cannot_step_what_ours_unscaled() -> None:
+    stock = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for fused in (False, True):
+        loop = Loop(CrossRankGradScaler("cpu", init_scale=4.0), fused=fused)
+        stock.scale(loop.scaler.scale(loop.weight.square().sum())).backward()
+        loop.scaler.unscale_(loop.optimizer)
+        with pytest.raises(RuntimeError, match=r"unscaled by CrossRankGradScaler and is now stepped by something else"):
+            stock.step(loop.optimizer)
+        assert loop.weight.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("between", ["unscale_", "step"])
+def test_stepping_by_hand_before_the_update_is_refused(between: str) -> None:
+    loop = Loop(CrossRankGradScaler("cpu"))
+    loop.backward()
+    loop.call(between)
+    with pytest.raises(RuntimeError, match="one scaler for one optimizer"):
+        loop.optimizer.step()
+
+
+def test_stepping_by_hand_between_iterations_and_after_the_scaler_is_gone_is_not() -> None:
+    loop = Loop(CrossRankGradScaler("cpu"))
+    loop.step()
+    loop.optimizer.step()
+    loop.backward()
+    loop.call("unscale_")
+    del loop.scaler
+    loop.optimizer.step()
+
+
+def test_gradients_that_only_torchs_scaler_scaled_are_refused() -> None:
+    loop = Loop(CrossRankGradScaler("cpu"))
+    torch.amp.GradScaler("cpu").scale(loop.weight.sum()).backward()
+    with pytest.raises(RuntimeError, match=r"by this scaler and not by torch\.amp\.GradScaler"):
+        loop.scaler.step(loop.optimizer)
+
+
+def test_two_scalers_on_one_optimizer_are_refused() -> None:
+    loop, other = Loop(CrossRankGradScaler("cpu")), CrossRankGradScaler("cpu")
+    other.scale(loop.scaler.scale(loop.weight.square().sum())).backward()
+    loop.scaler.unscale_(loop.optimizer)
+    with pytest.raises(RuntimeError, match="one scaler for one optimizer"):
+        other.step(loop.optimizer)
+
+
+def test_parameters_of_ddps_private_mixed_precision_are_refused() -> None:
+    loop = Loop(CrossRankGradScaler("cpu"))
+    loop.weight._mp_param = torch.zeros(2)  # what DistributedDataParallel(mixed_precision=...) leaves on a parameter
+    loop.backward()
+    with pytest.raises(ValueError, match=r"mixed_precision=\.\.\.\), which is private to torch"):
+        loop.scaler.step(loop.optimizer)
+
+
+def test_an_optimizer_in_the_backward_is_refused() -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    loop = Loop(CrossRankGradScaler("cpu"))
+    _apply_optimizer_in_backward(torch.optim.SGD, [loop.weight], {"lr": 0.1})
+    loop.scaler.scale(loop.weight.square().sum())
+    with pytest.raises(ValueError, match="inside the backward pass"):
+        loop.scaler.step(loop.optimizer)
+
+
 def test_a_missing_device_is_an_error_and_not_a_disabled_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="CUDA is not available"):

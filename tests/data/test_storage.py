@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+import pytest
+
+from dtrain.data.storage import ShardChanged, ShardReader
+
+SIZE = 50_000
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> list[str]:
+    paths = []
+    for number in range(3):
+        path = tmp_path / f"shard-{number}.tar"
+        path.write_bytes(bytes((number + place) % 251 for place in range(SIZE)))
+        paths.append(str(path))
+    return paths
+
+
+def stored(path: str, offset: int, size: int) -> bytes:
+    return Path(path).read_bytes()[offset : offset + size]
+
+
+@pytest.mark.parametrize(("offset", "size"), [(0, 10), (17, 1000), (0, SIZE), (SIZE - 1, 1), (5, 0)])
+def test_a_range_is_what_the_file_holds_there(shards: list[str], offset: int, size: int) -> None:
+    reader = ShardReader(shards)
+    for shard, path in enumerate(shards):
+        assert reader.read(shard, offset, size) == stored(path, offset, size)
+    reader.close()
+
+
+@pytest.mark.parametrize(
+    ("offsets", "sizes", "reads"),
+    [
+        pytest.param([512, 2048], [1000, 1], 1, id="side by side"),
+        pytest.param([2048, 512], [1, 1000], 1, id="in another order than stored"),
+        pytest.param([512], [3], 1, id="one"),
+        pytest.param([512, 1024], [0, 5], 1, id="an empty one"),
+        pytest.param([0, 40_000], [100, 100], 2, id="far apart"),
+    ],
+)
+def test_members_that_lie_close_are_one_read(
+    shards: list[str], monkeypatch: pytest.MonkeyPatch, offsets: list[int], sizes: list[int], reads: int
+) -> None:
+    calls = []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda *arguments: calls.append(arguments) or pread(*arguments))
+    payloads = ShardReader(shards).members(1, offsets, sizes)
+    assert [bytes(payload) for payload in payloads] == [
+        stored(shards[1], offset, size) for offset, size in zip(offsets, sizes, strict=True)
+    ]
+    assert len(calls) == reads
+
+
+def test_a_file_system_that_gives_less_than_was_asked_is_asked_again(
+    shards: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda descriptor, size, offset: pread(descriptor, min(size, 100), offset))
+    assert ShardReader(shards).read(0, 30, 1234) == stored(shards[0], 30, 1234)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc to see which files are open")
+def test_no_more_files_stay_open_than_allowed_and_none_after_close(shards: list[str]) -> None:
+    def open_files() -> list[str]:
+        links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+        return sorted(os.readlink(link) for link in links if os.path.islink(link) and os.readlink(link) in shards)
+
+    reader = ShardReader(shards, max_open=2)
+    for shard in (0, 1, 0, 2):
+        reader.read(shard, 0, 1)
+    assert open_files() == [shards[0], shards[2]]  # the one used longest ago was closed
+    reader.close()
+    assert open_files() == []
+    assert reader.read(1, 3, 2) == stored(shards[1], 3, 2)
+    reader.close()
+
+
+def test_readers_leave_room_for_other_files(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit, most in ((1_000_000, 512), (resource.RLIM_INFINITY, 512), (256, 128), (1, 1)):
+        monkeypatch.setattr(resource, "getrlimit", lambda which, limit=limit: (limit, limit))
+        assert ShardReader(shards)._max_open == most
+
+
+def test_a_shard_that_vanished_is_named_with_the_remedy(shards: list[str]) -> None:
+    os.unlink(shards[2])
+    with pytest.raises(
+        ShardChanged, match=r"shard-2.tar' cannot be read at offset 512: .*No such file.* start the run again"
+    ):
+        ShardReader(shards).read(2, 512, 10)
+
+
+def test_a_shard_that_shrank_while_open_is_named_with_its_size(shards: list[str]) -> None:
+    reader = ShardReader(shards)
+    reader.read(0, 0, 10)
+    os.truncate(shards[0], 600)
+    assert reader.read(0, 590, 10) == bytes((590 + place) % 251 for place in range(10))
+    for offset in (595, 5000):
+        with pytest.raises(
+            ShardChanged, match=rf"shard-0.tar' has 600 bytes, .* at least {offset + 10}.* changed after"
+        ):
+            reader.read(0, offset, 10)

@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from dtrain.distributed import stop as module
+from dtrain.distributed.stop import StopRequests
+from tests.ranks import run_ranks
+
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2]
+
+
+def send(*signals: signal.Signals) -> None:
+    for number in signals:
+        os.kill(os.getpid(), number)
+
+
+def in_a_rank(work: Callable[[], Any]) -> Any:
+    """In a forked process with a process group, so that no signal can hit pytest."""
+
+    def rank(number: int) -> Any:
+        return work()
+
+    return run_ranks(1, rank)[0]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_sets_a_flag_and_nothing_else(number: signal.Signals) -> None:
+    def work() -> list[str | None]:
+        with StopRequests(None) as stop:
+            before = stop.reason
+            send(number)
+            return [before, stop.reason]
+
+    assert in_a_rank(work) == [None, number.name]
+
+
+def test_the_first_reason_is_the_one_that_is_told() -> None:
+    def work() -> str | None:
+        with StopRequests(None) as stop:
+            send(signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
+            return stop.reason
+
+    assert in_a_rank(work) == "SIGUSR1"
+
+
+@pytest.mark.parametrize(
+    ("signals", "code"),
+    [
+        ([signal.SIGINT, signal.SIGINT], 130),
+        ([signal.SIGINT, signal.SIGUSR1, signal.SIGINT], 130),
+        ([signal.SIGUSR1, signal.SIGINT, signal.SIGINT], 130),
+        ([signal.SIGINT, signal.SIGTERM], 143),
+        ([signal.SIGTERM, signal.SIGINT, signal.SIGINT], 130),
+        ([signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGUSR2], 0),
+    ],
+    ids=lambda value: "+".join(number.name for number in value) if isinstance(value, list) else str(value),
+)
+def test_int_is_polite_once_and_then_ends_at_once(
+    signals: list[signal.Signals], code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException), StopRequests(None):
+            send(*signals)
+            os._exit(0)
+        os._exit(99)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == code
+    assert ("after SIGINT: ending at once" in capfd.readouterr().err) == (code != 0)
+
+
+WAITS = """
+import time
+from dtrain.distributed.stop import StopRequests
+with StopRequests(None) as stop:
+    print("ready", flush=True)
+    while True:
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_a_real_process_with_130() -> None:
+    process = subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert b"ending at once" in process.communicate(timeout=20)[1]
+        assert process.returncode == 130
+    finally:
+        process.kill()
+
+
+def test_a_forked_child_ignores_what_its_parent_listens_to() -> None:
+    def work() -> list[str | None]:
+        with StopRequests(None) as stop:
+            child = os.fork()
+            if child == 0:
+                send(*SIGNALS, signal.SIGINT, signal.SIGTERM)
+                os._exit(42 if stop.reason is None else 43)
+            _, status = os.waitpid(child, 0)
+            return [str(os.waitstatus_to_exitcode(status)), stop.reason]
+
+    assert in_a_rank(work) == ["42", None]
+
+
+def test_the_handlers_of_before_are_put_back_even_after_an_error() -> None:
+    def work() -> bool:
+        def mine(number: int, frame: FrameType | None) -> None: ...
+
+        handlers: list[Any] = [mine, signal.SIG_IGN, signal.SIG_DFL, mine]
+        for number, handler in zip(SIGNALS, handlers, strict=True):
+            signal.signal(number, handler)
+        with contextlib.suppress(ZeroDivisionError), StopRequests(None):
+            assert not {signal.getsignal(number) for number in SIGNALS} & set(handlers)
+            raise ZeroDivisionError
+        return [signal.getsignal(number) for number in SIGNALS] == handlers
+
+    assert in_a_rank(work)
+
+
+def test_a_handler_that_python_does_not_know_is_no_obstacle() -> None:
+    def work() -> bool:
+        import faulthandler
+
+        faulthandler.register(signal.SIGUSR2)  # installs a handler of C's
+        with StopRequests(None) as stop:
+            send(signal.SIGUSR2)
+            return stop.reason == "SIGUSR2"
+
+    assert in_a_rank(work)
+
+
+# -- the STOP file
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """A clock that stands until the test moves it: ``clock[0]`` is the time."""
+    now = [5.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    yield now
+    monkeypatch.undo()
+
+
+def test_the_stop_file_is_looked_at_once_a_second_at_most(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[float] = []
+
+    def exists(path: Path) -> bool:
+        looks.append(clock[0])
+        return False
+
+    monkeypatch.setattr(module.os.path, "exists", exists)
+    stop = StopRequests(tmp_path / "STOP")
+    for clock[0] in (5.0, 5.1, 5.9, 6.0, 6.1, 6.99, 7.5, 8.4, 8.5):
+        assert stop.reason is None
+    assert looks == [5.0, 6.0, 7.5, 8.5]
+
+
+def test_the_stop_file_is_a_reason_until_it_is_consumed_and_only_on_the_rank_that_looks(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    path = tmp_path / "STOP"
+    stop, other = StopRequests(path), StopRequests(None)
+    assert stop.reason is None
+    path.touch()
+    clock[0] += 1
+    assert stop.reason == "STOP file"
+    assert other.reason is None
+    other.consume()
+    assert path.exists()
+    stop.consume()
+    assert not path.exists()
+    assert stop.reason == "STOP file"
+    stop.consume()
+    assert StopRequests(path).reason is None
+
+
+def test_a_stop_file_that_cannot_be_taken_away_is_said_and_ends_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "STOP").mkdir()
+    stop = StopRequests(tmp_path / "STOP")
+    assert stop.reason == "STOP file"
+    stop.consume()
+    assert "Delete it by hand" in capsys.readouterr().err
+
+
+# -- TERM while the run ends because of another rank
+
+
+def test_term_ends_a_rank_at_once_if_another_one_has_published_its_failure() -> None:
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            c10d._get_default_store().set("dtrain/failed", "rank 1 failed: ZeroDivisionError: the culprit")
+            with StopRequests(None):
+                send(signal.SIGTERM)
+                time.sleep(10)
+                os._exit(0)
+        os._exit(99)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 1
+
+
+def test_term_is_polite_as_long_as_no_rank_has_failed() -> None:
+    def work() -> str | None:
+        with StopRequests(None) as stop:
+            send(signal.SIGTERM)
+            time.sleep(0.3)
+            return stop.reason
+
+    assert in_a_rank(work) == "SIGTERM"

@@ -1,0 +1,339 @@
+"""What DDP's all-reduce carries, and the guard of what hooks would lose or remember."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from dtrain.config.errors import ConfigError
+from dtrain.config.schema import ParallelConfig
+from dtrain.precision import CrossRankGradScaler
+from dtrain.precision.comm_hooks import COMM_DTYPES, HookGuard, reduce_in
+from dtrain.training.build import wrap
+from tests.ranks import RanksFailed, run_ranks
+from tests.runs import metrics, train_on
+from tests.training.toys import Net, world
+
+
+class Weights(nn.Module):
+    """One weight of each given dtype; the gradient of each is what goes in."""
+
+    def __init__(self, *dtypes: torch.dtype, numbers: int = 4) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.zeros(numbers, dtype=dtype) for dtype in dtypes)
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        # fp32 throughout, and then exactly the gradient in each dtype.
+        return sum(((weight * gradient.to(weight.dtype)).float().sum() for weight in self.weights), torch.zeros(()))
+
+    def gradients(self) -> list[Tensor]:
+        return [weight.grad for weight in self.weights if weight.grad is not None]
+
+
+def mean_of(per_rank: list[list[float]], comm_dtype: str, *dtypes: torch.dtype) -> list[list[Tensor]]:
+    """By rank, the averaged gradient of each weight."""
+
+    def rank(number: int) -> list[Tensor]:
+        model = Weights(*dtypes, numbers=len(per_rank[0]))
+        ddp = DistributedDataParallel(model)
+        reduce_in(ddp, COMM_DTYPES[comm_dtype])
+        ddp(torch.tensor(per_rank[number])).backward()
+        return model.gradients()
+
+    return run_ranks(len(per_rank), rank)
+
+
+@pytest.mark.parametrize("comm_dtype", COMM_DTYPES)
+def test_the_mean_is_rounded_to_the_wires_dtype_and_arrives_in_the_parameters_own(comm_dtype: str) -> None:
+    per_rank = [[1.0, 1 / 3, -3e-3, 7.0], [2.0, 2 / 3, 1e-3, 0.0], [0.0, 1.0, 5e-3, 0.5]]
+    exact = torch.tensor(per_rank, dtype=torch.float64).mean(0)
+    precision = {"fp32": 2e-7, "bf16": 2e-2, "fp16": 2e-3}[comm_dtype]
+    for (gradient,) in mean_of(per_rank, comm_dtype, torch.float32):
+        assert gradient.dtype == torch.float32
+        torch.testing.assert_close(gradient.double(), exact, rtol=precision, atol=0)
+        on_wire = gradient.to(COMM_DTYPES[comm_dtype]).float()
+        assert torch.equal(on_wire, gradient)
+        if comm_dtype != "fp32":
+            assert not torch.allclose(gradient.double(), exact, rtol=1e-6, atol=0)
+
+
+def test_fp32_on_the_wire_is_at_least_that() -> None:
+    # Half a unit of bf16 between the ranks: in bf16 their sum would be rounded away before it is divided.
+    wide = 1 + 2.0**-40
+    (doubles, halves), _ = mean_of([[wide] * 4, [wide] * 4], "fp32", torch.float64, torch.bfloat16)
+    assert doubles.dtype == torch.float64
+    assert halves.dtype == torch.bfloat16
+    (gradient,), _, _ = mean_of([[1.0], [1.0], [1.0078125]], "fp32", torch.bfloat16)
+    # The mean 1.0026 is nearest to 1.0; thirds rounded one by one add up to 1.0078.
+    assert gradient.item() == 1.0
+
+
+def test_complex_parameters_have_no_shorter_form() -> None:
+    def rank(number: int) -> str:
+        model = nn.Linear(1, 1, dtype=torch.complex64)
+        ddp = DistributedDataParallel(model)
+        reduce_in(ddp, torch.float32)
+        with pytest.raises(ConfigError) as refused:
+            reduce_in(ddp, torch.bfloat16)
+        return str(refused.value)
+
+    assert "complex" in run_ranks(2, rank)[0]
+
+
+# -- S22
+
+
+def test_s22_a_mean_that_fits_fp16_arrives_where_torchs_hook_overflows() -> None:
+    per_rank = [[98_304.0, 1.0], [16_384.0, 3.0]]
+    for (gradient,) in mean_of(per_rank, "fp16", torch.float32):
+        assert gradient.tolist() == [57_344.0, 2.0]
+    for (gradient,) in mean_of(per_rank, "bf16", torch.float32):
+        torch.testing.assert_close(gradient, torch.tensor([57_344.0, 2.0]), rtol=2**-8, atol=0)
+
+    def with_hook(rank: int, hook: Any) -> Tensor:
+        model = Weights(torch.float32, numbers=2)
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(None, hook)
+        ddp(torch.tensor(per_rank[rank])).backward()
+        return model.gradients()[0]
+
+    for gradient in run_ranks(2, with_hook, default_hooks.fp16_compress_hook):
+        assert gradient.tolist() == [torch.inf, 2.0]
+    with pytest.raises(RanksFailed, match="BF16 all reduce communication hook required"):
+        run_ranks(2, with_hook, default_hooks.bf16_compress_hook)
+
+
+@pytest.mark.parametrize(("comm_dtype", "scale"), [("bf16", 65536.0), ("fp16", 512.0)])
+def test_s22_fp16_on_the_wire_caps_the_scale_and_bf16_does_not(comm_dtype: str, scale: float) -> None:
+    def rank(number: int) -> float:
+        model = Weights(torch.float32)
+        ddp = DistributedDataParallel(model)
+        reduce_in(ddp, COMM_DTYPES[comm_dtype])
+        scaler, optimizer = CrossRankGradScaler("cpu"), torch.optim.SGD(model.parameters(), lr=0.0)
+        for _ in range(10):
+            scaler.scale(ddp(torch.full((4,), 100.0))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return scaler.get_scale()
+
+    # 100 * 512 is the largest power of two times 100 that fp16 can hold.
+    assert run_ranks(2, rank) == [scale] * 2
+
+
+# -- the guard
+
+
+def kept(state: Any, bucket: Any) -> Any:
+    """A lossless hook that remembers what it was given."""
+    state.append(bucket.buffer().clone())
+    message = bucket.buffer() / dist.get_world_size()
+    return dist.all_reduce(message, async_op=True).get_future().then(lambda reduced: reduced.value()[0])
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_hook_is_given_finite_gradients_and_only_the_rank_that_overflowed_says_so(
+    bad: float, dtype: torch.dtype
+) -> None:
+    def rank(number: int) -> tuple[list[bool], list[Tensor], Tensor]:
+        model, state = Weights(dtype), []
+        ddp = DistributedDataParallel(model)
+        guard = HookGuard(ddp, kept, state)
+        flags = []
+        for step in range(3):
+            gradient = torch.tensor([1.0, 2.0, 3.0, bad if (step, number) == (1, 1) else 4.0])
+            ddp(gradient).backward()
+            flags.append(bool(guard.flag()))
+            if step < 2:
+                model.zero_grad()
+        return flags, state, model.gradients()[0]
+
+    (quiet, _, mean), (flags, seen, other) = run_ranks(2, rank)
+    assert quiet == [False] * 3
+    assert flags == [False, True, False]
+    assert [gradients.tolist() for gradients in seen] == [[1, 2, 3, 4], [1, 2, 3, 0], [1, 2, 3, 4]]
+    assert mean.tolist() == other.tolist() == [1, 2, 3, 4]
+
+
+def test_a_large_finite_gradient_is_no_overflow() -> None:
+    def rank(number: int) -> bool:
+        model = Weights(torch.float64)
+        ddp = DistributedDataParallel(model)
+        guard = HookGuard(ddp, kept, [])
+        model.weights[0].register_hook(lambda gradient: gradient * 1e300)
+        ddp(torch.ones(4)).backward()
+        return bool(guard.flag())
+
+    assert run_ranks(2, rank) == [False, False]
+
+
+def test_a_guarded_bf16_hook_of_torchs_works_on_gloo() -> None:
+    def rank(number: int) -> Tensor:
+        model = Weights(torch.float32)
+        ddp = DistributedDataParallel(model)
+        HookGuard(ddp, default_hooks.bf16_compress_hook, None)
+        ddp(torch.tensor([1.0, 2.0, 3.0, 4.0]) * (1 + number)).backward()
+        return model.gradients()[0]
+
+    for gradient in run_ranks(2, rank):
+        assert gradient.tolist() == [1.5, 3.0, 4.5, 6.0]
+
+
+class Remembers:
+    """A state of the user's."""
+
+    def __init__(self) -> None:
+        self.skips: list[bool] = []
+
+    def forget(self, skip: Tensor) -> None:
+        self.skips.append(bool(skip))
+
+
+def test_a_state_that_can_forget_is_asked_to_and_others_are_left_alone() -> None:
+    def rank(number: int) -> list[bool]:
+        state = Remembers()
+        guard = HookGuard(DistributedDataParallel(nn.Linear(1, 1)), kept, state)
+        guard.reset(torch.tensor(True))
+        guard.reset(torch.tensor(False))
+        HookGuard(DistributedDataParallel(nn.Linear(1, 1)), kept, []).reset(torch.tensor(True))
+        return state.skips
+
+    assert run_ranks(2, rank) == [[True, False]] * 2
+
+
+def test_powersgds_memory_is_kept_by_an_applied_step_and_dropped_by_a_skipped_one() -> None:
+    def rank(number: int) -> list[Tensor]:
+        model = nn.Linear(8, 8, bias=False)
+        ddp = DistributedDataParallel(model)
+        state = PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=0.1)
+        guard = HookGuard(ddp, powerSGD_hook, state)
+        for step in range(4):
+            ddp(
+                torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + number))
+            ).square().sum().backward()
+        seen = []
+        for skip in (False, True):
+            # As an overflow in the compressor's own arithmetic would leave them.
+            state.q_memory_dict[0][0] = torch.nan if skip else state.q_memory_dict[0][0]
+            guard.reset(torch.tensor(skip))
+            seen += [state.error_dict[0].clone(), state.q_memory_dict[0].clone()]
+        return seen
+
+    (error, factor, no_error, start), (_, _, _, other_start) = run_ranks(2, rank)
+    assert error.any()
+    assert factor.any()
+    assert not no_error.any()
+    assert start.isfinite().all()
+    assert start.any()
+    assert torch.equal(start, other_start)
+
+
+def test_collectives_that_a_hooks_callbacks_start_meet_their_like_on_the_other_rank() -> None:
+    def rank(number: int) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+        # Many buckets, and a collective of DDP's own beside them.
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.001, find_unused_parameters=True)
+        HookGuard(ddp, powerSGD_hook, PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=0.1))
+        for step in range(8):
+            model.zero_grad()
+            ddp(
+                torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + number))
+            ).square().sum().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    first, second = run_ranks(2, rank)
+    assert torch.equal(first, second)
+    assert first.isfinite().all()
+
+
+# -- the config
+
+
+def parallel(**options: Any) -> ParallelConfig:
+    config = OmegaConf.merge(OmegaConf.structured(ParallelConfig), options)
+    return config  # type: ignore[return-value]
+
+
+HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
+POWER_SGD = {
+    "_target_": f"{HOOKS}.powerSGD_hook",
+    "state": {"_target_": f"{HOOKS}.PowerSGDState", "process_group": None, "start_powerSGD_iter": 2},
+}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"comm_dtype": "fp8"}, r"parallel\.comm_dtype: got 'fp8', want one of fp32, bf16, fp16"),
+        ({"comm_dtype": "bf16", "comm_hook": POWER_SGD}, "comm_dtype=bf16 and a comm_hook"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_by_any_world(size: int, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        wrap(Net(), parallel(**options), world(0, size), deterministic=False)
+
+
+def test_the_config_names_a_hook_and_its_state() -> None:
+    def rank(number: int) -> tuple[bool, str, int, bool]:
+        model, guard = wrap(Net(), parallel(comm_hook=POWER_SGD), world(number, 2), deterministic=False)
+        _, no_guard = wrap(Net(), parallel(comm_dtype="bf16"), world(number, 2), deterministic=False)
+        assert guard is not None
+        return (
+            isinstance(model, DistributedDataParallel),
+            guard._hook.__name__,
+            guard._state.start_powerSGD_iter,
+            no_guard is None,
+        )
+
+    assert run_ranks(2, rank) == [(True, "powerSGD_hook", 2, True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("node", "said"),
+    [
+        ({"_target_": "no.such.hook"}, "parallel.comm_hook._target_: 'no.such.hook'"),
+        ({"_target_": f"{HOOKS}.PowerSGDState", "process_group": None}, "want the _target_ of a function"),
+        ({"_target_": f"{HOOKS}.powerSGD_hook", "matrix_approximation_rank": 2}, "matrix_approximation_rank"),
+    ],
+    ids=["cannot be imported", "a class", "the state's options"],
+)
+def test_what_is_no_hook_is_refused_with_the_node(node: dict[str, Any], said: str) -> None:
+    def rank(number: int) -> str:
+        with pytest.raises(ConfigError) as refused:
+            wrap(Net(), parallel(comm_hook=node), world(number, 2), deterministic=False)
+        return str(refused.value)
+
+    assert said in run_ranks(2, rank)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("digits")
+@pytest.mark.parametrize(("wire", "close"), [("bf16", 2e-2), ("fp16", 5e-3), ("PowerSGD", None)])
+def test_a_run_learns_with_whatever_is_on_the_wire(tmp_path: Path, wire: str, close: float | None) -> None:
+    short = ("train.max_steps=46", "data.num_workers=1", "model.width=16")
+    hook = str(POWER_SGD).replace("'", "").replace("None", "null")
+    train_on(2, tmp_path / "fp32", *short)
+    train_on(
+        2,
+        tmp_path / wire,
+        *short,
+        f"parallel.comm_hook={hook}" if wire == "PowerSGD" else f"parallel.comm_dtype={wire}",
+    )
+    expected, losses = metrics(tmp_path / "fp32"), metrics(tmp_path / wire)
+    assert losses[0] == expected[0]
+    assert losses[3:] != expected[3:]
+    if close is not None:
+        assert losses == pytest.approx(expected, rel=close)
+    assert losses[-1] < 0.8 * losses[0]

@@ -1,0 +1,57 @@
+"""On a CPU the vote is computed in Python floats: bit for bit what the tensors of a GPU would say."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from dtrain.precision.vote import Decision, HostVote, Vote
+
+CPU = torch.device("cpu")
+RANKS = 3
+SCALE = torch.tensor(1024.0)
+
+
+def word(vote: Vote, norm: float, loss: float, count: int, stop: bool) -> Tensor:
+    """A rank's own word; its two micro-batches bring tensors and plain numbers."""
+    first = vote.sums([torch.tensor(loss, requires_grad=True), torch.tensor(count), torch.tensor(0.3), 2])
+    sums = first + vote.sums([0.1, 0, torch.tensor(7), torch.tensor(True)])
+    overflow = vote.overflow(torch.tensor(norm), sums)
+    return vote.cast(
+        overflow, torch.tensor(norm), SCALE, sums, stop=stop, save=False, samples=count, bad=1, nbytes=2**40 + 1
+    )
+
+
+def decision(kind: type[Vote], said: list[tuple[float, float, int, bool]], clip_norm: float | None) -> Decision:
+    """What the ranks decide: each casts as if it were alone, and the words are added by hand."""
+    words = [word(kind(CPU, 1), *rank) for rank in said]
+    return kind(CPU, len(said)).decide(torch.stack(words).sum(0), SCALE, 64, clip_norm)
+
+
+FINE = (0.7, 3.3, 11, False)
+SAID = {
+    "fine": [FINE, (1e-3, 0.1, 7, True), (4e4, 2.2, 1, False)],
+    "one inf norm": [FINE, (torch.inf, 0.1, 7, True), FINE],
+    "two NaN losses": [(0.7, torch.nan, 11, False), (0.7, torch.nan, 7, True), FINE],
+    "no rows": [(0.0, 0.0, 0, False)] * RANKS,
+    "no rows on two ranks": [FINE, (0.0, 0.0, 0, False), (0.0, 0.0, 0, False)],
+}
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_words_are_equal(said: str) -> None:
+    for rank in SAID[said]:
+        assert word(HostVote(CPU, 1), *rank).equal(word(Vote(CPU, 1), *rank))
+
+
+@pytest.mark.parametrize(("said", "clip_norm"), product(SAID, (None, 1.0, 1e-9, 1e9)))
+def test_decisions_are_equal(said: str, clip_norm: float | None) -> None:
+    on_host, on_device = (decision(kind, SAID[said], clip_norm) for kind in (HostVote, Vote))
+    for host, device in zip(on_host, on_device, strict=True):
+        assert (host.dtype, host.shape) == (device.dtype, device.shape)
+        assert host.equal(device)
+    assert bool(on_host.skip) == (said not in ("fine", "no rows on two ranks"))
+    assert bool(on_host.overflowed) == (said in ("one inf norm", "two NaN losses"))

@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtrain.tracking.jsonl import JsonlSink
+from dtrain.training import loop
+from dtrain.training.checkpoint import Checkpoint, Checkpoints
+from dtrain.training.evaluation import evaluate
+from tests.ranks import RanksFailed
+from tests.runs import metrics, records, status, train_on
+
+pytestmark = pytest.mark.usefixtures("digits")
+SMALL = ("model.width=4", "data.num_workers=0", "checkpoint.every_minutes=null", "checkpoint.best=null")
+
+
+def train(ranks: int, run_dir: Path, *overrides: str) -> None:
+    chosen = {override.partition("=")[0] for override in overrides}
+    train_on(ranks, run_dir, *(small for small in SMALL if small.partition("=")[0] not in chosen), *overrides)
+
+
+def saved(run_dir: Path) -> list[int]:
+    return Checkpoints(run_dir / "checkpoints").steps()
+
+
+def full_disk_at(*steps: int) -> Callable[..., Path]:
+    """In place of ``Checkpoints.save``: refuses those steps."""
+    save = Checkpoints.save
+
+    def refusing(self: Checkpoints, step: int, checkpoint: Checkpoint) -> Path:
+        if step in steps:
+            raise OSError(28, "No space left on device", "model.safetensors")
+        return save(self, step, checkpoint)
+
+    return refusing
+
+
+# -- checkpoints that cannot be written
+
+
+def test_a_full_disk_ends_no_run_and_is_said_where_nobody_misses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Checkpoints, "save", full_disk_at(4))
+    train(2, tmp_path, "train.max_steps=6", "checkpoint.every_steps=2", "checkpoint.keep_last=9")
+    assert saved(tmp_path) == [2, 6]
+    assert len(metrics(tmp_path)) == 6
+    assert status(tmp_path)["state"] == "finished"
+    said = capfd.readouterr().out
+    assert said.count("WARNING: the checkpoint of step 4 could not be written") == 1
+    assert "No space left on device" in said
+    assert "step 4 could not be written" in (tmp_path / "logs" / "rank-00000.log").read_text()
+
+
+def test_a_final_checkpoint_that_cannot_be_written_is_a_failure_on_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", full_disk_at(5))
+        with pytest.raises(RanksFailed) as failed:
+            train(2, tmp_path, "train.max_steps=5", "checkpoint.every_steps=3")
+    assert set(failed.value.reports) == {0, 1}
+    assert not failed.value.hung
+    assert status(tmp_path)["state"] == "failed"
+    assert "step 5 could not be written" in status(tmp_path)["reason"]
+    assert "Start again when there is room" in capfd.readouterr().err
+    train(2, tmp_path, "train.max_steps=5", "checkpoint.every_steps=3")
+    assert saved(tmp_path) == [3, 5]
+    assert status(tmp_path)["state"] == "finished"
+    assert [record["step"] for record in records(tmp_path) if "train/loss" in record] == [1, 2, 3, 4, 5]
+
+
+def test_a_stop_without_room_for_the_checkpoint_is_a_failure_and_takes_the_stop_file_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Checkpoints, "save", full_disk_at(*range(2, 99)))
+    monkeypatch.setattr(loop, "evaluate", stop_file_during_evaluation(tmp_path))
+    with pytest.raises(RanksFailed):
+        train(2, tmp_path, "train.max_steps=500", "train.eval_every=3")
+    assert status(tmp_path)["state"] == "failed"
+    assert not (tmp_path / "STOP").exists()
+
+
+def stop_file_during_evaluation(run_dir: Path) -> Callable[..., Any]:
+    """Evaluations go on as usual; the STOP file is there when one is done."""
+
+    def evaluating(*args: Any, **kwargs: Any) -> dict[str, float]:
+        (run_dir / "STOP").touch()
+        return evaluate(*args, **kwargs)
+
+    return evaluating
+
+
+def test_a_save_that_failed_is_tried_again_at_the_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = Checkpoints.save
+    refused: list[int] = []
+
+    def refusing_once(self: Checkpoints, step: int, checkpoint: Checkpoint) -> Path:
+        if step >= 3 and not refused:
+            refused.append(step)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            raise OSError(28, "No space left on device")
+        return save(self, step, checkpoint)
+
+    monkeypatch.setattr(Checkpoints, "save", refusing_once)
+    train(1, tmp_path, "train.max_steps=500", "checkpoint.every_steps=3")
+    state = status(tmp_path)
+    assert state["state"] == "stopped"
+    assert saved(tmp_path) == [state["step"]]
+
+
+def test_records_and_status_that_cannot_be_written_end_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log, write_status = JsonlSink.log, loop.write_status
+
+    def refusing(self: JsonlSink, record: Any) -> None:
+        if record["step"] == 2:
+            raise OSError(28, "No space left on device")
+        log(self, record)
+
+    def refusing_status(*args: Any, **kwargs: Any) -> None:
+        if args[2] == 4:
+            raise OSError(28, "No space left on device")
+        write_status(*args, **kwargs)
+
+    monkeypatch.setattr(JsonlSink, "log", refusing)
+    monkeypatch.setattr(loop, "write_status", refusing_status)
+    train(1, tmp_path, "train.max_steps=5", "checkpoint.every_steps=4", "checkpoint.keep_last=9")
+    assert [record["step"] for record in records(tmp_path) if "train/loss" in record] == [1, 3, 4, 5]
+    assert saved(tmp_path) == [4, 5]
+    said = capfd.readouterr().out
+    assert "WARNING: a record could not be written" in said
+    assert "WARNING: status.json could not be written" in said
+
+
+# -- when it saves, evaluates and stops
+
+
+def test_checkpoints_come_every_n_steps_at_the_clock_and_at_the_end(tmp_path: Path) -> None:
+    train(2, tmp_path / "steps", "train.max_steps=5", "checkpoint.every_steps=2", "checkpoint.keep_last=9")
+    assert saved(tmp_path / "steps") == [2, 4, 5]
+    # Rank 0's clock asks in the vote of a step, and all obey after the next one.
+    train(2, tmp_path / "clock", "train.max_steps=5", "checkpoint.every_minutes=0", "checkpoint.keep_last=9")
+    assert saved(tmp_path / "clock")[-1] == 5
+    assert len(saved(tmp_path / "clock")) >= 3
+
+
+@pytest.mark.parametrize(
+    ("eval_every", "steps"), [("2", [2, 4, 5]), ("0", [5]), ("null", [5])], ids=["every 2", "at the end", "each epoch"]
+)
+def test_evaluations_come_when_they_were_asked_for_and_at_the_end(
+    tmp_path: Path, eval_every: str, steps: list[int]
+) -> None:
+    train(1, tmp_path, "train.max_steps=5", f"train.eval_every={eval_every}")
+    assert [record["step"] for record in records(tmp_path) if "eval/loss" in record] == steps
+
+
+def scripted_accuracies(*accuracies: float) -> Callable[..., dict[str, float]]:
+    """In place of ``evaluate``: one value after the other."""
+    values = iter(accuracies)
+    return lambda *args, **kwargs: {"loss": 1.0, "accuracy": next(values)}
+
+
+def test_the_best_checkpoint_stays_over_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    common = ("train.eval_every=1", "checkpoint.best=eval/accuracy", "checkpoint.keep_last=1")
+    monkeypatch.setattr(loop, "evaluate", scripted_accuracies(0.1, 0.7, float("nan"), 0.5))
+    train(2, tmp_path, "train.max_steps=4", *common)
+    assert saved(tmp_path) == [2, 4]
+    monkeypatch.setattr(loop, "evaluate", scripted_accuracies(0.6, 0.2))
+    train(2, tmp_path, "train.max_steps=6", *common)
+    assert saved(tmp_path) == [2, 6]
+    monkeypatch.setattr(loop, "evaluate", scripted_accuracies(0.7, 0.3))
+    train(2, tmp_path, "train.max_steps=8", *common)
+    assert saved(tmp_path) == [7, 8]
+
+
+def test_what_is_best_may_change_when_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    common = ("train.eval_every=1", "checkpoint.keep_last=1")
+    monkeypatch.setattr(loop, "evaluate", scripted_accuracies(0.9, 0.8))
+    train(1, tmp_path, "train.max_steps=2", "checkpoint.best=eval/accuracy", *common)
+    assert saved(tmp_path) == [1, 2]
+    lowest = ("checkpoint.best=eval/accuracy", "checkpoint.best_mode=min")
+    monkeypatch.setattr(loop, "evaluate", scripted_accuracies(0.85, 0.3, 0.4))
+    train(1, tmp_path, "train.max_steps=5", *lowest, *common)
+    assert saved(tmp_path) == [4, 5]
+
+
+def test_a_best_metric_that_no_evaluation_has_is_refused_with_those_it_has(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        train(2, tmp_path, "train.max_steps=3", "train.eval_every=1", "checkpoint.best=eval/acc")
+    assert set(failed.value.reports) == {0, 1}
+    said = capfd.readouterr().err
+    assert "checkpoint.best: got 'eval/acc'" in said
+    assert "eval/accuracy" in said
+
+
+def test_a_stop_request_at_the_last_step_is_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "evaluate", stop_file_during_evaluation(tmp_path))
+    monkeypatch.setattr("dtrain.distributed.stop._LOOK_EVERY", 0.0)
+    # The file is there after step 1, is seen in step 2, and step 3, the last one, is under way when all know.
+    train(1, tmp_path, "train.max_steps=3", "train.eval_every=1")
+    assert status(tmp_path)["state"] == "finished"
+    assert not (tmp_path / "STOP").exists()
+
+
+@pytest.mark.parametrize("value", [0, -3])
+def test_a_log_interval_below_one_is_refused(tmp_path: Path, value: int, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RanksFailed):
+        train(1, tmp_path, "train.max_steps=1", f"train.log_every={value}")
+    assert f"train.log_every: got {value}" in capfd.readouterr().err

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dtrain.training.task import Output, checked
+
+
+def test_a_sum_of_no_rows_is_an_output() -> None:
+    output = Output(torch.zeros(()), 0)
+    assert checked(output) is output
+    assert output.metrics == {}
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (1.0, "got float"),
+        (torch.zeros(3), r"got torch.float32 of shape \[3\]"),
+        (torch.zeros(1), r"got torch.float32 of shape \[1\]"),
+        (torch.zeros((), dtype=torch.float16), "got torch.float16"),
+        (torch.zeros((), dtype=torch.float64), "got torch.float64"),
+    ],
+    ids=str,
+)
+def test_a_loss_that_is_no_fp32_number_is_refused_with_what_to_do(loss: Any, said: str) -> None:
+    with pytest.raises(
+        TypeError, match=rf"Output.loss_sum: {said}.*want a float32 tensor of shape \[\]. Sum the losses"
+    ):
+        Output(loss, 1)
+
+
+@pytest.mark.parametrize(
+    "returned", [None, torch.zeros(()), (torch.zeros(()), 3), {"loss_sum": torch.zeros(())}], ids=repr
+)
+def test_anything_but_an_output_is_refused_by_its_type(returned: object) -> None:
+    with pytest.raises(TypeError, match=f"returned {type(returned).__name__}, want a dtrain.training.task.Output"):
+        checked(returned)
