@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,3 +30,12 @@ def digits(_own_environment: None) -> Path:
 
     prepare()
     return Path(shard_dir())
+
+
+@pytest.fixture(autouse=True)
+def _own_logging() -> Iterator[None]:
+    """Hydra's ``--info`` sends all logging to the output of the test that asked for it, which ends before the others."""
+    handlers, level = list(logging.root.handlers), logging.root.level
+    yield
+    logging.root.handlers[:] = handlers
+    logging.root.setLevel(level)
