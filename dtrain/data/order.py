@@ -49,6 +49,8 @@ class Recipe:
     tail: str = "pad"
 
     def __post_init__(self) -> None:
+        if not -(2**63) <= self.seed < 2**64:
+            raise ValueError(f"seed: got {self.seed}, want an integer of 64 bits.")
         if self.shuffle not in SHUFFLES:
             raise ValueError(f"shuffle: got {self.shuffle!r}, want one of {', '.join(SHUFFLES)}.")
         if self.tail not in TAILS:

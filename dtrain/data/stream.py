@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import signal
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from typing import Any
 
 import torch
@@ -48,7 +50,7 @@ class Stream:
             generator=torch.Generator(),  # else starting workers would draw from the run's own
             **loading,
         )
-        with _signals_held_back():
+        with _signals_held_back(loading):
             self._iterator: Iterator[Batch] | None = iter(loader)
         self._epoch, self._step = start
         self._micro_batch = 0
@@ -108,8 +110,10 @@ def _as_it_is(batch: Any) -> Any:
 
 
 @contextmanager
-def _signals_held_back() -> Iterator[None]:
+def _signals_held_back(loading: Mapping[str, Any]) -> Iterator[None]:
     # Workers are born with these signals blocked, else one that comes early would end a worker.
+    if loading["num_workers"] and (loading["multiprocessing_context"] or multiprocessing.get_start_method()) != "fork":
+        resource_tracker.ensure_running()  # if it were started in here, it would unblock them
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_TRAINER)
     try:
         yield

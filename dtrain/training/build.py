@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from hydra.errors import InstantiationException
 from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -20,6 +21,10 @@ from dtrain.distributed.world import World
 from dtrain.precision import Precision
 from dtrain.precision.comm_hooks import COMM_DTYPES, HookGuard, reduce_in
 from dtrain.precision.loss_scale import LossScale
+
+# Whoever lets go of a gloo group last joins its threads. DDP does so while it keeps the interpreter locked, and a thread
+# that is just done with a collective waits for that lock to free its tensors: the run would never end (torch 2.9-2.13).
+_groups: list[dist.ProcessGroup] = []
 
 
 def by_target(key: str, node: Any, *args: Any, **kwargs: Any) -> Any:
@@ -169,6 +174,7 @@ def wrap(
         static_graph=parallel.static_graph and not deterministic,
         gradient_as_bucket_view=parallel.gradient_as_bucket_view,
     )
+    _groups.append(ddp.process_group)
     if parallel.comm_hook is None:
         reduce_in(ddp, COMM_DTYPES[parallel.comm_dtype])
         return ddp, None

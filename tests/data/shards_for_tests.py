@@ -6,6 +6,7 @@ import io
 import tarfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import simplejpeg
@@ -73,6 +74,23 @@ def stored_members(paths: Iterable[str]) -> dict[str, dict[str, tuple[bytes, int
 def stored_keys(paths: Iterable[str]) -> list[str]:
     """``<shard>/<key>`` of all samples, in stored order."""
     return list(stored_members(paths))
+
+
+def loader_of(shards: Sequence[str], fields: dict[str, Any] = LABEL, **options: Any) -> ShardLoader:
+    """A loader of batches of six in this process, unless told otherwise."""
+    given = {"global_batch_size": 6, "num_workers": 0, **options}
+    return ShardLoader(shards, fields, **given)
+
+
+def ranks_of(shards: Sequence[str], world: int, **options: Any) -> list[ShardLoader]:
+    """The loaders of all ranks."""
+    return [loader_of(shards, rank=rank, world_size=world, **options) for rank in range(world)]
+
+
+def close(loaders: Iterable[ShardLoader]) -> None:
+    """Ends their workers."""
+    for loader in loaders:
+        loader.close()
 
 
 def epoch_of(loader: ShardLoader, epoch: int | None = None, commit: bool = True) -> list[list[Batch]]:

@@ -255,8 +255,9 @@ def test_default_lanes_are_the_largest_divisor_up_to_64_and_only_windows_have_th
         ({"shuffle": "yes"}, "shuffle: got 'yes', want one of window, full, none"),
         ({"tail": "repeat"}, "tail: got 'repeat', want one of pad, drop"),
         ({"window": 0}, "window: got 0"),
+        ({"seed": 2**64}, "seed: got 18446744073709551616, want an integer of 64 bits"),
     ],
 )
 def test_an_impossible_recipe_is_refused_with_what_is_possible(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Recipe(0, **options)  # type: ignore[arg-type]
+        Recipe(**{"seed": 0, **options})  # type: ignore[arg-type]

@@ -1,0 +1,263 @@
+"""States: killed anywhere, resumed anyhow, an epoch is still each sample exactly once."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtrain.data import Batch, ShardLoader
+from tests.data.shards_for_tests import (
+    IMAGE,
+    LABEL,
+    UNEVEN,
+    close,
+    epoch_of,
+    global_batches,
+    keys_of,
+    loader_of,
+    ranks_of,
+    stored_keys,
+    stored_members,
+    write_numbered,
+)
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return write_numbered(tmp_path_factory.mktemp("uneven"), UNEVEN)
+
+
+def test_loading_while_an_iterator_is_open_is_refused(uneven: list[str]) -> None:
+    loader = loader_of(uneven)
+    state = loader.state_dict()
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(RuntimeError, match="iterator of this loader is open"):
+        loader.load_state_dict(state)
+    del batches
+    loader.load_state_dict(state)
+    list(loader)
+    loader.load_state_dict(state)
+
+
+def test_what_was_handed_over_before_a_state_was_loaded_cannot_be_committed(uneven: list[str]) -> None:
+    loader = loader_of(uneven)
+    state = loader.state_dict()
+    next(iter(loader))
+    loader.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="handed 0"):
+        loader.commit()
+
+
+def kept(state: dict[str, Any]) -> dict[str, Any]:
+    """A state that went through a file."""
+    text = json.dumps(state)
+    assert len(text) < 500 + 20 * len(state["layouts"])
+    loaded: dict[str, Any] = json.loads(text)
+    return loaded
+
+
+topologies = st.tuples(st.integers(1, 5), st.integers(1, 14), st.integers(1, 3))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    shuffle=st.sampled_from(["window", "full", "none"]),
+    tail=st.sampled_from(["pad", "drop"]),
+    legs=st.lists(st.tuples(topologies, st.integers(0, 9)), min_size=2, max_size=5),
+)
+def test_killed_anywhere_and_resumed_anyhow_an_epoch_is_each_sample_once(
+    uneven: list[str], shuffle: str, tail: str, legs: list[tuple[tuple[int, int, int], int]]
+) -> None:
+    state, used = None, []
+    for (world, batch, parts), steps in legs:
+        rows = -(-batch // world)
+        micro = max(1, rows // parts) if batch % world else rows
+        ranks = ranks_of(
+            uneven, world, global_batch_size=batch, micro_batch_size=micro, shuffle=shuffle, tail=tail, window=2
+        )
+        if state is not None:
+            for loader in ranks:
+                loader.load_state_dict(state)
+        assert len({loader.position for loader in ranks}) == 1
+        if ranks[0].position[0] == 1:
+            break  # what was left is less than one of the new batches, and dropped
+        assert tail == "drop" or ranks[0].position[1] == len(used)
+        of_rank = [list(itertools.islice(steps_committed(loader), steps)) for loader in ranks]
+        used += keys_of(batch for rank in of_rank for step in rank for batch in step)
+        states = [kept(loader.state_dict()) for loader in ranks]
+        assert all(other == states[0] for other in states)  # equal on all ranks
+        state = states[0]
+        if state["epoch"] == 1:
+            break
+    else:
+        ranks = ranks_of(uneven, 1, global_batch_size=1, shuffle=shuffle, tail=tail)
+        ranks[0].load_state_dict(state)
+        used += keys_of(batch for step in epoch_of(ranks[0]) for batch in step)
+        assert len(used) == 47
+    assert len(set(used)) == len(used)
+    assert tail == "drop" or sorted(used) == sorted(stored_keys(uneven))
+
+
+def steps_committed(loader: ShardLoader) -> Iterator[list[Batch]]:
+    """Steps of the state's epoch; each is committed when it is handed out."""
+    batches = iter(loader)
+    for _ in range(loader.steps_left):
+        step = [next(batches) for _ in range(loader.micro_batches_per_step)]
+        loader.commit()
+        yield step
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_resumed_at_every_step_the_same_batches_follow_also_in_the_next_epoch(
+    uneven: list[str], num_workers: int
+) -> None:
+    options = {"global_batch_size": 12, "window": 2}
+    whole = [batch for epoch in (0, 1) for batch in global_batches([loader_of(uneven, **options)], epoch)]
+    interrupted = loader_of(uneven, **options)
+    for step in range(4):
+        ranks = ranks_of(uneven, 2, num_workers=num_workers, **options)
+        for loader in ranks:
+            loader.load_state_dict(kept(interrupted.state_dict()))
+        assert global_batches(ranks) + global_batches(ranks) == whole[step:]
+        close(ranks)
+        next(steps_committed(interrupted))
+    assert global_batches([interrupted]) == whole[4:]
+
+
+def test_the_first_batch_after_a_resume_needs_the_bytes_of_its_samples_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = write_numbered(tmp_path, [40, 25, 60], image=True)
+    interrupted = loader_of(shards, IMAGE | LABEL)
+    list(itertools.islice(steps_committed(interrupted), 11))
+    loader = loader_of(shards, IMAGE | LABEL)
+    loader.load_state_dict(interrupted.state_dict())
+    read, opened = [0], []
+    pread, open_file = os.pread, os.open
+
+    def counting_pread(descriptor: int, size: int, offset: int) -> bytes:
+        data = pread(descriptor, size, offset)
+        read[0] += len(data)
+        return data
+
+    monkeypatch.setattr(os, "pread", counting_pread)
+    monkeypatch.setattr(
+        os, "open", lambda path, *more, **options: opened.append(path) or open_file(path, *more, **options)
+    )
+    keys = keys_of(next(steps_committed(loader)))
+    monkeypatch.undo()
+    members = [stored_members(shards)[key].values() for key in keys]
+    # From the first byte of a sample's first field to the last of its last one, the header between them included.
+    spans = [max(at + len(data) for data, at in fields) - min(at for _, at in fields) for fields in members]
+    assert read[0] == sum(spans)
+    assert {Path(path).name for path in opened} == {key.partition("/")[0] for key in keys}
+    assert len(opened) == len(set(opened))
+
+
+def test_a_run_of_other_defaults_keeps_what_it_had_and_what_was_asked_for_counts(uneven: list[str]) -> None:
+    old = loader_of(uneven, global_batch_size=12, lanes=3, window=1)
+    next(steps_committed(old))
+    state = kept(old.state_dict())
+    rest, second = global_batches([old]), global_batches([old], 1)
+    default = loader_of(uneven, global_batch_size=12)
+    default.load_state_dict(state)
+    assert [global_batches([default]), global_batches([default], 1)] == [rest, second]
+    asked = loader_of(uneven, global_batch_size=12, lanes=6, window=2)
+    asked.load_state_dict(state)
+    assert global_batches([asked]) == rest  # an epoch ends as it was begun
+    assert global_batches([asked]) == global_batches([loader_of(uneven, global_batch_size=12, lanes=6, window=2)], 1)
+
+
+def test_another_shuffle_begins_with_the_next_epoch(uneven: list[str]) -> None:
+    old = loader_of(uneven, shuffle="full", tail="drop")
+    next(steps_committed(old))
+    new = loader_of(uneven, shuffle="none")
+    new.load_state_dict(kept(old.state_dict()))
+    assert global_batches([new]) == global_batches([old])
+    assert list(itertools.chain(*global_batches([new]))) == stored_keys(uneven)
+
+
+def test_another_shuffle_and_batch_size_cut_the_rest_as_the_old_shuffle_does(uneven: list[str]) -> None:
+    old = loader_of(uneven, shuffle="full")
+    next(steps_committed(old))
+    new = loader_of(uneven, global_batch_size=12, lanes=4)
+    new.load_state_dict(kept(old.state_dict()))
+    # The old line without its first six samples, in larger steps.
+    assert list(itertools.chain(*global_batches([new]))) == list(itertools.chain(*global_batches([old])))
+
+
+def test_a_rest_that_fills_no_batch_of_the_new_size_is_dropped_at_once(uneven: list[str]) -> None:
+    old = loader_of(uneven, tail="drop")
+    list(itertools.islice(steps_committed(old), 6))
+    new = loader_of(uneven, tail="drop", global_batch_size=12)
+    new.load_state_dict(kept(old.state_dict()))
+    assert new.position == (1, 0)
+    assert len(global_batches([new])) == 3
+
+
+def test_restarts_that_used_nothing_leave_no_trace_in_the_state(uneven: list[str]) -> None:
+    loader = loader_of(uneven)
+    next(steps_committed(loader))
+    state, expected = kept(loader.state_dict()), global_batches([loader])
+    for batch in (5, 9, 4, 6):
+        flapping = loader_of(uneven, global_batch_size=batch)
+        flapping.load_state_dict(state)
+        state = kept(flapping.state_dict())
+        assert len(state["layouts"]) == (1 if batch == 6 else 2)
+    assert global_batches([flapping]) == expected
+
+
+def test_the_state_of_a_large_data_set_is_a_few_numbers(uneven: list[str]) -> None:
+    loader = loader_of(uneven)
+    next(steps_committed(loader))
+    state = loader.state_dict()
+    assert {name: state[name] for name in ("version", "seed", "shuffle", "window", "tail", "epoch", "position")} == {
+        "version": 1, "seed": 0, "shuffle": "window", "window": 8, "tail": "pad", "epoch": 0, "position": 6
+    }  # fmt: skip
+    assert state["layouts"] == [[6, 6, 1]]
+    assert set(state["data"]) == {"num_shards", "num_samples", "bytes", "fingerprint"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(lambda counts: [*counts, 4], r"shards 6 -> 7, samples 47 -> 51", id="more shards"),
+        pytest.param(lambda counts: [*counts[:-1], 5], r"samples 47 -> 41", id="fewer samples"),
+        pytest.param(lambda counts: counts[::-1], r"as many shards", id="another order"),
+    ],
+)
+def test_a_changed_data_set_is_refused_with_the_difference(
+    tmp_path: Path, uneven: list[str], change: Any, message: str
+) -> None:
+    state = loader_of(uneven).state_dict()
+    other = loader_of(write_numbered(tmp_path, change(list(UNEVEN))))
+    with pytest.raises(ValueError, match=rf"the data set changed.*{message}.*old shards, or start a new run"):
+        other.load_state_dict(state)
+
+
+def test_moved_shards_are_the_same_data_set(tmp_path: Path, uneven: list[str]) -> None:
+    moved = write_numbered(tmp_path / "elsewhere", UNEVEN)
+    loader_of(moved).load_state_dict(loader_of(uneven).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 7}, "seed: the state was saved with 7, this loader has 0"),
+        ({"version": 99}, r"not a state of this loader: version 99 \(want 1\)"),
+        ({"layouts": None, "epoch": None}, "missing keys: epoch, layouts"),
+    ],
+)
+def test_what_is_no_state_of_this_loader_is_refused(uneven: list[str], change: dict[str, Any], message: str) -> None:
+    state = {name: value for name, value in (loader_of(uneven).state_dict() | change).items() if value is not None}
+    with pytest.raises(ValueError, match=message):
+        loader_of(uneven).load_state_dict(state)

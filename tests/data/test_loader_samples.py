@@ -1,0 +1,249 @@
+"""What the loader makes of samples: bad ones, what travels, augmentation, and what webdataset finds in the same shards."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import webdataset
+
+from dtrain.data.loader import TooManyBadSamples, check_bad_samples
+from dtrain.data.storage import ShardChanged
+from dtrain.data.writer import write_shards
+from tests.data.shards_for_tests import (
+    IMAGE,
+    LABEL,
+    close,
+    epoch_of,
+    global_batches,
+    jpeg,
+    keys_of,
+    loader_of,
+    npy,
+    ranks_of,
+    write_numbered,
+    write_tar,
+)
+
+# -- bad samples
+
+
+def torn_shards(folder: Path, bad: Sequence[int], count: int = 40) -> list[str]:
+    samples = []
+    for number in range(count):
+        members = {"jpg": jpeg(number), "cls": str(number).encode()}
+        if number in bad:
+            members |= [{"jpg": jpeg(number)[:-50]}, {"jpg": b"garbage"}, {"cls": b"cat"}][number % 3]
+        if number in bad and number % 4 == 3:
+            del members["jpg"]
+        samples.append((f"sample{number:05d}", members))
+    return [
+        write_tar(folder / f"shard-{shard}.tar", samples[shard * 20 : shard * 20 + 20]) for shard in range(count // 20)
+    ]
+
+
+def test_bad_samples_keep_their_position_on_every_topology(tmp_path: Path) -> None:
+    bad = [0, 1, 2, 7, 19, 20, 39]
+    torn, whole = torn_shards(tmp_path / "torn", bad), torn_shards(tmp_path / "whole", [])
+    options = {"fields": IMAGE | LABEL, "global_batch_size": 8, "max_bad": None}
+    bad_keys = {f"shard-{number // 20}.tar/sample{number:05d}" for number in bad}
+    expected = [[key for key in step if key not in bad_keys] for step in global_batches([loader_of(whole, **options)])]
+    for world, num_workers in ((1, 0), (3, 0), (2, 2)):
+        ranks = ranks_of(torn, world, num_workers=num_workers, **options)
+        assert global_batches(ranks) == expected
+        assert sum(loader.bad_samples for loader in ranks) == len(bad)
+        named = [
+            line["key"] for loader in ranks for step in epoch_of(loader, 0) for batch in step for line in batch.bad
+        ]
+        assert sorted(named) == sorted(bad_keys)
+        close(ranks)
+
+
+def test_a_run_of_bad_samples_longer_than_a_batch_is_survived(tmp_path: Path) -> None:
+    shards = torn_shards(tmp_path, range(5, 30))
+    loader = loader_of(shards, IMAGE | LABEL, global_batch_size=4, shuffle="none", max_bad=None)
+    steps = epoch_of(loader)
+    assert len(keys_of(itertools.chain(*steps))) == 15
+    assert all(batch["image"].shape == (4, 8, 8, 3) for step in steps for batch in step)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_more_bad_samples_than_the_budget_allows_end_the_run(tmp_path: Path, num_workers: int) -> None:
+    shards = torn_shards(tmp_path, range(0, 40, 2))
+    loader = loader_of(shards, IMAGE | LABEL, global_batch_size=1, max_bad=5, num_workers=num_workers)
+    with pytest.raises(
+        TooManyBadSamples, match=r"6 of \d+ samples could not be read, more than data\.max_bad=5.*shard-.*sample000"
+    ):
+        list(loader)
+    loader.close()
+
+
+def test_masked_rows_are_no_samples_to_the_budget(tmp_path: Path) -> None:
+    loader = loader_of(torn_shards(tmp_path, range(20)), IMAGE | LABEL, global_batch_size=100, max_bad=0.3)
+    with pytest.raises(TooManyBadSamples, match="20 of 40 samples"):
+        list(loader)
+
+
+def test_the_budget_is_a_count_a_share_or_nothing_at_all() -> None:
+    last = {"key": "a.tar/1", "reason": "torn"}
+    for bad, handed, budget in ((0, 10, 0), (10, 20, 0.01), (50, 5000, 0.01), (3, 4, 3), (1, 1, 1)):
+        check_bad_samples(bad, handed, budget, last)
+    for bad, handed, budget in ((1, 10_000, 0), (11, 20, 0.01), (51, 5000, 0.01), (4, 4, 3), (2, 2, 1)):
+        with pytest.raises(TooManyBadSamples, match=r"a\.tar/1: torn"):
+            check_bad_samples(bad, handed, budget, last)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("change", [os.unlink, lambda path: os.truncate(path, 700)], ids=["vanishes", "shrinks"])
+def test_a_shard_that_changes_during_the_run_is_named(tmp_path: Path, num_workers: int, change: Any) -> None:
+    shards = write_numbered(tmp_path, [30] * 4)
+    loader = loader_of(shards, shuffle="none", num_workers=num_workers)
+    batches = iter(loader)
+    next(batches)
+    change(shards[3])
+    with pytest.raises(ShardChanged, match=r"shard-003\.tar"):
+        list(batches)
+    # What other workers hold is not handed over as if nothing were missing.
+    with pytest.raises(RuntimeError, match="an error ended its workers"):
+        next(batches)
+    loader.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_images_of_different_sizes_are_refused_naming_both(tmp_path: Path, num_workers: int) -> None:
+    samples = [("small", {"jpg": jpeg(0, 8, 8)}), ("large", {"jpg": jpeg(0, 16, 8)})]
+    loader = loader_of([write_tar(tmp_path / "a.tar", samples)], IMAGE, num_workers=num_workers, shuffle="none")
+    with pytest.raises(ValueError, match=r"a\.tar/large.*a\.tar/small.*data\.fields\.jpg\.size=224"):
+        list(loader)
+    loader.close()
+
+
+# -- what travels
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_wire_carries_bytes_for_pixels_and_half_for_features(tmp_path: Path, num_workers: int) -> None:
+    sound = np.random.default_rng(0).normal(size=(8, 4000)).astype(np.float32)
+    boxes = np.array([[1333.3, 0.1, 7.0, 1e4]], np.float32)
+    samples = [
+        (str(i), {"jpg": jpeg(i, 64, 64), "npy": npy(sound[i]), "box.npy": npy(boxes + i), "cls": b"50257"})
+        for i in range(8)
+    ]
+    shards = [write_tar(tmp_path / "a.tar", samples)]
+    fields = {
+        **IMAGE,
+        "npy": {"name": "sound", "role": "feature"},
+        "box.npy": {"name": "box", "role": "coord"},
+        "cls": {"name": "token", "role": "id"},
+    }
+    sent = {}
+    for precision in ("fp32", "bf16", "fp16"):
+        loader = loader_of(
+            shards, fields, global_batch_size=8, shuffle="none", precision=precision, num_workers=num_workers
+        )
+        (batch,) = loader
+        loader.close()
+        compute = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+        assert (batch["image"].dtype, batch["image"].shape) == (torch.uint8, (8, 64, 64, 3))
+        assert torch.equal(batch["sound"], torch.from_numpy(sound).to(compute))
+        assert torch.equal(batch["box"], torch.from_numpy(np.stack([boxes + i for i in range(8)])))
+        assert batch["token"].tolist() == [50257] * 8
+        sent[precision] = batch.wire_bytes
+        arrived = batch.to("cpu")
+        assert (arrived["image"].dtype, arrived["image"].shape) == (compute, (8, 3, 64, 64))
+        assert arrived["image"].is_contiguous(memory_format=torch.channels_last)
+    others = 8 * (64 * 64 * 3 + 4 * 4 + 8)
+    assert sent["fp32"] - others == 8 * 4000 * 4
+    assert sent["bf16"] - others == sent["fp16"] - others == 8 * 4000 * 2
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_feature_that_fp16_cannot_hold_is_named_clamped_or_sent_in_fp32(tmp_path: Path, num_workers: int) -> None:
+    samples = [(f"{i}", {"npy": npy(np.array([1.0, 1e5 * i], np.float32))}) for i in range(2)]
+    shards = [write_tar(tmp_path / "a.tar", samples)]
+    fields = {"npy": {"name": "depth", "role": "feature"}}
+    options = {"precision": "fp16", "global_batch_size": 2, "shuffle": "none", "num_workers": num_workers}
+    with pytest.raises(ValueError, match=r"sample 'a\.tar/1': field 'depth' holds 100000, .*data\.on_overflow=fp32"):
+        list(loader_of(shards, fields, **options))
+    (batch,) = loader_of(shards, fields, on_overflow="clamp", **options)
+    assert (batch["depth"].dtype, batch["depth"].tolist()) == (torch.float16, [[1, 0], [1, 65504]])
+    (batch,) = loader_of(shards, fields, on_overflow="fp32", **options)
+    assert (batch["depth"].dtype, batch["depth"].tolist()) == (torch.float32, [[1, 0], [1, 1e5]])
+
+
+def shift(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    return {"image": np.roll(sample["image"], int(rng.integers(64)), axis=1), "label": int(rng.integers(2**62))}
+
+
+def test_a_sample_is_augmented_alike_everywhere_and_anew_in_every_epoch(tmp_path: Path) -> None:
+    shards = write_numbered(tmp_path, [10, 17], image=True)
+
+    def augmented(world: int, num_workers: int, **options: Any) -> dict[str, tuple[int, bytes]]:
+        found = {}
+        ranks = ranks_of(shards, world, fields=IMAGE | LABEL, augment=shift, num_workers=num_workers, **options)
+        for loader in ranks:
+            for batch in loader.epoch(options.get("epoch", 0)):
+                for row, key in enumerate(batch.sample_keys):
+                    if key:
+                        found[key] = int(batch["label"][row]), batch["image"][row].numpy().tobytes()
+        close(ranks)
+        return found
+
+    alone = augmented(1, 0)
+    assert len(alone) == 27
+    assert augmented(3, 0, global_batch_size=5, micro_batch_size=1) == alone
+    assert augmented(1, 2, global_batch_size=9, shuffle="none") == alone
+    loader = loader_of(shards, IMAGE | LABEL, augment=shift)
+    second = {
+        key: int(label)
+        for batch in loader.epoch(1)
+        for key, label in zip(batch.sample_keys, batch["label"], strict=True)
+        if key
+    }
+    assert not {label for label, _ in alone.values()} & set(second.values())
+
+
+# -- webdataset
+
+
+@pytest.mark.parametrize("writer", ["webdataset", "dtrain"])
+def test_webdataset_and_the_loader_find_the_same_keys_and_bytes(tmp_path: Path, writer: str) -> None:
+    rng = np.random.default_rng(0)
+    samples = [
+        {
+            "__key__": f"folder/{'n' * (i % 4 * 40)}ü{i}",
+            "jpg": jpeg(i),
+            "txt": f"caption {i}",
+            "cls": i,
+            "bin": rng.bytes(i * 37),
+        }
+        for i in range(25)
+    ]
+    if writer == "webdataset":
+        with webdataset.ShardWriter(str(tmp_path / "shard-%06d.tar"), maxcount=9, verbose=0) as out:
+            for sample in samples:
+                out.write(sample)
+    else:
+        write_shards(samples, tmp_path, prefix="shard", shards=3)
+    shards = sorted(str(path) for path in tmp_path.glob("*.tar"))
+    assert len(shards) == 3
+    extensions = ("jpg", "txt", "cls", "bin")
+    theirs = [
+        (f"{Path(sample['__url__']).name}/{sample['__key__']}", *(sample[ext] for ext in extensions))
+        for sample in webdataset.WebDataset(shards, shardshuffle=False)
+    ]
+    loader = loader_of(shards, {ext: {"name": ext, "role": "bytes"} for ext in extensions}, shuffle="none")
+    ours = [
+        (key, *(batch[ext][row] for ext in extensions))
+        for batch in loader
+        for row, key in enumerate(batch.sample_keys)
+        if key
+    ]
+    assert ours == theirs
+    assert len(ours) == 25

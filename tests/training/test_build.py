@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from dtrain.config.errors import ConfigError
+from dtrain.config.schema import LossScaleConfig, ParallelConfig, PrecisionConfig
+from dtrain.precision import Precision
+from dtrain.training import build
+from dtrain.training.schedule import WarmupCosine
+from tests.ranks import run_ranks
+from tests.training.toys import CPU, Net, world
+
+
+def node(target: str | None = None, **keys: Any) -> Any:
+    return OmegaConf.create({**({"_target_": target} if target else {}), **keys})
+
+
+HERE = "tests.training.test_build"
+
+
+def wrapped(kind: str) -> nn.Module:
+    if kind == "ddp":
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return DistributedDataParallel(Net())
+    return DataParallel(Net())
+
+
+def no_module() -> str:
+    return "a model"
+
+
+def frozen() -> nn.Module:
+    return Net().requires_grad_(False)
+
+
+def raises() -> nn.Module:
+    raise ImportError("the model's own import failed")
+
+
+def my_optimizer(params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    groups: list[dict[str, Any]] = [{"params": params[:1], "lr": 2 * lr}, {"params": params[1:]}]
+    return torch.optim.SGD(groups, lr=lr)
+
+
+def no_optimizer(params: list[nn.Parameter]) -> list[nn.Parameter]:
+    return params
+
+
+# -- by name
+
+
+@pytest.mark.parametrize("given", [None, {}, {"width": 3}], ids=str)
+def test_a_node_without_a_target_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"model: has no _target_.*model._target_=package.Class"):
+        build.by_target("model", OmegaConf.create(given) if given is not None else None)
+
+
+@pytest.mark.parametrize("target", ["nowhere.Model", f"{HERE}.Nothing", "dtrain.models.Nothing"])
+def test_a_target_that_cannot_be_imported_is_refused_by_name(target: str) -> None:
+    with pytest.raises(ConfigError, match=f"model._target_: '{target}' cannot be imported"):
+        build.by_target("model", node(target))
+
+
+def test_what_a_target_itself_raises_keeps_its_traceback() -> None:
+    with pytest.raises(Exception, match="the model's own import failed") as raised:
+        build.build_model(node(f"{HERE}.raises"), CPU)
+    assert not isinstance(raised.value, ConfigError)
+    assert any(entry.name == "raises" for entry in raised.traceback) or raised.value.__cause__ is not None
+
+
+# -- model
+
+
+def test_a_model_is_built_with_its_keys_in_channels_last() -> None:
+    model = build.build_model(node("torch.nn.Conv2d", in_channels=3, out_channels=4, kernel_size=3), CPU)
+    assert isinstance(model, nn.Conv2d)
+    assert model.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("ddp", "DistributedDataParallel"), ("dp", "DataParallel")])
+def test_a_wrapped_model_is_refused_with_the_reason(kind: str, name: str) -> None:
+    def rank(number: int) -> str:
+        with pytest.raises(ConfigError) as raised:
+            build.build_model(node(f"{HERE}.wrapped", kind=kind), CPU)
+        return str(raised.value)
+
+    (said,) = run_ranks(1, rank, init=False)
+    assert f"a model wrapped in {name}" in said
+    assert "twice" in said
+
+
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no_module returns str, want a torch.nn.Module"):
+        build.build_model(node(f"{HERE}.no_module"), CPU)
+
+
+# -- optimizer
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_an_optimizer_is_fused_where_it_can_be(name: str) -> None:
+    optimizer = build.build_optimizer(node(f"torch.optim.{name}", lr=0.1), Net(), CPU)
+    assert optimizer.defaults["fused"] is True
+    assert getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+@pytest.mark.parametrize("keys", [{"fused": False}, {"foreach": True}, {"fused": None}], ids=str)
+def test_what_the_config_says_about_the_implementation_stays(keys: dict[str, Any]) -> None:
+    optimizer = build.build_optimizer(node("torch.optim.AdamW", lr=0.1, **keys), Net(), CPU)
+    assert not optimizer.defaults["fused"]
+    assert optimizer.defaults["foreach"] == keys.get("foreach")
+
+
+def test_an_optimizer_without_a_fused_form_and_one_from_a_function_are_built_as_they_are() -> None:
+    assert isinstance(build.build_optimizer(node("torch.optim.RMSprop", lr=0.1), Net(), CPU), torch.optim.RMSprop)
+    groups = build.build_optimizer(node(f"{HERE}.my_optimizer", lr=0.1), Net(), CPU).param_groups
+    assert [group["lr"] for group in groups] == [0.2, 0.1]
+
+
+def test_only_what_is_trainable_is_optimized() -> None:
+    model = Net()
+    model[0].requires_grad_(False)
+    optimizer = build.build_optimizer(node("torch.optim.SGD", lr=0.1), model, CPU)
+    assert optimizer.param_groups[0]["params"] == list(model[2].parameters())
+
+
+@pytest.mark.parametrize(
+    ("target", "model", "said"),
+    [
+        ("torch.optim.SGD", frozen, "no parameter that requires a gradient"),
+        (f"{HERE}.no_optimizer", Net, "no_optimizer returns list, want a torch Optimizer"),
+        ("torch.optim.Adamm", Net, "'torch.optim.Adamm' cannot be imported"),
+    ],
+)
+def test_an_impossible_optimizer_is_refused(target: str, model: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build.build_optimizer(node(target), model(), CPU)
+
+
+# -- schedule, precision, loss scale
+
+
+def test_a_schedule_has_the_horizon_of_the_run_unless_it_has_one_of_its_own() -> None:
+    target = "dtrain.training.schedule.WarmupCosine"
+    assert build.build_schedule(node(target), 100) == WarmupCosine(100)
+    assert build.build_schedule(node(target, horizon=None), 100) == WarmupCosine(100)
+    assert build.build_schedule(node(target, horizon=7, warmup_fraction=0.5), 100) == WarmupCosine(7, 0.5)
+
+
+def test_a_schedule_that_cannot_be_called_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"schedule: builtins.dict gives dict, want a callable of applied steps"):
+        build.build_schedule(node("builtins.dict"), 100)
+
+
+def test_an_unknown_precision_and_an_impossible_scale_are_refused_by_their_keys() -> None:
+    with pytest.raises(ConfigError, match="precision: got 'fp8'"):
+        build.build_precision(PrecisionConfig(name="fp8"), CPU)
+    with pytest.raises(ConfigError, match=r"precision.loss_scale: .*growth_factor=0.5|loss scale: .*growth_factor=0.5"):
+        build.build_loss_scale(LossScaleConfig(growth_factor=0.5), Precision("fp16"), CPU)
+
+
+@pytest.mark.parametrize(("name", "scaled"), [("fp32", False), ("tf32", False), ("bf16", False), ("fp16", True)])
+def test_only_fp16_has_a_loss_scale(name: str, scaled: bool) -> None:
+    scale = build.build_loss_scale(LossScaleConfig(init=8.0), Precision(name), CPU)
+    assert (float(scale.scale) if scale is not None else None) == (8.0 if scaled else None)
+
+
+# -- DDP
+
+
+def test_one_rank_needs_no_ddp_and_several_have_it_as_the_config_says() -> None:
+    model = Net()
+    assert build.wrap(model, ParallelConfig(), world(), False) == (model, None)
+
+    def rank(number: int) -> list[Any]:
+        plain, _ = build.wrap(Net(), ParallelConfig(bucket_cap_mb=3, static_graph=True), world(number, 2), False)
+        exact, _ = build.wrap(Net(), ParallelConfig(static_graph=True), world(number, 2), True)
+        assert isinstance(plain, DistributedDataParallel)
+        assert isinstance(exact, DistributedDataParallel)
+        return [
+            [plain.bucket_bytes_cap, plain.static_graph, plain.find_unused_parameters],
+            # What keeps the layout of the buckets, and with it the order of summation, over a restart.
+            [exact.static_graph, exact.find_unused_parameters],
+        ]
+
+    assert run_ranks(2, rank) == [[[3 * 2**20, True, False], [False, True]]] * 2
+
+
+@pytest.mark.parametrize("rounds", [10, pytest.param(100, marks=pytest.mark.slow)])
+def test_processes_end_though_they_leave_their_group_right_after_a_collective(rounds: int) -> None:
+    """Every other time they hung: see the comment on ``build._groups``."""
+
+    def rank(number: int) -> bool:
+        model, _ = build.wrap(Net(), ParallelConfig(), world(number, 2), False)
+        model(torch.ones(2, 3)).sum().backward()
+        dist.broadcast(torch.ones(5), src=0)
+        dist.destroy_process_group()
+        return True
+
+    for _ in range(rounds):
+        assert run_ranks(2, rank, timeout=20) == [True, True]
