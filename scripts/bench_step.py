@@ -1,12 +1,15 @@
 """Microseconds an optimizer step: a bare loop, torch's GradScaler, and dtrain's step, on the CPU, interleaved in one run.
 
-    python scripts/bench_step.py [--ranks 1 2] [--models mlp cnn] [--rounds 101] [--json FILE]
+    python scripts/bench_step.py [--ranks 1 2] [--models mlp cnn] [--rounds 101] [--cpu] [--json FILE]
 
 Every row trains its own copy of the same model on the same batch in memory, with fused AdamW and the same task, in fp32,
 so that what differs is the step around it. With two ranks all rows are in DDP over gloo, and the bare ones also do one
 all-reduce of 8 floats: what a loop must exchange to know when to stop. ``dtrain`` accumulates, votes, decides, applies and
 settles, with gradient norm, check for non-finite numbers, sums of loss and metric over the ranks, seeding and learning-rate
 schedule.
+
+``--cpu`` counts the time that the training thread spends on a CPU instead of the time that passes: waiting for the other rank is
+not in it, nor, on a machine that is not idle, most of what others do.
 """
 
 from __future__ import annotations
@@ -183,23 +186,24 @@ CONTENDERS: dict[str, Callable[[Setting], Step]] = {
 # -- measuring
 
 
-def measure(rank: int, size: int, store: str, models: list[str], rounds: int, results: Any) -> None:
+def measure(rank: int, size: int, store: str, models: list[str], rounds: int, cpu: bool, results: Any) -> None:
     """One rank: times every contender in every round; rank 0 leaves ``{model: {contender: [microseconds]}}``."""
     torch.set_num_threads(1)
     if size > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     world = World(rank, size, rank, size, CPU, "gloo", size > 1)
+    clock = time.thread_time if cpu else time.perf_counter
     measured: dict[str, dict[str, list[float]]] = {}
     for name in models:
         steps = {contender: build(Setting(name, world)) for contender, build in CONTENDERS.items()}
         number = MODELS[name][2]
         for step in steps.values():
-            timed(step, number, size)
+            timed(step, number, size, clock)
         times: dict[str, list[float]] = {contender: [] for contender in steps}
         for turn in range(rounds):
             order = list(steps)[turn % len(steps) :] + list(steps)[: turn % len(steps)]
             for contender in order:
-                times[contender].append(timed(steps[contender], number, size))
+                times[contender].append(timed(steps[contender], number, size, clock))
         measured[name] = times
     if rank == 0:
         results.update(measured)
@@ -210,14 +214,14 @@ def measure(rank: int, size: int, store: str, models: list[str], rounds: int, re
         dist.destroy_process_group()
 
 
-def timed(step: Step, number: int, size: int) -> float:
+def timed(step: Step, number: int, size: int, clock: Callable[[], float]) -> float:
     """Microseconds a step; ranks start together."""
     if size > 1:
         dist.barrier()
-    started = time.perf_counter()
+    started = clock()
     for _ in range(number):
         step()
-    return (time.perf_counter() - started) / number * 1e6
+    return (clock() - started) / number * 1e6
 
 
 def main() -> None:
@@ -226,19 +230,20 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=101)
+    parser.add_argument("--cpu", action="store_true", help="CPU time of the training thread instead of wall time")
     parser.add_argument("--json", type=Path, help="where to write the same numbers")
     arguments = parser.parse_args()
     report: dict[str, Any] = {}
     for size in arguments.ranks:
         with mp.Manager() as manager, tempfile.TemporaryDirectory() as folder:
             results = manager.dict()
-            mp.spawn(
-                measure, (size, f"{folder}/store", arguments.models, arguments.rounds, results), nprocs=size, join=True
-            )
+            settings = (size, f"{folder}/store", arguments.models, arguments.rounds, arguments.cpu, results)
+            mp.spawn(measure, settings, nprocs=size, join=True)
             report[f"{size} rank" + ("s" if size > 1 else "")] = dict(results)
     for ranks, by_model in report.items():
         for name, times in by_model.items():
-            print(table(f"step, {MODELS[name][0]}, fp32, fused AdamW, {ranks}", times, arguments.rounds), end="\n\n")
+            title = f"step, {MODELS[name][0]}, fp32, fused AdamW, {ranks}{', CPU time' if arguments.cpu else ''}"
+            print(table(title, times, arguments.rounds), end="\n\n")
     about = {
         "command": f"python scripts/bench_step.py {' '.join(sys.argv[1:])}".strip(),
         "versions": f"torch {torch.__version__}, Python {platform.python_version()}",

@@ -27,7 +27,9 @@ def train_on(ranks: int, run_dir: Path, *overrides: str, experiment: str = "digi
     run_ranks(ranks, lambda rank: app.run(train.train, arguments), init=False, timeout=120)
 
 
-def torchrun(ranks: int, *arguments: str, module: str = "dtrain.train", timeout: float = 120, **environment: str) -> Any:
+def torchrun(
+    ranks: int, *arguments: str, module: str = "dtrain.train", timeout: float = 120, **environment: str
+) -> Any:
     """Runs an entry point under the real torchrun; returns the completed process with its output as text."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return subprocess.run(

@@ -30,7 +30,15 @@ def test_the_wheel_trains_from_any_directory(tmp_path: Path) -> None:
         check=True,
     )
     assert where.stdout.startswith(str(tmp_path))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "dtrain.train"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "dtrain.train",
+    ]
     subprocess.run(
         [*torchrun, "experiment=digits", f"run.dir={tmp_path / 'run'}", "tracker=none", "train.max_steps=3"],
         cwd="/",

@@ -184,10 +184,21 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback_first(tmp_path: Path
 
 @pytest.mark.parametrize("how", ["SIGTERM to torchrun", "SIGUSR1 to one worker", "STOP file"])
 def test_a_stop_request_stops_both_ranks_after_the_same_step(tmp_path: Path, how: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "dtrain.train"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "dtrain.train",
+    ]
     arguments = ["experiment=digits", f"run.dir={tmp_path}", "tracker=none", "train.max_epochs=1000"]
     running = subprocess.Popen(
-        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        [*command, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     try:
         deadline = time.monotonic() + 60

@@ -148,7 +148,9 @@ def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
 def _digest(config: Mapping[str, Any]) -> str:
     # Where a run is, how it is started and watched, and when it ends do not make it another run.
     train = {key: value for key, value in config["train"].items() if not key.startswith("max_")}
-    kept = {key: value for key, value in config.items() if key not in ("run", "launch", "tracker", "export")} | {"train": train}
+    kept = {key: value for key, value in config.items() if key not in ("run", "launch", "tracker", "export")} | {
+        "train": train
+    }
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 

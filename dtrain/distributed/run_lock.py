@@ -83,7 +83,9 @@ class RunLock:
                         "run.dir."
                     ) from None
                 if not told:
-                    tell(f"waiting for process {holder.get('pid')} on {holder.get('host')} to leave {self._path.parent}")
+                    tell(
+                        f"waiting for process {holder.get('pid')} on {holder.get('host')} to leave {self._path.parent}"
+                    )
                     told = True
                 time.sleep(0.5)
             except OSError as error:

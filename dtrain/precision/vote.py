@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite, nan
+from math import isfinite, nan, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -31,12 +31,13 @@ class Decision(NamedTuple):
     Attributes:
         skip: bool: no rank moves its parameters.
         overflowed: bool: some rank's loss or gradients were not finite.
-        coefficient: fp32: makes of the gradients those of the mean loss, unscaled and clipped. Of no use in a skip.
+        coefficient: fp32: multiplied with the gradients it gives those of the mean loss, unscaled and clipped; without
+            meaning in a skip. None if it is known to be 1.
     """
 
     skip: Tensor
     overflowed: Tensor
-    coefficient: Tensor
+    coefficient: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class Tally:
 
     Attributes:
         overflow: Ranks whose loss or gradients were not finite.
-        grad_norm: Norm of the gradients that this rank would step with, averaged over the ranks; still multiplied by
-            the loss scale. NaN if any rank overflowed.
+        grad_norm: Norm of all gradients, those that the ranks share counted once; still multiplied by the loss scale. NaN
+            if any rank overflowed.
         loss_scale: The scale that the gradients carry.
         loss_sum: Sum of the losses over all valid rows (or tokens); without the ranks that overflowed.
         count: Valid rows (or tokens).
@@ -115,12 +116,13 @@ class Vote:
         samples: int,
         bad: int,
         nbytes: int,
+        own_norm: Tensor | None = None,
     ) -> Tensor:
         """Collective. The word, summed over all ranks: float64, on the device.
 
         Args:
             overflow: bool, shape ``[]``: this rank's loss or gradients are not finite.
-            norm: Shape ``[]``: this rank's gradient norm.
+            norm: Shape ``[]``: norm of the gradients that all ranks have alike.
             scale: Shape ``[]``: this rank's loss scale.
             sums: float64, shape ``[2 + 2 * metrics]``: loss sum and count, then those of each metric.
             stop: This rank was asked to stop.
@@ -128,11 +130,15 @@ class Vote:
             samples: Valid samples of this rank's window.
             bad: Its bad samples.
             nbytes: Its bytes on the wire.
+            own_norm: Shape ``[]``: norm of the gradients that only this rank has; None if there are none.
         """
         self._host_values[:] = (stop, save, samples, bad, nbytes)
         scale = scale.double()
         head = torch.stack([overflow.double(), scale, scale * scale])
-        readable = torch.cat([norm.double().reshape(1), sums]).masked_fill(overflow, 0)
+        square = norm.double().square() / self._world_size
+        if own_norm is not None:
+            square = square + own_norm.double().square()
+        readable = torch.cat([square.reshape(1), sums]).masked_fill(overflow, 0)
         return self._summed(torch.cat([head, readable, self._host.to(self._device, non_blocking=True)]))
 
     def decision(self, word: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,8 +148,8 @@ class Vote:
             Whether some rank overflowed (bool), the gradient norm, and the count of valid rows (or tokens) of all ranks
             (float64), each of shape ``[]``.
         """
-        overflow, _, _, norm, _, count, *_ = word.unbind()
-        return overflow > 0, norm / self._world_size, count
+        overflow, _, _, square, _, count, *_ = word.unbind()
+        return overflow > 0, square.sqrt(), count
 
     def decide(self, word: Tensor, scale: Tensor, nominal: int, clip_norm: float | None) -> Decision:
         """What every rank does with its gradients, from what all have said.
@@ -167,7 +173,7 @@ class Vote:
         Raises:
             ConfigError: If the ranks do not have one loss scale.
         """
-        overflow, scale, scale_squared, norm, loss_sum, count = word[:_HEAD]
+        overflow, scale, scale_squared, square, loss_sum, count = word[:_HEAD]
         stop, save, samples, bad, nbytes = word[-_HOST:]
         # Cauchy-Schwarz: equality holds only if all scales are equal.
         if abs(self._world_size * scale_squared / scale**2 - 1) > 1e-9:
@@ -178,7 +184,7 @@ class Vote:
         pairs = word[_HEAD:-_HOST]
         return Tally(
             overflow=int(overflow),
-            grad_norm=norm / self._world_size if not overflow else nan,
+            grad_norm=sqrt(square) if not overflow else nan,
             loss_scale=scale / self._world_size,
             loss_sum=loss_sum,
             count=count,
@@ -230,24 +236,25 @@ class HostVote(Vote):
         samples: int,
         bad: int,
         nbytes: int,
+        own_norm: Tensor | None = None,
     ) -> Tensor:
         """Collective. As ``Vote.cast``."""
         overflowed, factor = bool(overflow), scale.item()
-        readable = [0.0] * (1 + len(sums)) if overflowed else [norm.item(), *sums.tolist()]
+        square = norm.item() ** 2 / self._world_size + (own_norm.item() ** 2 if own_norm is not None else 0.0)
+        readable = [0.0] * (1 + len(sums)) if overflowed else [square, *sums.tolist()]
         word = [overflowed, factor, factor * factor, *readable, stop, save, samples, bad, nbytes]
         return self._summed(_float64(word))
 
     def decide(self, word: Tensor, scale: Tensor, nominal: int, clip_norm: float | None) -> Decision:
         """As ``Vote.decide``."""
-        overflow, _, _, norm, _, count, *_ = word.tolist()
+        overflow, _, _, square, _, count, *_ = word.tolist()
         overflowed = overflow > 0
         skip = overflowed or count == 0
         coefficient = nominal / (1 if skip else count) / scale.item()
         if clip_norm is not None:
-            coefficient *= min(1.0, clip_norm / (norm / self._world_size * coefficient + 1e-6))
-        return Decision(
-            self._flags[skip], self._flags[overflowed], torch.scalar_tensor(coefficient, dtype=torch.float32)
-        )
+            coefficient *= min(1.0, clip_norm / (sqrt(square) * coefficient + 1e-6))
+        factor = torch.scalar_tensor(coefficient, dtype=torch.float32) if coefficient != 1 else None
+        return Decision(self._flags[skip], self._flags[overflowed], factor)
 
 
 def _float64(numbers: Sequence[float]) -> Tensor:

@@ -165,6 +165,8 @@ class Checkpoints:
             for name, tensors in checkpoint.tensors.items():
                 _write_tensors(aside / f"{name}.safetensors", tensors)
             (aside / "state.json").write_text(json.dumps({"format": _FORMAT, **checkpoint.state}, indent=1))
+            for path in aside.glob("*.safetensors"):  # the library lets nobody but the owner read them
+                path.chmod((aside / "state.json").stat().st_mode)
             manifest = {path.name: _facts(path) for path in sorted(aside.iterdir())}
             (aside / "manifest.json").write_text(json.dumps(manifest, indent=1))
             for path in (*aside.iterdir(), aside):

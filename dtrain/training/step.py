@@ -138,6 +138,9 @@ class TrainStep:
             and kernels.self_test(world.device.type).fused_skip
         )
         bare = model.module if isinstance(model, DistributedDataParallel) else model
+        # Parameters that DDP was told to leave alone are this rank's own: of the one logical norm each rank has a part.
+        ignored = getattr(model, "parameters_to_ignore", ()) if bare is not model else ()
+        self._own_parameters = [p for name, p in bare.named_parameters() if name in ignored]
         self._buffers = BufferGuard(bare)
         self._averaged = AveragedBackward(model)
         self._diagnosis = SkipDiagnosis(bare)
@@ -215,8 +218,12 @@ class TrainStep:
         if sums is None:
             raise RuntimeError("apply() without a window: call accumulate() first.")
         gradients = local_gradients(self._optimizer)
-        norm = norm_of(gradients) if gradients else torch.zeros((), device=self._world.device)
+        norm = self._norm(gradients)
         overflow = self._vote.overflow(norm, sums)
+        own = [p.grad for p in self._own_parameters if p.grad is not None]
+        if own:
+            own_ids = {id(gradient) for gradient in own}
+            norm = self._norm([gradient for gradient in gradients if id(gradient) not in own_ids])
         if self._guard is not None:
             overflow = overflow | self._guard.flag()
         local, self._local = self._local, _Local()
@@ -230,12 +237,13 @@ class TrainStep:
             samples=local.samples,
             bad=local.bad,
             nbytes=local.nbytes,
+            own_norm=self._norm(own) if own else None,
         )
         self._read.start(word)
         skip, overflowed, coefficient = self._vote.decide(word, self._scale, self._nominal, self._clip_norm)
         for group, base in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base * self._schedule(self.applied_steps)
-        if gradients:
+        if gradients and coefficient is not None:
             torch._foreach_mul_(gradients, coefficient)
         self._optimize(skip)
         self._buffers.restore(skip)
@@ -273,6 +281,9 @@ class TrainStep:
             f"{streak}a loss or gradient was not finite, at a loss scale of {tally.loss_scale:g}.\n{origin}\n"
             f"Look at these samples, lower optimizer.lr, set train.clip_norm{instead}."
         )
+
+    def _norm(self, gradients: list[Tensor]) -> Tensor:
+        return norm_of(gradients) if gradients else torch.zeros((), device=self._world.device)
 
     def _sync(self, last: bool) -> AbstractContextManager[None]:
         if not isinstance(self._model, DistributedDataParallel):

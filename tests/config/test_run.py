@@ -80,7 +80,7 @@ def test_the_saved_config_is_resolved(tmp_path: Path) -> None:
 
 
 def test_recomposing_needs_a_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="run.dir"):
+    with pytest.raises(ConfigError, match=r"run\.dir"):
         recompose([])
     with pytest.raises(ConfigError, match="no run directory"):
         recompose([f"run.dir={tmp_path}"])

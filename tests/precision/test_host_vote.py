@@ -51,7 +51,19 @@ def test_words_are_equal(said: str) -> None:
 def test_decisions_are_equal(said: str, clip_norm: float | None) -> None:
     on_host, on_device = (decision(kind, SAID[said], clip_norm) for kind in (HostVote, Vote))
     for host, device in zip(on_host, on_device, strict=True):
+        assert device is not None
+        host = torch.ones(()) if host is None else host
         assert (host.dtype, host.shape) == (device.dtype, device.shape)
         assert host.equal(device)
     assert bool(on_host.skip) == (said not in ("fine", "no rows on two ranks"))
     assert bool(on_host.overflowed) == (said in ("one inf norm", "two NaN losses"))
+
+
+def test_gradients_that_are_right_already_are_left_alone() -> None:
+    whole = HostVote(CPU, 1)
+    one = torch.ones(())
+    said = whole.cast(
+        torch.tensor(False), one, one, whole.sums([1.0, 64]), stop=False, save=False, samples=64, bad=0, nbytes=0
+    )
+    assert whole.decide(said, one, 64, None).coefficient is None
+    assert whole.decide(said, one, 65, None).coefficient is not None

@@ -41,7 +41,10 @@ def by_ranks(*changes: dict[str, Any]) -> Tally:
             vote = kind(CPU, len(changes))
             word = cast(vote, **changes[number])
             scale = changes[number].get("scale", torch.tensor(1.0))
-            decisions = [[float(part) for part in vote.decide(word, scale, 8, clip)] for clip in (None, 0.5)]
+            decisions = [
+                [1.0 if part is None else float(part) for part in vote.decide(word, scale, 8, clip)]
+                for clip in (None, 0.5)
+            ]
             tally = vote.tally(word.tolist(), ["m"])
             assert {bool(skip) for skip, _, _ in decisions} == {not tally.applied}
             assert {bool(overflowed) for _, overflowed, _ in decisions} == {tally.overflow > 0}
@@ -54,10 +57,17 @@ def by_ranks(*changes: dict[str, Any]) -> Tally:
     return Tally(**tallies[0])
 
 
+def test_the_norm_has_what_all_ranks_share_once_and_each_rank_s_own_part() -> None:
+    tally = by_ranks({"norm": torch.tensor(3.0), "own_norm": torch.tensor(4.0)}, {"norm": torch.tensor(3.0)})
+    assert tally.grad_norm == 5.0
+
+
 def test_all_ranks_read_the_sums_of_what_each_said() -> None:
     sums = torch.tensor([3.0, 5.0, 2.0, 6.0], dtype=torch.float64)
     tally = by_ranks(
-        {}, {"sums": sums, "norm": torch.tensor(4.0), "stop": True, "bad": 2, "samples": 3}, {"save": True}
+        {"norm": torch.tensor(2.0)},
+        {"sums": sums, "norm": torch.tensor(2.0), "stop": True, "bad": 2, "samples": 3},
+        {"norm": torch.tensor(2.0), "save": True},
     )
     assert tally == Tally(
         overflow=0,

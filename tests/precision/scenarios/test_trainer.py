@@ -365,7 +365,7 @@ def clipped_by_trainer(rank: int) -> tuple[Tensor, Tensor, list[float]]:
 
 
 def clipped_alone() -> tuple[list[tuple[Tensor, Tensor]], list[float]]:
-    """Trunk and head of each rank, clipped by the mean of both ranks' norms."""
+    """Trunk and head of each rank, clipped by the norm of the one trunk and both heads."""
     models, norms = [Toy(), Toy()], []
     optimizers = [sgd(model.parameters()) for model in models]
     for number in range(STEPS):
@@ -375,7 +375,8 @@ def clipped_alone() -> tuple[list[tuple[Tensor, Tensor]], list[float]]:
         for pair in zip(*(model[0].parameters() for model in models), strict=True):
             mean = (pair[0].grad + pair[1].grad) / 2
             pair[0].grad, pair[1].grad = mean, mean.clone()
-        norm = sum(flat(p.grad for p in model.parameters()).norm().item() for model in models) / 2
+        parts = [models[0][0], models[0][2], models[1][2]]
+        norm = flat(p.grad for part in parts for p in part.parameters()).norm().item()
         norms.append(norm)
         for model, optimizer in zip(models, optimizers, strict=True):
             for parameter in model.parameters():
