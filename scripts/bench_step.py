@@ -8,8 +8,8 @@ all-reduce of 8 floats: what a loop must exchange to know when to stop. ``dtrain
 settles, with gradient norm, check for non-finite numbers, sums of loss and metric over the ranks, seeding and learning-rate
 schedule.
 
-``--cpu`` counts the time that the training thread spends on a CPU instead of the time that passes: waiting for the other rank is
-not in it, nor, on a machine that is not idle, most of what others do.
+``--cpu`` counts the time that the training thread spends on a CPU instead of the time that passes: waiting for the other
+rank is not in it, nor, on a machine that is not idle, most of what others do.
 """
 
 from __future__ import annotations

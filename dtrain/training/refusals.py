@@ -7,8 +7,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -72,12 +70,16 @@ def refuse_scale(loss_scale: Any) -> None:
 
 
 class AveragedBackward:
-    """Makes sure that DDP took part in the backward that has to average over the ranks.
+    """Makes sure that DDP takes part in the backward that has to average over the ranks.
 
-    A task that calls ``model.module``, or the model under ``no_sync()``, leaves each rank with its own gradients.
+    Forward and backward of a window's last micro-batch run inside it. A task that calls ``model.module``, or the model
+    under ``no_sync()``, leaves each rank with its own gradients.
 
     Args:
         model: As the step runs it.
+
+    Raises:
+        RuntimeError: On leaving it, if DDP was not asked to average.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -86,16 +88,11 @@ class AveragedBackward:
         if self._wrapped:
             model.register_forward_pre_hook(self._note)
 
-    @contextmanager
-    def required(self) -> Iterator[None]:
-        """Forward and backward of a window's last micro-batch run inside.
-
-        Raises:
-            RuntimeError: If DDP was not asked to average.
-        """
+    def __enter__(self) -> None:
         self._prepared = False
-        yield
-        if self._wrapped and not self._prepared:
+
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+        if kind is None and self._wrapped and not self._prepared:
             raise RuntimeError(
                 "the task did not run the model that it was given in a way that averages gradients over the ranks: it "
                 "called model.module, or entered no_sync(), which is the step's to do. Call model(...)."

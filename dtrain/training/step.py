@@ -289,7 +289,7 @@ class TrainStep:
         if not isinstance(self._model, DistributedDataParallel):
             return nullcontext()
         if last:
-            return self._averaged.required()
+            return self._averaged
         if self._model.static_graph and self._first_window:
             # DDP learns the graph in its first backward, which has to average; what is averaged twice stays the same.
             return nullcontext()

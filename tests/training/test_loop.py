@@ -80,6 +80,7 @@ def test_a_stop_without_room_for_the_checkpoint_is_a_failure_and_takes_the_stop_
 ) -> None:
     monkeypatch.setattr(Checkpoints, "save", full_disk_at(*range(2, 99)))
     monkeypatch.setattr(loop, "evaluate", stop_file_during_evaluation(tmp_path))
+    monkeypatch.setattr("dtrain.distributed.stop._LOOK_EVERY", 0.0)
     with pytest.raises(RanksFailed):
         train(2, tmp_path, "train.max_steps=500", "train.eval_every=3")
     assert status(tmp_path)["state"] == "failed"
