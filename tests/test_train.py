@@ -202,7 +202,8 @@ def test_a_stop_request_stops_both_ranks_after_the_same_step(tmp_path: Path, how
     )
     try:
         deadline = time.monotonic() + 60
-        while not (tmp_path / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        # Written when the loop has begun, and with it the handling of signals.
+        while not (tmp_path / "status.json").exists() and time.monotonic() < deadline:
             time.sleep(0.1)
         if how == "STOP file":
             (tmp_path / "STOP").touch()

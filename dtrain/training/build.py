@@ -37,17 +37,21 @@ def by_target(key: str, node: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs: Passed on; they win over the node's keys.
 
     Raises:
-        ConfigError: If there is no ``_target_``, or nothing of that name can be imported.
+        ConfigError: If there is no ``_target_``, nothing of that name can be imported, or it does not take these keys.
+        Exception: What the target itself raises.
     """
     if not isinstance(node, DictConfig) or "_target_" not in node:
         raise ConfigError(f"{key}: has no _target_. Name a class or function, such as {key}._target_=package.Class.")
     try:
         return instantiate(node, *args, _convert_="all", **kwargs)
     except InstantiationException as error:
-        # What the target itself raised is the user's code: it keeps its traceback.
-        if error.__cause__ is not None and "Error locating target" not in str(error):
-            raise
-        reason = str(error.__cause__ or error).splitlines()[0]
+        cause = error.__cause__
+        if cause is not None and "Error locating target" not in str(error):
+            if isinstance(cause, TypeError) and cause.__traceback__ is not None and cause.__traceback__.tb_next is None:
+                # Raised by the call, before anything inside ran.
+                raise ConfigError(f"{key}: {node._target_} does not take these keys: {cause}.") from error
+            raise cause from None
+        reason = str(cause or error).splitlines()[0]
         raise ConfigError(
             f"{key}._target_: {node._target_!r} cannot be imported ({reason}). Is the package installed, and the folder "
             "of your own module on PYTHONPATH?"

@@ -49,7 +49,7 @@ def test_the_banner_says_what_was_derived(shards: str, tmp_path: Path) -> None:
     assert told["steps"] == "12 (4 an epoch), schedule over 120"
     assert told["model"] == "21 parameters, AdamW (fused)"
     assert "torch 2." in told["versions"]
-    assert "x bf16" in told["on the wire"]
+    assert "x bfloat16" in told["on the wire"]
 
 
 @pytest.mark.parametrize(("precision", "scaled"), [("fp16", True), ("fp32", False)])
