@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from dtrain.training.evaluation import evaluate
 from dtrain.training.parts import Parts
 from dtrain.training.refusals import refuse_mean
 from dtrain.training.step import Outcome
+from dtrain.training.sync_guard import host_syncs_announced
 
 _STATUS_EVERY = 5.0  # seconds
 logger = logging.getLogger("dtrain")
@@ -88,9 +89,11 @@ class Loop:
         batches = iter(loader)
         try:
             while step.step < self._last_step and not self._stopping:
-                self._accumulate(batches)
+                with self._syncs_announced():
+                    self._accumulate(batches)
                 self._settle()  # the step before: its vote is in by now
-                step.apply(stop=self._stop.reason is not None, save=self._save_is_due())
+                with self._syncs_announced():
+                    step.apply(stop=self._stop.reason is not None, save=self._save_is_due())
                 epoch_ended = self._commit()
                 if step.step == self._first_step + 1:
                     set_timeout(self._parts.cfg.parallel.timeout_step)
@@ -102,6 +105,11 @@ class Loop:
             self._ledger.close()
 
     # -- one step
+
+    def _syncs_announced(self) -> AbstractContextManager[None]:
+        # The first steps load kernels and allocate, which waits for the device and is no news.
+        early = self._parts.step.step < self._first_step + self._parts.cfg.train.log_every
+        return nullcontext() if early else host_syncs_announced(self._parts.world.device)
 
     def _accumulate(self, batches: Iterator[Batch]) -> None:
         parts, window = self._parts, self._take_window(batches)
