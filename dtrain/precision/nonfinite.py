@@ -10,9 +10,6 @@ from torch import Tensor
 
 from dtrain.precision import kernels
 
-# Gradients of these dtypes are what they seem; nearly all are.
-_PLAIN = (torch.float32, torch.bfloat16, torch.float64)
-
 
 def refuse_unscalable(optimizer: torch.optim.Optimizer) -> None:
     """Refuses optimizers whose gradients cannot be scaled. Looks at every parameter: once an optimizer is enough.
@@ -38,6 +35,7 @@ def refuse_unscalable(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
+@torch.no_grad()
 def local_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """What this rank holds of the optimizer's gradients, as plain dense tensors that share their memory.
 
@@ -53,8 +51,16 @@ def local_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
             gradient = parameter.grad
             if gradient is None:
                 continue
-            if type(gradient) is not Tensor or gradient.is_sparse or gradient.dtype not in _PLAIN:
-                gradient = _plain(gradient, parameter)
+            if gradient.dtype == torch.float16:
+                raise ValueError(_fp16_refused(f"a parameter of shape {list(parameter.shape)}"))
+            # A DTensor's own dispatch reduces over the mesh of the first gradient only, and not at all where that one
+            # is replicated: the ranks' vote does it for all.
+            if hasattr(gradient, "to_local"):
+                gradient = gradient.to_local()
+            if gradient.is_sparse:
+                gradient = gradient._values()
+            if gradient.is_complex():
+                gradient = torch.view_as_real(gradient)
             if gradient.numel():
                 gradients.append(gradient)
     return gradients
@@ -109,19 +115,6 @@ def _check_and_unscale_group_(group: list[Tensor], found_inf: Tensor, inverse: T
     for gradient in group:
         found_inf.copy_(torch.maximum(found_inf, gradient.isfinite().all().logical_not().float()))
         gradient.mul_(inverse)
-
-
-@torch.no_grad()
-def _plain(gradient: Tensor, parameter: Tensor) -> Tensor:
-    if gradient.dtype == torch.float16:
-        raise ValueError(_fp16_refused(f"a parameter of shape {list(parameter.shape)}"))
-    # A DTensor's own dispatch reduces over the mesh of the first gradient only, and not at all where that one is
-    # replicated: the ranks' vote does it for all.
-    if hasattr(gradient, "to_local"):
-        gradient = gradient.to_local()
-    if gradient.is_sparse:
-        gradient = gradient._values()
-    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
 def _fp16_refused(name: str) -> str:

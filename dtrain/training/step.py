@@ -165,7 +165,6 @@ class TrainStep:
 
         Raises:
             TypeError: If the task returns something else than an ``Output``.
-            ValueError: If its loss has no gradient, or its metrics come and go.
             RuntimeError: If the window has another number of micro-batches, or its last backward was not averaged.
         """
         self._buffers.keep()
@@ -176,11 +175,6 @@ class TrainStep:
             with self._sync(last=number == micro_batches - 1), watched:
                 with self._autocast:
                     output = checked(self._task(self._model, batch))
-                if not output.loss_sum.requires_grad:
-                    raise ValueError(
-                        "the task's loss_sum has no gradient. Where no row is valid, mask the losses instead of leaving "
-                        "the model out: every rank takes part in every average."
-                    )
                 self._add(output)
                 self._diagnosis.loss(output.loss_sum)
                 (output.loss_sum * (self._scale * self._share)).backward()

@@ -573,16 +573,6 @@ def test_a_task_that_returns_something_else_is_refused_in_the_first_step(task: C
         step.accumulate(micro_batches(0, 12), 1)
 
 
-def test_a_loss_that_leaves_the_model_out_is_refused_with_what_to_do() -> None:
-    def task(model: nn.Module, batch: Batch) -> Output:
-        return squared_error(model, batch) if batch.valid.any() else Output(torch.zeros(()), 0, {"positive": (0.0, 0)})
-
-    model = Net()
-    step = train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), task=task)
-    with pytest.raises(ValueError, match=r"loss_sum has no gradient\. Where no row is valid, mask the losses"):
-        step.accumulate(micro_batches(0, 12, rows=6, masked=range(6)), 2)
-
-
 def test_metrics_that_come_and_go_are_refused_with_both_lists() -> None:
     def task(model: nn.Module, batch: Batch) -> Output:
         output = squared_error(model, batch)
@@ -629,7 +619,7 @@ def test_a_step_on_a_counted_seed_draws_the_same_dropout_again() -> None:
         step = train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), task=task, seed=7)
         step.load_state_dict({"step": steps[0], "applied_steps": steps[0], "consecutive_skips": 0})
         run_steps(step, [micro_batches(n, 12, rows=6) for n in steps])
-        return drawn
+        return drawn[-2 * len(steps) :]  # a run's first step tries its task out before
 
     whole, resumed = after(range(4)), after(range(2, 4))
     assert all(map(torch.equal, whole[4:], resumed))
