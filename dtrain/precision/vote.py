@@ -240,7 +240,8 @@ class HostVote(Vote):
     ) -> Tensor:
         """Collective. As ``Vote.cast``."""
         overflowed, factor = bool(overflow), scale.item()
-        square = norm.item() ** 2 / self._world_size + (own_norm.item() ** 2 if own_norm is not None else 0.0)
+        shared, own = norm.item(), own_norm.item() if own_norm is not None else 0.0
+        square = shared * shared / self._world_size + own * own  # ** would raise where a float64 overflows
         readable = [0.0] * (1 + len(sums)) if overflowed else [square, *sums.tolist()]
         word = [overflowed, factor, factor * factor, *readable, stop, save, samples, bad, nbytes]
         return self._summed(_float64(word))

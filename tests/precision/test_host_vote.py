@@ -15,13 +15,23 @@ RANKS = 3
 SCALE = torch.tensor(1024.0)
 
 
-def word(vote: Vote, norm: float, loss: float, count: int, stop: bool) -> Tensor:
+def word(vote: Vote, norm: float, loss: float, count: int, stop: bool, dtype: torch.dtype = torch.float32) -> Tensor:
     """A rank's own word; its two micro-batches bring tensors and plain numbers."""
     first = vote.sums([torch.tensor(loss, requires_grad=True), torch.tensor(count), torch.tensor(0.3), 2])
     sums = first + vote.sums([0.1, 0, torch.tensor(7), torch.tensor(True)])
-    overflow = vote.overflow(torch.tensor(norm), sums)
+    shared = torch.tensor(norm, dtype=dtype)
+    overflow = vote.overflow(shared, sums)
     return vote.cast(
-        overflow, torch.tensor(norm), SCALE, sums, stop=stop, save=False, samples=count, bad=1, nbytes=2**40 + 1
+        overflow,
+        shared,
+        SCALE,
+        sums,
+        stop=stop,
+        save=False,
+        samples=count,
+        bad=1,
+        nbytes=2**40 + 1,
+        own_norm=2 * shared if stop else None,
     )
 
 
@@ -45,6 +55,11 @@ SAID = {
 def test_words_are_equal(said: str) -> None:
     for rank in SAID[said]:
         assert word(HostVote(CPU, 1), *rank).equal(word(Vote(CPU, 1), *rank))
+
+
+def test_a_norm_whose_square_is_beyond_float64_is_infinite_in_both() -> None:
+    for kind in (HostVote, Vote):
+        assert word(kind(CPU, 1), 1e200, 1.0, 4, True, torch.float64)[3] == torch.inf
 
 
 @pytest.mark.parametrize(("said", "clip_norm"), product(SAID, (None, 1.0, 1e-9, 1e9)))
