@@ -52,6 +52,8 @@ def process_group(timeout: float) -> Iterator[World]:
         # A store in memory: a world of one opens no port and cannot collide with another.
         dist.init_process_group(world.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     try:
+        # Without it a rank that fails at once closes its connections while others still make theirs, who could not know why.
+        c10d._store_based_barrier(world.rank, c10d._get_default_store(), "dtrain/joined", world.size, limit)
         yield world
     except ConfigError:
         dist.destroy_process_group()  # raised on every rank alike, so nobody waits for this one
