@@ -23,6 +23,8 @@ from dtrain.config.errors import ConfigError, PeerFailed
 from dtrain.distributed.world import World
 
 _FAILED = "dtrain/failed"
+_JOINED = "dtrain/joined"
+_ALL_JOINED = "dtrain/all_joined"
 # A peer publishes its failure before it closes its connections; only a killed one stays silent for longer.
 _PATIENCE = 2.0
 _LINGER = 1.0
@@ -52,8 +54,8 @@ def process_group(timeout: float) -> Iterator[World]:
         # A store in memory: a world of one opens no port and cannot collide with another.
         dist.init_process_group(world.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     try:
-        # Without it a rank that fails at once closes its connections while others still make theirs, who could not know why.
-        c10d._store_based_barrier(world.rank, c10d._get_default_store(), "dtrain/joined", world.size, limit)
+        # A rank that failed at once would close its connections while others still make theirs, and they could not say why.
+        _wait_until_all_joined(world, limit)
         yield world
     except ConfigError:
         dist.destroy_process_group()  # raised on every rank alike, so nobody waits for this one
@@ -85,6 +87,13 @@ def failure() -> str | None:
         return store.get(_FAILED).decode() if store.check([_FAILED]) else None
     except RuntimeError:  # the machine that keeps the store is gone
         return None
+
+
+def _wait_until_all_joined(world: World, limit: timedelta) -> None:
+    store = c10d._get_default_store()
+    if store.add(_JOINED, 1) == world.size:
+        store.set(_ALL_JOINED, "")
+    store.wait([_ALL_JOINED], limit)
 
 
 def _publish_failure(world: World, error: BaseException) -> str | None:
