@@ -32,6 +32,7 @@ from dtrain.training.parts import Parts, Progress
 from dtrain.training.plan import last_step, schedule_horizon
 from dtrain.training.seed import be_deterministic, seed_generators
 from dtrain.training.step import TrainStep
+from dtrain.training.warm_start import starting_weights
 
 
 def train(composed: Composed) -> None:
@@ -88,12 +89,18 @@ def train(composed: Composed) -> None:
         )
         failure.step = lambda: step.step
 
-        # -- checkpoint: everything or nothing
+        # -- checkpoint: everything or nothing; a new run may begin with the weights of another
         parts = Parts(
             cfg, run.dir, world, precision, train_data, eval_data, model, task, optimizer, step, ema, Progress()
         )
         if resumed is not None:
             together(lambda: parts.restore(checkpoints.load(resumed)))
+            start = f"after step {step.step}, from {checkpoints.path(resumed)}"
+        elif (weights := starting_weights(cfg.run, model)) is not None:
+            weights.load(model, *([ema.module] if ema is not None else []))
+            start = f"new, {weights.said}"
+        else:
+            start = "new"
         end = last_step(cfg.train, train_data, step.step)
         if step.step >= end:
             report(run, world, "finished", step.step, end, "already; raise train.max_steps or train.max_epochs")
@@ -102,7 +109,6 @@ def train(composed: Composed) -> None:
         # -- loop
         sinks = together(lambda: open_sinks(run, cfg, world, step.step, end))
         if world.rank == 0:
-            start = f"after step {step.step}, from {checkpoints.path(resumed)}" if resumed is not None else "new"
             print_banner("dtrain", banner(run, parts, start, end, horizon))
         for line in (*problems, *(f"changed since the last start: {change}" for change in changes), *warnings):
             sinks.note(line)

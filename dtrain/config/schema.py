@@ -15,6 +15,15 @@ from omegaconf import MISSING
 
 
 @dataclass
+class WarmStartConfig:
+    """Weights of another model for a new run; every name that is not skipped must fit."""
+
+    path: str | None = None  # a run directory, a checkpoint's folder, or a .safetensors file
+    rename: dict[str, str] = field(default_factory=dict)  # how names begin there -> here; the first that fits
+    skip: list[str] = field(default_factory=list)  # patterns (fnmatch) of names, after renaming, that are left out
+
+
+@dataclass
 class RunConfig:
     """Identity and place of the run."""
 
@@ -22,6 +31,8 @@ class RunConfig:
     dir: str | None = None  # null: runs/<name>
     seed: int = 0
     resume: str = "auto"  # auto: continue if there is a checkpoint | must: fail if there is none | never: refuse one
+    weights_from: str | None = None  # a new run begins with these weights: a path as in warm_start; all names must fit
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
 
 
 @dataclass
@@ -105,6 +116,7 @@ class CheckpointConfig:
     every_steps: int | None = None  # null: only at the end, on a stop request and every_minutes
     every_minutes: float | None = 15.0
     keep_last: int = 2
+    keep_every: int | None = None  # those of steps divisible by it stay for good
     best: str | None = None  # a metric such as eval/accuracy; its best checkpoint is kept
     best_mode: str = "max"  # max | min
 

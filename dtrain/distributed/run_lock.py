@@ -38,11 +38,10 @@ def run_locked(run_dir: Path) -> Iterator[None]:
             held.append(RunLock(run_dir, print))
 
     decided_by_rank_zero(acquire)
-    try:
-        yield
-    finally:
-        for lock in held:
-            lock.release()
+    yield
+    # Not after an error: a checkpoint may still be on its way to the disk, and the lock ends with the process anyway.
+    for lock in held:
+        lock.release()
 
 
 class RunLock:

@@ -60,25 +60,36 @@ class Checkpoints:
         keep_last: How many of the newest stay.
         best: Metric whose best checkpoint stays, too; None keeps none for it.
         best_mode: ``"max"`` or ``"min"``.
+        keep_every: Those whose step is divisible by it stay for good; None keeps none for that.
 
     Raises:
-        ValueError: If ``keep_last`` or ``best_mode`` is impossible.
+        ValueError: If ``keep_last``, ``keep_every`` or ``best_mode`` is impossible.
     """
 
-    def __init__(self, directory: Path, keep_last: int = 2, best: str | None = None, best_mode: str = "max") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        keep_last: int = 2,
+        best: str | None = None,
+        best_mode: str = "max",
+        keep_every: int | None = None,
+    ) -> None:
         if keep_last < 1:
             raise ValueError(f"checkpoint.keep_last: got {keep_last}, want at least 1.")
+        if keep_every is not None and keep_every < 1:
+            raise ValueError(f"checkpoint.keep_every: got {keep_every}, want at least 1, or null to keep none for it.")
         if best_mode not in ("max", "min"):
             raise ValueError(f"checkpoint.best_mode: got {best_mode!r}, want max or min.")
         self.directory = directory
         self._keep_last = keep_last
+        self._keep_every = keep_every
         self._best = best
         self._sign = 1 if best_mode == "max" else -1
 
     @classmethod
     def of(cls, run_dir: Path, cfg: CheckpointConfig) -> Checkpoints:
         """Those of a run, kept as its config says."""
-        return cls(run_dir / "checkpoints", cfg.keep_last, cfg.best, cfg.best_mode)
+        return cls(run_dir / "checkpoints", cfg.keep_last, cfg.best, cfg.best_mode, cfg.keep_every)
 
     def choose(self, which: str) -> int:
         """The step of a checkpoint by name.
@@ -259,10 +270,12 @@ class Checkpoints:
         return metrics
 
     def _delete_old(self, saved: int) -> None:
-        last = [step for step in self.steps() if step <= saved][-self._keep_last :]
-        best = self.best_step()
-        for step in self.steps():
-            if step > saved or step not in (*last, best):
+        steps = self.steps()
+        stay = {self.best_step(), *[step for step in steps if step <= saved][-self._keep_last :]}
+        if self._keep_every is not None:
+            stay.update(step for step in steps if step % self._keep_every == 0)
+        for step in steps:
+            if step > saved or step not in stay:
                 # A folder that cannot be deleted is a matter of disk space, not of the run.
                 shutil.rmtree(self.path(step), ignore_errors=True)
 

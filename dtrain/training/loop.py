@@ -32,6 +32,7 @@ from dtrain.training.checkpoint import Checkpoints
 from dtrain.training.evaluation import evaluate
 from dtrain.training.parts import Parts
 from dtrain.training.refusals import refuse_mean
+from dtrain.training.saver import NotSaved, Saver
 from dtrain.training.step import Outcome
 from dtrain.training.sync_guard import host_syncs_announced
 
@@ -61,6 +62,7 @@ class Loop:
         self._parts = parts
         self._last_step = last_step
         self._checkpoints = checkpoints
+        self._saver = Saver(checkpoints)  # rank 0's is used
         self._sinks = sinks
         self._stop = stop
         progress = parts.progress
@@ -182,6 +184,7 @@ class Loop:
             check_bad_samples(progress.bad_samples, progress.samples, budget, self._last_bad)
 
     def _log(self, outcome: Outcome, timing: _Timing) -> None:
+        self._is_saved(wait=False)
         self._record(self._place(outcome.step, outcome.applied_steps, timing) | self._meter.record())
         if time.monotonic() - self._status_at > _STATUS_EVERY:
             self._write_status("running")
@@ -229,7 +232,12 @@ class Loop:
             return False
         if name not in metrics:
             raise ConfigError(f"checkpoint.best: got {name!r}, but an evaluation has {', '.join(metrics)}.")
-        return bool(decided_by_rank_zero(lambda: self._checkpoints.improved_by(metrics)))
+
+        def improved() -> bool:
+            self._is_saved()  # the best so far may still be on its way to the disk
+            return self._checkpoints.improved_by(metrics)
+
+        return bool(decided_by_rank_zero(improved))
 
     def _save_is_due(self) -> bool:
         """Whether rank 0's clock asks for a checkpoint; the others learn it from the vote."""
@@ -239,30 +247,40 @@ class Loop:
         return time.monotonic() - self._saved_at > 60 * minutes
 
     def _save(self, metrics: dict[str, float], *, final: bool) -> None:
-        """Collective. A full disk ends no run, unless this is its final checkpoint."""
+        """Collective. Waits for the copy to host memory; for the disk only if it is final, or still at the one before.
+
+        A full disk ends no run, unless this is its final checkpoint.
+        """
         self._settle()
         started = time.monotonic()
         equalise_buffers(self._parts.model)
-        problem = decided_by_rank_zero(lambda: self._write_checkpoint(metrics))
-        if problem is None:
-            self._saved_step = self._parts.step.step
-        elif final:
+        problem = decided_by_rank_zero(lambda: self._begin_save(metrics, final))
+        if problem is not None:
             raise ConfigError(f"{problem} Start again when there is room: the run continues from the one before.")
-        else:
-            self._warn(f"{problem} The run goes on; what it learns is lost if it ends before the next checkpoint.")
+        self._saved_step = self._parts.step.step
         self._saved_at, self._save_asked = time.monotonic(), False
+        self._write_status("running")
         self._clock += time.monotonic() - started
 
-    def _write_checkpoint(self, metrics: dict[str, float]) -> str | None:
-        """What went wrong, if it cannot be written."""
-        step = self._parts.step.step
+    def _begin_save(self, metrics: dict[str, float], final: bool) -> str | None:
+        """What is wrong with a final checkpoint, if it could not be written."""
+        self._is_saved()
+        self._saver.start(self._parts.step.step, self._parts.checkpoint(metrics))
         try:
-            path = self._checkpoints.save(step, self._parts.checkpoint(metrics))
-        except OSError as error:
-            return f"the checkpoint of step {step} could not be written ({error})."
-        logger.info("saved %s", path)
-        self._write_status("running")
+            if final:
+                self._saver.wait()
+        except NotSaved as error:
+            return str(error)
         return None
+
+    def _is_saved(self, *, wait: bool = True) -> bool:
+        """Whether the last checkpoint is safe, as far as is known; warns once if it could not be written."""
+        try:
+            self._saver.wait() if wait else self._saver.check()
+        except NotSaved as error:
+            self._warn(f"{error} The run goes on; what it learns is lost if it ends before the next checkpoint.")
+            return False
+        return True
 
     def _end(self) -> tuple[str, str | None]:
         self._settle()
@@ -272,7 +290,7 @@ class Loop:
             return "finished", None
         reasons: list[str | None] = [None] * self._parts.world.size
         dist.all_gather_object(reasons, self._stop.reason)
-        if self._saved_step != self._parts.step.step:
+        if self._saved_step != self._parts.step.step or not decided_by_rank_zero(self._is_saved):
             self._save({}, final=True)
         heard = [f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason]
         return "stopped", ", ".join(heard)

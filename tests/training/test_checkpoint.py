@@ -186,6 +186,13 @@ def test_a_flipped_digit_does_not_make_a_best_checkpoint(tmp_path: Path) -> None
     assert checkpoints.best_step() == 1
 
 
+def test_each_nth_stays_for_good(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=1, keep_every=4)
+    for step in range(1, 11):
+        checkpoints.save(step, content(step))
+    assert checkpoints.steps() == [4, 8, 10]
+
+
 @pytest.mark.parametrize("keep_last", [1, 2])
 def test_what_was_just_saved_stays_though_broken_ones_of_later_steps_are_there(tmp_path: Path, keep_last: int) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last)
@@ -208,7 +215,11 @@ def test_a_broken_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"keep_last": 0}, "checkpoint.keep_last: got 0"), ({"best_mode": "most"}, "got 'most', want max or min")],
+    [
+        ({"keep_last": 0}, "checkpoint.keep_last: got 0"),
+        ({"keep_every": 0}, "checkpoint.keep_every: got 0"),
+        ({"best_mode": "most"}, "got 'most', want max or min"),
+    ],
 )
 def test_impossible_options_are_refused(tmp_path: Path, options: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):

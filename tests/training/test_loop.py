@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,17 +103,32 @@ def test_a_save_that_failed_is_tried_again_at_the_stop(tmp_path: Path, monkeypat
     refused: list[int] = []
 
     def refusing_once(self: Checkpoints, step: int, checkpoint: Checkpoint) -> Path:
-        if step >= 3 and not refused:
+        if step not in refused:
             refused.append(step)
-            os.kill(os.getpid(), signal.SIGUSR1)
+            if len(refused) == 3:
+                os.kill(os.getpid(), signal.SIGUSR1)
             raise OSError(28, "No space left on device")
         return save(self, step, checkpoint)
 
     monkeypatch.setattr(Checkpoints, "save", refusing_once)
-    train(1, tmp_path, "train.max_steps=500", "checkpoint.every_steps=3")
+    train(1, tmp_path, "train.max_steps=500", "checkpoint.every_steps=1")
     state = status(tmp_path)
     assert state["state"] == "stopped"
     assert saved(tmp_path) == [state["step"]]
+
+
+def test_a_slow_disk_does_not_hold_up_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = Checkpoints.save
+
+    def after_two_more_steps(self: Checkpoints, step: int, checkpoint: Checkpoint) -> Path:
+        # No more than two: the save of step 4 waits for this one.
+        while step == 2 and len(records(tmp_path)) < 4:
+            time.sleep(0.01)
+        return save(self, step, checkpoint)
+
+    monkeypatch.setattr(Checkpoints, "save", after_two_more_steps)
+    train(2, tmp_path, "train.max_steps=8", "checkpoint.every_steps=2", "train.eval_every=0", "checkpoint.keep_last=9")
+    assert saved(tmp_path) == [2, 4, 6, 8]
 
 
 def test_records_and_status_that_cannot_be_written_end_no_run(
