@@ -52,8 +52,13 @@ class Saver:
         Raises:
             NotSaved: If a checkpoint could not be written; told once.
         """
-        if self._thread is None or not self._thread.is_alive():
+        if not self.is_writing:
             self.wait()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is on its way to the disk."""
+        return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
         """Returns when nothing is being written.

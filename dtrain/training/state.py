@@ -16,7 +16,11 @@ _SHOWN = 5
 
 def host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies on the CPU that share no memory, as safetensors wants them."""
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    # From a GPU all at once into page-locked memory, which torch keeps for the next time.
+    copies = {name: tensor.detach().to("cpu", copy=True, non_blocking=True) for name, tensor in tensors.items()}
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        torch.cuda.synchronize()
+    return {name: copy.contiguous() for name, copy in copies.items()}
 
 
 def load_module(module: nn.Module, tensors: Mapping[str, Tensor], what: str) -> None:
