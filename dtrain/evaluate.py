@@ -14,7 +14,9 @@ from dtrain.config.errors import ConfigError, users_to_fix
 from dtrain.config.run import Run, recompose, take
 from dtrain.config.schema import Config
 from dtrain.distributed.collectives import decided_by_rank_zero, together
+from dtrain.distributed.network import settle_network
 from dtrain.distributed.process_group import process_group
+from dtrain.distributed.srun import join_srun
 from dtrain.tracking.console import print_banner
 from dtrain.training import build
 from dtrain.training.checkpoint import Checkpoints
@@ -72,6 +74,8 @@ def main() -> None:
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(USAGE)
         return
+    join_srun()
+    settle_network()
     options, rest = take(sys.argv[1:], checkpoint="", weights="")
     app.run(
         lambda composed: run_evaluation(composed, options["checkpoint"], options["weights"]), rest, rewrite=recompose

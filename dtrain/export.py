@@ -21,7 +21,6 @@ from dtrain.config.app import Composed
 from dtrain.config.errors import ConfigError, users_to_fix
 from dtrain.config.run import Run, recompose, take, without_secrets
 from dtrain.config.schema import Config
-from dtrain.data.fields import parse_fields
 from dtrain.deployment import artefact
 from dtrain.deployment.artefact import Description
 from dtrain.deployment.casting import cast, check_range
@@ -34,7 +33,7 @@ from dtrain.precision import Precision
 from dtrain.tracking.console import print_banner
 from dtrain.training import build
 from dtrain.training.checkpoint import Checkpoints
-from dtrain.training.loaders import eval_loader
+from dtrain.training.loaders import declared_fields, eval_loader
 from dtrain.training.state import load_weights
 
 USAGE = """Usage
@@ -163,8 +162,7 @@ def reference(
     Raises:
         ConfigError: If the evaluation set cannot be read.
     """
-    with users_to_fix("data.fields"):
-        images = {field.name: field for field in parse_fields(cfg.data.fields) if field.role == "image"}
+    images = {field.name: field for field in declared_fields(cfg.data) if field.role == "image"}
     if not cfg.data.eval or not limit:
         only = ImageInput.of(next(iter(images.values()))) if len(images) == 1 else None
         return None, "samples=0" if cfg.data.eval else "data.eval is not set", only

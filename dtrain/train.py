@@ -6,6 +6,8 @@ run where it was.
 
 from __future__ import annotations
 
+from typing import Any
+
 from dtrain.config import app
 from dtrain.config.app import Composed
 from dtrain.config.errors import users_to_fix
@@ -13,21 +15,25 @@ from dtrain.config.run import Run, without_secrets
 from dtrain.config.schema import Config
 from dtrain.data.ledger import cut_ledgers
 from dtrain.distributed.collectives import decided_by_rank_zero, together
+from dtrain.distributed.hang import HangWatch
+from dtrain.distributed.network import settle_network
+from dtrain.distributed.orphan import end_with_torchrun
 from dtrain.distributed.process_group import process_group
 from dtrain.distributed.run_lock import run_locked
+from dtrain.distributed.srun import join_srun
 from dtrain.distributed.stop import StopRequests
+from dtrain.distributed.time_limit import TimeLimit
 from dtrain.distributed.world import World
 from dtrain.tracking.console import print_banner
 from dtrain.tracking.failure import failures_recorded
 from dtrain.tracking.rank_log import close_rank_log, open_rank_log
 from dtrain.tracking.sinks import NullSinks, Sinks, build_sinks
-from dtrain.tracking.status import write_status
+from dtrain.tracking.status import read_status, write_status
 from dtrain.training import build
 from dtrain.training.banner import banner
-from dtrain.training.checkpoint import Checkpoints
 from dtrain.training.ema import Ema
+from dtrain.training.faults import Faults
 from dtrain.training.loaders import eval_loader, prepare_data, train_loader
-from dtrain.training.loop import Loop
 from dtrain.training.parts import Parts, Progress
 from dtrain.training.plan import last_step, schedule_horizon
 from dtrain.training.seed import be_deterministic, seed_generators
@@ -40,19 +46,22 @@ def train(composed: Composed) -> None:
     app.require_choice(composed)
     cfg: Config = composed.cfg
     run = Run.of(composed)
+    end_with_torchrun()
     with (
         failures_recorded(run.dir, app.rank()) as failure,
         process_group(cfg.parallel.timeout_start) as world,
         run_locked(run.dir),
     ):
         # -- run: rank 0 alone writes the shared files of its directory
+        faults = together(lambda: Faults.of(cfg.faults, run.dir, world.rank))
         with users_to_fix("checkpoint"):
-            checkpoints = Checkpoints.of(run.dir, cfg.checkpoint)
+            checkpoints = faults.checkpoints(cfg.checkpoint)
         changes = decided_by_rank_zero(run.changes)
         resumed, problems = decided_by_rank_zero(lambda: checkpoints.to_resume(cfg.run.resume))
         decided_by_rank_zero(run.save)
         open_rank_log(run.dir, world.rank)
         failure.step = lambda: resumed or 0  # from here on the directory is this run's
+        time_limit = together(lambda: TimeLimit.of(cfg.run.max_hours, world.rank))
 
         # -- precision and data
         precision, warnings = together(lambda: build.build_precision(cfg.precision, world.device))
@@ -101,27 +110,44 @@ def train(composed: Composed) -> None:
             start = f"new, {weights.said}"
         else:
             start = "new"
+        parts.progress.interrupted(decided_by_rank_zero(lambda: status_before(run)))
+        failure.facts = parts.progress.times
         end = last_step(cfg.train, train_data, step.step)
         if step.step >= end:
-            report(run, world, "finished", step.step, end, "already; raise train.max_steps or train.max_epochs")
+            report(run, parts, "finished", end, "already; raise train.max_steps or train.max_epochs")
             return
 
         # -- loop
         sinks = together(lambda: open_sinks(run, cfg, world, step.step, end))
         if world.rank == 0:
-            print_banner("dtrain", banner(run, parts, start, end, horizon))
+            rows = banner(run, parts, start, end, horizon) | {
+                "restarts": parts.progress.interruptions(),
+                "time limit": str(time_limit),
+                "FAULTS": str(faults),
+            }
+            print_banner("dtrain", {name: text for name, text in rows.items() if text})
         for line in (*problems, *(f"changed since the last start: {change}" for change in changes), *warnings):
             sinks.note(line)
         state = "failed"
         try:
-            with StopRequests(run.dir / "STOP" if world.rank == 0 else None, failure.write) as stop:
-                state, reason = Loop(parts, end, checkpoints, sinks, stop).run()
+            with (
+                HangWatch(run.dir / "logs", world, cfg.parallel, failure.write) as watch,
+                StopRequests(
+                    run.dir / "STOP" if world.rank == 0 else None,
+                    failure.write,
+                    time_limit=time_limit,
+                    stuck=watch.declare,
+                ) as stop,
+            ):
+                loop = faults.loop(parts, end, checkpoints, sinks, stop)
+                watch.follow(loop.place)
+                state, reason = loop.run()
         finally:
             sinks.finish(state)
             train_data.close()
             if eval_data is not None:
                 eval_data.close()
-        report(run, world, state, step.step, end, reason)
+        report(run, parts, state, end, reason)
 
 
 def open_sinks(run: Run, cfg: Config, world: World, step: int, end: int) -> Sinks | NullSinks:
@@ -133,16 +159,25 @@ def open_sinks(run: Run, cfg: Config, world: World, step: int, end: int) -> Sink
         return build_sinks(cfg.tracker, run.dir, run.name, without_secrets(run.config), step, total_steps=end)
 
 
-def report(run: Run, world: World, state: str, step: int, end: int, reason: str | None) -> None:
+def status_before(run: Run) -> dict[str, Any] | None:
+    """What the last start of the run has left behind."""
+    with users_to_fix("run.dir"):
+        return read_status(run.dir)
+
+
+def report(run: Run, parts: Parts, state: str, end: int, reason: str | None) -> None:
     """The last word, on rank 0: status.json, and a line that says where everything is."""
     close_rank_log()
-    if world.rank == 0:
-        write_status(run.dir, state, step, reason, last_step=end)
+    step = parts.step.step
+    if parts.world.rank == 0:
+        write_status(run.dir, state, step, reason, last_step=end, **parts.progress.times())
         print(f"{state} at step {step}{f' ({reason})' if reason else ''}: {run.dir}", flush=True)
 
 
 def main() -> None:
     """Command line."""
+    join_srun()
+    settle_network()
     app.run(train)
 
 

@@ -6,6 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile("dtrain", deadline=None)
+settings.load_profile("dtrain")
 
 
 @pytest.fixture(scope="session", autouse=True)

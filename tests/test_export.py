@@ -128,6 +128,8 @@ def test_half_precision_halves_the_bytes_and_the_report_tells_the_true_error(
         "mean": [0.5, 0.5, 0.5],
         "std": [0.5, 0.5, 0.5],
         "exif": False,
+        "shorter_side": None,
+        "reduced": False,
     }
     assert f"step {STEPS}" in said
     assert f"{floats * 2:,} bytes" in said

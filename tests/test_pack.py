@@ -14,7 +14,9 @@ import pytest
 from PIL import Image
 from webdataset.tariterators import base_plus_ext
 
+from dtrain.data import ShardLoader
 from dtrain.pack import main
+from dtrain.packing.unfinished import Unfinished
 
 
 def image(path, seed, size=(6, 5)):
@@ -47,7 +49,13 @@ def rows(folder, prefix):
 
 
 def files(folder):
-    return sorted(path.name for path in folder.glob("*") if path.suffix != ".idx")
+    return sorted(path.name for path in folder.glob("*") if path.suffix != ".idx" and path.name != "conf")
+
+
+def content(folder):
+    """Every file below, by name, but indexes, which know when their shard was written."""
+    found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in found.items() if path.suffix != ".idx"}
 
 
 def pack(*arguments):
@@ -65,6 +73,19 @@ def test_every_image_is_packed_once_unchanged_with_the_label_of_its_folder(sourc
         for path in (source / name).iterdir()
     )
     assert sorted(packed) == expected
+
+
+def test_the_loader_gives_back_the_pixels(source, tmp_path):
+    for path in source.rglob("*.JPEG"):
+        path.unlink()
+    assert pack(source, tmp_path / "dst", "--shards", 2) == 0
+    fields = {"png": {"name": "image", "role": "image"}, "cls": {"name": "label"}}
+    shards = str(tmp_path / "dst" / "train-*.tar")
+    (batch,) = ShardLoader(shards, fields, global_batch_size=12, num_workers=0).epoch(0)
+    for row, key in enumerate(batch.sample_keys):
+        name = key.partition("/")[2]
+        np.testing.assert_array_equal(batch["image"][row].numpy(), np.asarray(Image.open(source / f"{name}.png")))
+        assert ["cat", "dog", "eel"][batch["label"][row]] == name.partition("/")[0]
 
 
 def test_classes_mix_and_the_seed_decides_how(source, tmp_path):
@@ -128,18 +149,18 @@ def test_a_file_that_is_no_image_ends_the_run_with_its_name_and_no_shard(source,
     assert error.count("\n") == 1
     assert str(source / name) in error
     assert BAD[name][1] in error
-    assert "--skip-bad" in error
+    assert "--bad", "skip" in error
     assert files(tmp_path / "dst") == []
 
 
 def test_skip_bad_lists_what_it_leaves_out(source, tmp_path, capsys):
     for name, (content, _) in BAD.items():
         (source / name).write_bytes(content)
-    assert pack(source, tmp_path / "dst", "--skip-bad", "--shards", 5) == 0
+    assert pack(source, tmp_path / "dst", "--bad", "skip", "--shards", 5) == 0
     out, error = capsys.readouterr()
     for name, (_, reason) in BAD.items():
         assert f"left out {source / name}: {reason}" in error
-    assert "files left out: 5" in out
+    assert "bad files: 5" in out
     assert len(rows(tmp_path / "dst", "train")) == 36
 
 
@@ -200,10 +221,10 @@ def test_a_class_that_training_never_sees_is_refused(tmp_path, capsys):
 
 def test_packed_shards_are_not_overwritten(source, tmp_path, capsys):
     assert pack(source, tmp_path / "dst") == 0
-    before = {path.name: path.read_bytes() for path in (tmp_path / "dst").iterdir()}
+    before = content(tmp_path / "dst")
     assert pack(source, tmp_path / "dst", "--seed", 1) == 1
     assert "Delete them or choose another folder" in capsys.readouterr().err
-    assert {path.name: path.read_bytes() for path in (tmp_path / "dst").iterdir()} == before
+    assert content(tmp_path / "dst") == before
 
 
 def test_a_wrong_usage_exits_with_2_and_help_with_0(capsys):
@@ -211,7 +232,14 @@ def test_a_wrong_usage_exits_with_2_and_help_with_0(capsys):
         with pytest.raises(SystemExit) as exit:
             main(arguments)
         assert exit.value.code == code
-    for arguments in (["--help"], ["imagefolder", "--help"], ["index", "--help"], ["digits", "--help"]):
+    for arguments in (
+        ["--help"],
+        ["imagefolder", "--help"],
+        ["arrays", "--help"],
+        ["text", "--help"],
+        ["index", "--help"],
+        ["digits", "--help"],
+    ):
         with pytest.raises(SystemExit) as exit:
             main(arguments)
         assert exit.value.code == 0
@@ -287,3 +315,50 @@ def test_memory_holds_one_image_at_a_time(tmp_path):
     finally:
         tracemalloc.stop()
     assert peak < 256 * (64 << 10) / 8
+
+
+@pytest.mark.slow
+def test_the_command_that_is_printed_trains(tmp_path, capsys):
+    for label in range(2):
+        for n in range(16):
+            image(tmp_path / "src" / f"c{label}" / f"{n}.png", n, size=(8, 8))
+    assert pack(tmp_path / "src", tmp_path / "dst", "--val", 0.25) == 0
+    printed = capsys.readouterr().out.splitlines()[-1]
+    arguments = printed.partition("-m dtrain.train ")[2].split()
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "dtrain.train", *arguments, f"run.dir={run_dir}", "tracker=none"]
+    done = subprocess.run([*command, "train.global_batch_size=8"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert any("eval/loss" in line for line in lines)
+    assert max(line["samples"] for line in lines) == 24
+
+
+def test_a_killed_pack_of_images_keeps_what_was_left_out_in_its_count(source, tmp_path, capsys, monkeypatch):
+    (source / "dog" / "broken.png").write_bytes(b"no image")
+    publish = Unfinished.publish
+    monkeypatch.setattr(Unfinished, "publish", lambda self, beside: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert pack(source, tmp_path / "dst", "--bad", "skip") == 130
+    assert "the same command continues" in capsys.readouterr().err
+    monkeypatch.setattr(Unfinished, "publish", publish)
+    assert pack(source, tmp_path / "dst", "--bad", "skip") == 0
+    assert "bad files: 1" in capsys.readouterr().out
+
+
+def test_shards_by_megabytes_are_alike_in_bytes(tmp_path):
+    for n in range(60):
+        path = image(tmp_path / "src" / "c" / f"{n}.png", n)
+        path.write_bytes(path.read_bytes() + bytes(n * 1000))
+    assert pack(tmp_path / "src", tmp_path / "dst", "--shard-mb", 0.5) == 0
+    sizes = [path.stat().st_size for path in (tmp_path / "dst").glob("*.tar")]
+    assert len(sizes) == 4
+    assert max(sizes) - min(sizes) < 2 * 64_000
+    assert len(rows(tmp_path / "dst", "train")) == 60
+
+
+def test_a_bad_image_found_by_another_process_is_named(source, tmp_path, capsys):
+    (source / "dog" / "broken.png").write_bytes(b"no image")
+    assert pack(source, tmp_path / "dst", "--shards", 2, "--processes", 2) == 1
+    error = capsys.readouterr().err
+    assert "broken.png: not a readable image" in error
+    assert error.count("\n") == 1

@@ -26,6 +26,10 @@ from dtrain.config.errors import ConfigError
 _CONFIG, _OVERRIDES = "config.yaml", "overrides.yaml"
 _SECRET = re.compile(r"(pass(word|wd)|secret|token|api_?key|credential)s?$", re.IGNORECASE)
 _HIDDEN = "<hidden>"
+# user:password@ of a URL, and a signature or token behind its question mark
+_URL_SECRET = re.compile(
+    r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)|(?<=[?&])([\w-]*(?:sig|signature|token|key|secret|password)=)[^&\s'\"]+", re.I
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,11 @@ class Run:
         """Writes ``config.yaml`` (resolved, without secrets) and ``overrides.yaml`` (what it was composed from)."""
         (self.dir / "logs").mkdir(parents=True, exist_ok=True)
         source = {
-            "overrides": [override for override in self.overrides if not _SECRET.search(override.partition("=")[0])],
+            "overrides": [
+                _without_url_secrets(override)
+                for override in self.overrides
+                if not _SECRET.search(override.partition("=")[0])
+            ],
             "config_dirs": list(self.config_dirs),
         }
         _replace(self.dir / _CONFIG, yaml.safe_dump(without_secrets(self.config), sort_keys=False))
@@ -121,7 +129,7 @@ def recompose(arguments: Sequence[str]) -> list[str]:
     given = dict(argument.split("=", 1) for argument in arguments if re.match(r"[\w.+~@/]+=", argument))
     if "run.dir" not in given:
         raise ConfigError("run.dir=DIR is missing: name the directory of the run.")
-    path = Path(given["run.dir"].strip("'\"")).expanduser() / _OVERRIDES
+    path = Path(given["run.dir"].strip("'\"").replace("\\'", "'")).expanduser() / _OVERRIDES
     if not path.exists():
         raise ConfigError(f"run.dir: {path.parent} is no run directory (it has no {_OVERRIDES}).")
     saved = yaml.safe_load(path.read_text())
@@ -131,7 +139,7 @@ def recompose(arguments: Sequence[str]) -> list[str]:
 
 
 def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy in which values of keys such as ``api_key``, ``password`` or ``token`` are hidden."""
+    """A copy in which values of keys such as ``api_key``, ``password`` or ``token`` are hidden, and those in URLs."""
 
     def clean(key: str, value: Any) -> Any:
         if _SECRET.search(key) and isinstance(value, str):
@@ -140,17 +148,20 @@ def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
             return {str(k): clean(str(k), v) for k, v in value.items()}
         if isinstance(value, (list, tuple)):
             return [clean("", item) for item in value]
-        return value
+        return _without_url_secrets(value) if isinstance(value, str) else value
 
     return {key: clean(key, value) for key, value in config.items()}
+
+
+def _without_url_secrets(text: str) -> str:
+    return _URL_SECRET.sub(lambda found: f"{found[1] or ''}{_HIDDEN}", text)
 
 
 def _digest(config: Mapping[str, Any]) -> str:
     # Where a run is, how it is started and watched, and when it ends do not make it another run.
     train = {key: value for key, value in config["train"].items() if not key.startswith("max_")}
-    kept = {key: value for key, value in config.items() if key not in ("run", "launch", "tracker", "export")} | {
-        "train": train
-    }
+    apart = ("run", "launch", "tracker", "export", "faults")
+    kept = {key: value for key, value in config.items() if key not in apart} | {"train": train}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 

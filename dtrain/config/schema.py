@@ -30,6 +30,7 @@ class RunConfig:
     name: str | None = None  # null: <experiment>-<hash of the config>
     dir: str | None = None  # null: runs/<name>
     seed: int = 0
+    max_hours: float | None = None  # of this start: it then saves and stops, and the same command continues
     resume: str = "auto"  # auto: continue if there is a checkpoint | must: fail if there is none | never: refuse one
     weights_from: str | None = None  # a new run begins with these weights: a path as in warm_start; all names must fit
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
@@ -52,20 +53,40 @@ class TrainConfig:
 
 
 @dataclass
+class CacheConfig:
+    """Where copies of shards are kept that lie on a network or behind a URL; shared by all processes of a node."""
+
+    dir: str | None = None  # null: shards in dtrain's cache directory; best on a local disk
+    max_gb: float | None = None  # null: half of what is free on that disk
+
+
+@dataclass
 class DataConfig:
-    """Shards, fields and order. ``train`` and ``eval`` are a brace pattern, a glob, or a list of them."""
+    """Shards, fields and order.
+
+    ``train`` and ``eval`` are a brace pattern, a glob, or a list of them; or a ``_target_`` that makes a map-style data set,
+    a dict or tuple of arrays, or a ``dtrain.data.Generated``.
+    """
 
     train: Any = MISSING
     eval: Any = None
     fields: dict[str, Any] = field(default_factory=dict)
-    num_workers: int = 2
+    num_workers: int | str = (
+        2  # processes that build batches; 0: none; auto: as many as the data need and the cores allow
+    )
     shuffle: str = "window"  # window | full | none
     lanes: int | None = None
     window: int | None = None  # shards
+    shard_size: int | None = None  # of a data set by _target_: samples shuffled as one; null: one, in a large set a few
     tail: str = "pad"  # pad | drop
     augment: Any = None  # a _target_
     prepare: Any = None  # a _target_ that rank 0 calls once before the shards are looked for
-    max_bad: float = 0.01  # below 1 a share of the samples, else a count
+    max_bad: float = (
+        0.01  # bad samples that end the run: 0: the first one; below 1 a share (ten are forgiven); else a count
+    )
+    max_bad_consecutive: int | None = 100  # bad ones in steps without one good sample; 0: one such step; null: no limit
+    storage: str = "auto"  # slow: files through the cache; fast: where they lie; auto: slow on network file systems
+    cache: CacheConfig = field(default_factory=CacheConfig)
     record_keys: bool = False
     start_method: str | None = None  # null: Python's default | fork | forkserver | spawn
     prefetch: int = 2  # micro-batches a worker builds ahead
@@ -134,19 +155,25 @@ class TrackerConfig:
 
 @dataclass
 class LaunchConfig:
-    """What ``dtrain.launch`` starts, and where. From ``time`` on for SLURM only."""
+    """What ``dtrain.launch`` starts, and where. From ``min_nodes`` on for SLURM only."""
 
     name: str = "local"  # local | slurm
     nodes: int = 1
     processes_per_node: int | None = None  # null: local: one for each GPU, or one on a machine without
     dry_run: bool = False  # show what would be started or submitted, and do nothing
+    min_nodes: int | None = None  # start with as few where others are missing; the global batch stays what it is
     time: str = "01:00:00"  # of one allocation, not of the run
     partition: str | None = None
     account: str | None = None
     gpus_per_node: int | None = None  # null: one for each process; 0 for nodes without GPUs
     cpus_per_process: int | None = None  # null: one, and one for each of data.num_workers
     stop_seconds: int = 120  # asked to stop so long before the time is up: more than a step and a checkpoint take
+    requeue: bool = True  # ask for new allocations until the run is finished
+    max_running: int | None = None  # --multirun: one job array, so many of its runs at once; null: a job for each
     extra: list[str] = field(default_factory=list)  # further sbatch options: 'launch.extra=["--qos=high"]'
+    srun: list[str] = field(default_factory=list)  # further srun options, as of Pyxis: --container-image=IMAGE
+    container: list[str] = field(default_factory=list)  # what python is started with: [apptainer,exec,--nv,image.sif]
+    python: str | None = None  # on the nodes, or in the container; null: the one that runs dtrain.launch
 
 
 @dataclass
@@ -175,6 +202,9 @@ class Config:
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+    faults: list[str] = field(
+        default_factory=list
+    )  # injected on purpose: "crash@rank=1,step=5", see training/faults.py
 
 
 def register() -> None:

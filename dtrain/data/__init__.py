@@ -2,5 +2,6 @@
 
 from dtrain.data.batch import Batch
 from dtrain.data.loader import ShardLoader
+from dtrain.data.samples import Arrays, Generated
 
-__all__ = ["Batch", "ShardLoader"]
+__all__ = ["Arrays", "Batch", "Generated", "ShardLoader"]

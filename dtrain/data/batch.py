@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,13 +44,22 @@ class Batch(dict[str, Any]):
         layout: scaled to [0, 1], normalised with the field's mean and standard deviation in fp32, then cast to the
         compute dtype. Every other field keeps its dtype.
         """
-        moved = self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        moved = self.copied(device, non_blocking)
         if moved.wire is not None:
             for name, column in moved.items():
                 if isinstance(column, Tensor):
                     moved[name] = moved.wire.arrive(name, column)
             moved.wire = None
         return moved
+
+    def copied(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
+        """The first half of ``to``: what was on the wire, on ``device``."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All tensors of the batch, ``valid`` included."""
+        yield from (column for column in self.values() if isinstance(column, Tensor))
+        yield self.valid
 
     def pin_memory(self) -> Batch:
         """The batch in page-locked memory; called by torch's DataLoader."""

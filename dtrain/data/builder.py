@@ -7,24 +7,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
+from dtrain.data.augment import Augment, begins_with
 from dtrain.data.batch import Batch
 from dtrain.data.column import Column
-from dtrain.data.dataset_index import DatasetIndex
-from dtrain.data.decode import SampleError, decode
-from dtrain.data.fields import Field
+from dtrain.data.fields import SampleError
 from dtrain.data.permutation import hash64
 from dtrain.data.randomness import Randomness
-from dtrain.data.storage import ShardReader
+from dtrain.data.source import Record, Source
 from dtrain.data.wire import Wire
 
-Augment = Callable[[dict[str, Any], np.random.Generator], dict[str, Any]]
-# Beside the uses of (seed, epoch) in the order, with which this one must not share a key.
+# Beside the uses of (seed, epoch) in the order and in generated samples, with which this one must not share a key.
 _AUGMENTATION = 4
 
 
@@ -32,22 +31,28 @@ class Builder:
     """Builds micro-batches; used in one worker.
 
     Args:
-        index: Where the fields of every sample lie.
-        fields: The fields to hand over, in the order of the index.
+        source: Where samples come from.
         wire: Wire dtypes.
-        augment: Applied to each sample before it is laid beside the others.
+        augment: Applied to each sample before it is laid beside the others; a crop that it begins with is done while
+            the image is decoded.
         seed: Key of every augmentation.
+
+    Raises:
+        ValueError: If the augmentation begins with a crop of something else than an image.
     """
 
-    def __init__(
-        self, index: DatasetIndex, fields: Sequence[Field], wire: Wire, augment: Augment | None, seed: int
-    ) -> None:
-        self._index = index
-        self._fields = fields
+    def __init__(self, source: Source, wire: Wire, augment: Augment | None, seed: int) -> None:
+        self._fields = source.fields
         self._wire = wire
-        self._augment = augment
+        self._draws = augment is not None
+        self._cropper, self._augment = begins_with(augment)
+        images = [field.name for field in source.fields if field.role == "image"]
+        if self._cropper is not None and self._cropper.field not in images:
+            raise ValueError(
+                f"data.augment crops {self._cropper.field!r}, which is none of the images: {', '.join(images) or 'none'}."
+            )
         self._seed = seed
-        self._reader = ShardReader(index.shards)
+        self._reader = source.open(seed)
         self._randomness = Randomness()
 
     def build(self, epoch: int, samples: np.ndarray, spare: Callable[[], Iterable[int]]) -> Batch:
@@ -66,12 +71,13 @@ class Builder:
         keys, bad = [""] * len(samples), []
         # In stored order: each shard is looked for once, and a disk reads forwards.
         rows = np.argsort(samples)[np.count_nonzero(samples < 0) :]
-        for row, sample in zip(rows.tolist(), self._look_up(epoch, samples[rows]), strict=True):
+        for row, (record, random) in zip(rows.tolist(), self._find(epoch, samples[rows]), strict=True):
             try:
-                self._fill(columns, row, sample)
-                keys[row] = sample.key
+                self._fill(columns, row, record, random)
+                keys[row] = record.key
             except SampleError as error:
-                bad.append(self._bad_line(epoch, sample, error))
+                place = self._reader.place(record)
+                bad.append({"key": record.key, "epoch": epoch, **place, "reason": str(error)})
         if "" in keys:
             sources = [row for row, key in enumerate(keys) if key] or self._borrow(columns, epoch, spare)
             masked = [row for row, key in enumerate(keys) if not key]
@@ -81,40 +87,45 @@ class Builder:
         valid = torch.tensor([key != "" for key in keys])
         return Batch({column.field.name: column.data() for column in columns}, keys, valid, bad)
 
+    def expect(self, ahead: Callable[[int], np.ndarray]) -> None:
+        """Lets the source prepare for what is built next; see ``Reader.expect``."""
+        self._reader.expect(ahead)
+
     def close(self) -> None:
-        """Closes the shards."""
+        """Closes what was opened to read."""
         self._reader.close()
 
-    def _look_up(self, epoch: int, samples: np.ndarray) -> Iterable[_Sample]:
-        # All at once: looking up a number in an array costs more by itself than within many.
-        index = self._index
-        shards = np.searchsorted(index.starts, samples, side="right") - 1
-        randoms = hash64(self._seed, epoch, _AUGMENTATION, samples) if self._augment is not None else samples
-        columns = (shards, index.offsets[samples], index.sizes[samples], randoms)
-        return map(_Sample, index.keys(samples), *(column.tolist() for column in columns))
+    def _find(self, epoch: int, samples: np.ndarray) -> Iterable[tuple[Record, int]]:
+        """Each sample, and the key of its randomness."""
+        randoms = hash64(self._seed, epoch, _AUGMENTATION, samples) if self._draws else samples
+        return zip(self._reader.find(epoch, samples), randoms.tolist(), strict=True)
 
-    def _fill(self, columns: Sequence[Column], row: int, sample: _Sample) -> None:
-        if -1 in sample.offsets:
-            missing = self._fields[sample.offsets.index(-1)]
-            raise SampleError(f"has no .{missing.ext} member")
-        payloads = self._reader.members(sample.shard, sample.offsets, sample.sizes)
-        if self._augment is None:
-            values = [
-                decode(column.field, payload, column.target(row))
-                for column, payload in zip(columns, payloads, strict=True)
-            ]
+    def _fill(self, columns: Sequence[Column], row: int, record: Record, random: int) -> None:
+        raw, decode = self._reader.fetch(record), self._reader.decode
+        if self._draws:
+            values = self._augmented(columns, row, raw, record.key, self._randomness.of(random))
         else:
-            values = self._augmented(self._augment, payloads, sample)
+            values = [decode(column.field, one, column.target(row)) for column, one in zip(columns, raw, strict=True)]
         for column, value in zip(columns, values, strict=True):
-            column.put(row, value, sample.key)
+            column.put(row, value, record.key)
 
-    def _augmented(self, augment: Augment, payloads: Sequence[memoryview], sample: _Sample) -> list[Any]:
-        decoded = {field.name: decode(field, payload) for field, payload in zip(self._fields, payloads, strict=True)}
-        values = augment(decoded, self._randomness.of(sample.random))
+    def _augmented(
+        self, columns: Sequence[Column], row: int, raw: Sequence[Any], key: str, rng: np.random.Generator
+    ) -> list[Any]:
+        decoded = {}
+        for column, one in zip(columns, raw, strict=True):
+            field, cropper = column.field, self._cropper
+            crop = functools.partial(cropper.crop, rng=rng) if cropper and cropper.field == field.name else None
+            # What an augmentation goes on with is not yet what the batch is to hold.
+            out = column.target(row) if self._augment is None else None
+            decoded[field.name] = self._reader.decode(field, one, out, crop)
+        if self._augment is None:
+            return list(decoded.values())
+        values = self._augment(decoded, rng)
         for field in self._fields:
             if field.name not in values:
                 raise ValueError(
-                    f"the augmentation of sample {sample.key!r} returned {', '.join(map(repr, values)) or 'nothing'}, which "
+                    f"the augmentation of sample {key!r} returned {', '.join(map(repr, values)) or 'nothing'}, which "
                     f"lacks {field.name!r}. Let it return all the fields that it was given."
                 )
         return [values[field.name] for field in self._fields]
@@ -123,28 +134,13 @@ class Builder:
         """Fills row 0, for the shapes; it stays masked."""
         last = ""
         for number in spare():
-            (sample,) = self._look_up(epoch, np.array([number]))
+            ((record, random),) = self._find(epoch, np.array([number]))
             try:
-                self._fill(columns, 0, sample)
+                self._fill(columns, 0, record, random)
                 return [0]
             except SampleError as error:
-                last = f"{sample.key}: {error}"
+                last = f"{record.key}: {error}"
         raise ValueError(
             f"epoch {epoch}: no sample can be read, neither of one global batch nor among the first of the data set. The "
-            f"last one: {last}. Are data.fields right for these shards?"
+            f"last one: {last}. Are data.fields right for these data?"
         )
-
-    def _bad_line(self, epoch: int, sample: _Sample, error: SampleError) -> dict[str, Any]:
-        offset = min((offset for offset in sample.offsets if offset >= 0), default=-1)
-        shard = self._index.shards[sample.shard]
-        return {"key": sample.key, "epoch": epoch, "shard": shard, "offset": offset, "reason": str(error)}
-
-
-class _Sample(NamedTuple):
-    """Where a sample lies: its shard, first byte and length of each member; ``random`` is the key of its randomness."""
-
-    key: str
-    shard: int
-    offsets: list[int]
-    sizes: list[int]
-    random: int

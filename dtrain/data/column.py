@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -39,15 +40,15 @@ class Column:
         self._wire = wire
         self._tensor: Tensor | None = None
         self._slots: Sequence[Tensor] = ()  # the rows of the tensor
-        self._pixels: np.ndarray | None = None  # the tensor again, if it holds images
+        self._array: np.ndarray | None = None  # the tensor again, if numpy knows its dtype
         self._target: np.ndarray | None = None
         self._objects: list[Any] | None = None
         self._first = ("", "")  # key of the first row that was set, and what it was
 
     def target(self, row: int) -> np.ndarray | None:
         """Where an image decoder may write this row: uint8, ``[height, width, 3]``; None while the size is unknown."""
-        if self._pixels is not None:
-            self._target = self._pixels[row]
+        if self._array is not None and self.field.role == "image":
+            self._target = self._array[row]
         return self._target
 
     def put(self, row: int, value: Any, key: str) -> None:
@@ -63,7 +64,12 @@ class Column:
                 where the field's role says so, or does not fit the wire.
         """
         if isinstance(value, np.ndarray):
-            if value is not self._target:
+            if value is self._target:
+                return
+            array = self._array
+            if array is not None and value.dtype == array.dtype and value.shape == array.shape[1:]:
+                array[row] = value
+            else:
                 self._put_tensor(row, self._as_tensor(value, key), key)
         elif isinstance(value, Tensor):
             self._put_tensor(row, value, key)
@@ -75,7 +81,9 @@ class Column:
 
     def repeat(self, sources: Sequence[int], rows: Sequence[int]) -> None:
         """Makes each of ``rows`` a copy of the row at its place in ``sources``."""
-        if self._tensor is not None:
+        if self._array is not None:  # torch cannot do this to unsigned integers
+            self._array[rows] = self._array[sources]
+        elif self._tensor is not None:
             self._tensor[rows] = self._tensor[sources]
         if self._objects is not None:
             for source, row in zip(sources, rows, strict=True):
@@ -93,9 +101,8 @@ class Column:
 
     def _put_tensor(self, row: int, value: Tensor, key: str) -> None:
         dtype = self._wire.dtype(self.field.name, value.dtype)
-        if self._tensor is None:
-            self._begin(value, dtype, key)
-        slot = self._slots[row]
+        tensor = self._begin(value, dtype, key) if self._tensor is None else self._tensor
+        slot = self._slots[row] if self._slots else tensor[row]
         if slot.shape != value.shape or slot.dtype != dtype:
             raise self._unlike(key, _describe(dtype, value.shape))
         self._wire.cast(self.field.name, key, value, slot)
@@ -111,7 +118,7 @@ class Column:
             self._objects, self._first = [None] * self._rows, (key, type(value).__name__)
         self._objects[row] = value
 
-    def _begin(self, value: Tensor, dtype: torch.dtype, key: str) -> None:
+    def _begin(self, value: Tensor, dtype: torch.dtype, key: str) -> Tensor:
         if self._objects is not None:
             raise self._unlike(key, _describe(dtype, value.shape))
         is_image = self.field.role == "image"
@@ -120,10 +127,13 @@ class Column:
                 f"field {self.field.name!r}: sample {key!r} is {_describe(value.dtype, value.shape)}, but images travel as "
                 "uint8 [height, width, 3] and are normalised on the device. Let the augmentation return that."
             )
-        self._tensor = _empty((self._rows, *value.shape), dtype)
-        self._slots = self._tensor.unbind()
-        self._pixels = self._tensor.numpy() if is_image else None
+        self._tensor = tensor = _empty((self._rows, *value.shape), dtype)
+        # Where rows are cast; those of images are never, and making them costs as much as a tenth of decoding a small one.
+        self._slots = () if is_image else tensor.unbind()
+        with suppress(TypeError):  # of bf16, for example, which numpy does not know
+            self._array = tensor.numpy()
         self._first = (key, _describe(dtype, value.shape))
+        return tensor
 
     def _as_tensor(self, array: np.ndarray, key: str) -> Tensor:
         flags = array.flags

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,9 +18,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from dtrain.data.batch import Batch
 from dtrain.data.builder import Augment, Builder
-from dtrain.data.dataset_index import DatasetIndex
-from dtrain.data.fields import Field
 from dtrain.data.order import EpochOrder, Layout, Recipe
+from dtrain.data.source import Source
 from dtrain.data.wire import Wire
 
 # Positions that are looked up at once: one costs as much by itself as a thousand together.
@@ -103,8 +102,7 @@ class MicroBatches(IterableDataset[Batch]):
     """The stream of one rank.
 
     Args:
-        index: Where the fields of every sample lie.
-        fields: The fields to hand over, in the order of the index.
+        source: Where samples come from.
         recipe: Order of every epoch; ``first_recipe`` that of the first one, which a resumed run may have begun with
             another window or lane count.
         start: Where to begin.
@@ -116,8 +114,7 @@ class MicroBatches(IterableDataset[Batch]):
 
     def __init__(
         self,
-        index: DatasetIndex,
-        fields: Sequence[Field],
+        source: Source,
         *,
         recipe: Recipe,
         first_recipe: Recipe,
@@ -128,8 +125,8 @@ class MicroBatches(IterableDataset[Batch]):
         augment: Augment | None = None,
     ) -> None:
         super().__init__()
-        self._index = index
-        self._fields = tuple(fields)
+        self._source = source
+        self._counts = source.index.counts
         self._recipe = recipe
         self._first_recipe = first_recipe
         self._start = start
@@ -141,7 +138,7 @@ class MicroBatches(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()
         turn, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        builder = Builder(self._index, self._fields, self._wire, self._augment, self._recipe.seed)
+        builder = Builder(self._source, self._wire, self._augment, self._recipe.seed)
         try:
             passed = 0  # micro-batches of the epochs before
             for epoch, order, first_step in self._epochs():
@@ -149,7 +146,7 @@ class MicroBatches(IterableDataset[Batch]):
                 numbers = range(first_step * per_step, order.num_steps * per_step)
                 mine = numbers[(turn - passed) % workers :: workers]
                 passed += len(numbers)
-                for step, samples in self._located(order, mine):
+                for step, samples in self._located(epoch, order, mine, builder):
                     yield builder.build(epoch, samples, functools.partial(self._spare, order, step))
         finally:
             builder.close()
@@ -157,20 +154,35 @@ class MicroBatches(IterableDataset[Batch]):
     def _epochs(self) -> Iterator[tuple[int, EpochOrder, int]]:
         """Each epoch, its order, and the first step of it that is to do."""
         start = self._start
-        yield start.epoch, EpochOrder(self._index.counts, self._first_recipe, start.epoch, start.layouts), start.step
+        yield start.epoch, EpochOrder(self._counts, self._first_recipe, start.epoch, start.layouts), start.step
         for epoch in itertools.count(start.epoch + 1):
-            yield epoch, EpochOrder(self._index.counts, self._recipe, epoch, [self._layout]), 0
+            yield epoch, EpochOrder(self._counts, self._recipe, epoch, [self._layout]), 0
 
-    def _located(self, order: EpochOrder, micro_batches: range) -> Iterator[tuple[int, np.ndarray]]:
-        """Step and samples of some of an epoch's micro-batches."""
+    def _located(
+        self, epoch: int, order: EpochOrder, micro_batches: range, builder: Builder
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """Step and samples of some of an epoch's micro-batches; the builder is told what comes next."""
         together = max(1, _LOCATED_TOGETHER // self._share.micro_batch_size)
         for first in range(0, len(micro_batches), together):
             numbers = np.array(micro_batches[first : first + together])
             steps, in_step = np.divmod(numbers, self._share.micro_batches_per_step)
             slots = self._share.slots(in_step)
+            builder.expect(functools.partial(self._shards_ahead, epoch, order, int(steps[0])))
             yield from zip(steps.tolist(), order.locate(steps[:, np.newaxis], slots), strict=True)
+
+    def _shards_ahead(self, epoch: int, order: EpochOrder, step: int, most: int) -> np.ndarray:
+        """What this rank reads of an epoch from a step on, and in the first windows of the next epoch."""
+        slots = self._share.slots(np.arange(self._share.micro_batches_per_step))
+        slots = slots[slots >= 0]
+        shards = order.shards_ahead(step, slots, most)
+        lanes = np.unique(slots * self._layout.lanes // self._share.global_batch_size)
+        following = min(most - len(shards), len(lanes) * self._recipe.window)
+        if not following:
+            return shards
+        next_order = EpochOrder(self._counts, self._recipe, epoch + 1, [self._layout])
+        return np.concatenate([shards, next_order.shards_ahead(0, slots, following)])
 
     def _spare(self, order: EpochOrder, step: int) -> list[int]:
         """Samples of the same global batch, then the first of the data set."""
         samples = order.locate(step, np.arange(self._share.global_batch_size))
-        return [*samples[samples >= 0].tolist(), *range(min(_SPARE, self._index.num_samples))]
+        return [*samples[samples >= 0].tolist(), *range(min(_SPARE, self._source.index.num_samples))]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,6 +22,8 @@ from typing import Any
 import numpy as np
 
 from dtrain.data import mapped_arrays
+from dtrain.data.cache_policy import CachePolicy
+from dtrain.data.shard_file import Stamp
 from dtrain.data.shards import names
 from dtrain.data.survey import Survey
 from dtrain.data.tar_index import decode_name
@@ -40,10 +43,18 @@ class DatasetIndex:
         num_samples: Samples of all shards.
         offsets: First byte of each field in its shard, int64, shape ``[samples, columns]``; -1 where a sample lacks it.
         sizes: Bytes of each field, int64, shape ``[samples, columns]``; -1 where a sample lacks it.
+        policy: Which shards are read through the cache of the node.
+        far: Whether there are any such shards.
         fingerprint: Hash of the shards' names, sizes and sample counts, in their order; 16 hexadecimal digits.
     """
 
-    def __init__(self, shards: Sequence[str], arrays: Mapping[str, np.ndarray], folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        shards: Sequence[str],
+        arrays: Mapping[str, np.ndarray],
+        folder: Path | None = None,
+        policy: CachePolicy | None = None,
+    ) -> None:
         """Takes the arrays; ``folder`` is where they are mapped from, if they are."""
         self.shards = list(shards)
         self.names = names(self.shards)
@@ -52,6 +63,9 @@ class DatasetIndex:
         self.num_samples = int(self.starts[-1])
         self.offsets = arrays["offsets"]
         self.sizes = arrays["sizes"]
+        self.policy = policy or CachePolicy()
+        # One of each folder will do: which it is depends on that alone.
+        self.far = any(map(self.policy.applies_to, {os.path.dirname(path): path for path in self.shards}.values()))
         self._arrays = arrays
         self._folder = folder
         # Indexing a memoryview gives Python numbers at a third of the price of numpy's.
@@ -64,7 +78,7 @@ class DatasetIndex:
         self.fingerprint = digest.hexdigest()[:16]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (self.shards, None if self._folder else dict(self._arrays), self._folder)
+        return _restore, (self.shards, None if self._folder else dict(self._arrays), self._folder, self.policy)
 
     @classmethod
     def build(
@@ -76,6 +90,7 @@ class DatasetIndex:
         progress: Callable[[int, int], None] | None = None,
         rank: int = 0,
         world_size: int = 1,
+        policy: CachePolicy | None = None,
     ) -> DatasetIndex:
         """Indexes shards, or reads the indexes that were kept from another time.
 
@@ -88,6 +103,7 @@ class DatasetIndex:
             rank: Where to begin: ranks begin at different shards, and find what another one has already kept. Every rank
                 has the whole index in the end.
             world_size: Number of ranks.
+            policy: Which shards are read through the cache of the node. None: what ``CachePolicy`` does by itself.
 
         Raises:
             ShardError: If shards are damaged; tells of all of them at once.
@@ -97,7 +113,8 @@ class DatasetIndex:
         paths = list(paths)
         if workers is None:
             workers = _THREADS if len(paths) >= _THREADS else 1
-        survey = Survey(paths, extensions, workers)
+        policy = policy or CachePolicy()
+        survey = Survey(paths, extensions, workers, policy)
         columns = survey.known()
         if columns is None:
             survey.run(rank * len(paths) // world_size, progress)
@@ -107,7 +124,11 @@ class DatasetIndex:
         if doubts:
             more = f" ({len(doubts) - 1} more shards have such names)" if doubts[1:] else ""
             warnings.warn(f"{doubts[0]}{more}", stacklevel=2)
-        return cls(paths, arrays, folder)
+        return cls(paths, arrays, folder, policy)
+
+    def stamp(self, shard: int) -> Stamp:
+        """What a shard was when it was indexed."""
+        return Stamp(int(self._arrays["shard_sizes"][shard]), int(self._arrays["shard_versions"][shard]))
 
     def shard_of(self, sample: int) -> int:
         """The shard that a sample lies in, as a place in ``shards``."""
@@ -150,11 +171,13 @@ class DatasetIndex:
         return "as many shards, samples and bytes, but other shard names, another order, or samples in other shards."
 
 
-def _restore(shards: Sequence[str], arrays: Mapping[str, np.ndarray] | None, folder: Path | None) -> DatasetIndex:
+def _restore(
+    shards: Sequence[str], arrays: Mapping[str, np.ndarray] | None, folder: Path | None, policy: CachePolicy
+) -> DatasetIndex:
     if folder is not None:
         arrays = mapped_arrays.load(folder)
     if arrays is None:
         raise FileNotFoundError(
             f"the index of the data set was removed from {folder} while the run needs it. Start again."
         )
-    return DatasetIndex(shards, arrays, folder)
+    return DatasetIndex(shards, arrays, folder, policy)

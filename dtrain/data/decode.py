@@ -18,15 +18,19 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
+from dtrain.data.crop import Crop
 from dtrain.data.fields import Field, SampleError
-from dtrain.data.image import decode_image, resize
+from dtrain.data.image import decode_image
 
 __all__ = ["MAX_ARRAY_BYTES", "SampleError", "decode"]
 
 #: A compressed array may not unpack to more.
 MAX_ARRAY_BYTES = 2**30
 _DTYPES = frozenset("?bBhHiIlLqQefdFD")
+# What numpy writes for bf16 (of ml_dtypes, or a tensor's .view(torch.int16).numpy().view("V2")): two bytes without a name.
+_BF16 = np.dtype("V2")
 _HEADER_READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 # What numpy and zipfile raise on damaged files.
 _DAMAGE = (
@@ -43,32 +47,41 @@ _DAMAGE = (
 _INT64 = range(-(2**63), 2**63)
 
 
-def decode(field: Field, payload: bytes | memoryview, out: np.ndarray | None = None) -> Any:
+def decode(
+    field: Field,
+    payload: bytes | memoryview,
+    out: np.ndarray | None = None,
+    crop: Callable[[int, int], Crop] | None = None,
+) -> Any:
     """The value of one member.
 
     Args:
         field: Says how to read it.
         payload: The member's bytes.
         out: uint8, ``[height, width, 3]``: where an image goes if it has that shape.
+        crop: ``crop(height, width)`` of an image, in place of the field's own.
 
     Returns:
         By kind: image, uint8 ``[height, width, 3]`` (``out`` itself if it fits); integer, an int in the range of int64;
-        text, a str; json, what it says; array, a writable array of native byte order in its stored type; bytes, a copy;
-        custom, what the field's decoder returns. Arrays and custom values of the role image are resized too.
+        text, a str; json, what it says; array, a writable array of native byte order in its stored type; raw, the same,
+        ``[length]``; bytes, a copy; custom, what the field's decoder returns. Arrays and custom values of the role image
+        are cropped too.
 
     Raises:
         SampleError: If the bytes are not what the field says. ``ValueError``, ``OSError`` and ``EOFError`` of a field's
             own decoder count as that; anything else it raises passes through.
         TypeError: If a field's own decoder returns no pixels for the role image.
     """
-    return _READERS[field.kind](field, payload, out)
+    crop = crop or field.crop
+    if field.kind == "image":
+        return decode_image(payload, crop, out, field.exif, field.decode == "reduced")
+    value = _READERS[field.kind](field, payload)
+    if field.role == "image" and crop is not None:
+        return np.ascontiguousarray(crop(*value.shape[:2]).cut(value))
+    return value
 
 
-def _image(field: Field, payload: bytes | memoryview, out: np.ndarray | None) -> np.ndarray:
-    return decode_image(payload, field.size, out, field.exif)
-
-
-def _integer(field: Field, payload: bytes | memoryview, out: np.ndarray | None) -> int:
+def _integer(field: Field, payload: bytes | memoryview) -> int:
     try:
         value = int(bytes(payload))
     except ValueError:
@@ -78,14 +91,14 @@ def _integer(field: Field, payload: bytes | memoryview, out: np.ndarray | None) 
     return value
 
 
-def _text(field: Field, payload: bytes | memoryview, out: np.ndarray | None) -> str:
+def _text(field: Field, payload: bytes | memoryview) -> str:
     try:
         return str(payload, "utf-8")
     except UnicodeDecodeError as error:
         raise SampleError(f"field {field.name!r}: not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
-def _json(field: Field, payload: bytes | memoryview, out: np.ndarray | None) -> Any:
+def _json(field: Field, payload: bytes | memoryview) -> Any:
     try:
         return json.loads(bytes(payload))
     # Brackets nested by the thousand end in a RecursionError.
@@ -93,25 +106,35 @@ def _json(field: Field, payload: bytes | memoryview, out: np.ndarray | None) -> 
         raise SampleError(f"field {field.name!r}: not JSON: {error}") from None
 
 
-def _bytes(field: Field, payload: bytes | memoryview, out: np.ndarray | None) -> bytes:
+def _bytes(field: Field, payload: bytes | memoryview) -> bytes:
     return bytes(payload)
 
 
-def _array(field: Field, payload: bytes | memoryview, out: np.ndarray | None) -> np.ndarray:
+def _array(field: Field, payload: bytes | memoryview) -> np.ndarray | torch.Tensor:
     try:
         array = _npz(payload) if payload[:2] == b"PK" else _npy(payload)
     except _DAMAGE as error:
         raise SampleError(f"field {field.name!r}: not a readable array: {error}") from error
-    if field.role == "image":
-        if not _is_pixels(array):
-            raise SampleError(
-                f"field {field.name!r}: an image is uint8 [height, width, 3], this is {array.dtype} {list(array.shape)}"
-            )
-        return array if field.size is None else resize(array, field.size)
+    if array.dtype == _BF16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    if field.role == "image" and not _is_pixels(array):
+        raise SampleError(
+            f"field {field.name!r}: an image is uint8 [height, width, 3], this is {array.dtype} {list(array.shape)}"
+        )
     return array
 
 
-def _custom(field: Field, payload: bytes | memoryview, out: np.ndarray | None) -> Any:
+def _raw(field: Field, payload: bytes | memoryview) -> np.ndarray:
+    dtype = np.dtype(field.dtype).newbyteorder("<")
+    numbers, rest = divmod(len(payload), dtype.itemsize)
+    if rest or field.length not in (None, numbers):
+        wanted = "whole numbers" if field.length is None else f"{field.length} numbers"
+        raise SampleError(f"field {field.name!r}: {len(payload)} bytes are not {wanted} of {field.dtype}")
+    # A copy, for the payload is read-only and may be a piece of something larger.
+    return np.frombuffer(payload, dtype).astype(dtype.newbyteorder("="))
+
+
+def _custom(field: Field, payload: bytes | memoryview) -> Any:
     if field.decoder is None:
         raise TypeError(f"field {field.name!r} has no decoder.")
     try:
@@ -120,20 +143,18 @@ def _custom(field: Field, payload: bytes | memoryview, out: np.ndarray | None) -
         raise
     except (ValueError, OSError, EOFError) as error:
         raise SampleError(f"field {field.name!r}: {type(error).__name__}: {error}") from error
-    if field.role == "image":
-        if not _is_pixels(value):
-            got = f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
-            raise TypeError(f"field {field.name!r}: its decoder returned {got}, an image is uint8 [height, width, 3].")
-        return value if field.size is None else resize(value, field.size)
+    if field.role == "image" and not _is_pixels(value):
+        got = f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
+        raise TypeError(f"field {field.name!r}: its decoder returned {got}, an image is uint8 [height, width, 3].")
     return value
 
 
-_READERS: dict[str, Callable[[Field, bytes | memoryview, np.ndarray | None], Any]] = {
-    "image": _image,
+_READERS: dict[str, Callable[[Field, bytes | memoryview], Any]] = {
     "integer": _integer,
     "text": _text,
     "json": _json,
     "array": _array,
+    "raw": _raw,
     "bytes": _bytes,
     "custom": _custom,
 }
@@ -167,7 +188,7 @@ def _npy_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
         shape, fortran, dtype = _HEADER_READERS[version](stream)
     except (SyntaxError, TypeError, tokenize.TokenError, RecursionError) as error:
         raise ValueError(f"damaged header: {error}") from error
-    if dtype.char not in _DTYPES:
+    if dtype.char not in _DTYPES and dtype != _BF16:
         raise ValueError(f"dtype {dtype} is none of a tensor; store numbers")
     return shape, fortran, dtype
 

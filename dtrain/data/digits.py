@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits as shards: real data that needs no download.
+"""scikit-learn's handwritten digits as shards or arrays: real data that needs no download.
 
 1,797 images of 8 x 8 pixels (Alpaydin and Kaynak, 1998), grey values 0 to 16 times 15, as lossless PNG. The split is
 fixed: of every class one fifth is for testing.
@@ -54,6 +54,26 @@ def prepare(directory: str | None = None) -> None:
         _publish(staging, folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def arrays(split: str) -> dict[str, np.ndarray]:
+    """The same samples in memory, in the same order.
+
+    Args:
+        split: ``train`` or ``test``.
+
+    Returns:
+        ``image``, uint8 ``[samples, 8, 8, 3]``, and ``label``, int64 ``[samples]``.
+
+    Raises:
+        ValueError: If there is no such split.
+        ModuleNotFoundError: If scikit-learn is missing; says what to install.
+    """
+    if split not in _SHARDS:
+        raise ValueError(f"split: got {split!r}, want one of {', '.join(_SHARDS)}.")
+    pixels, labels = _load()
+    rows = _split(labels)[split]
+    return {"image": np.repeat(pixels[rows, :, :, np.newaxis], 3, axis=3), "label": labels[rows]}
 
 
 def _publish(staging: Path, folder: Path) -> None:

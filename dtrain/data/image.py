@@ -4,6 +4,7 @@
   object but the array. What that strict decoder objects to, and every other format, is Pillow's to judge.
 * The format is told by the first bytes, never by the extension.
 * Nothing is decompressed before its header said how large it is.
+* A crop is chosen between header and pixels, so that a large JPEG need not be decoded at full size.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from __future__ import annotations
 import functools
 import io
 import struct
+import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import simplejpeg
-import torch
 from PIL import Image
 
+from dtrain.data.crop import Crop
 from dtrain.data.fields import SampleError
 
 #: Larger images are taken for decompression bombs: a quarter GiB of RGB, where Pillow starts to warn.
@@ -56,9 +59,10 @@ _DAMAGE = (
 
 def decode_image(
     payload: bytes | memoryview,
-    size: tuple[int, int] | None = None,
+    crop: Callable[[int, int], Crop] | None = None,
     out: np.ndarray | None = None,
     exif: bool = False,
+    reduced: bool = False,
 ) -> np.ndarray:
     """The pixels of an image file.
 
@@ -69,10 +73,12 @@ def decode_image(
 
     Args:
         payload: The file: JPEG, PNG, WebP, BMP, GIF, TIFF, PPM or AVIF.
-        size: Height and width of the result, see ``resize``; None keeps the image's own.
+        crop: ``crop(height, width) -> Crop`` of the image, called once; None keeps all of it at its own size.
         out: uint8, ``[height, width, 3]``. If the result has its shape it is written there, else ``out`` holds nothing
             of use afterwards.
-        exif: Turn the image as its EXIF orientation says, before it is resized.
+        exif: Turn the image as its EXIF orientation says, before it is cropped.
+        reduced: Decode a JPEG at 1/2, 1/4 or 1/8 of its size where its crop allows (``Crop.reduction``) and it need not
+            be turned.
 
     Returns:
         uint8, ``[height, width, 3]``, writable and contiguous: ``out`` itself if the shape fits, else a new array.
@@ -84,14 +90,23 @@ def decode_image(
     if out is not None and out.dtype != np.uint8:
         raise TypeError(f"out has dtype {out.dtype}, images are uint8.")
     turn = _exif_turn(payload) if exif else None
-    as_stored = size is None and turn is None
-    pixels = _decode_jpeg(payload, out if as_stored else None) if payload[:3] == _JPEG else None
+    is_jpeg = payload[:3] == _JPEG
+    shape = _jpeg_shape(payload) if reduced and is_jpeg and crop is not None and turn is None else None
+    chosen = crop(*shape) if crop is not None and shape is not None else None
+    factor = chosen.reduction if chosen is not None else 1
+    pixels = None
+    if shape is not None and factor > 1:
+        pixels = _decode_reduced(payload, shape, factor)
+    elif is_jpeg:
+        pixels = _decode_jpeg(payload, out if crop is None and turn is None else None)
     if pixels is None:
-        pixels = _decode_other(payload)
+        pixels, factor = _decode_other(payload), 1
+        if shape not in (None, pixels.shape[:2]):
+            raise SampleError(f"not a readable image: its header says {shape}, the pixels are {pixels.shape[:2]}")
     if turn is not None:
         pixels = turn(pixels)
-    if size is not None:
-        pixels = resize(pixels, size)
+    if crop is not None:
+        pixels = (chosen or crop(*pixels.shape[:2])).reduced(factor).cut(pixels)
     if out is None or pixels is out or pixels.shape != out.shape:
         return np.ascontiguousarray(pixels)
     out[...] = pixels
@@ -105,40 +120,17 @@ def check_image(payload: bytes | memoryview) -> None:
         SampleError: If it is not so.
     """
     try:
-        _open(payload).close()
+        with _quiet():
+            _open(payload).close()
     except _DAMAGE as error:
         raise _not_an_image(error, payload) from error
-
-
-def resize(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Pixels at another size, bilinear and antialiased, aspect ratio disregarded.
-
-    torch's kernel follows Pillow's ``BILINEAR`` to within one grey level, in integers, so that every CPU gives the same
-    bits; it needs half of the time.
-
-    Args:
-        pixels: uint8, ``[height, width, 3]``.
-        size: New height and width.
-
-    Returns:
-        uint8, ``[size[0], size[1], 3]``; ``pixels`` itself if it has that size.
-    """
-    if pixels.shape[:2] == size:
-        return pixels
-    # [1, 3, height, width] in channels_last layout is what the fast kernel takes.
-    image = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1).unsqueeze(0)
-    scaled = torch.nn.functional.interpolate(image, size, mode="bilinear", antialias=True)
-    return np.ascontiguousarray(scaled[0].permute(1, 2, 0).numpy())
 
 
 def _decode_jpeg(payload: bytes | memoryview, out: np.ndarray | None) -> np.ndarray | None:
     """RGB pixels, in ``out`` if they fit there; None if libjpeg-turbo objects to anything, be it a warning."""
     try:
         if out is None or not out.flags.c_contiguous:
-            height, width, _, _ = simplejpeg.decode_jpeg_header(payload)
-            if int(height) * int(width) > MAX_PIXELS:
-                return None
-            return simplejpeg.decode_jpeg(payload, "RGB")
+            return simplejpeg.decode_jpeg(payload, "RGB") if _jpeg_shape(payload) else None
         # The buffer bounds the size of what is decompressed: no need to read the header twice.
         pixels = simplejpeg.decode_jpeg(payload, "RGB", buffer=out)
     except ValueError:
@@ -146,13 +138,39 @@ def _decode_jpeg(payload: bytes | memoryview, out: np.ndarray | None) -> np.ndar
     return out if pixels.shape == out.shape else pixels.copy()
 
 
+def _decode_reduced(payload: bytes | memoryview, shape: tuple[int, int], factor: int) -> np.ndarray | None:
+    """RGB pixels of a JPEG of ``shape`` at 1 / ``factor`` of its size, rounded up; None as above."""
+    height, width = (-(-side // factor) for side in shape)
+    try:
+        return simplejpeg.decode_jpeg(payload, "RGB", min_height=height, min_width=width, min_factor=factor)
+    except ValueError:
+        return None
+
+
+def _jpeg_shape(payload: bytes | memoryview) -> tuple[int, int] | None:
+    """Height and width; None if libjpeg-turbo objects, or the image is too large."""
+    try:
+        height, width, _, _ = simplejpeg.decode_jpeg_header(payload)
+    except ValueError:
+        return None
+    return (int(height), int(width)) if int(height) * int(width) <= MAX_PIXELS else None
+
+
 def _decode_other(payload: bytes | memoryview) -> np.ndarray:
     try:
-        with _open(payload) as image:
+        with _quiet(), _open(payload) as image:
             image.load()
             return np.array(_to_rgb(image))
     except _DAMAGE as error:
         raise _not_an_image(error, payload) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    # Pillow warns of odd metadata and of large images, once for each worker and never naming the sample.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _open(payload: bytes | memoryview) -> Image.Image:
@@ -175,9 +193,6 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "I" or image.mode.startswith("I;16"):
         # convert() would clip at 255. PNG has 16 bits at most, also where Pillow holds them in 32.
         return Image.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)).convert("RGB")
-    if image.mode == "P" and "transparency" in image.info:
-        # The same colours as a direct conversion, without its warning.
-        image = image.convert("RGBA")
     return image.convert("RGB")
 
 
@@ -186,7 +201,7 @@ def _exif_turn(payload: bytes | memoryview) -> Callable[[np.ndarray], np.ndarray
     if payload[:3] == _JPEG and b"Exif\0\0" not in bytes(payload[:65_536]):
         return None
     try:
-        with _open(payload) as image:
+        with _quiet(), _open(payload) as image:
             return _TURNS.get(image.getexif().get(_ORIENTATION, 1))
     except _DAMAGE as error:
         raise _not_an_image(error, payload) from error

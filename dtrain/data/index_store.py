@@ -1,6 +1,8 @@
 """Shard indexes that outlive the process: beside their shards, or in the cache where nothing can be written there.
 
-* An index is *fresh* while the shard has the size and the modification time that are noted in it.
+* An index is *fresh* while the shard has the stamp that is noted in it.
+* That of a URL is looked for beside it, but only ever written to the cache. Beside it lies one that was uploaded with the
+  shard, whose modification time nobody knows any more: it is fresh if the sizes and the last header agree.
 * It is published by a rename, so that any number of processes may build the same one at once: a reader sees a whole file.
 
 The file is a safetensors file (a table of contents and plain arrays, aligned, no pickle) with a checksum over everything.
@@ -12,10 +14,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tarfile
 import uuid
 import warnings
 import zlib
 from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +29,42 @@ import safetensors
 import safetensors.numpy
 
 from dtrain.config.cache_dir import cache_dir
-from dtrain.data.tar_index import ShardIndex, index_tar
+from dtrain.data.cache_policy import CachePolicy
+from dtrain.data.remote import NoRanges, RemoteFile
+from dtrain.data.shard_file import Stamp, stamp_of
+from dtrain.data.tar_index import ShardIndex, index_copy, index_tar
+from dtrain.data.urls import absolute, is_url
 
-_VERSION = 1
+_VERSION = 2
 _ARRAYS = ("key_bytes", "key_starts", "member_sample", "member_extension", "member_offset", "member_size")
 # Other tools keep a `.tar.idx` too; a safetensors file with metadata is none of theirs.
 _MARK = slice(8, 24), b'{"__metadata__":'
 
 
-def load_or_build(path: str) -> ShardIndex:
+def load_or_build(path: str, stamp: Stamp | None = None, policy: CachePolicy | None = None) -> ShardIndex:
     """The index of a shard: the one that is kept if it is fresh, else a new one, which is kept from now on.
 
     Warns if it cannot be kept anywhere.
 
+    Args:
+        path: A path or a URL.
+        stamp: Its stamp, if it is known. None: it is asked for.
+        policy: Has the cache that a shard is copied into if its server cannot start in the middle of it.
+
     Raises:
         ShardError: If the shard is damaged.
+        ShardChanged: If it is not what ``stamp`` says.
+        CacheFull: If it would have to be copied, and there is no room.
         OSError: If it cannot be read.
     """
-    status = os.stat(path)
-    for place_of in (_beside, _in_cache):
-        index = _load(place_of(path), path, status)
-        if index is not None:
+    stamp = stamp_of(path) if stamp is None else stamp
+    for place_of in (_in_cache,) if is_url(path) else (_beside, _in_cache):
+        index = _load(place_of(path), path)
+        if index is not None and index.stamp == stamp:
             return index
-    index = index_tar(path)
+    index = _uploaded(path, stamp) if is_url(path) else None
+    if index is None:
+        index = _build(path, stamp, policy or CachePolicy())
     try:
         write(index)
     except OSError as error:
@@ -59,7 +77,7 @@ def load_or_build(path: str) -> ShardIndex:
 
 
 def write(index: ShardIndex) -> Path:
-    """Keeps an index, beside its shard if possible, else in the cache.
+    """Keeps an index, beside its shard if that is a file and it is possible, else in the cache.
 
     Returns:
         The file.
@@ -70,7 +88,7 @@ def write(index: ShardIndex) -> Path:
     content = _pack(index)
     beside = _beside(index.path)
     try:
-        if _may_write(beside):
+        if not is_url(index.path) and _may_write(beside):
             return _publish(beside, content)
     except OSError:
         pass  # read-only or full: that is what the cache is for
@@ -79,12 +97,46 @@ def write(index: ShardIndex) -> Path:
     return _publish(in_cache, content)
 
 
+def _build(path: str, stamp: Stamp, policy: CachePolicy) -> ShardIndex:
+    try:
+        return index_tar(path)
+    except NoRanges:
+        return index_copy(str(policy.cache.fetched(path, stamp)), path, stamp)
+
+
+def _uploaded(url: str, stamp: Stamp) -> ShardIndex | None:
+    """The index beside a URL; None if there is none that is fresh."""
+    if "?" in url:  # a signature is good for one file
+        return None
+    try:
+        with closing(RemoteFile(f"{url}.idx")) as file:
+            index = _unpack(file.read(0, file.size), url)
+    except OSError:
+        return None
+    if index is None or index.stamp.size != stamp.size or not _has_last_header(url, index):
+        return None
+    return replace(index, stamp=stamp)
+
+
+def _has_last_header(url: str, index: ShardIndex) -> bool:
+    """Whether the shard has a header where the index has its last member: in another shard, it would lie elsewhere."""
+    if not len(index.member_offset):
+        return False
+    last = int(index.member_offset.argmax())
+    try:
+        with closing(RemoteFile(url)) as file:
+            header = file.read(int(index.member_offset[last]) - tarfile.BLOCKSIZE, tarfile.BLOCKSIZE)
+        return tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").size == index.member_size[last]
+    except (tarfile.HeaderError, NoRanges):
+        return False
+
+
 def _beside(path: str) -> Path:
     return Path(f"{path}.idx")
 
 
 def _in_cache(path: str) -> Path:
-    name = hashlib.sha256(os.fsencode(os.path.abspath(path))).hexdigest()[:32]
+    name = hashlib.sha256(os.fsencode(absolute(path))).hexdigest()[:32]
     return cache_dir() / "index" / f"{name}.idx"
 
 
@@ -118,8 +170,7 @@ def _pack(index: ShardIndex) -> bytes:
     arrays = {name: getattr(index, name) for name in _ARRAYS}
     notes = {
         "version": _VERSION,
-        "shard_size": index.shard_size,
-        "mtime_ns": index.mtime_ns,
+        "stamp": index.stamp,
         "extensions": index.extensions,
         "doubts": index.doubts,
     }
@@ -127,18 +178,21 @@ def _pack(index: ShardIndex) -> bytes:
     return safetensors.numpy.save(arrays, {"dtrain": json.dumps(notes)})
 
 
-def _load(place: Path, path: str, status: os.stat_result) -> ShardIndex | None:
-    """The index in a file; None if there is none, or it is stale, damaged, or not one of ours."""
+def _load(place: Path, path: str) -> ShardIndex | None:
+    """The index in a file; None if there is none, or it is damaged or not one of ours."""
     try:
-        content = place.read_bytes()
+        return _unpack(place.read_bytes(), path)
     except OSError:
         return None
+
+
+def _unpack(content: bytes, path: str) -> ShardIndex | None:
     if content[_MARK[0]] != _MARK[1]:
         return None
     try:
         contents_end = 8 + int.from_bytes(content[:8], "little")
         notes = json.loads(json.loads(content[8:contents_end])["__metadata__"]["dtrain"])
-        if (notes["version"], notes["shard_size"], notes["mtime_ns"]) != (_VERSION, status.st_size, status.st_mtime_ns):
+        if notes["version"] != _VERSION:
             return None
         arrays = safetensors.numpy.load(content)
         if notes.pop("crc32") != _checksum(notes, arrays):
@@ -147,8 +201,7 @@ def _load(place: Path, path: str, status: os.stat_result) -> ShardIndex | None:
         return None
     return ShardIndex(
         path=path,
-        shard_size=notes["shard_size"],
-        mtime_ns=notes["mtime_ns"],
+        stamp=Stamp(*notes["stamp"]),
         extensions=tuple(notes["extensions"]),
         doubts=tuple(notes["doubts"]),
         **arrays,

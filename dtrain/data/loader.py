@@ -14,36 +14,37 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, replace
 from typing import Any
 
+from dtrain.data.bad_samples import BadSampleBudget
 from dtrain.data.batch import Batch
 from dtrain.data.builder import Augment
+from dtrain.data.cache_policy import CachePolicy
 from dtrain.data.dataset import MicroBatches, Share, Start
-from dtrain.data.dataset_index import DatasetIndex
 from dtrain.data.fields import parse_fields
 from dtrain.data.order import DEFAULT_WINDOW, EpochOrder, Layout, Recipe, choose_lanes
-from dtrain.data.shards import expand
+from dtrain.data.sample_source import SampleSource
+from dtrain.data.shard_source import ShardSource
+from dtrain.data.source import Index, Source
 from dtrain.data.stream import Stream
 from dtrain.data.wire import Wire
+from dtrain.data.workers import choose_workers, cores_per_rank, seconds_to_build
 from dtrain.precision.policy import Precision
 
 _STATE_VERSION = 1
-
-
-class TooManyBadSamples(RuntimeError):
-    """More samples than the budget allows could not be read."""
 
 
 class ShardLoader:
     """Micro-batches of one rank from ``.tar`` shards, each sample of an epoch exactly once over all ranks.
 
     Args:
-        shards: Paths; each may be a brace pattern (``train-{00000..00009}.tar``) or a glob.
+        shards: Paths or URLs; each may be a brace pattern (``train-{00000..00009}.tar``) or a glob. Or any ``Source``, which
+            has fields of its own.
         fields: Extension to ``{"name": ..., "role": ..., **options}``, for example
             ``{"jpg": {"name": "image", "role": "image", "size": 224}, "cls": {"name": "label", "role": "label"}}``.
         global_batch_size: Samples of one optimizer step over all ranks.
         micro_batch_size: Samples of one forward on this rank; None is the rank's whole share of the global batch.
         rank: This process, in ``[0, world_size)``.
         world_size: Number of processes.
-        num_workers: DataLoader workers; 0 decodes in the calling process.
+        num_workers: DataLoader workers; 0 decodes in the calling process, ``"auto"`` chooses by building a few micro-batches.
         seed: Key of the order and of every augmentation.
         shuffle: ``"window"`` (shards permuted, samples permuted within windows of shards), ``"full"``, ``"none"``.
         lanes: Contiguous pieces of the epoch that a step draws from; divides ``global_batch_size``. None: its largest
@@ -54,18 +55,23 @@ class ShardLoader:
         augment: ``augment(sample, rng) -> sample`` on a dict of numpy arrays, called in the worker with a generator
             that depends on (seed, epoch, sample) only.
         max_bad: Bad samples after which the loader raises: 0 forgives none, a number below 1 that share of the samples
-            handed over (ten are always forgiven), any other that count. None leaves the counting to the caller, who can
+            handed over (ten are always forgiven), any other that count. None leaves all counting to the caller, who can
             add up all ranks.
+        max_bad_consecutive: Bad samples, in micro-batches without a single good one, after which the loader raises; None
+            for no such limit.
         wire: ``"auto"`` sends features in the compute dtype, ``"fp32"`` in fp32.
         on_overflow: A feature that fp16 cannot hold: ``"error"``, ``"clamp"``, or ``"fp32"`` for the whole field.
         prefetch: Micro-batches that each worker builds ahead.
         start_method: ``"fork"``, ``"forkserver"``, ``"spawn"``; None is Python's default.
         pin_memory: Hand over page-locked tensors, for copies to a GPU that overlap compute.
+        policy: Which shards are read through the cache of the node, and its room. None: URLs and network file systems.
 
     Attributes:
-        index: Where every sample lies.
+        source: Where samples come from.
         steps_per_epoch: Global batches of an epoch that is begun at its start.
         micro_batches_per_step: Micro-batches of this rank in a global batch, equal on all ranks.
+        num_workers: How many there are.
+        workers_reason: Why so many, if that was left to the loader.
         bad_samples: Samples handed to this rank as masked rows because they could not be read.
 
     Raises:
@@ -75,14 +81,14 @@ class ShardLoader:
 
     def __init__(
         self,
-        shards: str | Sequence[str],
-        fields: Mapping[str, Mapping[str, Any]],
+        shards: str | Sequence[str] | Source,
+        fields: Mapping[str, Mapping[str, Any]] | None = None,
         *,
         global_batch_size: int,
         micro_batch_size: int | None = None,
         rank: int = 0,
         world_size: int = 1,
-        num_workers: int = 2,
+        num_workers: int | str = 2,
         seed: int = 0,
         shuffle: str = "window",
         lanes: int | None = None,
@@ -91,38 +97,72 @@ class ShardLoader:
         precision: str | Precision = "fp32",
         augment: Augment | None = None,
         max_bad: float | None = 0.01,
+        max_bad_consecutive: int | None = 100,
         wire: str = "auto",
         on_overflow: str = "error",
         prefetch: int = 2,
         start_method: str | None = None,
         pin_memory: bool = False,
+        policy: CachePolicy | None = None,
     ) -> None:
         self._share = Share.of(global_batch_size, micro_batch_size, rank, world_size)
         self._recipe = Recipe(seed, shuffle, DEFAULT_WINDOW if window is None else window, tail)
         self._layout = Layout(global_batch_size, choose_lanes(global_batch_size, lanes, shuffle))
         self._default_lanes, self._default_window = lanes is None, window is None
-        self._fields = parse_fields(fields)
-        self.wire = Wire(self._fields, Precision.of(precision), wire, on_overflow)
-        extensions = [field.ext for field in self._fields]
-        self.index = DatasetIndex.build(expand(shards), extensions, rank=rank, world_size=world_size)
+        if isinstance(shards, Source):
+            self.source: Source = shards
+        else:
+            parsed = parse_fields(fields or {})
+            self.source = ShardSource.build(shards, parsed, rank=rank, world_size=world_size, policy=policy)
+        self.wire = Wire(self.source.fields, Precision.of(precision), wire, on_overflow)
         self._augment = augment
-        self._max_bad = max_bad
-        self._loading: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
-        if num_workers:
-            self._loading |= {"prefetch_factor": prefetch, "multiprocessing_context": start_method}
+        self._budget = None if max_bad is None else BadSampleBudget(max_bad, max_bad_consecutive)
         self._begin(0)
         self.steps_per_epoch = self.steps_left
         self.micro_batches_per_step = self._share.micro_batches_per_step
-        self.bad_samples = 0
+        self.bad_samples = self._handed = 0
         if not self.steps_per_epoch:
             raise ValueError(
                 f"{self.index.num_samples} samples do not fill one global batch of {global_batch_size}, and tail is "
                 "'drop'. Use a smaller global batch or data.tail=pad."
             )
+        self.num_workers, self.workers_reason = self._workers(num_workers)
+        self._loading: dict[str, Any] = {"num_workers": self.num_workers, "pin_memory": pin_memory}
+        if self.num_workers:
+            self._loading |= {"prefetch_factor": prefetch, "multiprocessing_context": start_method}
         self._stream: Stream | None = None
         self._iterator: weakref.ref[_EpochIterator] | None = None
         self._uncommitted = 0  # micro-batches handed over since the last commit
-        self._handed = 0
+
+    @classmethod
+    def over(
+        cls,
+        dataset: Any,
+        fields: Mapping[Any, Mapping[str, Any]],
+        *,
+        name: str | None = None,
+        shard_size: int | None = None,
+        **options: Any,
+    ) -> ShardLoader:
+        """A loader of samples that are in no shards, in the same order, masks, dtypes and states.
+
+        Args:
+            dataset: A map-style data set (``__len__``, ``__getitem__``), a dict or tuple of arrays, or a
+                ``dtrain.data.Generated``.
+            fields: Key of a sample that is a dict to ``{"name": ..., "role": ...}``; a tuple's values come in this order.
+            name: First part of the samples' keys, ``<name>/<number>``; None is the name of the data set's class.
+            shard_size: Samples that the window shuffle keeps together; None: one, in a large data set some.
+            options: The other arguments of the class.
+
+        Raises:
+            ValueError: If it is no such data set, or sizes or fields do not fit.
+        """
+        return cls(SampleSource.build(dataset, fields, name=name, shard_size=shard_size), **options)
+
+    @property
+    def index(self) -> Index:
+        """What all ranks know about the samples."""
+        return self.source.index
 
     def epoch(self, n: int) -> Iterator[Batch]:
         """This rank's micro-batches of epoch ``n``: from the committed position if ``n`` is the state's epoch, else
@@ -147,6 +187,11 @@ class ShardLoader:
     def steps_left(self) -> int:
         """Global batches of the state's epoch that are not committed yet."""
         return self._order.num_steps - self._step
+
+    @property
+    def samples_handed(self) -> int:
+        """Samples that this rank was handed so far, bad ones included: moves as long as the loader does."""
+        return self._handed
 
     @property
     def rows_per_micro_batch(self) -> int:
@@ -263,10 +308,16 @@ class ShardLoader:
         self._epoch, self._step = epoch, 0
         self._order = EpochOrder(self.index.counts, self._recipe, epoch, [self._layout])
 
-    def _open_stream(self) -> Stream:
-        dataset = MicroBatches(
-            self.index,
-            self._fields,
+    def _workers(self, asked: int | str) -> tuple[int, str]:
+        if asked == "auto":
+            return choose_workers(seconds_to_build(self._micro_batches()), cores_per_rank())
+        if not isinstance(asked, int) or asked < 0:
+            raise ValueError(f"num_workers: got {asked!r}, want a number from 0 on, or auto.")
+        return asked, ""
+
+    def _micro_batches(self) -> MicroBatches:
+        return MicroBatches(
+            self.source,
             recipe=self._recipe,
             first_recipe=self._order.recipe,
             start=Start(self._epoch, self._order.layouts, self._step),
@@ -275,8 +326,12 @@ class ShardLoader:
             wire=self.wire,
             augment=self._augment,
         )
+
+    def _open_stream(self) -> Stream:
         steps = (self._order.num_steps, self.steps_per_epoch)
-        return Stream(dataset, self._loading, (self._epoch, self._step), steps, self.micro_batches_per_step)
+        return Stream(
+            self._micro_batches(), self._loading, (self._epoch, self._step), steps, self.micro_batches_per_step
+        )
 
     def _end_stream(self) -> None:
         if self._stream is not None:
@@ -297,10 +352,11 @@ class ShardLoader:
         batch = stream.take()
         batch.wire = self.wire
         self._uncommitted += 1
-        self._handed += len(batch.sample_keys) - batch.sample_keys.count("") + len(batch.bad)
+        good = len(batch.sample_keys) - batch.sample_keys.count("")
+        self._handed += good + len(batch.bad)
         self.bad_samples += len(batch.bad)
-        if batch.bad and self._max_bad is not None:
-            check_bad_samples(self.bad_samples, self._handed, self._max_bad, batch.bad[-1])
+        if self._budget is not None:
+            self._budget.count(good, len(batch.bad), batch.bad[-1] if batch.bad else {})
         return batch
 
 
@@ -317,22 +373,3 @@ class _EpochIterator(Iterator[Batch]):
         batch = self._loader._take(self)
         self.left -= 1
         return batch
-
-
-def check_bad_samples(bad: int, handed: int, budget: float, last: Mapping[str, Any]) -> None:
-    """Ends the run when too many samples could not be read.
-
-    Args:
-        bad: Bad samples so far.
-        handed: Samples so far, bad ones included.
-        budget: ``data.max_bad``: 0 for none, below 1 a share of ``handed`` (ten are always forgiven), else a count.
-        last: The ledger line of a recent one, for the message.
-
-    Raises:
-        TooManyBadSamples: If there are more than the budget allows.
-    """
-    if bad > (max(10.0, budget * handed) if 0 < budget < 1 else budget):
-        raise TooManyBadSamples(
-            f"{bad} of {handed} samples could not be read, more than data.max_bad={budget:g} allows. The last one: "
-            f"{last.get('key')}: {last.get('reason')}. All of them are named in logs/bad-rank-*.jsonl of the run."
-        )

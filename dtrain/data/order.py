@@ -101,6 +101,7 @@ class EpochOrder:
         if recipe.shuffle == "window":
             shards = permute(shards, max(len(counts), 1), hash64(recipe.seed, epoch, _SHARDS))
         self._key = hash64(recipe.seed, epoch, _WINDOW if recipe.shuffle == "window" else _FULL)
+        self._shards = shards
         self._line = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts[shards])])  # first place of each shard
         self._first_sample = (np.cumsum(counts) - counts)[shards]  # number of that shard's first sample
         self._cuts = [_Cut.whole(self.num_samples, self.layouts[0])]
@@ -140,8 +141,34 @@ class EpochOrder:
         samples[filled] = self._sample(self._shuffled(on_line))
         return samples
 
+    def shards_ahead(self, step: int, slots: np.ndarray, most: int) -> np.ndarray:
+        """The shards that some slots read at ``step`` and from then on, up to the end of their lanes.
+
+        Args:
+            step: Step of the epoch, in ``[first_step, num_steps)``.
+            slots: Slots of the global batch, int64, each in ``[0, global_batch_size)``.
+            most: How many shards at most.
+
+        Returns:
+            The shards as places in ``counts``, each once, those of all windows at ``step`` first, then about in the order
+            in which they are read, int64, shape ``[n]``.
+        """
+        if self.recipe.shuffle == "full":  # each is as near as any other
+            return self._shards[:most]
+        place = self._cuts[-1].place(np.asarray(step - self.first_step), np.asarray(slots, np.int64))
+        place = place[place >= 0]
+        for cut in reversed(self._cuts):
+            place = cut.outer(place)
+        begin = self._window_of(place)[0] if self.recipe.shuffle == "window" else place
+        _, lane_end = self._cuts[0].lane_of(place)
+        lanes = np.unique(np.stack([self._shard_at(begin), self._shard_at(lane_end - 1)], axis=1), axis=0)
+        ahead = lanes[:, :1] + np.arange(min(most, len(self._shards)))
+        nearest_first = ahead.T[(ahead <= lanes[:, 1:]).T]
+        _, once = np.unique(nearest_first, return_index=True)
+        return self._shards[nearest_first[np.sort(once)]][:most]
+
     def _sample(self, place: np.ndarray) -> np.ndarray:
-        shard = np.searchsorted(self._line, place, side="right") - 1
+        shard = self._shard_at(place)
         return self._first_sample[shard] + place - self._line[shard]
 
     def _shuffled(self, place: np.ndarray) -> np.ndarray:
@@ -149,16 +176,21 @@ class EpochOrder:
             return place
         if self.recipe.shuffle == "full":
             return permute(place, self.num_samples, self._key)
+        start, end = self._window_of(place)
+        return start + permute(place - start, end - start, hash64(self._key.astype(np.int64), start))
+
+    def _window_of(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         # Windows belong to the first layout's lanes, also after a later cut: a sample must keep its place.
         lane_start, lane_end = self._cuts[0].lane_of(place)
-        shard = np.searchsorted(self._line, place, side="right") - 1
-        lane_shard = np.searchsorted(self._line, lane_start, side="right") - 1
-        number = (shard - lane_shard) // self.recipe.window
+        lane_shard = self._shard_at(lane_start)
+        number = (self._shard_at(place) - lane_shard) // self.recipe.window
         first = lane_shard + number * self.recipe.window
         last = np.minimum(first + self.recipe.window, len(self._line) - 1)
-        start = np.maximum(self._line[first], lane_start)
-        end = np.minimum(self._line[last], lane_end)
-        return start + permute(place - start, end - start, hash64(self._key.astype(np.int64), start))
+        return np.maximum(self._line[first], lane_start), np.minimum(self._line[last], lane_end)
+
+    def _shard_at(self, place: np.ndarray) -> np.ndarray:
+        """Which shard of the line a place lies in."""
+        return np.searchsorted(self._line, place, side="right") - 1
 
 
 @dataclass(frozen=True)

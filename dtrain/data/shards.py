@@ -1,7 +1,9 @@
 """From what a user writes to a list of shards, and a name for each.
 
-* A *pattern* is a path, a brace pattern (``train-{00000..00009}.tar``) or a glob (``train-*.tar``).
+* A *pattern* is a path or URL, a brace pattern (``train-{00000..00009}.tar``) or a glob (``train-*.tar``).
 * A shard's *name* is what is left of its path when the folders that do not tell it apart are cut off.
+
+Files that are named must be there. URLs that are named are asked for when they are indexed, many at a time.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ from collections.abc import Sequence
 
 from braceexpand import braceexpand
 
+from dtrain.data import remote
+from dtrain.data.urls import absolute, components, is_url, local_path, shown
+
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tar.lz4")
 _digits = re.compile(r"\d+")
-_is_url = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://").match
 
 
 def expand(patterns: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str]:
@@ -26,23 +30,24 @@ def expand(patterns: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
         patterns: One or several; ``~`` is the home folder.
 
     Returns:
-        Paths: in the order of the patterns, those of a glob sorted.
+        Paths and URLs: in the order of the patterns, those of a glob sorted.
 
     Raises:
         ValueError: If a pattern matches nothing, a shard is named twice, or is one of which samples cannot be reached
-            directly (pipes, compressed tars, URLs).
-        FileNotFoundError: If a shard that is named does not exist.
+            directly (pipes, compressed tars).
+        OSError: If a file that is named does not exist, or a folder cannot be listed.
+        ModuleNotFoundError: If a package is missing for a kind of URL; names the command that installs it.
     """
     if isinstance(patterns, (str, os.PathLike)):
         patterns = [patterns]
     paths = [path for pattern in patterns for path in _expand_one(os.fspath(pattern))]
     if not paths:
         raise ValueError("shards: got an empty list. Name at least one, such as 'data/train-*.tar'.")
-    twice = [path for path, times in Counter(map(os.path.abspath, paths)).items() if times > 1]
+    twice = [path for path, times in Counter(map(absolute, paths)).items() if times > 1]
     if twice:
         raise ValueError(
-            f"shards: {twice[0]!r} is named more than once ({len(twice)} such shards). Name each once: every sample of an "
-            "epoch is used exactly once."
+            f"shards: {shown(twice[0])!r} is named more than once ({len(twice)} such shards). Name each once: every "
+            "sample of an epoch is used exactly once."
         )
     return paths
 
@@ -50,13 +55,15 @@ def expand(patterns: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
 def names(paths: Sequence[str]) -> list[str]:
     """A name for each shard: the shortest suffix of its absolute path, in whole components, that no other shard has.
 
+    Of a URL, what stands behind ``?`` is no part of a name: it may be a signature, another one every day.
+
     Raises:
         ValueError: If a path is there twice.
     """
-    parts = [os.path.abspath(path).split(os.sep) for path in paths]
+    parts = [components(path) for path in paths]
     twice = [path for path, times in Counter(map(tuple, parts)).items() if times > 1]
     if twice:
-        raise ValueError(f"shards: {os.sep.join(twice[0])!r} is there twice.")
+        raise ValueError(f"shards: {'/'.join(twice[0])!r} is there twice.")
     found = [""] * len(paths)
     alike = list(range(len(paths)))
     length = 0
@@ -72,20 +79,16 @@ def names(paths: Sequence[str]) -> list[str]:
 
 def _expand_one(pattern: str) -> list[str]:
     _refuse_unreachable(pattern)
-    pattern = os.path.expanduser(pattern)
+    pattern = os.path.expanduser(local_path(pattern))
+    if is_url(pattern):
+        return [url for written in _in_braces(pattern) for url in _expand_url(written)]
     if os.path.isdir(pattern):
         example = os.path.join(pattern, "*.tar")
         raise ValueError(f"shards: {pattern!r} is a folder, which {_contents(pattern)}. {example!r} means all of them.")
     # Before anything is expanded, because a file may well be called a[1].tar.
     if os.path.exists(pattern):
         return [pattern]
-    try:
-        written = list(braceexpand(pattern))
-    except ValueError:
-        opened, closed = pattern.count("{"), pattern.count("}")
-        raise ValueError(
-            f"shards: {pattern!r} opens {opened} braces and closes {closed}. Write them in pairs, as in {{00000..00009}}."
-        ) from None
+    written = _in_braces(pattern)
     paths, missing = [], []
     for path in written:
         found = _glob(path) if glob.has_magic(path) else [path] * os.path.exists(path)
@@ -96,6 +99,30 @@ def _expand_one(pattern: str) -> list[str]:
     if missing:
         raise _nothing_there(pattern, written, missing)
     return paths
+
+
+def _in_braces(pattern: str) -> list[str]:
+    try:
+        return list(braceexpand(pattern))
+    except ValueError:
+        opened, closed = pattern.count("{"), pattern.count("}")
+        raise ValueError(
+            f"shards: {shown(pattern)!r} opens {opened} braces and closes {closed}. Write them in pairs, as in "
+            "{00000..00009}."
+        ) from None
+
+
+def _expand_url(url: str) -> list[str]:
+    found = [url]
+    if "*" in shown(url):
+        found = [path for path in remote.listed(url) if not path.endswith(".idx")]
+        if not found:
+            raise ValueError(
+                f"shards: {shown(url)!r} matches nothing that may be listed. Correct it, or name them in braces."
+            )
+    for path in found:
+        _refuse_unreachable(path)
+    return found
 
 
 def _glob(pattern: str) -> list[str]:
@@ -110,17 +137,13 @@ def _refuse_unreachable(path: str) -> None:
             f"shards: {path!r} is a pipe, in which samples cannot be reached directly; and a configuration never runs a "
             "command here. Save its output to a file first."
         )
-    if path.lower().endswith(_COMPRESSED):
+    if shown(path).lower().endswith(_COMPRESSED):
         raise ValueError(
-            f"shards: {path!r} is compressed, so samples in it cannot be reached directly. Unpack it once, for example with "
-            "gunzip; images in a tar hardly get smaller by compression."
+            f"shards: {shown(path)!r} is compressed, so samples in it cannot be reached directly. Unpack it once, for example "
+            "with gunzip; images in a tar hardly get smaller by compression."
         )
-    # The one place that knows that shards are local files.
-    if _is_url(path):
-        raise ValueError(
-            f"shards: {path!r} is remote, which this version does not read. Copy the shards to a local or network file "
-            "system, or mount the bucket, and name them by path."
-        )
+    if is_url(path):
+        remote.check_known(path)
 
 
 def _nothing_there(pattern: str, written: Sequence[str], missing: Sequence[str]) -> ValueError | FileNotFoundError:

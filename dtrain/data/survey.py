@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,16 +20,19 @@ import numpy as np
 
 from dtrain.config.cache_dir import cache_dir
 from dtrain.data import mapped_arrays
+from dtrain.data.cache_policy import CachePolicy
 from dtrain.data.index_store import load_or_build
+from dtrain.data.shard_file import stamp_of
 from dtrain.data.tar_index import ShardError, ShardIndex
+from dtrain.data.urls import absolute, is_url, shown
 
-_VERSION = 1
+_VERSION = 2
 #: Columns of more bytes than this are kept in the cache and mapped.
 MAPPED_ABOVE = 64 << 20
 
 #: Arrays by name, and the folder that they are mapped from, None if they are in memory. ``offsets`` and ``sizes``, int64
-#: ``[samples, columns]``; ``counts`` and ``shard_sizes``, int64 ``[shards]``; ``key_bytes``, uint8 ``[bytes]``, with
-#: ``key_starts``, int64 ``[samples + 1]``; ``doubts``, a list of sentences as JSON, uint8 ``[bytes]``.
+#: ``[samples, columns]``; ``counts``, ``shard_sizes`` and ``shard_versions``, int64 ``[shards]``; ``key_bytes``, uint8
+#: ``[bytes]``, with ``key_starts``, int64 ``[samples + 1]``; ``doubts``, a list of sentences as JSON, uint8 ``[bytes]``.
 Columns = tuple[dict[str, np.ndarray], Path | None]
 
 _Item = TypeVar("_Item")
@@ -44,20 +46,22 @@ class Survey:
         paths: The shards.
         extensions: The columns; alternatives in one column have semicolons between them.
         workers: Threads that look at shards.
+        policy: Of the cache that shards may have to be copied into.
 
     Raises:
         ValueError: If there are no shards or no threads.
         OSError: If a shard cannot be read.
     """
 
-    def __init__(self, paths: Sequence[str], extensions: Sequence[str], workers: int) -> None:
+    def __init__(self, paths: Sequence[str], extensions: Sequence[str], workers: int, policy: CachePolicy) -> None:
         if not paths or workers < 1:
             raise ValueError(f"an index of {len(paths)} shards with {workers} workers: want at least one of each.")
         self._paths = paths
         self._columns = list(extensions)
         self._workers = workers
-        self._files = [(status.st_size, status.st_mtime_ns) for status in _each(os.stat, paths, workers)]
-        identity = json.dumps([_VERSION, self._columns, [os.path.abspath(path) for path in paths], self._files])
+        self._policy = policy
+        self._stamps = list(_each(stamp_of, paths, workers))
+        identity = json.dumps([_VERSION, self._columns, [absolute(path) for path in paths], self._stamps])
         self._folder = cache_dir() / "columns" / hashlib.sha256(identity.encode()).hexdigest()[:32]
         self._counts = np.zeros(len(paths), np.int64)
         self._key_bytes = 0
@@ -75,7 +79,7 @@ class Survey:
             ValueError: If no shard has a sample, or no sample has a column.
         """
         order = [*range(first, len(self._paths)), *range(first)]
-        results = _each(_index_or_error, [self._paths[place] for place in order], self._workers)
+        results = _each(self._index_or_error, order, self._workers)
         for done, (place, result) in enumerate(zip(order, results, strict=True), start=1):
             if isinstance(result, ShardError):
                 self._damaged[place] = result
@@ -87,7 +91,7 @@ class Survey:
             raise self._damage()
         if not self._counts.any():
             raise ValueError(
-                f"{len(self._paths)} shards such as {self._paths[0]!r} have no sample. A sample's files are named "
+                f"{len(self._paths)} shards such as {shown(self._paths[0])!r} have no sample. A sample's files are named "
                 "<key>.<extension>, such as 000123.jpg and 000123.cls."
             )
         for column in self._columns:
@@ -104,7 +108,8 @@ class Survey:
         doubts = np.frombuffer(json.dumps([self._doubts[place] for place in sorted(self._doubts)]).encode(), np.uint8)
         small: dict[str, np.ndarray] = {
             "counts": self._counts,
-            "shard_sizes": np.array([size for size, _ in self._files], np.int64),
+            "shard_sizes": np.array([stamp.size for stamp in self._stamps], np.int64),
+            "shard_versions": np.array([stamp.version for stamp in self._stamps], np.int64),
             "doubts": doubts,
             "key_starts": np.zeros(1, np.int64),
         }
@@ -140,7 +145,7 @@ class Survey:
         times = np.bincount(shard.member_extension, minlength=len(shard.extensions)).tolist()
         self._members.update(dict(zip(shard.extensions, times, strict=True)))
         if shard.doubts:
-            self._doubts[place] = f"shard {shard.path!r}: {' '.join(shard.doubts)}"
+            self._doubts[place] = f"shard {shown(shard.path)!r}: {' '.join(shard.doubts)}"
         # Those of a small data set stay in memory; those of a large one are read again when they are needed.
         size = len(shard.key_bytes) + 8 * len(shard.key_starts) + 24 * len(shard.member_offset)
         if size <= self._room:
@@ -150,8 +155,8 @@ class Survey:
     def _pieces(self, first: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
         yield first
         key_start = 0
-        for place, path in enumerate(self._paths):
-            shard = self._at_hand.get(place) or load_or_build(path)
+        for place in range(len(self._paths)):
+            shard = self._at_hand.get(place) or self._index(place)
             self._check_unchanged(place, shard)
             offsets, sizes = shard.columns(self._columns)
             key_starts = shard.key_starts[1:] + key_start
@@ -159,10 +164,21 @@ class Survey:
             yield {"offsets": offsets, "sizes": sizes, "key_bytes": shard.key_bytes, "key_starts": key_starts}
 
     def _check_unchanged(self, place: int, shard: ShardIndex) -> None:
-        if (shard.shard_size, shard.mtime_ns) != self._files[place]:
+        if shard.stamp != self._stamps[place]:
             raise ShardError(
                 shard.path, 0, "it changed while the data set was indexed", "Start again when it is written."
             )
+
+    def _index(self, place: int) -> ShardIndex:
+        path = self._paths[place]
+        # A server is asked once; a file is looked at again, because it may be one that is still being written.
+        return load_or_build(path, self._stamps[place] if is_url(path) else None, self._policy)
+
+    def _index_or_error(self, place: int) -> ShardIndex | ShardError:
+        try:
+            return self._index(place)
+        except ShardError as error:
+            return error
 
     def _damage(self) -> ShardError:
         first, *others = (self._damaged[place] for place in sorted(self._damaged))
@@ -171,14 +187,10 @@ class Survey:
 
     def _extensions_there_are(self) -> str:
         there_are = [f"{extension} ({times})" for extension, times in self._members.most_common()]
-        return f"{len(self._paths)} shards such as {self._paths[0]!r} have {_some(there_are)}. Use one of these in data.fields."
-
-
-def _index_or_error(path: str) -> ShardIndex | ShardError:
-    try:
-        return load_or_build(path)
-    except ShardError as error:
-        return error
+        return (
+            f"{len(self._paths)} shards such as {shown(self._paths[0])!r} have {_some(there_are)}. Use one of these in "
+            "data.fields."
+        )
 
 
 def _some(items: Sequence[str]) -> str:

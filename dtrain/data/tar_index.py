@@ -20,7 +20,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from dtrain.data.read_ahead import ReadAhead
+from dtrain.data.shard_file import RemoteShard, Stamp, stamp_of
 from dtrain.data.tar_walk import ShardError, walk
+from dtrain.data.urls import is_url
 
 __all__ = ["ShardError", "ShardIndex", "decode_name", "index_tar", "split_name"]
 
@@ -38,8 +41,7 @@ class ShardIndex:
 
     Attributes:
         path: The shard.
-        shard_size: Bytes of the shard.
-        mtime_ns: Its modification time in nanoseconds. With the size it tells whether the index is stale.
+        stamp: Its size and version, which tell whether the index is stale.
         extensions: The distinct extensions, lower-cased.
         doubts: Sentences about what is legal but was probably not meant.
         key_bytes: All keys end to end, uint8, shape ``[bytes]``.
@@ -51,8 +53,7 @@ class ShardIndex:
     """
 
     path: str
-    shard_size: int
-    mtime_ns: int
+    stamp: Stamp
     extensions: tuple[str, ...]
     doubts: tuple[str, ...]
     key_bytes: np.ndarray
@@ -100,25 +101,50 @@ def index_tar(path: str) -> ShardIndex:
     """Indexes one shard.
 
     Args:
-        path: A tar: ustar, PAX, GNU or older.
+        path: A tar: ustar, PAX, GNU or older; a path or a URL.
 
     Raises:
         ShardError: If it is cut short, damaged, compressed or no tar; if it has sparse files; if a sample has two members
             of one extension; if it changes meanwhile. Names the byte and what to do.
+        NoRanges: If a server hands it out as a whole only.
         OSError: If it cannot be read.
     """
+    if is_url(path):
+        shard = RemoteShard(path)
+        index = _group(path, shard.stamp(), walk(path, ReadAhead(shard)))
+        shard.close()
+    else:
+        index = _index_file(path)
+    if stamp_of(path) != index.stamp:
+        raise ShardError(path, 0, "it changed while it was indexed", "Start again when it is written.")
+    return index
+
+
+def index_copy(copy: str, path: str, stamp: Stamp) -> ShardIndex:
+    """Indexes a shard in a file that has the same bytes.
+
+    Args:
+        copy: The file.
+        path: The shard.
+        stamp: That of the shard.
+
+    Raises:
+        ShardError: As ``index_tar``.
+        OSError: If the file cannot be read.
+    """
+    with open(copy, "rb") as file:
+        return _group(path, stamp, walk(path, file))
+
+
+def _index_file(path: str) -> ShardIndex:
     # Asked before it is opened, because opening a named pipe waits for a writer.
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise ShardError(
             path, 0, "not a regular file, inside which samples can be reached directly", "Save it to a file."
         )
     with open(path, "rb") as file:
-        before = os.fstat(file.fileno())
-        index = _group(path, before, walk(path, file))
-        after = os.fstat(file.fileno())
-    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-        raise ShardError(path, 0, "it changed while it was indexed", "Start again when it is written.")
-    return index
+        status = os.fstat(file.fileno())
+        return _group(path, Stamp(status.st_size, status.st_mtime_ns), walk(path, file))
 
 
 def decode_name(name: bytes) -> str:
@@ -126,7 +152,7 @@ def decode_name(name: bytes) -> str:
     return name.decode("utf-8", "surrogateescape")
 
 
-def _group(path: str, status: os.stat_result, files: Iterator[tuple[bytes, int, int]]) -> ShardIndex:
+def _group(path: str, stamp: Stamp, files: Iterator[tuple[bytes, int, int]]) -> ShardIndex:
     last_key = None
     key_bytes, key_starts, first_member = bytearray(), array("q", [0]), array("q")
     spellings: dict[bytes, int] = {}
@@ -154,8 +180,7 @@ def _group(path: str, status: os.stat_result, files: Iterator[tuple[bytes, int, 
     members: np.ndarray = np.diff(np.array(first_member, np.int64), append=len(offsets))
     index = ShardIndex(
         path=path,
-        shard_size=status.st_size,
-        mtime_ns=status.st_mtime_ns,
+        stamp=stamp,
         extensions=tuple(extensions),
         doubts=(),
         key_bytes=np.array(key_bytes, np.uint8),

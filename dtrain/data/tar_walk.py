@@ -13,9 +13,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import Protocol
 
 import numpy as np
+
+from dtrain.data.urls import shown
 
 _BLOCK = 512
 _ZEROS = bytes(_BLOCK)
@@ -51,21 +53,31 @@ class ShardError(ValueError):
     """A shard that cannot be indexed.
 
     Args:
-        path: The shard.
+        path: The shard; a URL is shown without its secrets.
         offset: Byte of the shard at which the fault lies.
         what: What is wrong there.
         remedy: What to do, as a sentence.
     """
 
     def __init__(self, path: str, offset: int, what: str, remedy: str) -> None:
-        super().__init__(path, offset, what, remedy)
-        self.path, self.offset, self.what, self.remedy = path, offset, what, remedy
+        super().__init__(shown(path), offset, what, remedy)
+        self.path, self.offset, self.what, self.remedy = shown(path), offset, what, remedy
 
     def __str__(self) -> str:
         return f"shard {self.path!r}, byte {self.offset}: {self.what}. {self.remedy}"
 
 
-def walk(path: str, file: BinaryIO) -> Iterator[tuple[bytes, int, int]]:
+class Walkable(Protocol):
+    """What of a binary file the walk needs."""
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        """Goes to a byte; returns which one it is."""
+
+    def read(self, size: int = -1, /) -> bytes:
+        """The next ``size`` bytes; fewer only at the end."""
+
+
+def walk(path: str, file: Walkable) -> Iterator[tuple[bytes, int, int]]:
     """The regular files of a tar, in order; directories, links and devices are passed over, as webdataset does.
 
     Args:
@@ -89,7 +101,7 @@ def walk(path: str, file: BinaryIO) -> Iterator[tuple[bytes, int, int]]:
     _verify(path, unverified)
 
 
-def _walk(path: str, file: BinaryIO, unverified: list[tuple[int, bytes]]) -> Iterator[tuple[bytes, int, int]]:
+def _walk(path: str, file: Walkable, unverified: list[tuple[int, bytes]]) -> Iterator[tuple[bytes, int, int]]:
     end = file.seek(0, os.SEEK_END)
     offset = 0
     data, start, headers = b"", 0, 0  # a piece of the file, where it starts, and how many headers were found in it
@@ -196,7 +208,7 @@ def _verify(path: str, headers: list[tuple[int, bytes]]) -> None:
             raise _no_header(path, offset, header)
 
 
-def _read(file: BinaryIO, offset: int, length: int) -> bytes:
+def _read(file: Walkable, offset: int, length: int) -> bytes:
     file.seek(offset)
     return file.read(length)
 
@@ -237,7 +249,7 @@ def _pax_records(path: str, offset: int, content: bytes) -> dict[bytes, bytes]:
     return records
 
 
-def _check_end(path: str, file: BinaryIO, offset: int) -> None:
+def _check_end(path: str, file: Walkable, offset: int) -> None:
     if len(_read(file, offset, 2 * _BLOCK)) < 2 * _BLOCK:
         raise ShardError(path, offset, "the file ends before the second of the two end blocks", _COPY_AGAIN)
     at = offset
@@ -265,7 +277,8 @@ def _no_header(path: str, offset: int, header: bytes) -> ShardError:
         return ShardError(path, 0, "the file is empty", _COPY_AGAIN)
     for magic, what, remedy in _OTHER_FORMATS:
         if header.lstrip().startswith(magic):
-            return ShardError(path, 0, what, remedy)
+            begins = f": it begins with {header[:40]!r}" if magic == b"<" else ""
+            return ShardError(path, 0, what + begins, remedy)
     return ShardError(path, 0, f"no tar: it starts with {header[:16]!r}", _COPY_AGAIN)
 
 

@@ -11,7 +11,9 @@ The precision policy names the dtypes; here they meet the fields.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +22,9 @@ from dtrain.data.fields import Field
 from dtrain.precision.policy import Precision
 
 ON_OVERFLOW = ("error", "clamp", "fp32")
+# Labels are whole numbers; floats under that role are something else.
+_UNDECLARED = (None, "label")
+_WORTH_A_LINE = 256  # bytes a sample
 
 
 class Wire:
@@ -46,19 +51,35 @@ class Wire:
         self._fields = {field.name: field for field in fields}
         self._compute_dtype = precision.compute_dtype
         self._clamp = on_overflow == "clamp"
-        self._dtypes = {field.name: precision.wire_dtype(field.role) if field.role else None for field in fields}
         fits = self._compute_dtype != torch.float16 or on_overflow != "fp32"
-        if mode == "fp32" or not fits:
-            for name, field in self._fields.items():
-                if field.role == "feature":
-                    self._dtypes[name] = torch.float32
+        self._feature_dtype = self._compute_dtype if mode == "auto" and fits else torch.float32
+        self._dtypes = {field.name: precision.wire_dtype(field.role) if field.role else None for field in fields}
+        self._dtypes |= {field.name: self._feature_dtype for field in fields if field.role == "feature"}
 
     def describe(self) -> str:
         """``image uint8, label as stored``: a line for the banner."""
-        return ", ".join(
-            f"{name} {str(dtype).removeprefix('torch.') if dtype else 'as stored'}"
-            for name, dtype in self._dtypes.items()
-        )
+        return ", ".join(f"{name} {_name(dtype) if dtype else 'as stored'}" for name, dtype in self._dtypes.items())
+
+    def suggestions(self, batch: Mapping[str, Any]) -> list[str]:
+        """Fields that may travel in more bytes than need be because nobody said what they are: a line for each.
+
+        Args:
+            batch: As it travels or as it arrived.
+        """
+        lines = []
+        for name, field in self._fields.items():
+            column = batch[name]
+            if field.role not in _UNDECLARED or not isinstance(column, Tensor) or not column.is_floating_point():
+                continue
+            saved = math.prod(column.shape[1:]) * (column.dtype.itemsize - self._feature_dtype.itemsize)
+            if saved >= _WORTH_A_LINE:
+                lines.append(
+                    f"field {name!r} travels as {_name(column.dtype)} {list(column.shape[1:])}, for it has "
+                    f"{f'role {field.role}' if field.role else 'no role'}. If it is an input of the model, "
+                    f"data.fields.{field.ext}.role=feature sends {_name(self._feature_dtype)}: {saved:,} bytes a sample less. "
+                    "If it must stay exact, role coord, target or weight says so."
+                )
+        return lines
 
     def dtype(self, name: str, own: torch.dtype) -> torch.dtype:
         """The wire dtype of a field's values of dtype ``own``: its role's for floats, else ``own``."""
@@ -100,11 +121,14 @@ class Wire:
             return source
         if self._clamp:
             return torch.where(source.isfinite(), source.clamp(-limit, limit), source)
-        kind = str(dtype).removeprefix("torch.")
         raise ValueError(
-            f"sample {key!r}: field {name!r} holds {worst:g}, outside the range of {kind}, +-{limit:g}. Set "
+            f"sample {key!r}: field {name!r} holds {worst:g}, outside the range of {_name(dtype)}, +-{limit:g}. Set "
             "data.on_overflow=fp32 to send features in fp32, =clamp to clip them, or scale the field when packing."
         )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @functools.lru_cache(maxsize=64)

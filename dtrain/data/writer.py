@@ -117,9 +117,35 @@ class ShardSet:
         Raises:
             ValueError: If a sample cannot be stored; names its key.
         """
-        name = f"{self._prefix}-{number:06d}.tar"
-        keys: set[str] = set()
-        with open(self._staging / name, "xb") as file:
+        name = shard_name(self._prefix, number)
+        written = write_shard(self._staging / name, samples)
+        self.paths.append(self._directory / name)
+        return written
+
+
+def shard_name(prefix: str, number: int) -> str:
+    """``train-000000.tar``."""
+    return f"{prefix}-{number:06d}.tar"
+
+
+def write_shard(path: Path, samples: Iterable[Sample]) -> int:
+    """Writes one shard: aside, synced, then renamed, so that ``path`` is whole or absent.
+
+    Args:
+        path: Where to; its folder exists. What is there is replaced.
+        samples: As ``write_shards`` takes them.
+
+    Returns:
+        How many samples there were.
+
+    Raises:
+        ValueError: If a sample cannot be stored; names its key.
+        OSError: If the disk refuses.
+    """
+    keys: set[str] = set()
+    aside = path.with_name(f".{path.name}.aside")
+    try:
+        with open(aside, "wb") as file:
             # mtime=0: the bytes must not depend on when they were written.
             with webdataset.TarWriter(file, mtime=0, encoder=_encode) as tar:
                 for sample in samples:
@@ -127,8 +153,10 @@ class ShardSet:
                     tar.write(dict(sample))
             file.flush()
             os.fsync(file.fileno())
-        self.paths.append(self._directory / name)
-        return len(keys)
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+    return len(keys)
 
 
 @contextmanager
@@ -143,16 +171,15 @@ def shard_set(directory: str | os.PathLike[str], prefix: str) -> Iterator[ShardS
         ValueError: If ``prefix`` is no part of a file name.
         FileExistsError: If the folder has shards of that prefix, at the start or at the end.
     """
-    if not prefix or prefix.startswith(".") or set(prefix) & set("/\\\0*?[]{}"):
-        raise ValueError(f"prefix {prefix!r}: want a plain name such as train.")
+    check_prefix(prefix)
     folder = Path(directory)
-    _refuse_mixing(folder, prefix)
+    refuse_mixing(folder, prefix)
     folder.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{prefix}-", suffix=".partial", dir=folder))
     try:
         writer = ShardSet(folder, prefix, staging)
         yield writer
-        _refuse_mixing(folder, prefix)
+        refuse_mixing(folder, prefix)
         for path in writer.paths:
             os.replace(staging / path.name, path)
         sync_folder(folder)
@@ -171,7 +198,22 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _refuse_mixing(folder: Path, prefix: str) -> None:
+def check_prefix(prefix: str) -> None:
+    """Refuses what is no part of a file name.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if not prefix or prefix.startswith(".") or set(prefix) & set("/\\\0*?[]{}"):
+        raise ValueError(f"prefix {prefix!r}: want a plain name such as train.")
+
+
+def refuse_mixing(folder: Path, prefix: str) -> None:
+    """Refuses a folder that has shards of that name.
+
+    Raises:
+        FileExistsError: If it has.
+    """
     # A smaller new set would leave the last shards of an older one in place, and patterns would match both.
     old = sorted(folder.glob(f"{prefix}-*.tar"))
     if old:

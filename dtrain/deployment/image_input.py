@@ -25,6 +25,8 @@ class ImageInput:
         mean: Per channel, of images scaled to [0, 1].
         std: Per channel.
         exif: Turn an image as its EXIF orientation says.
+        shorter_side: Of the image before ``size`` is cut from its middle; None resizes to ``size``.
+        reduced: Large JPEGs are decoded at a part of their size.
     """
 
     field: str
@@ -32,11 +34,21 @@ class ImageInput:
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     exif: bool = False
+    shorter_side: int | None = None
+    reduced: bool = False
 
     @classmethod
     def of(cls, field: Field, size: tuple[int, int] | None = None) -> ImageInput:
         """That of a declared field; ``size`` stands in where the field keeps the images' own."""
-        return cls(field.name, field.size or size, field.mean, field.std, field.exif)
+        return cls(
+            field.name,
+            field.size or size,
+            field.mean,
+            field.std,
+            field.exif,
+            field.shorter_side,
+            field.decode == "reduced",
+        )
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ImageInput:
@@ -47,7 +59,15 @@ class ImageInput:
         """
         try:
             size, mean, std = value["size"], value["mean"], value["std"]
-            return cls(str(value["field"]), size and (size[0], size[1]), tuple(mean), tuple(std), bool(value["exif"]))
+            return cls(
+                str(value["field"]),
+                size and (size[0], size[1]),
+                tuple(mean),
+                tuple(std),
+                bool(value["exif"]),
+                value.get("shorter_side"),  # earlier artefacts have neither this
+                value.get("reduced", False),  # nor this
+            )
         except (KeyError, TypeError, IndexError) as error:
             raise ValueError(f"input {value!r} describes no image ({type(error).__name__}: {error})") from error
 
@@ -61,10 +81,12 @@ class ImageInput:
         Raises:
             SampleError: If it is no readable image.
         """
-        return decode_image(payload, self.size, exif=self.exif)
+        return decode_image(payload, self._as_field().crop, exif=self.exif, reduced=self.reduced)
 
     def arrive(self, pixels: Tensor, precision: Precision) -> Tensor:
         """Pixels, uint8 ``[rows, height, width, 3]``, as the model takes them: ``[rows, 3, height, width]``, normalised
         in fp32, then cast to the compute dtype."""
-        field = Field("png", self.field, "image", self.size, self.mean, self.std, exif=self.exif)
-        return Wire([field], precision).arrive(self.field, pixels)
+        return Wire([self._as_field()], precision).arrive(self.field, pixels)
+
+    def _as_field(self) -> Field:
+        return Field("png", self.field, "image", self.size, self.mean, self.std, shorter_side=self.shorter_side)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from dtrain.config.errors import ConfigError, PeerFailed
+from dtrain.distributed.rendezvous import fresh_store
 from dtrain.distributed.world import World
 
 _FAILED = "dtrain/failed"
@@ -47,12 +48,11 @@ def process_group(timeout: float) -> Iterator[World]:
     world = World.of()
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # NCCL's flight recorder, for when the run hangs
     limit = timedelta(seconds=timeout)
-    if world.launched:
-        dist.init_process_group(world.backend, timeout=limit)
-    else:
-        # A store in memory: a world of one opens no port and cannot collide with another.
-        dist.init_process_group(world.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+    # A store in memory: a world of one opens no port and cannot collide with another.
+    store = fresh_store(world.rank, world.size, limit) if world.launched else dist.HashStore()
+    dist.init_process_group(world.backend, store=store, rank=world.rank, world_size=world.size, timeout=limit)
     try:
         # A rank that failed at once would close its connections while others still make theirs, and they could not say why.
         _wait_until_all_joined(world, limit)
@@ -61,9 +61,8 @@ def process_group(timeout: float) -> Iterator[World]:
         dist.destroy_process_group()  # raised on every rank alike, so nobody waits for this one
         raise
     except BaseException as error:
-        first = _publish_failure(world, error)
-        if world.rank == 0 and world.size > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            time.sleep(_LINGER)  # the store ends with this process, and the others have not looked yet
+        first = _who_failed_first(world, error)
+        let_others_look(world)
         if world.device.type == "cuda":
             c10d._abort_process_group()  # destroying a NCCL group waits for its peers, and one of them is gone
         else:
@@ -89,6 +88,20 @@ def failure() -> str | None:
         return None
 
 
+def publish_failure(text: str) -> str | None:
+    """Tells all ranks why the run fails, unless another one was first; returns what counts, None without a store."""
+    try:
+        return c10d._get_default_store().compare_set(_FAILED, "", text).decode()
+    except RuntimeError:
+        return None
+
+
+def let_others_look(world: World) -> None:
+    """Waits a moment, before a process ends with which the store ends."""
+    if world.rank == 0 and world.size > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        time.sleep(_LINGER)
+
+
 def _wait_until_all_joined(world: World, limit: timedelta) -> None:
     store = c10d._get_default_store()
     if store.add(_JOINED, 1) == world.size:
@@ -96,8 +109,8 @@ def _wait_until_all_joined(world: World, limit: timedelta) -> None:
     store.wait([_ALL_JOINED], limit)
 
 
-def _publish_failure(world: World, error: BaseException) -> str | None:
-    """Publishes this rank's failure; returns the text of another rank that was first."""
+def _who_failed_first(world: World, error: BaseException) -> str | None:
+    """Publishes this rank's failure, unless it only follows from another's; returns the text of another one."""
     is_collective = isinstance(error, (dist.DistBackendError, dist.DistNetworkError)) or (
         isinstance(error, RuntimeError) and "gloo" in str(error).lower()
     )
@@ -105,9 +118,5 @@ def _publish_failure(world: World, error: BaseException) -> str | None:
     while (first := failure()) is None and time.monotonic() < deadline:
         time.sleep(0.05)
     if first is None:
-        text = f"rank {world.rank} failed: {type(error).__name__}: {error}"
-        try:
-            first = c10d._get_default_store().compare_set(_FAILED, "", text).decode()
-        except RuntimeError:
-            return None
-    return None if first.startswith(f"rank {world.rank} ") else first
+        first = publish_failure(f"rank {world.rank} failed: {type(error).__name__}: {error}")
+    return None if first is None or first.startswith(f"rank {world.rank} ") else first

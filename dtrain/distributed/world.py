@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from dtrain.config.errors import ConfigError
+from dtrain.distributed.srun import started_by_srun
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,9 @@ class World:
             )
         rank, size, local_rank, local_size = (int(environment[name]) for name in names) if given else (0, 1, 0, 1)
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        device, backend = choose_device(local_rank, local_size, gpus)
+        # srun --gpus-per-task=1 shows each task a GPU of its own, which is the first that it sees.
+        place = (0, 1) if gpus == 1 and started_by_srun(environment) else (local_rank, local_size)
+        device, backend = choose_device(*place, gpus)
         return cls(rank, size, local_rank, local_size, device, backend, bool(given))
 
 

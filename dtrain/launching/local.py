@@ -43,9 +43,9 @@ def check(points: Sequence[Point]) -> None:
         choose_device(wanted - 1, wanted, _gpus())
 
 
-def describe(point: Point) -> str:
-    """The command that would be run, for a shell."""
-    return f"OMP_NUM_THREADS={_threads(processes(point))} {shlex.join(command(point))}\n"
+def describe(points: Sequence[Point]) -> str:
+    """The commands that would be run, for a shell."""
+    return "".join(f"OMP_NUM_THREADS={_threads(processes(point))} {shlex.join(command(point))}\n" for point in points)
 
 
 def launch(points: Sequence[Point]) -> list[Outcome]:
@@ -78,7 +78,7 @@ def _train(point: Point) -> Outcome:
     verdict = Verdict(point.run.dir)
     with users_to_fix("run.dir"):
         _logs(point).mkdir(parents=True, exist_ok=True)
-    sys.stderr.write(describe(point))
+    sys.stderr.write(describe([point]))
     sys.stderr.flush()
     environment = os.environ | {"OMP_NUM_THREADS": _threads(processes(point))}
     with _Agent(command(point), environment, point.run.dir / "STOP") as agent:

@@ -10,6 +10,7 @@ from typing import TextIO
 
 from dtrain.config.errors import users_to_fix
 from dtrain.launching.point import Point
+from dtrain.launching.table import aligned
 from dtrain.tracking.status import read_status
 
 FINISHED = 0
@@ -76,6 +77,4 @@ def print_table(points: Sequence[Point], outcomes: Sequence[Outcome], stream: Te
         (" ".join(point.varied) or point.run.name, outcome.state, str(point.run.dir))
         for point, outcome in zip(points, outcomes, strict=True)
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    (stream or sys.stdout).write("\n".join(lines) + "\n")
+    (stream or sys.stdout).write(aligned(rows))

@@ -16,6 +16,15 @@ from dtrain.config.schema import LaunchConfig
 
 # Said anew below, or of no meaning for what is started.
 _NOT_FORWARDED = ("run.dir", "launch.dry_run")
+_LEAST = {
+    "nodes": 1,
+    "min_nodes": 1,
+    "processes_per_node": 1,
+    "gpus_per_node": 0,
+    "cpus_per_process": 1,
+    "stop_seconds": 1,
+    "max_running": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -42,10 +51,12 @@ class Point:
         require_choice(composed)
         launch = OmegaConf.to_object(composed.cfg.launch)
         assert isinstance(launch, LaunchConfig)
-        for name, least in (("nodes", 1), ("processes_per_node", 1), ("gpus_per_node", 0), ("cpus_per_process", 1)):
+        for name, least in _LEAST.items():
             value = getattr(launch, name)
             if value is not None and value < least:
                 raise ConfigError(f"launch.{name}: got {value}, want at least {least}.")
+        if launch.min_nodes is not None and launch.min_nodes > launch.nodes:
+            raise ConfigError(f"launch.min_nodes: got {launch.min_nodes} for launch.nodes={launch.nodes}.")
         run = Run.of(composed)
         run.changes()
         return cls(run, launch)

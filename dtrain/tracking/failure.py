@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from dtrain.config.errors import PeerFailed
 from dtrain.tracking.status import write_status
@@ -22,17 +23,19 @@ class FailureRecord:
 
     Attributes:
         step: Gives the attempted steps so far. Until it is set nothing is written: the directory may be another run's.
+        facts: Gives further entries of status.json.
     """
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         self._run_dir = run_dir
         self._rank = rank
         self.step: Callable[[], int] | None = None
+        self.facts: Callable[[], dict[str, Any]] = dict
 
     def write(self, reason: str) -> None:
         """Sets the state ``failed``."""
         if self.step is not None and self._rank == 0:
-            write_status(self._run_dir, "failed", self.step(), reason)
+            write_status(self._run_dir, "failed", self.step(), reason, **self.facts())
 
 
 @contextmanager

@@ -23,7 +23,6 @@ def banner(run: Run, parts: Parts, resumed_from: str, last_step: int, horizon: i
     """
     world, loader, cfg = parts.world, parts.train_loader, parts.cfg
     micro, rows = loader.micro_batches_per_step, loader.rows_per_micro_batch
-    evaluated = parts.eval_loader.index if parts.eval_loader is not None else None
     return {
         "run": run.name,
         "directory": str(run.dir),
@@ -32,8 +31,10 @@ def banner(run: Run, parts: Parts, resumed_from: str, last_step: int, horizon: i
         "precision": f"{parts.precision.name} (autocast {_short(parts.precision.compute_dtype)}"
         + (", loss scaling)" if parts.precision.scales_gradients else ")"),
         "on the wire": loader.wire.describe(),
-        "train data": f"{loader.index.num_samples:,} samples in {len(loader.index.shards):,} shards",
-        "eval data": f"{evaluated.num_samples:,} samples in {len(evaluated.shards):,} shards" if evaluated else "none",
+        "train data": loader.source.summary(),
+        "eval data": parts.eval_loader.source.summary() if parts.eval_loader is not None else "none",
+        "workers": f"{loader.num_workers} for each rank"
+        + (f" ({loader.workers_reason})" if loader.workers_reason else ""),
         "global batch": f"{cfg.train.global_batch_size} = {world.size} ranks x {micro} micro-batches x "
         f"{rows} rows" + _masked(world.size * micro * rows - cfg.train.global_batch_size),
         "steps": f"{last_step:,} ({loader.steps_per_epoch:,} an epoch), schedule over {horizon:,}",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dtrain.config.errors import ConfigError
 from dtrain.data import ShardLoader
+from dtrain.data.device_copies import DeviceCopies
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
 from dtrain.training.task import Task, checked
@@ -52,12 +53,13 @@ def evaluate(
     sums = torch.zeros(0, dtype=torch.float64, device=world.device)
     samples = bad = 0
     total = loader.steps_per_epoch * loader.micro_batches_per_step
+    to_device = DeviceCopies(world.device)
     try:
         for number, batch in enumerate(loader.epoch(epoch)):
             samples += sum(1 for key in batch.sample_keys if key)
             bad += len(batch.bad)
             with precision.autocast(world.device.type):
-                output = checked(task(model, batch.to(world.device)))
+                output = checked(task(model, to_device(batch)))
             if not names:
                 names = ["loss", *sorted(output.metrics)]
                 sums = torch.zeros(2 * len(names) + 2, dtype=torch.float64, device=world.device)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from omegaconf import DictConfig, OmegaConf
 
 from dtrain.config.errors import ConfigError, users_to_fix
 from dtrain.config.schema import Config, DataConfig
 from dtrain.data import ShardLoader
+from dtrain.data.cache_policy import CachePolicy
+from dtrain.data.fields import Field, parse_fields
+from dtrain.data.sample_source import value_fields
 from dtrain.distributed.collectives import decided_by_rank_zero
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
@@ -53,30 +58,49 @@ def eval_loader(cfg: Config, world: World, precision: Precision) -> ShardLoader 
     return _loader(cfg, world, precision, "eval", shuffle="none") if cfg.data.eval else None
 
 
+def declared_fields(data: DataConfig) -> tuple[Field, ...]:
+    """The fields, as the evaluation's loader reads them, or the training's where there is none.
+
+    Raises:
+        ConfigError: If a field is impossible.
+    """
+    with users_to_fix("data.fields"):
+        fields = _plain(data.fields)
+        named = data.eval or (None if OmegaConf.is_missing(data, "train") else data.train)
+        return value_fields(fields) if isinstance(named, DictConfig) else parse_fields(fields)
+
+
 def _loader(cfg: Config, world: World, precision: Precision, split: str, **order: object) -> ShardLoader:
     data = cfg.data
     if OmegaConf.is_missing(data, split):
-        raise ConfigError(f"data.{split} is not set. Name shards, such as 'data.{split}=\"shards/{{000..009}}.tar\"'.")
-    shards = data[split]  # type: ignore[index]
-    with users_to_fix(f"data.{split}"):
-        return ShardLoader(
-            shards if isinstance(shards, str) else list(shards),
-            _plain(data.fields),
-            global_batch_size=cfg.train.global_batch_size,
-            micro_batch_size=cfg.train.micro_batch_size,
-            rank=world.rank,
-            world_size=world.size,
-            num_workers=data.num_workers,
-            seed=cfg.run.seed,
-            precision=precision,
-            max_bad=None,  # the vote adds up all ranks
-            wire=data.wire,
-            on_overflow=data.on_overflow,
-            prefetch=data.prefetch,
-            start_method=data.start_method,
-            pin_memory=world.device.type == "cuda",
-            **order,  # type: ignore[arg-type]
+        raise ConfigError(
+            f"data.{split} is not set. Name shards, such as 'data.{split}=\"shards/{{000..009}}.tar\"', or a data set by its "
+            "_target_ (data=map)."
         )
+    named = data[split]  # type: ignore[index]
+    options: dict[str, Any] = {
+        "global_batch_size": cfg.train.global_batch_size,
+        "micro_batch_size": cfg.train.micro_batch_size,
+        "rank": world.rank,
+        "world_size": world.size,
+        "num_workers": data.num_workers,
+        "seed": cfg.run.seed,
+        "precision": precision,
+        "max_bad": None,  # the vote adds up all ranks
+        "wire": data.wire,
+        "on_overflow": data.on_overflow,
+        "prefetch": data.prefetch,
+        "start_method": data.start_method,
+        "pin_memory": world.device.type == "cuda",
+        **order,
+    }
+    with users_to_fix(f"data.{split}"):
+        if isinstance(named, DictConfig):
+            dataset = by_target(f"data.{split}", named)
+            return ShardLoader.over(dataset, _plain(data.fields), shard_size=data.shard_size, **options)
+        policy = CachePolicy.of(data.storage, data.cache.dir, data.cache.max_gb)
+        shards = named if isinstance(named, str) else list(named)
+        return ShardLoader(shards, _plain(data.fields), policy=policy, **options)
 
 
 def _plain(fields: object) -> dict[str, dict[str, object]]:

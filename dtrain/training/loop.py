@@ -17,11 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtrain.config.errors import ConfigError
+from dtrain.config.errors import ConfigError, users_to_fix
 from dtrain.data import Batch
+from dtrain.data.bad_samples import BadSampleBudget
+from dtrain.data.device_copies import DeviceCopies
 from dtrain.data.ledger import Ledger
-from dtrain.data.loader import check_bad_samples
 from dtrain.distributed.collectives import decided_by_rank_zero, equalise_buffers
+from dtrain.distributed.hang import BACKSTOP, Place
 from dtrain.distributed.process_group import set_timeout
 from dtrain.distributed.stop import StopRequests
 from dtrain.precision.lowered import LoweredModules
@@ -30,6 +32,7 @@ from dtrain.tracking.sinks import NullSinks, Sinks
 from dtrain.tracking.status import write_status
 from dtrain.training.checkpoint import Checkpoints
 from dtrain.training.evaluation import evaluate
+from dtrain.training.out_of_memory import out_of_memory_explained
 from dtrain.training.parts import Parts
 from dtrain.training.refusals import refuse_mean
 from dtrain.training.saver import NotSaved, Saver
@@ -37,6 +40,7 @@ from dtrain.training.step import Outcome
 from dtrain.training.sync_guard import host_syncs_announced
 
 _STATUS_EVERY = 5.0  # seconds
+_FINAL_SAVE_WITHIN = 3600.0  # seconds: a slow disk must not lose the last checkpoint
 logger = logging.getLogger("dtrain")
 
 
@@ -65,16 +69,28 @@ class Loop:
         self._saver = Saver(checkpoints)  # rank 0's is used
         self._sinks = sinks
         self._stop = stop
+        stop.save_takes(lambda: self._saver.seconds)
         progress = parts.progress
         self._meter = Meter(parts.world.device, skipped_steps=progress.skipped_steps, bad_samples=progress.bad_samples)
         self._ledger = Ledger(parts.run_dir / "logs", parts.world.rank, parts.cfg.data.record_keys)
+        self._interruptions = (  # in every record of a run that had some
+            {"time/restarts": progress.restarts, "time/lost_seconds": progress.lost_seconds}
+            if progress.restarts
+            else {}
+        )
+        self._to_device = DeviceCopies(parts.world.device)
         self._window = _Window()
+        data = parts.cfg.data
+        with users_to_fix("data"):
+            self._bad_samples = BadSampleBudget(
+                data.max_bad, data.max_bad_consecutive, bad=progress.bad_samples, samples=progress.samples
+            )
         self._last_bad: dict[str, Any] = {}
         self._timing: _Timing | None = None  # of the step that is not settled yet
         self._clock = self._saved_at = time.monotonic()
         self._status_at = float("-inf")
         self._first_step = self._saved_step = parts.step.step
-        self._stopping = self._save_asked = False
+        self._stopping = self._save_asked = self._saving_final = False
 
     def run(self) -> tuple[str, str | None]:
         """Runs the loop.
@@ -90,21 +106,38 @@ class Loop:
         self._write_status("running")
         batches = iter(loader)
         try:
-            while step.step < self._last_step and not self._stopping:
-                with self._syncs_announced():
-                    self._accumulate(batches)
-                self._settle()  # the step before: its vote is in by now
-                with self._syncs_announced():
-                    step.apply(stop=self._stop.reason is not None, save=self._save_is_due())
-                epoch_ended = self._commit()
-                if step.step == self._first_step + 1:
-                    set_timeout(self._parts.cfg.parallel.timeout_step)
-                self._evaluate_and_save(epoch_ended)
-                if epoch_ended and step.step < self._last_step:
-                    batches = iter(loader)
-            return self._end()
+            with self._out_of_memory_explained():
+                while step.step < self._last_step and not self._stopping:
+                    with self._syncs_announced():
+                        self._accumulate(batches)
+                    self._settle()  # the step before: its vote is in by now
+                    with self._syncs_announced():
+                        step.apply(stop=self._stop.reason is not None, save=self._save_is_due())
+                    epoch_ended = self._commit()
+                    if step.step == self._first_step + 1:
+                        set_timeout(self._parts.cfg.parallel.timeout_step + BACKSTOP)
+                    self._evaluate_and_save(epoch_ended)
+                    if epoch_ended and step.step < self._last_step:
+                        batches = iter(loader)
+                return self._end()
         finally:
             self._ledger.close()
+
+    def place(self) -> Place:
+        """Where this rank is, for whoever watches it from another thread."""
+        step, train, held_out = self._parts.step, self._parts.train_loader, self._parts.eval_loader
+        saving = time.monotonic() if self._saving_final else 0.0  # has a time-out of its own
+        moved = (step.step, train.samples_handed, held_out.samples_handed if held_out is not None else 0, saving)
+        return Place(step.step + 1, list(self._window.keys), moved)
+
+    def _out_of_memory_explained(self) -> AbstractContextManager[None]:
+        parts = self._parts
+        return out_of_memory_explained(
+            lambda: parts.step.step + 1,
+            rows=parts.train_loader.rows_per_micro_batch,
+            share=-(-parts.cfg.train.global_batch_size // parts.world.size),
+            device=parts.world.device,
+        )
 
     # -- one step
 
@@ -133,10 +166,12 @@ class Loop:
             self._window.waited += time.monotonic() - asked
             self._window.keys += [key for key in batch.sample_keys if key]
             self._window.bad += batch.bad
-            batch = batch.to(self._parts.world.device)
+            batch = self._to_device(batch)
             if self._parts.step.step == number == 0:
                 parts = self._parts
                 refuse_mean(parts.task, parts.model, batch, parts.precision, parts.world.device)
+                for line in parts.train_loader.wire.suggestions(batch):
+                    self._sinks.note(line)
             yield batch
 
     def _commit(self) -> bool:
@@ -179,9 +214,7 @@ class Loop:
         self._save_asked |= tally.save > 0
         if outcome.step % self._parts.cfg.train.log_every == 0 or outcome.step == self._last_step or self._stopping:
             self._log(outcome, timing)
-        if tally.bad:
-            budget = self._parts.cfg.data.max_bad
-            check_bad_samples(progress.bad_samples, progress.samples, budget, self._last_bad)
+        self._bad_samples.count(tally.samples, tally.bad, self._last_bad)
 
     def _log(self, outcome: Outcome, timing: _Timing) -> None:
         self._is_saved(wait=False)
@@ -254,6 +287,9 @@ class Loop:
         self._settle()
         started = time.monotonic()
         equalise_buffers(self._parts.model)
+        if final:
+            self._saving_final = True
+            set_timeout(_FINAL_SAVE_WITHIN)
         problem = decided_by_rank_zero(lambda: self._begin_save(metrics, final))
         if problem is not None:
             raise ConfigError(f"{problem} Start again when there is room: the run continues from the one before.")
@@ -302,12 +338,14 @@ class Loop:
             "epoch": timing.epochs,
             "samples": timing.samples,
             "time": time.time(),
+            **self._interruptions,
         }
 
     def _write_status(self, state: str) -> None:
         if self._parts.world.rank == 0:
+            times = self._parts.progress.times()
             with self._said_if_not_written("status.json"):
-                write_status(self._parts.run_dir, state, self._parts.step.step, last_step=self._last_step)
+                write_status(self._parts.run_dir, state, self._parts.step.step, last_step=self._last_step, **times)
             self._status_at = time.monotonic()
 
     def _record(self, record: dict[str, float | int]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,9 @@ class Progress:
         skipped_steps: Steps that no rank applied.
         bad_samples: Samples that could not be read.
         evaluations: Evaluations done.
+        restarts: Starts that found the run begun and not finished.
+        lost_seconds: Training that was done and not saved, and was done again.
+        down_seconds: Time in which no process trained, between two starts.
     """
 
     samples: int = 0
@@ -47,6 +52,45 @@ class Progress:
     skipped_steps: int = 0
     bad_samples: int = 0
     evaluations: int = 0
+    restarts: int = 0
+    lost_seconds: float = 0.0
+    down_seconds: float = 0.0
+
+    def interrupted(self, status: Mapping[str, Any] | None, now: float | None = None) -> None:
+        """Adds up what happened before this start, once the checkpoint that it continues from is restored.
+
+        Args:
+            status: What status.json says; None if there is none.
+            now: Unix seconds; None for those of the clock.
+        """
+        if status is None:
+            return
+        self.restarts, self.lost_seconds, self.down_seconds = (
+            status.get(name, 0) for name in ("restarts", "lost_seconds", "down_seconds")
+        )
+        if status["state"] == "finished":  # to go on with more steps is no interruption
+            return
+        self.restarts += 1
+        self.lost_seconds += max(0.0, status.get("trained_seconds", 0.0) - self.seconds)
+        self.down_seconds += max(0.0, (time.time() if now is None else now) - status["time"])
+
+    def interruptions(self) -> str:
+        """For a banner; ``""`` if there were none."""
+        if not self.restarts:
+            return ""
+        return (
+            f"{self.restarts}, with {self.lost_seconds:.0f} s of training to be done again and {self.down_seconds:.0f} s "
+            "between the starts"
+        )
+
+    def times(self) -> dict[str, Any]:
+        """For status.json, from which the next start learns what an interruption cost."""
+        return {
+            "restarts": self.restarts,
+            "lost_seconds": round(self.lost_seconds, 3),
+            "down_seconds": round(self.down_seconds, 3),
+            "trained_seconds": round(self.seconds, 3),
+        }
 
 
 @dataclass

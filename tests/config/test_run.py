@@ -60,6 +60,16 @@ def test_no_secret_reaches_the_run_directory(tmp_path: Path) -> None:
     }
 
 
+def test_no_secret_of_a_url_reaches_the_run_directory(tmp_path: Path) -> None:
+    signed = "https://host/train-{0..1}.tar?X-Amz-Date=1&X-Amz-Signature=hunter2"
+    run = run_of(f"run.dir={tmp_path}", f"data.train='{signed}'", "data.eval='ftp://me:hunter3@host/a.tar'")
+    run.save()
+    written = "".join(path.read_text() for path in tmp_path.glob("*.yaml"))
+    assert "hunter" not in written
+    assert "https://host/train-{0..1}.tar?X-Amz-Date=1&X-Amz-Signature=<hidden>" in written
+    assert "ftp://<hidden>@host/a.tar" in written
+
+
 def test_an_override_is_kept_as_typed_not_as_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PRIVATE", "hunter4")
     run = run_of("tracker.entity=${oc.env:PRIVATE}")

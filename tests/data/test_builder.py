@@ -12,8 +12,8 @@ import simplejpeg
 import torch
 
 from dtrain.data.builder import Augment, Builder
-from dtrain.data.dataset_index import DatasetIndex
 from dtrain.data.fields import parse_fields
+from dtrain.data.shard_source import ShardSource
 from dtrain.data.wire import Wire
 from dtrain.precision import Precision
 from tests.data.shards_for_tests import (
@@ -34,9 +34,8 @@ GOOD = {"jpg": jpeg(0), "cls": b"0"}
 def builder_of(
     paths: Sequence[str], fields: dict[str, Any] = IMAGE | LABEL, augment: Augment | None = None, seed: int = 0
 ) -> Builder:
-    parsed = parse_fields(fields)
-    index = DatasetIndex.build(paths, [field.ext for field in parsed])
-    return Builder(index, parsed, Wire(parsed, Precision("fp32")), augment, seed)
+    source = ShardSource.build(paths, parse_fields(fields))
+    return Builder(source, Wire(source.fields, Precision("fp32")), augment, seed)
 
 
 def no_spare() -> list[int]:

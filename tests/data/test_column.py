@@ -45,6 +45,17 @@ def test_arrays_may_be_strided_read_only_or_tensors() -> None:
     assert np.array_equal(got.numpy(), np.stack([np.asarray(value) for value in values]))
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "float32", "bool"])
+def test_masked_rows_repeat_others_of_any_type(dtype: str) -> None:
+    column = column_of(4)
+    for row in (1, 3):
+        column.put(row, np.array([row, 0]).astype(dtype), "shard.tar/x")
+    column.repeat([1, 3], [0, 2])
+    got = column.data()
+    assert isinstance(got, Tensor)
+    assert got.numpy().tolist() == np.array([[1, 0], [1, 0], [3, 0], [3, 0]]).astype(dtype).tolist()
+
+
 def test_bf16_tensors_pass_through() -> None:
     values = [torch.tensor([1.5, row], dtype=torch.bfloat16) for row in range(3)]
     for role in (None, "feature"):

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from dtrain.data import Batch, dataset
 from dtrain.data.dataset import MicroBatches, Share, Start
-from dtrain.data.dataset_index import DatasetIndex
 from dtrain.data.fields import parse_fields
 from dtrain.data.order import EpochOrder, Layout, Recipe
+from dtrain.data.shard_source import ShardSource
 from dtrain.data.wire import Wire
 from dtrain.precision import Precision
 from tests.data.shards_for_tests import LABEL, UNEVEN, write_numbered
@@ -52,23 +52,21 @@ def test_sizes_that_do_not_fit_are_refused_with_those_that_do(
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory: pytest.TempPathFactory) -> DatasetIndex:
-    return DatasetIndex.build(write_numbered(tmp_path_factory.mktemp("uneven"), UNEVEN), ["cls"])
+def source(tmp_path_factory: pytest.TempPathFactory) -> ShardSource:
+    return ShardSource.build(write_numbered(tmp_path_factory.mktemp("uneven"), UNEVEN), parse_fields(LABEL))
 
 
-def stream_of(index: DatasetIndex, share: Share, start: Start) -> MicroBatches:
-    fields = parse_fields(LABEL)
+def stream_of(source: ShardSource, share: Share, start: Start) -> MicroBatches:
     recipe = Recipe(0)
     layout = Layout(share.global_batch_size, share.global_batch_size)
     return MicroBatches(
-        index,
-        fields,
+        source,
         recipe=recipe,
         first_recipe=recipe,
         start=start,
         layout=layout,
         share=share,
-        wire=Wire(fields, Precision("fp32")),
+        wire=Wire(source.fields, Precision("fp32")),
     )
 
 
@@ -85,28 +83,28 @@ def handed_over(stream: MicroBatches, workers: int, count: int, monkeypatch: pyt
 
 @pytest.mark.parametrize("workers", [2, 3, 7])
 def test_workers_in_turn_give_what_one_gives_from_epoch_to_epoch(
-    index: DatasetIndex, workers: int, monkeypatch: pytest.MonkeyPatch
+    source: ShardSource, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # 4 steps of 3 micro-batches are left of a first epoch that was cut anew; each one after it has 4 steps too.
     share = Share.of(12, 2, 1, 2)
-    stream = stream_of(index, share, Start(4, (Layout(5, 5, 1), Layout(12, 4)), 1))
+    stream = stream_of(source, share, Start(4, (Layout(5, 5, 1), Layout(12, 4)), 1))
     alone = [batch.sample_keys for batch in itertools.islice(iter(stream), 45)]
     assert handed_over(stream, workers, 45, monkeypatch) == alone
 
 
-def test_the_stream_is_that_of_the_order(index: DatasetIndex) -> None:
+def test_the_stream_is_that_of_the_order(source: ShardSource) -> None:
     share = Share.of(6, None, 0, 1)
     start = Start(0, (Layout(6, 6),), 3)
-    batches = iter(stream_of(index, share, start))
+    batches = iter(stream_of(source, share, start))
     for epoch, first in ((0, 3), (1, 0)):
-        order = EpochOrder(index.counts, Recipe(0), epoch, [Layout(6, 6)])
+        order = EpochOrder(source.index.counts, Recipe(0), epoch, [Layout(6, 6)])
         for step in range(first, order.num_steps):
             samples = order.locate(step, np.arange(6)).tolist()
-            assert next(batches).sample_keys == [index.key(sample) if sample >= 0 else "" for sample in samples]
+            assert next(batches).sample_keys == [source.index.key(sample) if sample >= 0 else "" for sample in samples]
 
 
-def test_a_rank_without_slots_gets_masked_rows_of_the_right_shape(index: DatasetIndex) -> None:
-    ranks = [iter(stream_of(index, Share.of(2, None, rank, 3), Start(0, (Layout(2, 2),), 0))) for rank in range(3)]
+def test_a_rank_without_slots_gets_masked_rows_of_the_right_shape(source: ShardSource) -> None:
+    ranks = [iter(stream_of(source, Share.of(2, None, rank, 3), Start(0, (Layout(2, 2),), 0))) for rank in range(3)]
     for _ in range(23):  # whole steps of an epoch of 47 samples
         idle, first, second = (next(rank) for rank in ranks)
         assert (idle["label"].shape, idle.valid.tolist(), idle.sample_keys) == ((1,), [False], [""])

@@ -9,7 +9,7 @@ import pickle
 import tarfile
 import warnings
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -110,7 +110,7 @@ def test_large_columns_are_mapped_once_built(shards: list[str], cache: Path, mon
     assert_equal(built, small)
     assert not built.offsets.flags.writeable
 
-    def no_index(path: str) -> NoReturn:
+    def no_index(path: str, *others: object) -> NoReturn:
         raise AssertionError(f"{path} was looked at again")
 
     monkeypatch.setattr(survey, "load_or_build", no_index)
@@ -172,9 +172,9 @@ def test_ranks_begin_at_different_shards_and_share_the_work(tmp_path: Path, monk
     paths = [str(write_shard(tmp_path / f"{number}.tar", 2)) for number in range(6)]
     looked_at: list[str] = []
 
-    def note(path: str) -> ShardIndex:
+    def note(path: str, *others: Any) -> ShardIndex:
         looked_at.append(Path(path).stem)
-        return load_or_build(path)
+        return load_or_build(path, *others)
 
     monkeypatch.setattr(survey, "load_or_build", note)
     indexes = []
@@ -230,10 +230,10 @@ def test_all_damaged_shards_are_named_at_once(shards: list[str]) -> None:
 
 
 def test_shard_that_changes_between_two_looks_is_an_error(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def change_and_index(path: str) -> ShardIndex:
+    def change_and_index(path: str, *others: Any) -> ShardIndex:
         if path == shards[2]:
             write_shard(Path(path), 30)
-        return load_or_build(path)
+        return load_or_build(path, *others)
 
     monkeypatch.setattr(survey, "load_or_build", change_and_index)
     with pytest.raises(ShardError, match="changed while the data set was indexed"):

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as np_st
 from PIL import Image
 
+from dtrain.data.crop import Crop
 from dtrain.data.decode import MAX_ARRAY_BYTES, SampleError, decode
-from dtrain.data.fields import Field, parse_fields
+from dtrain.data.fields import RAW_DTYPES, Field, parse_fields
 
 
 def field(ext, **options):
@@ -162,6 +163,37 @@ def test_a_damaged_array_is_a_bad_sample_or_an_array(data):
         payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(SampleError):
         assert isinstance(decode(field("npy"), bytes(payload)), np.ndarray)
+
+
+@given(st.data())
+def test_raw_numbers_are_little_endian_and_keep_their_type(data):
+    dtype = data.draw(st.sampled_from(RAW_DTYPES))
+    numbers = data.draw(np_st.arrays(dtype, st.integers(1, 9)))
+    length = data.draw(st.sampled_from([None, len(numbers)]))
+    stored = numbers.astype(numbers.dtype.newbyteorder("<")).tobytes()
+    decoded = decode(field("tok", dtype=dtype, length=length), memoryview(b"?" + stored)[1:])
+    assert decoded.dtype == dtype
+    assert decoded.dtype.isnative
+    assert decoded.flags.writeable
+    np.testing.assert_array_equal(decoded, numbers)
+
+
+@pytest.mark.parametrize(("payload", "length"), [(b"\0" * 7, None), (b"\0" * 6, 4), (b"\0" * 10, 4), (b"", 4)])
+def test_a_row_of_tokens_that_is_cut_short_or_too_long_is_a_bad_sample(payload, length):
+    with pytest.raises(SampleError, match=rf"{len(payload)} bytes are not .*numbers of uint16"):
+        decode(field("tok", dtype="uint16", length=length), payload)
+
+
+def test_a_crop_takes_the_place_of_a_fields_own_size():
+    pixels = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, "PNG")
+    window = lambda height, width: Crop(1, 2, 2, 3, (2, 3))  # noqa: E731
+    png, array = field("png", size=9), field("npy", role="image", size=9)
+    raw = field("raw", role="image", size=9, decoder=lambda payload: pixels)
+    for one, payload in ((png, stream.getvalue()), (array, npy(pixels)), (raw, b"")):
+        assert decode(one, payload).shape == (9, 9, 3)
+        np.testing.assert_array_equal(decode(one, payload, crop=window), pixels[1:3, 2:5])
 
 
 def test_images_decode_into_the_buffer_they_fit():

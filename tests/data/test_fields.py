@@ -52,6 +52,22 @@ def test_an_extension_implies_a_role_or_leaves_it_undeclared(ext, role, kind):
     assert (field.role, field.kind) == (role, kind)
 
 
+@pytest.mark.parametrize(
+    ("ext", "dtype", "role"),
+    [("tok", "uint16", "id"), ("bin", "uint32", "id"), ("npy", "int64", "id"), ("f", "float16", None)],
+)
+def test_a_dtype_makes_raw_numbers_of_any_extension_whole_ones_are_ids(ext, dtype, role):
+    field = one(ext, dtype=dtype, length=8)
+    assert (field.kind, field.role, field.length) == ("raw", role, 8)
+    assert one(ext, dtype=dtype, role="target").role == "target"
+
+
+def test_a_size_is_a_crop_of_the_whole_image_or_of_its_middle():
+    assert one("jpg").crop is None
+    assert one("jpg", size=[4, 6]).crop(80, 60) == (0, 0, 80, 60, (4, 6), None, "bilinear")
+    assert one("jpg", size=4, shorter_side=6).crop(80, 60) == (0, 0, 80, 60, (8, 6), (4, 4), "bilinear")
+
+
 @pytest.mark.parametrize("role", ROLES)
 def test_every_role_of_the_policy_is_known(role):
     assert one("npy" if role not in ("image",) else "jpg", role=role).role == role
@@ -92,6 +108,20 @@ def test_any_member_can_be_handed_over_as_bytes_or_text():
         ({"jpg": {"name": "x", "exif": "yes"}}, "true or false"),
         ({"npy": {"name": "x", "size": 4}}, "size is for the role image"),
         ({"cls": {"name": "x", "exif": True}}, "exif is for the role image"),
+        ({"jpg": {"name": "x", "shorter_side": 256}}, "shorter_side 256 with size None"),
+        ({"jpg": {"name": "x", "shorter_side": 223, "size": 224}}, "cut from the middle"),
+        ({"jpg": {"name": "x", "shorter_side": 256.0, "size": 224}}, "want an int"),
+        ({"jpg": {"name": "x", "decode": "half"}}, "full, reduced"),
+        ({"jpg": {"name": "x", "decode": True}}, "want a word"),
+        ({"cls": {"name": "x", "decode": "reduced"}}, "decode is for the role image"),
+        ({"tok": {"name": "x"}}, "dtype: uint16 or the like"),
+        ({"tok": {"name": "x", "dtype": "int17"}}, "did you mean 'int16'"),
+        ({"tok": {"name": "x", "dtype": "object"}}, "dtype 'object' is unknown"),
+        ({"tok": {"name": "x", "length": 4}}, "Add dtype"),
+        ({"tok": {"name": "x", "dtype": "uint16", "length": 0}}, "at least 1 number"),
+        ({"tok": {"name": "x", "dtype": "uint16", "length": "9"}}, "want an int"),
+        ({"tok": {"name": "x", "dtype": "uint16", "role": "text"}}, "role 'text'"),
+        ({"tok": {"name": "x", "dtype": "uint16", "decoder": "json.loads"}}, "decoder of its own"),
         ({"png": {"name": "x", "role": "target"}}, "decoder"),
         ({"txt": {"name": "x", "role": "image"}}, "holds text"),
         ({"npy": {"name": "x", "decoder": "nowhere"}}, "dotted path"),
@@ -130,7 +160,7 @@ def test_a_decoder_is_a_callable_a_path_or_a_target():
 
 
 def test_fields_travel_to_workers():
-    field = one("jpg", role="image", size=3, decoder="json.loads")
+    field = one("jpg", role="image", size=3, shorter_side=4, decode="reduced", decoder="json.loads")
     assert pickle.loads(pickle.dumps(field)) == field
 
 

@@ -1,5 +1,6 @@
 """Pixels of image files. Pillow is the oracle for what a file shows, float arithmetic for how 16 bits become 8."""
 
+import functools
 import io
 import zlib
 
@@ -10,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
+from dtrain.data.crop import Crop, resize, whole
 from dtrain.data.fields import SampleError
-from dtrain.data.image import MAX_PIXELS, check_image, decode_image, resize
+from dtrain.data.image import MAX_PIXELS, check_image, decode_image
 
 HEIGHT, WIDTH = 24, 17
 
@@ -23,10 +25,24 @@ def pixels(height=HEIGHT, width=WIDTH, seed=0):
     return (np.stack([y * 7, x * 9, (x + y) * 4], axis=-1) % 240 + noise).astype(np.uint8)
 
 
+def photograph(height, width):
+    """Edges, ramps and texture at every scale, as real ones have, without a file."""
+    rng = np.random.default_rng(0)
+    image = np.zeros((height, width, 3))
+    for cells in (3, 6, 12, 24, 48, 96):
+        coarse = Image.fromarray(rng.integers(0, 256, (cells, cells, 3), dtype=np.uint8))
+        image += np.asarray(coarse.resize((width, height), Image.Resampling.BILINEAR)) / cells**0.7
+    return ((image - image.min()) / np.ptp(image) * 255).astype(np.uint8)
+
+
 def file(image, fmt, **options):
     stream = io.BytesIO()
     (Image.fromarray(image) if isinstance(image, np.ndarray) else image).save(stream, fmt, **options)
     return stream.getvalue()
+
+
+def to(*size):
+    return functools.partial(whole, size=size)
 
 
 def pillow(payload):
@@ -121,29 +137,93 @@ def test_exif_orientation_is_applied_when_asked_for(fmt, orientation):
     assert decode_image(payload, None, out, True) is out
     np.testing.assert_array_equal(out, upright)
     # The size is that of the upright image.
-    assert decode_image(payload, (10, 20), exif=True).shape == (10, 20, 3)
-
-
-@given(
-    st.integers(1, 60), st.integers(1, 60), st.tuples(st.integers(1, 60), st.integers(1, 60)), st.integers(0, 2**31 - 1)
-)
-@settings(max_examples=50, deadline=None)
-def test_resizing_follows_pillows_antialiased_bilinear_filter_to_one_level(height, width, size, seed):
-    image = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    expected = np.asarray(Image.fromarray(image).resize(size[::-1], Image.Resampling.BILINEAR))
-    resized = resize(image, size)
-    assert resized.dtype == np.uint8
-    assert np.abs(resized.astype(int) - expected).max() <= 1
+    assert decode_image(payload, to(10, 20), exif=True).shape == (10, 20, 3)
 
 
 @pytest.mark.parametrize("fmt", ["JPEG", "PNG"])
 def test_size_resizes_whatever_the_format(fmt):
     payload = file(pixels(), fmt)
     expected = resize(pillow(payload), (11, 13))
-    np.testing.assert_array_equal(decode_image(payload, (11, 13)), expected)
+    np.testing.assert_array_equal(decode_image(payload, to(11, 13)), expected)
     out = np.zeros((11, 13, 3), np.uint8)
-    assert decode_image(payload, (11, 13), out) is out
+    assert decode_image(payload, to(11, 13), out) is out
     np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("fmt", ["JPEG", "PNG"])
+@pytest.mark.parametrize("reduced", [False, True])
+def test_a_crop_is_asked_for_once_with_the_size_of_the_upright_image(fmt, reduced):
+    asked = []
+
+    def corner(height, width):
+        asked.append((height, width))
+        return Crop(2, 3, 8, 12, (4, 5), interpolation="bicubic")
+
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    payload = file(pixels(), fmt, exif=exif.tobytes())
+    for turned in (False, True):
+        seen = pillow(payload)
+        upright = np.rot90(seen, -1) if turned else seen
+        decoded = decode_image(payload, corner, exif=turned, reduced=reduced)
+        np.testing.assert_array_equal(decoded, resize(upright[2:10, 3:15], (4, 5), "bicubic"))
+        assert asked.pop() == upright.shape[:2]
+        assert not asked
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": "4:4:4"}, {"grey": True}])
+def test_a_large_jpeg_may_be_decoded_at_a_part_of_its_size_and_looks_the_same(options):
+    options = dict(options)
+    image = photograph(531, 702)
+    if options.pop("grey", False):
+        image = np.repeat(image[..., :1], 3, axis=2)
+        payload = file(image[..., 0], "JPEG", quality=90)
+    else:
+        payload = file(image, "JPEG", quality=90, **options)
+    for side, factor in ((130, 2), (66, 4), (31, 8)):
+        shown = functools.partial(whole, size=(side, side + 5))
+        assert shown(531, 702).reduction == factor
+        difference = np.abs(decode_image(payload, shown, reduced=True).astype(int) - decode_image(payload, shown))
+        assert 0 < difference.mean() < 1.5
+        out = np.zeros((side, side + 5, 3), np.uint8)
+        assert decode_image(payload, shown, out, reduced=True) is out
+        np.testing.assert_array_equal(out, decode_image(payload, shown, reduced=True))
+
+
+def test_a_window_of_a_reduced_jpeg_shows_the_same_part():
+    image = photograph(531, 702)
+    payload = file(image, "JPEG", quality=95)
+    for top, left in ((0, 0), (13, 27), (131, 293)):
+        window = Crop(top, left, 400, 409, (40, 41))
+        assert window.reduction == 4
+        shown = decode_image(payload, lambda height, width, window=window: window, reduced=True)
+        expected = resize(image[top : top + 400, left : left + 409], (40, 41))
+        assert np.abs(shown.astype(int) - expected).mean() < 2
+
+
+@pytest.mark.parametrize("size", [(40, 41), (350, 360)], ids=["reduced", "not reduced"])
+def test_a_large_jpeg_that_is_cut_short_or_flawed_is_treated_as_at_full_size(size):
+    payload = file(photograph(531, 702), "JPEG", quality=90)
+    with pytest.raises(SampleError, match="not a readable image"):
+        decode_image(payload[: len(payload) // 2], to(*size), reduced=True)
+    at = payload.index(b"\xff\xdb")
+    flawed = payload[:at] + b"\0\0\0" + payload[at:]
+    np.testing.assert_array_equal(decode_image(flawed, to(*size), reduced=True), decode_image(payload, to(*size)))
+
+
+@pytest.mark.parametrize("fmt", ["PNG", "WEBP", "GIF"])
+def test_other_formats_are_never_reduced(fmt):
+    payload = file(photograph(200, 300), fmt)
+    np.testing.assert_array_equal(decode_image(payload, to(9, 9), reduced=True), decode_image(payload, to(9, 9)))
+
+
+def test_pillow_says_nothing_of_images_that_are_good_enough(recwarn):
+    damaged_exif = file(pixels(), "TIFF").replace(b"\x03\x01\x03\x00", b"\x03\x01\x03\x00", 1)
+    palette = Image.fromarray(pixels()).convert("P")
+    palette.info["transparency"] = bytes(range(256))
+    decode_image(damaged_exif, exif=True)
+    decode_image(file(palette, "PNG", transparency=bytes(range(256))), exif=True)
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize("shape", [(HEIGHT, WIDTH + 1), (WIDTH, HEIGHT), (1, 1), (100, 100)])

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from dtrain.data import index_store
+from dtrain.data import index_store, read_ahead
 from dtrain.data.index_store import load_or_build, write
-from dtrain.data.tar_index import ShardIndex, index_tar
-from tests.data.tars import write_shard
+from dtrain.data.tar_index import ShardError, ShardIndex, index_tar
+from tests.data.http_for_tests import FileServer, serving
+from tests.data.tars import tar_bytes, write_shard
 
 ARRAYS = ("key_bytes", "key_starts", "member_sample", "member_extension", "member_offset", "member_size")
 
@@ -40,7 +41,7 @@ def read_only(shard: Path) -> Iterator[Path]:
     shard.parent.chmod(0o755)
 
 
-def no_walk(path: str) -> NoReturn:
+def no_walk(path: str, *others: object) -> NoReturn:
     raise AssertionError(f"{path} was indexed again")
 
 
@@ -196,3 +197,77 @@ def test_many_processes_at_once_all_see_a_whole_index(shard: Path) -> None:
     for process in processes:
         process.join()
     assert sorted(os.listdir(shard.parent)) == ["x.tar", "x.tar.idx"]
+
+
+@pytest.fixture
+def server(shard: Path) -> Iterator[FileServer]:
+    pytest.importorskip("aiohttp", reason="http needs aiohttp: pip install 'dtrain[http]'")
+    with serving(shard.parent) as server:
+        yield server
+
+
+def assert_same_members(index: ShardIndex, other: ShardIndex) -> None:
+    assert index.extensions == other.extensions
+    for name in ARRAYS:
+        np.testing.assert_array_equal(getattr(index, name), getattr(other, name))
+
+
+def test_index_of_a_url_is_kept_in_the_cache(server: FileServer, shard: Path, cache: Path) -> None:
+    built = load_or_build(server.url("x.tar"))
+    assert_same_members(built, index_tar(str(shard)))
+    assert os.listdir(shard.parent) == ["x.tar"]
+    assert len(list(cache.glob("index/*.idx"))) == 1
+    before = server.requests["x.tar"]
+    assert_equal(load_or_build(server.url("x.tar")), built)
+    assert server.requests["x.tar"] == before
+
+
+def test_index_of_a_url_that_changed_is_built_again(server: FileServer, shard: Path) -> None:
+    load_or_build(server.url("x.tar"))
+    write_shard(shard, 5, first=100)
+    assert load_or_build(server.url("x.tar")).key(0) == "000100"
+
+
+def test_index_that_was_uploaded_with_a_shard_is_used(
+    server: FileServer, shard: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = load_or_build(str(shard))
+    os.utime(shard, ns=(1, 1))  # what an upload does to it
+    monkeypatch.setattr(index_store, "index_tar", no_walk)
+    assert_same_members(load_or_build(server.url("x.tar")), built)
+
+
+@pytest.mark.parametrize("lie", ["another shard of its size", "another size", "a page", "damaged"])
+def test_uploaded_index_that_lies_is_not_believed(server: FileServer, shard: Path, lie: str) -> None:
+    load_or_build(str(shard))
+    kept = Path(f"{shard}.idx")
+    if lie == "another shard of its size":
+        size = shard.stat().st_size
+        shard.write_bytes(tar_bytes({"other.jpg": b"1" * 700}).ljust(size, b"\0"))
+        assert shard.stat().st_size == size
+    elif lie == "another size":
+        write_shard(shard, 40)
+    elif lie == "a page":
+        kept.write_bytes(b"<html>not here</html>" * 50)
+    else:
+        kept.write_bytes(kept.read_bytes()[:-1] + b"?")
+    assert_same_members(load_or_build(server.url("x.tar")), index_tar(str(shard)))
+
+
+def test_shard_behind_a_server_without_ranges_is_indexed_in_the_cache(
+    server: FileServer, shard: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_ahead, "_PIECE", 1024)
+    monkeypatch.setattr(read_ahead, "_HEADERS", 1024)
+    server.ranges = False
+    write_shard(shard, 500)
+    assert_same_members(load_or_build(server.url("x.tar")), index_tar(str(shard)))
+    assert len(list(cache.glob("shards/*.tar"))) == 1
+
+
+def test_page_in_place_of_a_shard_is_refused_with_what_it_says(server: FileServer) -> None:
+    server.page = b"<html>Sign in to the portal</html>".ljust(600)
+    with pytest.raises(
+        ShardError, match=r"x\.tar', byte 0: HTML or XML, not a tar: it begins with b'<html>Sign in to the"
+    ):
+        load_or_build(server.url("x.tar") + "?token=secret")

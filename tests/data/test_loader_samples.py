@@ -13,7 +13,7 @@ import pytest
 import torch
 import webdataset
 
-from dtrain.data.loader import TooManyBadSamples, check_bad_samples
+from dtrain.data.bad_samples import TooManyBadSamples
 from dtrain.data.storage import ShardChanged
 from dtrain.data.writer import write_shards
 from tests.data.shards_for_tests import (
@@ -90,13 +90,15 @@ def test_masked_rows_are_no_samples_to_the_budget(tmp_path: Path) -> None:
         list(loader)
 
 
-def test_the_budget_is_a_count_a_share_or_nothing_at_all() -> None:
-    last = {"key": "a.tar/1", "reason": "torn"}
-    for bad, handed, budget in ((0, 10, 0), (10, 20, 0.01), (50, 5000, 0.01), (3, 4, 3), (1, 1, 1)):
-        check_bad_samples(bad, handed, budget, last)
-    for bad, handed, budget in ((1, 10_000, 0), (11, 20, 0.01), (51, 5000, 0.01), (4, 4, 3), (2, 2, 1)):
-        with pytest.raises(TooManyBadSamples, match=r"a\.tar/1: torn"):
-            check_bad_samples(bad, handed, budget, last)
+def test_a_row_of_bad_samples_ends_the_run_where_the_share_would_forgive_it(tmp_path: Path) -> None:
+    shards = torn_shards(tmp_path, [3, 11, *range(24, 33)])
+    options = {"global_batch_size": 1, "shuffle": "none", "max_bad": 0.5}
+    with pytest.raises(
+        TooManyBadSamples, match=r"7 samples in a row .*max_bad_consecutive=6 .*shard-1\.tar/sample00030"
+    ):
+        list(loader_of(shards, IMAGE | LABEL, max_bad_consecutive=6, **options))
+    for limit in (9, None):
+        assert len(keys_of(loader_of(shards, IMAGE | LABEL, max_bad_consecutive=limit, **options))) == 29
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -247,3 +249,17 @@ def test_webdataset_and_the_loader_find_the_same_keys_and_bytes(tmp_path: Path, 
     ]
     assert ours == theirs
     assert len(ours) == 25
+
+
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("role", ["feature", None])
+def test_halves_that_were_packed_travel_bit_for_bit(tmp_path: Path, kept: torch.dtype, role: str | None) -> None:
+    values = torch.from_numpy(np.random.default_rng(0).normal(0, 1e4, (6, 50))).to(kept)
+    values[0, :3] = torch.tensor([float("inf"), float("nan"), 1e-7])
+    bits = [row.view(torch.int16).numpy().view("V2" if kept == torch.bfloat16 else "f2") for row in values]
+    shards = [write_tar(tmp_path / "a.tar", [(f"{row}", {"npy": npy(one)}) for row, one in enumerate(bits)])]
+    fields = {"npy": {"name": "x", "role": role}}
+    precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}[kept]
+    (batch,) = loader_of(shards, fields, precision=precision, shuffle="none")
+    assert batch["x"].dtype == kept
+    assert torch.equal(batch["x"].view(torch.int16), values.view(torch.int16))

@@ -202,6 +202,40 @@ def last_index(values: list[int], value: int) -> int:
     return len(values) - 1 - values[::-1].index(value)
 
 
+@given(counts=counts_of_shards, recipe=recipes(), layout=layouts(), data=st.data())
+def test_shards_ahead_are_those_that_slots_read_from_a_step_on(
+    counts: list[int], recipe: Recipe, layout: Layout, data: st.DataObject
+) -> None:
+    layout = layout if recipe.shuffle == "window" else Layout(layout.global_batch_size, 1)
+    order = order_of(counts, recipe, 0, [layout])
+    if not order.num_steps:
+        return
+    step = data.draw(st.integers(0, order.num_steps - 1))
+    slots = np.array(sorted(data.draw(st.sets(st.integers(0, layout.global_batch_size - 1), min_size=1))))
+    owner = np.repeat(np.arange(len(counts)), counts)
+    read = [order.locate(later, slots) for later in range(step, order.num_steps)]
+    ahead = order.shards_ahead(step, slots, len(counts)).tolist()
+    assert len(set(ahead)) == len(ahead)
+    assert {int(owner[sample]) for samples in read for sample in samples if sample >= 0} <= set(ahead)
+    assert order.shards_ahead(step, slots, 2).tolist() == ahead[:2]
+
+
+def test_shards_of_the_windows_that_are_read_come_first() -> None:
+    order = order_of([10] * 40, Recipe(0, window=2), 0, [Layout(4, 2)])
+    slots = np.arange(4)
+    nearest = set(order.shards_ahead(3, slots, 4).tolist())
+    assert nearest == {sample // 10 for step in range(10) for sample in order.locate(step, slots).tolist()}
+
+
+def test_shards_ahead_follow_a_batch_that_was_cut_anew() -> None:
+    cuts = [Layout(4, 2, 7), Layout(6, 3)]
+    order = order_of([10] * 8, Recipe(0, window=2), 0, cuts)
+    slots = np.arange(6)
+    for step in range(order.first_step, order.num_steps):
+        samples = order.locate(step, slots)
+        assert set((samples[samples >= 0] // 10).tolist()) <= set(order.shards_ahead(step, slots, 8).tolist())
+
+
 def test_an_order_needs_memory_for_shards_but_not_for_samples() -> None:
     counts = np.full(10_000, 1_000_000_000)
     tracemalloc.start()

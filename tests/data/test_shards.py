@@ -107,8 +107,8 @@ def test_shard_named_twice_is_refused(folder: Path, patterns: list[str]) -> None
         ("-", "Save its output to a file"),
         ("train-{0..9}.tar.gz", "gunzip"),
         ("TRAIN.TGZ", "gunzip"),
-        ("s3://bucket/train-{0..9}.tar", "mount the bucket"),
-        ("https://host/x.tar", "mount the bucket"),
+        ("https://me:secret@host/x.tar.gz?sig=1", "'https://host/x.tar.gz' is compressed"),
+        ("tape://robot/x.tar", "nothing is known about tape://"),
         ("x{0..3.tar", "opens 1 braces and closes 0"),
     ],
 )
@@ -121,6 +121,38 @@ def test_compressed_shard_found_by_a_glob_is_refused_too(folder: Path) -> None:
     (folder / "train-000003.tar.gz").touch()
     with pytest.raises(ValueError, match=r"'train-000003\.tar\.gz' is compressed"):
         expand("train-*")
+
+
+def test_urls_expand_in_braces_and_are_asked_for_later(folder: Path) -> None:
+    assert expand("https://host/{b,a}/x.tar?sig=*") == ["https://host/b/x.tar?sig=*", "https://host/a/x.tar?sig=*"]
+    assert expand(["s3://bucket/train-{00..01}.tar"]) == ["s3://bucket/train-00.tar", "s3://bucket/train-01.tar"]
+
+
+def test_url_of_a_file_is_a_path(folder: Path) -> None:
+    assert expand(f"file://{folder}/eval-*.tar") == [str(folder / "eval-0.tar")]
+
+
+def test_globs_of_urls_are_listed_where_the_file_system_can() -> None:
+    import fsspec
+
+    files = fsspec.filesystem("memory")
+    for name in ("b.tar", "a.tar", "a.tar.idx"):
+        files.pipe_file(f"/glob/{name}", b"")
+    assert expand("memory://glob/*") == ["memory:///glob/a.tar", "memory:///glob/b.tar"]
+    with pytest.raises(ValueError, match=r"'memory://glob/x-\*' matches nothing that may be listed"):
+        expand("memory://glob/x-*")
+
+
+def test_url_named_twice_is_refused_without_its_secrets() -> None:
+    with pytest.raises(ValueError, match=r"'https://host/x\.tar' is named more than once"):
+        expand(["https://host/x.tar?sig=1"] * 2)
+
+
+def test_urls_have_names_as_paths_have_and_signatures_are_none() -> None:
+    urls = ["https://h/a/000.tar?sig=1", "https://h/b/000.tar?sig=2", "s3://bucket/001.tar"]
+    assert names(urls) == ["a/000.tar", "b/000.tar", "001.tar"]
+    with pytest.raises(ValueError, match="there twice"):
+        names(["https://h/x?file=1", "https://h/x?file=2"])
 
 
 def test_empty_list_is_refused() -> None:

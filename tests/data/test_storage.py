@@ -2,10 +2,17 @@ from __future__ import annotations
 
 import os
 import resource
+import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from dtrain.data import storage
+from dtrain.data.cache_policy import CachePolicy
+from dtrain.data.shard_file import stamp_of
 from dtrain.data.storage import ShardChanged, ShardReader
 
 SIZE = 50_000
@@ -104,3 +111,70 @@ def test_a_shard_that_shrank_while_open_is_named_with_its_size(shards: list[str]
             ShardChanged, match=rf"shard-0.tar' has 600 bytes, .* at least {offset + 10}.* changed after"
         ):
             reader.read(0, offset, 10)
+
+
+def reader_of(shards: list[str], folder: Path, kind: str = "slow", max_gb: float = 1.0) -> ShardReader:
+    stamps = [stamp_of(path) for path in shards]
+    return ShardReader(shards, stamp=stamps.__getitem__, policy=CachePolicy(kind, str(folder), max_gb))
+
+
+def test_a_shard_that_was_replaced_by_one_of_the_same_size_is_noticed(shards: list[str], tmp_path: Path) -> None:
+    for turn, kind in enumerate(("fast", "slow"), start=1):
+        reader = reader_of(shards, tmp_path / kind, kind)
+        Path(shards[1]).write_bytes(bytes(SIZE))
+        os.utime(shards[1], ns=(turn, turn))
+        with pytest.raises(ShardChanged, match=r"shard-1.tar' has been written again"):
+            reader.read(1, 0, 10)
+        assert reader.read(0, 7, 10) == stored(shards[0], 7, 10)
+        reader.close()
+
+
+def test_slow_storage_is_read_once_in_large_pieces(
+    shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda *arguments: reads.append(arguments) or pread(*arguments))
+    reader, second = (reader_of(shards, tmp_path / "cache") for _ in range(2))
+    for offset in (0, 40_000, 17):
+        assert reader.read(1, offset, 1000) == second.read(1, offset, 1000) == stored(shards[1], offset, 1000)
+    assert [arguments[1:] for arguments in reads] == [(SIZE, 0)]
+    reader.close()
+    second.close()
+
+
+def test_samples_of_a_large_shard_do_not_wait_for_its_copy(
+    shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "_COPIED_AT_ONCE", SIZE - 1)
+    reader = reader_of(shards, tmp_path / "cache")
+    assert reader.read(0, 100, 10) == stored(shards[0], 100, 10)
+    assert not list((tmp_path / "cache").glob("*"))
+    CachePolicy("slow", str(tmp_path / "cache")).cache.fetch(shards[0], stamp_of(shards[0]))
+    monkeypatch.setattr(os, "pread", None)
+    assert reader.read(0, 200, 10) == stored(shards[0], 200, 10)
+    reader.close()
+
+
+def test_a_full_cache_disk_is_told_once_and_samples_are_read_where_they_lie(shards: list[str], tmp_path: Path) -> None:
+    reader = reader_of(shards, tmp_path / "cache", max_gb=1e-9)
+    with pytest.warns(UserWarning, match=r"no room for .* Until then, samples are read one by one"):
+        assert reader.read(0, 100, 10) == stored(shards[0], 100, 10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert reader.read(1, 200, 10) == stored(shards[1], 200, 10)
+    reader.close()
+
+
+def test_what_is_expected_is_copied_before_it_is_read(shards: list[str], tmp_path: Path) -> None:
+    reader = reader_of(shards, tmp_path / "cache")
+    reader.expect(lambda most: np.array([2, 0])[:most])
+    cache = CachePolicy("slow", str(tmp_path / "cache")).cache
+    wait_until(lambda: all(cache.keep(shards[number], stamp_of(shards[number])) for number in (2, 0)))
+    assert not cache.keep(shards[1], stamp_of(shards[1]))
+    reader.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    while not condition():  # the time limit of the test is the only one
+        time.sleep(0.005)

@@ -373,7 +373,7 @@ def test_index_is_arrays_of_the_promised_types(tmp_path: Path) -> None:
         "member_offset": np.int64,
         "member_size": np.int64,
     }
-    assert (index.key(0), index.extensions, index.shard_size) == ("é", ("jpg", "cls"), 10240)
+    assert (index.key(0), index.extensions, index.stamp.size) == ("é", ("jpg", "cls"), 10240)
 
 
 def test_names_that_are_no_utf8_keep_their_bytes(tmp_path: Path) -> None:

@@ -170,3 +170,35 @@ def test_the_banner_tells_what_travels() -> None:
 def test_unknown_modes_are_refused(options: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         wire_of("fp16", **options)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "role", "saved"),
+    [
+        ("bf16", torch.float32, None, "2,000"),
+        ("fp16", torch.float32, "label", "2,000"),
+        ("bf16", torch.float64, None, "6,000"),
+        ("fp32", torch.float64, None, "4,000"),
+        ("fp32", torch.float32, None, None),
+        ("bf16", torch.float32, "coord", None),
+        ("bf16", torch.float32, "target", None),
+        ("bf16", torch.bfloat16, None, None),
+        ("bf16", torch.int64, None, None),
+    ],
+)
+def test_floats_that_nobody_declared_are_told_with_the_bytes_that_a_role_would_save(
+    precision: str, dtype: torch.dtype, role: str | None, saved: str | None
+) -> None:
+    told = wire_of(precision, role).suggestions({"x": torch.zeros(4, 10, 100, dtype=dtype)})
+    assert len(told) == (saved is not None)
+    if saved is not None:
+        kind = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision]
+        assert f"[10, 100], for it has {f'role {role}' if role else 'no role'}." in told[0]
+        assert f"data.fields.npy.role=feature sends {kind}: {saved} bytes a sample less" in told[0]
+
+
+def test_a_few_floats_or_a_wire_of_fp32_are_worth_no_line() -> None:
+    assert wire_of("bf16", None).suggestions({"x": torch.zeros(4, 100)}) == []
+    assert wire_of("bf16", None).suggestions({"x": ["text"]}) == []
+    for options in ({"mode": "fp32"}, {"on_overflow": "fp32"}):
+        assert wire_of("fp16", None, **options).suggestions({"x": torch.zeros(4, 1000)}) == []

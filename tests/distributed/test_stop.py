@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -83,6 +84,7 @@ def test_int_is_polite_once_and_then_ends_at_once(
 
 
 WAITS = """
+import threading
 import time
 from dtrain.distributed.stop import StopRequests
 with StopRequests(None) as stop:
@@ -231,3 +233,51 @@ def test_term_is_polite_as_long_as_no_rank_has_failed() -> None:
             return stop.reason
 
     assert in_a_rank(work) == "SIGTERM"
+
+
+def test_term_ends_a_rank_whose_peer_publishes_its_failure_only_later() -> None:
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            with StopRequests(None):
+                send(signal.SIGTERM)
+                time.sleep(0.2)
+                c10d._get_default_store().set("dtrain/failed", "rank 1 failed: its collective broke")
+                time.sleep(30)
+                os._exit(0)
+        os._exit(99)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 1
+
+
+@pytest.mark.parametrize("agreed", [False, True])
+def test_before_torchrun_kills_it_a_rank_that_has_not_agreed_to_stop_says_where_it_is(
+    agreed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(module._BEFORE_THE_KILL))  # at once, that is
+
+    def work() -> list[str]:
+        said: list[str] = []
+        with StopRequests(None, stuck=said.append) as stop:
+            if agreed:
+                stop.consume()
+            send(signal.SIGTERM)
+            looking_on = [thread for thread in threading.enumerate() if thread.name == "stop"]
+            if not agreed:
+                for thread in looking_on:
+                    thread.join()
+        for thread in looking_on:
+            thread.join()
+        return said
+
+    said = in_a_rank(work)
+    assert bool(said) != agreed
+    assert all("asked to stop, and not agreed within" in text for text in said)
+
+
+def test_only_torchrun_is_known_to_kill() -> None:
+    assert module.seconds_until_kill({}) is None
+    assert module.seconds_until_kill({"TORCHELASTIC_RUN_ID": "one"}) == 30
+    assert module.seconds_until_kill({"TORCHELASTIC_RUN_ID": "one", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}) == 7

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -12,12 +13,20 @@ import pytest
 _SETTINGS = {name: value for name, value in os.environ.items() if name.startswith("SLURM_BED_")}
 
 
+@pytest.fixture
+def bed(slurm: Path) -> Path:
+    """The folder of the scripts that start and harm the cluster."""
+    return slurm
+
+
 @pytest.fixture(scope="session")
 def slurm(_own_environment: None) -> Iterator[Path]:
     """A SLURM of three nodes on this machine, in the environment of this process; the folder of its scripts."""
     place = os.environ.get("DTRAIN_TEST_SLURM_BED")
     if not place:
         pytest.skip("no cluster: DTRAIN_TEST_SLURM_BED names no folder with a start.sh that starts one")
+    if shutil.which("slurmctld", path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None:
+        pytest.skip("no SLURM here: apt-get install slurmctld slurmd slurm-client munge")
     scripts = Path(place).resolve()
     with tempfile.TemporaryDirectory(prefix="slurm-") as state:
         # Ports of its own, below the ephemeral ones, for another cluster on this machine.
@@ -32,6 +41,7 @@ def slurm(_own_environment: None) -> Iterator[Path]:
                 name, _, value = line.partition("=")
                 if name.startswith("SLURM_"):
                     os.environ[name] = value
+            os.environ["SLURM_BED_DIR"] = state
             yield scripts
         finally:
             subprocess.run(["bash", str(scripts / "stop.sh")], env=environment, check=True, timeout=120)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from dtrain.config.errors import ConfigError
-from dtrain.launching.job_script import job_script
-from tests.launching.points import single
+from dtrain.launching.job_script import array_script, job_script, seconds
+from dtrain.launching.point import Point
+from tests.launching.points import single, sweep
 
 GOLDEN = Path(__file__).parent / "golden" / "job.sbatch"
 # As printed by: python -m dtrain.launch launch.dry_run=true ARGUMENTS
@@ -35,8 +36,12 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "cwd", classmethod(lambda cls: cls("/home/me/project")))
 
 
+def digits(*arguments: str) -> Point:
+    return single("launch=slurm", "experiment=digits", *arguments)
+
+
 def directives(*arguments: str) -> list[str]:
-    script = job_script(single("launch=slurm", "experiment=digits", *arguments))
+    script = job_script(digits(*arguments))
     return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
 
 
@@ -64,6 +69,63 @@ def test_a_process_gets_a_gpu_and_cores_for_its_loader() -> None:
     assert "--cpus-per-task=16" in asked
     assert "--cpus-per-task=8" in directives("launch.processes_per_node=4", "launch.cpus_per_process=2")
     assert not any("gpu" in line for line in directives("launch.gpus_per_node=0"))
+    auto = ("launch.processes_per_node=4", "data.num_workers=auto")
+    assert "--cpus-per-task=24" in directives(*auto, "launch.cpus_per_process=6")
+    with pytest.raises(
+        ConfigError, match=r"launch\.cpus_per_process: data\.num_workers=auto uses the cores that there are"
+    ):
+        directives(*auto)
+
+
+def test_a_range_of_nodes_and_no_second_allocation_are_asked_for_in_slurms_words() -> None:
+    assert "--nodes=2-4" in directives("launch.nodes=4", "launch.min_nodes=2")
+    assert "--requeue" in directives()
+    assert "--no-requeue" in directives("launch.requeue=false")
+    assert "\nrequeue=0\n" in job_script(digits("launch.requeue=false"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("launch.container=[apptainer,exec,--nv,'my image.sif']",),
+        ("launch.srun=['--container-image=my image.sqsh']",),
+    ],
+)
+def test_a_container_is_put_around_the_interpreter_that_is_in_it(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    script = job_script(digits(f"run.dir={tmp_path}", "launch.python=/opt/python", *arguments))
+    srun = tmp_path / "srun"
+    srun.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" >{tmp_path}/words\n')
+    srun.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    subprocess.run(["bash", "-c", script], env=environment, capture_output=True, check=False)
+    words = (tmp_path / "words").read_text().splitlines()
+    before = words[: words.index("/opt/python")]
+    if "srun" in arguments[0]:
+        assert before[-1] == "--container-image=my image.sqsh"
+    else:
+        assert before[-4:] == ["apptainer", "exec", "--nv", "my image.sif"]
+
+
+def test_an_array_runs_the_script_of_the_point_that_its_number_names(tmp_path: Path) -> None:
+    points = sweep(
+        "launch=slurm", "experiment=digits", f"run.dir='{tmp_path}/a b'", "launch.max_running=2", "run.seed=1,2,3"
+    )
+    script = array_script(points, tmp_path / "50%a")
+    assert "#SBATCH --array=0-2%2\n" in script
+    assert f"#SBATCH --output={tmp_path}/50%%a/slurm-%A_%a.out\n" in script
+    for number, point in enumerate(points):
+        point.run.dir.mkdir()
+        (point.run.dir / "job.sbatch").write_text(f"echo {number}\n")
+        ran = subprocess.run(
+            ["bash", "-c", script], env={"SLURM_ARRAY_TASK_ID": str(number)}, capture_output=True, text=True, check=True
+        )
+        assert ran.stdout == f"{number}\n"
+
+
+def test_elements_of_an_array_cannot_ask_for_different_things(tmp_path: Path) -> None:
+    points = sweep("launch=slurm", "experiment=digits", "launch.max_running=2", "launch.time=10,20", "run.seed=1,2")
+    with pytest.raises(ConfigError, match=r"launch\.max_running: .* differ in --time=10, --time=20"):
+        array_script(points, tmp_path)
 
 
 def test_percent_signs_in_the_directory_are_not_taken_for_patterns() -> None:
@@ -76,8 +138,28 @@ def test_percent_signs_in_the_directory_are_not_taken_for_patterns() -> None:
         (("launch.gpus_per_node=1", "launch.processes_per_node=2"), r"launch\.gpus_per_node: got 1 for .*=2"),
         (("launch.processes_per_node=null",), r"launch\.processes_per_node: launch=slurm needs a number"),
         (("launch.extra=[qos]",), r"launch\.extra: got 'qos'"),
+        (("launch.time=00:02:00",), r"launch\.time: got 00:02:00, which is not longer than launch\.stop_seconds=120"),
+        (("launch.srun=[image.sqsh]",), r"launch\.srun: got 'image.sqsh', want options of srun"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         directives(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("time", "expected"),
+    [
+        ("90", 90 * 60),
+        ("90:30", 90 * 60 + 30),
+        ("1:02:03", 3723),
+        ("2-03", 51 * 3600),
+        ("2-03:04", 51 * 3600 + 240),
+        ("2-03:04:05", 51 * 3600 + 245),
+        ("UNLIMITED", None),
+        ("later", None),
+        ("1:2:3:4", None),
+    ],
+)
+def test_a_time_limit_means_what_slurm_says(time: str, expected: int | None) -> None:
+    assert seconds(time) == expected

@@ -115,9 +115,9 @@ def test_threads_are_the_users_or_a_share_of_the_cores(monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)), raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     point = single("experiment=digits", "launch.processes_per_node=5")
-    assert local.describe(point).startswith("OMP_NUM_THREADS=2 ")
+    assert local.describe([point]).startswith("OMP_NUM_THREADS=2 ")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert local.describe(point).startswith("OMP_NUM_THREADS=7 ")
+    assert local.describe([point]).startswith("OMP_NUM_THREADS=7 ")
 
 
 def test_a_machine_with_gpus_gets_a_process_for_each(monkeypatch: pytest.MonkeyPatch) -> None:

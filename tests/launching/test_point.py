@@ -72,8 +72,14 @@ def test_points_that_do_not_differ_are_refused() -> None:
         told_apart(compose("--multirun", "experiment=digits", "run.seed=1,1"))
 
 
-@pytest.mark.parametrize("key", ["nodes", "processes_per_node", "cpus_per_process"])
+@pytest.mark.parametrize("key", ["nodes", "min_nodes", "processes_per_node", "cpus_per_process", "max_running"])
 def test_impossible_counts_are_refused(key: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         single("experiment=digits", f"launch.{key}=0")
     assert f"launch.{key}: got 0, want at least 1" in capsys.readouterr().err
+
+
+def test_more_nodes_at_least_than_at_most_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        single("experiment=digits", "launch.nodes=2", "launch.min_nodes=3")
+    assert "launch.min_nodes: got 3 for launch.nodes=2" in capsys.readouterr().err

@@ -6,82 +6,72 @@ import json
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable
+import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from dtrain import launch
+from dtrain.distributed.srun import first_host
+from tests.launching.jobs import TWO_NODES, digits_run, ended, field, output, restarted, slurm, submit, trained, wait
 from tests.launching.processes import rank_processes
-from tests.runs import records, status, torchrun, weights
+from tests.runs import metrics, records, status, torchrun, weights
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("slurm", "digits")]
 
-SHAPE = ("launch.nodes=2", "launch.processes_per_node=1")
-RUN = ("experiment=digits", "tracker=none", "train.log_every=1", "train.deterministic=true", "train.max_epochs=6")
-ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
-
-def submit(run_dir: Path, *arguments: str) -> str:
-    """Submits a run; returns the job id."""
-    assert launch.main(["launch=slurm", *SHAPE, *RUN, f"run.dir='{run_dir}'", *arguments]) == 0
-    return str(json.loads((run_dir / "launch.json").read_text())["job"])
-
-
-def field(job: str, name: str) -> str:
-    """A field of ``scontrol show job``, such as ``JobState``."""
-    shown = subprocess.run(["scontrol", "-o", "show", "job", job], capture_output=True, text=True, check=True).stdout
-    return next(word.partition("=")[2] for word in shown.split() if word.startswith(f"{name}="))
-
-
-def wait(condition: Callable[[], bool], seconds: float = 120) -> None:
-    """Returns as soon as the condition holds; fails after ``seconds``."""
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            pytest.fail(f"waited {seconds} s in vain")
-        time.sleep(0.2)
-
-
-def ended(job: str) -> str:
-    """The state in which a job ended."""
-    wait(lambda: field(job, "JobState") in ENDED)
-    return field(job, "JobState")
-
-
-def trained(run_dir: Path, steps: int) -> Callable[[], bool]:
-    """Whether a run has logged so many steps."""
-    path = run_dir / "metrics.jsonl"
-    return lambda: path.exists() and path.read_text().count("\n") >= steps
-
-
-def log(run_dir: Path, job: str) -> str:
-    return (run_dir / "logs" / f"slurm-{job}.out").read_text()
-
-
-def test_a_signalled_job_requeues_itself_and_ends_with_the_parameters_of_an_undisturbed_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # sums depend on the number of threads
-    run_dir = tmp_path / "a place"
-    job = submit(run_dir)
+
+
+def ledger(run_dir: Path) -> dict[int, list[str]]:
+    """The samples of every step over all ranks, sorted."""
+    keys: dict[int, list[str]] = {}
+    for path in (run_dir / "logs").glob("keys-rank-*.jsonl"):
+        for line in map(json.loads, path.read_text().splitlines()):
+            keys.setdefault(line["step"], []).extend(line["keys"])
+    return {step: sorted(found) for step, found in keys.items()}
+
+
+def test_a_job_that_needs_three_allocations_ends_as_if_nobody_had_stopped_it(tmp_path: Path) -> None:
+    run_dir, options = tmp_path / "a place", ("data.record_keys=true", "tracker=wandb")
+    job = submit(run_dir, *options)
     for stops in (1, 2):
-        wait(trained(run_dir, 20 * stops))
-        subprocess.run(["scancel", "--signal=USR1", "--batch", job], check=True)
-        wait(lambda stops=stops: field(job, "Restarts") == str(stops) and field(job, "JobState") == "RUNNING")  # type: ignore[misc]
+        wait(trained(run_dir, 20 * stops), told=lambda: output(job))
+        slurm("scancel", "--signal=USR1", "--batch", job)
+        wait(restarted(job, stops), told=lambda: output(job))
     assert ended(job) == "COMPLETED"
     assert status(run_dir)["state"] == "finished"
     assert not (run_dir / "STOP").exists()
-    said = log(run_dir, job)
+    said = output(job)
     assert said.count("state stopped") == 2
     assert "restart 2, on" in said
-    assert "ranks         2 on" in said
+    # one run for wandb, too: three pieces under one id
+    ids = {path.name.rpartition("-")[2] for path in (run_dir / "wandb").glob("offline-run-*")}
+    assert ids == {(run_dir / "wandb" / "run-id").read_text().strip()}
+    assert len(list((run_dir / "wandb").glob("offline-run-*"))) == 3
     steps = [record["step"] for record in records(run_dir) if "train/loss" in record]
     assert steps == list(range(1, status(run_dir)["step"] + 1))
-    assert torchrun(2, *RUN, f"run.dir={tmp_path / 'undisturbed'}").returncode == 0
-    expected = weights(tmp_path / "undisturbed", steps[-1])
+
+    undisturbed = tmp_path / "undisturbed"
+    assert torchrun(2, *digits_run(options[0]), f"run.dir={undisturbed}").returncode == 0
+    expected = weights(undisturbed, steps[-1])
     assert all(tensor.equal(expected[name]) for name, tensor in weights(run_dir, steps[-1]).items())
+    assert ledger(run_dir) == ledger(undisturbed)
+    assert set(Counter(key for keys in ledger(run_dir).values() for key in keys).values()) == {6}
+
+
+def test_two_nodes_with_two_processes_each_train_one_model(tmp_path: Path) -> None:
+    shape = ("launch.nodes=2", "launch.processes_per_node=2")
+    job = submit(tmp_path, "train.max_epochs=2", shape=shape)
+    assert ended(job) == "COMPLETED"
+    assert field(job, "ExitCode") == "0:0"
+    assert "ranks         4 on" in output(job)
+    assert "network of n1: " in output(job)
+    losses = metrics(tmp_path)
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
 
 
 def test_a_cancelled_job_stays_cancelled(tmp_path: Path) -> None:
@@ -105,37 +95,142 @@ def test_a_killed_rank_is_replaced_by_a_requeue(tmp_path: Path) -> None:
     job = submit(tmp_path, "checkpoint.every_steps=10")
     wait(trained(tmp_path, 25))
     os.kill(rank_processes(str(tmp_path))[1], signal.SIGKILL)
+    wait(restarted(job, 1), told=lambda: output(job))
     assert ended(job) == "COMPLETED"
-    assert field(job, "Restarts") == "1"
     assert status(tmp_path)["state"] == "finished"
+
+
+def test_a_cancelled_step_is_started_again(tmp_path: Path) -> None:
+    job = submit(tmp_path, "checkpoint.every_steps=10")
+    wait(trained(tmp_path, 15))
+    slurm("scancel", f"{job}.1")  # step 0 has looked for the run directory
+    wait(restarted(job, 1), told=lambda: output(job))
+    assert ended(job) == "COMPLETED"
+    steps = [record["step"] for record in records(tmp_path) if "train/loss" in record]
+    assert steps == list(range(1, status(tmp_path)["step"] + 1))
+
+
+@pytest.mark.parametrize("name", ["TERM", "USR1"])
+def test_a_signal_to_the_step_saves_and_the_job_goes_on(tmp_path: Path, name: str) -> None:
+    """TERM is what preemption sends; both come to every torchrun, and the first that ends must not take others along."""
+    job = submit(tmp_path, "checkpoint.every_steps=null", "checkpoint.every_minutes=null")
+    wait(trained(tmp_path, 10))
+    slurm("scancel", f"--signal={name}", job)
+    wait(restarted(job, 1), told=lambda: output(job))
+    assert ended(job) == "COMPLETED"
+    said = output(job)
+    assert "restart 0: state stopped" in said
+    assert "starts        after step" in said
+    assert "trained again" not in said
+
+
+@pytest.mark.parametrize("fewer", [False, True], ids=["another takes its place", "the others go on alone"])
+def test_a_node_that_is_taken_away_ends_nothing(tmp_path: Path, bed: Path, fewer: bool) -> None:
+    shape = ("launch.nodes=3", "launch.min_nodes=2") if fewer else ("launch.nodes=2",)
+    job = submit(tmp_path, "checkpoint.every_steps=10", "train.max_epochs=12", shape=shape)
+    wait(trained(tmp_path, 15), told=lambda: output(job))
+    try:
+        subprocess.run(["bash", str(bed / "crash-node.sh"), "n2"], check=True)
+        wait(restarted(job, 1), told=lambda: output(job))
+        assert ended(job) == "COMPLETED"
+    finally:
+        subprocess.run([Path(os.environ["SLURM_BED_DIR"]) / "start-node.sh", "n2"], check=True)
+        wait(lambda: "n2" in slurm("sinfo", "-h", "-N", "-t", "idle", "-o", "%N"))
+    said = output(job)
+    assert f"restart 0, on {'n[1-3]' if fewer else 'n[1-2]'}: " in said
+    assert "restart 1, on n[1,3]: 2 x 1 processes" in said
+    steps = [record["step"] for record in records(tmp_path) if "train/loss" in record]
+    assert steps == list(range(1, status(tmp_path)["step"] + 1))
+
+
+def test_without_requeue_a_killed_rank_ends_the_job_and_says_which(tmp_path: Path) -> None:
+    job = submit(tmp_path, "launch.requeue=false", "checkpoint.every_steps=10")
+    wait(trained(tmp_path, 25))
+    os.kill(rank_processes(str(tmp_path))[1], signal.SIGKILL)
+    assert ended(job) == "FAILED"
+    said = output(job)
+    assert "exitcode  : -9" in said or "Signal 9 (SIGKILL)" in said
+    assert "no new allocation, as asked for" in said
+
+
+def test_where_requeue_is_forbidden_a_new_job_takes_over(tmp_path: Path) -> None:
+    job = submit(tmp_path, 'launch.extra=["--no-requeue"]')
+    wait(trained(tmp_path, 10))
+    slurm("scancel", "--signal=USR1", "--batch", job)
+    assert ended(job) == "COMPLETED"
+    following = (tmp_path / ".job").read_text().strip()
+    assert following != job
+    assert ended(following) == "COMPLETED"
+    assert f"requeue is refused here: job {following} goes on" in output(job)
+    assert "restart 1, on" in output(following)
+    assert status(tmp_path)["state"] == "finished"
+
+
+def test_a_directory_that_one_node_does_not_see_is_named_before_anything_starts(tmp_path: Path, bed: Path) -> None:
+    place = Path(os.environ["SLURM_BED_DIR"])
+    if (place / "ns").read_text().strip() == "no":
+        pytest.skip("the nodes of this cluster have no file systems of their own")
+    run_dir = tmp_path / "r"
+    run_dir.mkdir()
+    node = ["nsenter", f"--target={(place / 'n2.pid').read_text().strip()}", "--mount"]
+    subprocess.run([*node, "mount", "-t", "tmpfs", "none", str(tmp_path)], check=True)
+    try:
+        job = submit(run_dir)
+        assert ended(job) == "FAILED"
+    finally:
+        subprocess.run([*node, "umount", str(tmp_path)], check=True)
+    assert f"error: {run_dir} is not there on every node of n[1-2]" in output(job)
+    assert "Traceback" not in output(job)
+
+
+def test_srun_without_torchrun_has_the_same_losses(tmp_path: Path) -> None:
+    arguments = digits_run("train.max_steps=8")
+    command = ["srun", "-N2", "--ntasks-per-node=2", sys.executable, "-m", "dtrain.train", *arguments]
+    done = subprocess.run([*command, f"run.dir={tmp_path / 'srun'}"], capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert "ranks         4 on" in done.stdout
+    assert "network of n2: GLOO_SOCKET_IFNAME=lo (yours)" in done.stdout
+    assert torchrun(4, *arguments, f"run.dir={tmp_path / 'torchrun'}").returncode == 0
+    assert metrics(tmp_path / "srun") == metrics(tmp_path / "torchrun")
 
 
 def test_a_run_that_always_fails_is_not_requeued(tmp_path: Path) -> None:
     job = submit(tmp_path, "task.input=nothing")
     assert ended(job) == "FAILED"
     assert field(job, "Restarts") == "0"
-    said = log(tmp_path, job)
+    said = output(job)
     assert said.index("dtrain: rank ") < said.index("ChildFailedError")
-    assert "not requeued" in said
+    assert "no new allocation" in said
+
+
+@pytest.mark.parametrize("nodelist", ["n1", "n[2-3],n1", "gpu[007-009,12],login", "rack[2,4]n[10-11]", "n[3]-ib,n4"])
+def test_the_first_host_of_a_list_is_that_of_scontrol(nodelist: str) -> None:
+    assert first_host(nodelist) == slurm("scontrol", "show", "hostnames", nodelist).split()[0]
 
 
 def test_a_second_job_for_the_same_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = submit(tmp_path, 'launch.extra=["--hold"]')
     try:
-        assert launch.main(["launch=slurm", *SHAPE, *RUN, f"run.dir={tmp_path}"]) == 1
-        assert f"job {job} (PENDING) trains" in capsys.readouterr().err
+        assert launch.main(["launch=slurm", *TWO_NODES, *digits_run(), f"run.dir={tmp_path}"]) == 1
+        assert f"job {job} PENDING (JobHeldUser) trains" in capsys.readouterr().err
     finally:
         subprocess.run(["scancel", job], check=True)
 
 
 @pytest.mark.parametrize(
     "wrong",
-    ["launch.partition=nowhere", "launch.nodes=99", "launch.time=later", "launch.processes_per_node=64"],
+    [
+        "launch.partition=nowhere",
+        "launch.nodes=99",
+        "launch.time=later",
+        "launch.partition=small",
+        "launch.processes_per_node=64",
+    ],
 )
 def test_what_slurm_refuses_is_told_in_its_words_and_leaves_no_job(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: str
 ) -> None:
-    assert launch.main(["launch=slurm", *RUN, f"run.dir={tmp_path}", "--multirun", "run.seed=1,2", wrong]) == 1
+    assert launch.main(["launch=slurm", *digits_run(), f"run.dir={tmp_path}", "--multirun", "run.seed=1,2", wrong]) == 1
     said = capsys.readouterr().err
     assert "sbatch: error: " in said
     assert "sinfo -o" in said
@@ -143,10 +238,9 @@ def test_what_slurm_refuses_is_told_in_its_words_and_leaves_no_job(
 
 
 def test_a_sweep_is_a_job_for_each_point_or_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["launch=slurm", *RUN, f"run.dir={tmp_path / 'r'}", 'launch.extra=["--hold"]', "--multirun"]
+    command = ["launch=slurm", *digits_run(), f"run.dir={tmp_path / 'r'}", 'launch.extra=["--hold"]', "--multirun"]
     assert launch.main([*command, "launch.time=10,later"]) == 1
-    queue = ["squeue", "-h", "-o", "%j"]
-    wait(lambda: not subprocess.run(queue, capture_output=True, text=True, check=True).stdout)
+    wait(lambda: not slurm("squeue", "-h"))
     capsys.readouterr()
     assert launch.main([*command, "run.seed=1,2"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -155,5 +249,95 @@ def test_a_sweep_is_a_job_for_each_point_or_none(tmp_path: Path, capsys: pytest.
     try:
         assert [field(job, "JobState") for job in jobs] == ["PENDING", "PENDING"]
         assert [json.loads((Path(row[3]) / "launch.json").read_text())["job"] for row in rows] == jobs
+        assert launch.main(["status", *(row[3] for row in rows)]) == 0
+        header, *shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert "run.seed" in header
+        assert [" ".join(line[1:6]) for line in shown] == [f"not begun, job {job} PENDING" for job in jobs]
     finally:
-        subprocess.run(["scancel", *jobs], check=True)
+        slurm("scancel", *jobs)
+
+
+def test_four_points_train_two_at_a_time_and_are_shown_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("launch.max_running=2", "train.max_epochs=2", "launch.cpus_per_process=1", "launch.gpus_per_node=0")
+    points = ("optimizer.lr=1e-3,3e-3", "precision=fp32,bf16")
+    command = ["--multirun", "launch=slurm", *digits_run(*options), *points, f"run.dir={tmp_path / 'r'}"]
+    assert launch.main(command) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    jobs, directories = [row[3] for row in rows], [Path(row[4]) for row in rows]
+    most = 0
+
+    def over() -> bool:
+        nonlocal most
+        states = [field(job, "JobState") for job in jobs]
+        most = max(most, states.count("RUNNING"))
+        return all(state in ("COMPLETED", "FAILED") for state in states)
+
+    wait(over, 300)
+    assert most <= 2
+    assert [field(job, "JobState") for job in jobs] == ["COMPLETED"] * 4
+    assert all(
+        "state finished" in (path / "logs" / f"slurm-{job}.out").read_text()
+        for path, job in zip(directories, jobs, strict=True)
+    )
+    assert launch.main(["status", *map(str, directories)]) == 0
+    header, *shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert header == [
+        "run",
+        "state",
+        "step",
+        "optimizer.lr",
+        "precision.name",
+        "train/loss",
+        "eval/loss",
+        "eval/accuracy",
+    ]
+    assert [row[1:5] for row in shown] == [
+        ["finished", "46/46", lr, name] for lr in ("0.001", "0.003") for name in ("fp32", "bf16")
+    ]
+
+
+def test_an_element_of_an_array_is_requeued_alone(tmp_path: Path) -> None:
+    command = [
+        "--multirun",
+        "launch=slurm",
+        *digits_run(),
+        "launch.max_running=2",
+        "run.seed=1,2",
+        f"run.dir={tmp_path / 'r'}",
+    ]
+    assert launch.main(command) == 0
+    runs = [tmp_path / f"r-run.seed={seed}" for seed in (1, 2)]
+    jobs = [(run / ".job").read_text().strip() for run in runs]
+    wait(lambda: all(trained(run, 10)() for run in runs))
+    slurm("scancel", "--signal=USR1", "--batch", jobs[1])
+    assert [ended(job, 300) for job in jobs] == ["COMPLETED", "COMPLETED"]
+    assert [field(job, "Restarts") for job in jobs] == ["0", "1"]
+    assert [status(run)["state"] for run in runs] == ["finished", "finished"]
+
+
+def test_a_run_is_stopped_and_resumed_by_its_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = submit(tmp_path, shape=("launch.processes_per_node=1",))
+    wait(trained(tmp_path, 5))
+    capsys.readouterr()
+    assert launch.main(["status", str(tmp_path)]) == 0
+    assert f"running, job {job} RUNNING (n" in capsys.readouterr().out
+    assert launch.main(["stop", str(tmp_path)]) == 0
+    assert ended(job) == "COMPLETED"
+    assert status(tmp_path)["state"] == "stopped"
+    assert launch.main(["stop", str(tmp_path)]) == 1
+    assert "nothing trains it" in capsys.readouterr().err
+
+    assert launch.main(["resume", str(tmp_path)]) == 0
+    following = (tmp_path / ".job").read_text().strip()
+    assert following != job
+    assert ended(following) == "COMPLETED"
+    assert status(tmp_path)["state"] == "finished"
+
+
+def test_a_run_that_waits_for_nodes_is_stopped_by_leaving_the_queue(tmp_path: Path) -> None:
+    job = submit(tmp_path, 'launch.extra=["--hold"]')
+    assert launch.main(["stop", str(tmp_path)]) == 0
+    assert ended(job) == "CANCELLED"
+    assert not (tmp_path / "STOP").exists()

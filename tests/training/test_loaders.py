@@ -6,15 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from dtrain.config.errors import ConfigError
 from dtrain.config.schema import Config
 from dtrain.data import ShardLoader
 from dtrain.precision import Precision
-from dtrain.training.loaders import eval_loader, prepare_data, train_loader
+from dtrain.training.loaders import declared_fields, eval_loader, prepare_data, train_loader
 from tests.ranks import run_ranks
-from tests.training.shards import FIELDS, numbered_shards
+from tests.training.shards import FIELDS, numbered_shards, numbers_of
 from tests.training.toys import world
 
 HERE = "tests.training.test_loaders"
@@ -108,6 +109,41 @@ def test_what_the_loader_refuses_is_told_by_its_key(shards: str, split: str, tmp
     cfg = config(**{"train": shards, "eval": shards, split: str(tmp_path / "none-*.tar")})
     with pytest.raises(ConfigError, match=rf"data.{split}: .*none-"):
         {"train": train_loader, "eval": eval_loader}[split](cfg, world(), FP32)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"train": {"_target_": "builtins.iter", "_args_": [[1]]}}, "data.train: got a list_iterator, want a data set"),
+        ({"train": {"_target_": f"{HERE}.nowhere"}}, r"data.train._target_: .*nowhere' cannot be imported"),
+        ({"train": {"root": "/data"}}, "data.train: has no _target_"),
+        ({"num_workers": "many"}, "data.train: num_workers: got 'many', want a number from 0 on, or auto"),
+    ],
+)
+def test_data_that_cannot_be_loaded_are_told_by_their_key(shards: str, data: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train_loader(config(**({"train": shards} | data)), world(), FP32)
+
+
+def numbered(count: int) -> dict[str, np.ndarray]:
+    return {"npy": np.stack([numbers_of(sample) for sample in range(count)]), "cls": np.arange(count)}
+
+
+def test_a_data_set_by_its_target_is_loaded_as_shards_are(shards: str) -> None:
+    target = {"_target_": f"{HERE}.numbered", "count": 50}
+    loaded = {}
+    for given in (shards, target):
+        cfg = config(train=given, eval=given, shuffle="none", augment={"_target_": f"{HERE}.AddOne"})
+        loaded[str(given)] = [
+            torch.cat([batch["x"] for batch in loader])
+            for loader in (train_loader(cfg, world(), FP32), eval_loader(cfg, world(), FP32))
+            if loader is not None
+        ]
+        assert [field.role for field in declared_fields(cfg.data)] == ["feature", "label"]
+    (in_shards, evaluated), (in_memory, evaluated_in_memory) = loaded.values()
+    assert torch.equal(in_shards, in_memory)
+    assert torch.equal(evaluated, evaluated_in_memory)
+    assert torch.equal(in_shards[:50], evaluated[:50] + 1)
 
 
 def test_lists_of_patterns_are_patterns(shards: str) -> None:

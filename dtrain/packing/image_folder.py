@@ -3,16 +3,17 @@
 * A *split* is ``SRC/train/CLASS/...``; without such folders ``SRC/CLASS/...`` is one split.
 * A class's *label* is its place among the sorted class names, as in torchvision's ``ImageFolder``.
 * A *listing* is where the images of a split are. It lies in a temporary file, since millions of paths as Python objects
-  would take gigabytes: memory holds 8 bytes an image, 16 while their order is drawn.
+  would take gigabytes: memory holds 16 bytes an image, 24 while their order is drawn.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import numpy as np
 from dtrain.data.fields import KINDS, SampleError
 from dtrain.data.image import check_image, decode_image
 from dtrain.data.writer import Sample
+from dtrain.packing.shares import check_shares, deal
 
 #: Folder names that are taken for splits.
 SPLITS = ("train", "val", "valid", "validation", "test")
@@ -41,14 +43,27 @@ class Entry:
 
 
 class Listing:
-    """Entries by number; appended first, then read in any order."""
+    """Entries by number; appended first, then read in any order.
+
+    Attributes:
+        sizes: Bytes of each file.
+    """
 
     def __init__(self) -> None:
+        self.sizes = array("q")
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         self._ends = array("q", [0])
+        self._hash = hashlib.sha256()
 
     def append(self, entry: Entry) -> None:
-        """Adds an entry at the end."""
+        """Adds an entry at the end.
+
+        Raises:
+            OSError: If its file cannot be found.
+        """
+        status = os.stat(entry.path)
+        self.sizes.append(status.st_size)
+        self._hash.update(json.dumps([entry.key, entry.label, status.st_size, status.st_mtime_ns]).encode())
         # JSON, because it gives back file names that are not UTF-8 as they were.
         line = json.dumps([entry.path, entry.key, entry.label]).encode()
         self._file.write(line)
@@ -61,6 +76,10 @@ class Listing:
         self._file.flush()
         start, end = self._ends[number], self._ends[number + 1]
         return Entry(*json.loads(os.pread(self._file.fileno(), end - start, start)))
+
+    def digest(self) -> str:
+        """Tells this listing from others: of keys, labels, sizes and modification times."""
+        return self._hash.hexdigest()[:16]
 
     def close(self) -> None:
         """Frees the temporary file."""
@@ -119,10 +138,7 @@ def scan(
     shares = dict(shares or {})
     if roots and shares:
         raise ValueError(f"{source} has the splits {', '.join(roots)} already; leave out --split.")
-    if not 0 <= sum(shares.values()) < 1 or not all(share > 0 for share in shares.values()) or prefix in shares:
-        raise ValueError(
-            f"splits {shares} beside {prefix!r}: want other names, and shares above 0 that sum to less than 1."
-        )
+    check_shares(prefix, shares)
     found = {split: _class_folders(root, on_bad) for split, root in (roots or {prefix: source}).items()}
     result = ImageFolder(classes or _common_classes(found))
     labels = {name: label for label, name in enumerate(result.classes)}
@@ -139,27 +155,31 @@ def scan(
     return result
 
 
-def samples(listing: Listing, order: np.ndarray, on_bad: OnBad, verify: bool = False) -> Iterator[Sample]:
-    """The images as samples, files unchanged.
+@dataclass(frozen=True)
+class Images:
+    """The samples of one shard, files unchanged.
 
     Args:
-        listing: The images.
-        order: Numbers in the listing, int64, in the order wanted.
-        on_bad: Told of every file that is not an image.
-        verify: Decode each image, rather than look at its header only.
+        entries: Its images, in order.
+        verify: Decode each, rather than look at its header only.
     """
-    for number in order.tolist():
-        entry = listing[number]
-        payload = Path(entry.path).read_bytes()
-        try:
-            if verify:
-                decode_image(payload)
-            else:
-                check_image(payload)
-        except SampleError as error:
-            on_bad(Path(entry.path), str(error))
-            continue
-        yield {"__key__": entry.key, _extension(entry.path): payload, "cls": entry.label}
+
+    entries: Sequence[Entry]
+    verify: bool = False
+
+    def __call__(self, on_bad: OnBad) -> Iterator[Sample]:
+        """The samples; ``on_bad`` is told of every file that is not an image."""
+        for entry in self.entries:
+            payload = Path(entry.path).read_bytes()
+            try:
+                if self.verify:
+                    decode_image(payload)
+                else:
+                    check_image(payload)
+            except SampleError as error:
+                on_bad(Path(entry.path), str(error))
+                continue
+            yield {"__key__": entry.key, _extension(entry.path): payload, "cls": entry.label}
 
 
 def _split_folders(source: Path, on_bad: OnBad) -> dict[str, Path]:
@@ -209,14 +229,9 @@ def _list_class(
     result.extensions.update(_extension(entry.path) for entry in entries)
     # RandomState, because its numbers are frozen over numpy's versions; default_rng's may change.
     shuffled = np.random.RandomState([seed, label]).permutation(len(entries))
-    target = np.full(len(entries), split, dtype=object)
-    taken = 0
-    for name, share in shares.items():
-        wanted = round(share * len(entries))
-        target[shuffled[taken : taken + wanted]] = name
-        taken += wanted
-    for entry, name in zip(entries, target, strict=True):
-        result.splits[name].append(entry)
+    for name, numbers in deal(shuffled, split, shares).items():
+        for number in numbers.tolist():
+            result.splits[name].append(entries[number])
 
 
 def _entries(folder: Path, label: int, on_bad: OnBad) -> Iterator[Entry]:

@@ -1,0 +1,286 @@
+"""A copy is whole or absent, made once, never more than there is room for, and readable as long as somebody reads it."""
+
+from __future__ import annotations
+
+import base64
+import errno
+import fcntl
+import hashlib
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtrain.data import node_cache, remote
+from dtrain.data.node_cache import CacheFull, NodeCache
+from dtrain.data.shard_file import LocalFile, ShardChanged, Stamp, stamp_of
+from tests.data.http_for_tests import FileServer, serving
+
+SIZE = 50_000
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> list[str]:
+    paths = []
+    for number in range(5):
+        path = tmp_path / "data" / f"{number}.tar"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(bytes((number + place) % 251 for place in range(SIZE)))
+        paths.append(str(path))
+    return paths
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> NodeCache:
+    return NodeCache(tmp_path / "cache", 3 * SIZE)
+
+
+@pytest.fixture
+def server(tmp_path: Path, shards: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
+    pytest.importorskip("aiohttp", reason="http needs aiohttp: pip install 'dtrain[http]'")
+    monkeypatch.setattr(remote, "_FIRST_PAUSE", 0.01)
+    with serving(tmp_path / "data") as server:
+        yield server
+
+
+def content(cache: NodeCache, path: str) -> bytes | None:
+    copy = cache.use(path, stamp_of(path))
+    return None if copy is None else bytes(copy.read(0, SIZE + 1))
+
+
+def in_folder(cache: NodeCache) -> list[str]:
+    return sorted(file.suffix for file in cache.folder.iterdir())
+
+
+def test_a_copy_has_the_bytes_of_the_shard_and_a_name_that_says_nothing(cache: NodeCache, shards: list[str]) -> None:
+    assert content(cache, shards[0]) is None
+    assert cache.fetch(shards[0], stamp_of(shards[0]))
+    assert content(cache, shards[0]) == Path(shards[0]).read_bytes()
+    (file,) = cache.folder.iterdir()
+    assert len(file.stem) == 32
+    assert file.suffix == ".tar"
+    assert not set("0.tar") >= set(file.stem)
+
+
+def test_shards_of_one_name_in_different_folders_are_never_mixed_up(cache: NodeCache, tmp_path: Path) -> None:
+    for number, folder in enumerate(("a", "b")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "000.tar").write_bytes(bytes([number]) * 1000)
+        os.utime(tmp_path / folder / "000.tar", ns=(1, 1))
+        cache.fetch(str(tmp_path / folder / "000.tar"), Stamp(1000, 1))
+    for number, folder in enumerate(("a", "b")):
+        assert content(cache, str(tmp_path / folder / "000.tar")) == bytes([number]) * 1000
+
+
+def test_another_version_is_another_copy(cache: NodeCache, shards: list[str]) -> None:
+    cache.fetch(shards[0], stamp_of(shards[0]))
+    Path(shards[0]).write_bytes(b"new" * 1000)
+    assert content(cache, shards[0]) is None
+    cache.fetch(shards[0], stamp_of(shards[0]))
+    assert content(cache, shards[0]) == b"new" * 1000
+
+
+def test_the_copies_used_longest_ago_make_room(cache: NodeCache, shards: list[str]) -> None:
+    for number, path in enumerate(shards[:3]):
+        cache.fetch(path, stamp_of(path))
+        os.utime(cache._place(path, stamp_of(path)), ns=(number, number))
+    assert cache.keep(shards[0], stamp_of(shards[0]))
+    cache.fetch(shards[3], stamp_of(shards[3]))
+    assert [content(cache, path) is not None for path in shards] == [True, False, True, True, False]
+
+
+def test_a_copy_that_is_removed_stays_readable_to_whoever_has_it(cache: NodeCache, shards: list[str]) -> None:
+    cache.fetch(shards[0], stamp_of(shards[0]))
+    copy = cache.use(shards[0], stamp_of(shards[0]))
+    assert copy is not None
+    shutil.rmtree(cache.folder)
+    part = copy.read(100, 50)
+    copy.close()
+    assert bytes(part) == Path(shards[0]).read_bytes()[100:150]
+    cache.fetch(shards[0], stamp_of(shards[0]))
+    assert content(cache, shards[0]) == Path(shards[0]).read_bytes()
+
+
+def test_a_shard_larger_than_the_cache_is_refused_with_the_keys_to_set(tmp_path: Path, shards: list[str]) -> None:
+    cache = NodeCache(tmp_path / "cache", SIZE - 1)
+    with pytest.raises(CacheFull, match=r"no room for .*0\.tar.*Set data\.cache\.dir .* or raise data\.cache\.max_gb"):
+        cache.fetch(shards[0], stamp_of(shards[0]))
+    assert in_folder(cache) == []
+
+
+def test_room_is_half_of_what_the_disk_has_free(
+    tmp_path: Path, shards: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(10 * SIZE, 6 * SIZE, 4 * SIZE))
+    assert NodeCache(tmp_path / "cache", None).max_bytes == 2 * SIZE
+
+
+def test_a_disk_with_little_room_is_relieved_of_old_copies(
+    cache: NodeCache, shards: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    cache.fetch(shards[0], stamp_of(shards[0]))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(9, 9, SIZE // 2))
+    cache.fetch(shards[1], stamp_of(shards[1]))
+    assert content(cache, shards[0]) is None
+
+
+def test_a_disk_that_fills_up_is_one_clear_error_and_leaves_nothing(
+    cache: NodeCache, shards: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CacheFull, match=r"has no room for .*0\.tar"):
+        cache.fetch(shards[0], stamp_of(shards[0]))
+    assert in_folder(cache) == []
+
+
+def test_a_shard_that_changed_is_never_copied(cache: NodeCache, shards: list[str]) -> None:
+    indexed = stamp_of(shards[0])
+    os.utime(shards[0], ns=(1, 1))
+    with pytest.raises(ShardChanged, match=r"0\.tar' has been written again.*after it was indexed"):
+        cache.fetch(shards[0], indexed)
+    Path(shards[0]).write_bytes(b"<html>gone</html>")
+    with pytest.raises(ShardChanged, match=r"has 17 bytes and begins with b'<html>gone</html>'"):
+        cache.fetch(shards[0], indexed)
+    assert in_folder(cache) == []
+
+
+def test_a_shard_that_changes_while_it_is_copied_is_never_published(
+    cache: NodeCache, shards: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = LocalFile.read
+    monkeypatch.setattr(LocalFile, "read", lambda self, *at: (os.utime(shards[0], ns=(1, 1)), read(self, *at))[1])
+    with pytest.raises(ShardChanged, match="has been written again"):
+        cache.fetch(shards[0], stamp_of(shards[0]))
+    assert in_folder(cache) == []
+
+
+def _fetch_with_others(folder: Path, path: str, barrier: Any, requests: Any) -> None:
+    cache = NodeCache(folder, 3 * SIZE)
+    read = LocalFile.read
+
+    def counted(self: LocalFile, offset: int, size: int) -> bytes:
+        with requests.get_lock():
+            requests.value += 1
+        return read(self, offset, size)
+
+    LocalFile.read = counted  # type: ignore[method-assign]
+    barrier.wait()
+    cache.fetch(path, stamp_of(path))
+    assert content(cache, path) == Path(path).read_bytes()
+
+
+def test_what_many_processes_want_is_fetched_once(cache: NodeCache, shards: list[str]) -> None:
+    context = multiprocessing.get_context("fork")
+    barrier, requests = context.Barrier(4), context.Value("i", 0)
+    arguments = (cache.folder, shards[0], barrier, requests)
+    processes = [context.Process(target=_fetch_with_others, args=arguments) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert requests.value == 1
+    assert in_folder(cache) == [".tar"]
+
+
+def _stop_half_way(folder: Path, path: str, half_way: Any) -> None:
+    def read(self: LocalFile, offset: int, size: int) -> bytes:
+        if offset:
+            half_way.set()
+            signal.pause()
+        return os.pread(self._descriptor, size, offset)
+
+    node_cache._PIECE = SIZE // 2
+    LocalFile.read = read  # type: ignore[method-assign]
+    NodeCache(folder, 3 * SIZE).fetch(path, stamp_of(path))
+
+
+def test_whoever_comes_after_one_that_was_killed_goes_on_where_it_stopped(
+    cache: NodeCache, shards: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = multiprocessing.get_context("fork")
+    half_way = context.Event()
+    process = context.Process(target=_stop_half_way, args=(cache.folder, shards[0], half_way))
+    process.start()
+    assert half_way.wait(60)
+    assert not cache.fetch(shards[0], stamp_of(shards[0]), wait=False)  # while it lives
+    process.kill()
+    process.join()
+    assert in_folder(cache) == [".part"]
+
+    read, offsets = LocalFile.read, []
+    monkeypatch.setattr(LocalFile, "read", lambda self, *at: (offsets.append(at[0]), read(self, *at))[1])
+    assert cache.fetch(shards[0], stamp_of(shards[0]))
+    assert offsets == [SIZE // 2]
+    assert content(cache, shards[0]) == Path(shards[0]).read_bytes()
+
+
+def test_what_is_being_fetched_is_not_removed_for_room(cache: NodeCache, shards: list[str]) -> None:
+    cache.folder.mkdir()
+    busy, given_up = cache.folder / "busy.part", cache.folder / "given-up.part"
+    for part in (busy, given_up):
+        part.write_bytes(bytes(2 * SIZE))
+    with open(busy, "r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        cache.fetch(shards[0], stamp_of(shards[0]))
+    assert busy.exists()
+    assert not given_up.exists()
+
+
+def test_who_waits_for_another_gets_what_that_one_published(cache: NodeCache, shards: list[str]) -> None:
+    stamp = stamp_of(shards[0])
+    place = cache._place(shards[0], stamp)
+    cache.folder.mkdir()
+    part = place.with_suffix(".part")
+    with open(part, "w+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        waiting = threading.Thread(target=cache.fetch, args=(shards[0], stamp))
+        waiting.start()
+        file.write(b"published")
+        os.replace(part, place)
+    waiting.join(60)
+    assert place.read_bytes() == b"published"
+
+
+def test_a_copy_of_a_url_survives_failures_of_the_server(
+    cache: NodeCache, server: FileServer, shards: list[str]
+) -> None:
+    url = server.url("0.tar") + "?token=secret"
+    server.failures = [503, "short", 500]
+    cache.fetch(url, stamp_of(url))
+    assert content(cache, url) == Path(shards[0]).read_bytes()
+
+
+def test_a_server_without_ranges_is_copied_as_a_whole(cache: NodeCache, server: FileServer, shards: list[str]) -> None:
+    server.ranges = False
+    cache.fetch(server.url("1.tar"), stamp_of(server.url("1.tar")))
+    assert content(cache, server.url("1.tar")) == Path(shards[1]).read_bytes()
+
+
+def test_a_page_in_place_of_a_shard_is_refused_with_what_it_says(cache: NodeCache, server: FileServer) -> None:
+    stamp = stamp_of(server.url("0.tar"))
+    server.page = b"<html>Sign in to the portal</html>"
+    with pytest.raises(ShardChanged, match=r"begins with b'<html>Sign in to the portal</html>'"):
+        cache.fetch(server.url("0.tar"), stamp)
+
+
+def test_bytes_are_compared_with_the_md5_that_a_server_tells(
+    cache: NodeCache, shards: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = base64.b64encode(hashlib.md5(Path(shards[0]).read_bytes()).digest()).decode()
+    monkeypatch.setattr(LocalFile, "md5", right, raising=False)
+    assert cache.fetch(shards[0], stamp_of(shards[0]))
+    with pytest.raises(ShardChanged, match="do not have the MD5"):
+        cache.fetch(shards[1], stamp_of(shards[1]))

@@ -1,0 +1,117 @@
+"""Files behind URLs: right bytes or a clear error, whatever the server does."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dtrain.data import remote
+from dtrain.data.remote import NoRanges, RemoteFile
+from tests.data.http_for_tests import FileServer, serving
+
+pytest.importorskip("aiohttp", reason="http needs aiohttp: pip install 'dtrain[http]'")
+CONTENT = bytes(place % 251 for place in range(100_000))
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
+    monkeypatch.setattr(remote, "_FIRST_PAUSE", 0.01)
+    (tmp_path / "x.tar").write_bytes(CONTENT)
+    with serving(tmp_path) as server:
+        yield server
+
+
+@pytest.mark.parametrize(("offset", "size"), [(0, 10), (17, 1000), (0, 100_000), (99_990, 50), (5, 0), (100_000, 5)])
+def test_a_range_is_what_the_file_holds_there(server: FileServer, offset: int, size: int) -> None:
+    file = RemoteFile(server.url("x.tar"))
+    assert file.size == len(CONTENT)
+    assert file.read(offset, size) == CONTENT[offset : offset + size]
+    file.close()
+    assert server.sent == len(CONTENT[offset : offset + size])
+
+
+def test_what_passes_is_tried_again(server: FileServer) -> None:
+    file = RemoteFile(server.url("x.tar"))
+    server.failures = [503, "short", 500, 429, "good"]
+    assert file.read(10, 5000) == CONTENT[10:5010]
+    assert server.requests["x.tar"] == 5
+    file.close()
+
+
+def test_what_does_not_pass_is_told_without_secrets(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_ATTEMPTS", 3)
+    url = server.url("x.tar").replace("//", "//me:secret@") + "?token=secret"
+    file = RemoteFile(url)
+    server.failures = [503] * 3
+    with pytest.raises(OSError, match=r"http://127.0.0.1:\d+/x.tar cannot be read: HTTP 503") as caught:
+        file.read(0, 10)
+    assert "secret" not in str(caught.value)
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+    file.close()
+
+
+def test_a_missing_file_is_asked_for_once(server: FileServer) -> None:
+    with pytest.raises(FileNotFoundError, match=r"/y.tar does not exist"):
+        RemoteFile(server.url("y.tar"))
+    assert server.requests["y.tar"] == 1
+
+
+def test_a_server_that_is_away_for_a_moment_is_waited_for(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Both its HEAD and the GET that fsspec tries then: it calls that "not found", which it is not.
+    monkeypatch.setattr(FileServer, "finish_request", _refusing(2, FileServer.finish_request))
+    assert RemoteFile(server.url("x.tar")).size == len(CONTENT)
+
+
+def _refusing(times: int, answer):  # type: ignore[no-untyped-def]
+    left = [times]
+
+    def finish_request(self, request, address):  # type: ignore[no-untyped-def]
+        if left[0]:
+            left[0] -= 1
+            request.close()
+        else:
+            answer(self, request, address)
+
+    return finish_request
+
+
+def test_a_server_without_ranges_is_found_out_and_read_as_a_whole(server: FileServer) -> None:
+    server.ranges = False
+    file = RemoteFile(server.url("x.tar"))
+    with pytest.raises(NoRanges, match="hands out whole files only"):
+        file.read(50, 10)
+    taken = io.BytesIO()
+
+    def take(pieces: Iterator[bytes]) -> None:
+        taken.seek(0)
+        taken.truncate()
+        taken.writelines(pieces)
+
+    server.failures = ["short", 503]
+    file.read_whole(take)
+    assert taken.getvalue() == CONTENT
+    file.close()
+
+
+def test_a_version_stands_for_the_content(server: FileServer, tmp_path: Path) -> None:
+    first = RemoteFile(server.url("x.tar")).version
+    assert first == RemoteFile(server.url("x.tar")).version != 0
+    (tmp_path / "x.tar").write_bytes(bytes(len(CONTENT)))
+    assert RemoteFile(server.url("x.tar")).version != first
+
+
+def test_a_package_that_is_missing_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)  # if it was used before
+    with pytest.raises(ModuleNotFoundError, match=r"s3:// needs a package .*pip install 'dtrain\[s3\]'"):
+        RemoteFile("s3://bucket/x.tar")
+
+
+def test_an_unknown_kind_of_url_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing is known about tape:// URLs"):
+        remote.check_known("tape://robot/x.tar")

@@ -1,0 +1,166 @@
+"""The same batches from a server as from a folder, whatever the server does meanwhile; slow storage hardly slower."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from multiprocessing import Value
+from pathlib import Path
+
+import pytest
+
+from dtrain.data import ShardLoader, dataset, remote, storage
+from dtrain.data.cache_policy import CachePolicy
+from dtrain.data.storage import ShardChanged
+from tests.data.http_for_tests import FileServer, serving
+from tests.data.shards_for_tests import UNEVEN, epoch_of, loader_of, write_numbered
+
+aiohttp = pytest.importorskip("aiohttp", reason="http needs aiohttp: pip install 'dtrain[http]'")
+URLS = "shard-{000..005}.tar"
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> list[str]:
+    return write_numbered(tmp_path / "data", UNEVEN)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(remote, "_FIRST_PAUSE", 0.01)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def server(cache: Path, shards: list[str]) -> Iterator[FileServer]:
+    with serving(Path(shards[0]).parent) as server:
+        yield server
+
+
+def keys(loader: ShardLoader) -> list[list[str]]:
+    try:
+        return [batch.sample_keys for step in epoch_of(loader) for batch in step]
+    finally:
+        loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_shards_behind_a_server_give_the_batches_of_local_ones(
+    server: FileServer, shards: list[str], workers: int
+) -> None:
+    server.failures = [503, "short", "good", 500] * 3
+    far, near = loader_of(server.url(URLS), num_workers=workers), loader_of(shards)
+    assert far.index.fingerprint == near.index.fingerprint
+    assert keys(far) == keys(near)
+
+
+def test_a_server_without_ranges_is_good_enough(server: FileServer, shards: list[str]) -> None:
+    server.ranges = False
+    assert keys(loader_of(server.url(URLS))) == keys(loader_of(shards))
+
+
+def test_samples_come_one_by_one_where_there_is_no_room_for_copies(
+    server: FileServer, shards: list[str], cache: Path
+) -> None:
+    policy = CachePolicy(folder=str(cache / "small"), max_gb=1e-9)
+    with pytest.warns(UserWarning, match="no room for"):
+        assert keys(loader_of(server.url(URLS), policy=policy)) == keys(loader_of(shards))
+    assert not list((cache / "small").glob("*"))
+
+
+def test_a_second_rank_finds_what_the_first_one_fetched(server: FileServer) -> None:
+    for rank in range(2):
+        loader_of(server.url(URLS), rank=rank, world_size=2)
+    fetched = server.requests.total()
+    first, second = (loader_of(server.url(URLS), rank=rank, world_size=2) for rank in range(2))
+    keys(first)
+    after_first = server.requests.total()
+    keys(second)
+    assert fetched < after_first
+    assert server.requests.total() - after_first <= after_first - fetched
+    copies = [server.requests[f"shard-{number:03d}.tar"] for number in range(6)]
+    assert max(copies) <= 2  # one walk, one copy
+
+
+def test_a_shard_that_vanishes_or_is_replaced_is_named_without_secrets(
+    server: FileServer, shards: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage.Prefetcher, "want", lambda self, shards: None)
+    for change, message in (
+        (lambda path: os.unlink(path), r"shard-004\.tar does not exist"),
+        (lambda path: path.write_bytes(b"<html>"), r"has 6 bytes and begins with b'<html>'"),
+    ):
+        loader = loader_of(f"{server.url('shard-004.tar')}?token=secret", shuffle="none")
+        change(Path(shards[4]))
+        with pytest.raises(ShardChanged, match=message) as caught:
+            keys(loader)
+        assert "secret" not in str(caught.value)
+        write_numbered(Path(shards[0]).parent, UNEVEN)
+
+
+def test_pack_index_knows_urls(server: FileServer, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from dtrain import pack
+
+    assert pack.main(["index", server.url(URLS)]) == 0
+    assert "shards: 6, samples: 47" in capsys.readouterr().out
+    before = server.requests.total()
+    loader_of(server.url(URLS))
+    assert server.requests.total() == before
+
+
+def test_slow_storage_needs_few_reads_and_no_sample_waits_for_its_own(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = write_numbered(tmp_path / "slow", [100] * 12)
+    near = keys(loader_of(paths, global_batch_size=64, policy=CachePolicy("fast")))
+    reads = Value("i", 0)
+    slow: set[int] = set()
+    real_open, real_pread = os.open, os.pread
+
+    def delay() -> None:
+        time.sleep(0.005)
+        with reads.get_lock():
+            reads.value += 1
+
+    def slow_open(path: str, *arguments: int) -> int:
+        descriptor = real_open(path, *arguments)
+        slow.discard(descriptor)
+        if str(path).startswith(str(tmp_path / "slow")):
+            delay()
+            slow.add(descriptor)
+        return descriptor
+
+    def slow_pread(descriptor: int, size: int, offset: int) -> bytes:
+        if descriptor in slow:
+            delay()
+        return real_pread(descriptor, size, offset)
+
+    monkeypatch.setattr(os, "open", slow_open)
+    monkeypatch.setattr(os, "pread", slow_pread)
+    far = loader_of(paths, global_batch_size=64, num_workers=2, policy=CachePolicy("slow"))
+    reads.value = 0
+    assert keys(far) == near
+    assert reads.value <= 0.05 * 1200
+
+
+def test_workers_are_told_the_shards_of_their_rank_up_to_the_next_epochs_first(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[set[int]] = []
+    monkeypatch.setattr(storage.ShardReader, "expect", lambda self, ahead: told.append(set(ahead(1000).tolist())))
+    monkeypatch.setattr(dataset, "_LOCATED_TOGETHER", 12)
+    paths = write_numbered(tmp_path / "data", [10] * 40)
+    loader = loader_of(paths, global_batch_size=12, lanes=4, window=2, rank=1, world_size=2)
+    read: list[set[int]] = []
+    for epoch in range(2):
+        for batch in itertools.islice(loader.epoch(epoch), None if epoch == 0 else 4):
+            loader.commit()
+            read.append({int(key[6:9]) for key in batch.sample_keys if key})
+            assert read[-1] <= told[-1]
+    loader.close()
+    steps = len(read) - 4
+    assert len(set().union(*read[:steps])) < 30  # a rank's share of 40, and the edges of its lanes
+    assert set().union(*read[:steps]) <= told[0]
+    assert set().union(*read[steps:]) <= told[steps // 2 - 1]

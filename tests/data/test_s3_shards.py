@@ -1,0 +1,86 @@
+"""Shards in a bucket of a real S3 server (moto's), by listing and by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtrain.data import remote
+from dtrain.data.remote import RemoteFile, WrittenAgain
+from dtrain.data.storage import ShardChanged
+from tests.data.shards_for_tests import UNEVEN, epoch_of, keys_of, loader_of, write_numbered
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("s3fs", reason="s3 needs s3fs: pip install 'dtrain[s3]'")
+moto_server = pytest.importorskip("moto.server", reason="needs moto: pip install 'dtrain[dev]'")
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> list[str]:
+    return write_numbered(tmp_path / "data", UNEVEN)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Any]:
+    import boto3
+
+    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        patch.setenv("AWS_ACCESS_KEY_ID", "key")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        yield boto3.client("s3")
+    server.stop()
+
+
+@pytest.fixture
+def bucket(client: Any, shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A client; the shards are in its bucket."""
+    monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(remote, "_FIRST_PAUSE", 0.01)
+    client.create_bucket(Bucket="shards")
+    for path in shards:
+        client.upload_file(path, "shards", f"train/{Path(path).name}")
+    return client
+
+
+def keys(shards: str | list[str], workers: int = 0) -> list[str]:
+    loader = loader_of(shards, num_workers=workers)
+    found = [key for step in epoch_of(loader) for key in keys_of(step)]
+    loader.close()
+    return found
+
+
+def test_a_bucket_gives_the_batches_of_a_folder(bucket: Any, shards: list[str]) -> None:
+    expected = keys(shards)
+    assert keys("s3://shards/train/*.tar") == expected
+    assert keys("s3://shards/train/shard-{000..005}.tar", workers=2) == expected
+
+
+def test_an_object_that_is_replaced_by_one_of_its_size_is_noticed(bucket: Any, shards: list[str]) -> None:
+    loader = loader_of("s3://shards/train/shard-004.tar")
+    size = Path(shards[4]).stat().st_size
+    bucket.put_object(Bucket="shards", Key="train/shard-004.tar", Body=bytes(size))
+    with pytest.raises(ShardChanged, match=r"s3://shards/train/shard-004\.tar' has been written again"):
+        epoch_of(loader)
+    loader.close()
+
+
+def test_an_object_that_is_replaced_while_it_is_open_is_noticed(bucket: Any, shards: list[str]) -> None:
+    file = RemoteFile("s3://shards/train/shard-004.tar")
+    assert file.read(0, 100) == Path(shards[4]).read_bytes()[:100]
+    bucket.put_object(Bucket="shards", Key="train/shard-004.tar", Body=bytes(file.size))
+    with pytest.raises(WrittenAgain, match=r"shard-004\.tar was written again"):
+        file.read(100, 100)
+    file.close()
+
+
+def test_an_object_that_is_not_there_is_a_file_not_found(bucket: Any) -> None:
+    with pytest.raises(FileNotFoundError, match=r"s3://shards/train/none\.tar does not exist"):
+        loader_of("s3://shards/train/none.tar")

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+WORKER = """
+import time
+from dtrain.distributed import orphan
+if {polling}:
+    orphan.sys.platform, orphan._LOOK_EVERY = "another", 0.05
+orphan.end_with_torchrun({environment})
+print("ready", flush=True)
+time.sleep(60)
+"""
+AGENT = """
+import subprocess, sys, time
+worker = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
+worker.stdout.readline()
+print(worker.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("polling", [False, True], ids=["by the kernel", "by a thread"])
+def test_a_worker_ends_with_a_killed_torchrun(polling: bool) -> None:
+    assert ends_with_its_parent({"TORCHELASTIC_RUN_ID": "one"}, polling, patience=30)
+
+
+def test_a_process_that_torchrun_did_not_start_outlives_its_parent() -> None:
+    assert not ends_with_its_parent({}, False, patience=0.3)
+
+
+def ends_with_its_parent(environment: dict[str, str], polling: bool, patience: float) -> bool:
+    worker = WORKER.format(environment=environment, polling=polling)
+    agent = subprocess.Popen([sys.executable, "-c", AGENT, worker], stdout=subprocess.PIPE)
+    assert agent.stdout is not None
+    pid = int(agent.stdout.readline())
+    agent.kill()
+    agent.wait()
+    agent.stdout.close()
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        if not alive(pid):
+            return True
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    return False
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs; an orphan that has ended may stay a zombie for as long as its new parent likes."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
+    return bool(state.strip()) and not state.strip().startswith("Z")

@@ -1,0 +1,115 @@
+"""The scripts in slurm/ on a real SLURM, as a person submits them: edited by options and environment only."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launching.jobs import digits_run, ended, field, output, restarted, slurm, trained, wait
+from tests.runs import metrics, records, status
+
+ROOT = Path(__file__).resolve().parents[2]
+CPUS = ("--gpus-per-node=0", "--cpus-per-task=2")
+
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("slurm", "digits")]
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout to submit from, with an environment."""
+    (tmp_path / "dtrain").symlink_to(ROOT / "dtrain")
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VENV", str(tmp_path / "venv"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return tmp_path
+
+
+def sbatch(script: str, *arguments: str, options: tuple[str, ...] = CPUS) -> str:
+    return slurm("sbatch", "--parsable", *options, str(ROOT / "slurm" / script), *arguments)
+
+
+def test_one_node_that_is_signalled_goes_on_under_the_same_id_until_it_is_finished(place: Path) -> None:
+    job = sbatch("one_node.sbatch", *digits_run())
+    run_dir = place / "runs" / f"digits-{job}"
+    wait(trained(run_dir, 10), told=lambda: output(job))
+    slurm("scancel", "--signal=USR1", "--batch", job)
+    wait(restarted(job, 1), told=lambda: output(job))
+    assert ended(job) == "COMPLETED"
+    steps = [record["step"] for record in records(run_dir) if "train/loss" in record]
+    assert steps == list(range(1, status(run_dir)["step"] + 1))
+    assert not (run_dir / "STOP").exists()
+
+
+def test_two_nodes_with_two_processes_each_train_one_model(place: Path) -> None:
+    job = sbatch("several_nodes.sbatch", *digits_run("train.max_epochs=2"))
+    assert ended(job) == "COMPLETED"
+    assert field(job, "ExitCode") == "0:0"
+    assert "ranks         4 on" in output(job)
+    losses = metrics(place / "runs" / f"digits-{job}")
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+
+
+def test_a_sweep_has_a_run_for_each_line(place: Path) -> None:
+    job = sbatch("sweep.sbatch", *digits_run("train.max_steps=3"))
+    elements = [f"{job}_{number}" for number in range(4)]
+    assert [ended(element, 300) for element in elements] == ["COMPLETED"] * 4
+    runs = [place / "runs" / f"sweep-{job}-{number}" for number in range(4)]
+    assert [status(run)["state"] for run in runs] == ["finished"] * 4
+    rates = [next(line for line in (run / "overrides.yaml").read_text().splitlines() if "lr=" in line) for run in runs]
+    assert [rate.split("=")[1] for rate in rates] == ["1e-3", "1e-3", "3e-3", "3e-3"]
+
+
+def test_where_requeue_is_forbidden_an_element_goes_on_in_a_new_job(place: Path) -> None:
+    job = sbatch("sweep.sbatch", *digits_run(), options=(*CPUS, "--no-requeue", "--array=3"))
+    run_dir = place / "runs" / f"sweep-{job}-3"
+    wait(trained(run_dir, 10), told=lambda: output(f"{job}_3"))
+    slurm("scancel", "--signal=USR1", "--batch", f"{job}_3")
+    assert ended(f"{job}_3") == "COMPLETED"
+    following = (run_dir / ".job").read_text().strip()
+    assert following != f"{job}_3"
+    assert following.endswith("_3")
+    assert ended(following) == "COMPLETED"
+    assert status(run_dir)["state"] == "finished"
+
+
+def interactive(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """slurm/interactive.sh without its line for GPUs; there is no terminal."""
+    script = (ROOT / "slurm" / "interactive.sh").read_text()
+    edited = "".join(line for line in script.splitlines(keepends=True) if "--gpus-per-node" not in line)
+    Path("interactive.sh").write_text(edited)
+    return subprocess.Popen(
+        ["bash", "interactive.sh", *arguments],
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_an_interactive_training_shows_itself_here_and_stops_politely(place: Path) -> None:
+    run_dir = place / "r"
+    process = interactive(*digits_run(), f"run.dir={run_dir}")
+    wait(trained(run_dir, 5))
+    slurm("scancel", "--signal=INT", "--name=bash")  # the job that srun made; a terminal's Ctrl-C arrives so, too
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "ranks         2 on" in said
+    assert status(run_dir)["state"] == "stopped"
+
+
+def test_an_allocation_that_is_over_is_named() -> None:
+    job = slurm("sbatch", "--parsable", "--wrap", "true")
+    assert ended(job) == "COMPLETED"
+    process = interactive(SLURM_JOB_ID=job)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert f"allocation {job} is over. Leave its shell" in said

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dtrain.launching.standing import is_trained, table
+from dtrain.tracking.status import write_status
+
+
+def make_run(run_dir: Path, state: str | None, config: dict[str, Any], *records: dict[str, float]) -> Path:
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
+    (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    if state:
+        write_status(run_dir, state, int(records[-1]["step"]) if records else 0, "SIGTERM", last_step=40)
+    return run_dir
+
+
+@contextmanager
+def trained(run_dir: Path) -> Iterator[None]:
+    with (run_dir / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def test_runs_stand_side_by_side_with_what_sets_them_apart(tmp_path: Path) -> None:
+    first = make_run(
+        tmp_path / "a",
+        "finished",
+        {"optimizer": {"lr": 0.1}, "launch": {"time": "1"}},
+        {"step": 10, "train/loss": 2.0},
+        {"step": 40, "train/loss": 0.123456, "eval/accuracy": 0.5},
+    )
+    second = make_run(
+        tmp_path / "bcd", "stopped", {"optimizer": {"lr": 0.3}, "launch": {"time": "2"}}, {"step": 10, "train/loss": 3}
+    )
+    assert table([first, second]).splitlines() == [
+        "run  state              step   optimizer.lr  train/loss  eval/accuracy",
+        "a    finished           40/40  0.1           0.1235      0.5",
+        "bcd  stopped (SIGTERM)  10/40  0.3           3           -",
+    ]
+
+
+def test_a_run_that_has_not_begun_is_shown_too(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", None, {"run": {"seed": 1}})
+    assert table([run]).splitlines()[1].split() == ["a", "not", "begun", "-", "-"]
+
+
+def test_a_run_that_was_killed_is_told_from_one_that_runs(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", "running", {}, {"step": 3, "train/loss": 1.0})
+    assert not is_trained(run)
+    assert "killed" in table([run])
+    with trained(run):
+        assert is_trained(run)
+        assert "running" in table([run])
+    assert not is_trained(run)
+
+
+def test_the_newest_logged_step_counts_while_a_run_goes_on(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", "running", {}, {"step": 3})
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7}\n')
+    assert "7/40" in table([run])
+
+
+def test_a_directory_without_a_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no run"):
+        table([tmp_path])

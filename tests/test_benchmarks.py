@@ -1,0 +1,119 @@
+"""The benchmarks of the data: each runs to its end and says what was measured where; their statistics are right."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    """Makes modules of the folder importable, as for a script that is started there."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+
+def quick(name, tmp_path, *arguments):
+    """The results of a benchmark in its quick mode."""
+    environ = {key: value for key, value in os.environ.items() if key not in ("DTRAIN_TEST_CIFAR10", "DTRAIN_CACHE")}
+    command = [sys.executable, SCRIPTS / f"{name}.py", "--quick", "--json", tmp_path / "out.json", *arguments]
+    environ |= {"OMP_NUM_THREADS": "1", "DTRAIN_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    for fact in ("command", "versions", "machine", "date"):
+        assert f"{fact}: {found[fact]}" in done.stdout
+    return found
+
+
+@pytest.mark.slow
+def test_shuffle_quality_compares_orders_with_a_random_draw(tmp_path):
+    rows = {row["order"]: row for row in quick("shuffle_quality", tmp_path)["measured"]}
+    assert any("(default)" in name for name in rows)
+    assert rows["none"]["class_mix"] > 10 * rows["random"]["class_mix"]
+
+
+def test_the_class_mix_is_pearsons_statistic_over_its_degrees_of_freedom(scripts):
+    from shuffle_quality import Sorted
+
+    data = Sorted(shards=16, per_shard=25, classes=8, batch=40)
+    order = data.random_draw()
+    expected = []
+    for step in order.tolist():
+        held = Counter(sample // 50 for sample in step)  # 400 samples in 8 equal, sorted classes
+        expected.append(sum((held[label] - 5) ** 2 / 5 for label in range(8)) / 7)
+    found = data.judge(order)
+    assert found["class_mix"] == pytest.approx(np.mean(expected))
+    ranks = [{sample // 25 for step in order.tolist() for sample in step[5 * rank : 5 * rank + 5]} for rank in range(8)]
+    assert found["opened_most"] == max(map(len, ranks)) / 16
+
+
+def test_cpu_time_counts_children_that_run_and_those_that_ended(scripts):
+    from bench_common import cpu_seconds
+
+    burn = "import time\nwhile time.process_time() < 0.3: pass\nprint('burnt', flush=True)\ninput()"
+    before = cpu_seconds()
+    child = subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "burnt\n"
+    assert cpu_seconds() - before >= 0.27  # the kernel counts in hundredths, user and system time each
+    child.communicate("\n")
+    assert cpu_seconds() - before >= 0.27
+
+
+def test_the_ratio_is_the_median_of_the_ratios_of_each_round(scripts):
+    from bench_common import ratio, spread
+
+    assert ratio([2, 40, 6], [1, 20, 1]) == 2  # a slow round is slow for both
+    assert spread([1, 3, 2000], 1) == "3.0 (1.0-2,000.0)"
+
+
+@pytest.mark.slow
+def test_the_loaders_that_are_there_are_compared_and_the_others_are_named(tmp_path):
+    measured = quick("bench_loader", tmp_path, "--works", "32x32", "--workers", "0")["measured"]["32x32 JPEG"]
+    rates = {(row["loader"], row["decoder"]): row["rounds"] for row in measured}
+    assert rates["dtrain", "simplejpeg"][0]["samples/s"] > 0
+    assert rates["webdataset", "Pillow"]
+    assert {"litdata", "mosaicml-streaming", "decoding alone"} < {loader for loader, _ in rates}
+
+
+@pytest.mark.slow
+def test_the_index_benchmark_finds_all_members_with_every_reader(tmp_path):
+    rates = quick("bench_index", tmp_path)["members_per_second"]
+    assert set(rates) == {"ustar", "PAX", "photographs"}
+    assert all(len(by_reader) == 4 for by_reader in rates.values())
+
+
+@pytest.mark.slow
+def test_a_resumed_loader_reads_only_the_samples_it_returns(tmp_path):
+    found = quick("bench_resume", tmp_path, "--workers", "0")["bytes_read_and_own"]
+    assert len(found) == 4
+    assert all(got == own for got, own in found.values())
+
+
+@pytest.mark.slow
+def test_the_state_of_a_run_over_many_shards_is_a_few_numbers(tmp_path):
+    state = quick("bench_order", tmp_path)["state"]
+    assert state["data"]["num_shards"] == 10_000
+    assert len(json.dumps(state)) < 400
+
+
+@pytest.mark.slow
+def test_the_wire_weighs_what_its_dtype_says(tmp_path):
+    rows = {(row["what"], row["wire"]): row["rounds"][0] for row in quick("bench_wire", tmp_path)["measured"]}
+    pixels, floats = 64 * 224 * 224 * 3, 64 * 4096
+    weights = {("image", "uint8"): pixels, ("image", "bf16"): 2 * pixels, ("feature", "fp32"): 4 * floats}
+    for row, expected in weights.items():
+        assert rows[row]["MB"] * 1e6 == expected
+
+
+@pytest.mark.slow
+def test_slow_storage_is_read_in_few_large_pieces(tmp_path):
+    rows = quick("bench_slow_storage", tmp_path)["measured"]
+    (cached,), (one_by_one,) = rows["shards, slow, through the cache"], rows["shards, slow, where they lie"]
+    assert cached["reads"] / cached["samples"] < 0.25 < one_by_one["reads"] / one_by_one["samples"]

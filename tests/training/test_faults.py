@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dtrain.config.errors import ConfigError
+from dtrain.training.checkpoint import Checkpoints
+from dtrain.training.faults import Fault, Faults
+from dtrain.training.loop import Loop
+from tests.ranks import RanksFailed
+from tests.runs import metrics, records, status, train_on, weights
+
+pytestmark = pytest.mark.usefixtures("digits")
+SMALL = ("model.width=4", "data.num_workers=0", "checkpoint.best=null", "checkpoint.keep_last=9")
+
+
+def faults(*texts: str) -> str:
+    return "faults=[" + ",".join(f'"{text}"' for text in texts) + "]"
+
+
+def test_faults_are_read_from_config_and_environment(tmp_path: Path) -> None:
+    environment = {"DTRAIN_FAULTS": "slow@step=3,seconds=0.5 ; kill@step=2,rank=1,once=false;"}
+    given = Faults.of(["crash@rank=1,step=5"], tmp_path, 1, environment)
+    assert str(given) == "crash@step=5,rank=1; slow@step=3,seconds=0.5; kill@step=2,rank=1,once=false"
+    assert [list(given.due(step, "crash", "kill", "slow")) for step in (2, 3, 5)] == [
+        [Fault("kill", 2, 1, once=False)],
+        [],
+        [Fault("crash", 5, 1)],
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", ["crash", "crash@rank=1", "melt@step=1", "crash@step=x", "crash@step=1,when=now", "nan@step=1,once=maybe"]
+)
+def test_a_fault_that_cannot_be_read_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="such as crash@rank=1,step=5"):
+        Fault.parse(text)
+
+
+def test_a_fault_strikes_once_unless_it_is_told_to_come_again(tmp_path: Path) -> None:
+    once, again = "crash@step=5", "slow@step=5,once=false"
+    for struck in (["crash", "slow"], ["slow"], ["slow"]):  # three starts
+        given = Faults.of([once, again], tmp_path, 0, {})
+        assert [fault.kind for fault in given.due(5, "crash", "slow")] == struck
+
+
+def test_a_run_without_faults_has_the_plain_loop_and_the_plain_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dtrain.config.schema import CheckpointConfig
+
+    made: list[type] = []
+    monkeypatch.setattr(Loop, "__init__", lambda self, *args: made.append(type(self)))
+    for given in (Faults.of([], tmp_path, 0, {}), Faults.of(["crash@rank=1,step=5"], tmp_path, 0, {})):
+        given.loop()
+        assert type(given.checkpoints(CheckpointConfig())) is Checkpoints
+    assert made == [Loop, Loop]
+
+
+def test_a_crashed_run_that_is_started_again_ends_as_if_it_had_not_happened(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    common = (*SMALL, "train.max_steps=6", "checkpoint.every_steps=2")
+    train_on(2, whole, *common)
+    with pytest.raises(RanksFailed):
+        train_on(2, parts, *common, faults("crash@rank=1,step=4"))
+    assert status(parts)["reason"] == "rank 1 failed: InjectedFault: injected fault: crash@step=4,rank=1"
+    train_on(2, parts, *common, faults("crash@rank=1,step=4"))
+    assert "FAULTS        crash@step=4,rank=1" in capfd.readouterr().out
+    expected, got = weights(whole, 6), weights(parts, 6)
+    assert all(torch.equal(tensor, got[name]) for name, tensor in expected.items())
+    assert metrics(parts) == metrics(whole)
+    end = status(parts)
+    assert (end["state"], end["restarts"]) == ("finished", 1)
+    assert end["down_seconds"] > 0
+    assert records(parts)[-1]["time/restarts"] == 1
+    assert "time/restarts" not in records(whole)[-1]
+
+
+def test_faults_of_numbers_samples_and_disks_are_survived_and_show_in_the_records(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = (
+        "nan@rank=1,step=2",
+        "corrupt_sample@rank=1,step=3",
+        "slow@rank=1,step=3,seconds=0.01",
+        "disk_full@step=4",
+        "torn_checkpoint@step=6",
+    )
+    train_on(2, tmp_path, *SMALL, "train.max_steps=6", "checkpoint.every_steps=2", faults(*given))
+    by_step = {record["step"]: record for record in records(tmp_path) if "data/bad_samples" in record}
+    assert [by_step[step]["precision/skipped_steps"] for step in range(1, 7)] == [0, 1, 1, 1, 1, 1]
+    assert [by_step[step]["data/bad_samples"] for step in range(1, 7)] == [0, 0, 1, 1, 1, 1]
+    assert "the checkpoint of step 4 could not be written" in capfd.readouterr().out
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    assert checkpoints.steps() == [2, 6]
+    step, problems = checkpoints.newest_good()
+    assert step == 2
+    assert "model.safetensors" in problems[0]
+
+
+def test_a_hang_ends_with_a_line_for_each_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RanksFailed):
+        train_on(2, tmp_path, *SMALL, "train.max_steps=6", "parallel.timeout_step=1", faults("hang@rank=1,step=3"))
+    said = capfd.readouterr().err
+    assert said.count("dtrain: the run hangs (rank ") == 1
+    assert "  rank 1, step 3: in _strike (faults.py:" in said
+    assert "  rank 0, step 3: in " in said
+    assert status(tmp_path)["state"] == "failed"
+    assert "rank 1, step 3: in _strike" in status(tmp_path)["reason"]
+    assert "train-00" in (tmp_path / "logs" / "hang-rank-00000.txt").read_text()
