@@ -1,164 +1,66 @@
-"""What a run survives, and how it ends, under the real torchrun. With ``-s`` the times are printed."""
+"""Runs that change their world, and runs that are killed."""
 
 from __future__ import annotations
 
+import json
 import os
-import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch.distributed.run import get_args_parser
 
-from tests.runs import metrics, status, train_on, weights
+from tests.runs import metrics, train_on
 
-pytestmark = [pytest.mark.usefixtures("digits"), pytest.mark.slow]
-SMALL = ("tracker=none", "model.width=4", "data.num_workers=0", "checkpoint.best=null", "train.deterministic=true")
-FOREVER = ("train.max_epochs=null", "train.max_steps=1000000", "train.eval_every=0")
-FORWARDED = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+ROOT = Path(__file__).parents[1]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("digits")]
 
 
-@contextmanager
-def started(
-    run_dir: Path, *overrides: str, options: tuple[str, ...] = ("--standalone", "--nproc-per-node=2"), **more: str
-) -> Iterator[subprocess.Popen[str]]:
-    """torchrun with a run that goes on until it is stopped; killed at the end of the block."""
-    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "dtrain.train", "experiment=digits"]
-    chosen = {override.partition("=")[0] for override in overrides}
-    small = [override for override in (*SMALL, *FOREVER) if override.partition("=")[0] not in chosen]
-    running = subprocess.Popen(
-        [*command, f"run.dir={run_dir}", *small, *overrides],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | more,
-    )
-    try:
-        yield running
-    finally:
-        running.kill()
-        running.wait()
+def keys_of_steps(run_dir: Path) -> dict[int, list[str]]:
+    """The samples of every step over all ranks, sorted."""
+    keys: dict[int, list[str]] = {}
+    for path in (run_dir / "logs").glob("keys-rank-*.jsonl"):
+        for line in map(json.loads, path.read_text().splitlines()):
+            keys.setdefault(line["step"], []).extend(line["keys"])
+    return {step: sorted(found) for step, found in sorted(keys.items())}
 
 
-def wait_for(running: subprocess.Popen[str], folder: Path, name: str) -> None:
-    deadline = time.monotonic() + 100
-    while not list(folder.glob(name)):
-        assert running.poll() is None, running.communicate()[0]
-        assert time.monotonic() < deadline, f"{folder / name} did not come"
-        time.sleep(0.05)
+def test_one_epoch_on_4_then_2_then_3_ranks_and_1_uses_every_sample_once(tmp_path: Path) -> None:
+    common = ("data.record_keys=true", "train.eval_every=0", "model.width=8", "schedule=constant")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train_on(2, whole, "train.max_epochs=1", *common)
+    for ranks, last_step in ((4, 6), (2, 12), (3, 18)):
+        train_on(ranks, parts, f"train.max_steps={last_step}", *common, f"data.num_workers={ranks % 3}")
+    train_on(1, parts, "train.max_epochs=1", *common)
+    used = keys_of_steps(parts)
+    assert used == keys_of_steps(whole)
+    times = Counter(key for keys in used.values() for key in keys)
+    assert set(times.values()) == {1}
+    assert len(times) == 1437
+    assert metrics(parts) == pytest.approx(metrics(whole), rel=1e-4)
 
 
-def same_end(run_dir: Path, whole: Path, step: int) -> bool:
-    ours, theirs = weights(run_dir, step), weights(whole, step)
-    return metrics(run_dir) == metrics(whole) and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+def test_another_global_batch_in_mid_epoch_uses_what_remains_once(tmp_path: Path) -> None:
+    common = ("data.record_keys=true", "train.eval_every=0", "model.width=8", "schedule=constant")
+    train_on(3, tmp_path, "train.max_steps=7", *common)
+    train_on(2, tmp_path, "train.max_steps=10", "train.global_batch_size=90", *common)
+    train_on(4, tmp_path, "train.max_epochs=1", "train.global_batch_size=128", "train.micro_batch_size=16", *common)
+    times = Counter(key for keys in keys_of_steps(tmp_path).values() for key in keys)
+    assert set(times.values()) == {1}
+    assert len(times) == 1437
 
 
-@pytest.mark.skipif("signals_to_handle" not in get_args_parser().format_help().replace("-", "_"), reason="older torch")
-def test_sigusr1_to_a_torchrun_that_passes_it_on_stops_all_ranks_and_the_next_start_continues(tmp_path: Path) -> None:
-    with started(tmp_path, options=("--standalone", "--nproc-per-node=2", FORWARDED)) as running:
-        wait_for(running, tmp_path, "status.json")
-        asked = time.monotonic()
-        running.send_signal(signal.SIGUSR1)
-        output = running.communicate(timeout=100)[0]
-        print(f"SIGUSR1 to the end of torchrun: {time.monotonic() - asked:.1f} s")
-    state = status(tmp_path)
-    assert state["state"] == "stopped", output
-    assert "SIGUSR1 (rank 0), SIGUSR1 (rank 1)" in state["reason"]
-    assert weights(tmp_path, state["step"])
-    train_on(2, tmp_path, f"train.max_steps={state['step'] + 2}", *SMALL, "train.max_epochs=null")
-    assert (status(tmp_path)["state"], status(tmp_path)["restarts"]) == ("finished", 1)
-
-
-def test_torchrun_restarts_a_run_that_crashes_and_it_ends_as_if_nothing_had_happened(
-    tmp_path: Path,
-) -> None:
-    whole, run_dir = tmp_path / "whole", tmp_path / "run"
-    common = (*SMALL, "train.max_steps=12", "checkpoint.every_steps=3")
-    train_on(2, whole, *common)
-    faults = 'faults=["crash@rank=1,step=5"]'
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
-    done = subprocess.run(
-        [
-            *command,
-            "-m",
-            "dtrain.train",
-            "experiment=digits",
-            f"run.dir={run_dir}",
-            "train.log_every=1",
-            *common,
-            faults,
-        ],
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks to kill in /proc, which is Linux's")
+def test_killed_ranks_and_jobs_leave_no_trace_in_what_is_learned(tmp_path: Path) -> None:
+    soak = subprocess.run(
+        [sys.executable, "scripts/kill_soak.py", "--rounds=4", "--seed=1", f"--dir={tmp_path}"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        timeout=120,
+        timeout=400,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert same_end(run_dir, whole, 12)
-    assert (status(run_dir)["state"], status(run_dir)["restarts"]) == ("finished", 1)
-    print({name: value for name, value in status(run_dir).items() if name.endswith("seconds")})
-
-
-def test_sigterm_to_a_run_that_hangs_says_where_before_torchrun_kills_it(tmp_path: Path) -> None:
-    hang = 'faults=["hang@rank=1,step=5"]'
-    with started(tmp_path, hang, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="12") as running:
-        wait_for(running, tmp_path, "faults/hang-rank-1-step-5")
-        asked = time.monotonic()
-        running.send_signal(signal.SIGTERM)
-        output = running.communicate(timeout=100)[0]
-        print(f"SIGTERM to the end of torchrun: {time.monotonic() - asked:.1f} s")
-    assert "asked to stop, and not agreed within" in status(tmp_path)["reason"], output
-    assert output.count("dtrain: the run hangs") == 1
-    assert "  rank 1, step 5: in _strike" in output
-
-
-def test_no_rank_outlives_a_killed_torchrun_and_the_run_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
-    with started(tmp_path, "data.num_workers=1", "checkpoint.every_steps=50") as running:
-        wait_for(running, tmp_path, "checkpoints/step-*")
-        running.kill()
-        killed = time.monotonic()
-        # Whoever holds the pipe is a process of that job.
-        assert running.stdout is not None
-        running.stdout.read()
-        print(f"SIGKILL to torchrun until none of its processes is left: {time.monotonic() - killed:.1f} s")
-    train_on(2, tmp_path, *SMALL, "train.max_epochs=null", "train.max_steps=1000000", "run.max_hours=0.0003")
-    assert status(tmp_path)["state"] == "stopped"
-    assert status(tmp_path)["reason"] == "run.max_hours=0.0003 (rank 0)"
-    assert status(tmp_path)["step"] > 50
-
-
-def test_a_node_that_leaves_shrinks_the_world_and_the_run_goes_on(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
-    patience = "join_timeout=100,last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
-
-    def node(is_host: bool) -> tuple[str, ...]:
-        return (
-            *("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=elastic"),
-            *(f"--rdzv-endpoint={endpoint}", f"--rdzv-conf={patience},is_host={is_host}"),
-        )
-
-    loopback: dict[str, Any] = {"GLOO_SOCKET_IFNAME": "lo"} if Path("/sys/class/net/lo").exists() else {}
-    more = ("checkpoint.every_steps=50",)
-    with started(tmp_path, *more, options=node(True), **loopback) as first:
-        with started(tmp_path, *more, options=node(False), **loopback) as second:
-            wait_for(second, tmp_path, "checkpoints/step-*")
-        left, before = time.monotonic(), status(tmp_path)["step"]
-        while status(tmp_path)["restarts"] < 1 or status(tmp_path)["step"] <= before:
-            assert time.monotonic() - left < 100
-            time.sleep(0.1)
-        print(f"a node leaves until the others train on: {time.monotonic() - left:.1f} s")
-        (tmp_path / "STOP").touch()
-        output = first.communicate(timeout=100)[0]
-    assert "2 ranks x 1 micro-batches x 32 rows" in output
-    assert "global batch  64 = 1 ranks x 1 micro-batches x 64 rows" in output
-    assert status(tmp_path)["state"] == "stopped"
+    assert soak.returncode == 0, soak.stdout + soak.stderr
+    assert "survived 4 of 4 rounds" in soak.stdout
