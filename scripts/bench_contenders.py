@@ -205,8 +205,8 @@ def stored_samples(work: Work) -> Iterator[tuple[bytes, int]]:
     index = DatasetIndex.build(work.shards, ["jpg", "cls"])
     reader = ShardReader(index.shards)
     for sample in range(index.num_samples):
-        spans = index.offsets[sample].tolist(), index.sizes[sample].tolist()
-        jpg, label = reader.members(index.shard_of(sample), *spans)
+        spans = zip(index.offsets[sample].tolist(), index.sizes[sample].tolist(), strict=True)
+        jpg, label = (reader.read(index.shard_of(sample), *span) for span in spans)
         yield bytes(jpg), int(bytes(label))
 
 

@@ -68,7 +68,7 @@ def _shards(pattern: str | None, folder: Path, quick: bool) -> list[str]:
     if pattern is None and cifar10 is not None:
         pattern = f"{cifar10}/train-*.tar"
     if pattern is None:
-        return jpeg_shards(folder, number=30_000, width=32, height=32, shards=10)
+        return jpeg_shards(folder, number=3_000 if quick else 30_000, width=32, height=32, shards=10)
     shards = sorted(glob.glob(pattern))
     if not shards:
         raise SystemExit(f"--shards: {pattern!r} matches nothing.")

@@ -116,4 +116,5 @@ def test_the_wire_weighs_what_its_dtype_says(tmp_path):
 def test_slow_storage_is_read_in_few_large_pieces(tmp_path):
     rows = quick("bench_slow_storage", tmp_path)["measured"]
     (cached,), (one_by_one,) = rows["shards, slow, through the cache"], rows["shards, slow, where they lie"]
-    assert cached["reads"] / cached["samples"] < 0.25 < one_by_one["reads"] / one_by_one["samples"]
+    assert cached["reads"] < 32  # opens and reads of four shards, whatever was measured of their 256 samples
+    assert one_by_one["reads"] > one_by_one["samples"]

@@ -140,12 +140,16 @@ class DatasetIndex:
         Args:
             sample: Its number, in ``[0, num_samples)``.
         """
-        raw = bytes(self._keys[self._key_starts[sample] : self._key_starts[sample + 1]])
-        return f"{self.names[self.shard_of(sample)]}/{decode_name(raw)}"
+        return self.keys([sample])[0]
 
     def keys(self, samples: Iterable[int] | np.ndarray) -> list[str]:
         """``key`` of each of these samples."""
-        return [self.key(sample) for sample in np.asarray(samples).tolist()]
+        numbers = np.asarray(samples, dtype=np.int64)
+        shards = np.searchsorted(self.starts, numbers, side="right") - 1
+        starts = self._arrays["key_starts"]
+        spans = zip(shards.tolist(), starts[numbers].tolist(), starts[numbers + 1].tolist(), strict=True)
+        names, raw = self.names, self._keys
+        return [f"{names[shard]}/{decode_name(raw[start:end])}" for shard, start, end in spans]
 
     def describe(self) -> dict[str, Any]:
         """What identifies the data set, for a checkpoint: a few numbers and the fingerprint."""

@@ -14,7 +14,7 @@ from dtrain.data.decode import SampleError, decode
 from dtrain.data.fields import Field
 from dtrain.data.shards import expand
 from dtrain.data.source import Source
-from dtrain.data.storage import ShardReader
+from dtrain.data.storage import ShardReader, joint_reads
 from dtrain.data.urls import shown
 
 #: Larger members are not read: a worker and the batch each hold a copy.
@@ -86,7 +86,9 @@ class ShardSamples:
         index = self._index
         # All at once: looking up a number in an array costs more by itself than within many.
         shards = np.searchsorted(index.starts, samples, side="right") - 1
-        columns = (shards, index.offsets[samples], index.sizes[samples])
+        offsets, sizes = index.offsets[samples], index.sizes[samples]
+        complete = (offsets >= 0).all(axis=1) & (sizes <= MAX_MEMBER_BYTES).all(axis=1)
+        columns = (complete, shards, offsets, sizes, *joint_reads(offsets, sizes))
         return map(_Members, index.keys(samples), *(column.tolist() for column in columns))
 
     def fetch(self, record: _Members) -> list[memoryview]:
@@ -96,12 +98,12 @@ class ShardSamples:
             SampleError: If the sample lacks a member, or one is too large.
             ShardChanged: If the shard is not what was indexed.
         """
+        if record.complete:
+            return self._reader.members(record.shard, record.offsets, record.sizes, record.start, record.length)
         if -1 in record.offsets:
             missing = self._fields[record.offsets.index(-1)]
             raise SampleError(f"has no .{missing.ext} member")
-        if max(record.sizes) > MAX_MEMBER_BYTES:
-            raise SampleError(f"has a member of {max(record.sizes)} bytes, more than the limit of {MAX_MEMBER_BYTES}")
-        return self._reader.members(record.shard, record.offsets, record.sizes)
+        raise SampleError(f"has a member of {max(record.sizes)} bytes, more than the limit of {MAX_MEMBER_BYTES}")
 
     def place(self, record: _Members) -> dict[str, Any]:
         """The shard's path, and the first byte of the sample's members; -1 if it has none."""
@@ -118,9 +120,12 @@ class ShardSamples:
 
 
 class _Members(NamedTuple):
-    """A sample: its shard, first byte and length of each member."""
+    """A sample: its shard, first byte and length of each member, and of the one read that brings them all."""
 
     key: str
+    complete: bool
     shard: int
     offsets: list[int]
     sizes: list[int]
+    start: int
+    length: int

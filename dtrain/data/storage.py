@@ -35,6 +35,21 @@ _AHEAD = 2 * _MOST_OPEN
 _COPIED_AT_ONCE = 32 << 20
 
 
+def joint_reads(offsets: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The one read for each sample that brings all its members.
+
+    Args:
+        offsets: First byte of each member, int64, shape ``[samples, members]``.
+        sizes: Bytes of each member, the same.
+
+    Returns:
+        First byte and length, int64, shape ``[samples]`` each; length -1 where members are too far from each other.
+    """
+    starts = offsets.min(axis=1)
+    lengths = (offsets + sizes).max(axis=1) - starts
+    return starts, np.where(lengths > sizes.sum(axis=1) + _READ_THROUGH, -1, lengths)
+
+
 class ShardReader:
     """Reads ranges of shards, keeping at most ``max_open`` of them open.
 
@@ -64,23 +79,26 @@ class ShardReader:
         self._prefetcher: Prefetcher | None = None
         self._told = False
 
-    def members(self, shard: int, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
+    def members(
+        self, shard: int, offsets: Sequence[int], sizes: Sequence[int], start: int, length: int
+    ) -> list[memoryview]:
         """The payloads of one sample's members, in one read if they lie close together.
 
         Args:
             shard: Place of the shard in ``paths``.
             offsets: First byte of each member.
             sizes: Bytes of each member.
+            start: First byte of the one read, from ``joint_reads``.
+            length: Its length; -1 reads each member by itself.
 
         Raises:
             ShardChanged: If the shard cannot be read, or is not what was indexed.
         """
-        start = min(offsets)
-        end = max(map(int.__add__, offsets, sizes))
-        if end - start > sum(sizes) + _READ_THROUGH:
-            return [memoryview(self.read(shard, offset, size)) for offset, size in zip(offsets, sizes, strict=True)]
-        data = memoryview(self.read(shard, start, end - start))
-        return [data[offset - start : offset - start + size] for offset, size in zip(offsets, sizes, strict=True)]
+        spans = zip(offsets, sizes, strict=True)
+        if length < 0:
+            return [memoryview(self.read(shard, offset, size)) for offset, size in spans]
+        data = memoryview(self.read(shard, start, length))
+        return [data[offset - start : offset - start + size] for offset, size in spans]
 
     def read(self, shard: int, offset: int, size: int) -> bytes | memoryview:
         """``size`` bytes of a shard from ``offset`` on.

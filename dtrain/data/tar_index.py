@@ -147,9 +147,9 @@ def _index_file(path: str) -> ShardIndex:
         return _group(path, Stamp(status.st_size, status.st_mtime_ns), walk(path, file))
 
 
-def decode_name(name: bytes) -> str:
+def decode_name(name: bytes | memoryview) -> str:
     """A name or key of a tar as text; ``encode("utf-8", "surrogateescape")`` gives the bytes back."""
-    return name.decode("utf-8", "surrogateescape")
+    return str(name, "utf-8", "surrogateescape")
 
 
 def _group(path: str, stamp: Stamp, files: Iterator[tuple[bytes, int, int]]) -> ShardIndex:

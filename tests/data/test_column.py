@@ -163,3 +163,12 @@ def test_what_no_tensor_can_hold_is_refused() -> None:
 def test_a_number_of_more_than_64_bits_is_refused() -> None:
     with pytest.raises(ValueError, match=r"field 'x'.*64 bits"):
         filled(column_of(2, "json"), [1, 2**64])
+
+
+def test_rows_of_images_begin_where_libjpeg_turbo_writes_through_the_caches() -> None:
+    column = column_of(4, "jpg")
+    column.put(0, np.zeros((32, 32, 3), np.uint8), "a")
+    tensor = column.data()
+    assert isinstance(tensor, torch.Tensor)
+    assert tensor.data_ptr() % 32 == 16
+    assert tensor.is_contiguous()

@@ -51,7 +51,7 @@ def test_small_tensors_arrive_as_they_were_sent_without_a_file(dtype: torch.dtyp
 
 
 def test_large_tensors_are_sent_as_files_and_the_rest_as_it_is() -> None:
-    columns = {"image": torch.zeros(64, 32, 32, 3, dtype=torch.uint8), "caption": ["a"] * 64, "label": torch.zeros(64)}
+    columns = {"image": torch.zeros(64, 64, 64, 3, dtype=torch.uint8), "caption": ["a"] * 64, "label": torch.zeros(64)}
     batch = Batch(columns, ["s/0"] * 64, torch.ones(64, dtype=torch.bool), [{"key": "s/9", "reason": "torn"}])
     got, files = arrived(batch)
     assert files == 1

@@ -13,7 +13,7 @@ import pytest
 from dtrain.data import storage
 from dtrain.data.cache_policy import CachePolicy
 from dtrain.data.shard_file import stamp_of
-from dtrain.data.storage import ShardChanged, ShardReader
+from dtrain.data.storage import ShardChanged, ShardReader, joint_reads
 
 SIZE = 50_000
 
@@ -56,7 +56,8 @@ def test_members_that_lie_close_are_one_read(
     calls = []
     pread = os.pread
     monkeypatch.setattr(os, "pread", lambda *arguments: calls.append(arguments) or pread(*arguments))
-    payloads = ShardReader(shards).members(1, offsets, sizes)
+    ((start,), (length,)) = joint_reads(np.array([offsets]), np.array([sizes]))
+    payloads = ShardReader(shards).members(1, offsets, sizes, start, length)
     assert [bytes(payload) for payload in payloads] == [
         stored(shards[1], offset, size) for offset, size in zip(offsets, sizes, strict=True)
     ]
