@@ -13,15 +13,17 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
+from tempfile import TemporaryDirectory
 
 from dtrain.config import app
 from dtrain.config.errors import ConfigError
 from dtrain.launching import local, slurm
 from dtrain.launching.commands import COMMANDS, run_command
 from dtrain.launching.outcome import FAILED, FINISHED, overall, print_table
-from dtrain.launching.point import Point, told_apart
+from dtrain.launching.point import Point, assignment, told_apart
 
 LAUNCHERS = {"local": local, "slurm": slurm}
+_SWEEP_DIR = "hydra.sweep.dir"
 USAGE = """Usage
   python -m dtrain.launch [--multirun] launch=local|slurm experiment=NAME [KEY=VALUE ...]
 
@@ -71,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _start(arguments: Sequence[str]) -> int:
     points: list[Point] = []
-    app.run(lambda composed: points.append(Point.of(composed)), arguments, rewrite=_sweep_first)
+    with TemporaryDirectory() as aside:
+        app.run(lambda composed: points.append(Point.of(composed)), arguments, lambda given: _for_hydra(given, aside))
     # None with --cfg and --info.
     return launch(told_apart(points)) if points else FINISHED
 
@@ -98,10 +101,12 @@ def launch(points: Sequence[Point]) -> int:
     return overall(outcomes)
 
 
-def _sweep_first(arguments: list[str]) -> list[str]:
-    """Hydra reads ``--multirun`` before or after the overrides, but not between them."""
+def _for_hydra(arguments: list[str], aside: str) -> list[str]:
+    """Hydra reads ``--multirun`` before or after the overrides, but not between them, and keeps a file about the sweep."""
     flags = [argument for argument in arguments if argument in ("--multirun", "-m")]
-    return flags[:1] + [argument for argument in arguments if argument not in flags]
+    if not flags:
+        return arguments
+    return [flags[0], *(argument for argument in arguments if argument not in flags), assignment(_SWEEP_DIR, aside)]
 
 
 if __name__ == "__main__":

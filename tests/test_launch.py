@@ -50,6 +50,15 @@ def test_a_dry_run_of_a_sweep_shows_every_point(capsys: pytest.CaptureFixture[st
     assert "optimizer.lr=0.2" in shown
 
 
+def test_a_dry_run_of_a_job_array_shows_it_before_its_runs(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["launch=slurm", "experiment=digits", "--multirun", "launch.dry_run=true", "launch.max_running=3"]
+    assert launch.main([*command, "optimizer.lr=0.1,0.2"]) == 0
+    array, *runs = capsys.readouterr().out.split("#!/bin/bash\n")[1:]
+    assert "#SBATCH --array=0-1%3\n" in array
+    assert [f"optimizer.lr={lr}" in run for lr, run in zip((0.1, 0.2), runs, strict=True)] == [True, True]
+    assert list(place.iterdir()) == []
+
+
 def test_without_slurm_one_sentence_says_so(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

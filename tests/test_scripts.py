@@ -142,6 +142,7 @@ def job(tmp_path):
     run_dir = tmp_path / "runs" / "digits-7"
     run_dir.mkdir(parents=True)
     executable(tmp_path / "bin" / "scontrol", f'#!/bin/bash\necho "$*" >>"{tmp_path}/requeued"\nkill -TERM $PPID\n')
+    executable(tmp_path / "bin" / "squeue", "#!/bin/bash\necho ${WHY_ENDED:-None}\n")
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "digits", "SLURM_RESTART_COUNT": "2", "SLURM_JOB_NODELIST": "n1"}
     slurm |= {"SLURM_CPUS_PER_TASK": "8", "SLURM_GPUS_ON_NODE": "2", "SLURM_SUBMIT_DIR": str(tmp_path)}
     environ = {name: value for name, value in os.environ.items() if name not in ("VENV", "RUN_DIR", "OMP_NUM_THREADS")}
@@ -150,7 +151,9 @@ def job(tmp_path):
     def start(srun, *arguments, **settings):
         executable(tmp_path / "bin" / "srun", f'#!/bin/bash\ncd "{run_dir}"\n{srun}\n')
         script = ["bash", ROOT / "slurm" / "one_node.sbatch", *arguments]
-        return subprocess.Popen(script, env=environ | settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(
+            script, env=environ | settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
 
     start.run_dir = run_dir
     start.requeued = lambda: (tmp_path / "requeued").exists()
@@ -208,6 +211,16 @@ def test_a_cancelled_job_does_not_come_back_to_life(job):
     process.communicate(timeout=30)
     assert not job.requeued()
     assert process.returncode == 143
+
+
+def test_a_job_that_is_over_its_time_all_the_same_goes_on(job):
+    """A step that takes longer than the warning, for example; what was saved before is not lost."""
+    srun = "touch begun; sleep 1; mkdir -p checkpoints/step-000000050; " + status("stopped", reason='"SIGTERM"')
+    process = job(srun + "exit 143", WHY_ENDED="TimeLimit")
+    wait_for(job.run_dir / "begun")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert job.requeued()
 
 
 def test_a_stop_request_of_the_last_start_does_not_stop_this_one(job):

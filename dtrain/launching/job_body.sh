@@ -11,19 +11,21 @@
 
 set -uo pipefail
 
+# The plain id of an array's last element means the whole array.
+job=$SLURM_JOB_ID
+[[ -n ${SLURM_ARRAY_TASK_ID:-} ]] && job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+
 # -- signals: first of all, because a USR1 that nobody handles kills this shell
 asked=0 cancelled=0
 # The run looks for this file about once a second, all ranks agree on a step, save, and end with exit code 0.
 trap 'asked=1; echo "time is nearly up: asking the run to stop"; touch "$run_dir/STOP"' USR1
 # scancel, or the time limit itself. SLURM tells torchrun too, so there is nothing to pass on; but a job that somebody
 # cancelled must not come back to life.
-trap 'cancelled=1' TERM
+trap 'if over_time; then asked=1; else cancelled=1; fi' TERM
+over_time() { [[ $(timeout 10 squeue --noheader --jobs="$job" --format=%r) == TimeLimit ]]; }
 
-# -- this job
-# The plain id of an array's last element means the whole array.
-job=$SLURM_JOB_ID
-[[ -n ${SLURM_ARRAY_TASK_ID:-} ]] && job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
-# Allocations before this one: those of this job, and where requeue is forbidden those of the jobs before it.
+# -- the allocation
+# How many there were before: of this job, and where requeue is forbidden of the jobs before it.
 starts=$((${DTRAIN_STARTS:-0} + ${SLURM_RESTART_COUNT:-0}))
 nodes=${SLURM_JOB_NUM_NODES:-1} cpus=${SLURM_CPUS_PER_TASK:-$processes}
 
@@ -91,7 +93,7 @@ fail() {
   echo "$1" >&2
   exit "$((code ? code : 1))"
 }
-((cancelled)) && fail "cancelled, or over its time limit: no new allocation"
+((cancelled)) && fail "cancelled: no new allocation"
 fruitless=$(cat "$run_dir/.requeue" 2>/dev/null || echo 0)
 [[ $(newest_checkpoint) == "$checkpoint_before" ]] && fruitless=$((fruitless + 1)) || fruitless=0
 case $state in

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dtrain.config.errors import ConfigError
 from dtrain.launching.point import Point
+from dtrain.launching.presets import frozen_arguments
 
 _BODY = Path(__file__).with_name("job_body.sh")
 
@@ -31,7 +32,7 @@ def job_script(point: Point) -> str:
         f"run_dir={shlex.quote(str(point.run.dir))}\n"
         f"python={shlex.quote(launch.python or sys.executable)}\n"
         f"processes={processes(point)} # a node\n"
-        f"arguments=({_words(point.arguments)})\n"
+        f"arguments=({_words(frozen_arguments(point))})\n"
         f"srun_options=({_words(launch.srun)})\n"
         f"container=({_words(launch.container)})\n"
         f"requeue={int(launch.requeue)}\n"

@@ -64,9 +64,13 @@ class Point:
     @property
     def arguments(self) -> list[str]:
         """What follows ``-m dtrain.train``: what the user typed, and where the run is."""
-        folders = [part for folder in self.run.config_dirs for part in ("--config-dir", folder)]
+        return [*(part for folder in self.run.config_dirs for part in ("--config-dir", folder)), *self.overrides]
+
+    @property
+    def overrides(self) -> list[str]:
+        """The same without the folders of presets."""
         kept = [override for override in self.run.overrides if _key(override) not in _NOT_FORWARDED]
-        return [*folders, *kept, assignment("run.dir", str(self.run.dir))]
+        return [*kept, assignment("run.dir", str(self.run.dir))]
 
 
 def told_apart(points: Sequence[Point]) -> list[Point]:

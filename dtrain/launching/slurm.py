@@ -18,6 +18,7 @@ from dtrain.launching.code_version import code_version
 from dtrain.launching.job_script import array_log_name, array_script, job_script, log_path, script_path
 from dtrain.launching.outcome import FINISHED, Outcome
 from dtrain.launching.point import Point
+from dtrain.launching.presets import freeze
 from dtrain.launching.queue import active_job, keep_job_id
 from dtrain.tracking.atomic import replacing
 from dtrain.tracking.console import print_banner
@@ -146,6 +147,7 @@ def _write_script(point: Point) -> None:
         log_path(point).parent.mkdir(parents=True, exist_ok=True)
         with replacing(script_path(point)) as handle:
             handle.write(job_script(point).encode())
+    freeze(point)
 
 
 def _write_record(point: Point, job: str) -> None:

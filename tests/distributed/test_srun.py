@@ -82,7 +82,6 @@ def test_a_task_that_sees_one_gpu_has_it_to_itself(monkeypatch: pytest.MonkeyPat
         ("n[1-3]", "n1"),
         ("gpu[007-009,12],login", "gpu007"),
         ("rack[2,4]n[10-11]", "rack2n10"),
-        ("n[3]-ib,n4", "n3-ib"),
     ],
 )
 def test_the_first_host_of_a_list_is_slurms_first(nodelist: str, host: str) -> None:

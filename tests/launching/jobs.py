@@ -18,9 +18,15 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 def digits_run(*overrides: str) -> list[str]:
-    """The command line of a run of the digits, half a minute long unless ``overrides`` say otherwise."""
+    """The command line of a run of the digits: six epochs of 23 steps, unless ``overrides`` say otherwise."""
     given = {override.partition("=")[0] for override in overrides}
     return [*(override for override in _RUN if override.partition("=")[0] not in given), *overrides]
+
+
+def pausing(*steps: int) -> str:
+    """An override: the run waits before these steps, so that a test that acts then comes in time on any machine."""
+    faults = ",".join(f'"slow@step={step},seconds=10"' for step in steps)
+    return f"faults=[{faults}]"
 
 
 def submit(run_dir: Path, *arguments: str, shape: tuple[str, ...] = TWO_NODES) -> str:
@@ -61,10 +67,9 @@ def output(job: str) -> str:
     return path.read_text() if path.exists() else f"(no {path})"
 
 
-def trained(run_dir: Path, steps: int) -> Callable[[], bool]:
-    """Whether a run has logged so many steps."""
-    path = run_dir / "metrics.jsonl"
-    return lambda: path.exists() and path.read_text().count("\n") >= steps
+def paused(run_dir: Path, step: int) -> Callable[[], bool]:
+    """Whether a run waits, or has waited, before this step; :func:`pausing` has made it."""
+    return (run_dir / "faults" / f"slow-rank-0-step-{step}").exists
 
 
 def restarted(job: str, times: int) -> Callable[[], bool]:

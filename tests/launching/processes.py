@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 
@@ -11,6 +12,13 @@ def rank_processes(mark: str) -> list[int]:
     lines = {pid: _command(pid) for pid in map(int, filter(str.isdigit, os.listdir("/proc")))}
     torchruns = {pid for pid, line in lines.items() if "torch.distributed.run" in line and mark in line}
     return [pid for pid, line in lines.items() if mark in line and pid not in torchruns and _parent(pid) in torchruns]
+
+
+def launcher_process(mark: str) -> int:
+    """Pid of the ``dtrain.launch`` whose command line holds ``mark``; not of the srun that started it."""
+    lines = {pid: _command(pid) for pid in map(int, filter(str.isdigit, os.listdir("/proc")))}
+    (pid,) = (p for p, line in lines.items() if line.startswith(f"{sys.executable} -m dtrain.launch") and mark in line)
+    return pid
 
 
 def _command(pid: int) -> str:

@@ -10,6 +10,7 @@ import pytest
 from dtrain.config.errors import ConfigError
 from dtrain.launching.job_script import array_script, job_script, seconds
 from dtrain.launching.point import Point
+from dtrain.launching.presets import frozen_arguments
 from tests.launching.points import single, sweep
 
 GOLDEN = Path(__file__).parent / "golden" / "job.sbatch"
@@ -60,7 +61,7 @@ def test_bash_hands_over_every_argument_as_it_was_typed(tmp_path: Path) -> None:
     point = single(*ARGUMENTS, "train.max_steps=1", "+model.note='it\\'s $HOME `x` \"quoted\"'")
     script = job_script(point).partition("set -uo pipefail")[0] + 'printf "%s\\0" "$run_dir" "${arguments[@]}"\n'
     printed = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
-    assert printed.split("\0")[:-1] == [str(point.run.dir), *point.arguments]
+    assert printed.split("\0")[:-1] == [str(point.run.dir), *frozen_arguments(point)]
 
 
 def test_a_process_gets_a_gpu_and_cores_for_its_loader() -> None:
@@ -78,10 +79,10 @@ def test_a_process_gets_a_gpu_and_cores_for_its_loader() -> None:
 
 
 def test_a_range_of_nodes_and_no_second_allocation_are_asked_for_in_slurms_words() -> None:
-    assert "--nodes=2-4" in directives("launch.nodes=4", "launch.min_nodes=2")
-    assert "--requeue" in directives()
-    assert "--no-requeue" in directives("launch.requeue=false")
-    assert "\nrequeue=0\n" in job_script(digits("launch.requeue=false"))
+    script = job_script(digits("launch.nodes=4", "launch.min_nodes=2", "launch.requeue=false"))
+    assert "#SBATCH --nodes=2-4\n" in script
+    assert "#SBATCH --no-requeue\n" in script
+    assert "\nrequeue=0\n" in script
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launching.jobs import digits_run, ended, field, output, restarted, slurm, trained, wait
+from tests.launching.jobs import digits_run, ended, field, output, paused, pausing, restarted, slurm, wait
+from tests.launching.processes import launcher_process
 from tests.runs import metrics, records, status
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,9 +40,9 @@ def sbatch(script: str, *arguments: str, options: tuple[str, ...] = CPUS) -> str
 
 
 def test_one_node_that_is_signalled_goes_on_under_the_same_id_until_it_is_finished(place: Path) -> None:
-    job = sbatch("one_node.sbatch", *digits_run())
+    job = sbatch("one_node.sbatch", *digits_run(pausing(11)))
     run_dir = place / "runs" / f"digits-{job}"
-    wait(trained(run_dir, 10), told=lambda: output(job))
+    wait(paused(run_dir, 11), told=lambda: output(job))
     slurm("scancel", "--signal=USR1", "--batch", job)
     wait(restarted(job, 1), told=lambda: output(job))
     assert ended(job) == "COMPLETED"
@@ -69,9 +71,9 @@ def test_a_sweep_has_a_run_for_each_line(place: Path) -> None:
 
 
 def test_where_requeue_is_forbidden_an_element_goes_on_in_a_new_job(place: Path) -> None:
-    job = sbatch("sweep.sbatch", *digits_run(), options=(*CPUS, "--no-requeue", "--array=3"))
+    job = sbatch("sweep.sbatch", *digits_run(pausing(11)), options=(*CPUS, "--no-requeue", "--array=3"))
     run_dir = place / "runs" / f"sweep-{job}-3"
-    wait(trained(run_dir, 10), told=lambda: output(f"{job}_3"))
+    wait(paused(run_dir, 11), told=lambda: output(f"{job}_3"))
     slurm("scancel", "--signal=USR1", "--batch", f"{job}_3")
     assert ended(f"{job}_3") == "COMPLETED"
     following = (run_dir / ".job").read_text().strip()
@@ -97,9 +99,9 @@ def interactive(*arguments: str, **environment: str) -> subprocess.Popen[str]:
 
 def test_an_interactive_training_shows_itself_here_and_stops_politely(place: Path) -> None:
     run_dir = place / "r"
-    process = interactive(*digits_run(), f"run.dir={run_dir}")
-    wait(trained(run_dir, 5))
-    slurm("scancel", "--signal=INT", "--name=bash")  # the job that srun made; a terminal's Ctrl-C arrives so, too
+    process = interactive(*digits_run(pausing(6)), f"run.dir={run_dir}")
+    wait(paused(run_dir, 6))
+    os.kill(launcher_process(str(run_dir)), signal.SIGINT)  # what Ctrl-C in the terminal becomes on the node
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 75
     assert "ranks         2 on" in said
