@@ -18,6 +18,10 @@ class PeerFailed(RuntimeError):
     """This rank ends because another one failed first and has already said why."""
 
 
+class PeerLost(RuntimeError):
+    """This rank ends because another one is gone, and none has said why."""
+
+
 @contextmanager
 def users_to_fix(what: str) -> Iterator[None]:
     """Makes a ``ConfigError`` of what the public classes raise for wrong arguments, files and missing packages.

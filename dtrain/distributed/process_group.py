@@ -19,10 +19,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from dtrain.config.errors import ConfigError, PeerFailed
+from dtrain.config.errors import ConfigError, PeerFailed, PeerLost
 from dtrain.distributed.rendezvous import fresh_store
 from dtrain.distributed.world import World
 
+_LOST = (
+    "another rank is gone and has not said why: it was killed (SIGKILL; out of memory?), or its machine is. torchrun and the "
+    "system's log know. Start again: the run continues from its newest checkpoint."
+)
 _FAILED = "dtrain/failed"
 _JOINED = "dtrain/joined"
 _ALL_JOINED = "dtrain/all_joined"
@@ -43,6 +47,7 @@ def process_group(timeout: float) -> Iterator[World]:
 
     Raises:
         PeerFailed: Instead of an error in a collective, if another rank failed first.
+        PeerLost: Instead of a broken connection, if no rank has failed.
         ConfigError: If the environment cannot work.
     """
     world = World.of()
@@ -69,6 +74,8 @@ def process_group(timeout: float) -> Iterator[World]:
             dist.destroy_process_group()
         if first is not None:
             raise PeerFailed(first) from None
+        if _lost_peer(error):
+            raise PeerLost(_LOST) from error
         raise
     else:
         dist.destroy_process_group()
@@ -111,12 +118,21 @@ def _wait_until_all_joined(world: World, limit: timedelta) -> None:
 
 def _who_failed_first(world: World, error: BaseException) -> str | None:
     """Publishes this rank's failure, unless it only follows from another's; returns the text of another one."""
-    is_collective = isinstance(error, (dist.DistBackendError, dist.DistNetworkError)) or (
-        isinstance(error, RuntimeError) and "gloo" in str(error).lower()
-    )
-    deadline = time.monotonic() + (_PATIENCE if is_collective and world.size > 1 else 0)
+    deadline = time.monotonic() + (_PATIENCE if _is_collective(error) and world.size > 1 else 0)
     while (first := failure()) is None and time.monotonic() < deadline:
         time.sleep(0.05)
     if first is None:
-        first = publish_failure(f"rank {world.rank} failed: {type(error).__name__}: {error}")
+        what = _LOST if _lost_peer(error) else f"{type(error).__name__}: {error}"
+        first = publish_failure(f"rank {world.rank} failed: {what}")
     return None if first is None or first.startswith(f"rank {world.rank} ") else first
+
+
+def _is_collective(error: BaseException) -> bool:
+    return isinstance(error, (dist.DistBackendError, dist.DistNetworkError)) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+    )
+
+
+def _lost_peer(error: BaseException) -> bool:
+    text = str(error).lower()
+    return _is_collective(error) and any(sign in text for sign in ("connection", "remote process", "broken pipe"))

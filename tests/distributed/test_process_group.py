@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import pytest
@@ -8,7 +10,7 @@ import torch.distributed as dist
 
 from dtrain.config.errors import PeerFailed
 from dtrain.distributed.process_group import process_group, set_timeout
-from tests.ranks import run_ranks
+from tests.ranks import RanksFailed, run_ranks
 
 
 def test_a_process_without_a_launcher_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +47,18 @@ def test_the_others_learn_who_failed_first_instead_of_a_broken_connection() -> N
     culprit, *others = sorted(run_ranks(3, rank, init=False), reverse=True)
     assert culprit == "ZeroDivisionError: the culprit"
     assert set(others) == {"PeerFailed: rank 1 failed: ZeroDivisionError: the culprit"}
+
+
+def test_a_rank_that_was_killed_is_named_as_the_reason_instead_of_a_broken_connection() -> None:
+    def rank(number: int) -> None:
+        with process_group(timeout=20):
+            if number == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(2, rank, init=False)
+    assert "dtrain.config.errors.PeerLost: another rank is gone and has not said why" in failed.value.reports[0]
 
 
 def test_a_collective_ends_after_the_time_out_of_a_step() -> None:
