@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -76,8 +77,15 @@ class Builder:
                 self._fill(columns, row, record, random)
                 keys[row] = record.key
             except SampleError as error:
+                self._reader.check(record)
                 place = self._reader.place(record)
                 bad.append({"key": record.key, "epoch": epoch, **place, "reason": str(error)})
+            except Exception as error:
+                # Of an augmentation, a decoder or a data set: anything, and none of it says whose fault it is.
+                if sys.version_info >= (3, 11):
+                    place = self._reader.place(record)
+                    error.add_note(f"Sample {record.key!r}, in {place['shard']} from {place['offset']} on.")
+                raise
         if "" in keys:
             sources = [row for row, key in enumerate(keys) if key] or self._borrow(columns, epoch, spare)
             masked = [row for row, key in enumerate(keys) if not key]

@@ -151,8 +151,8 @@ class Column:
         first_key, first = self._first
         return ValueError(
             f"field {self.field.name!r}: sample {key!r} is {what}, {first_key!r} is {first}, and one batch holds both. Give "
-            f"the field a size, for example data.fields.{self.field.ext}.size=224, an augmentation that crops, or a decoder "
-            "that makes all alike."
+            "the field a size in data.fields (`size: 224`; with data=shards data.image_size=224), an augmentation that crops, "
+            "or a decoder that makes all alike."
         )
 
 

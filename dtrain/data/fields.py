@@ -199,9 +199,9 @@ def parse_fields(mapping: Mapping[str, Mapping[str, Any]]) -> tuple[Field, ...]:
         ValueError: If there is no field, an option or a role is unknown (names the nearest), a value is of the wrong
             type, or two fields share a name or an extension.
     """
-    if not mapping:
+    if not mapping or not isinstance(mapping, Mapping):
         raise ValueError(
-            "data.fields is empty. Name what to read from each sample, for example "
+            f"data.fields is {repr(mapping) if mapping else 'empty'}. Name what to read from each sample, for example "
             "{jpg: {name: image, role: image, size: 224}, cls: {name: label}}."
         )
     fields = tuple(_parse_field(str(ext), options) for ext, options in mapping.items())

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import simplejpeg
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from dtrain.data.crop import Crop
 from dtrain.data.fields import SampleError
@@ -210,4 +210,6 @@ def _exif_turn(payload: bytes | memoryview) -> Callable[[np.ndarray], np.ndarray
 def _not_an_image(error: Exception, payload: bytes | memoryview) -> SampleError:
     if isinstance(error, SampleError):
         return error
-    return SampleError(f"not a readable image ({len(payload)} bytes, starting {bytes(payload[:8])!r}): {error}")
+    # Pillow's own words have the address of an object in them, another one each time.
+    reason = "of no known format" if isinstance(error, UnidentifiedImageError) else error
+    return SampleError(f"not a readable image ({len(payload)} bytes, starting {bytes(payload[:8])!r}): {reason}")

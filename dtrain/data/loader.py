@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, replace
@@ -125,6 +126,13 @@ class ShardLoader:
             raise ValueError(
                 f"{self.index.num_samples} samples do not fill one global batch of {global_batch_size}, and tail is "
                 "'drop'. Use a smaller global batch or data.tail=pad."
+            )
+        if prefetch < 1:
+            raise ValueError(f"data.prefetch: got {prefetch}, want at least 1 micro-batch.")
+        if start_method not in (None, *multiprocessing.get_all_start_methods()):
+            known = ", ".join(multiprocessing.get_all_start_methods())
+            raise ValueError(
+                f"data.start_method: got {start_method!r}, want one of {known}, or null for Python's default."
             )
         self.num_workers, self.workers_reason = self._workers(num_workers)
         self._loading: dict[str, Any] = {"num_workers": self.num_workers, "pin_memory": pin_memory}
@@ -270,7 +278,10 @@ class ShardLoader:
                 "Continue with the old shards, or start a new run."
             )
         if state["seed"] != self._recipe.seed:
-            raise ValueError(f"seed: the state was saved with {state['seed']}, this loader has {self._recipe.seed}.")
+            raise ValueError(
+                f"seed: the state was saved with {state['seed']}, this loader has {self._recipe.seed}. Continue with "
+                f"seed={state['seed']}, or start a new run."
+            )
         layouts = [Layout(*layout) for layout in state["layouts"]]
         begun = Recipe(state["seed"], state["shuffle"], state["window"], state["tail"])
         batch = self._layout.global_batch_size

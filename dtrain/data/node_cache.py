@@ -16,6 +16,7 @@ import hashlib
 import json
 import mmap
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -37,11 +38,13 @@ from dtrain.data.urls import absolute, shown
 
 # Network file systems and object stores are as fast as they get from a few MiB on.
 _PIECE = 8 << 20
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# A user may point the cache at a folder that has tars of his own.
+_is_ours = re.compile(r"[0-9a-f]{32}\.(tar|part)").fullmatch
 
 
 class CacheFull(RuntimeError):
-    """A copy does not fit into the cache."""
+    """The cache has no room for a copy, or cannot be used at all."""
 
 
 class Copy:
@@ -78,9 +81,13 @@ class NodeCache:
 
     @property
     def max_bytes(self) -> int:
-        """Room for all copies."""
+        """Room for all copies.
+
+        Raises:
+            CacheFull: If it is half of the disk, and the folder cannot be made.
+        """
         if self._max_bytes is None:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self._make_folder()
             self._max_bytes = (shutil.disk_usage(self.folder).free + sum(size for _, size, _ in self._files())) // 2
         return self._max_bytes
 
@@ -88,12 +95,14 @@ class NodeCache:
         """The copy of a shard, marked as used just now; None if there is none.
 
         Raises:
-            OSError: If the folder cannot be read.
+            CacheFull: If the folder, or the copy of another user, cannot be read.
         """
         try:
             descriptor = os.open(self._place(path, stamp), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise self._unusable(error) from error
         try:
             _mark_used(descriptor)
             return Copy(descriptor, stamp)
@@ -120,15 +129,15 @@ class NodeCache:
             True if the copy is there now; False if another process is fetching it.
 
         Raises:
-            CacheFull: If there is no room for it, even without the other copies.
+            CacheFull: If there is no room for it, even without the other copies, or the cache cannot be written.
             ShardChanged: If the shard is not what was indexed.
-            OSError: If it cannot be read, or the cache cannot be written.
+            OSError: If it cannot be read.
         """
         place = self._place(path, stamp)
         part = place.with_suffix(".part")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._make_folder()
         while not place.exists():
-            with open(part, "r+b", buffering=0, opener=_open_or_create) as file, _locked(file, wait) as locked:
+            with self._opened(part) as file, _locked(file, wait) as locked:
                 if not locked:
                     return False
                 # Published, or given up, by whom we waited for.
@@ -185,6 +194,24 @@ class NodeCache:
         if size > free:
             raise self._full(path, size)
 
+    def _make_folder(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def _opened(self, part: Path) -> BinaryIO:
+        try:
+            return open(part, "r+b", buffering=0, opener=_open_or_create)
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: OSError) -> CacheFull:
+        return CacheFull(
+            f"the cache {str(self.folder)!r} cannot be used: {error}. Set data.cache.dir to a folder of your own on a disk of "
+            "this node."
+        )
+
     def _full(self, path: str, size: int) -> CacheFull:
         free = shutil.disk_usage(self.folder).free
         return CacheFull(
@@ -196,7 +223,7 @@ class NodeCache:
     def _files(self) -> Iterator[tuple[int, int, Path]]:
         """Time of last use, bytes, and place of each file of the cache."""
         for file in self.folder.iterdir():
-            if file.suffix in (".tar", ".part"):
+            if _is_ours(file.name):
                 with suppress(FileNotFoundError):  # another process may make room too
                     status = file.stat()
                     yield status.st_mtime_ns, status.st_size, file

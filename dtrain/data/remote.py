@@ -31,6 +31,10 @@ _PASSING_STATUS = frozenset((408, 425, 429))
 _MADE_BY_CONTENT = ("ETag", "etag", "md5Hash", "crc32c")
 _MODIFIED = ("LastModified", "last_modified", "Last-Modified", "updated", "mtime", "modified")
 
+# Kept for ever: a forked worker that let go of its copy would close the connections in it, and that takes them from the one
+# epoll that it has in common with its parent, who would wait for answers that have long come.
+_kept: set[Any] = set()
+
 _Result = TypeVar("_Result")
 
 
@@ -152,13 +156,15 @@ def file_system(url: str) -> Any:
     check_known(url)
     kind = scheme(url)
     try:
-        return fsspec.core.url_to_fs(url, use_listings_cache=False)[0]
+        files = fsspec.core.url_to_fs(url, use_listings_cache=False)[0]
     except ImportError as error:
         # fsspec's own advice for what dtrain has no extra for, such as "Please install gcsfs to access ...".
         remedy = (
             f"pip install '{_EXTRAS[kind]}'" if kind in _EXTRAS else known_implementations[kind].get("err", str(error))
         )
         raise ModuleNotFoundError(f"{kind}:// needs a package that is not installed ({error}): {remedy}") from error
+    _kept.add(files)
+    return files
 
 
 def check_known(url: str) -> None:

@@ -90,7 +90,13 @@ def value_fields(mapping: Mapping[Any, Mapping[str, Any]]) -> tuple[Field, ...]:
         else options
         for key, options in mapping.items()
     }
-    return parse_fields(given)
+    fields = parse_fields(given)
+    if len(fields) != len(mapping):
+        raise ValueError(
+            f"data.fields: of {', '.join(map(repr, mapping))} some differ in upper and lower case only. Rename one of them "
+            "in the data set."
+        )
+    return fields
 
 
 class Samples:
@@ -136,6 +142,9 @@ class Samples:
                 f"{', '.join(map(str, self._places))}. Name all of them, in their order."
             )
         return list(values)
+
+    def check(self, record: _Numbered) -> None:
+        """Nothing to compare a sample with."""
 
     def place(self, record: _Numbered) -> dict[str, Any]:
         """The data set's name, and the sample's number."""

@@ -105,6 +105,10 @@ class ShardSamples:
             raise SampleError(f"has no .{missing.ext} member")
         raise SampleError(f"has a member of {max(record.sizes)} bytes, more than the limit of {MAX_MEMBER_BYTES}")
 
+    def check(self, record: _Members) -> None:
+        """Compares the shard of a sample with what was indexed."""
+        self._reader.check(record.shard)
+
     def place(self, record: _Members) -> dict[str, Any]:
         """The shard's path, and the first byte of the sample's members; -1 if it has none."""
         offset = min((offset for offset in record.offsets if offset >= 0), default=-1)

@@ -95,6 +95,14 @@ class Reader(Protocol):
         """
         ...
 
+    def check(self, record: Any) -> None:
+        """Asked before a sample is called bad: is what it came from still the same?
+
+        Raises:
+            ShardChanged: If not.
+        """
+        ...
+
     def place(self, record: Any) -> dict[str, Any]:
         """Where a sample lies, for the ledger of bad ones: ``shard`` and ``offset``."""
         ...

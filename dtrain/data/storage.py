@@ -126,13 +126,29 @@ class ShardReader:
             )
         return data
 
+    def check(self, shard: int) -> None:
+        """Looks again at a shard that was open for a while: other bytes may have been written into the same file.
+
+        Raises:
+            ShardChanged: If it is not what was indexed any more.
+        """
+        file = self._open.get(shard)
+        if file is not None and self._stamp is not None:
+            check_unchanged(self._paths[shard], self._stamp(shard), file)
+
     def expect(self, ahead: Callable[[int], np.ndarray]) -> None:
         """Has copies made of shards that will be read soon, while others are read.
 
         Args:
             ahead: Gives as many shards as it is asked for, of those that are read now and from now on, in about that
                 order, int64, shape ``[n]``; one may come twice.
+
+        Raises:
+            ShardChanged: If one that is open is not what was indexed any more.
+            CacheFull: If the cache cannot be used.
         """
+        for shard in self._open:
+            self.check(shard)
         if self._policy is None or self._stamp is None:
             return
         nearest_first = dict.fromkeys(ahead(_AHEAD).tolist())

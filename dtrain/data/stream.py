@@ -16,10 +16,16 @@ from torch.utils.data import DataLoader
 
 from dtrain.data.batch import Batch
 from dtrain.data.dataset import MicroBatches
+from dtrain.data.node_cache import CacheFull
 from dtrain.data.parcel import Parcel
+from dtrain.data.shard_file import ShardChanged
 
 # A stop request reaches the whole process group. The trainer finishes its step with its workers and then ends them.
 _LEFT_TO_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+# Their messages name what is wrong and what to do. From a worker they come inside a traceback, which nobody reads in
+# `status.json` or in the one line that other ranks print.
+_SAY_IT_ALL = (ShardChanged, CacheFull, ValueError)
 
 
 class Stream:
@@ -69,12 +75,21 @@ class Stream:
         return None if self._micro_batch else (self._epoch, self._step)
 
     def take(self) -> Batch:
-        """The next micro-batch; waits for the workers. If that fails, the stream is closed."""
+        """The next micro-batch; waits for the workers. If that fails, the stream is closed.
+
+        Raises:
+            Exception: What went wrong in a worker, there or here.
+        """
         if self._iterator is None:
             raise RuntimeError("the stream is closed.")
         batch = None
         try:
             batch = next(self._iterator)
+        except _SAY_IT_ALL as error:
+            own_words = _own_words(error)
+            if own_words is None:
+                raise
+            raise own_words from error
         finally:
             if batch is None:  # the others go on without what failed, which would be a gap
                 self.close()
@@ -107,6 +122,14 @@ def _close_streams() -> None:
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+def _own_words(error: Exception) -> Exception | None:
+    """A worker's error as it was raised there; None if it is not from a worker."""
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    _, of_worker, message = str(error).rpartition(f"\n{name}: ")
+    return kind(message.strip()) if of_worker else None
 
 
 @contextmanager

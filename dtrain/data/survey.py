@@ -92,7 +92,7 @@ class Survey:
         if not self._counts.any():
             raise ValueError(
                 f"{len(self._paths)} shards such as {shown(self._paths[0])!r} have no sample. A sample's files are named "
-                "<key>.<extension>, such as 000123.jpg and 000123.cls."
+                "<key>.<extension>, such as 000123.jpg and 000123.cls. Links in a tar hold no data: pack with tar's -h."
             )
         for column in self._columns:
             if not any(extension in self._members for extension in column.split(";")):

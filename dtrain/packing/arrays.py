@@ -134,9 +134,11 @@ class Field:
             raise ValueError(
                 f"array {self.name!r}: {error} ({self.path}). Only arrays of numbers can be packed."
             ) from error
-        if array.dtype.kind not in "biufc" or array.ndim < 1:
+        # long doubles are numbers that no tensor can hold
+        if array.dtype.kind not in "biufc" or array.dtype.char in "gG" or array.ndim < 1:
             raise ValueError(
-                f"array {self.name!r}: {array.dtype} {list(array.shape)}, want numbers with one row for each sample."
+                f"array {self.name!r}: {array.dtype} {list(array.shape)}, want numbers as tensors have them, with one row for "
+                "each sample."
             )
         return array
 

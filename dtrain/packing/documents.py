@@ -88,7 +88,8 @@ def _files(source: str) -> Iterator[tuple[str, str]]:
     if os.path.isfile(source):
         yield source, os.path.basename(source)
     elif os.path.isdir(source):
-        for root, folders, names in os.walk(source):
+        # Links are followed, as in a glob: what they name twice, or a loop of them, is told by `find`.
+        for root, folders, names in os.walk(source, followlinks=True):
             folders[:] = sorted(folder for folder in folders if not folder.startswith("."))
             for name in sorted(name for name in names if not name.startswith(".")):
                 path = os.path.join(root, name)

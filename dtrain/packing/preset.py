@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,11 +25,12 @@ def write_preset(destination: Path, fields: Mapping[str, Mapping[str, Any]]) -> 
     train = "train" if "train" in splits else splits[0]
     held_out = next((name for name in _HELD_OUT if name in splits and name != train), None)
     folder = destination.resolve()
+    shards = glob.escape(str(folder))
     # JSON is YAML, and quotes whatever a path may hold.
     lines = [
         f"# {', '.join(splits)}: packed by `python -m dtrain.pack`. Used with --config-dir {folder / 'conf'} data=packed",
-        f"train: {json.dumps(f'{folder}/{train}-*.tar')}",
-        f"eval: {json.dumps(f'{folder}/{held_out}-*.tar' if held_out else None)}",
+        f"train: {json.dumps(f'{shards}/{train}-*.tar')}",
+        f"eval: {json.dumps(f'{shards}/{held_out}-*.tar' if held_out else None)}",
         "fields:",
         *(f"  {json.dumps(extension)}: {_options(options)}" for extension, options in fields.items()),
         "num_workers: 2",

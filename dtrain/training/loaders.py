@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from dtrain.config.errors import ConfigError, users_to_fix
@@ -56,6 +57,33 @@ def eval_loader(cfg: Config, world: World, precision: Precision) -> ShardLoader 
         ConfigError: If shards, fields and sizes cannot work together.
     """
     return _loader(cfg, world, precision, "eval", shuffle="none") if cfg.data.eval else None
+
+
+def check_same_data(train: ShardLoader | None, evaluation: ShardLoader | None) -> None:
+    """Collective. Ranks that see other data would draw samples twice or never, and end an epoch at different steps.
+
+    Args:
+        train: This rank's training loader, if there is one.
+        evaluation: Its evaluation loader, if there is one.
+
+    Raises:
+        ConfigError: On every rank, if one of them has other data than rank 0; says in what they differ.
+    """
+    mine = {
+        f"data.{split}": loader.index.describe()
+        for split, loader in (("train", train), ("eval", evaluation))
+        if loader is not None
+    }
+    everybodys: list[dict[str, dict[str, Any]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everybodys, mine)
+    for rank, theirs in enumerate(everybodys):
+        for split, first in everybodys[0].items():
+            unlike = [f"{name} {first[name]} and {its}" for name, its in theirs[split].items() if its != first[name]]
+            if unlike:
+                raise ConfigError(
+                    f"{split}: ranks 0 and {rank} see other data: {', '.join(unlike)}. Give every node the same shards, "
+                    "under the same names."
+                )
 
 
 def declared_fields(data: DataConfig) -> tuple[Field, ...]:

@@ -83,6 +83,7 @@ def test_any_member_can_be_handed_over_as_bytes_or_text():
     ("mapping", "says"),
     [
         ({}, "data.fields is empty"),
+        ("jpg", "data.fields is 'jpg'. Name what to read"),
         ({"jpg": {"name": "x", "sise": 4}}, "did you mean 'size'"),
         ({"jpg": {"name": "x", "role": "imgae"}}, "did you mean 'image'"),
         ({"jpg": {"role": "image"}}, "has no name"),

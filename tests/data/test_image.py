@@ -321,3 +321,8 @@ def _claim(payload, fmt, side):
         return payload[:8] + _chunk(b"IHDR", head) + payload[33:]
     at = payload.index(b"\xff\xc0") + 5
     return payload[:at] + side.to_bytes(2, "big") * 2 + payload[at + 4 :]
+
+
+def test_the_reason_of_a_bad_image_is_the_same_every_time():
+    with pytest.raises(SampleError, match=r"not a readable image \(6 bytes, starting b'<html>'\): of no known format$"):
+        decode_image(b"<html>")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
@@ -247,3 +248,17 @@ def test_an_iterator_that_is_finished_stays_finished(uneven: list[str]) -> None:
     assert list(iter(loader_of(uneven).epoch(3))) != []
     with pytest.raises(ValueError, match="epoch: got -1"):
         loader.epoch(-1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefetch": 0}, "data.prefetch: got 0, want at least 1"),
+        ({"start_method": "forked"}, "data.start_method: got 'forked', want one of .*spawn"),
+    ],
+)
+def test_how_workers_cannot_be_started_is_told_before_they_are(
+    uneven: list[str], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        loader_of(uneven, num_workers=1, **options)

@@ -96,6 +96,30 @@ def test_the_copies_used_longest_ago_make_room(cache: NodeCache, shards: list[st
     assert [content(cache, path) is not None for path in shards] == [True, False, True, True, False]
 
 
+def test_a_users_own_tars_in_the_folder_of_the_cache_are_left_alone(cache: NodeCache, shards: list[str]) -> None:
+    cache.folder.mkdir()
+    own = [cache.folder / name for name in ("train-000000.tar", "download.part")]
+    for file in own:
+        file.write_bytes(bytes(2 * SIZE))
+        os.utime(file, (1, 1))
+    for path in shards:
+        cache.fetch(path, stamp_of(path))
+    assert [file.stat().st_size for file in own] == [2 * SIZE, 2 * SIZE]
+    assert len(in_folder(cache)) == 2 + 3
+
+
+@pytest.mark.parametrize("max_bytes", [None, 3 * SIZE])
+def test_a_cache_that_cannot_be_used_is_named_with_the_key_to_set(
+    tmp_path: Path, shards: list[str], max_bytes: int | None
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    cache, stamp = NodeCache(tmp_path / "file" / "cache", max_bytes), stamp_of(shards[0])
+    calls = [lambda: cache.use(shards[0], stamp), lambda: cache.fetch(shards[0], stamp)]
+    for call in calls if max_bytes else [*calls, lambda: cache.max_bytes]:
+        with pytest.raises(CacheFull, match=r"file/cache' cannot be used: .*Not a directory.*Set data\.cache\.dir to"):
+            call()
+
+
 def test_a_copy_that_is_removed_stays_readable_to_whoever_has_it(cache: NodeCache, shards: list[str]) -> None:
     cache.fetch(shards[0], stamp_of(shards[0]))
     copy = cache.use(shards[0], stamp_of(shards[0]))
@@ -133,11 +157,12 @@ def test_a_disk_with_little_room_is_relieved_of_old_copies(
     assert content(cache, shards[0]) is None
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_disk_that_fills_up_is_one_clear_error_and_leaves_nothing(
-    cache: NodeCache, shards: list[str], monkeypatch: pytest.MonkeyPatch
+    cache: NodeCache, shards: list[str], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(CacheFull, match=r"has no room for .*0\.tar"):
@@ -229,7 +254,7 @@ def test_whoever_comes_after_one_that_was_killed_goes_on_where_it_stopped(
 
 def test_what_is_being_fetched_is_not_removed_for_room(cache: NodeCache, shards: list[str]) -> None:
     cache.folder.mkdir()
-    busy, given_up = cache.folder / "busy.part", cache.folder / "given-up.part"
+    busy, given_up = (cache.folder / f"{number:032x}.part" for number in range(2))
     for part in (busy, given_up):
         part.write_bytes(bytes(2 * SIZE))
     with open(busy, "r+b") as file:

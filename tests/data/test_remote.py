@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import multiprocessing
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,3 +117,18 @@ def test_a_package_that_is_missing_is_named_with_the_command(monkeypatch: pytest
 def test_an_unknown_kind_of_url_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing is known about tape:// URLs"):
         remote.check_known("tape://robot/x.tar")
+
+
+def test_a_forked_worker_that_reads_leaves_its_parent_its_connections(server: FileServer) -> None:
+    # It closed them once, and the parent waited for minutes for an answer to the next request.
+    def read() -> bytes:
+        data = RemoteFile(server.url("x.tar")).read(0, 10)
+        gc.collect()
+        return data
+
+    assert read() == CONTENT[:10]
+    worker = multiprocessing.get_context("fork").Process(target=read)
+    worker.start()
+    worker.join()
+    assert worker.exitcode == 0
+    assert read() == CONTENT[:10]

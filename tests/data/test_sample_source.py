@@ -235,3 +235,9 @@ def test_steps_of_a_data_set_without_shards_are_counted_alike(tmp_path: Any) -> 
     loader = loader_of(Squares(), global_batch_size=10)
     assert (loader.steps_per_epoch, len(epoch_of(loader)), loader.position) == (5, 5, (1, 0))
     assert loader.source.summary() == "47 samples of Squares"
+
+
+def test_keys_that_differ_in_case_only_are_refused() -> None:
+    fields = {"A": {"name": "upper"}, "a": {"name": "lower"}}
+    with pytest.raises(ValueError, match="'A', 'a' some differ in upper and lower case only"):
+        ShardLoader.over({"A": [1], "a": [2]}, fields, global_batch_size=1)

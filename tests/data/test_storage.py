@@ -130,6 +130,20 @@ def test_a_shard_that_was_replaced_by_one_of_the_same_size_is_noticed(shards: li
         reader.close()
 
 
+def test_bytes_that_were_written_into_an_open_shard_are_noticed(shards: list[str], tmp_path: Path) -> None:
+    reader = reader_of(shards, tmp_path / "cache", "fast")
+    reader.read(0, 0, 10)
+    reader.read(1, 0, 10)
+    with open(shards[1], "r+b") as file:
+        file.write(bytes(SIZE))
+    os.utime(shards[1], ns=(1, 1))
+    reader.check(0)
+    with pytest.raises(ShardChanged, match=r"shard-1.tar' has been written again"):
+        reader.check(1)
+    with pytest.raises(ShardChanged, match=r"shard-1.tar' has been written again"):
+        reader.expect(lambda most: np.arange(2))
+
+
 def test_slow_storage_is_read_once_in_large_pieces(
     shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from dtrain.data import ShardLoader
+from dtrain.data.shard_file import ShardChanged
 from tests.data.shards_for_tests import LABEL, UNEVEN, epoch_of, write_numbered
 
 ROOT = Path(__file__).parents[2]
@@ -136,6 +138,31 @@ next(batches)
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, cwd=ROOT)
     assert ended.returncode == bool(ending), ended.stderr
     assert ("a mistake" in ended.stderr) == bool(ending)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_ends_a_worker_is_told_in_its_own_words(tmp_path: Path, num_workers: int) -> None:
+    paths = write_numbered(tmp_path, [4, 4])
+    loader = loader_of(paths, num_workers=num_workers, augment=None)
+    Path(paths[0]).unlink()
+    with pytest.raises(ShardChanged) as told:
+        list(loader)
+    # What other ranks print, and `status.json` holds, is the first line.
+    assert str(told.value).startswith(f"shard {paths[0]!r} cannot be read at offset 512: ")
+
+
+def no_augmentation(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    raise ZeroDivisionError("a mistake")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes from Python 3.11 on")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_in_the_users_code_names_the_sample(shards: list[str], num_workers: int) -> None:
+    loader = loader_of(shards, num_workers=num_workers, augment=no_augmentation, shuffle="none")
+    with pytest.raises(ZeroDivisionError, match="a mistake") as raised:
+        list(loader)
+    text = "".join(traceback.format_exception(raised.value))
+    assert f"Sample 'shard-000.tar/sample00000', in {shards[0]} from 512 on." in text
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

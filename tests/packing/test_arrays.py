@@ -61,6 +61,11 @@ def test_the_loader_gives_back_the_arrays(arrays, tmp_path):
     np.testing.assert_array_equal(batch["grey"].numpy(), np.repeat(arrays["grey"][..., np.newaxis], 3, axis=3))
 
 
+def test_the_config_finds_the_shards_in_a_folder_with_the_signs_of_a_pattern(arrays, tmp_path):
+    assert pack(tmp_path / "label.npy", tmp_path / "set[2]") == 0
+    np.testing.assert_array_equal(read(tmp_path / "set[2]")["label"].numpy(), arrays["label"])
+
+
 def test_webdataset_reads_them(arrays, tmp_path):
     assert pack(tmp_path / "x.npy", tmp_path / "label.npy", tmp_path / "dst", "--shards", 2) == 0
     shards = [str(path) for path in sorted((tmp_path / "dst").glob("*.tar"))]
@@ -115,6 +120,7 @@ def test_rows_are_dealt_to_splits_once_and_mixed_on_request(arrays, tmp_path):
         ({"x": np.zeros((3, 2)), "y": np.zeros(2)}, [], "different numbers of rows: {'x': 3, 'y': 2}"),
         ({"x": np.zeros((0, 2))}, [], "have no rows"),
         ({"x": np.float32(1)}, [], "one row for each sample"),
+        ({"x": np.zeros((3, 2), np.longdouble)}, [], "want numbers as tensors have them"),
         ({"x": np.array(["text"])}, [], "want numbers"),
         ({"x": np.array([{}])}, [], "Only arrays of numbers"),
         ({"a.b": np.zeros(2)}, [], "--field x=a.b"),

@@ -59,6 +59,18 @@ def test_hidden_files_and_folders_are_no_text(tmp_path):
     assert len(find([str(tmp_path / "**" / "*.txt")], refuse)[0]) == 2
 
 
+def test_folders_that_are_linked_are_read(tmp_path):
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "b.txt").write_text("b")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("a")
+    (tmp_path / "texts" / "link").symlink_to(tmp_path / "store")
+    assert [document.name for document in find([str(tmp_path / "texts")], refuse)[0]] == ["a.txt", "link/b.txt"]
+    (tmp_path / "store" / "loop").symlink_to(tmp_path / "texts")
+    with pytest.raises(ValueError, match="is named twice"):
+        find([str(tmp_path / "texts")], refuse)
+
+
 def test_the_byte_that_is_no_text_is_named_by_its_place_in_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "_PIECE", 100)
     (tmp_path / "a.txt").write_bytes(b"line\n" * 1000 + b"caf\xe9\n")

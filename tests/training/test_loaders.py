@@ -13,7 +13,7 @@ from dtrain.config.errors import ConfigError
 from dtrain.config.schema import Config
 from dtrain.data import ShardLoader
 from dtrain.precision import Precision
-from dtrain.training.loaders import declared_fields, eval_loader, prepare_data, train_loader
+from dtrain.training.loaders import check_same_data, declared_fields, eval_loader, prepare_data, train_loader
 from tests.ranks import run_ranks
 from tests.training.shards import FIELDS, numbered_shards, numbers_of
 from tests.training.toys import world
@@ -149,6 +149,26 @@ def test_a_data_set_by_its_target_is_loaded_as_shards_are(shards: str) -> None:
 def test_lists_of_patterns_are_patterns(shards: str) -> None:
     first, rest = shards.replace("*", "0"), shards.replace("*", "[12]")
     assert sorted(numbers(train_loader(config(train=[first, rest]), world(), FP32))) == list(range(50))
+
+
+def test_ranks_that_see_other_data_end_together_before_the_first_step(tmp_path: Path) -> None:
+    folders = [tmp_path / "here", tmp_path / "there"]
+    nodes = []
+    for folder, count in zip(folders, (50, 40), strict=True):
+        folder.mkdir()
+        nodes.append(numbered_shards(folder, count))
+
+    def rank(number: int) -> str:
+        same = train_loader(config(train=nodes[0]), world(), FP32)
+        check_same_data(same, None)
+        with pytest.raises(ConfigError) as told:
+            check_same_data(same, eval_loader(config(eval=nodes[number]), world(), FP32))
+        return str(told.value)
+
+    first, second = run_ranks(2, rank)
+    assert first == second
+    assert first.startswith("data.eval: ranks 0 and 1 see other data: ")
+    assert "num_samples 50 and 40" in first
 
 
 def test_data_are_prepared_by_one_rank_while_the_others_wait(tmp_path: Path) -> None:
