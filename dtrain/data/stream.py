@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import multiprocessing
+import os
 import signal
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +21,7 @@ from dtrain.data.dataset import MicroBatches
 from dtrain.data.node_cache import CacheFull
 from dtrain.data.parcel import Parcel
 from dtrain.data.shard_file import ShardChanged
+from dtrain.distributed.orphan import end_with
 
 # A stop request reaches the whole process group. The trainer finishes its step with its workers and then ends them.
 _LEFT_TO_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -52,7 +55,7 @@ class Stream:
             dataset,
             batch_size=None,
             collate_fn=hand_over,
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=functools.partial(_begin_worker, os.getpid()),
             generator=torch.Generator(),  # else starting workers would draw from the run's own
             **loading,
         )
@@ -144,7 +147,8 @@ def _signals_held_back(loading: Mapping[str, Any]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _ignore_signals(worker: int) -> None:
+def _begin_worker(trainer: int, worker: int) -> None:
+    end_with(trainer)
     for number in _LEFT_TO_THE_TRAINER:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_THE_TRAINER)

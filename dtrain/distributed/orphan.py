@@ -1,4 +1,5 @@
-"""No orphans: a rank whose torchrun died ends at once, so that it cannot write into a run that was started again."""
+"""No orphans: a rank whose torchrun died ends at once, so that it cannot write into a run that was started again; and a
+loader's worker ends with its rank."""
 
 from __future__ import annotations
 
@@ -30,11 +31,27 @@ def end_with_torchrun(environment: Mapping[str, str] = os.environ) -> None:
         if os.getppid() != parent:  # it died just before the kernel was asked
             os._exit(1)
         return
-    threading.Thread(target=_follow, args=(parent,), name="orphan", daemon=True).start()
+    end_with(parent)
 
 
-def _follow(parent: int) -> None:
-    while os.getppid() == parent:
+def end_with(pid: int) -> None:
+    """From now on a thread ends this process within seconds after that one has ended, which may be the case already.
+
+    torch's own watch of a loader's worker takes whoever is its parent when it begins to look for the trainer: a trainer that is
+    killed while it starts workers leaves them behind for ever.
+    """
+    threading.Thread(target=_follow, args=(pid,), name="orphan", daemon=True).start()
+
+
+def _follow(pid: int) -> None:
+    while _is_running(pid):
         time.sleep(_LOOK_EVERY)
-    os.write(2, b"dtrain: ending at once because torchrun is gone\n")
     os._exit(1)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:  # gone, or somebody else's by now
+        return False
+    return True

@@ -116,7 +116,7 @@ def test_samples_of_different_shapes_name_both_and_the_remedy(tmp_path: Path, ex
 
     samples = [("small", {ext: member(8)}), ("large", {ext: member(16)})]
     path = write_tar(tmp_path / "a.tar", samples)
-    with pytest.raises(ValueError, match=rf"'a.tar/large' is .*16, 8.*'a.tar/small' is .*8, 8.*size: 224"):
+    with pytest.raises(ValueError, match=r"'a.tar/large' is .*16, 8.*'a.tar/small' is .*8, 8.*size: 224"):
         builder_of([path], {ext: {"name": "x"}}).build(0, np.array([0, 1]), no_spare)
 
 

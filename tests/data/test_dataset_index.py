@@ -243,7 +243,7 @@ def test_shard_that_changes_between_two_looks_is_an_error(shards: list[str], mon
 def test_no_sample_at_all_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "x.tar"
     path.write_bytes(tar_bytes({"README": b"no key"}, tarfile.PAX_FORMAT))
-    with pytest.raises(ValueError, match="have no sample.*Links in a tar hold no data"):
+    with pytest.raises(ValueError, match=r"have no sample.*Links in a tar hold no data"):
         DatasetIndex.build([str(path)], FIELDS)
 
 

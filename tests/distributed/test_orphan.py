@@ -35,6 +35,13 @@ def test_a_process_that_torchrun_did_not_start_outlives_its_parent() -> None:
     assert not ends_with_its_parent({}, False, patience=0.3)
 
 
+def test_a_process_ends_though_the_one_that_it_follows_was_gone_before_it_looked() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    follower = f"import time; from dtrain.distributed.orphan import end_with; end_with({gone.pid}); time.sleep(60)"
+    assert subprocess.run([sys.executable, "-c", follower], timeout=50, check=False).returncode == 1
+
+
 def ends_with_its_parent(environment: dict[str, str], polling: bool, patience: float) -> bool:
     worker = WORKER.format(environment=environment, polling=polling)
     agent = subprocess.Popen([sys.executable, "-c", AGENT, worker], stdout=subprocess.PIPE)
