@@ -41,6 +41,7 @@ from dtrain.tracking.console import print_banner
 from dtrain.training import build
 from dtrain.training.loaders import prepare_data, train_loader
 from dtrain.training.plan import schedule_horizon
+from dtrain.training.schedule import Lengths
 from dtrain.training.seed import be_deterministic, seed_generators
 from dtrain.training.step import Outcome, TrainStep
 
@@ -128,7 +129,10 @@ def audit(cfg: Config, steps: int, ranks: int = 1) -> tuple[Report, list[Outcome
                 precision=precision,
                 loss_scale=build.build_loss_scale(cfg.precision.loss_scale, precision, world.device),
                 nominal=nominal,
-                schedule=build.build_schedule(cfg.schedule, schedule_horizon(cfg.train, loader)),
+                schedule=build.build_schedule(
+                    cfg.schedule,
+                    Lengths(schedule_horizon(cfg.train, loader), loader.steps_per_epoch, cfg.train.global_batch_size),
+                ),
                 clip_norm=cfg.train.clip_norm,
                 seed=cfg.run.seed,
                 max_consecutive_skips=steps + 1,

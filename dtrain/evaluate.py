@@ -21,7 +21,7 @@ from dtrain.tracking.console import print_banner
 from dtrain.training import build
 from dtrain.training.checkpoint import Checkpoints
 from dtrain.training.evaluation import evaluate
-from dtrain.training.loaders import eval_loader, prepare_data
+from dtrain.training.loaders import check_same_data, eval_loader, prepare_data
 from dtrain.training.state import load_weights
 
 USAGE = """Usage
@@ -55,6 +55,7 @@ def run_evaluation(composed: Composed, which: str, weights: str) -> None:
         loader = together(lambda: eval_loader(cfg, world, precision))
         if loader is None:
             raise ConfigError("data.eval is not set, so there is nothing to evaluate on. Give data.eval=...")
+        check_same_data(None, loader)
         model = build.build_model(cfg.model, world.device)
         used = together(lambda: load_weights(model, checkpoint, weights))
         precision.wrap_keep_fp32(model)

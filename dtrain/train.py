@@ -33,9 +33,10 @@ from dtrain.training import build
 from dtrain.training.banner import banner
 from dtrain.training.ema import Ema
 from dtrain.training.faults import Faults
-from dtrain.training.loaders import eval_loader, prepare_data, train_loader
+from dtrain.training.loaders import check_same_data, eval_loader, prepare_data, train_loader
 from dtrain.training.parts import Parts, Progress
 from dtrain.training.plan import last_step, schedule_horizon
+from dtrain.training.schedule import Lengths
 from dtrain.training.seed import be_deterministic, seed_generators
 from dtrain.training.step import TrainStep
 from dtrain.training.warm_start import starting_weights
@@ -68,6 +69,7 @@ def train(composed: Composed) -> None:
         prepare_data(cfg.data)
         train_data = together(lambda: train_loader(cfg, world, precision))
         eval_data = together(lambda: eval_loader(cfg, world, precision))
+        check_same_data(train_data, eval_data)
         horizon = schedule_horizon(cfg.train, train_data)
 
         # -- model, optimizer, schedule: built by `_target_`, wrapped once
@@ -75,6 +77,7 @@ def train(composed: Composed) -> None:
             be_deterministic()
         seed_generators(world.device, cfg.run.seed)
         model = build.build_model(cfg.model, world.device)
+        model = build.equip(model, cfg.train, cfg.parallel, world)
         precision.wrap_keep_fp32(model)
         with users_to_fix("train.ema_decay"):
             ema = Ema(model, cfg.train.ema_decay) if cfg.train.ema_decay is not None else None
@@ -89,7 +92,9 @@ def train(composed: Composed) -> None:
             precision=precision,
             loss_scale=build.build_loss_scale(cfg.precision.loss_scale, precision, world.device),
             nominal=cfg.train.global_batch_size,
-            schedule=build.build_schedule(cfg.schedule, horizon),
+            schedule=build.build_schedule(
+                cfg.schedule, Lengths(horizon, train_data.steps_per_epoch, cfg.train.global_batch_size)
+            ),
             clip_norm=cfg.train.clip_norm,
             ema=ema,
             guard=guard,

@@ -49,6 +49,8 @@ class TrainConfig:
     eval_every: int | None = None  # null: after each epoch; 0: only at the end
     deterministic: bool = False
     ema_decay: float | None = None  # null: no moving average of the weights
+    compile: Any = False  # torch.compile: true: the whole model | patterns of modules, such as [blocks.*]
+    checkpoint_activations: list[str] = field(default_factory=list)  # modules that compute theirs again: [blocks.*]
     max_consecutive_skips: int | None = None  # so many in a row end the run; null: 50 with loss scaling, 10 without
 
 
@@ -126,6 +128,7 @@ class ParallelConfig:
     find_unused_parameters: bool = False
     static_graph: bool = False
     gradient_as_bucket_view: bool = True
+    sync_batchnorm: bool = False  # statistics of all ranks' micro-batches; GPUs only
     comm_dtype: str = "fp32"  # of the all-reduce of gradients: fp32 | bf16 | fp16, which caps the loss scale
     comm_hook: Any = None  # instead: _target_ of a DDP communication hook, hook(state, bucket), and its state
 

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 
 # What is being written in the background, such as a checkpoint, gets so long: less than torchrun's 30 s before SIGKILL.
 _PATIENCE = 20.0
@@ -17,6 +18,7 @@ def end_process(code: int) -> None:
     for thread in threading.enumerate():
         if not thread.daemon and thread not in (threading.main_thread(), threading.current_thread()):
             thread.join(max(0.0, deadline - time.monotonic()))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # whoever read it is gone
+            stream.flush()
     os._exit(code)

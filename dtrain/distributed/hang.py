@@ -104,24 +104,35 @@ class HangWatch:
         self._end(why)
 
     def _watch(self, where: Callable[[], Place]) -> None:
-        place, since = where(), time.monotonic()
+        place, still = where(), 0.0
         first_step, limit = place.step, self._timeouts[0]
         while not self._left.wait(self._tick):
+            # Looks are counted, not seconds: a process that was suspended (Ctrl-Z, SLURM's gang scheduling) has not hung.
+            still += self._tick
             now = where()
             if now.moved != place.moved:
-                place, since = now, time.monotonic()
+                place, still = now, 0.0
                 limit = self._timeouts[now.step > first_step]
             with suppress(RuntimeError):
                 if self._store.check([_HUNG]):
                     self._end(self._store.get(_HUNG).decode())
-            if time.monotonic() - since > limit and failure() is None:
+            if still > limit and failure() is None:
                 self.declare(f"nothing has moved for {limit:g} s")
 
     def _end(self, why: str) -> None:
         self._ending.acquire()  # two threads may have come to it; the first ends the process
+        try:
+            self._report(why)
+        finally:  # also where nobody reads the report any more
+            end_process(1)
+
+    def _report(self, why: str) -> None:
         step = self._where().step if self._where is not None else 0
         line = f"rank {self._world.rank}, step {step}: {_main_thread()}"
-        self._write(why, line)
+        try:
+            self._write_stacks(why, line)
+        except OSError as error:  # such as a full disk, which is no reason to stay
+            sys.stderr.write(f"dtrain: no stacks: {error}\n")
         text = f"the run hangs ({why})"
         with suppress(RuntimeError):
             self._store.set(f"{_HUNG}/{self._world.rank}", line)
@@ -134,9 +145,8 @@ class HangWatch:
                 text = self._store.get(_SUMMED_UP).decode() if self._store.check([_SUMMED_UP]) else text
         self._failed(text)
         let_others_look(self._world)
-        end_process(1)
 
-    def _write(self, why: str, line: str) -> None:
+    def _write_stacks(self, why: str, line: str) -> None:
         with self._file.open("a", encoding="utf-8") as file:
             keys = json.dumps(list(self._where().keys if self._where is not None else ()))
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {why}\n{line}\nlast samples: {keys}\n\n")
@@ -154,7 +164,7 @@ class HangWatch:
         ]
         sys.stderr.write(
             f"dtrain: {text}. Stacks are in {self._file.parent}/hang-rank-*.txt. If it is only slow, raise "
-            "parallel.timeout_step.\n" + "".join(f"  {line}\n" for line in lines)
+            "parallel.timeout_step (before the first step timeout_start).\n" + "".join(f"  {line}\n" for line in lines)
         )
         return f"{text}: {'; '.join(lines)}"
 

@@ -87,11 +87,11 @@ def set_timeout(seconds: float) -> None:
 
 
 def failure() -> str | None:
-    """What the first rank that failed has published; None if no rank has."""
-    store = c10d._get_default_store()
+    """What the first rank that failed has published; None if no rank has, or the group is left."""
     try:
+        store = c10d._get_default_store()
         return store.get(_FAILED).decode() if store.check([_FAILED]) else None
-    except RuntimeError:  # the machine that keeps the store is gone
+    except (RuntimeError, ValueError):  # the machine that keeps the store is gone; this rank has left the group
         return None
 
 

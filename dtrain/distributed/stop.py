@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -73,7 +74,9 @@ class StopRequests:
         if error is None:  # else the thread stays: closing a tracker must not delay the end of a job that failed
             self._left.set()
         for number, handler in self._before.items():
-            if handler is not None:  # what was not installed from Python cannot be put back
+            # torchrun sends SIGTERM to the peers of a rank that failed: a checkpoint may still be on its way to the disk.
+            is_kept = error is not None and number == signal.SIGTERM
+            if handler is not None and not is_kept:  # what was not installed from Python cannot be put back
                 signal.signal(number, handler)
 
     @property
@@ -113,7 +116,8 @@ class StopRequests:
         self._reason = self._reason or name
         if number == signal.SIGTERM and not self._terminated:
             self._terminated = True
-            threading.Thread(target=self._look_on, args=(time.monotonic(),), name="stop", daemon=True).start()
+            with suppress(RuntimeError):  # the interpreter is ending: it takes no more threads, and needs none
+                threading.Thread(target=self._look_on, args=(time.monotonic(),), name="stop", daemon=True).start()
 
     def _look_on(self, terminated_at: float) -> None:
         patience = seconds_until_kill()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from dtrain.data import Batch
 from dtrain.tasks.losses import softmax_cross_entropy
@@ -10,23 +11,44 @@ from dtrain.training.task import Output
 
 
 class Classification:
-    """Cross-entropy between ``model(batch[input])``, logits ``[rows, classes]``, and int64 class numbers.
+    """Cross-entropy between ``model(batch[input])``, logits ``[rows, classes]``, and class numbers or distributions.
 
     Args:
         input: The field that the model takes.
-        label: The field with the class numbers, int64, shape ``[rows]``.
+        label: The field with the class numbers, int64, shape ``[rows]``; or with the probability of each class, floating,
+            shape ``[rows, classes]``, as an augmentation that mixes samples returns them. Of these the most probable counts
+            as the right one.
         label_smoothing: Weight of the uniform distribution in the target, in [0, 1).
+        top5: Measure also whether the right class is among the five most probable.
     """
 
-    def __init__(self, input: str = "image", label: str = "label", label_smoothing: float = 0.0) -> None:
+    def __init__(
+        self, input: str = "image", label: str = "label", label_smoothing: float = 0.0, top5: bool = False
+    ) -> None:
         self._input = input
         self._label = label
         self._label_smoothing = label_smoothing
+        self._top5 = top5
 
     def __call__(self, model: nn.Module, batch: Batch) -> Output:
-        """Metrics: ``accuracy``."""
+        """Metrics: ``accuracy``, and ``top5_accuracy`` where asked for.
+
+        Raises:
+            ValueError: If logits and labels do not fit, or ``top5`` is asked of fewer than five classes.
+        """
         logits, labels, valid = model(batch[self._input]), batch[self._label], batch.valid
         losses = softmax_cross_entropy(logits, labels, label_smoothing=self._label_smoothing)
+        right = labels.argmax(dim=1) if labels.is_floating_point() else labels
         count = valid.sum()
-        correct = (logits.argmax(dim=1) == labels) & valid
-        return Output(losses.masked_fill(~valid, 0).sum(), count, {"accuracy": (correct.sum(), count)})
+        metrics: dict[str, tuple[Tensor, Tensor]] = {
+            "accuracy": (((logits.argmax(dim=1) == right) & valid).sum(), count)
+        }
+        if self._top5:
+            metrics["top5_accuracy"] = ((_among_five(logits, right) & valid).sum(), count)
+        return Output(losses.masked_fill(~valid, 0).sum(), count, metrics)
+
+
+def _among_five(logits: Tensor, right: Tensor) -> Tensor:
+    if logits.shape[1] < 5:
+        raise ValueError(f"task.top5: the model has {logits.shape[1]} classes, want at least 5. Set task.top5=false.")
+    return (torch.topk(logits, 5, dim=1).indices == right.unsqueeze(1)).any(dim=1)

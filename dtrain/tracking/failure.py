@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,9 +34,12 @@ class FailureRecord:
         self.facts: Callable[[], dict[str, Any]] = dict
 
     def write(self, reason: str) -> None:
-        """Sets the state ``failed``."""
+        """Sets the state ``failed``; a disk that refuses is said, and hides no failure."""
         if self.step is not None and self._rank == 0:
-            write_status(self._run_dir, "failed", self.step(), reason, **self.facts())
+            try:
+                write_status(self._run_dir, "failed", self.step(), reason, **self.facts())
+            except OSError as error:
+                sys.stderr.write(f"dtrain: status.json could not be written ({error}).\n")
 
 
 @contextmanager

@@ -10,17 +10,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from hydra.errors import InstantiationException
-from hydra.utils import get_class, instantiate
-from omegaconf import DictConfig, OmegaConf
+from hydra.utils import get_object, instantiate
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dtrain.config.errors import ConfigError, users_to_fix
-from dtrain.config.schema import LossScaleConfig, ParallelConfig, PrecisionConfig
+from dtrain.config.schema import LossScaleConfig, ParallelConfig, PrecisionConfig, TrainConfig
 from dtrain.distributed.world import World
+from dtrain.optimizers.groups import decay_groups, trainable
 from dtrain.precision import Precision
 from dtrain.precision.comm_hooks import COMM_DTYPES, HookGuard, reduce_in
 from dtrain.precision.loss_scale import LossScale
+from dtrain.training.execution import checkpoint_activations, compile_in_place, synchronise_batchnorm
+from dtrain.training.schedule import Lengths
 
 # Whoever lets go of a gloo group last joins its threads. DDP does so while it keeps the interpreter locked, and a thread
 # that is just done with a collective waits for that lock to free its tensors: the run would never end (torch 2.9-2.13).
@@ -110,36 +113,75 @@ def build_model(node: Any, device: torch.device) -> nn.Module:
     return model.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def build_optimizer(node: Any, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
-    """The optimizer over the model's trainable parameters; fused where class and device have it and the config is silent.
+def equip(model: nn.Module, train: TrainConfig, parallel: ParallelConfig, world: World) -> nn.Module:
+    """The model as it is to run in training: what ``dtrain.training.execution`` does to it where the config asks for it.
 
     Raises:
-        ConfigError: If nothing is trainable.
+        ConfigError: If a pattern matches no module, or this device cannot do it.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if parallel.sync_batchnorm:
+        model = synchronise_batchnorm(model, world)
+    checkpoint_activations(model, train.checkpoint_activations)
+    what = OmegaConf.to_container(train.compile) if isinstance(train.compile, ListConfig) else train.compile
+    compile_in_place(model, what)  # type: ignore[arg-type]
+    return model
+
+
+def build_optimizer(node: Any, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
+    """The optimizer over the model's trainable parameters; fused where its class has it and the config is silent.
+
+    A target with an argument ``model`` gets the model, to make groups of its own. The node's key ``no_decay`` is not for the
+    target: see ``decay_groups``.
+
+    Raises:
+        ConfigError: If nothing is trainable, or a pattern matches nothing.
+    """
+    parameters: list[Any] = list(trainable(model).values())
     if not parameters:
         raise ConfigError("model: it has no parameter that requires a gradient, so there is nothing to train.")
-    extra: dict[str, Any] = {}
-    if isinstance(node, DictConfig) and "_target_" in node and not {"fused", "foreach", "_partial_"} & set(node):
-        # A function, or nothing that can be imported, has no class; by_target says which.
-        with suppress(ValueError, ImportError):
-            if "fused" in inspect.signature(get_class(node._target_)).parameters and device.type in ("cuda", "cpu"):
-                extra["fused"] = True
-    optimizer = by_target("optimizer", node, parameters, **extra)
+    if not isinstance(node, DictConfig) or "_target_" not in node:
+        return by_target("optimizer", node)  # which says so
+    node = node.copy()
+    with open_dict(node):
+        no_decay = node.pop("no_decay", None)
+    if no_decay is not None:
+        with users_to_fix("optimizer.no_decay"):
+            parameters = decay_groups(model, no_decay)
+    takes = _arguments(node._target_)
+    if "model" in takes:
+        if no_decay is not None:
+            raise ConfigError(f"optimizer.no_decay: {node._target_} makes its own groups of parameters. Leave it out.")
+        with users_to_fix("optimizer"):
+            optimizer = by_target("optimizer", node, model=model)
+    else:
+        fused = {"fused": True} if "fused" in takes and not {"fused", "foreach", "_partial_"} & set(node) else {}
+        optimizer = by_target("optimizer", node, parameters, **fused)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer: {node._target_} returns {type(optimizer).__name__}, want a torch Optimizer.")
     return optimizer
 
 
-def build_schedule(node: Any, horizon: int) -> Callable[[int], float]:
+def _arguments(target: str) -> set[str]:
+    """Names of what a class or function takes; empty if it cannot be imported, which ``by_target`` says."""
+    with suppress(ValueError, ImportError, InstantiationException):
+        return set(inspect.signature(get_object(target)).parameters)
+    return set()
+
+
+def build_schedule(node: Any, lengths: Lengths) -> Callable[[int], float]:
     """The learning-rate schedule: a factor for a number of applied steps.
 
     Args:
-        node: The config node.
-        horizon: Steps of the run; used where the node's ``horizon`` is null.
+        node: The config node; durations in it, such as ``5 epochs``, become steps.
+        lengths: Of the run; its horizon is used where the node's ``horizon`` is null.
     """
-    own = OmegaConf.select(node, "horizon") if isinstance(node, DictConfig) else None
-    schedule = by_target("schedule", node, **({} if own else {"horizon": horizon}))
+    if isinstance(node, DictConfig):
+        plain = OmegaConf.to_container(node, resolve=True)
+        node = OmegaConf.create(lengths.in_steps(plain))
+        if node.get("horizon") is None:
+            node.horizon = lengths.horizon
+    with users_to_fix("schedule"):
+        schedule = by_target("schedule", node)
     if not callable(schedule):
         raise ConfigError(
             f"schedule: {node._target_} gives {type(schedule).__name__}, want a callable of applied steps."

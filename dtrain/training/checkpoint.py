@@ -198,14 +198,7 @@ class Checkpoints:
         Raises:
             BadCheckpoint: If one is missing or differs; names it.
         """
-        folder = self.path(step)
-        for name, facts in _manifest(folder).items():
-            try:
-                found = _facts(folder / name)
-            except OSError as error:
-                raise BadCheckpoint(f"{folder}: {name} cannot be read ({error})") from error
-            if found != facts:
-                raise BadCheckpoint(f"{folder}: {name} is {found}, the manifest says {facts}")
+        verify_folder(self.path(step))
 
     def newest_good(self) -> tuple[int | None, list[str]]:
         """The newest checkpoint that is whole, and what is wrong with newer ones.
@@ -278,6 +271,17 @@ class Checkpoints:
             if step > saved or step not in stay:
                 # A folder that cannot be deleted is a matter of disk space, not of the run.
                 shutil.rmtree(self.path(step), ignore_errors=True)
+
+
+def verify_folder(folder: Path) -> None:
+    """As ``Checkpoints.verify``, for a checkpoint's folder under whatever name."""
+    for name, facts in _manifest(folder).items():
+        try:
+            found = _facts(folder / name)
+        except OSError as error:
+            raise BadCheckpoint(f"{folder}: {name} cannot be read ({error})") from error
+        if found != facts:
+            raise BadCheckpoint(f"{folder}: {name} is {found}, the manifest says {facts}")
 
 
 def _manifest(folder: Path) -> dict[str, Any]:

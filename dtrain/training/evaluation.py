@@ -14,7 +14,7 @@ from dtrain.data import ShardLoader
 from dtrain.data.device_copies import DeviceCopies
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
-from dtrain.training.task import Task, checked
+from dtrain.training.task import ConcludingTask, Task, checked
 
 
 @torch.inference_mode()
@@ -41,7 +41,7 @@ def evaluate(
 
     Returns:
         ``loss`` and each metric of the task as sum / count over all ranks, ``samples``: how many valid ones there were,
-        and ``bad_samples``.
+        and ``bad_samples``; and what the task concludes from it.
 
     Raises:
         ConfigError: On every rank, if the result is not finite or nothing could be evaluated.
@@ -68,20 +68,23 @@ def evaluate(
             sums[:-2] += torch.stack([_float64(value, world.device) for value in values])
             if progress is not None:
                 progress(number + 1, total)
+        sums[-2], sums[-1] = samples, bad
+        dist.all_reduce(sums)
+        totals: list[float] = sums.tolist()
+        pairs_of = {name: (totals[2 * i], totals[2 * i + 1]) for i, name in enumerate(names)}
+        result: dict[str, float] = {
+            name: total / count if count else math.nan for name, (total, count) in pairs_of.items()
+        }
+        result |= {"samples": int(totals[-2]), "bad_samples": int(totals[-1])}
+        if not math.isfinite(result["loss"]):
+            raise ConfigError(
+                f"evaluation: the loss is {result['loss']} over {result['samples']} samples. Has the run diverged, or does the "
+                "task return no valid rows for this data?"
+            )
+        with precision.autocast(world.device.type):
+            return {**result, **(task.conclude(model, result) if isinstance(task, ConcludingTask) else {})}
     finally:
         model.train(was_training)
-    sums[-2], sums[-1] = samples, bad
-    dist.all_reduce(sums)
-    totals: list[float] = sums.tolist()
-    pairs_of = {name: (totals[2 * i], totals[2 * i + 1]) for i, name in enumerate(names)}
-    result: dict[str, float] = {name: total / count if count else math.nan for name, (total, count) in pairs_of.items()}
-    result |= {"samples": int(totals[-2]), "bad_samples": int(totals[-1])}
-    if not math.isfinite(result["loss"]):
-        raise ConfigError(
-            f"evaluation: the loss is {result['loss']} over {result['samples']} samples. Has the run diverged, or does the "
-            "task return no valid rows for this data?"
-        )
-    return result
 
 
 def _float64(value: Tensor | float, device: torch.device) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +40,7 @@ from dtrain.training.step import Outcome
 from dtrain.training.sync_guard import host_syncs_announced
 
 _STATUS_EVERY = 5.0  # seconds
-_FINAL_SAVE_WITHIN = 3600.0  # seconds: a slow disk must not lose the last checkpoint
+_DISK_WITHIN = 3600.0  # seconds: a disk that is slower than the saves is no hang
 logger = logging.getLogger("dtrain")
 
 
@@ -90,7 +90,7 @@ class Loop:
         self._clock = self._saved_at = time.monotonic()
         self._status_at = float("-inf")
         self._first_step = self._saved_step = parts.step.step
-        self._stopping = self._save_asked = self._saving_final = False
+        self._stopping = self._save_asked = self._at_the_disk = False
 
     def run(self) -> tuple[str, str | None]:
         """Runs the loop.
@@ -126,8 +126,8 @@ class Loop:
     def place(self) -> Place:
         """Where this rank is, for whoever watches it from another thread."""
         step, train, held_out = self._parts.step, self._parts.train_loader, self._parts.eval_loader
-        saving = time.monotonic() if self._saving_final else 0.0  # has a time-out of its own
-        moved = (step.step, train.samples_handed, held_out.samples_handed if held_out is not None else 0, saving)
+        disk = time.monotonic() if self._at_the_disk else 0.0  # has a time-out of its own
+        moved = (step.step, train.samples_handed, held_out.samples_handed if held_out is not None else 0, disk)
         return Place(step.step + 1, list(self._window.keys), moved)
 
     def _out_of_memory_explained(self) -> AbstractContextManager[None]:
@@ -270,7 +270,7 @@ class Loop:
             self._is_saved()  # the best so far may still be on its way to the disk
             return self._checkpoints.improved_by(metrics)
 
-        return bool(decided_by_rank_zero(improved))
+        return bool(self._decided_at_the_disk(improved))
 
     def _save_is_due(self) -> bool:
         """Whether rank 0's clock asks for a checkpoint; the others learn it from the vote."""
@@ -287,10 +287,7 @@ class Loop:
         self._settle()
         started = time.monotonic()
         equalise_buffers(self._parts.model)
-        if final:
-            self._saving_final = True
-            set_timeout(_FINAL_SAVE_WITHIN)
-        problem = decided_by_rank_zero(lambda: self._begin_save(metrics, final))
+        problem = self._decided_at_the_disk(lambda: self._begin_save(metrics, final))
         if problem is not None:
             raise ConfigError(f"{problem} Start again when there is room: the run continues from the one before.")
         self._saved_step = self._parts.step.step
@@ -318,6 +315,15 @@ class Loop:
             return False
         return True
 
+    def _decided_at_the_disk(self, function: Callable[[], Any]) -> Any:
+        """Collective. What rank 0 decides after it waited for a checkpoint, while the others wait for rank 0."""
+        self._at_the_disk = True
+        set_timeout(_DISK_WITHIN)
+        decision = decided_by_rank_zero(function)
+        set_timeout(self._parts.cfg.parallel.timeout_step + BACKSTOP)
+        self._at_the_disk = False
+        return decision
+
     def _end(self) -> tuple[str, str | None]:
         self._settle()
         if self._stopping:
@@ -326,7 +332,7 @@ class Loop:
             return "finished", None
         reasons: list[str | None] = [None] * self._parts.world.size
         dist.all_gather_object(reasons, self._stop.reason)
-        if self._saved_step != self._parts.step.step or not decided_by_rank_zero(self._is_saved):
+        if self._saved_step != self._parts.step.step or not self._decided_at_the_disk(self._is_saved):
             self._save({}, final=True)
         heard = [f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason]
         return "stopped", ", ".join(heard)

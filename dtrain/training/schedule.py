@@ -1,12 +1,51 @@
 """Learning-rate schedules: a factor for each number of applied steps, without a state of their own.
 
-A schedule is any callable ``schedule(applied_steps) -> factor`` that is built with a ``horizon`` in steps.
+A schedule is any callable ``schedule(applied_steps) -> factor`` that is built with a ``horizon`` in steps. In its config node
+a duration may be a number of steps, or text: ``500 steps``, ``5 epochs``, ``50_000 samples`` or ``5 %`` of the horizon
+(after big_vision, where every duration takes such units).
 """
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+_DURATION = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:[eE]\d+)?)\s*(steps?|epochs?|samples?|%)\s*")
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long a run and its parts are.
+
+    Args:
+        horizon: Steps of the run.
+        steps_per_epoch: Steps of an epoch.
+        global_batch_size: Samples of a step.
+    """
+
+    horizon: int
+    steps_per_epoch: int
+    global_batch_size: int
+
+    def in_steps(self, value: Any) -> Any:
+        """``value`` with every duration in it, also in lists and mappings, as a whole number of steps."""
+        if isinstance(value, str) and (found := _DURATION.fullmatch(value)):
+            amount = float(found[1].replace("_", ""))
+            steps = {
+                "step": amount,
+                "epoch": amount * self.steps_per_epoch,
+                "sample": amount / self.global_batch_size,
+                "%": amount * self.horizon / 100,
+            }
+            return round(steps[found[2].removesuffix("s")])
+        if isinstance(value, Mapping):
+            return {key: self.in_steps(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.in_steps(item) for item in value]
+        return value
 
 
 @dataclass(frozen=True)
@@ -15,23 +54,21 @@ class WarmupConstant:
 
     Args:
         horizon: Steps of the run.
-        warmup_fraction: Share of them that warms up.
+        warmup: Steps that warm up, the first of them at ``1 / warmup``.
+
+    Raises:
+        ValueError: If there is no step, or the warm-up is longer than the run.
     """
 
     horizon: int
-    warmup_fraction: float = 0.0
+    warmup: int = 0
 
     def __post_init__(self) -> None:
-        if self.horizon < 1 or not 0 <= self.warmup_fraction <= 1:
-            raise ValueError(
-                f"schedule: got horizon {self.horizon} and warmup_fraction {self.warmup_fraction}; want at least one "
-                "step and a share in [0, 1]."
-            )
+        _require_steps(self.horizon, warmup=self.warmup)
 
     def __call__(self, applied_steps: int) -> float:
         """The factor of the step that follows ``applied_steps`` applied ones."""
-        warmup = round(self.horizon * self.warmup_fraction)
-        return min(1.0, (applied_steps + 1) / warmup) if warmup else 1.0
+        return min(1.0, (applied_steps + 1) / self.warmup) if self.warmup else 1.0
 
 
 @dataclass(frozen=True)
@@ -40,7 +77,7 @@ class WarmupCosine(WarmupConstant):
 
     Args:
         horizon: Steps of the run, the warm-up included.
-        warmup_fraction: Share of them that warms up.
+        warmup: Steps that warm up.
         final_fraction: The factor at the horizon and beyond.
     """
 
@@ -48,8 +85,74 @@ class WarmupCosine(WarmupConstant):
 
     def __call__(self, applied_steps: int) -> float:
         """The factor of the step that follows ``applied_steps`` applied ones."""
-        warmup = round(self.horizon * self.warmup_fraction)
-        if applied_steps < warmup:
+        if applied_steps < self.warmup:
             return super().__call__(applied_steps)
-        progress = min(1.0, (applied_steps - warmup) / max(1, self.horizon - warmup))
+        progress = min(1.0, (applied_steps - self.warmup) / max(1, self.horizon - self.warmup))
         return self.final_fraction + (1 - self.final_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True)
+class WarmupTrapezoid(WarmupConstant):
+    """Linear warm-up, 1, and a straight line down over the last steps (Hägele et al. 2024).
+
+    A warm-up and a cool-down that fill the run make a triangle; where they overlap, the lower line counts.
+
+    Args:
+        horizon: Steps of the run.
+        warmup: Steps that warm up.
+        cooldown: Steps that cool down.
+        final_fraction: The factor at the horizon and beyond.
+    """
+
+    cooldown: int = 0
+    final_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_steps(self.horizon, cooldown=self.cooldown)
+
+    def __call__(self, applied_steps: int) -> float:
+        """The factor of the step that follows ``applied_steps`` applied ones."""
+        left = max(0, self.horizon - applied_steps)
+        share = min(1.0, left / self.cooldown) if self.cooldown else 1.0
+        return min(super().__call__(applied_steps), self.final_fraction + (1 - self.final_fraction) * share)
+
+
+@dataclass(frozen=True)
+class WarmupSteps(WarmupConstant):
+    """Linear warm-up, then a factor less at each milestone (He et al. 2016 and Goyal et al. 2017).
+
+    Args:
+        horizon: Steps of the run.
+        warmup: Steps that warm up.
+        milestones: Steps after which the rate falls, ascending.
+        factor: What it is multiplied by each time.
+
+    Raises:
+        ValueError: If the milestones do not ascend.
+    """
+
+    milestones: Sequence[int] = ()
+    factor: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if list(self.milestones) != sorted(set(self.milestones)) or min(self.milestones, default=1) < 1:
+            raise ValueError(
+                f"got milestones {list(self.milestones)}, want steps that ascend. Durations such as '30 epochs' "
+                "are rounded to steps: in a short run they may fall together."
+            )
+
+    def __call__(self, applied_steps: int) -> float:
+        """The factor of the step that follows ``applied_steps`` applied ones."""
+        passed = sum(milestone <= applied_steps for milestone in self.milestones)
+        return super().__call__(applied_steps) * self.factor**passed
+
+
+def _require_steps(horizon: int, **part: int) -> None:
+    ((name, steps),) = part.items()
+    if horizon < 1 or not 0 <= steps <= horizon:
+        raise ValueError(
+            f"got horizon {horizon} and {name} {steps}; want at least one step, and a part of them. Durations are a "
+            "number of steps, or text such as '500 steps', '5 epochs', '50_000 samples', '5 %'."
+        )

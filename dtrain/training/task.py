@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,23 @@ class Task(Protocol):
         """Runs the model on ``batch`` and sums its loss over ``batch.valid`` rows.
 
         Before the first step of a run it is called three more times, to see that its sums add up.
+        """
+        ...
+
+
+@runtime_checkable
+class ConcludingTask(Protocol):
+    """A task that has something to say after an evaluation which is no sum over samples, such as a perplexity."""
+
+    def conclude(self, model: nn.Module, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Called on every rank after each evaluation, in evaluation mode, without gradients, under autocast.
+
+        Args:
+            model: The bare model.
+            metrics: Of the evaluation, over all ranks.
+
+        Returns:
+            More metrics; equal on all ranks.
         """
         ...
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dtrain.config.errors import ConfigError
 from dtrain.config.schema import RunConfig
 from dtrain.distributed.collectives import decided_by_rank_zero, together
-from dtrain.training.checkpoint import Checkpoints
+from dtrain.training.checkpoint import Checkpoints, verify_folder
 
 _SHOWN = 5
 
@@ -70,14 +70,16 @@ def _find(key: str, path: Path) -> Path:
     """The file of weights that a run directory, a checkpoint's folder or the file itself stands for; checked."""
     if path.is_file():
         return path
-    checkpoints, step = Checkpoints(path.parent), path.name.removeprefix("step-")
+    folder = path
     if (path / "checkpoints").is_dir():
-        checkpoints, step = Checkpoints(path / "checkpoints"), "latest"
-    elif not (path / "manifest.json").is_file():
+        checkpoints = Checkpoints(path / "checkpoints")
+        folder = checkpoints.path(checkpoints.choose("latest"))
+    elif (path / "manifest.json").is_file():
+        verify_folder(path)
+    else:
         raise ConfigError(
             f"{key}: {path} is no run directory, no checkpoint (checkpoints/step-000000050) and no .safetensors file."
         )
-    folder = checkpoints.path(checkpoints.choose(step))
     average = folder / "ema.safetensors"
     return average if average.exists() else folder / "model.safetensors"
 

@@ -60,9 +60,9 @@ def test_the_limit_of_a_step_counts_from_the_first_finished_step_on(tmp_path: Pa
 
 
 def test_a_run_that_moves_or_is_over_or_has_failed_does_not_hang(tmp_path: Path) -> None:
-    assert declarations(tmp_path, lambda clock: Place(1, [], clock), until=float("inf")) == []
-    assert declarations(tmp_path, lambda clock: Place(1, [], 0), until=float("inf"), leave=True) == []
-    assert declarations(tmp_path, lambda clock: Place(1, [], 0), until=float("inf"), fail=True) == []
+    assert declarations(tmp_path, lambda clock: Place(1, [], clock)) == []
+    assert declarations(tmp_path, lambda clock: Place(1, [], 0), leave=True) == []
+    assert declarations(tmp_path, lambda clock: Place(1, [], 0), fail=True) == []
 
 
 def test_a_hang_that_two_threads_declare_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -77,14 +77,46 @@ def test_a_hang_that_two_threads_declare_is_told_once(tmp_path: Path, capfd: pyt
     assert capfd.readouterr().err.count("dtrain: the run hangs") == 1
 
 
+def test_a_process_that_was_suspended_has_not_hung(tmp_path: Path) -> None:
+    # It moves at each fourth look, and is suspended for 100 s between two moves.
+    assert declarations(tmp_path, lambda clock: Place(1, [], int(clock % 100 / 0.2)), suspended_at=2) == []
+
+
+def test_a_hang_ends_the_process_though_the_disk_refuses_to_record_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def rank(number: int) -> None:
+        def failed(text: str) -> None:
+            raise OSError(28, "No space left on device")
+
+        with process_group(20) as world:
+            watch = HangWatch(tmp_path / "no folder", world, LIMITS, failed)
+            threading.Thread(target=watch.declare, args=("no move",), daemon=True).start()
+            asleep_in_code_of_its_own()
+
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(1, rank, init=False)
+    assert "ended with code 1" in failed.value.reports[0]
+    said = capfd.readouterr().err
+    assert "dtrain: no stacks: " in said
+    assert "dtrain: the run hangs" in said
+
+
 def declarations(
-    tmp_path: Path, where: Callable[[float], Place], *, until: float, leave: bool = False, fail: bool = False
+    tmp_path: Path,
+    where: Callable[[float], Place],
+    *,
+    until: float = float("inf"),
+    leave: bool = False,
+    fail: bool = False,
+    suspended_at: int = 0,
 ) -> list[str]:
     """What a watch declares within a hundred looks, by a clock that a look moves by 0.05 s.
 
     Args:
         where: By that clock.
         until: The clock stands in the eyes of ``where`` from then on.
+        suspended_at: The look before which the clock leaps by 100 s.
     """
 
     def rank(number: int) -> list[str]:
@@ -92,8 +124,8 @@ def declarations(
 
         class Left(threading.Event):
             def wait(self, timeout: float | None = None) -> bool:
-                clock[0] += 0.05
                 looks[0] += 1
+                clock[0] += 0.05 + 100 * (looks[0] == suspended_at)
                 return looks[0] > 100 or self.is_set()
 
         hang.time.monotonic = lambda: clock[0]  # type: ignore[assignment]

@@ -123,19 +123,42 @@ def test_a_forked_child_ignores_what_its_parent_listens_to() -> None:
     assert in_a_rank(work) == ["42", None]
 
 
-def test_the_handlers_of_before_are_put_back_even_after_an_error() -> None:
+def test_the_handlers_of_before_are_put_back_and_after_an_error_all_but_that_of_term() -> None:
     def work() -> bool:
         def mine(number: int, frame: FrameType | None) -> None: ...
 
         handlers: list[Any] = [mine, signal.SIG_IGN, signal.SIG_DFL, mine]
         for number, handler in zip(SIGNALS, handlers, strict=True):
             signal.signal(number, handler)
-        with contextlib.suppress(ZeroDivisionError), StopRequests(None):
+        with StopRequests(None):
             assert not {signal.getsignal(number) for number in SIGNALS} & set(handlers)
+        assert [signal.getsignal(number) for number in SIGNALS] == handlers
+        with contextlib.suppress(ZeroDivisionError), StopRequests(None):
             raise ZeroDivisionError
-        return [signal.getsignal(number) for number in SIGNALS] == handlers
+        return [signal.getsignal(number) for number in SIGNALS[1:]] == handlers[1:]
 
     assert in_a_rank(work)
+
+
+def test_term_after_an_error_does_not_cut_off_what_is_written_in_the_background(tmp_path: Path) -> None:
+    def work() -> None:
+        termed = threading.Event()
+
+        def write() -> None:
+            termed.wait(30)
+            (tmp_path / "checkpoint").touch()
+
+        with contextlib.suppress(ZeroDivisionError), StopRequests(None):
+            writer = threading.Thread(target=write)
+            writer.start()
+            raise ZeroDivisionError
+        dist.destroy_process_group()
+        send(signal.SIGTERM)
+        termed.set()
+        writer.join()
+
+    in_a_rank(work)
+    assert (tmp_path / "checkpoint").exists()
 
 
 def test_a_handler_that_python_does_not_know_is_no_obstacle() -> None:

@@ -13,7 +13,7 @@ from dtrain.config.errors import ConfigError
 from dtrain.config.schema import LossScaleConfig, ParallelConfig, PrecisionConfig
 from dtrain.precision import Precision
 from dtrain.training import build
-from dtrain.training.schedule import WarmupCosine
+from dtrain.training.schedule import Lengths, WarmupCosine
 from tests.ranks import run_ranks
 from tests.training.toys import CPU, Net, world
 
@@ -23,6 +23,7 @@ def node(target: str | None = None, **keys: Any) -> Any:
 
 
 HERE = "tests.training.test_build"
+LENGTHS = Lengths(horizon=100, steps_per_epoch=10, global_batch_size=32)
 
 
 def wrapped(kind: str) -> nn.Module:
@@ -170,14 +171,22 @@ def test_an_impossible_optimizer_is_refused(target: str, model: Any, said: str) 
 
 def test_a_schedule_has_the_horizon_of_the_run_unless_it_has_one_of_its_own() -> None:
     target = "dtrain.training.schedule.WarmupCosine"
-    assert build.build_schedule(node(target), 100) == WarmupCosine(100)
-    assert build.build_schedule(node(target, horizon=None), 100) == WarmupCosine(100)
-    assert build.build_schedule(node(target, horizon=7, warmup_fraction=0.5), 100) == WarmupCosine(7, 0.5)
+    assert build.build_schedule(node(target), LENGTHS) == WarmupCosine(100)
+    assert build.build_schedule(node(target, horizon=None), LENGTHS) == WarmupCosine(100)
+    assert build.build_schedule(node(target, horizon=7, warmup=3), LENGTHS) == WarmupCosine(7, 3)
+
+
+def test_durations_of_a_schedule_are_steps_epochs_samples_or_shares() -> None:
+    target = "dtrain.training.schedule.WarmupCosine"
+    for warmup in ("20 steps", "2 epochs", "640 samples", "20 %", "20%", 20):
+        assert build.build_schedule(node(target, warmup=warmup), LENGTHS) == WarmupCosine(100, 20)
+    with pytest.raises(ConfigError, match=r"schedule: got horizon 100 and warmup 200.*'5 epochs'"):
+        build.build_schedule(node(target, warmup="20 epochs"), LENGTHS)
 
 
 def test_a_schedule_that_cannot_be_called_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"schedule: builtins.dict gives dict, want a callable of applied steps"):
-        build.build_schedule(node("builtins.dict"), 100)
+        build.build_schedule(node("builtins.dict"), LENGTHS)
 
 
 def test_an_unknown_precision_and_an_impossible_scale_are_refused_by_their_keys() -> None:

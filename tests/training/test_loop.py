@@ -117,6 +117,31 @@ def test_a_save_that_failed_is_tried_again_at_the_stop(tmp_path: Path, monkeypat
     assert saved(tmp_path) == [state["step"]]
 
 
+def test_a_disk_that_is_slower_than_the_saves_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loops: list[loop.Loop] = []
+    run, save = loop.Loop.run, Checkpoints.save
+
+    def running(self: loop.Loop) -> tuple[str, str | None]:
+        loops.append(self)
+        return run(self)
+
+    def until_the_waiting_loop_is_seen_to_move(self: Checkpoints, step: int, checkpoint: Checkpoint) -> Path:
+        if step == 2:
+            for _ in range(2000):
+                before, after = loops[0].place(), loops[0].place()
+                if before.step == 5 and before.moved != after.moved:  # step 4 is done, and its save waits for this one
+                    break
+                time.sleep(0.01)
+            else:
+                raise AssertionError("it looks as if it hung")
+        return save(self, step, checkpoint)
+
+    monkeypatch.setattr(loop.Loop, "run", running)
+    monkeypatch.setattr(Checkpoints, "save", until_the_waiting_loop_is_seen_to_move)
+    train(1, tmp_path, "train.max_steps=5", "checkpoint.every_steps=2", "train.eval_every=0")
+    assert status(tmp_path)["state"] == "finished"
+
+
 def test_a_slow_disk_does_not_hold_up_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save = Checkpoints.save
 

@@ -5,23 +5,25 @@ from typing import Any
 
 import pytest
 
-from dtrain.training.schedule import WarmupConstant, WarmupCosine
+from dtrain.training.schedule import Lengths, WarmupConstant, WarmupCosine, WarmupSteps, WarmupTrapezoid
+
+KINDS = [WarmupConstant, WarmupCosine, WarmupTrapezoid, WarmupSteps]
 
 
-@pytest.mark.parametrize("kind", [WarmupConstant, WarmupCosine])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_warm_up_is_a_straight_line_that_ends_at_one(kind: Any) -> None:
-    schedule = kind(horizon=100, warmup_fraction=0.1)
+    schedule = kind(horizon=100, warmup=10)
     assert [schedule(step) for step in range(10)] == pytest.approx([(step + 1) / 10 for step in range(10)])
     assert schedule(10) == pytest.approx(1.0)
 
 
 def test_the_constant_one_stays_at_one_beyond_its_horizon() -> None:
-    assert {WarmupConstant(10, 0.2)(step) for step in (2, 5, 10, 1000)} == {1.0}
+    assert {WarmupConstant(10, 2)(step) for step in (2, 5, 10, 1000)} == {1.0}
     assert WarmupConstant(10)(0) == 1.0
 
 
 def test_the_cosine_falls_from_one_to_its_final_fraction_and_stays_there() -> None:
-    schedule = WarmupCosine(horizon=110, warmup_fraction=10 / 110, final_fraction=0.2)
+    schedule = WarmupCosine(horizon=110, warmup=10, final_fraction=0.2)
     for progress in (0.0, 0.25, 0.5, 0.75, 1.0):
         want = 0.2 + 0.8 * (1 + math.cos(math.pi * progress)) / 2
         assert schedule(10 + round(100 * progress)) == pytest.approx(want)
@@ -30,19 +32,50 @@ def test_the_cosine_falls_from_one_to_its_final_fraction_and_stays_there() -> No
     assert falling == sorted(falling, reverse=True)
 
 
-@pytest.mark.parametrize("kind", [WarmupConstant, WarmupCosine])
-@pytest.mark.parametrize("warmup_fraction", [0.0, 0.5, 1.0])
-def test_a_run_of_one_step_learns_at_the_full_rate(kind: Any, warmup_fraction: float) -> None:
-    assert kind(1, warmup_fraction)(0) == 1.0
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_a_run_of_one_step_learns_at_the_full_rate(kind: Any, warmup: int) -> None:
+    assert kind(1, warmup)(0) == 1.0
 
 
 def test_a_warm_up_that_fills_the_run_ends_at_one() -> None:
-    schedule = WarmupCosine(horizon=4, warmup_fraction=1.0)
+    schedule = WarmupCosine(horizon=4, warmup=4)
     assert [schedule(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
 
 
-@pytest.mark.parametrize("kind", [WarmupConstant, WarmupCosine])
-@pytest.mark.parametrize(("horizon", "warmup_fraction"), [(0, 0.1), (-5, 0.1), (10, -0.1), (10, 1.5)])
-def test_an_impossible_schedule_is_refused_with_its_numbers(kind: Any, horizon: int, warmup_fraction: float) -> None:
-    with pytest.raises(ValueError, match=f"got horizon {horizon} and warmup_fraction {warmup_fraction}"):
-        kind(horizon, warmup_fraction)
+def test_the_trapezoid_cools_down_in_a_straight_line_to_its_final_fraction() -> None:
+    schedule = WarmupTrapezoid(horizon=100, warmup=10, cooldown=20, final_fraction=0.5)
+    assert {schedule(step) for step in range(10, 81)} == {1.0}
+    assert [schedule(step) for step in range(80, 101)] == pytest.approx([1 - 0.5 * n / 20 for n in range(21)])
+    assert schedule(1000) == 0.5
+
+
+def test_a_warm_up_and_a_cool_down_that_overlap_make_a_triangle() -> None:
+    schedule = WarmupTrapezoid(horizon=10, warmup=6, cooldown=6)
+    assert [schedule(step) for step in range(11)] == pytest.approx([n / 6 for n in (1, 2, 3, 4, 5, 5, 4, 3, 2, 1, 0)])
+
+
+def test_the_step_schedule_falls_by_its_factor_at_each_milestone() -> None:
+    schedule = WarmupSteps(horizon=90, warmup=5, milestones=[30, 60], factor=0.1)
+    assert [schedule(step) for step in (4, 29, 30, 59, 60, 89)] == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
+    with pytest.raises(ValueError, match=r"milestones \[60, 30\], want steps that ascend"):
+        WarmupSteps(horizon=90, milestones=[60, 30])
+
+
+def test_durations_are_found_in_lists_and_mappings_and_other_text_stays() -> None:
+    lengths = Lengths(horizon=200, steps_per_epoch=25, global_batch_size=10)
+    node = {
+        "a": ["1 epoch", "0.5 epochs", "1e3 samples", "1_000 samples"],
+        "b": {"c": "2.5 %"},
+        "d": "cosine",
+        "e": 0.5,
+    }
+    # An exact half goes to the even number, as in Python.
+    assert lengths.in_steps(node) == {"a": [25, 12, 100, 100], "b": {"c": 5}, "d": "cosine", "e": 0.5}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("horizon", "warmup"), [(0, 1), (-5, 0), (10, -1), (10, 15)])
+def test_an_impossible_schedule_is_refused_with_its_numbers(kind: Any, horizon: int, warmup: int) -> None:
+    with pytest.raises(ValueError, match=f"got horizon {horizon} and warmup {warmup}"):
+        kind(horizon, warmup)

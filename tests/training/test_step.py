@@ -41,7 +41,7 @@ def decide_on_device(step: TrainStep) -> None:
 
 # -- loss, gradients and parameters are those of the mean over all valid samples
 
-SCHEDULE = WarmupCosine(horizon=8, warmup_fraction=0.25)
+SCHEDULE = WarmupCosine(horizon=8, warmup=2)
 
 
 @dataclass

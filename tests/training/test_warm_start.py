@@ -116,6 +116,17 @@ def test_a_damaged_checkpoint_is_passed_over_and_one_that_is_named_is_refused(tm
         begin(model, checkpoints.path(2), skip=("head.*",))
 
 
+@pytest.mark.parametrize("name", ["latest", "best", "kept"])
+def test_a_checkpoint_that_was_copied_or_linked_is_taken_whatever_it_is_called(tmp_path: Path, name: str) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(step, Checkpoint({"model": {"weight": torch.full((1, 1), float(step))}}, {"metrics": {}}))
+    (tmp_path / name).symlink_to("step-000000001")
+    found = starting_weights(RunConfig(weights_from=str(tmp_path / name)), nn.Linear(1, 1, bias=False))
+    assert found is not None
+    assert found.tensors["weight"].item() == 1
+
+
 def test_a_path_that_holds_no_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no run directory, no checkpoint"):
         begin(Classifier(5), tmp_path / "nothing")

@@ -1,0 +1,87 @@
+"""Muon for the matrices inside a network, AdamW for all else, as one optimizer.
+
+Muon (Jordan et al. 2024) replaces the momentum of a matrix by the nearest orthogonal one. torch's own takes nothing but
+matrices, and embeddings, output layers, convolutions, norms and biases are better off with AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtrain.optimizers.groups import matching, trainable
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Both with the same learning rate and weight decay: Muon's updates are scaled to the size of AdamW's (Liu et al. 2025,
+    "Muon is scalable for LLM training").
+
+    Args:
+        model: The model. Its trainable matrices, but those of ``nn.Embedding``, are Muon's.
+        lr: Learning rate.
+        weight_decay: Of matrices; parameters of fewer than two dimensions have none.
+        momentum: Muon's.
+        betas: AdamW's.
+        adamw: Patterns (fnmatch) of the names of matrices that are AdamW's, such as ``head.*``.
+
+    Raises:
+        ValueError: If Muon gets no matrix, or a pattern matches nothing.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        adamw: Sequence[str] = (),
+    ) -> None:
+        parameters = trainable(model)
+        with_adamw = matching(parameters, adamw)
+        embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        inner: list[nn.Parameter] = []
+        decayed: list[nn.Parameter] = []
+        vectors: list[nn.Parameter] = []
+        for name, parameter in parameters.items():
+            outside = name in with_adamw or id(parameter) in embeddings or parameter.dim() != 2
+            (vectors if parameter.dim() < 2 else decayed if outside else inner).append(parameter)
+        if not inner:
+            raise ValueError("Muon: the model has no matrix inside that it could take. Use optimizer=adamw.")
+        self._muon = torch.optim.Muon(
+            inner, lr=lr, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"
+        )
+        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": vectors, "weight_decay": 0.0}]
+        self._adamw = torch.optim.AdamW(
+            groups,
+            lr=lr,
+            weight_decay=weight_decay,
+            betas=tuple(betas),  # type: ignore[arg-type]
+        )
+        super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {})
+        self._share()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """One step of both.
+
+        Raises:
+            ValueError: If there is a closure.
+        """
+        if closure is not None:
+            raise ValueError("Muon: a closure is not supported. Call step() after backward().")
+        self._muon.step()
+        self._adamw.step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As ``torch.optim.Optimizer.load_state_dict``."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def _share(self) -> None:
+        """Lets both work on this optimizer's groups and state, which are those that schedules and checkpoints know."""
+        self._muon.param_groups, self._adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
+        self._muon.state = self._adamw.state = self.state

@@ -1,0 +1,141 @@
+"""Sums and counts of each task against a float64 loop over the valid rows, and what each refuses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dtrain.data import Batch
+from dtrain.models import GPT
+from dtrain.tasks import Classification, ImageFitting, LanguageModelling, Regression
+from dtrain.training.task import ConcludingTask, Output
+
+VALID = torch.tensor([True, False, True, True])
+
+
+class Answers(nn.Module):
+    """Returns what it was built with, whatever it is asked."""
+
+    def __init__(self, answers: Tensor) -> None:
+        super().__init__()
+        self.answers = answers
+
+    def forward(self, inputs: Any) -> Tensor:
+        return self.answers
+
+
+def batch(**columns: Tensor) -> Batch:
+    return Batch(columns, ["a", "", "b", "c"], VALID)
+
+
+def ratio(output: Output, name: str) -> float:
+    total, count = output.metrics[name]
+    return float(total) / float(count)
+
+
+def test_top5_accuracy_counts_labels_among_the_five_most_probable() -> None:
+    logits = torch.arange(7.0).repeat(4, 1)  # class 6 is the most probable, 2 the fifth
+    output = Classification(top5=True)(Answers(logits), batch(image=logits, label=torch.tensor([6, 6, 2, 1])))
+    assert ratio(output, "accuracy") == pytest.approx(1 / 3)
+    assert ratio(output, "top5_accuracy") == pytest.approx(2 / 3)
+    with pytest.raises(ValueError, match=r"task.top5: the model has 3 classes"):
+        Classification(top5=True)(Answers(logits[:, :3]), batch(image=logits, label=torch.zeros(4, dtype=torch.long)))
+
+
+def test_mixed_labels_cost_what_their_parts_do() -> None:
+    torch.manual_seed(0)
+    logits, first, second = torch.randn(4, 5), torch.tensor([0, 1, 2, 3]), torch.tensor([4, 4, 4, 0])
+    one_hot = nn.functional.one_hot
+    mixed = 0.7 * one_hot(first, 5) + 0.3 * one_hot(second, 5)
+    task, model = Classification(label_smoothing=0.1), Answers(logits)
+    soft = task(model, batch(image=logits, label=mixed))
+    parts = [float(task(model, batch(image=logits, label=label)).loss_sum) for label in (first, second)]
+    assert float(soft.loss_sum) == pytest.approx(0.7 * parts[0] + 0.3 * parts[1], rel=1e-5)
+    assert ratio(soft, "accuracy") == ratio(task(model, batch(image=logits, label=first)), "accuracy")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_regression_is_the_mean_over_a_rows_values_and_the_sum_over_valid_rows(dtype: torch.dtype) -> None:
+    predicted = torch.tensor([[1.0, 3.0], [1e9, 1e9], [0.0, 0.0], [2.0, 2.0]], dtype=dtype)
+    target = torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.0, 1.0], [2.0, 2.0]])
+    output = Regression()(Answers(predicted), batch(x=target, y=target))
+    assert float(output.loss_sum) == pytest.approx((1 + 9) / 2 + (0 + 1) / 2)
+    assert int(output.count) == 3
+    assert ratio(output, "mae") == pytest.approx(((1 + 3) / 2 + 1 / 2) / 3)
+
+
+def test_image_fitting_counts_pixels() -> None:
+    predicted = torch.tensor([[0.0, 1.0, 0.2], [9.0, 9.0, 9.0], [1.0, 1.0, 1.0], [0.4, 0.6, 0.4]]).view(4, 1, 1, 3)
+    pixels = torch.tensor([0.0, 1.0, 1.0]).expand(4, 1, 1, 3)
+    output = ImageFitting()(Answers(predicted), batch(coordinates=pixels, pixels=pixels))
+    assert float(output.loss_sum) == pytest.approx(0.64 + 1 + (0.16 + 0.16 + 0.36))
+    assert int(output.count) == 9
+    assert ratio(output, "accuracy") == pytest.approx(6 / 9)
+
+
+@pytest.mark.parametrize(
+    ("task", "columns"),
+    [(Regression(), ("x", "y")), (ImageFitting(), ("coordinates", "pixels"))],
+    ids=["regression", "image fitting"],
+)
+def test_a_prediction_of_another_shape_is_refused_with_both(task: Any, columns: tuple[str, str]) -> None:
+    given = dict.fromkeys(columns, torch.zeros(4))
+    with pytest.raises(ValueError, match=r"returns \[4, 1\] and the target is \[4\]"):
+        task(Answers(torch.zeros(4, 1)), batch(**given))
+
+
+# -- language modelling
+
+
+def tokens() -> Tensor:
+    return torch.tensor([[1, 2, 256, 3], [9, 9, 9, 9], [4, 5, 6, 7], [8, 7, 6, 256]], dtype=torch.uint16)
+
+
+def test_language_modelling_sums_over_the_valid_tokens() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(4, 3, 257)
+    output = LanguageModelling()(Answers(logits), batch(tokens=tokens()))
+    rows = [row for row in range(4) if VALID[row]]
+    log_p = logits.double().log_softmax(-1)
+    expected = -sum(float(log_p[row, n, int(tokens()[row, n + 1])]) for row in rows for n in range(3))
+    assert float(output.loss_sum) == pytest.approx(expected, rel=1e-6)
+    assert int(output.count) == 9
+    # Two of the nine are ends of text, which are no bytes.
+    assert ratio(output, "bits_per_byte") == pytest.approx(expected / math.log(2) / 7)
+    other = LanguageModelling(bytes_per_token=4.0)(Answers(logits), batch(tokens=tokens()))
+    assert ratio(other, "bits_per_byte") == pytest.approx(expected / math.log(2) / (4 * 9))
+
+
+def test_an_ignored_token_is_not_predicted_and_the_model_sees_all_but_the_last() -> None:
+    seen: list[Tensor] = []
+
+    class Remembers(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            seen.append(inputs)
+            return torch.zeros(*inputs.shape, 257)
+
+    output = LanguageModelling(ignore=256)(Remembers(), batch(tokens=tokens()))
+    assert int(output.count) == 7
+    assert float(output.loss_sum) == pytest.approx(7 * math.log(257))
+    assert seen[0].tolist() == tokens().long()[:, :-1].tolist()
+
+
+def test_an_evaluation_concludes_with_the_perplexity_and_a_sample_of_text(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="dtrain")
+    model = GPT(width=8, depth=1, heads=2, context=8)
+    task = LanguageModelling(sample="def ", sample_bytes=5)
+    assert isinstance(task, ConcludingTask)
+    assert task.conclude(model, {"loss": math.log(20.0)}) == {"perplexity": pytest.approx(20.0)}
+    assert "sample: def " in caplog.text
+    assert not isinstance(Regression(), ConcludingTask)
+
+
+def test_a_sample_needs_bytes_and_a_model_that_generates() -> None:
+    with pytest.raises(ValueError, match=r"task.sample: got 'x', and bytes_per_token 4"):
+        LanguageModelling(sample="x", bytes_per_token=4.0)
+    with pytest.raises(ValueError, match=r"task.sample: Answers has no generate"):
+        LanguageModelling(sample="x").conclude(Answers(torch.zeros(1)), {"loss": 1.0})
