@@ -107,7 +107,7 @@ class HangWatch:
         place, still = where(), 0.0
         first_step, limit = place.step, self._timeouts[0]
         while not self._left.wait(self._tick):
-            # Looks are counted, not seconds: a process that was suspended (Ctrl-Z, SLURM's gang scheduling) has not hung.
+            # Looks are counted, not seconds: a process that was suspended (Ctrl-Z) has not hung.
             still += self._tick
             now = where()
             if now.moved != place.moved:
