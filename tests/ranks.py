@@ -118,7 +118,7 @@ class _Rank:
         """``(True, result)`` or ``(False, report)`` of a rank that has something to say or has died."""
         try:
             ok, payload = self.receiver.recv()
-        except EOFError:
+        except (EOFError, OSError):  # it ended, perhaps in the middle of what it had to say
             self.process.join()
             code = self.process.exitcode
             if stack := self.dumped_stack():
@@ -175,6 +175,8 @@ def _collect(ranks: list[_Rank], timeout: float) -> list[Any]:
 def _child(setup: _Setup, sender: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """One rank, from environment to result."""
     stack = open(setup.folder / f"stack-{setup.rank}", "w")  # noqa: SIM115 - the watchdog writes to it until the exit
+    # pytest's would write a fatal error to a descriptor that the fork has left to somebody else, such as the result's pipe.
+    faulthandler.disable()
     # Ends this process even where its parent is gone.
     faulthandler.dump_traceback_later(setup.timeout, exit=True, file=stack)
     try:

@@ -185,5 +185,8 @@ def _differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
 
 def _replace(path: Path, text: str) -> None:
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text)
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())  # an empty file after a power cut would refuse the run
     os.replace(aside, path)

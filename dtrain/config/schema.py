@@ -73,6 +73,7 @@ class DataConfig:
     train: Any = MISSING
     eval: Any = None
     fields: dict[str, Any] = field(default_factory=dict)
+    image_size: int = 224  # height and width that the presets shards and imagenet give their images
     num_workers: int | str = (
         2  # processes that build batches; 0: none; auto: as many as the data need and the cores allow
     )
