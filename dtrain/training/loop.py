@@ -73,7 +73,7 @@ class Loop:
         progress = parts.progress
         self._meter = Meter(parts.world.device, skipped_steps=progress.skipped_steps, bad_samples=progress.bad_samples)
         self._ledger = Ledger(parts.run_dir / "logs", parts.world.rank, parts.cfg.data.record_keys)
-        self._interruptions = (  # in every record of a run that had some
+        self._interruptions = (  # in every record of a step, if there were some
             {"time/restarts": progress.restarts, "time/lost_seconds": progress.lost_seconds}
             if progress.restarts
             else {}
@@ -218,7 +218,9 @@ class Loop:
 
     def _log(self, outcome: Outcome, timing: _Timing) -> None:
         self._is_saved(wait=False)
-        self._record(self._place(outcome.step, outcome.applied_steps, timing) | self._meter.record())
+        self._record(
+            self._place(outcome.step, outcome.applied_steps, timing) | self._interruptions | self._meter.record()
+        )
         if time.monotonic() - self._status_at > _STATUS_EVERY:
             self._write_status("running")
 
@@ -344,7 +346,6 @@ class Loop:
             "epoch": timing.epochs,
             "samples": timing.samples,
             "time": time.time(),
-            **self._interruptions,
         }
 
     def _write_status(self, state: str) -> None:
