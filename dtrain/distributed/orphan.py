@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LOOK_EVERY = 1.0
@@ -27,11 +28,21 @@ def end_with_torchrun(environment: Mapping[str, str] = os.environ) -> None:
     if "TORCHELASTIC_RUN_ID" not in environment:
         return
     parent = os.getppid()
+    if parent == 1 and not _first_process_is_python():  # torchrun died while this process was still importing
+        os._exit(1)
     if sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0:
         if os.getppid() != parent:  # it died just before the kernel was asked
             os._exit(1)
         return
     end_with(parent)
+
+
+def _first_process_is_python() -> bool:
+    """Whether process 1 may be torchrun, as in a container that was started with it."""
+    try:
+        return b"python" in Path("/proc/1/cmdline").read_bytes()
+    except OSError:  # no Linux
+        return False
 
 
 def end_with(pid: int) -> None:

@@ -35,6 +35,16 @@ def test_a_process_that_torchrun_did_not_start_outlives_its_parent() -> None:
     assert not ends_with_its_parent({}, False, patience=0.3)
 
 
+@pytest.mark.parametrize(("first", "code"), [("an init", 1), ("python torchrun", 0)])
+def test_a_worker_whose_torchrun_died_before_it_could_look_ends_at_once(first: str, code: int) -> None:
+    worker = (
+        "import os; from dtrain.distributed import orphan; os.getppid = lambda: 1; "
+        f"orphan._first_process_is_python = lambda: 'python' in {first!r}; "
+        "orphan.end_with_torchrun({'TORCHELASTIC_RUN_ID': 'one'})"
+    )
+    assert subprocess.run([sys.executable, "-c", worker], timeout=50, check=False).returncode == code
+
+
 def test_a_process_ends_though_the_one_that_it_follows_was_gone_before_it_looked() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
