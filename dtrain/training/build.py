@@ -150,7 +150,9 @@ def build_optimizer(node: Any, model: nn.Module, device: torch.device) -> torch.
     takes = _arguments(node._target_)
     if "model" in takes:
         if no_decay is not None:
-            raise ConfigError(f"optimizer.no_decay: {node._target_} makes its own groups of parameters. Set it to null.")
+            raise ConfigError(
+                f"optimizer.no_decay: {node._target_} makes its own groups of parameters. Set it to null."
+            )
         with users_to_fix("optimizer"):
             optimizer = by_target("optimizer", node, model=model)
     else:
