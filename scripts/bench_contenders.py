@@ -206,7 +206,7 @@ def stored_samples(work: Work) -> Iterator[tuple[bytes, int]]:
     reader = ShardReader(index.shards)
     for sample in range(index.num_samples):
         spans = zip(index.offsets[sample].tolist(), index.sizes[sample].tolist(), strict=True)
-        jpg, label = (reader.read(index.shard_of(sample), *span) for span in spans)
+        jpg, label = (reader.read(int(index.shards_of(sample)), *span) for span in spans)
         yield bytes(jpg), int(bytes(label))
 
 

@@ -208,7 +208,7 @@ def _write_files(shards: list[str], folder: Path) -> None:
     reader = ShardReader(shards)
     for sample in range(index.num_samples):
         span = int(index.offsets[sample, 0]), int(index.sizes[sample, 0])
-        (folder / f"{sample:06d}.jpg").write_bytes(reader.read(index.shard_of(sample), *span))
+        (folder / f"{sample:06d}.jpg").write_bytes(reader.read(int(index.shards_of(sample)), *span))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import warnings
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from dtrain.data import mapped_arrays
 from dtrain.data.cache_policy import CachePolicy
 from dtrain.data.shard_file import Stamp
 from dtrain.data.shards import names
+from dtrain.data.source import difference
 from dtrain.data.survey import Survey
 from dtrain.data.tar_index import decode_name
 
@@ -68,10 +68,7 @@ class DatasetIndex:
         self.far = any(map(self.policy.applies_to, {os.path.dirname(path): path for path in self.shards}.values()))
         self._arrays = arrays
         self._folder = folder
-        # Indexing a memoryview gives Python numbers at a third of the price of numpy's.
-        self._starts = self.starts.data
         self._keys = arrays["key_bytes"].data
-        self._key_starts = arrays["key_starts"].data
         digest = hashlib.sha256()
         for name, size, count in zip(self.names, arrays["shard_sizes"].tolist(), self.counts.tolist(), strict=True):
             digest.update(json.dumps([name, size, count]).encode())
@@ -130,9 +127,9 @@ class DatasetIndex:
         """What a shard was when it was indexed."""
         return Stamp(int(self._arrays["shard_sizes"][shard]), int(self._arrays["shard_versions"][shard]))
 
-    def shard_of(self, sample: int) -> int:
-        """The shard that a sample lies in, as a place in ``shards``."""
-        return bisect_right(self._starts, sample) - 1
+    def shards_of(self, samples: np.ndarray | int) -> np.ndarray:
+        """The shard that each of these samples lies in, as a place in ``shards``: int64, shape ``[n]``."""
+        return np.searchsorted(self.starts, samples, side="right") - 1
 
     def key(self, sample: int) -> str:
         """``<shard>/<key>`` of one sample.
@@ -145,7 +142,7 @@ class DatasetIndex:
     def keys(self, samples: Iterable[int] | np.ndarray) -> list[str]:
         """``key`` of each of these samples."""
         numbers = np.asarray(samples, dtype=np.int64)
-        shards = np.searchsorted(self.starts, numbers, side="right") - 1
+        shards = self.shards_of(numbers)
         starts = self._arrays["key_starts"]
         spans = zip(shards.tolist(), starts[numbers].tolist(), starts[numbers + 1].tolist(), strict=True)
         names, raw = self.names, self._keys
@@ -162,17 +159,12 @@ class DatasetIndex:
 
     def difference(self, other: Mapping[str, Any]) -> str:
         """How the data set that another index described differs from this one, as a sentence; empty if it does not."""
-        mine = self.describe()
-        if other.get("fingerprint") == self.fingerprint:
-            return ""
-        told = [
-            f"{label} {other.get(name, 'unknown')} -> {mine[name]}"
-            for name, label in (("num_shards", "shards"), ("num_samples", "samples"), ("bytes", "bytes"))
-            if other.get(name) != mine[name]
-        ]
-        if told:
-            return f"{', '.join(told)}."
-        return "as many shards, samples and bytes, but other shard names, another order, or samples in other shards."
+        return difference(
+            self.describe(),
+            other,
+            {"num_shards": "shards", "num_samples": "samples", "bytes": "bytes"},
+            "as many shards, samples and bytes, but other shard names, another order, or samples in other shards.",
+        )
 
 
 def _restore(

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from dtrain.data.source import difference
+
 # An order holds some numbers for each shard; so many cost milliseconds an epoch.
 _MOST_SHARDS = 2**16
 
@@ -60,12 +62,5 @@ class SampleIndex:
 
     def difference(self, other: Mapping[str, Any]) -> str:
         """How the data set that another index described differs from this one, as a sentence; empty if it does not."""
-        mine = self.describe()
-        if other.get("fingerprint") == self.fingerprint:
-            return ""
-        told = [
-            f"{label} {other.get(name, 'unknown')} -> {mine[name]}"
-            for name, label in (("name", "name"), ("num_samples", "samples"), ("shard_size", "samples in a shard"))
-            if other.get(name) != mine[name]
-        ]
-        return f"{', '.join(told)}." if told else "as many samples of the same name, but other ones."
+        labels = {"name": "name", "num_samples": "samples", "shard_size": "samples in a shard"}
+        return difference(self.describe(), other, labels, "as many samples of the same name, but other ones.")

@@ -85,7 +85,7 @@ class ShardSamples:
         """Where the members of these samples lie."""
         index = self._index
         # All at once: looking up a number in an array costs more by itself than within many.
-        shards = np.searchsorted(index.starts, samples, side="right") - 1
+        shards = index.shards_of(samples)
         offsets, sizes = index.offsets[samples], index.sizes[samples]
         complete = (offsets >= 0).all(axis=1) & (sizes <= MAX_MEMBER_BYTES).all(axis=1)
         columns = (complete, shards, offsets, sizes, *joint_reads(offsets, sizes))

@@ -46,6 +46,25 @@ class Index(Protocol):
         ...
 
 
+def difference(mine: Mapping[str, Any], other: Mapping[str, Any], labels: Mapping[str, str], otherwise: str) -> str:
+    """How one description of an index differs from another, as a sentence; empty if their fingerprints are equal.
+
+    Args:
+        mine: What ``describe`` gives now.
+        other: What it gave before.
+        labels: The entries to compare, and what they are called.
+        otherwise: The sentence where only the fingerprints differ.
+    """
+    if other.get("fingerprint") == mine["fingerprint"]:
+        return ""
+    told = [
+        f"{label} {other.get(name, 'unknown')} -> {mine[name]}"
+        for name, label in labels.items()
+        if other.get(name) != mine[name]
+    ]
+    return f"{', '.join(told)}." if told else otherwise
+
+
 class Record(Protocol):
     """A sample that was found."""
 

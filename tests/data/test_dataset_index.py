@@ -60,7 +60,7 @@ def test_rows_are_what_webdataset_reads_shard_after_shard(shards: list[str], pla
     expected = [(shard, sample) for shard in shards for sample in webdataset_samples(Path(shard).read_bytes())]
     assert index.num_samples == len(expected) == 11
     for number, (shard, sample) in enumerate(expected):
-        assert index.shards[index.shard_of(number)] == shard
+        assert index.shards[int(index.shards_of(number))] == shard
         for column, extension in enumerate(FIELDS):
             offset, size = int(index.offsets[number, column]), int(index.sizes[number, column])
             assert Path(shard).read_bytes()[offset : offset + size] == sample[extension]
