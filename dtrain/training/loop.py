@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,25 +22,23 @@ from dtrain.data import Batch
 from dtrain.data.bad_samples import BadSampleBudget
 from dtrain.data.device_copies import DeviceCopies
 from dtrain.data.ledger import Ledger
-from dtrain.distributed.collectives import decided_by_rank_zero, equalise_buffers
+from dtrain.distributed.collectives import equalise_buffers
 from dtrain.distributed.hang import BACKSTOP, Place
 from dtrain.distributed.process_group import set_timeout
 from dtrain.distributed.stop import StopRequests
 from dtrain.precision.lowered import LoweredModules
 from dtrain.tracking.meter import Meter
 from dtrain.tracking.sinks import NullSinks, Sinks
-from dtrain.tracking.status import write_status
 from dtrain.training.checkpoint import Checkpoints
 from dtrain.training.evaluation import evaluate
+from dtrain.training.journal import Journal
 from dtrain.training.out_of_memory import out_of_memory_explained
 from dtrain.training.parts import Parts
 from dtrain.training.refusals import refuse_mean
-from dtrain.training.saver import NotSaved, Saver
+from dtrain.training.saves import Saves
 from dtrain.training.step import Outcome
 from dtrain.training.sync_guard import host_syncs_announced
 
-_STATUS_EVERY = 5.0  # seconds
-_DISK_WITHIN = 3600.0  # seconds: a disk that is slower than the saves is no hang
 logger = logging.getLogger("dtrain")
 
 
@@ -65,11 +63,10 @@ class Loop:
             raise ConfigError(f"train.log_every: got {parts.cfg.train.log_every}, want at least 1.")
         self._parts = parts
         self._last_step = last_step
-        self._checkpoints = checkpoints
-        self._saver = Saver(checkpoints)  # rank 0's is used
-        self._sinks = sinks
+        self._journal = Journal(parts, last_step, sinks)
+        self._saves = Saves(parts, checkpoints, self._journal)
         self._stop = stop
-        stop.save_takes(lambda: self._saver.seconds)
+        stop.save_takes(lambda: self._saves.seconds)
         progress = parts.progress
         self._meter = Meter(parts.world.device, skipped_steps=progress.skipped_steps, bad_samples=progress.bad_samples)
         self._ledger = Ledger(parts.run_dir / "logs", parts.world.rank, parts.cfg.data.record_keys)
@@ -87,10 +84,9 @@ class Loop:
             )
         self._last_bad: dict[str, Any] = {}
         self._timing: _Timing | None = None  # of the step that is not settled yet
-        self._clock = self._saved_at = time.monotonic()
-        self._status_at = float("-inf")
-        self._first_step = self._saved_step = parts.step.step
-        self._stopping = self._save_asked = self._at_the_disk = False
+        self._clock = time.monotonic()
+        self._first_step = parts.step.step
+        self._stopping = self._save_asked = False
 
     def run(self) -> tuple[str, str | None]:
         """Runs the loop.
@@ -103,7 +99,7 @@ class Loop:
         """
         step, loader = self._parts.step, self._parts.train_loader
         self._parts.model.train()
-        self._write_status("running")
+        self._journal.status()
         batches = iter(loader)
         try:
             with self._out_of_memory_explained():
@@ -112,7 +108,7 @@ class Loop:
                         self._accumulate(batches)
                     self._settle()  # the step before: its vote is in by now
                     with self._syncs_announced():
-                        step.apply(stop=self._stop.reason is not None, save=self._save_is_due())
+                        step.apply(stop=self._stop.reason is not None, save=self._saves.is_due())
                     epoch_ended = self._commit()
                     if step.step == self._first_step + 1:
                         set_timeout(self._parts.cfg.parallel.timeout_step + BACKSTOP)
@@ -126,7 +122,7 @@ class Loop:
     def place(self) -> Place:
         """Where this rank is, for whoever watches it from another thread."""
         step, train, held_out = self._parts.step, self._parts.train_loader, self._parts.eval_loader
-        disk = time.monotonic() if self._at_the_disk else 0.0  # has a time-out of its own
+        disk = time.monotonic() if self._saves.waits_for_disk else 0.0  # has a time-out of its own
         moved = (step.step, train.samples_handed, held_out.samples_handed if held_out is not None else 0, disk)
         return Place(step.step + 1, list(self._window.keys), moved)
 
@@ -155,7 +151,7 @@ class Loop:
             parts.step.accumulate(window, parts.train_loader.micro_batches_per_step)
         for line in lowered.warnings():
             logger.warning(line)
-            self._sinks.note(line)
+            self._journal.note(line)
 
     def _take_window(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The next window's micro-batches, on the device."""
@@ -171,7 +167,7 @@ class Loop:
                 parts = self._parts
                 refuse_mean(parts.task, parts.model, batch, parts.precision, parts.world.device)
                 for line in parts.train_loader.wire.suggestions(batch):
-                    self._sinks.note(line)
+                    self._journal.note(line)
             yield batch
 
     def _commit(self) -> bool:
@@ -217,12 +213,9 @@ class Loop:
         self._bad_samples.count(tally.samples, tally.bad, self._last_bad)
 
     def _log(self, outcome: Outcome, timing: _Timing) -> None:
-        self._is_saved(wait=False)
-        self._record(
-            self._place(outcome.step, outcome.applied_steps, timing) | self._interruptions | self._meter.record()
-        )
-        if time.monotonic() - self._status_at > _STATUS_EVERY:
-            self._write_status("running")
+        self._saves.are_safe(wait=False)
+        place = self._place(outcome.step, outcome.applied_steps, timing)
+        self._journal.logged(place | self._interruptions | self._meter.record())
 
     # -- what does not happen in every step
 
@@ -233,7 +226,7 @@ class Loop:
         improved = False
         if last or (epoch_ended if every is None else every > 0 and step % every == 0):
             metrics = self._evaluate()
-            improved = self._is_best(metrics)
+            improved = self._saves.is_best(metrics)
         every_steps = self._parts.cfg.checkpoint.every_steps
         if last or improved or self._save_asked or (every_steps and step % every_steps == 0):
             self._save(metrics, final=last)
@@ -243,88 +236,36 @@ class Loop:
         if parts.eval_loader is None:
             return {}
         self._settle()
-        started = time.monotonic()
-        equalise_buffers(parts.model)
-        result = evaluate(
-            parts.ema.averaged() if parts.ema is not None else parts.model,
-            parts.task,
-            parts.eval_loader,
-            world=parts.world,
-            precision=parts.precision,
-            epoch=parts.progress.evaluations,
-        )
-        parts.progress.evaluations += 1
-        metrics = {f"eval/{name}": value for name, value in result.items()}
-        if self._timing is not None:
-            self._record(self._place(parts.step.step, parts.step.applied_steps, self._timing) | metrics)
-        logger.info("step %d: %s", parts.step.step, metrics)
-        self._clock += time.monotonic() - started  # an evaluation is not part of a step
+        with self._clock_stopped():
+            equalise_buffers(parts.model)
+            result = evaluate(
+                parts.ema.averaged() if parts.ema is not None else parts.model,
+                parts.task,
+                parts.eval_loader,
+                world=parts.world,
+                precision=parts.precision,
+                epoch=parts.progress.evaluations,
+            )
+            parts.progress.evaluations += 1
+            metrics = {f"eval/{name}": value for name, value in result.items()}
+            if self._timing is not None:
+                self._journal.record(self._place(parts.step.step, parts.step.applied_steps, self._timing) | metrics)
+            logger.info("step %d: %s", parts.step.step, metrics)
         return metrics
 
-    def _is_best(self, metrics: dict[str, float]) -> bool:
-        name = self._parts.cfg.checkpoint.best
-        if name is None or not metrics:
-            return False
-        if name not in metrics:
-            raise ConfigError(f"checkpoint.best: got {name!r}, but an evaluation has {', '.join(metrics)}.")
-
-        def improved() -> bool:
-            self._is_saved()  # the best so far may still be on its way to the disk
-            return self._checkpoints.improved_by(metrics)
-
-        return bool(self._decided_at_the_disk(improved))
-
-    def _save_is_due(self) -> bool:
-        """Whether rank 0's clock asks for a checkpoint; the others learn it from the vote."""
-        minutes = self._parts.cfg.checkpoint.every_minutes
-        if minutes is None or self._parts.world.rank != 0:
-            return False
-        return time.monotonic() - self._saved_at > 60 * minutes
-
     def _save(self, metrics: dict[str, float], *, final: bool) -> None:
-        """Collective. Waits for the copy to host memory; for the disk only if it is final, or still at the one before.
-
-        A full disk ends no run, unless this is its final checkpoint.
-        """
         self._settle()
+        with self._clock_stopped():
+            self._saves.save(metrics, final=final)
+            self._save_asked = False
+            self._journal.status()
+
+    @contextmanager
+    def _clock_stopped(self) -> Iterator[None]:
+        """What happens inside is not part of a step."""
         started = time.monotonic()
-        equalise_buffers(self._parts.model)
-        problem = self._decided_at_the_disk(lambda: self._begin_save(metrics, final))
-        if problem is not None:
-            raise ConfigError(f"{problem} Start again when there is room: the run continues from the one before.")
-        self._saved_step = self._parts.step.step
-        self._saved_at, self._save_asked = time.monotonic(), False
-        self._write_status("running")
+        yield
         self._clock += time.monotonic() - started
-
-    def _begin_save(self, metrics: dict[str, float], final: bool) -> str | None:
-        """What is wrong with a final checkpoint, if it could not be written."""
-        self._is_saved()
-        self._saver.start(self._parts.step.step, self._parts.checkpoint(metrics))
-        try:
-            if final:
-                self._saver.wait()
-        except NotSaved as error:
-            return str(error)
-        return None
-
-    def _is_saved(self, *, wait: bool = True) -> bool:
-        """Whether the last checkpoint is safe, as far as is known; warns once if it could not be written."""
-        try:
-            self._saver.wait() if wait else self._saver.check()
-        except NotSaved as error:
-            self._warn(f"{error} The run goes on; what it learns is lost if it ends before the next checkpoint.")
-            return False
-        return True
-
-    def _decided_at_the_disk(self, function: Callable[[], Any]) -> Any:
-        """Collective. What rank 0 decides after it waited for a checkpoint, while the others wait for rank 0."""
-        self._at_the_disk = True
-        set_timeout(_DISK_WITHIN)
-        decision = decided_by_rank_zero(function)
-        set_timeout(self._parts.cfg.parallel.timeout_step + BACKSTOP)
-        self._at_the_disk = False
-        return decision
 
     def _end(self) -> tuple[str, str | None]:
         self._settle()
@@ -334,8 +275,8 @@ class Loop:
             return "finished", None
         reasons: list[str | None] = [None] * self._parts.world.size
         dist.all_gather_object(reasons, self._stop.reason)
-        if self._saved_step != self._parts.step.step or not self._decided_at_the_disk(self._is_saved):
-            self._save({}, final=True)
+        self._saves.save_last()
+        self._journal.status()
         heard = [f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason]
         return "stopped", ", ".join(heard)
 
@@ -347,28 +288,6 @@ class Loop:
             "samples": timing.samples,
             "time": time.time(),
         }
-
-    def _write_status(self, state: str) -> None:
-        if self._parts.world.rank == 0:
-            times = self._parts.progress.times()
-            with self._said_if_not_written("status.json"):
-                write_status(self._parts.run_dir, state, self._parts.step.step, last_step=self._last_step, **times)
-            self._status_at = time.monotonic()
-
-    def _record(self, record: dict[str, float | int]) -> None:
-        with self._said_if_not_written("a record"):
-            self._sinks.log(record)
-
-    @contextmanager
-    def _said_if_not_written(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self._warn(f"{what} could not be written ({error}).")
-
-    def _warn(self, text: str) -> None:
-        logger.warning(text)
-        self._sinks.note(f"WARNING: {text}")
 
 
 class _Window:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dtrain.tracking.jsonl import JsonlSink
-from dtrain.training import loop
+from dtrain.training import journal, loop
 from dtrain.training.checkpoint import Checkpoint, Checkpoints
 from dtrain.training.evaluation import evaluate
 from tests.ranks import RanksFailed
@@ -159,7 +159,7 @@ def test_a_slow_disk_does_not_hold_up_the_steps(tmp_path: Path, monkeypatch: pyt
 def test_records_and_status_that_cannot_be_written_end_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    log, write_status = JsonlSink.log, loop.write_status
+    log, write_status = JsonlSink.log, journal.write_status
 
     def refusing(self: JsonlSink, record: Any) -> None:
         if record["step"] == 2:
@@ -172,7 +172,7 @@ def test_records_and_status_that_cannot_be_written_end_no_run(
         write_status(*args, **kwargs)
 
     monkeypatch.setattr(JsonlSink, "log", refusing)
-    monkeypatch.setattr(loop, "write_status", refusing_status)
+    monkeypatch.setattr(journal, "write_status", refusing_status)
     train(1, tmp_path, "train.max_steps=5", "checkpoint.every_steps=4", "checkpoint.keep_last=9")
     assert [record["step"] for record in records(tmp_path) if "train/loss" in record] == [1, 3, 4, 5]
     assert saved(tmp_path) == [4, 5]
