@@ -7,10 +7,15 @@ checkpoint's step are dropped when a run goes on from there.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
+
+from dtrain.config.errors import ConfigError
+
+logger = logging.getLogger("dtrain")
 
 
 class Ledger:
@@ -35,19 +40,33 @@ class Ledger:
             step: The attempted step.
             keys: Sample keys of its valid rows.
             bad: Its bad samples, a line each.
+
+        Raises:
+            ConfigError: If the keys could not be written: a run that shall prove what it used does not go on without.
         """
-        for line in bad:
-            if self._bad is None:  # most runs have none: no empty file for them
-                self._bad = self._open("bad")
-            _append(self._bad, {"step": step, **line})
-        if self._keys is not None:
+        try:
+            for line in bad:
+                if self._bad is None:  # most runs have none: no empty file for them
+                    self._bad = self._open("bad")
+                _append(self._bad, {"step": step, **line})
+        except OSError as error:
+            logger.warning("step %d: its bad samples could not be written down (%s): %s", step, error, bad)
+        if self._keys is None:
+            return
+        try:
             _append(self._keys, {"step": step, "keys": keys})
+        except OSError as error:
+            raise ConfigError(
+                f"data.record_keys=true, but the keys of step {step} could not be written ({error}). Make room and start "
+                "again: the run continues from its last checkpoint. Or set data.record_keys=false."
+            ) from error
 
     def close(self) -> None:
         """Closes the files."""
         for file in (self._keys, self._bad):
             if file is not None:
-                file.close()
+                with suppress(OSError):  # what could not be written has been said
+                    file.close()
 
     def _open(self, kind: str) -> TextIO:
         return (self._folder / f"{kind}-rank-{self._rank:05d}.jsonl").open("a", encoding="utf-8")

@@ -22,7 +22,7 @@ import numpy as np
 
 from dtrain.data.read_ahead import ReadAhead
 from dtrain.data.shard_file import RemoteShard, Stamp, stamp_of
-from dtrain.data.tar_walk import ShardError, walk
+from dtrain.data.tar_walk import ShardError, Walkable, walk
 from dtrain.data.urls import is_url
 
 __all__ = ["ShardError", "ShardIndex", "decode_name", "index_tar", "split_name"]
@@ -111,7 +111,7 @@ def index_tar(path: str) -> ShardIndex:
     """
     if is_url(path):
         shard = RemoteShard(path)
-        index = _group(path, shard.stamp(), walk(path, ReadAhead(shard)))
+        index = _index(path, shard.stamp(), ReadAhead(shard))
         shard.close()
     else:
         index = _index_file(path)
@@ -132,8 +132,8 @@ def index_copy(copy: str, path: str, stamp: Stamp) -> ShardIndex:
         ShardError: As ``index_tar``.
         OSError: If the file cannot be read.
     """
-    with open(copy, "rb") as file:
-        return _group(path, stamp, walk(path, file))
+    with open(copy, "rb", buffering=0) as file:
+        return _index(path, stamp, file)
 
 
 def _index_file(path: str) -> ShardIndex:
@@ -142,14 +142,21 @@ def _index_file(path: str) -> ShardIndex:
         raise ShardError(
             path, 0, "not a regular file, inside which samples can be reached directly", "Save it to a file."
         )
-    with open(path, "rb") as file:
+    with open(path, "rb", buffering=0) as file:  # the walk knows better how much to read
         status = os.fstat(file.fileno())
-        return _group(path, Stamp(status.st_size, status.st_mtime_ns), walk(path, file))
+        return _index(path, Stamp(status.st_size, status.st_mtime_ns), file)
 
 
 def decode_name(name: bytes | memoryview) -> str:
     """A name or key of a tar as text; ``encode("utf-8", "surrogateescape")`` gives the bytes back."""
     return str(name, "utf-8", "surrogateescape")
+
+
+def _index(path: str, stamp: Stamp, file: Walkable) -> ShardIndex:
+    links: list[bytes] = []
+    index = _group(path, stamp, walk(path, file, links))
+    _check_extensions(index)
+    return replace(index, doubts=(*_dotted_names(index), *_returning_keys(index), *_links(links)))
 
 
 def _group(path: str, stamp: Stamp, files: Iterator[tuple[bytes, int, int]]) -> ShardIndex:
@@ -178,7 +185,7 @@ def _group(path: str, stamp: Stamp, files: Iterator[tuple[bytes, int, int]]) -> 
     extensions: dict[str, int] = {}
     places = [extensions.setdefault(decode_name(raw).lower(), len(extensions)) for raw in spellings]
     members: np.ndarray = np.diff(np.array(first_member, np.int64), append=len(offsets))
-    index = ShardIndex(
+    return ShardIndex(
         path=path,
         stamp=stamp,
         extensions=tuple(extensions),
@@ -190,8 +197,6 @@ def _group(path: str, stamp: Stamp, files: Iterator[tuple[bytes, int, int]]) -> 
         member_offset=np.array(offsets, np.int64),
         member_size=np.array(sizes, np.int64),
     )
-    _check_extensions(index)
-    return replace(index, doubts=(*_dotted_names(index), *_returning_keys(index)))
 
 
 def _check_extensions(index: ShardIndex) -> None:
@@ -241,6 +246,16 @@ def _returning_keys(index: ShardIndex) -> list[str]:
     return [
         f"the key {decode_name(again)!r} comes back after other keys: these are two samples, because the members of one "
         "must lie side by side. Sort the names before packing."
+    ]
+
+
+def _links(names: list[bytes]) -> list[str]:
+    members = [name for name in names if split_name(name) and not _is_meta(name)]
+    if not members:
+        return []
+    return [
+        f"{decode_name(members[0])!r} is a link ({len(members)} of these in the shard), which holds no bytes: its sample lacks "
+        "that field. Pack again with copies: GNU tar --hard-dereference --dereference, or `python -m dtrain.pack`."
     ]
 
 

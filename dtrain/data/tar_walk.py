@@ -22,16 +22,17 @@ from dtrain.data.urls import shown
 _BLOCK = 512
 _ZEROS = bytes(_BLOCK)
 # Where members are small, reading everything is faster than asking for each header; where they are large, jumping is.
-_DENSE_READ, _SPARSE_READ, _DENSE_STRIDE = 256 << 10, 4 << 10, 64 << 10
+_DENSE_READ, _SPARSE_READ, _DENSE_STRIDE = 256 << 10, 2 << 10, 64 << 10
 _VERIFIED_AT_ONCE = 1024
 # Paths end at 4 KiB and extended attributes at 64 KiB: an extended header of more than this is garbage.
 _MAX_EXTENDED = 1 << 20
 
 # Values of the type field. Types that are in none of these sets have a payload and are passed over.
 _FILES = frozenset(b"0\x007")
-_WITHOUT_PAYLOAD = frozenset(b"123456")
+_LINKS, _WITHOUT_PAYLOAD = frozenset(b"12"), frozenset(b"123456")
 _PAX, _PAX_GLOBAL = frozenset(b"xX"), ord("g")
 _GNU_NAME, _GNU_LINK, _GNU_SPARSE = ord("L"), ord("K"), ord("S")
+_AFTER_DIGITS = frozenset(b"\0 ")
 _EXTENDED = _PAX | {_PAX_GLOBAL, _GNU_NAME, _GNU_LINK}
 
 _pax_record = re.compile(rb"(\d{1,7}) ([^=]+)=").match
@@ -74,15 +75,16 @@ class Walkable(Protocol):
         """Goes to a byte; returns which one it is."""
 
     def read(self, size: int = -1, /) -> bytes:
-        """The next ``size`` bytes; fewer only at the end."""
+        """The next bytes, at most ``size``; none only at the end."""
 
 
-def walk(path: str, file: Walkable) -> Iterator[tuple[bytes, int, int]]:
+def walk(path: str, file: Walkable, links: list[bytes] | None = None) -> Iterator[tuple[bytes, int, int]]:
     """The regular files of a tar, in order; directories, links and devices are passed over, as webdataset does.
 
     Args:
         path: Name of the tar, for messages.
         file: The tar: ustar, PAX, GNU or older. Read forward, and only as much of it as the headers need.
+        links: Gets the names of hard and symbolic links.
 
     Yields:
         Name, first byte and number of bytes of each file. They count only when the walk has ended without an error: that
@@ -93,7 +95,7 @@ def walk(path: str, file: Walkable) -> Iterator[tuple[bytes, int, int]]:
     """
     unverified: list[tuple[int, bytes]] = []
     try:
-        yield from _walk(path, file, unverified)
+        yield from _walk(path, file, unverified, [] if links is None else links)
     except ShardError:
         # A damaged header leads the walk astray. What it stumbled over later is a consequence, so name the cause.
         _verify(path, unverified)
@@ -101,7 +103,9 @@ def walk(path: str, file: Walkable) -> Iterator[tuple[bytes, int, int]]:
     _verify(path, unverified)
 
 
-def _walk(path: str, file: Walkable, unverified: list[tuple[int, bytes]]) -> Iterator[tuple[bytes, int, int]]:
+def _walk(
+    path: str, file: Walkable, unverified: list[tuple[int, bytes]], links: list[bytes]
+) -> Iterator[tuple[bytes, int, int]]:
     end = file.seek(0, os.SEEK_END)
     offset = 0
     data, start, headers = b"", 0, 0  # a piece of the file, where it starts, and how many headers were found in it
@@ -127,7 +131,12 @@ def _walk(path: str, file: Walkable, unverified: list[tuple[int, bytes]]) -> Ite
         unverified.append((offset, header))
 
         kind = header[156]
-        size = _number(header[124:136])
+        try:
+            size = int(header[124:135], 8)  # as nearly all are written; a twelfth digit is no digit then
+        except ValueError:
+            size = -1
+        if size < 0 or header[135] not in _AFTER_DIGITS:
+            size = _number(header[124:136])
         if size is None or size < 0:
             raise ShardError(path, offset, f"a header with the size {header[124:136]!r}", _COPY_AGAIN)
         payload = offset + _BLOCK
@@ -139,8 +148,8 @@ def _walk(path: str, file: Walkable, unverified: list[tuple[int, bytes]]) -> Ite
             if len(content) < size:
                 content = _read(file, payload, size)
             # Most say nothing but the time; taking those apart would cost as much as the rest of the walk.
-            moves = b"path=" in content or b"size=" in content or b"GNU.sparse." in content
-            if moves or kind not in _PAX or not content.endswith(b"\n"):
+            only_time = kind in _PAX and content[2:9] == b" mtime=" and content.find(b"\n") == size - 1
+            if not only_time and (kind not in _PAX or _may_move(content)):
                 name, other_size = _read_extended(path, offset, kind, content)
                 # Where two say the same, the first counts, as in `tarfile`.
                 long_name = name if long_name is None else long_name
@@ -152,7 +161,7 @@ def _walk(path: str, file: Walkable, unverified: list[tuple[int, bytes]]) -> Ite
 
         if kind == _GNU_SPARSE:
             raise _sparse(path, offset)
-        name = _text(header[:100])
+        name = header[: header.find(0, 0, 100)] if header[99] == 0 else _text(header[:100])
         if header[345]:
             name = _text(header[345:500]) + b"/" + name
         if extended is not None:
@@ -162,6 +171,8 @@ def _walk(path: str, file: Walkable, unverified: list[tuple[int, bytes]]) -> Ite
         # In the oldest tars a directory is a file whose name ends in a slash. The whole name: one that was cut to fit into
         # the header may end in a slash by chance, which some versions of `tarfile` take for the end of the archive.
         if kind in _WITHOUT_PAYLOAD or (kind == 0 and name.endswith(b"/")):
+            if kind in _LINKS:
+                links.append(name)
             offset = payload
             continue
         if payload + size > end:
@@ -192,6 +203,11 @@ def _read_extended(path: str, offset: int, kind: int, content: bytes) -> tuple[b
     return None if name is None else name.rstrip(b"/"), None if size is None else int(size)
 
 
+def _may_move(content: bytes) -> bool:
+    """Whether a PAX header may say more of the next member than how old it is and whose."""
+    return b"path=" in content or b"size=" in content or b"GNU.sparse." in content or not content.endswith(b"\n")
+
+
 def _verify(path: str, headers: list[tuple[int, bytes]]) -> None:
     # Many headers at once: summing one in Python takes longer than the rest of the walk.
     blocks = np.frombuffer(b"".join(header for _, header in headers), np.uint8).reshape(-1, _BLOCK)
@@ -210,7 +226,10 @@ def _verify(path: str, headers: list[tuple[int, bytes]]) -> None:
 
 def _read(file: Walkable, offset: int, length: int) -> bytes:
     file.seek(offset)
-    return file.read(length)
+    piece = file.read(length)
+    while 0 < len(piece) < length and (more := file.read(length - len(piece))):
+        piece += more  # a file without a buffer may hand over less than it has
+    return piece
 
 
 def _text(field: bytes) -> bytes:

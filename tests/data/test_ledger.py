@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from dtrain.config.errors import ConfigError
 from dtrain.data.ledger import Ledger, cut_ledgers
 
 BAD = {"key": "a.tar/\udcff\u00e9", "epoch": 0, "reason": "torn\nin two"}
@@ -85,3 +86,17 @@ def test_other_logs_are_left_alone(tmp_path: Path) -> None:
     cut_ledgers(tmp_path, 0)
     assert [path.name for path in tmp_path.iterdir()] == ["rank-00000.log"]
     assert (tmp_path / "rank-00000.log").read_text() == "hello"
+
+
+def test_a_full_disk_takes_bad_samples_to_the_log_and_ends_a_run_that_records_keys(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "bad-rank-00000.jsonl").symlink_to("/dev/full")
+    ledger = Ledger(tmp_path, 0, record_keys=False)
+    ledger.write(3, ["a.tar/0"], [BAD])
+    ledger.close()
+    assert "step 3: its bad samples could not be written down" in caplog.text
+    assert "torn" in caplog.text
+    (tmp_path / "keys-rank-00000.jsonl").symlink_to("/dev/full")
+    with pytest.raises(ConfigError, match=r"data\.record_keys=true, but the keys of step 4 could not be written"):
+        Ledger(tmp_path, 0, record_keys=True).write(4, ["a.tar/0"], [])

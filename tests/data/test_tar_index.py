@@ -349,6 +349,31 @@ def test_dotted_names_that_merge_samples_are_doubted(tmp_path: Path) -> None:
     assert indexed(fine, tmp_path / "x.tar").doubts == ()
 
 
+@pytest.mark.parametrize(
+    ("kind", "format"), [(tarfile.LNKTYPE, tarfile.PAX_FORMAT), (tarfile.SYMTYPE, tarfile.GNU_FORMAT)]
+)
+def test_links_are_doubted_by_name(kind: bytes, format: int, tmp_path: Path) -> None:
+    link = tarfile.TarInfo("b.jpg")
+    link.type, link.linkname = kind, "a.jpg"
+    index = indexed(write([(tarfile.TarInfo("a.jpg"), b""), (link, b""), (link, b"")], format), tmp_path / "x.tar")
+    assert index.doubts[0].startswith("'b.jpg' is a link (2 of these in the shard), which holds no bytes")
+    folder_link = tarfile.TarInfo("latest")  # no member of a sample
+    folder_link.type, folder_link.linkname = tarfile.SYMTYPE, "2026"
+    assert indexed(write([(folder_link, b"")], format), tmp_path / "x.tar").doubts == ()
+
+
+class Miserly(io.BytesIO):
+    """A file that hands over less than it is asked for, as one without a buffer may."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        return super().read(min(size, 700) if size and size > 0 else size)
+
+
+def test_a_file_that_is_read_in_pieces_is_walked_as_one(tmp_path: Path) -> None:
+    content = tar_bytes([(f"{number}.jpg", bytes(3000)) for number in range(9)], tarfile.PAX_FORMAT)
+    assert list(walk("x.tar", Miserly(content))) == list(walk("x.tar", io.BytesIO(content)))
+
+
 def test_key_that_comes_back_is_doubted(tmp_path: Path) -> None:
     index = indexed(tar_bytes({"a.jpg": b"", "b.jpg": b"", "a.cls": b"", "b.cls": b""}), tmp_path / "x.tar")
     assert index.num_samples == 4
