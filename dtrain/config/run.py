@@ -118,6 +118,11 @@ def take(arguments: Sequence[str], **defaults: str) -> tuple[dict[str, str], lis
     return options, rest
 
 
+def is_run(directory: str) -> bool:
+    """Whether a directory, as a command line names it, holds a run that was started."""
+    return (_as_typed(directory) / _OVERRIDES).exists()
+
+
 def recompose(arguments: Sequence[str]) -> list[str]:
     """The command line of the run that ``run.dir=DIR`` names, with ``arguments`` applied on top.
 
@@ -129,13 +134,18 @@ def recompose(arguments: Sequence[str]) -> list[str]:
     given = dict(argument.split("=", 1) for argument in arguments if re.match(r"[\w.+~@/]+=", argument))
     if "run.dir" not in given:
         raise ConfigError("run.dir=DIR is missing: name the directory of the run.")
-    path = Path(given["run.dir"].strip("'\"").replace("\\'", "'")).expanduser() / _OVERRIDES
+    path = _as_typed(given["run.dir"]) / _OVERRIDES
     if not path.exists():
         raise ConfigError(f"run.dir: {path.parent} is no run directory (it has no {_OVERRIDES}).")
     saved = yaml.safe_load(path.read_text())
     kept = [override for override in saved["overrides"] if override.partition("=")[0] not in given]
     folders = [part for folder in saved["config_dirs"] for part in ("--config-dir", folder)]
     return [*folders, *kept, *arguments]
+
+
+def _as_typed(directory: str) -> Path:
+    """A path whose quotes were for Hydra."""
+    return Path(directory.strip("'\"").replace("\\'", "'")).expanduser()
 
 
 def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,7 +170,7 @@ def _without_url_secrets(text: str) -> str:
 def _digest(config: Mapping[str, Any]) -> str:
     # Where a run is, how it is started and watched, and when it ends do not make it another run.
     train = {key: value for key, value in config["train"].items() if not key.startswith("max_")}
-    apart = ("run", "launch", "tracker", "export", "faults")
+    apart = ("run", "launch", "tracker", "profile", "export", "faults")
     kept = {key: value for key, value in config.items() if key not in apart} | {"train": train}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:8]
 

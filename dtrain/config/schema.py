@@ -83,6 +83,7 @@ class DataConfig:
     shard_size: int | None = None  # of a data set by _target_: samples shuffled as one; null: one, in a large set a few
     tail: str = "pad"  # pad | drop
     augment: Any = None  # a _target_
+    mix: Any = None  # dtrain.data.mixing.Mix: mixup and cutmix
     prepare: Any = None  # a _target_ that rank 0 calls once before the shards are looked for
     max_bad: float = (
         0.01  # bad samples that end the run: 0: the first one; below 1 a share (ten are forgiven); else a count
@@ -147,10 +148,18 @@ class CheckpointConfig:
 
 
 @dataclass
+class ProfileConfig:
+    """A look at a few steps with torch.profiler; see docs/profiling.md."""
+
+    steps: list[int] | None = None  # [first, last] attempted step; null: none
+    ranks: list[int] = field(default_factory=lambda: [0])  # which of them write a trace
+
+
+@dataclass
 class TrackerConfig:
     """Where metrics go besides metrics.jsonl and the terminal."""
 
-    name: str = "none"  # wandb | none
+    name: str = "none"  # wandb | tensorboard | both | none
     project: str = "dtrain"
     entity: str | None = None
     mode: str | None = None  # online | offline | disabled; null: WANDB_MODE, else online when logged in, else offline
@@ -185,8 +194,14 @@ class ExportConfig:
     """What ``dtrain.export`` writes."""
 
     dtype: str = "bf16"  # fp32 | bf16 | fp16
-    format: str = "safetensors"
+    format: Any = "safetensors"  # safetensors | pt2 | aotinductor, or a list of them
     out: str | None = None  # null: <run.dir>/export
+    tolerance: float | None = None  # error of an output as a part of the largest fp32 one; null: the dtype's default
+    max_metric_difference: float | None = None  # from fp32, of accuracy, loss, ...; null: the dtype's default
+    measure: bool = True  # time and memory of its use, beside those of the same weights in fp32
+    batch: list[int] = field(default_factory=lambda: [1, 32])  # rows of a forward, each measured
+    max_latency_ms: float | None = None  # also look for the largest batch that takes at most so long
+    max_memory_gib: float | None = None  # and at most so much
 
 
 @dataclass
@@ -204,6 +219,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     faults: list[str] = field(

@@ -34,8 +34,10 @@ from dtrain.training.evaluation import evaluate
 from dtrain.training.journal import Journal
 from dtrain.training.out_of_memory import out_of_memory_explained
 from dtrain.training.parts import Parts
+from dtrain.training.profiler import StepProfiler
 from dtrain.training.refusals import refuse_mean
 from dtrain.training.saves import Saves
+from dtrain.training.spans import DATA, span
 from dtrain.training.step import Outcome
 from dtrain.training.sync_guard import host_syncs_announced
 
@@ -75,6 +77,9 @@ class Loop:
             if progress.restarts
             else {}
         )
+        self._profiler = StepProfiler.of(
+            parts.cfg.profile, parts.step.step, parts.run_dir, parts.world, self._journal.note
+        )
         self._to_device = DeviceCopies(parts.world.device)
         self._window = _Window()
         data = parts.cfg.data
@@ -104,12 +109,16 @@ class Loop:
         try:
             with self._out_of_memory_explained():
                 while step.step < self._last_step and not self._stopping:
+                    if self._profiler is not None:
+                        self._profiler.before(step.step + 1)
                     with self._syncs_announced():
                         self._accumulate(batches)
                     self._settle()  # the step before: its vote is in by now
                     with self._syncs_announced():
                         step.apply(stop=self._stop.reason is not None, save=self._saves.is_due())
                     epoch_ended = self._commit()
+                    if self._profiler is not None:
+                        self._profiler.after(step.step)
                     if step.step == self._first_step + 1:
                         set_timeout(self._parts.cfg.parallel.timeout_step + BACKSTOP)
                     self._evaluate_and_save(epoch_ended)
@@ -118,6 +127,8 @@ class Loop:
                 return self._end()
         finally:
             self._ledger.close()
+            if self._profiler is not None:
+                self._profiler.close()
 
     def place(self) -> Place:
         """Where this rank is, for whoever watches it from another thread."""
@@ -158,7 +169,8 @@ class Loop:
         self._window = _Window()
         for number in range(self._parts.train_loader.micro_batches_per_step):
             asked = time.monotonic()
-            batch = next(batches)
+            with span(DATA):
+                batch = next(batches)
             self._window.waited += time.monotonic() - asked
             self._window.keys += [key for key in batch.sample_keys if key]
             self._window.bad += batch.bad

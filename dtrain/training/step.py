@@ -37,6 +37,7 @@ from dtrain.training.buffers import BufferGuard
 from dtrain.training.ema import Ema
 from dtrain.training.refusals import AveragedBackward, refuse_model, refuse_scale
 from dtrain.training.seed import seed_generators
+from dtrain.training.spans import BACKWARD, FORWARD, OPTIMIZER, VOTE, span
 from dtrain.training.task import Output, Task, checked
 
 
@@ -173,11 +174,12 @@ class TrainStep:
             seed_generators(self._world.device, self._seed, self.step, number, self._world.rank)
             watched = self._diagnosis.micro_batch(self.step + 1, number, batch.sample_keys)
             with self._sync(last=number == micro_batches - 1), watched:
-                with self._autocast:
+                with span(FORWARD), self._autocast:
                     output = checked(self._task(self._model, batch))
                 self._add(output)
                 self._diagnosis.loss(output.loss_sum)
-                (output.loss_sum * (self._scale * self._share)).backward()
+                with span(BACKWARD):
+                    (output.loss_sum * (self._scale * self._share)).backward()
             self._local.add(batch)
             done += 1
         self._first_window = False
@@ -227,25 +229,27 @@ class TrainStep:
         if self._guard is not None:
             overflow = overflow | self._guard.flag()
         local, self._local = self._local, _Local()
-        word = self._vote.cast(
-            overflow,
-            norm,
-            self._scale,
-            sums,
-            stop=stop,
-            save=save,
-            samples=local.samples,
-            bad=local.bad,
-            nbytes=local.nbytes,
-            own_norm=self._norm(own) if own else None,
-        )
+        with span(VOTE):
+            word = self._vote.cast(
+                overflow,
+                norm,
+                self._scale,
+                sums,
+                stop=stop,
+                save=save,
+                samples=local.samples,
+                bad=local.bad,
+                nbytes=local.nbytes,
+                own_norm=self._norm(own) if own else None,
+            )
         self._read.start(word)
         skip, overflowed, coefficient = self._vote.decide(word, self._scale, self._nominal, self._clip_norm)
         for group, base in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base * self._schedule(self.applied_steps)
-        if gradients and coefficient is not None:
-            torch._foreach_mul_(gradients, coefficient)
-        self._optimize(skip)
+        with span(OPTIMIZER):
+            if gradients and coefficient is not None:
+                torch._foreach_mul_(gradients, coefficient)
+            self._optimize(skip)
         self._buffers.restore(skip)
         if self._guard is not None:
             self._guard.reset(skip)
