@@ -1,27 +1,45 @@
-"""``torchrun -m dtrain.evaluate run.dir=DIR [checkpoint=best|latest|STEP] [weights=ema|raw] [precision=bf16] [key=value ...]``
+"""``torchrun -m dtrain.evaluate run.dir=DIR [checkpoint=best|latest|STEP] [weights=ema|raw] [precision=fp32,bf16] ...``
 
 Evaluates a checkpoint of a run on its evaluation data, or on ``data.eval=...``: each sample once, the same result at any
-number of ranks. The config is the run's own, with the given keys on top.
+number of ranks. The config is the run's own, with the given keys on top. Several precisions evaluate the same weights in
+turn and are shown side by side.
 """
 
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+from rich.console import Console
 
 from dtrain.config import app
 from dtrain.config.app import Composed
 from dtrain.config.errors import ConfigError, users_to_fix
-from dtrain.config.run import Run, recompose, take
+from dtrain.config.run import Run, recompose, take, without_secrets
 from dtrain.config.schema import Config
+from dtrain.data import ShardLoader
+from dtrain.deployment.class_names import class_names
 from dtrain.distributed.collectives import decided_by_rank_zero, together
 from dtrain.distributed.network import settle_network
 from dtrain.distributed.process_group import process_group
 from dtrain.distributed.srun import join_srun
+from dtrain.distributed.world import World
+from dtrain.packing.progress import progress
+from dtrain.tracking import evaluation_files, per_class
 from dtrain.tracking.console import print_banner
+from dtrain.tracking.evaluated import Evaluated, aligned, banner, not_finite, side_by_side
+from dtrain.tracking.peak_memory import forget_peak, peak
 from dtrain.training import build
-from dtrain.training.checkpoint import Checkpoints
+from dtrain.training.checkpoint import Checkpoint, Checkpoints
 from dtrain.training.evaluation import evaluate
 from dtrain.training.loaders import check_same_data, eval_loader, prepare_data
+from dtrain.training.result import NotFinite
 from dtrain.training.state import load_weights
 
 USAGE = """Usage
@@ -31,43 +49,157 @@ Options
   run.dir=DIR                    the run's directory
   checkpoint=best|latest|STEP    which checkpoint (default: best where the run keeps one, else latest)
   weights=ema|raw                moving average or raw weights (default: ema where there is one)
-  KEY=VALUE                      any key of the config, such as precision=bf16 or 'data.eval="shards/val-*.tar"'
+  precision=NAME[,NAME ...]      the precision, or several side by side: precision=fp32,bf16,fp16 (default: the run's)
+  out=DIR2                       where to write the result as JSON, and a picture (default: DIR/evaluations)
+  KEY=VALUE                      any key of the config, such as 'data.eval="shards/val-*.tar"'
 """
 
 
-def run_evaluation(composed: Composed, which: str, weights: str) -> None:
-    """Evaluates one checkpoint and prints the result on rank 0.
+def run_evaluation(configs: Sequence[Composed], which: str, weights: str, out: str) -> None:
+    """Evaluates one checkpoint; prints and writes the result on rank 0.
 
     Args:
-        composed: The run's config.
+        configs: The run's config in each precision.
         which: ``best``, ``latest``, a step, or ``""`` for the default.
         weights: ``ema``, ``raw``, or ``""`` for the default.
+        out: Folder to write to, or ``""`` for the default.
+
+    Raises:
+        ConfigError: On every rank, if something cannot be evaluated, or a metric is not finite; then all is printed and
+            written before.
     """
-    cfg: Config = composed.cfg
-    run = Run.of(composed)
+    cfg: Config = configs[0].cfg
+    run = Run.of(configs[0])
     with process_group(cfg.parallel.timeout_start) as world:
+        if not cfg.data.eval:
+            raise ConfigError("data.eval is not set, so there is nothing to evaluate on. Give data.eval=...")
         with users_to_fix("checkpoint"):
             checkpoints = Checkpoints.of(run.dir, cfg.checkpoint)
         step = decided_by_rank_zero(lambda: checkpoints.choose(which))
         checkpoint = together(lambda: checkpoints.load(step))
-        precision, warnings = together(lambda: build.build_precision(cfg.precision, world.device))
+        for warning in together(lambda: refuse_early(configs, world)):
+            if world.rank == 0:
+                print(warning, flush=True)
         prepare_data(cfg.data)
-        loader = together(lambda: eval_loader(cfg, world, precision))
-        if loader is None:
-            raise ConfigError("data.eval is not set, so there is nothing to evaluate on. Give data.eval=...")
-        check_same_data(None, loader)
-        model = build.build_model(cfg.model, world.device)
-        used = together(lambda: load_weights(model, checkpoint, weights))
-        precision.wrap_keep_fp32(model)
-        task = build.by_target("task", cfg.task)
-        result = evaluate(model, task, loader, world=world, precision=precision)
-        loader.close()
+        found = [evaluated(composed, world, checkpoint, checkpoints.path(step), weights) for composed in configs]
         if world.rank == 0:
-            rows = {"checkpoint": f"{checkpoints.path(step)} ({used} weights)", "precision": precision.name}
-            rows |= {f"eval/{name}": f"{value:.6g}" for name, value in result.items()}
-            print_banner("evaluation", rows)
-            for warning in warnings:
-                print(warning)
+            show(found)
+        folder = Path(out).expanduser().absolute() if out else run.dir / "evaluations"
+        decided_by_rank_zero(lambda: keep(found, cfg, folder))
+        if problem := not_finite(found):
+            raise ConfigError(problem)
+
+
+def refuse_early(configs: Sequence[Composed], world: World) -> list[str]:
+    """Sees that this device can compute in all of the precisions, before hours are spent on the first.
+
+    Returns:
+        What a user should be warned of.
+    """
+    return [warning for one in configs for warning in build.build_precision(one.cfg.precision, world.device)[1]]
+
+
+def evaluated(composed: Composed, world: World, checkpoint: Checkpoint, path: Path, weights: str) -> Evaluated:
+    """Collective. Evaluates a checkpoint in the precision of one config; what it takes is free again afterwards.
+
+    Args:
+        composed: The config.
+        world: The ranks.
+        checkpoint: What it holds.
+        path: Where it is.
+        weights: ``ema``, ``raw``, or ``""`` for the default.
+    """
+    cfg: Config = composed.cfg
+    forget_peak(world.device)
+    precision, _ = together(lambda: build.build_precision(cfg.precision, world.device))
+    loader = together(lambda: eval_loader(cfg, world, precision))
+    assert loader is not None  # data.eval is set
+    check_same_data(None, loader)
+    model = build.build_model(cfg.model, world.device)
+    used = together(lambda: load_weights(model, checkpoint, weights))
+    precision.wrap_keep_fp32(model)
+    task = build.by_target("task", cfg.task)
+    began = time.monotonic()
+    name = precision_name(composed)
+    with shown_progress(loader, world, name) as tick:
+        try:
+            result = evaluate(model, task, loader, world=world, precision=precision, progress=tick)
+        except NotFinite as error:
+            result = error.evaluation
+    seconds = time.monotonic() - began
+    loader.close()
+    config = without_secrets(Run.of(composed).config)
+    return Evaluated(
+        checkpoint=path,
+        weights=used,
+        precision=name,
+        data={"eval": config["data"]["eval"], **loader.index.describe()},
+        config={group: config[group] for group in ("model", "task", "precision")},
+        ranks=world.size,
+        metrics=result.metrics,
+        tables=result.tables,
+        seconds=seconds,
+        memory=most_memory(world),
+    )
+
+
+def precision_name(composed: Composed) -> str:
+    """The preset that the command line names, of which there may be several for one dtype; else what the config says."""
+    chosen = [override.partition("=")[2] for override in composed.overrides if override.startswith("precision=")]
+    return chosen[-1].replace("/", "-") if chosen else str(composed.cfg.precision.name)
+
+
+@contextmanager
+def shown_progress(loader: ShardLoader, world: World, precision: str) -> Iterator[Callable[[int, int], None] | None]:
+    """Shows on rank 0's standard error how far the evaluation is; yields what ``evaluate`` takes as ``progress``."""
+    if world.rank != 0:
+        yield None
+        return
+    total = loader.steps_per_epoch * loader.micro_batches_per_step
+    with progress(Console(stderr=True), f"evaluating in {precision}, micro-batches", total) as tick:
+        yield lambda done, all: tick(1)
+
+
+def most_memory(world: World) -> dict[str, float]:
+    """Collective. The peak of the rank that took most, by the name of the metric."""
+    name, gib = peak(world.device)
+    most = torch.tensor(gib, dtype=torch.float64)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return {name: most.item()}
+
+
+def show(found: Sequence[Evaluated]) -> None:
+    """Prints the metrics, of several precisions side by side, and the classes of the first."""
+    first = found[0]
+    head = banner(first)
+    if len(found) > 1:
+        head = {name: head[name] for name in ("checkpoint", "data")}
+    print_banner("evaluation", head)
+    if len(found) > 1:
+        print(aligned(side_by_side(found)), flush=True)
+
+
+def keep(found: Sequence[Evaluated], cfg: Config, folder: Path) -> None:
+    """Prints the classes and writes the files, on the rank that calls it."""
+    names = class_names(None if OmegaConf.is_missing(cfg.data, "train") else cfg.data.train, cfg.data.eval)
+    if "confusion" in found[0].tables:
+        classes = per_class.per_class(found[0].tables["confusion"], names)
+        print(f"classes in {found[0].precision}, the worst first\n{aligned(per_class.table(classes))}", flush=True)
+        if left_out := per_class.rest(classes):
+            print(f"  {left_out}", flush=True)
+    with users_to_fix(f"out: the result cannot be written to {folder}"):
+        for one in found:
+            for path in evaluation_files.write(folder, one, names):
+                print(f"written: {path}", flush=True)
+
+
+def one_for_each_precision(arguments: Sequence[str]) -> list[list[str]]:
+    """The command line once for each of the precisions that it names with commas between them."""
+    given = [argument for argument in arguments if argument.startswith("precision=")]
+    if len(given) != 1:
+        return [list(arguments)]
+    names = dict.fromkeys(given[0].removeprefix("precision=").split(","))
+    return [[f"precision={name}" if one is given[0] else one for one in arguments] for name in names]
 
 
 def main() -> None:
@@ -77,9 +209,17 @@ def main() -> None:
         return
     join_srun()
     settle_network()
-    options, rest = take(sys.argv[1:], checkpoint="", weights="")
+    options, rest = take(sys.argv[1:], checkpoint="", weights="", out="")
+    *others, last = one_for_each_precision(rest)
+    configs: list[Composed] = []
+    for arguments in others:
+        app.run(configs.append, arguments, rewrite=recompose)
     app.run(
-        lambda composed: run_evaluation(composed, options["checkpoint"], options["weights"]), rest, rewrite=recompose
+        lambda composed: run_evaluation(
+            [*configs, composed], options["checkpoint"], options["weights"], options["out"]
+        ),
+        last,
+        rewrite=recompose,
     )
 
 

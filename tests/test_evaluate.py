@@ -6,9 +6,12 @@ import contextlib
 import io
 import json
 import re
+import shutil
 import sys
 import tarfile
+import tempfile
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -18,6 +21,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from dtrain import evaluate
+from dtrain.training.checkpoint import Checkpoint, Checkpoints
 from tests.ranks import run_ranks
 from tests.tiny_run import NormNet, tiny_run
 
@@ -27,31 +31,41 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
     return tiny_run(tmp_path_factory.getbasetemp())
 
 
-def evaluated(ranks: int, *arguments: str) -> tuple[int, str]:
-    """Exit code and output of rank 0, in forked processes."""
+def evaluated(ranks: int, *arguments: str, out: Path | None = None) -> tuple[int, str]:
+    """Exit code and output of rank 0, in forked processes, all of which must end alike."""
+    with tempfile.TemporaryDirectory() as folder:
+        ended = run_ranks(ranks, lambda rank: ending(*arguments, f"out={out or folder}"), init=False)
+    assert len({code for code, _ in ended}) == 1
+    return ended[0]
 
-    def one(rank: int) -> tuple[int, str]:
-        text = io.StringIO()
-        with (
-            mock.patch.object(sys, "argv", ["evaluate", *arguments]),
-            contextlib.redirect_stdout(text),
-            contextlib.redirect_stderr(text),
-        ):
-            try:
-                evaluate.main()
-            except SystemExit as ended:
-                return int(ended.code or 0), text.getvalue()
-        return 0, text.getvalue()
 
-    return run_ranks(ranks, one, init=False)[0]
+def ending(*arguments: str) -> tuple[int, str]:
+    """Exit code and output of this process's evaluation."""
+    text = io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", ["evaluate", *arguments]),
+        contextlib.redirect_stdout(text),
+        contextlib.redirect_stderr(text),
+    ):
+        try:
+            evaluate.main()
+        except SystemExit as ended:
+            return int(ended.code or 0), text.getvalue()
+    return 0, text.getvalue()
+
+
+def read(file: Path) -> dict[str, Any]:
+    content = json.loads(file.read_text())
+    assert isinstance(content, dict)
+    return content
 
 
 def numbers(text: str) -> dict[str, float]:
     return {name: float(value) for name, value in re.findall(r"eval/(\w+)\s+(\S+)", text)}
 
 
-def by_hand(weights: Path, shards: Path) -> dict[str, float]:
-    """Loss and accuracy of the test shards, read with tarfile and Pillow, in float64."""
+def by_hand(weights: Path, shards: Path) -> tuple[dict[str, float], list[list[int]]]:
+    """Metrics and confusion of the test shards, read with tarfile and Pillow, in float64."""
     model = NormNet().double().eval()
     model.load_state_dict(load_file(weights))
     images, labels = [], []
@@ -64,26 +78,93 @@ def by_hand(weights: Path, shards: Path) -> dict[str, float]:
     with torch.no_grad():
         logits = model((torch.from_numpy(np.stack(images)) / 255 - 0.5).div(0.5).permute(0, 3, 1, 2))
     losses = [(row.logsumexp(0) - row[label]).item() for row, label in zip(logits, labels, strict=True)]
-    hits = [int(row.argmax()) == label for row, label in zip(logits, labels, strict=True)]
-    count = len(labels)
-    return {"loss": sum(losses) / count, "accuracy": sum(hits) / count, "samples": count, "bad_samples": 0}
+    pairs = [(label, int(row.argmax())) for row, label in zip(logits, labels, strict=True)]
+    count, hits = len(labels), sum(label == said for label, said in pairs)
+    confusion = [[pairs.count((label, said)) for said in range(10)] for label in range(10)]
+    return {"loss": sum(losses) / count, "accuracy": hits / count, "samples": count, "bad_samples": 0}, confusion
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_each_sample_counts_once_at_any_number_of_ranks(run_dir: Path, digits: Path, ranks: int) -> None:
-    code, text = evaluated(ranks, f"run.dir={run_dir}", "checkpoint=15")
+def test_each_sample_counts_once_at_any_number_of_ranks(
+    run_dir: Path, digits: Path, tmp_path: Path, ranks: int
+) -> None:
+    code, text = evaluated(ranks, f"run.dir={run_dir}", "checkpoint=15", out=tmp_path)
     assert code == 0, text
-    expected = by_hand(run_dir / "checkpoints/step-000000015/ema.safetensors", digits)
+    expected, confusion = by_hand(run_dir / "checkpoints/step-000000015/ema.safetensors", digits)
     assert numbers(text) == pytest.approx(expected, rel=1e-4)
     assert "(ema weights)" in text
+    (file,) = tmp_path.glob("step-000000015-ema-fp32-*.json")
+    content = read(file)
+    assert content["tables"] == {"confusion": confusion}
+    assert content["metrics"]["eval/accuracy"] == expected["accuracy"]
+    assert content["ranks"] == ranks
+    assert [path.suffix for path in sorted(tmp_path.iterdir())] == [".png", ".json"]
+    recalls = {str(label): counts[label] / sum(counts) for label, counts in enumerate(confusion)}
+    first = re.search(r"the worst first\n.*\n\s+(\d)\s+\d+\s", text)
+    assert first is not None
+    assert recalls[first[1]] == min(recalls.values())
 
 
 def test_raw_weights_and_another_precision_are_a_key_away(run_dir: Path, digits: Path) -> None:
     code, text = evaluated(1, f"run.dir={run_dir}", "checkpoint=15", "weights=raw", "precision=bf16")
     assert code == 0, text
     assert re.search(r"precision\s+bf16", text)
-    expected = by_hand(run_dir / "checkpoints/step-000000015/model.safetensors", digits)
+    expected, _ = by_hand(run_dir / "checkpoints/step-000000015/model.safetensors", digits)
     assert numbers(text)["loss"] == pytest.approx(expected["loss"], rel=0.02)
+
+
+def test_several_precisions_are_one_table_of_what_each_gives_alone(run_dir: Path, digits: Path, tmp_path: Path) -> None:
+    (tmp_path / "conf/precision").mkdir(parents=True)
+    (tmp_path / "conf/precision/careful.yaml").write_text("name: bf16\nkeep_fp32: ['*']\n")
+    options = ["checkpoint=15", "precision=bf16,careful,fp32", "--config-dir", str(tmp_path / "conf")]
+    code, text = evaluated(1, f"run.dir={run_dir}", *options, out=tmp_path)
+    assert code == 0, text
+    rows = [line for line in text.splitlines() if re.match(r"  (precision|bf16|careful|fp32) ", line)]
+    heading, bf16, careful, fp32 = rows
+    # A preset of one's own goes by its own name.
+    (file,) = tmp_path.glob("*-careful-*.json")
+    assert careful.split()[0] == "careful"
+    assert read(file)["config"]["precision"]["keep_fp32"] == ["*"]
+    assert heading.split()[1:3] == ["eval/loss", "eval/accuracy"]
+    alone = numbers(evaluated(1, f"run.dir={run_dir}", "checkpoint=15", "precision=bf16")[1])
+    assert [float(value) for value in bf16.split()[1:3]] == pytest.approx([alone["loss"], alone["accuracy"]], rel=1e-5)
+    expected, _ = by_hand(run_dir / "checkpoints/step-000000015/ema.safetensors", digits)
+    loss, difference, accuracy, _ = re.sub(r"[()]", "", fp32).split()[1:5]
+    assert [float(loss), float(accuracy)] == pytest.approx([expected["loss"], expected["accuracy"]], rel=1e-4)
+    kept = {content["precision"]: content["metrics"]["eval/loss"] for content in map(read, tmp_path.glob("*.json"))}
+    assert difference == f"{kept['fp32'] - kept['bf16']:+.2g}"
+    del kept["careful"]
+    assert kept == {"bf16": pytest.approx(alone["loss"], rel=1e-5), "fp32": pytest.approx(expected["loss"], rel=1e-4)}
+
+
+def test_a_loss_that_is_not_finite_is_an_error_on_every_rank_after_all_is_shown_and_kept(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    for name in ("config.yaml", "overrides.yaml"):
+        shutil.copy(run_dir / name, tmp_path / "run")
+    trained = Checkpoints(run_dir / "checkpoints").load(15)
+    # In fp16 the logits are beyond all numbers.
+    tensors = {
+        name: tensor * 1e7 if name.startswith("head") else tensor for name, tensor in trained.tensors["ema"].items()
+    }
+    spoilt = Checkpoint({"model": tensors}, trained.state)
+    Checkpoints(tmp_path / "run/checkpoints").save(16, spoilt)
+    code, text = evaluated(2, f"run.dir={tmp_path / 'run'}", "precision=fp32,fp16", out=tmp_path / "out")
+    assert code == 1
+    assert re.search(r"error: evaluation: eval/loss is (nan|inf) in fp16 .*step-000000016.*keep_fp32", text)
+    assert re.search(r"\n  fp32 +\d\S+ ", text)
+    assert re.search(r"\n  fp16 +(nan|inf) ", text)
+    (file,) = (tmp_path / "out").glob("*-fp16-*.json")
+    assert read(file)["not_finite"] == ["eval/loss"]
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_after_the_result_is_shown(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code, text = evaluated(2, f"run.dir={run_dir}", "checkpoint=15", out=tmp_path / "file/folder")
+    assert code == 1
+    assert f"out: the result cannot be written to {tmp_path / 'file/folder'}" in text
+    assert numbers(text)["samples"] == 360
 
 
 def test_the_best_checkpoint_is_the_default_and_repeats_what_the_run_has_logged(run_dir: Path) -> None:
@@ -104,13 +185,17 @@ def test_the_best_checkpoint_is_the_default_and_repeats_what_the_run_has_logged(
         (["weights=blue"], ["weights", "'blue'", "ema or raw"]),
         (["data.eval=null"], ["data.eval is not set"]),
         (["data.eval=nowhere/*.tar"], ["data.eval", "nowhere/*.tar", "matches no file"]),
+        (["data.eval=empty.tar"], ["data.eval", "empty.tar", "have no sample"]),
+        (["precision=fp32,bf17"], ["precision=bf17", "Did you mean 'bf16'?"]),
         (["model.width=9"], ["of another model", "conv1.weight has shape [8, 3, 3, 3]", "[9, 3, 3, 3]"]),
         (["precisoin=bf16"], ["precisoin", "'precision'"]),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused_with_a_reason(
-    run_dir: Path, arguments: list[str], parts: list[str]
+    run_dir: Path, arguments: list[str], parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    tarfile.open("empty.tar", "w").close()
     code, text = evaluated(2, f"run.dir={run_dir}", *arguments)
     assert code != 0
     assert "Traceback" not in text

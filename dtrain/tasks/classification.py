@@ -1,4 +1,4 @@
-"""Classification: cross-entropy and accuracy over the valid rows."""
+"""Classification: cross-entropy and accuracy over the valid rows, and in evaluations which class is taken for which."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from torch import Tensor, nn
 from dtrain.data import Batch
 from dtrain.tasks.losses import softmax_cross_entropy
 from dtrain.training.task import Output
+
+#: Beyond as many classes nothing is said about single ones: the table would be large, and added to in each micro-batch.
+MOST_CLASSES = 2048
 
 
 class Classification:
@@ -33,19 +36,32 @@ class Classification:
     def __call__(self, model: nn.Module, batch: Batch) -> Output:
         """Metrics: ``accuracy``, and ``top5_accuracy`` where asked for.
 
+        In evaluation mode also the table ``confusion``, int64, shape ``[classes, classes]``: how many valid rows of the
+        class that the row number says had the class that the column number says as the most probable. Not with more than
+        ``MOST_CLASSES``.
+
         Raises:
             ValueError: If logits and labels do not fit, or ``top5`` is asked of fewer than five classes.
         """
         logits, labels, valid = model(batch[self._input]), batch[self._label], batch.valid
         losses = softmax_cross_entropy(logits, labels, label_smoothing=self._label_smoothing)
         right = labels.argmax(dim=1) if labels.is_floating_point() else labels
+        predicted = logits.argmax(dim=1)
         count = valid.sum()
-        metrics: dict[str, tuple[Tensor, Tensor]] = {
-            "accuracy": (((logits.argmax(dim=1) == right) & valid).sum(), count)
-        }
+        metrics: dict[str, tuple[Tensor, Tensor]] = {"accuracy": (((predicted == right) & valid).sum(), count)}
         if self._top5:
             metrics["top5_accuracy"] = ((_among_five(logits, right) & valid).sum(), count)
-        return Output(losses.masked_fill(~valid, 0).sum(), count, metrics)
+        classes = logits.shape[1]
+        tables = {}
+        if not model.training and classes <= MOST_CLASSES:
+            tables["confusion"] = _confusion(right, predicted, valid, classes)
+        return Output(losses.masked_fill(~valid, 0).sum(), count, metrics, tables)
+
+
+def _confusion(right: Tensor, predicted: Tensor, valid: Tensor, classes: int) -> Tensor:
+    # Not bincount, which makes the host wait for a GPU to learn the size of its result.
+    table = torch.zeros(classes * classes, dtype=torch.int64, device=valid.device)
+    return table.index_add_(0, right.long() * classes + predicted, valid.long()).view(classes, classes)
 
 
 def _among_five(logits: Tensor, right: Tensor) -> Tensor:

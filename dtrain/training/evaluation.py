@@ -1,20 +1,25 @@
-"""Evaluation: sums and counts over all ranks, each sample once, without gradients."""
+"""Evaluation: sums and counts over all ranks, each sample once, without gradients.
+
+Nothing is fetched from the device before the end, and nothing is kept of a micro-batch but its sums, so that memory does not
+grow with their number.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtrain.config.errors import ConfigError
 from dtrain.data import ShardLoader
 from dtrain.data.device_copies import DeviceCopies
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
-from dtrain.training.task import ConcludingTask, Task, checked
+from dtrain.training.result import Evaluation, NotFinite
+from dtrain.training.task import ConcludingTask, Output, Task, checked
 
 
 @torch.inference_mode()
@@ -27,12 +32,12 @@ def evaluate(
     precision: Precision,
     epoch: int = 0,
     progress: Callable[[int, int], None] | None = None,
-) -> dict[str, float]:
+) -> Evaluation:
     """Collective. Runs the task over one epoch of ``loader``.
 
     Args:
         model: The bare model: there are no gradients to average, and DDP's forward would be a collective.
-        task: Gives loss sum, count and metrics of a micro-batch.
+        task: Gives loss sum, count, metrics and tables of a micro-batch.
         loader: This rank's part of the evaluation set, padded and masked.
         world: The ranks.
         precision: Autocast.
@@ -41,16 +46,16 @@ def evaluate(
 
     Returns:
         ``loss`` and each metric of the task as sum / count over all ranks, ``samples``: how many valid ones there were,
-        and ``bad_samples``; and what the task concludes from it.
+        and ``bad_samples``; what the task concludes from it; the task's tables.
 
     Raises:
-        ConfigError: On every rank, if the result is not finite or nothing could be evaluated.
+        NotFinite: On every rank, if the loss is not finite; it holds the result.
         TypeError: If the task returns something else than an ``Output``.
+        ValueError: If the task's metrics or tables differ between micro-batches or ranks, or no sample can be read.
     """
     was_training = model.training
     model.eval()
-    names: list[str] = []
-    sums = torch.zeros(0, dtype=torch.float64, device=world.device)
+    sums = _Sums(world.device)
     samples = bad = 0
     total = loader.steps_per_epoch * loader.micro_batches_per_step
     to_device = DeviceCopies(world.device)
@@ -59,33 +64,76 @@ def evaluate(
             samples += sum(1 for key in batch.sample_keys if key)
             bad += len(batch.bad)
             with precision.autocast(world.device.type):
-                output = checked(task(model, to_device(batch)))
-            if not names:
-                names = ["loss", *sorted(output.metrics)]
-                sums = torch.zeros(2 * len(names) + 2, dtype=torch.float64, device=world.device)
-            pairs = [(output.loss_sum, output.count), *(output.metrics[name] for name in names[1:])]
-            values = [value for pair in pairs for value in pair]
-            sums[:-2] += torch.stack([_float64(value, world.device) for value in values])
+                sums.add(checked(task(model, to_device(batch))))
             if progress is not None:
                 progress(number + 1, total)
-        sums[-2], sums[-1] = samples, bad
-        dist.all_reduce(sums)
-        totals: list[float] = sums.tolist()
-        pairs_of = {name: (totals[2 * i], totals[2 * i + 1]) for i, name in enumerate(names)}
-        result: dict[str, float] = {
-            name: total / count if count else math.nan for name, (total, count) in pairs_of.items()
-        }
-        result |= {"samples": int(totals[-2]), "bad_samples": int(totals[-1])}
+        result = sums.over_all_ranks(samples, bad)
         if not math.isfinite(result["loss"]):
-            raise ConfigError(
+            raise NotFinite(
                 f"evaluation: the loss is {result['loss']} over {result['samples']} samples. Has the run diverged, or does the "
-                "task return no valid rows for this data?"
+                "task return no valid rows for this data?",
+                result,
             )
-        with precision.autocast(world.device.type):
-            return {**result, **(task.conclude(model, result) if isinstance(task, ConcludingTask) else {})}
+        if isinstance(task, ConcludingTask):
+            with precision.autocast(world.device.type):
+                return Evaluation({**result, **task.conclude(model, result)}, result.tables)
+        return result
     finally:
         model.train(was_training)
 
 
-def _float64(value: Tensor | float, device: torch.device) -> Tensor:
-    return value.double() if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float64, device=device)
+class _Sums:
+    """What micro-batches add up to, on the device: pairs of sum and count in fp64, tables in int64."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._names: list[str] = []
+        self._pairs = torch.zeros(0, dtype=torch.float64, device=device)  # of the loss, then of each metric
+        self._tables: dict[str, Tensor] = {}
+
+    def add(self, output: Output) -> None:
+        tables = dict(sorted(output.tables.items()))
+        if not len(self._pairs):
+            self._names = sorted(output.metrics)
+            self._pairs = torch.zeros(2 + 2 * len(self._names), dtype=torch.float64, device=self._device)
+            self._tables = {name: torch.zeros_like(table, device=self._device) for name, table in tables.items()}
+        elif (found := _layout(sorted(output.metrics), tables)) != (before := _layout(self._names, self._tables)):
+            raise ValueError(
+                f"the task returned {found}, before that {before}. Every micro-batch must have the same metrics and "
+                "tables; a sum and a count of 0 are fine."
+            )
+        pairs = [(output.loss_sum, output.count), *(output.metrics[name] for name in self._names)]
+        self._pairs += torch.stack([self._float64(value) for pair in pairs for value in pair])
+        for name, table in tables.items():
+            self._tables[name] += table.to(self._device)
+
+    def over_all_ranks(self, samples: int, bad: int) -> Evaluation:
+        """Collective."""
+        layouts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(layouts, _layout(self._names, self._tables))
+        for rank, layout in enumerate(layouts):
+            if layout != layouts[0]:
+                raise ValueError(f"the task returned {layouts[0]} on rank 0 and {layout} on rank {rank}.")
+        counted = torch.tensor([samples, bad], dtype=torch.float64, device=self._device)
+        sums = torch.cat([self._pairs, counted])
+        dist.all_reduce(sums)
+        for table in self._tables.values():
+            dist.all_reduce(table)
+        *totals, samples_of_all, bad_of_all = sums.tolist()
+        metrics = {
+            name: total / count if count else math.nan
+            for name, total, count in zip(["loss", *self._names], totals[::2], totals[1::2], strict=True)
+        }
+        metrics |= {"samples": int(samples_of_all), "bad_samples": int(bad_of_all)}
+        return Evaluation(metrics, {name: table.cpu() for name, table in self._tables.items()})
+
+    def _float64(self, value: Tensor | float) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.to(self._device, torch.float64)
+        return torch.full((), value, dtype=torch.float64, device=self._device)
+
+
+def _layout(metrics: list[str], tables: Mapping[str, Tensor]) -> str:
+    """Of what a task returned; the texts are equal if the sums can be added."""
+    shapes = "".join(f", table {name} {list(table.shape)}" for name, table in tables.items())
+    return f"metrics {metrics}{shapes}"

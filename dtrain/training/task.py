@@ -3,7 +3,8 @@
 A task is any object with ``__call__(model, batch) -> Output``; there is no base class. It runs under autocast, computes
 its loss in fp32 and leaves masked rows (``batch.valid`` false) out of both the sums and the counts. The trainer adds
 the sums over micro-batches and ranks and divides once, so that a step's loss is the mean over all valid samples of the
-global batch for any split.
+global batch for any split. What is no single number, such as a confusion matrix, is a table of counts; evaluations alone
+ask for it.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ class Output:
         loss_sum: Sum of the losses of the valid rows (or tokens), fp32, shape ``[]``, with gradient.
         count: How many rows (or tokens) were summed; an int or an integer tensor of shape ``[]``. Zero is allowed.
         metrics: ``{name: (sum, count)}``, each a number or a tensor of shape ``[]``.
+        tables: ``{name: counts}``, int64 tensors whose shape is the same for every micro-batch. An evaluation adds them up
+            over micro-batches and ranks. In training (``model.training``) nobody looks at them: leave them out there.
     """
 
     loss_sum: Tensor
     count: Tensor | int
     metrics: Mapping[str, tuple[Tensor | float, Tensor | int]] = field(default_factory=dict)
+    tables: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.loss_sum, Tensor) or self.loss_sum.dim() != 0 or self.loss_sum.dtype != torch.float32:
@@ -43,6 +47,12 @@ class Output:
                 f"Output.loss_sum: got {got}, want a float32 tensor of shape []. Sum the losses of the valid rows in "
                 "fp32, for example cross_entropy(logits.float(), labels, reduction='none')[batch.valid].sum()."
             )
+        for name, table in self.tables.items():
+            if not isinstance(table, Tensor) or table.dtype != torch.int64:
+                got = table.dtype if isinstance(table, Tensor) else type(table).__name__
+                raise TypeError(
+                    f"Output.tables[{name!r}]: got {got}, want an int64 tensor of counts. A sum of other numbers is a metric."
+                )
 
 
 class Task(Protocol):

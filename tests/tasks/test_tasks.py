@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from dtrain.data import Batch
 from dtrain.models import GPT
-from dtrain.tasks import Classification, ImageFitting, LanguageModelling, Regression
+from dtrain.tasks import Classification, ImageFitting, LanguageModelling, Regression, classification
+from dtrain.training.illustration import IllustratingTask
 from dtrain.training.task import ConcludingTask, Output
+from tests.precision.test_no_host_sync import on_fake_cuda
 
 VALID = torch.tensor([True, False, True, True])
 
@@ -59,6 +65,42 @@ def test_mixed_labels_cost_what_their_parts_do() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("as_distribution", [False, True])
+def test_an_evaluation_counts_which_class_is_taken_for_which(dtype: torch.dtype, as_distribution: bool) -> None:
+    torch.manual_seed(0)
+    logits, labels, valid = torch.randn(60, 4).to(dtype), torch.randint(0, 4, (60,)), torch.rand(60) < 0.7
+    counted = [[0] * 4 for _ in range(4)]
+    for row in range(60):
+        if valid[row]:
+            counted[int(labels[row])][logits[row].tolist().index(max(logits[row].tolist()))] += 1
+    label = 0.9 * nn.functional.one_hot(labels, 4).float() if as_distribution else labels
+    rows = Batch({"image": logits, "label": label}, [""] * 60, valid)
+    output = Classification()(Answers(logits).eval(), rows)
+    assert output.tables["confusion"].dtype == torch.int64
+    assert output.tables["confusion"].tolist() == counted
+    assert ratio(output, "accuracy") == pytest.approx(sum(counted[n][n] for n in range(4)) / int(valid.sum()))
+
+
+def test_training_and_very_many_classes_go_without_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(4, 7)
+    rows = batch(image=logits, label=torch.zeros(4, dtype=torch.long))
+    assert Classification()(Answers(logits), rows).tables == {}
+    monkeypatch.setattr(classification, "MOST_CLASSES", 6)
+    assert Classification()(Answers(logits).eval(), rows).tables == {}
+
+
+def test_counting_the_confusions_never_waits_for_the_device() -> None:
+    def work() -> list[int]:
+        numbers = torch.zeros(4, dtype=torch.long, device="cuda")
+        table = classification._confusion(numbers, numbers, torch.ones(4, dtype=torch.bool, device="cuda"), 7)
+        with pytest.raises(DynamicOutputShapeException):  # the obvious way
+            torch.bincount(numbers)
+        return list(table.shape)
+
+    assert on_fake_cuda(work) == [7, 7]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_regression_is_the_mean_over_a_rows_values_and_the_sum_over_valid_rows(dtype: torch.dtype) -> None:
     predicted = torch.tensor([[1.0, 3.0], [1e9, 1e9], [0.0, 0.0], [2.0, 2.0]], dtype=dtype)
     target = torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.0, 1.0], [2.0, 2.0]])
@@ -75,6 +117,24 @@ def test_image_fitting_counts_pixels() -> None:
     assert float(output.loss_sum) == pytest.approx(0.64 + 1 + (0.16 + 0.16 + 0.36))
     assert int(output.count) == 9
     assert ratio(output, "accuracy") == pytest.approx(6 / 9)
+
+
+def test_image_fitting_shows_the_picture_and_the_fitted_one_beside_it() -> None:
+    rows = torch.arange(8.0).view(4, 1, 1, 2) / 8
+
+    class Inverts(nn.Module):
+        def forward(self, coordinates: Tensor) -> Tensor:
+            return 1 - coordinates
+
+    one = batch(coordinates=rows, pixels=rows)
+    shown = ImageFitting().illustrate(Inverts(), {}, [one, one])
+    picture = np.asarray(Image.open(io.BytesIO(shown["fit"])))
+    lines = [rows[row, 0, 0].tolist() for row in range(4) if VALID[row]] * 2
+    expected = [[*line, *(1 - value for value in line)] for line in lines]
+    assert picture.tolist() == [[round(255 * value) for value in line] for line in expected]
+    assert ImageFitting().illustrate(Inverts(), {}, ()) == {}
+    four_channels = torch.zeros(4, 4, 1, 2)
+    assert ImageFitting().illustrate(Inverts(), {}, [batch(coordinates=four_channels, pixels=four_channels)]) == {}
 
 
 @pytest.mark.parametrize(
@@ -124,13 +184,19 @@ def test_an_ignored_token_is_not_predicted_and_the_model_sees_all_but_the_last()
     assert seen[0].tolist() == tokens().long()[:, :-1].tolist()
 
 
-def test_an_evaluation_concludes_with_the_perplexity_and_a_sample_of_text(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_evaluation_concludes_with_the_perplexity_and_shows_a_sample_of_text(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level("INFO", logger="dtrain")
     model = GPT(width=8, depth=1, heads=2, context=8)
     task = LanguageModelling(sample="def ", sample_bytes=5)
     assert isinstance(task, ConcludingTask)
     assert task.conclude(model, {"loss": math.log(20.0)}) == {"perplexity": pytest.approx(20.0)}
-    assert "sample: def " in caplog.text
+    assert isinstance(task, IllustratingTask)
+    shown = task.illustrate(model, {}, ())
+    assert shown["sample"].startswith("def ")
+    assert f"sample: {shown['sample']}" in caplog.text
+    assert LanguageModelling().illustrate(model, {}, ()) == {}
     assert not isinstance(Regression(), ConcludingTask)
 
 
@@ -138,4 +204,4 @@ def test_a_sample_needs_bytes_and_a_model_that_generates() -> None:
     with pytest.raises(ValueError, match=r"task.sample: got 'x', and bytes_per_token 4"):
         LanguageModelling(sample="x", bytes_per_token=4.0)
     with pytest.raises(ValueError, match=r"task.sample: Answers has no generate"):
-        LanguageModelling(sample="x").conclude(Answers(torch.zeros(1)), {"loss": 1.0})
+        LanguageModelling(sample="x").illustrate(Answers(torch.zeros(1)), {}, ())

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,18 +10,21 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from dtrain.config.errors import ConfigError
 from dtrain.data import Batch, ShardLoader
+from dtrain.distributed.world import World
 from dtrain.precision import Precision
 from dtrain.training.evaluation import evaluate
+from dtrain.training.result import Evaluation, NotFinite
 from dtrain.training.task import Output
 from tests.ranks import run_ranks
 from tests.training.shards import FIELDS, numbered_shards, numbers_of
 from tests.training.toys import Net, world
 
 FP32 = Precision("fp32")
+STATM = Path("/proc/self/statm")
 
 
 @pytest.fixture(scope="module")
@@ -32,18 +37,29 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> str:
     return numbered_shards(tmp_path_factory.mktemp("few"), 4, shards=2)
 
 
+@pytest.fixture(scope="module")
+def five(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return numbered_shards(tmp_path_factory.mktemp("five"), 5, shards=1)
+
+
 def loader(shards: str, rank: int = 0, ranks: int = 1, **given: Any) -> ShardLoader:
     options: dict[str, Any] = {"global_batch_size": 12, "num_workers": 0, "shuffle": "none"} | given
     return ShardLoader(shards, FIELDS, rank=rank, world_size=ranks, **options)
 
 
 def squares(model: nn.Module, batch: Batch) -> Output:
-    """The square of the prediction, and two metrics whose counts are not that of the rows."""
+    """The square of the prediction, two metrics whose counts are not that of the rows, and a table of counts."""
     predicted = model(batch["x"]).squeeze(1)
     losses = predicted.float().square().masked_fill(~batch.valid, 0)
     odd = batch.valid & (batch["number"] % 2 == 1)
     metrics = {"odd": (odd.sum(), batch.valid.sum()), "of_odd": ((predicted > 0)[odd].sum(), odd.sum())}
-    return Output(losses.sum(), batch.valid.sum(), metrics)
+    table = torch.zeros(2, 3, dtype=torch.int64)
+    table.index_put_((batch["number"] % 2, batch["number"] % 3), batch.valid.long(), accumulate=True)
+    return Output(losses.sum(), batch.valid.sum(), metrics, {"remainders": table})
+
+
+def remainders(samples: range) -> list[list[int]]:
+    return [[sum(n % 2 == two and n % 3 == three for n in samples) for three in range(3)] for two in range(2)]
 
 
 def one_by_one(samples: range) -> dict[str, float]:
@@ -64,21 +80,23 @@ def one_by_one(samples: range) -> dict[str, float]:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 def test_any_split_counts_each_sample_once(shards: str, ranks: int, micro_batch_size: int | None) -> None:
-    def rank(number: int) -> list[dict[str, float]]:
+    def rank(number: int) -> list[Evaluation]:
         data = loader(shards, number, ranks, micro_batch_size=micro_batch_size)
         here = world(number, ranks)
         return [evaluate(Net(), squares, data, world=here, precision=FP32, epoch=epoch) for epoch in (0, 1)]
 
     want = one_by_one(range(50))
-    for results in run_ranks(ranks, rank):
-        for result in results:
-            assert result["loss"] == pytest.approx(want["loss"], rel=1e-6)
-            assert {**result, "loss": 0} == {**want, "loss": 0}
+    results = [result for both in run_ranks(ranks, rank) for result in both]
+    for result in results:
+        assert result["loss"] == pytest.approx(want["loss"], rel=1e-6)
+        assert {**result, "loss": 0} == {**want, "loss": 0}
+        assert result.tables["remainders"].tolist() == remainders(range(50))
+    assert len({result["loss"] for result in results}) == 1  # ranks agree to the last bit
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_set_smaller_than_a_global_batch_is_evaluated_all_the_same(few: str, ranks: int) -> None:
-    def rank(number: int) -> dict[str, float]:
+    def rank(number: int) -> Evaluation:
         data = loader(few, number, ranks)
         return evaluate(Net(), squares, data, world=world(number, ranks), precision=FP32)
 
@@ -159,14 +177,93 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_an_error_on_all(shards: str, v
     def task(model: nn.Module, batch: Batch) -> Output:
         output = squares(model, batch)
         spoilt = (batch.valid & (batch["number"] == 17)).any()
-        return Output(torch.where(spoilt, value, output.loss_sum), output.count, output.metrics)
+        return Output(torch.where(spoilt, value, output.loss_sum), output.count, output.metrics, output.tables)
 
     def rank(number: int) -> str:
-        with pytest.raises(ConfigError, match=rf"the loss is {value} over 50 samples") as raised:
+        with pytest.raises(NotFinite, match=rf"the loss is {value} over 50 samples") as raised:
             evaluate(Net(), task, loader(shards, number, 3), world=world(number, 3), precision=FP32)
+        # The rest of the result is there for who wants to show it.
+        assert raised.value.evaluation["odd"] == 0.5
+        assert raised.value.evaluation.tables["remainders"].sum() == 50
         return str(raised.value)
 
     assert len(set(run_ranks(3, rank))) == 1
+
+
+def test_metrics_or_tables_that_differ_between_ranks_are_refused_on_all_of_them(shards: str) -> None:
+    def rank(number: int, tables: dict[str, Any], metrics: dict[str, Any]) -> None:
+        def task(model: nn.Module, batch: Batch) -> Output:
+            return Output(torch.ones(()), 1, metrics if number else {}, tables if number else {})
+
+        with pytest.raises(ValueError, match=r"returned metrics \[\] on rank 0 and metrics .* on rank 1"):
+            evaluate(Net(), task, loader(shards, number, 2), world=world(number, 2), precision=FP32)
+
+    run_ranks(2, rank, {"few": torch.zeros(3, dtype=torch.int64)}, {})
+    run_ranks(2, rank, {}, {"rare": (1.0, 1)})
+
+
+@pytest.mark.usefixtures("alone")
+def test_metrics_and_tables_that_come_and_go_are_refused_with_both_lists(shards: str) -> None:
+    def task(model: nn.Module, batch: Batch) -> Output:
+        late = int(batch["number"][0]) > 20
+        return Output(torch.ones(()), 1, {"b" if late else "a": (1.0, 1)}, {})
+
+    def growing(model: nn.Module, batch: Batch) -> Output:
+        return Output(torch.ones(()), 1, {}, {"seen": torch.zeros(1 + int(batch["number"].max()), dtype=torch.int64)})
+
+    with pytest.raises(ValueError, match=r"\['b'\], before that metrics \['a'\]"):
+        evaluate(Net(), task, loader(shards), world=world(), precision=FP32)
+    with pytest.raises(ValueError, match=r"table seen \[24\], before that metrics \[\], table seen \[12\]"):
+        evaluate(Net(), growing, loader(shards), world=world(), precision=FP32)
+
+
+class Wide(nn.Module):
+    """Its activations are 4 MB a row, and a history would keep them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 1 << 20))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight).tanh().mean(dim=1, keepdim=True)
+
+
+def most_held(data: ShardLoader, held: Callable[[], int], where: World) -> int:
+    """Bytes held after the micro-batch after which most were."""
+    seen: list[int] = []
+    model = Wide().to(where.device)
+    evaluate(model, squares, data, world=where, precision=FP32, progress=lambda done, all: seen.append(held()))
+    assert len(seen) == data.steps_per_epoch
+    return max(seen)
+
+
+def resident() -> int:
+    return int(STATM.read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.skipif(not STATM.exists(), reason="needs Linux's /proc")
+def test_memory_does_not_grow_with_the_number_of_batches(shards: str, five: str) -> None:
+    few, many = (most_held(loader(data, global_batch_size=1), resident, world()) for data in (five, shards))
+    # 45 more batches: 180 MB if one activation of each were kept, 12 for the weights of the second model.
+    assert many - few < 60e6
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_memory_of_a_gpu_does_not_grow_with_the_number_of_batches(shards: str, five: str) -> None:
+    where = World(0, 1, 0, 1, torch.device("cuda", 0), "cpu:gloo,cuda:nccl", launched=False)
+
+    def on_gpu(model: nn.Module, batch: Batch) -> Output:
+        predicted = model(batch["x"]).squeeze(1)
+        return Output(predicted.float().square().sum(), batch.valid.sum())
+
+    peaks = []
+    for data in (five, shards):
+        torch.cuda.reset_peak_memory_stats()
+        evaluate(Wide().cuda(), on_gpu, loader(data, global_batch_size=1), world=where, precision=FP32)
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert peaks[1] - peaks[0] < 1e6
 
 
 @pytest.mark.usefixtures("alone")

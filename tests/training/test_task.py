@@ -11,7 +11,7 @@ from dtrain.training.task import Output, checked
 def test_a_sum_of_no_rows_is_an_output() -> None:
     output = Output(torch.zeros(()), 0)
     assert checked(output) is output
-    assert output.metrics == {}
+    assert output.metrics == output.tables == {}
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,16 @@ def test_a_loss_that_is_no_fp32_number_is_refused_with_what_to_do(loss: Any, sai
         TypeError, match=rf"Output.loss_sum: {said}.*want a float32 tensor of shape \[\]. Sum the losses"
     ):
         Output(loss, 1)
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [(torch.zeros(2, 2), "torch.float32"), (torch.zeros(2, dtype=torch.int32), "torch.int32"), ([1, 2], "list")],
+    ids=str,
+)
+def test_a_table_that_holds_no_counts_is_refused_by_its_name(table: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=rf"Output.tables\['mine'\]: got {said}, want an int64 tensor"):
+        Output(torch.zeros(()), 0, {}, {"mine": table})
 
 
 @pytest.mark.parametrize(
