@@ -65,4 +65,8 @@ def _is_running(pid: int) -> bool:
         os.kill(pid, 0)
     except OSError:  # gone, or somebody else's by now
         return False
-    return True
+    # It stays a zombie while whoever started it does not ask how it ended, as some first processes of containers never do.
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
+    except OSError:  # no Linux
+        return True

@@ -52,6 +52,14 @@ def test_a_process_ends_though_the_one_that_it_follows_was_gone_before_it_looked
     assert subprocess.run([sys.executable, "-c", follower], timeout=50, check=False).returncode == 1
 
 
+def test_a_process_ends_with_the_one_that_it_follows_though_nobody_asks_how_that_ended() -> None:
+    zombie = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    zombie.kill()
+    follower = f"import time; from dtrain.distributed.orphan import end_with; end_with({zombie.pid}); time.sleep(60)"
+    assert subprocess.run([sys.executable, "-c", follower], timeout=50, check=False).returncode == 1
+    zombie.wait()
+
+
 def ends_with_its_parent(environment: dict[str, str], polling: bool, patience: float) -> bool:
     worker = WORKER.format(environment=environment, polling=polling)
     agent = subprocess.Popen([sys.executable, "-c", AGENT, worker], stdout=subprocess.PIPE)
