@@ -16,8 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dtrain import doctor as doctor_module
 from dtrain.config.errors import ConfigError
 from dtrain.diagnosis import machine, precisions, world
+from dtrain.diagnosis.all_reduce import AllReduce
 from dtrain.diagnosis.finding import Finding, as_text
 from dtrain.distributed.world import World
 from dtrain.doctor import main
@@ -54,7 +56,8 @@ def test_the_command_shows_this_machine() -> None:
     for name in ("fp32", "tf32", "bf16", "fp16"):
         assert re.search(rf"^  (ok|warning|error) +precision={name}  +\S", text, re.MULTILINE)
     assert os.environ["DTRAIN_CACHE"] in text
-    assert "torchrun" in text.splitlines()[-1]
+    assert "torchrun" in text.splitlines()[-2]
+    assert "experiment=digits" in text.splitlines()[-1]
 
 
 def test_ranks_measure_their_all_reduce_and_only_the_first_one_speaks() -> None:
@@ -62,7 +65,7 @@ def test_ranks_measure_their_all_reduce_and_only_the_first_one_speaks() -> None:
     assert (code, other_code, silence) == (0, 0, "")
     assert "2 on 1 machine, gloo, equal versions" in text
     assert re.search(r"all-reduce latency +8 floats in [\d,]+ microseconds", text)
-    assert re.search(r"all-reduce bandwidth +16 MiB in [\d.,]+ ms, [\d.]+ GB/s", text)
+    assert re.search(r"all-reduce bandwidth +1 MiB in [\d.,]+ ms, [\d.]+ GB/s; 25 MiB in [\d.,]+ ms, [\d.]+ GB/s", text)
 
 
 def test_a_rank_with_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +125,7 @@ def test_more_threads_than_cores_and_idle_cores_are_traps(monkeypatch: pytest.Mo
 
 
 def test_little_shared_memory_is_a_trap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_SHM", Path("/"))
+    monkeypatch.setattr(machine, "SHARED_MEMORY", Path("/"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=2**26, used=0, free=2**26))
     finding = found("/dev/shm")
     assert finding.level == "warning"
@@ -166,12 +169,60 @@ def test_a_gpu_that_torch_does_not_use_is_a_trap(
     assert part in finding.text
 
 
-def test_srun_without_torchrun_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}.items():
+def test_a_slurm_job_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}.items():
         monkeypatch.setenv(name, value)
-    assert found("SLURM").level == "error"
-    assert "torchrun" in found("SLURM").remedy
-    assert found("SLURM", one_rank(size=4, launched=True)).level == "ok"
+    assert found("SLURM").text == "job 7: NTASKS=4"
+
+
+def test_tasks_of_srun_are_ranks_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[World] = []
+    monkeypatch.setattr(doctor_module, "look_at_machine", lambda options: seen.append(World.of()))
+    names = {"JOB_ID": "7", "STEP_ID": "0", "STEP_NUM_TASKS": "4", "PROCID": "2", "LOCALID": "0", "NODEID": "2"}
+    for name, value in {**names, "STEP_TASKS_PER_NODE": "1(x4)", "STEP_NODELIST": "localhost"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NCCL_DEBUG"):
+        monkeypatch.setenv(name, "")  # so that what is set is taken back
+        monkeypatch.delenv(name)
+    main([])
+    assert (seen[0].rank, seen[0].size, seen[0].launched) == (2, 4, True)
+
+
+def test_others_that_compute_here_are_a_trap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (97.0, 1.0, 1.0))
+    assert found("load").level == "warning"
+
+
+@pytest.mark.parametrize(
+    ("typed", "composed"),
+    [
+        (["run.dir=RUN"], ["experiment=digits", "train.max_steps=7", "run.dir=RUN"]),
+        (["run.dir=RUN", "train.max_steps=8"], ["experiment=digits", "run.dir=RUN", "train.max_steps=8"]),
+        (["experiment=line", "run.dir=RUN"], ["experiment=line", "run.dir=RUN"]),
+        (["data=digits", "model=mlp", "run.dir=NEW"], ["data=digits", "model=mlp", "run.dir=NEW"]),
+    ],
+)
+def test_the_config_is_that_of_the_run_unless_another_is_named(
+    tmp_path: Path, typed: list[str], composed: list[str]
+) -> None:
+    overrides = "overrides: [experiment=digits, train.max_steps=7]\nconfig_dirs: []\n"
+    (tmp_path / "overrides.yaml").write_text(overrides)
+    given = [argument.replace("RUN", str(tmp_path)).replace("NEW", str(tmp_path / "new")) for argument in typed]
+    want = [argument.replace("RUN", str(tmp_path)).replace("NEW", str(tmp_path / "new")) for argument in composed]
+    assert doctor_module._of_a_run(given) == want
+
+
+def test_a_directory_that_holds_no_run_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no run directory"):
+        doctor_module._of_a_run([f"run.dir={tmp_path}"])
+
+
+def test_between_the_sizes_that_were_measured_an_all_reduce_is_estimated() -> None:
+    measured = AllReduce(2, {32: 1e-4, 2**20: 1e-3, 25 * 2**20: 1e-2})
+    assert measured.estimate(16) == pytest.approx(1e-4)
+    assert measured.estimate(2**20) == pytest.approx(1e-3)
+    assert measured.estimate(13 * 2**20) == pytest.approx((1e-3 + 1e-2) / 2)
+    assert measured.estimate(250 * 2**20) == pytest.approx(1e-1)
 
 
 def test_missing_packages_and_an_old_torch_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,10 +233,11 @@ def test_missing_packages_and_an_old_torch_are_named(monkeypatch: pytest.MonkeyP
     assert found("wandb").level == "warning"
 
 
-def test_a_remedy_stands_under_its_finding() -> None:
-    lines = as_text([Finding("a", "fine"), Finding("long name", "bad", "warning", "do this")]).splitlines()
+def test_each_remedy_stands_under_its_finding() -> None:
+    lines = as_text([Finding("a", "fine"), Finding("long name", "bad", "warning", "do this\nor that")]).splitlines()
     assert lines == [
         "  ok       a          fine",
         "  warning  long name  bad",
         "                      -> do this",
+        "                      -> or that",
     ]

@@ -28,6 +28,11 @@ def is_network(folder: str | os.PathLike[str]) -> bool:
     return kind in _NETWORK or kind == "fuse" or kind.startswith("fuse.")
 
 
+def file_system(folder: str | os.PathLike[str]) -> str:
+    """The type of the file system of a folder, such as ``nfs4``; empty if it is not known."""
+    return _file_system(os.stat(folder).st_dev)
+
+
 def _file_system(device: int) -> str:
     """The type of the file system with this number, such as ``nfs4``; empty if it is not listed."""
     try:

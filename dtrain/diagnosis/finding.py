@@ -16,7 +16,7 @@ class Finding:
         subject: A word or two.
         text: What was found.
         level: ``ok``; ``warning``: it works, but slowly, or not always; ``error``: it will not work.
-        remedy: What to do; empty where there is nothing to do.
+        remedy: What to do, in a line or several; empty where there is nothing to do.
     """
 
     subject: str
@@ -32,6 +32,12 @@ def as_text(findings: Iterable[Finding]) -> str:
     lines = []
     for finding in findings:
         lines.append(f"  {finding.level:<7}  {finding.subject:<{width}}  {finding.text}")
-        if finding.remedy:
-            lines.append(f"  {'':<7}  {'':<{width}}  -> {finding.remedy}")
+        lines += [f"  {'':<7}  {'':<{width}}  -> {remedy}" for remedy in finding.remedy.splitlines()]
     return "\n".join(lines)
+
+
+def size_text(nbytes: float) -> str:
+    """``1.5 GiB``, ``12 MiB``, ``3 KiB``."""
+    if nbytes >= 2**30:
+        return f"{nbytes / 2**30:.1f} GiB"
+    return f"{nbytes / 2**20:.0f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.0f} KiB"

@@ -21,13 +21,13 @@ import torch.distributed as dist
 from dtrain import __version__
 from dtrain.config.cache_dir import cache_dir
 from dtrain.config.errors import ConfigError
-from dtrain.diagnosis.finding import Finding
+from dtrain.diagnosis.finding import Finding, size_text
 from dtrain.distributed.world import World
 from dtrain.tracking.wandb_login import wandb_mode
 
 _PACKAGES = ("webdataset", "hydra-core", "omegaconf", "numpy", "safetensors", "simplejpeg", "Pillow", "wandb")
 _OLDEST_TORCH = (2, 9)
-_SHM = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 _LITTLE_SHM = 2**30
 # 64 lanes with windows of 8 shards keep so many files open, beside the shared memory of prefetched batches.
 _FEW_FILES = 4096
@@ -44,7 +44,7 @@ def machine(world: World) -> list[Finding]:
         *_processors(world),
         *_memory_and_files(),
         *_network(),
-        *_slurm(world),
+        *_slurm(),
     ]
 
 
@@ -124,6 +124,11 @@ def _processors(world: World) -> Iterator[Finding]:
     cores = usable_cores()
     all_cores = os.cpu_count() or cores
     yield Finding("CPU cores", f"{cores} usable of {all_cores}" if cores < all_cores else str(cores))
+    load = os.getloadavg()[0]
+    if load > cores:
+        yield Finding(
+            "load", f"{load:.1f} on {cores} cores: others compute here, what is measured is too slow", "warning", "Wait"
+        )
     given = os.environ.get("OMP_NUM_THREADS")
     threads = torch.get_num_threads()
     text = f"{threads} threads a process (OMP_NUM_THREADS={given or 'not set'}), processes here: {world.local_size}"
@@ -154,9 +159,9 @@ def usable_cores() -> int:
 
 
 def _memory_and_files() -> Iterator[Finding]:
-    if _SHM.is_dir():
-        usage = shutil.disk_usage(_SHM)
-        text = f"{_size(usage.free)} free of {_size(usage.total)}"
+    if SHARED_MEMORY.is_dir():
+        usage = shutil.disk_usage(SHARED_MEMORY)
+        text = f"{size_text(usage.free)} free of {size_text(usage.total)}"
         if usage.free < _LITTLE_SHM:
             yield Finding(
                 "/dev/shm",
@@ -188,7 +193,7 @@ def _cache() -> Iterator[Finding]:
         yield Finding("cache", f"{place} cannot be written ({error.strerror})", "error", "export DTRAIN_CACHE=FOLDER")
         return
     level, remedy = ("warning", "export DTRAIN_CACHE=FOLDER with more room") if free < _LITTLE_DISK else ("ok", "")
-    yield Finding("cache", f"{place}, {_size(free)} free", level, remedy)
+    yield Finding("cache", f"{place}, {size_text(free)} free", level, remedy)
 
 
 def _network() -> Iterator[Finding]:
@@ -206,7 +211,7 @@ def _network() -> Iterator[Finding]:
         yield Finding("host name", f"{name}, {address}")
 
 
-def _slurm(world: World) -> Iterator[Finding]:
+def _slurm() -> Iterator[Finding]:
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         where = shutil.which("sbatch")
@@ -215,20 +220,8 @@ def _slurm(world: World) -> Iterator[Finding]:
     names = ("SLURM_JOB_NUM_NODES", "SLURM_NTASKS", "SLURM_CPUS_PER_TASK", "SLURM_GPUS_ON_NODE", "SLURM_RESTART_COUNT")
     known = ", ".join(f"{name.removeprefix('SLURM_')}={os.environ[name]}" for name in names if name in os.environ)
     text = f"job {job}{': ' + known if known else ''}"
-    if "SLURM_STEP_ID" in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and not world.launched:
-        yield Finding(
-            "SLURM",
-            f"{text}; srun has started several tasks without torchrun: each would be a world of one",
-            "error",
-            "srun --ntasks-per-node=1 torchrun ...; slurm/ has scripts that do it",
-        )
-    else:
-        yield Finding("SLURM", text)
+    yield Finding("SLURM", text)
 
 
 def _limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else str(value)
-
-
-def _size(amount: int) -> str:
-    return f"{amount / 2**30:.1f} GiB" if amount >= 2**30 else f"{amount / 2**20:.0f} MiB"

@@ -1,0 +1,66 @@
+"""Parts of a run that are slow on purpose, for ``_target_``."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dtrain.data import Batch
+from dtrain.tasks import Classification
+from dtrain.training.task import Output
+
+
+class SleepyAugmentation:
+    """Leaves a sample as it is, after a while."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __call__(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        time.sleep(self._seconds)
+        return sample
+
+
+class SleepyModel(nn.Module):
+    """One linear layer, after a while."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        super().__init__()
+        self.head = nn.Linear(3 * 8 * 8, 10)
+        self._seconds = seconds
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits, ``[rows, 10]``."""
+        time.sleep(self._seconds)
+        return self.head(images.flatten(1))
+
+
+def sleepy_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Averages as DDP does, after a while."""
+    time.sleep(state["seconds"])
+    summed = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+    return summed.get_future().then(lambda future: future.value()[0])
+
+
+class FailsOnRankOne(Classification):
+    """A task with a mistake that only one rank meets."""
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Output:
+        if dist.get_rank() == 1:
+            raise ZeroDivisionError("made up")
+        return super().__call__(model, batch)
+
+
+#: How often ``counting_hook`` was called in this process.
+calls: list[int] = []
+
+
+def counting_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Averages as DDP does, and counts."""
+    calls.append(bucket.index())
+    return sleepy_hook({"seconds": 0.0}, bucket)
