@@ -1,4 +1,4 @@
-"""One micro-batch from the numbers of its samples: read, decoded, augmented and laid side by side.
+"""One micro-batch from the numbers of its samples: read, decoded, augmented, laid side by side and mixed.
 
 * A row whose sample is bad, or that has none, is *masked*. It repeats a valid row, so that it disturbs no statistic of the
   batch.
@@ -19,6 +19,7 @@ from dtrain.data.augment import Augment, begins_with
 from dtrain.data.batch import Batch
 from dtrain.data.column import Column
 from dtrain.data.fields import SampleError
+from dtrain.data.mixing import Mix, Mixer
 from dtrain.data.permutation import hash64
 from dtrain.data.randomness import Randomness
 from dtrain.data.source import Record, Source
@@ -36,13 +37,14 @@ class Builder:
         wire: Wire dtypes.
         augment: Applied to each sample before it is laid beside the others; a crop that it begins with is done while
             the image is decoded.
-        seed: Key of every augmentation.
+        seed: Key of every augmentation and mixture.
+        mix: Mixes the samples.
 
     Raises:
         ValueError: If the augmentation begins with a crop of something else than an image.
     """
 
-    def __init__(self, source: Source, wire: Wire, augment: Augment | None, seed: int) -> None:
+    def __init__(self, source: Source, wire: Wire, augment: Augment | None, seed: int, mix: Mix | None = None) -> None:
         self._fields = source.fields
         self._wire = wire
         self._draws = augment is not None
@@ -53,47 +55,47 @@ class Builder:
                 f"data.augment crops {self._cropper.field!r}, which is none of the images: {', '.join(images) or 'none'}."
             )
         self._seed = seed
+        self._mixer = None if mix is None else Mixer(mix, seed)
         self._reader = source.open(seed)
         self._randomness = Randomness()
 
-    def build(self, epoch: int, samples: np.ndarray, spare: Callable[[], Iterable[int]]) -> Batch:
+    def build(
+        self,
+        epoch: int,
+        samples: np.ndarray,
+        spare: Callable[[], Iterable[int]],
+        partners: np.ndarray | None = None,
+    ) -> Batch:
         """One micro-batch.
 
         Args:
             epoch: Number of the epoch.
             samples: Number of each row's sample, int64, shape ``[rows]``; -1 where the row is masked.
             spare: Samples of which the first good one lends its shapes to a micro-batch that has none.
+            partners: Number of the sample that each one may be mixed with, int64, shape ``[rows]``; None mixes nothing.
 
         Raises:
             ShardChanged: If a shard is not what was indexed.
             ValueError: If samples do not fit each other or the wire, or not even a spare one is good.
         """
+        rows = len(samples)
+        mixtures = None if self._mixer is None or partners is None else self._mixer.plan(epoch, samples, partners)
+        if mixtures is not None:
+            samples = mixtures.samples
         columns = [Column(field, len(samples), self._wire) for field in self._fields]
-        keys, bad = [""] * len(samples), []
-        # In stored order: each shard is looked for once, and a disk reads forwards.
-        rows = np.argsort(samples)[np.count_nonzero(samples < 0) :]
-        for row, (record, random) in zip(rows.tolist(), self._find(epoch, samples[rows]), strict=True):
-            try:
-                self._fill(columns, row, record, random)
-                keys[row] = record.key
-            except SampleError as error:
-                self._reader.check(record)
-                place = self._reader.place(record)
-                bad.append({"key": record.key, "epoch": epoch, **place, "reason": str(error)})
-            except Exception as error:
-                # Of an augmentation, a decoder or a data set: anything, and none of it says whose fault it is.
-                if sys.version_info >= (3, 11):
-                    place = self._reader.place(record)
-                    error.add_note(f"Sample {record.key!r}, in {place['shard']} from {place['offset']} on.")
-                raise
+        keys, bad = self._fill_all(columns, epoch, samples, rows)
         if "" in keys:
-            sources = [row for row, key in enumerate(keys) if key] or self._borrow(columns, epoch, spare)
+            sources = [row for row, key in enumerate(keys[:rows]) if key] or self._borrow(columns, epoch, spare)
             masked = [row for row, key in enumerate(keys) if not key]
             repeated = [sources[turn % len(sources)] for turn in range(len(masked))]
             for column in columns:
                 column.repeat(repeated, masked)
-        valid = torch.tensor([key != "" for key in keys])
-        return Batch({column.field.name: column.data() for column in columns}, keys, valid, bad)
+            if mixtures is not None:
+                mixtures.repeat(repeated, masked)
+        data = {column.field.name: column.data() for column in columns}
+        if mixtures is not None:
+            data = mixtures.mixed(data, keys)
+        return Batch(data, keys[:rows], torch.tensor([key != "" for key in keys[:rows]]), bad)
 
     def expect(self, ahead: Callable[[int], np.ndarray]) -> None:
         """Lets the source prepare for what is built next; see ``Reader.expect``."""
@@ -102,6 +104,31 @@ class Builder:
     def close(self) -> None:
         """Closes what was opened to read."""
         self._reader.close()
+
+    def _fill_all(
+        self, columns: Sequence[Column], epoch: int, samples: np.ndarray, rows: int
+    ) -> tuple[list[str], list[dict[str, Any]]]:
+        """Each sample's key, empty where it could not be read, and the ledger lines of those among the first ``rows``."""
+        keys: list[str] = [""] * len(samples)
+        bad = []
+        # In stored order: each shard is looked for once, and a disk reads forwards.
+        order = np.argsort(samples)[np.count_nonzero(samples < 0) :]
+        for row, (record, random) in zip(order.tolist(), self._find(epoch, samples[order]), strict=True):
+            try:
+                self._fill(columns, row, record, random)
+                keys[row] = record.key
+            except SampleError as error:
+                self._reader.check(record)
+                if row < rows:  # others are counted where they have a row
+                    place = self._reader.place(record)
+                    bad.append({"key": record.key, "epoch": epoch, **place, "reason": str(error)})
+            except Exception as error:
+                # Of an augmentation, a decoder or a data set: anything, and none of it says whose fault it is.
+                if sys.version_info >= (3, 11):
+                    place = self._reader.place(record)
+                    error.add_note(f"Sample {record.key!r}, in {place['shard']} from {place['offset']} on.")
+                raise
+        return keys, bad
 
     def _find(self, epoch: int, samples: np.ndarray) -> Iterable[tuple[Record, int]]:
         """Each sample, and the key of its randomness."""

@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from dtrain.data.batch import Batch
 from dtrain.data.builder import Augment, Builder
+from dtrain.data.mixing import Mix
 from dtrain.data.order import EpochOrder, Layout, Recipe
 from dtrain.data.source import Source
 from dtrain.data.wire import Wire
@@ -110,6 +111,7 @@ class MicroBatches(IterableDataset[Batch]):
         share: The rank's part of each global batch.
         wire: Wire dtypes.
         augment: Applied to each sample before it is collated.
+        mix: Mixes samples.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class MicroBatches(IterableDataset[Batch]):
         share: Share,
         wire: Wire,
         augment: Augment | None = None,
+        mix: Mix | None = None,
     ) -> None:
         super().__init__()
         self._source = source
@@ -134,11 +137,12 @@ class MicroBatches(IterableDataset[Batch]):
         self._share = share
         self._wire = wire
         self._augment = augment
+        self._mix = mix
 
     def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()
         turn, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        builder = Builder(self._source, self._wire, self._augment, self._recipe.seed)
+        builder = Builder(self._source, self._wire, self._augment, self._recipe.seed, self._mix)
         try:
             passed = 0  # micro-batches of the epochs before
             for epoch, order, first_step in self._epochs():
@@ -146,8 +150,8 @@ class MicroBatches(IterableDataset[Batch]):
                 numbers = range(first_step * per_step, order.num_steps * per_step)
                 mine = numbers[(turn - passed) % workers :: workers]
                 passed += len(numbers)
-                for step, samples in self._located(epoch, order, mine, builder):
-                    yield builder.build(epoch, samples, functools.partial(self._spare, order, step))
+                for step, samples, partners in self._located(epoch, order, mine, builder):
+                    yield builder.build(epoch, samples, functools.partial(self._spare, order, step), partners)
         finally:
             builder.close()
 
@@ -160,15 +164,17 @@ class MicroBatches(IterableDataset[Batch]):
 
     def _located(
         self, epoch: int, order: EpochOrder, micro_batches: range, builder: Builder
-    ) -> Iterator[tuple[int, np.ndarray]]:
-        """Step and samples of some of an epoch's micro-batches; the builder is told what comes next."""
+    ) -> Iterator[tuple[int, np.ndarray, np.ndarray | None]]:
+        """Step, samples and their partners of some of an epoch's micro-batches; the builder is told what comes next."""
         together = max(1, _LOCATED_TOGETHER // self._share.micro_batch_size)
         for first in range(0, len(micro_batches), together):
             numbers = np.array(micro_batches[first : first + together])
             steps, in_step = np.divmod(numbers, self._share.micro_batches_per_step)
             slots = self._share.slots(in_step)
             builder.expect(functools.partial(self._shards_ahead, epoch, order, int(steps[0])))
-            yield from zip(steps.tolist(), order.locate(steps[:, np.newaxis], slots), strict=True)
+            samples = order.locate(steps[:, np.newaxis], slots)
+            partners = [None] * len(numbers) if self._mix is None else order.partners(steps[:, np.newaxis], slots)
+            yield from zip(steps.tolist(), samples, partners, strict=True)
 
     def _shards_ahead(self, epoch: int, order: EpochOrder, step: int, most: int) -> np.ndarray:
         """What this rank reads of an epoch from a step on, and in the first windows of the next epoch."""

@@ -21,6 +21,7 @@ from dtrain.data.builder import Augment
 from dtrain.data.cache_policy import CachePolicy
 from dtrain.data.dataset import MicroBatches, Share, Start
 from dtrain.data.fields import parse_fields
+from dtrain.data.mixing import Mix
 from dtrain.data.order import DEFAULT_WINDOW, EpochOrder, Layout, Recipe, choose_lanes
 from dtrain.data.sample_source import SampleSource
 from dtrain.data.shard_source import ShardSource
@@ -55,6 +56,7 @@ class ShardLoader:
         precision: Name or policy; decides the wire dtypes.
         augment: ``augment(sample, rng) -> sample`` on a dict of numpy arrays, called in the worker with a generator
             that depends on (seed, epoch, sample) only.
+        mix: Mixup and cutmix, after that; labels become probabilities.
         max_bad: Bad samples after which the loader raises: 0 forgives none, a number below 1 that share of the samples
             handed over (ten are always forgiven), any other that count. None leaves all counting to the caller, who can
             add up all ranks.
@@ -97,6 +99,7 @@ class ShardLoader:
         tail: str = "pad",
         precision: str | Precision = "fp32",
         augment: Augment | None = None,
+        mix: Mix | None = None,
         max_bad: float | None = 0.01,
         max_bad_consecutive: int | None = 100,
         wire: str = "auto",
@@ -115,8 +118,10 @@ class ShardLoader:
         else:
             parsed = parse_fields(fields or {})
             self.source = ShardSource.build(shards, parsed, rank=rank, world_size=world_size, policy=policy)
-        self.wire = Wire(self.source.fields, Precision.of(precision), wire, on_overflow)
+        fields_sent = self.source.fields if mix is None else mix.fields(self.source.fields)
+        self.wire = Wire(fields_sent, Precision.of(precision), wire, on_overflow)
         self._augment = augment
+        self._mix = mix
         self._budget = None if max_bad is None else BadSampleBudget(max_bad, max_bad_consecutive)
         self._begin(0)
         self.steps_per_epoch = self.steps_left
@@ -336,6 +341,7 @@ class ShardLoader:
             share=self._share,
             wire=self.wire,
             augment=self._augment,
+            mix=self._mix,
         )
 
     def _open_stream(self) -> Stream:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -129,17 +130,29 @@ class EpochOrder:
         Raises:
             IndexError: If a step is not one of the layout in force, or a slot is none of its global batch.
         """
-        steps, slots = np.asarray(steps, np.int64), np.asarray(slots, np.int64)
-        _check_range("step", steps, self.first_step, self.num_steps)
-        _check_range("slot", slots, -1, self.layouts[-1].global_batch_size)
-        place = self._cuts[-1].place(steps - self.first_step, slots)
-        samples = np.full(place.shape, -1, np.int64)
+        return self._samples(self._places(steps, slots))
+
+    def partners(self, steps: np.ndarray | int, slots: np.ndarray) -> np.ndarray:
+        """The samples that those of ``locate`` are mixed with: places of the line pair up, two and two in each lane.
+
+        A window is permuted, so any other sample of it is as likely; but the two come one after the other, most often in
+        the same micro-batch. A sample keeps its partner when what remains of an epoch is cut anew.
+
+        Args:
+            steps: As in ``locate``.
+            slots: As in ``locate``.
+
+        Returns:
+            Sample numbers, int64, of the broadcast shape; -1 where ``locate`` finds none. The last sample of an odd lane has
+            the one before it; the only one of a lane has itself.
+
+        Raises:
+            IndexError: As ``locate``.
+        """
+        place = self._places(steps, slots)
         filled = place >= 0
-        on_line = place[filled]
-        for cut in reversed(self._cuts):
-            on_line = cut.outer(on_line)
-        samples[filled] = self._sample(self._shuffled(on_line))
-        return samples
+        place[filled] = self._beside(place[filled])
+        return self._samples(place)
 
     def shards_ahead(self, step: int, slots: np.ndarray, most: int) -> np.ndarray:
         """The shards that some slots read at ``step`` and from then on, up to the end of their lanes.
@@ -167,9 +180,33 @@ class EpochOrder:
         _, once = np.unique(nearest_first, return_index=True)
         return self._shards[nearest_first[np.sort(once)]][:most]
 
-    def _sample(self, place: np.ndarray) -> np.ndarray:
-        shard = self._shard_at(place)
-        return self._first_sample[shard] + place - self._line[shard]
+    def _places(self, steps: np.ndarray | int, slots: np.ndarray) -> np.ndarray:
+        """Places on the line, before they are shuffled; -1 where there is none."""
+        steps, slots = np.asarray(steps, np.int64), np.asarray(slots, np.int64)
+        _check_range("step", steps, self.first_step, self.num_steps)
+        _check_range("slot", slots, -1, self.layouts[-1].global_batch_size)
+        place = self._cuts[-1].place(steps - self.first_step, slots)
+        filled = place >= 0
+        on_line = place[filled]
+        for cut in reversed(self._cuts):
+            on_line = cut.outer(on_line)
+        place[filled] = on_line
+        return place
+
+    def _samples(self, place: np.ndarray) -> np.ndarray:
+        """The samples that the shuffle puts at some places; -1 where there is none."""
+        samples = np.full(place.shape, -1, np.int64)
+        filled = place >= 0
+        at = self._shuffled(place[filled])
+        shard = self._shard_at(at)
+        samples[filled] = self._first_sample[shard] + at - self._line[shard]
+        return samples
+
+    def _beside(self, place: np.ndarray) -> np.ndarray:
+        # Lanes of the first layout, as windows are: a sample must keep its partner.
+        start, end = self._cuts[0].lane_of(place)
+        other = start + ((place - start) ^ 1)
+        return np.where(other < end, other, np.maximum(other - 2, start))
 
     def _shuffled(self, place: np.ndarray) -> np.ndarray:
         if self.recipe.shuffle == "none":
@@ -216,11 +253,11 @@ class _Cut:
         starts = np.minimum(bounds[:-1] + self.layout.steps * self._per_lane, bounds[1:])
         return _Cut(layout, starts, np.concatenate([np.zeros(1, np.int64), np.cumsum(bounds[1:] - starts)]))
 
-    @property
+    @cached_property
     def num_samples(self) -> int:
         return int(self.offsets[-1])
 
-    @property
+    @cached_property
     def _per_lane(self) -> int:
         return self.layout.global_batch_size // self.layout.lanes
 
@@ -229,8 +266,11 @@ class _Cut:
         return self.num_samples // batch if tail == "drop" else -(-self.num_samples // batch)
 
     def used(self, steps: int) -> int:
+        each = steps * self._per_lane
+        if each <= self.num_samples // self.layout.lanes:  # no lane has ended: what a training asks in every step
+            return each * self.layout.lanes
         bounds = self._bounds(np.arange(self.layout.lanes + 1))
-        return int(np.minimum(np.diff(bounds), steps * self._per_lane).sum())
+        return int(np.minimum(np.diff(bounds), each).sum())
 
     def place(self, steps: np.ndarray, slots: np.ndarray) -> np.ndarray:
         lane = slots // self._per_lane

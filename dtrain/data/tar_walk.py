@@ -131,12 +131,7 @@ def _walk(
         unverified.append((offset, header))
 
         kind = header[156]
-        try:
-            size = int(header[124:135], 8)  # as nearly all are written; a twelfth digit is no digit then
-        except ValueError:
-            size = -1
-        if size < 0 or header[135] not in _AFTER_DIGITS:
-            size = _number(header[124:136])
+        size = _size(header)
         if size is None or size < 0:
             raise ShardError(path, offset, f"a header with the size {header[124:136]!r}", _COPY_AGAIN)
         payload = offset + _BLOCK
@@ -235,6 +230,15 @@ def _read(file: Walkable, offset: int, length: int) -> bytes:
 def _text(field: bytes) -> bytes:
     end = field.find(0)
     return field if end < 0 else field[:end]
+
+
+def _size(header: bytes) -> int | None:
+    if header[135] in _AFTER_DIGITS:  # as nearly all are written
+        try:
+            return int(header[124:135], 8)
+        except ValueError:
+            pass
+    return _number(header[124:136])
 
 
 def _number(field: bytes) -> int | None:

@@ -103,10 +103,8 @@ class Wire:
         field = self._fields[name]
         if field.role != "image":
             return tensor
-        # [rows, height, width, 3] seen as [rows, 3, height, width] is channels_last already.
-        pixels = tensor.permute(0, 3, 1, 2).to(torch.float32)
         mean, std = _grey_levels(field.mean, tensor.device), _grey_levels(field.std, tensor.device)
-        return pixels.sub_(mean).div_(std).to(self._compute_dtype)
+        return normalised(tensor, mean, std, self._compute_dtype)
 
     def _within_range(self, name: str, key: str, source: Tensor, dtype: torch.dtype) -> Tensor:
         # Looked for in the source: to find the infinities that a cast has made costs ten times as much.
@@ -125,6 +123,22 @@ class Wire:
             f"sample {key!r}: field {name!r} holds {worst:g}, outside the range of {_name(dtype)}, +-{limit:g}. Set "
             "data.on_overflow=fp32 to send features in fp32, =clamp to clip them, or scale the field when packing."
         )
+
+
+def normalised(pixels: Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype) -> Tensor:
+    """Images as a model takes them.
+
+    Args:
+        pixels: uint8, ``[rows, height, width, 3]``.
+        mean: Per channel on the scale of pixels, fp32, ``[3, 1, 1]``.
+        std: Per channel on the scale of pixels, fp32, ``[3, 1, 1]``.
+        dtype: What they are cast to once they are normalised in fp32.
+
+    Returns:
+        ``[rows, 3, height, width]`` in channels_last layout.
+    """
+    # [rows, height, width, 3] seen as [rows, 3, height, width] is channels_last already.
+    return pixels.permute(0, 3, 1, 2).to(torch.float32).sub_(mean).div_(std).to(dtype)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -2,6 +2,7 @@
 
 from dtrain.models.coordinate_net import CoordinateNet
 from dtrain.models.gpt import GPT
+from dtrain.models.logits import Logits
 from dtrain.models.mlp import MLP
 from dtrain.models.polynomial import Polynomial
 from dtrain.models.resnet import ResNet
@@ -9,4 +10,4 @@ from dtrain.models.resnet9 import ResNet9
 from dtrain.models.small_cnn import SmallCNN
 from dtrain.models.vit import ViT
 
-__all__ = ["GPT", "MLP", "CoordinateNet", "Polynomial", "ResNet", "ResNet9", "SmallCNN", "ViT"]
+__all__ = ["GPT", "MLP", "CoordinateNet", "Logits", "Polynomial", "ResNet", "ResNet9", "SmallCNN", "ViT"]

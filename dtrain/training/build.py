@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dtrain.config.errors import ConfigError, users_to_fix
+from dtrain.config.missing_target import why_missing
 from dtrain.config.schema import LossScaleConfig, ParallelConfig, PrecisionConfig, TrainConfig
 from dtrain.distributed.world import World
 from dtrain.optimizers.groups import decay_groups, trainable
@@ -41,7 +43,7 @@ def by_target(key: str, node: Any, *args: Any, **kwargs: Any) -> Any:
 
     Raises:
         ConfigError: If there is no ``_target_``, nothing of that name can be imported, or it does not take these keys.
-        Exception: What the target itself raises.
+        Exception: What the target itself raises, or its module while it is imported.
     """
     if not isinstance(node, DictConfig) or "_target_" not in node:
         raise ConfigError(f"{key}: has no _target_. Name a class or function, such as {key}._target_=package.Class.")
@@ -54,11 +56,19 @@ def by_target(key: str, node: Any, *args: Any, **kwargs: Any) -> Any:
                 # Raised by the call, before anything inside ran.
                 raise ConfigError(f"{key}: {node._target_} does not take these keys: {cause}.") from error
             raise cause from None
-        reason = str(cause or error).splitlines()[0]
-        raise ConfigError(
-            f"{key}._target_: {node._target_!r} cannot be imported ({reason}). Is the package installed, and the folder "
-            "of your own module on PYTHONPATH?"
-        ) from error
+        raised = cause
+        while raised is not None and raised.__cause__ is not None:
+            raised = raised.__cause__
+        if raised is not None and not isinstance(raised, (ImportError, AttributeError, ValueError)):
+            raise raised from None  # by a module while it was imported
+        # Of a target inside this node only Hydra's message says the name.
+        named = re.search(r"Error locating target '([^']*)'", str(error))
+        target = named[1] if named else str(node._target_)
+        where = f"{key}._target_" if target == node._target_ else f"{key}, a _target_ inside"
+        reason = why_missing(target)
+        if not reason:  # it is there, but nothing that can be called
+            raise ConfigError(f"{where}: {target!r}: {str(error).splitlines()[0]}.") from error
+        raise ConfigError(f"{where}: {target!r} cannot be imported: {reason}") from error
 
 
 def build_precision(cfg: PrecisionConfig, device: torch.device) -> tuple[Precision, list[str]]:

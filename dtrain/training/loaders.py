@@ -12,6 +12,7 @@ from dtrain.config.schema import Config, DataConfig
 from dtrain.data import ShardLoader
 from dtrain.data.cache_policy import CachePolicy
 from dtrain.data.fields import Field, parse_fields
+from dtrain.data.mixing import Mix
 from dtrain.data.sample_source import value_fields
 from dtrain.distributed.collectives import decided_by_rank_zero
 from dtrain.distributed.world import World
@@ -47,6 +48,7 @@ def train_loader(cfg: Config, world: World, precision: Precision) -> ShardLoader
         window=data.window,
         tail=data.tail,
         augment=by_target("data.augment", data.augment) if data.augment is not None else None,
+        mix=_mix(data.mix) if data.mix is not None else None,
     )
 
 
@@ -129,6 +131,14 @@ def _loader(cfg: Config, world: World, precision: Precision, split: str, **order
         policy = CachePolicy.of(data.storage, data.cache.dir, data.cache.max_gb)
         shards = named if isinstance(named, str) else list(named)
         return ShardLoader(shards, _plain(data.fields), policy=policy, **options)
+
+
+def _mix(node: Any) -> Mix:
+    with users_to_fix("data.mix"):
+        mix = by_target("data.mix", node)
+    if not isinstance(mix, Mix):
+        raise ConfigError(f"data.mix: {node._target_} gives {type(mix).__name__}, want a dtrain.data.mixing.Mix.")
+    return mix
 
 
 def _plain(fields: object) -> dict[str, dict[str, object]]:
