@@ -1,7 +1,7 @@
-"""``python -m dtrain.export run.dir=DIR [export.dtype=bf16] [export.out=DIR2] [OPTION=VALUE ...] [KEY=VALUE ...]``
+"""``python -m dtrain.export run.dir=DIR [export.dtype=bf16] [export.format=pt2] [OPTION=VALUE ...] [KEY=VALUE ...]``
 
 Turns a checkpoint into an artefact that ``dtrain.predict`` uses without the training config: weights folded in fp32, cast,
-read back in a fresh process and compared with the fp32 model.
+read back in a fresh process and compared with the fp32 model. What is too far from it is refused.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from torch import nn
+from torch import Tensor, nn
 
 from dtrain import __version__
 from dtrain.config import app
@@ -21,13 +21,20 @@ from dtrain.config.app import Composed
 from dtrain.config.errors import ConfigError, users_to_fix
 from dtrain.config.run import Run, recompose, take, without_secrets
 from dtrain.config.schema import Config
-from dtrain.deployment import artefact
-from dtrain.deployment.artefact import Description
+from dtrain.deployment import artefact, cost, divergence, graph, measure_command
 from dtrain.deployment.casting import cast, check_range
 from dtrain.deployment.class_names import class_names
-from dtrain.deployment.comparison import NotComparable, Samples, compare, sample
+from dtrain.deployment.comparison import compare
+from dtrain.deployment.description import DESCRIPTION, DTYPES, FILES, SAFETENSORS, Description
+from dtrain.deployment.divergence import Departure
 from dtrain.deployment.folding import fold, foldable
 from dtrain.deployment.image_input import ImageInput
+from dtrain.deployment.made_here import remember
+from dtrain.deployment.program import Program, RowSpec
+from dtrain.deployment.samples import NotComparable, Samples, sample
+from dtrain.deployment.summary import summary
+from dtrain.deployment.tolerance import Tolerance
+from dtrain.deployment.verdict import require_close
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
 from dtrain.tracking.console import print_banner
@@ -38,12 +45,22 @@ from dtrain.training.state import load_weights
 
 USAGE = """Usage
   python -m dtrain.export run.dir=DIR [OPTION=VALUE ...] [KEY=VALUE ...]
+  python -m dtrain.export measure ARTEFACT [ARTEFACT ...]    time and memory of artefacts that are there already
 
 Options
   run.dir=DIR                    the run's directory
   export.dtype=fp32|bf16|fp16    dtype of the weights (default: bf16)
   export.format=safetensors      weights in a safetensors file, the model built by its _target_
+  export.format=pt2              a program for torch.export.load, which needs no training code
+  export.format=aotinductor      the same compiled for this kind of machine; needs a C++ compiler
+  export.format=[FORMAT,...]     several, each in a folder of its name in export.out
   export.out=DIR2                folder to write (default: DIR/export); an artefact that is there is replaced
+  export.tolerance=X             largest error of an output, as a part of the largest one (fp32 0.001, fp16 0.01, bf16 0.08)
+  export.max_metric_difference=X of accuracy, loss, ... from fp32 (default: fp32 0.001, fp16 0.01, bf16 0.02)
+  export.measure=false           not how long a forward takes and how much memory, beside the same weights in fp32
+  export.batch=[1,32]            rows of the forwards that are measured
+  export.max_latency_ms=X        also look for the largest batch that takes at most so long
+  export.max_memory_gib=X        and at most so much memory
   checkpoint=best|latest|STEP    which checkpoint (default: best where the run keeps one, else latest)
   weights=ema|raw                moving average or raw weights (default: ema where there is one)
   samples=N                      rows of data.eval for the comparison with fp32 (default: 512; 0: no comparison)
@@ -54,7 +71,7 @@ OPTIONS = {"checkpoint": "", "weights": "", "samples": "512"}
 
 @torch.no_grad()
 def export(composed: Composed, which: str, weights: str, samples: str) -> None:
-    """Writes the artefact of one checkpoint and prints how it compares with fp32.
+    """Writes the artefacts of one checkpoint and prints how they compare with fp32.
 
     Args:
         composed: The run's config.
@@ -66,8 +83,8 @@ def export(composed: Composed, which: str, weights: str, samples: str) -> None:
     run = Run.of(composed)
     world = one_process()
     precision = export_precision(cfg)
-    out = Path(cfg.export.out).expanduser().absolute() if cfg.export.out is not None else run.dir / "export"
-    artefact.check_place(out)
+    places = destinations(cfg, run)
+    cost.check(cfg.export)
     if not samples.isdigit():
         raise ConfigError(f"samples: got {samples!r}, want a number of rows; 0 for no comparison.")
 
@@ -77,10 +94,21 @@ def export(composed: Composed, which: str, weights: str, samples: str) -> None:
     step = checkpoints.choose(which)
     checkpoint = checkpoints.load(step)
     Precision("fp32").apply(world.device)
-    model = build.build_model(cfg.model, world.device).eval().requires_grad_(False)
-    used = load_weights(model, checkpoint, weights)
+
+    def trained() -> tuple[nn.Module, str]:
+        model = build.build_model(cfg.model, world.device).eval().requires_grad_(False)
+        return model, load_weights(model, checkpoint, weights)
+
+    model, used = trained()
     before = size(model)
     compared, why_not, image = reference(cfg, model, world, int(samples))
+    example = example_rows(compared, image, world.device)
+    if example is None and places.keys() & {graph.PT2, graph.AOTINDUCTOR}:
+        raise ConfigError(
+            f"export.format: {' and '.join(places)}: a program is traced with rows, and nobody saw any ({why_not}). Set "
+            f"data.eval and samples, or use export.format={SAFETENSORS}."
+        )
+    tolerance = Tolerance.of(cfg.export, len(compared.rows) if compared is not None else 0)
 
     # -- folded in fp32, then cast
     pairs, untraceable = foldable(model)
@@ -89,38 +117,64 @@ def export(composed: Composed, which: str, weights: str, samples: str) -> None:
     fold(model, pairs)
     vanished = check_range(model, precision.compute_dtype, kept, dict(pairs))
     cast(model, precision.compute_dtype, kept)
+    program = Program(model, image, precision.compute_dtype).eval()
 
-    # -- written aside, compared as it is on disk, then put in place
-    description = Description(
-        model=without_secrets(run.config["model"]),
-        dtype=precision.name,
-        keep_fp32=kept,
-        folded=pairs,
-        input=image,
-        classes=class_names(None if OmegaConf.is_missing(cfg.data, "train") else cfg.data.train, cfg.data.eval),
-        source={
-            "run": run.dir.name,
-            "checkpoint_step": step,
-            "weights": used,
-            "trained_in": cfg.precision.name,
-            "task": run.config["task"].get("_target_"),
-            "metrics": checkpoint.state.get("metrics", {}),
-        },
-        versions={"dtrain": __version__, "torch": torch.__version__},
-    )
-    with artefact.replacing(out) as folder:
-        artefact.write(folder, model, description)
-        report: dict[str, Any] = {
-            "bytes": {"fp32": before, "exported": size(model)},
-            "folded": len(pairs),
-            "not_folded": untraceable,
-            "became_zero": vanished,
-            "comparison": compare(folder, compared, world.device) if compared is not None else None,
-            "not_compared": why_not,
-        }
-        (folder / artefact.REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    def departures(numbers: Tensor) -> list[Departure]:
+        original = Program(trained()[0], image, torch.float32)
+        assert compared is not None
+        return divergence.departures(original, program, compared.rows[numbers].to(world.device), pairs)
 
-    print_banner("export", {"artefact": str(out), **rows(description, report)})
+    def in_fp32() -> nn.Module:
+        original = trained()[0]
+        fold(original, pairs)
+        return original
+
+    for stored_as, out in places.items():
+        description = Description(
+            stored_as=stored_as,
+            model=without_secrets(run.config["model"]),
+            dtype=precision.name,
+            keep_fp32=kept,
+            folded=pairs,
+            input=image,
+            rows=RowSpec.of(example) if example is not None else None,
+            classes=class_names(None if OmegaConf.is_missing(cfg.data, "train") else cfg.data.train, cfg.data.eval),
+            device=world.device.type,
+            source={
+                "run": run.dir.name,
+                "checkpoint_step": step,
+                "weights": used,
+                "trained_in": cfg.precision.name,
+                "task": run.config["task"].get("_target_"),
+                "metrics": checkpoint.state.get("metrics", {}),
+            },
+            versions={"dtrain": __version__, "torch": torch.__version__},
+        )
+        # -- written aside, compared as it is on disk, then put in place
+        with artefact.replacing(out) as folder:
+            artefact.write(folder, program, description, example)
+            report: dict[str, Any] = {
+                "dtype": precision.name,
+                "format": stored_as,
+                "bytes": {"fp32": before, "exported": size(model), "file": (folder / description.file).stat().st_size},
+                "ratio": size(model) / before,
+                "folded": len(pairs),
+                "not_folded": untraceable,
+                "became_zero": vanished,
+                "comparison": None,
+                "not_compared": why_not,
+                "device": str(world.device),
+                "versions": description.versions,
+            }
+            if compared is not None:
+                comparison = compare(folder, compared)
+                require_close(comparison, tolerance, description, departures)
+                report["comparison"] = comparison.report(tolerance)
+            twin = in_fp32 if precision.name != "fp32" else None
+            report["cost"] = cost.measured(cfg.export, folder, description, twin, world.device)
+            (folder / artefact.REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        remember(out)
+        print_banner("export", {"artefact": str(out), **summary(description, report), **cost.summary(report["cost"])})
 
 
 def one_process() -> World:
@@ -141,13 +195,46 @@ def export_precision(cfg: Config) -> Precision:
     """The precision that the weights shall have.
 
     Raises:
-        ConfigError: If there is no such dtype or format.
+        ConfigError: If there is no such dtype.
     """
-    if cfg.export.format not in artefact.FORMATS:
-        raise ConfigError(f"export.format: got {cfg.export.format!r}, want one of {', '.join(artefact.FORMATS)}.")
-    if cfg.export.dtype not in artefact.DTYPES:
-        raise ConfigError(f"export.dtype: got {cfg.export.dtype!r}, want one of {', '.join(artefact.DTYPES)}.")
+    if cfg.export.dtype not in DTYPES:
+        raise ConfigError(f"export.dtype: got {cfg.export.dtype!r}, want one of {', '.join(DTYPES)}.")
     return Precision(cfg.export.dtype, tuple(cfg.precision.keep_fp32))
+
+
+def destinations(cfg: Config, run: Run) -> dict[str, Path]:
+    """Where the artefact of each wanted format goes.
+
+    Raises:
+        ConfigError: If there is no such format, no compiler for it, or something else lies in the place.
+    """
+    wanted = cfg.export.format
+    formats = [wanted] if isinstance(wanted, str) else list(wanted or [])
+    if not formats or not {*formats} <= FILES.keys():
+        raise ConfigError(f"export.format: got {wanted!r}, want one or several of {', '.join(FILES)}.")
+    if graph.AOTINDUCTOR in formats:
+        graph.require_compiler()
+    out = Path(cfg.export.out).expanduser().absolute() if cfg.export.out is not None else run.dir / "export"
+    if isinstance(wanted, str):
+        places = {wanted: out}
+    elif (out / DESCRIPTION).exists():
+        raise ConfigError(
+            f"export.out: {out} is an artefact, and {wanted} needs a folder for several. Name another one."
+        )
+    else:
+        places = {stored_as: out / stored_as for stored_as in formats}
+    for place in places.values():
+        artefact.check_place(place)
+    return places
+
+
+def example_rows(compared: Samples | None, image: ImageInput | None, device: torch.device) -> Tensor | None:
+    """Rows such as go into the model, to trace it with; None where nobody saw any."""
+    if compared is not None:
+        return compared.rows[:2].clone().to(device)
+    if image is not None and image.size is not None:
+        return torch.zeros(2, *image.size, 3, dtype=torch.uint8, device=device)
+    return None
 
 
 def reference(
@@ -189,32 +276,10 @@ def size(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
-def rows(description: Description, report: dict[str, Any]) -> dict[str, str]:
-    """What a person wants to know of an export, for ``print_banner``."""
-    source, found = description.source, report["comparison"]
-    before, after = report["bytes"]["fp32"], report["bytes"]["exported"]
-    lines = {
-        "from": f"step {source['checkpoint_step']} of {source['run']}, {source['weights']} weights",
-        "weights": f"{description.dtype}, {after:,} bytes, {after / before:.2f} of fp32"
-        + (f" (fp32 kept in {', '.join(description.keep_fp32)})" if description.keep_fp32 else ""),
-        "BatchNorm": f"not folded: {report['not_folded']}" if report["not_folded"] else f"{report['folded']} folded",
-    }
-    if report["became_zero"]:
-        names = ", ".join(f"{name} ({count})" for name, count in report["became_zero"].items())
-        lines["became zero"] = names
-    if found is None:
-        return lines | {"not compared": report["not_compared"]}
-    lines["outputs"] = (
-        f"max error {found['max_abs_error']:.2e}, mean {found['mean_abs_error']:.2e} (fp32 outputs up to "
-        f"{found['max_abs_output']:.3g}), {found['samples']} samples in a fresh process on {found['device']}"
-    )
-    if "top1_agreement" in found:
-        lines["top-1"] = f"{found['top1_agreement']:.2%} as in fp32"
-    return lines
-
-
 def main() -> None:
     """Command line."""
+    if sys.argv[1:2] == ["measure"]:
+        sys.exit(measure_command.main(sys.argv[2:]))
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(USAGE)
         return

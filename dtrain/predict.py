@@ -155,8 +155,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--trust",
         action="store_true",
-        help="build the model also where the artefact names something else than a torch.nn.Module class for it, such "
-        "as a function: it may do anything",
+        help="also run an artefact that could do anything: a program with code of its own (pt2, aotinductor), or a model "
+        "that is built by something else than a torch.nn.Module class",
     )
     return parser
 

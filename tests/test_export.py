@@ -9,7 +9,6 @@ import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,13 +17,12 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dtrain import export
+from dtrain import export, predict
 from dtrain.config.errors import ConfigError
-from dtrain.data import Batch
 from dtrain.deployment import artefact
 from dtrain.deployment.casting import cast, check_range
-from dtrain.deployment.comparison import NotComparable, sample
 from dtrain.deployment.folding import fold, foldable
+from dtrain.deployment.program import Program
 from dtrain.training.checkpoint import Checkpoint, Checkpoints
 from tests.tiny_run import STEPS, NormNet, tiny_run
 
@@ -38,10 +36,10 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
 
 @pytest.fixture
 def run_export(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """Runs the command in this process; returns its exit code and what it said."""
+    """Runs the command in this process, without measuring; returns its exit code and what it said."""
 
     def run(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["export", *arguments])
+        monkeypatch.setattr(sys, "argv", ["export", "export.measure=false", *arguments])
         code = 0
         try:
             export.main()
@@ -71,14 +69,18 @@ def trained(run_dir: Path, name: str = "ema") -> dict[str, Tensor]:
     return load_file(run_dir / "checkpoints" / f"step-{STEPS:09d}" / f"{name}.safetensors")
 
 
-def pixels(shards: Path) -> Tensor:
-    """The test images in stored order, uint8 ``[360, 8, 8, 3]``, read with tarfile and Pillow."""
-    images = []
+def test_set(shards: Path) -> tuple[Tensor, Tensor]:
+    """The test images in stored order, uint8 ``[360, 8, 8, 3]``, and their labels, read with tarfile and Pillow."""
+    images, labels = [], []
     for path in sorted(shards.glob("test-*.tar")):
         with tarfile.open(path) as archive:
             files = {member.name: archive.extractfile(member).read() for member in archive}  # type: ignore[union-attr]
         images += [np.asarray(Image.open(io.BytesIO(files[name])).convert("RGB")) for name in files if "png" in name]
-    return torch.from_numpy(np.stack(images))
+        labels += [int(files[name]) for name in files if "cls" in name]
+    return torch.from_numpy(np.stack(images)), torch.tensor(labels)
+
+
+test_set.__test__ = False  # type: ignore[attr-defined]
 
 
 def fp64_outputs(weights: dict[str, Tensor], images: Tensor) -> Tensor:
@@ -89,39 +91,67 @@ def fp64_outputs(weights: dict[str, Tensor], images: Tensor) -> Tensor:
         return model((images.double() / 255 - 0.5).div(0.5).permute(0, 3, 1, 2))
 
 
-@pytest.mark.parametrize(("name", "dtype", "error"), [("bf16", torch.bfloat16, 0.1), ("fp16", torch.float16, 0.01)])
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    """The tensors of an artefact, those of its preprocessing left out."""
+    if (folder / "model.safetensors").exists():
+        return load_file(folder / "model.safetensors")
+    return dict(torch.export.load(folder / "model.pt2").state_dict)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "dtype", "error"),
+    [("bf16", "pt2", torch.bfloat16, 0.1), ("fp16", "safetensors", torch.float16, 0.01)],
+)
 def test_half_precision_halves_the_bytes_and_the_report_tells_the_true_error(
     run_export: Callable[..., tuple[int, str]],
     run_dir: Path,
     digits: Path,
     tmp_path: Path,
     name: str,
+    form: str,
     dtype: torch.dtype,
     error: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = tmp_path / "artefact"
-    code, said = run_export(f"run.dir={run_dir}", f"export.dtype={name}", f"export.out={out}", "checkpoint=latest")
+    code, said = run_export(
+        f"run.dir={run_dir}", f"export.dtype={name}", f"export.format={form}", f"export.out={out}", "checkpoint=latest"
+    )
     assert code == 0, said
-    tensors = load_file(out / "model.safetensors")
+    tensors = weights_of(out)
     assert {tensor.dtype for tensor in tensors.values()} == {dtype}
     floats = sum(tensor.numel() for tensor in tensors.values())
     report = json.loads((out / "report.json").read_text())
     assert report["bytes"]["exported"] == 2 * floats
     # Folding drops four vectors for each BatchNorm and its step count, and gives conv1 a bias.
     assert report["bytes"]["fp32"] == 4 * (floats + 2 * 4 * 8 - 8) + 2 * 8
-    images = pixels(digits)
+    assert report["ratio"] == report["bytes"]["exported"] / report["bytes"]["fp32"]
+    if form == "pt2":
+        Image.new("RGB", (20, 20)).save(tmp_path / "one.png")
+        assert predict.main([str(out), str(tmp_path / "one.png")]) == 0  # it was made here
+        monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "of another user"))
+        with pytest.raises(ConfigError, match=r"model\.pt2 is a program with code of its own.*--trust"):
+            artefact.load(out, CPU)
+    images, labels = test_set(digits)
     expected = fp64_outputs(trained(run_dir), images)
-    got = artefact.load(out, CPU).outputs(images).double()
+    got = artefact.load(out, CPU, trust=True).outputs(images).double()
     compared = report["comparison"]
     assert compared["samples"] == 360
     assert compared["max_abs_error"] == pytest.approx((got - expected).abs().max().item(), rel=0.05)
     assert compared["mean_abs_error"] == pytest.approx((got - expected).abs().mean().item(), rel=0.05)
     assert compared["top1_agreement"] == pytest.approx((got.argmax(1) == expected.argmax(1)).double().mean().item())
     assert 0 < compared["max_abs_error"] < error * expected.abs().max().item()
+    for kind, outputs in (("fp32", expected), ("exported", got)):
+        accuracy = (outputs.argmax(1) == labels).double().mean().item()
+        loss = nn.functional.cross_entropy(outputs, labels).item()
+        assert compared["metrics"]["accuracy"][kind] == pytest.approx(accuracy)
+        assert compared["metrics"]["loss"][kind] == pytest.approx(loss, rel=1e-4)
+        assert f"{accuracy:.4f}" in said
     description = json.loads((out / "model.json").read_text())
     assert description["source"]["checkpoint_step"] == STEPS
     assert description["source"]["weights"] == "ema"
     assert description["source"]["metrics"]["eval/samples"] == 360
+    assert description["rows"] == {"dtype": "uint8", "shape": [8, 8, 3]}
     assert description["input"] == {
         "field": "image",
         "size": [8, 8],
@@ -172,12 +202,18 @@ def test_the_run_s_own_folder_is_the_default_and_a_second_export_takes_its_place
         "report.json",
     ]
     assert not [path for path in own_run.iterdir() if path.name.startswith(".export")]
+    code, said = run_export(f"run.dir={own_run}", "export.format=[safetensors,pt2]")
+    assert code != 0
+    assert "is an artefact, and" in said
 
 
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
         (["export.format=onnx"], ["export.format", "'onnx'", "safetensors"]),
+        (["export.format=[pt2,onnx]"], ["export.format", "'onnx'", "aotinductor"]),
+        (["export.format=pt2", "data.eval=null"], ["pt2", "data.eval is not set", "safetensors"]),
+        (["export.tolerance=-1"], ["export.tolerance", "-1"]),
         (["export.dtype=int8"], ["export.dtype", "'int8'", "fp32, bf16, fp16"]),
         (["checkpoint=3"], ["checkpoint=3", "15"]),
         (["samples=some"], ["samples", "'some'"]),
@@ -242,7 +278,7 @@ def test_an_overflow_is_refused_by_name_until_its_module_is_kept_in_fp32(
         "head.weight": torch.float32,
         "head.bias": torch.float32,
     }
-    images = pixels(digits)[:64]
+    images = test_set(digits)[0][:64]
     got, expected = artefact.load(own_run / "export", CPU).outputs(images), fp64_outputs(trained(own_run), images)
     torch.testing.assert_close(got.double(), expected, rtol=5e-3, atol=5e-2)
     # fp16 has 11 bits: a rounded output of this size would be a multiple of 32.
@@ -260,21 +296,76 @@ def test_weights_that_are_not_finite_are_refused(run_export: Callable[..., tuple
         assert part in said
 
 
-def test_an_activation_that_overflows_is_refused_and_the_old_artefact_stays(
+def test_weights_that_fit_until_they_are_folded_are_refused_with_both_modules(
     run_export: Callable[..., tuple[int, str]], own_run: Path
+) -> None:
+    def enlarge(tensors: dict[str, Tensor]) -> None:
+        tensors["norm1.running_var"][:] = 1e-12
+        tensors["norm1.weight"][:] = 1e4
+
+    alter(own_run, enlarge)
+    arguments = (f"run.dir={own_run}", "checkpoint=latest", "samples=0", "export.dtype=fp16")
+    code, said = run_export(*arguments)
+    assert code != 0
+    for part in ("conv1.weight", "norm1 is folded into it", "65504", "'precision.keep_fp32=[conv1,norm1]'"):
+        assert part in said
+    assert not (own_run / "export").exists()
+    assert run_export(*arguments, "precision.keep_fp32=[conv1,norm1]")[0] == 0
+
+
+def test_an_activation_that_overflows_is_refused_by_its_module_and_the_old_artefact_stays(
+    run_export: Callable[..., tuple[int, str]], own_run: Path, digits: Path
 ) -> None:
     assert run_export(f"run.dir={own_run}", "samples=0", "export.dtype=fp32")[0] == 0
 
     def enlarge(tensors: dict[str, Tensor]) -> None:
-        tensors["norm1.weight"] *= 3e3
-        tensors["conv2.weight"] *= 3e3
-        tensors["norm2.weight"] *= 3e3
+        tensors["norm1.weight"] *= 5e3
+        tensors["norm2.weight"] *= 30
 
     alter(own_run, enlarge)
-    code, said = run_export(f"run.dir={own_run}", "checkpoint=latest", "export.dtype=fp16")
+    model = NormNet().double().eval()
+    model.load_state_dict(trained(own_run))
+    largest = {}
+    for name in ("norm1", "norm2"):
+        model.get_submodule(name).register_forward_hook(
+            lambda _, args, output, name=name: largest.update({name: output.abs().max().item()})
+        )
+    model((test_set(digits)[0].double() / 255 - 0.5).div(0.5).permute(0, 3, 1, 2))
+    assert largest["norm1"] < 65504 < largest["norm2"]
+
+    code, said = run_export(f"run.dir={own_run}", "checkpoint=latest", "export.dtype=fp16", "samples=64")
     assert code != 0
-    assert "outputs are not finite" in said or "does not fit" in said
+    for part in ("not finite", "norm2: its outputs overflow", "bf16", "'precision.keep_fp32=[conv2,norm2]'"):
+        assert part in said
+    assert "norm1" not in said
     assert json.loads((own_run / "export" / "model.json").read_text())["dtype"] == "fp32"
+    assert not [path for path in own_run.iterdir() if path.name.startswith(".export")]
+
+
+@pytest.mark.slow
+def test_every_format_predicts_the_same(
+    run_export: Callable[..., tuple[int, str]], run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Image.new("RGB", (8, 8), (200, 30, 90)).save(tmp_path / "one.png")
+    out = tmp_path / "out"
+    arguments = (f"run.dir={run_dir}", "samples=70", "export.dtype=bf16", f"export.out={out}")
+    code, said = run_export(*arguments, "export.format=[safetensors,pt2,aotinductor]")
+    assert code == 0, said
+    predicted = {}
+    for form in ("safetensors", "pt2", "aotinductor"):
+        assert json.loads((out / form / "report.json").read_text())["comparison"]["samples"] == 70
+        assert predict.main([str(out / form), str(tmp_path / "one.png"), "--json", "--top=10"]) == 0
+        found = json.loads(capsys.readouterr().out)["predictions"]
+        predicted[form] = {one["label"]: one["probability"] for one in found}
+    for form in ("pt2", "aotinductor"):
+        # Compiled code rounds to bf16 less often.
+        assert predicted[form] == pytest.approx(predicted["safetensors"], abs=0.02)
+    # Compiled code looks at no shapes by itself.
+    with pytest.raises(ConfigError, match=r"takes uint8 \[rows, 8, 8, 3\], got uint8 \[1, 9, 8, 3\]"):
+        artefact.load(out / "aotinductor", CPU, trust=True).outputs(torch.zeros(1, 9, 8, 3, dtype=torch.uint8))
+    code, said = run_export(*arguments)
+    assert code != 0
+    assert "is not an artefact" in said
 
 
 class Awkward(nn.Module):
@@ -339,19 +430,6 @@ def test_tied_weights_stay_tied_and_masks_of_infinity_are_no_overflow() -> None:
     assert {tensor.dtype for tensor in (*model.parameters(), *model.buffers())} == {torch.float16}
 
 
-def test_a_task_that_calls_the_model_in_another_way_is_said_and_not_guessed() -> None:
-    rows = Batch({"image": torch.zeros(2, 3)}, ["a/0", "a/1"], torch.ones(2, dtype=torch.bool))
-    loader = SimpleNamespace(epoch=lambda n: iter([rows]))
-    model = nn.Linear(3, 2)
-    with pytest.raises(NotComparable, match="2 times"):
-        sample(model, lambda m, b: (m(b["image"]), m(b["image"])), loader, {}, CPU, 2)  # type: ignore[arg-type]
-    with pytest.raises(NotComparable, match="1 arguments"):
-        sample(model, lambda m, b: m(input=b["image"]), loader, {}, CPU, 2)  # type: ignore[arg-type]
-    found = sample(model, lambda m, b: m(b["image"] + 1), loader, {}, CPU, 2)  # type: ignore[arg-type]
-    assert found.image is None
-    assert torch.equal(found.rows, torch.ones(2, 3))
-
-
 def test_an_artefact_that_was_altered_or_is_of_another_version_is_refused(
     run_export: Callable[..., tuple[int, str]], run_dir: Path, tmp_path: Path
 ) -> None:
@@ -374,15 +452,19 @@ def test_an_artefact_that_was_altered_or_is_of_another_version_is_refused(
         artefact.load(out, CPU)
 
 
-def test_only_classes_of_modules_are_built_unless_the_user_trusts_the_artefact(
-    run_export: Callable[..., tuple[int, str]], run_dir: Path, tmp_path: Path
+def test_only_classes_of_modules_are_built_from_a_foreign_artefact_unless_the_user_trusts_it(
+    run_export: Callable[..., tuple[int, str]], run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
     target = "model._target_=tests.tiny_run.norm_net"
     assert run_export(f"run.dir={run_dir}", "samples=0", f"export.out={out}", target)[0] == 0
+    assert isinstance(artefact.load(out, CPU).program, Program)  # it was made here
+    monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "of another user"))
     with pytest.raises(ConfigError, match=r"norm_net.*--trust"):
         artefact.load(out, CPU)
-    assert isinstance(artefact.load(out, CPU, trust=True).model, NormNet)
+    loaded = artefact.load(out, CPU, trust=True).program
+    assert isinstance(loaded, Program)
+    assert isinstance(loaded.model, NormNet)
     description = json.loads((out / "model.json").read_text())
     description["model"] = {"_target_": "tests.tiny_run.NormNet", "classes": {"_target_": "os.getpid"}}
     (out / "model.json").write_text(json.dumps(description))

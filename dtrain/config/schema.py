@@ -164,6 +164,7 @@ class TrackerConfig:
     entity: str | None = None
     mode: str | None = None  # online | offline | disabled; null: WANDB_MODE, else online when logged in, else offline
     tags: list[str] = field(default_factory=list)
+    media: bool = True  # pictures and texts after evaluations, in <run.dir>/media
 
 
 @dataclass

@@ -1,17 +1,17 @@
 """The artefact: a folder that is complete or not there, and how it is read back.
 
-``model.json`` says how to build the model, in which form its weights were brought and what goes in. Building runs code
-that it names, so by default nothing but a class derived from ``torch.nn.Module`` is called.
+A model that is stored as safetensors is built by its ``_target_``. That runs code which ``model.json`` names, so by default
+nothing but a class derived from ``torch.nn.Module`` is called. A traced or compiled program holds its own code, so by
+default it is not run.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import pkgutil
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,42 +24,18 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from dtrain.config.errors import ConfigError
+from dtrain.deployment import graph
 from dtrain.deployment.casting import cast
-from dtrain.deployment.folding import Pair, fold
-from dtrain.deployment.image_input import ImageInput
+from dtrain.deployment.description import DESCRIPTION, FILES, SAFETENSORS, Description
+from dtrain.deployment.folding import fold
+from dtrain.deployment.made_here import is_made_here
+from dtrain.deployment.program import Program
 from dtrain.precision import Precision
 from dtrain.training.build import build_model
 from dtrain.training.state import host_copy, load_module
 
-FORMATS = ("safetensors",)
-DTYPES = ("fp32", "bf16", "fp16")
-WEIGHTS, DESCRIPTION, REPORT = "model.safetensors", "model.json", "report.json"
-_KIND, _VERSION = "dtrain-artefact", 1
-
-
-@dataclass(frozen=True)
-class Description:
-    """What ``model.json`` holds.
-
-    Attributes:
-        model: The config node that builds the model.
-        dtype: One of ``DTYPES``.
-        keep_fp32: Names of the modules that stay in fp32.
-        folded: Pairs of convolution and BatchNorm that were merged.
-        input: What goes in; None where that is no image.
-        classes: Names of the outputs; None if nobody gave them any.
-        source: The run, the checkpoint's step and its metrics.
-        versions: Of dtrain and torch.
-    """
-
-    model: dict[str, Any]
-    dtype: str
-    keep_fp32: list[str]
-    folded: list[Pair]
-    input: ImageInput | None
-    classes: list[str] | None
-    source: dict[str, Any]
-    versions: dict[str, str]
+REPORT = "report.json"
+_OWN_FILES = {*FILES.values(), DESCRIPTION, REPORT}
 
 
 @dataclass(frozen=True)
@@ -68,13 +44,13 @@ class Artefact:
 
     Attributes:
         description: Where it comes from and what it takes.
-        model: In eval mode, its weights cast.
+        program: From rows to fp32 outputs, on the device.
         device: Where it is.
         warnings: What the user should know of this dtype on this device.
     """
 
     description: Description
-    model: nn.Module
+    program: Callable[[Tensor], Tensor]
     device: torch.device
     warnings: list[str]
 
@@ -85,14 +61,13 @@ class Artefact:
         Args:
             rows: What the loader hands over: uint8 ``[rows, height, width, 3]`` for an image model, else the model's
                 argument itself; floats are cast.
+
+        Raises:
+            ConfigError: If a program without its model's code was made for other rows.
         """
-        rows = rows.to(self.device)
-        precision = Precision(self.description.dtype)
-        if self.description.input is not None:
-            rows = self.description.input.arrive(rows, precision)
-        elif rows.is_floating_point():
-            rows = rows.to(precision.compute_dtype)
-        return torch.as_tensor(self.model(rows)).float()
+        if self.description.stored_as != SAFETENSORS and self.description.rows is not None:
+            rows = self.description.rows.checked(rows)
+        return self.program(rows.to(self.device))
 
 
 def check_place(out: Path) -> None:
@@ -106,7 +81,7 @@ def check_place(out: Path) -> None:
     if not out.is_dir():
         raise ConfigError(f"export.out: {out} is a file. Name a folder that does not exist yet.")
     names = {entry.name for entry in out.iterdir()}
-    foreign = sorted(names - {WEIGHTS, DESCRIPTION, REPORT})
+    foreign = sorted(names - _OWN_FILES)
     if foreign or (names and DESCRIPTION not in names):
         raise ConfigError(
             f"export.out: {out} exists and is not an artefact (it holds {(foreign or sorted(names))[0]}). Name a folder "
@@ -139,96 +114,88 @@ def replacing(out: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def write(folder: Path, model: nn.Module, description: Description) -> None:
-    """Writes weights and description.
+def write(folder: Path, program: Program, description: Description, example: Tensor | None) -> None:
+    """Writes model and description.
+
+    Args:
+        folder: Where to; exists.
+        program: The cast model.
+        description: Of it.
+        example: Rows to trace it with; not needed for safetensors.
 
     Raises:
+        ConfigError: If it cannot be brought into the wanted form.
         OSError: If the disk refuses.
     """
-    safetensors.torch.save_file(host_copy(model.state_dict()), folder / WEIGHTS)
-    content = {
-        "format": _KIND,
-        "version": _VERSION,
-        **vars(description),
-        "input": description.input and description.input.to_json(),
-        "weights": {"file": WEIGHTS, "sha256": _digest(folder / WEIGHTS)},
-    }
-    (folder / DESCRIPTION).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def read_description(folder: Path) -> tuple[Description, str]:
-    """What ``model.json`` says, and the SHA-256 that the weights should have.
-
-    Raises:
-        ConfigError: If the folder is no artefact of this version.
-    """
-    path = folder / DESCRIPTION
-    if not path.is_file():
-        raise ConfigError(
-            f"{folder} is no artefact (it has no {DESCRIPTION}). Make one: python -m dtrain.export run.dir=DIR"
-        )
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        kind, version = content["format"], content["version"]
-        if (kind, version) != (_KIND, _VERSION):
-            raise ConfigError(
-                f"{path}: format {kind!r} version {version!r}; this dtrain reads {_KIND!r} version {_VERSION}. Export "
-                "the run again with this version."
-            )
-        if content["dtype"] not in DTYPES:
-            raise ValueError(f"dtype {content['dtype']!r} is none of {', '.join(DTYPES)}")
-        given = content["input"]
-        description = Description(
-            model=dict(content["model"]),
-            dtype=content["dtype"],
-            keep_fp32=[str(name) for name in content["keep_fp32"]],
-            folded=[(str(conv), str(norm)) for conv, norm in content["folded"]],
-            input=ImageInput.from_json(given) if given is not None else None,
-            classes=content["classes"],
-            source=dict(content["source"]),
-            versions=dict(content["versions"]),
-        )
-        return description, content["weights"]["sha256"]
-    except ConfigError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is damaged ({type(error).__name__}: {error}). Export the run again.") from error
+    path = folder / description.file
+    if description.stored_as == SAFETENSORS:
+        safetensors.torch.save_file(host_copy(program.model.state_dict()), path)
+    else:
+        assert example is not None
+        graph.write(description.stored_as, program, example, path)
+    description.write(folder, _digest(path))
 
 
 def load(folder: Path, device: torch.device, *, trust: bool = False) -> Artefact:
-    """Builds the model of an artefact and fills in its weights.
+    """Reads an artefact and makes it ready.
 
     Args:
         folder: The artefact.
         device: Where to.
-        trust: Also call what is not a class derived from ``torch.nn.Module``.
+        trust: Also run what could do anything and was not exported by this user: programs that bring their own code, and
+            a ``_target_`` that is not a class derived from ``torch.nn.Module``.
 
     Raises:
-        ConfigError: If the folder is no artefact, its files do not agree, its ``_target_`` is refused or cannot be
+        ConfigError: If the folder is no artefact, its files do not agree, it needs ``trust``, its ``_target_`` cannot be
             imported, or the device has no such arithmetic.
     """
-    description, expected = read_description(folder)
+    description, expected = Description.read(folder)
+    path = folder / description.file
     try:
-        if (found := _digest(folder / WEIGHTS)) != expected:
-            raise ConfigError(f"{folder / WEIGHTS} has SHA-256 {found}, {DESCRIPTION} says {expected}. Export again.")
-        tensors = safetensors.torch.load_file(folder / WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{folder / WEIGHTS} cannot be read ({error}). Export again.") from error
-    if not trust:
-        _require_modules(description.model, folder)
+        found = _digest(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error}). Export again.") from error
+    if found != expected:
+        raise ConfigError(f"{path} has SHA-256 {found}, {DESCRIPTION} says {expected}. Export again.")
+    if not (trust or is_made_here(folder)):
+        _require_harmless(description, folder)
     precision = Precision(description.dtype)
     warnings = precision.apply(device)
+    if description.stored_as == SAFETENSORS:
+        model = _built(description, path, device)
+        program: Callable[[Tensor], Tensor] = Program(model, description.input, precision.compute_dtype)
+    else:
+        program = graph.read(description.stored_as, path, description.device, device)
+    return Artefact(description, program, device, warnings)
+
+
+def _built(description: Description, weights: Path, device: torch.device) -> nn.Module:
+    """The model by its ``_target_``, in the form of its weights."""
+    try:
+        tensors = safetensors.torch.load_file(weights)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{weights} cannot be read ({error}). Export again.") from error
     model = build_model(OmegaConf.create(description.model), device).eval().requires_grad_(False)
     try:
         fold(model, description.folded)
     except AttributeError as error:
         raise ConfigError(
-            f"{folder}: the model that {description.model.get('_target_')} builds here has changed since the export "
+            f"{weights.parent}: the model that {description.model.get('_target_')} builds here has changed since the export "
             f"({error}). Use the code that it was exported with."
         ) from error
-    cast(model, precision.compute_dtype, description.keep_fp32)
-    load_module(model, tensors, str(folder))
-    return Artefact(description, model, device, warnings)
+    cast(model, Precision(description.dtype).compute_dtype, description.keep_fp32)
+    load_module(model, tensors, str(weights.parent))
+    return model
+
+
+def _require_harmless(description: Description, folder: Path) -> None:
+    """Refuses what could do anything when it is loaded."""
+    if description.stored_as != SAFETENSORS:
+        raise ConfigError(
+            f"{folder}: {description.file} is a program with code of its own, which could do anything. If you trust whoever "
+            "made the artefact, add --trust."
+        )
+    _require_modules(description.model, folder)
 
 
 def _require_modules(node: Any, folder: Path) -> None:

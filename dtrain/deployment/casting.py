@@ -47,7 +47,8 @@ def check_range(model: nn.Module, dtype: torch.dtype, kept: Iterable[str], folde
         cast = tensor.to(dtype)
         if not cast[finite].isfinite().all():
             largest = tensor[finite].abs().max().item()
-            keep = f", or keep it in fp32: 'precision.keep_fp32=[{owner}]'" if owner else ""
+            modules = ",".join([owner, folded[owner]] if owner in folded else [owner])
+            keep = f", or keep it in fp32: 'precision.keep_fp32=[{modules}]'" if owner else ""
             wider = "export.dtype=bf16" if dtype == torch.float16 else "export.dtype=fp32"
             raise ConfigError(
                 f"export: {name}{origin} does not fit into {_short(dtype)}: its largest magnitude is {largest:g}, "

@@ -10,127 +10,135 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dtrain.config.errors import ConfigError
-from dtrain.data import Batch, ShardLoader
-from dtrain.data.fields import Field
-from dtrain.deployment.image_input import ImageInput
+from dtrain.deployment.samples import Samples
+from dtrain.deployment.tolerance import Tolerance
 
 #: Rows of one forward in the fresh process.
 ROWS = 64
 
 
 @dataclass(frozen=True)
-class Samples:
-    """Rows of the evaluation set and what the fp32 model makes of them.
+class Comparison:
+    """An artefact beside fp32.
 
     Attributes:
-        image: The image field that the model takes; None if it takes something else.
-        rows: What goes in: an image as it is on the wire, uint8 ``[rows, height, width, 3]``, or the model's argument.
-        outputs: fp32, ``[rows, ...]``.
+        device: Where it ran.
+        errors: Of its outputs, absolute, fp32 ``[rows, ...]``; infinite where an output is not finite and that of fp32 is.
+        largest: Magnitude of the largest finite fp32 output.
+        top1_agreement: Share of the rows with the same best class; None where the outputs are not ``[rows, classes]``.
+        metrics: Of both: name to (fp32, artefact).
     """
 
-    image: ImageInput | None
-    rows: Tensor
-    outputs: Tensor
+    device: torch.device
+    errors: Tensor
+    largest: float
+    top1_agreement: float | None
+    metrics: dict[str, tuple[float, float]]
 
+    @classmethod
+    def of(cls, outputs: Tensor, samples: Samples) -> Comparison:
+        """Compares outputs of an artefact, fp32 ``[rows, ...]``, with those of fp32.
 
-class NotComparable(ValueError):
-    """The task does not use its model as a function of one tensor; the text says what it does."""
-
-
-class _Recorder(nn.Module):
-    """Stands in for the model and notes what the task does with it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._model = model
-        self.calls: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._model(*args, **kwargs)
-        self.calls.append((args, kwargs, output))
-        return output
-
-
-@torch.inference_mode()
-def sample(
-    model: nn.Module,
-    task: Callable[[nn.Module, Batch], Any],
-    loader: ShardLoader,
-    images: Mapping[str, Field],
-    device: torch.device,
-    limit: int,
-) -> Samples:
-    """Runs the task on the first rows of the evaluation set.
-
-    Args:
-        model: In eval mode and fp32.
-        task: Tells what the model is called with.
-        loader: Of the evaluation set, one rank, wire dtypes of fp32.
-        images: The image fields by name.
-        device: Where the model is.
-        limit: How many rows at most.
-
-    Raises:
-        NotComparable: If the model is not called once a batch, with one tensor, for one tensor of as many rows.
-        ConfigError: If the evaluation set has no readable sample.
-    """
-    taken: set[str | None] = set()
-    rows: list[Tensor] = []
-    outputs: list[Tensor] = []
-    for batch in loader.epoch(0):
-        if not batch.valid.any():
-            continue
-        recorder = _Recorder(model)
-        moved = batch.to(device)
-        task(recorder, moved)
-        argument, output = _single_call(recorder, len(batch.valid))
-        name = next((name for name in images if moved.get(name) is argument), None)
-        taken.add(name)
-        rows.append((batch[name] if name is not None else argument.cpu())[batch.valid])
-        outputs.append(output.float().cpu()[batch.valid])
-        if sum(map(len, rows)) >= limit:
-            break
-    if not rows:
-        raise ConfigError(
-            "data.eval: no sample could be read. Give another data.eval, or data.eval=null to go without."
+        Raises:
+            ConfigError: If the shapes differ.
+        """
+        wanted = samples.outputs
+        if outputs.shape != wanted.shape:
+            raise ConfigError(
+                f"export: the artefact's outputs are {list(outputs.shape)}, those of the fp32 model {list(wanted.shape)}. "
+                "Does the model's output depend on its dtype? Use export.dtype=fp32."
+            )
+        agreement = None
+        if wanted.dim() == 2 and wanted.shape[1] > 1:
+            agreement = (outputs.argmax(1) == wanted.argmax(1)).double().mean().item()
+        finite = wanted[wanted.isfinite()]
+        got = samples.metrics_of(outputs)
+        return cls(
+            samples.device,
+            absolute_error(outputs, wanted),
+            finite.abs().max().item() if finite.numel() else 0.0,
+            agreement,
+            {name: (value, got[name]) for name, value in samples.metrics.items()},
         )
-    shapes = {tuple(part.shape[1:]) for part in rows}
-    if len(shapes) > 1 or len(taken) > 1:
-        raise NotComparable(f"its input has several shapes, such as {' and '.join(map(str, sorted(shapes)[:2]))}")
-    name = taken.pop()
-    image = ImageInput.of(images[name], (rows[0].shape[1], rows[0].shape[2])) if name is not None else None
-    return Samples(image, torch.cat(rows)[:limit], torch.cat(outputs)[:limit])
+
+    def beyond(self, tolerance: Tolerance) -> list[str]:
+        """What is beyond tolerance, a line for each; infinities alone where there are any."""
+        if overflown := int(self.errors.isinf().sum()):
+            return [
+                f"{overflown} of {self.errors.numel()} outputs are not finite, those of the fp32 model are: an activation "
+                "leaves the range of the dtype"
+            ]
+        lines = []
+        error = self.errors.max().item()
+        if error > tolerance.outputs * self.largest:
+            lines.append(
+                f"max error {error:.3g} of an output, with fp32 outputs up to {self.largest:.3g}: more than "
+                f"export.tolerance={tolerance.outputs:g} of them"
+            )
+        lines += [
+            f"{name} {got:.5g}, {wanted:.5g} in fp32: more than export.max_metric_difference="
+            f"{tolerance.metrics:g} apart"
+            for name, (wanted, got) in self.metrics.items()
+            if not abs(got - wanted) <= tolerance.metrics
+        ]
+        return lines
+
+    def worst(self, rows: int) -> Tensor:
+        """Numbers of the rows with the largest errors, int64."""
+        return self.errors.reshape(len(self.errors), -1).amax(1).topk(min(rows, len(self.errors))).indices
+
+    def report(self, tolerance: Tolerance) -> dict[str, Any]:
+        """For ``report.json``."""
+        largest_error = self.errors.max().item()
+        report: dict[str, Any] = {
+            "samples": len(self.errors),
+            "max_abs_error": largest_error,
+            "mean_abs_error": self.errors.double().mean().item(),
+            "max_abs_output": self.largest,
+            "relative_error": largest_error / self.largest if self.largest else largest_error,
+            "metrics": {
+                name: {"fp32": wanted, "exported": got, "difference": got - wanted}
+                for name, (wanted, got) in self.metrics.items()
+            },
+            "tolerance": {"outputs": tolerance.outputs, "metrics": tolerance.metrics},
+            "device": str(self.device),
+        }
+        if self.top1_agreement is not None:
+            report["top1_agreement"] = self.top1_agreement
+        return report
 
 
-def compare(folder: Path, samples: Samples, device: torch.device) -> dict[str, Any]:
-    """Runs the artefact in a fresh process and compares.
+def absolute_error(got: Tensor, wanted: Tensor) -> Tensor:
+    """Elementwise, fp32; 0 where both are the same infinity, infinite where just ``got`` is not finite."""
+    wanted, got = wanted.float(), got.float()
+    error = (got - wanted).abs().masked_fill(got == wanted, 0)
+    return error.nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(wanted.isnan(), 0)
+
+
+def compare(folder: Path, samples: Samples) -> Comparison:
+    """Runs the artefact in a fresh process, where the fp32 model ran, and compares.
 
     Args:
         folder: The artefact.
         samples: Rows and fp32 outputs.
-        device: Where the artefact shall run.
-
-    Returns:
-        ``samples``, ``max_abs_error`` and ``mean_abs_error`` of the outputs, ``max_abs_output`` of the fp32 ones to judge
-        them by, ``top1_agreement`` where the outputs are ``[rows, classes]``, ``device``.
 
     Raises:
-        ConfigError: If the artefact does not run, or an output is not finite.
+        ConfigError: If the artefact does not run.
     """
     with tempfile.TemporaryDirectory(prefix="dtrain-export-") as scratch:
         rows, result = Path(scratch) / "rows.safetensors", Path(scratch) / "outputs.safetensors"
         safetensors.torch.save_file({"rows": samples.rows.contiguous()}, rows)
-        command = [sys.executable, "-m", "dtrain.deployment.replay", str(folder), str(rows), str(result), str(device)]
+        where = str(samples.device)
+        command = [sys.executable, "-m", "dtrain.deployment.replay", str(folder), str(rows), str(result), where]
         # The fresh process shall find the user's own modules where this one found them.
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -141,32 +149,4 @@ def compare(folder: Path, samples: Samples, device: torch.device) -> dict[str, A
                 + "  Does forward make tensors of a fixed dtype (torch.zeros where x.new_zeros is meant)? Keep that module "
                 "in fp32 with precision.keep_fp32, or export.dtype=fp32."
             )
-        got = safetensors.torch.load_file(result)["outputs"]
-    if not got.isfinite().all() and samples.outputs.isfinite().all():
-        raise ConfigError(
-            f"export: {int((~got.isfinite()).sum())} of {got.numel()} outputs are not finite, those of the fp32 model are: "
-            "an activation leaves the range of the dtype. Use export.dtype=bf16, or keep the module in fp32 with "
-            "precision.keep_fp32."
-        )
-    error = (got.double() - samples.outputs.double()).abs()
-    report: dict[str, Any] = {
-        "samples": len(got),
-        "max_abs_error": error.max().item(),
-        "mean_abs_error": error.mean().item(),
-        "max_abs_output": samples.outputs.abs().max().item(),
-        "device": str(device),
-    }
-    if got.dim() == 2 and got.shape[1] > 1:
-        report["top1_agreement"] = (got.argmax(1) == samples.outputs.argmax(1)).double().mean().item()
-    return report
-
-
-def _single_call(recorder: _Recorder, rows: int) -> tuple[Tensor, Tensor]:
-    if len(recorder.calls) != 1:
-        raise NotComparable(f"the task calls it {len(recorder.calls)} times a batch")
-    args, kwargs, output = recorder.calls[0]
-    if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
-        raise NotComparable(f"the task calls it with {len(args) + len(kwargs)} arguments, not with one tensor")
-    if not isinstance(output, Tensor) or output.dim() == 0 or len(output) != rows:
-        raise NotComparable(f"it returns {type(output).__name__}, not one tensor with a row for each sample")
-    return args[0], output
+        return Comparison.of(safetensors.torch.load_file(result)["outputs"], samples)

@@ -1,4 +1,4 @@
-"""What an image model takes in: from a file to the tensor that the trainer's loader would have made of it."""
+"""What an image model takes in: from a file to the pixels that the trainer's loader would have made of it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from dtrain.data.fields import Field
 from dtrain.data.image import decode_image
-from dtrain.data.wire import Wire
-from dtrain.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -65,8 +62,8 @@ class ImageInput:
                 tuple(mean),
                 tuple(std),
                 bool(value["exif"]),
-                value.get("shorter_side"),  # earlier artefacts have neither this
-                value.get("reduced", False),  # nor this
+                value["shorter_side"],
+                bool(value["reduced"]),
             )
         except (KeyError, TypeError, IndexError) as error:
             raise ValueError(f"input {value!r} describes no image ({type(error).__name__}: {error})") from error
@@ -82,11 +79,6 @@ class ImageInput:
             SampleError: If it is no readable image.
         """
         return decode_image(payload, self._as_field().crop, exif=self.exif, reduced=self.reduced)
-
-    def arrive(self, pixels: Tensor, precision: Precision) -> Tensor:
-        """Pixels, uint8 ``[rows, height, width, 3]``, as the model takes them: ``[rows, 3, height, width]``, normalised
-        in fp32, then cast to the compute dtype."""
-        return Wire([self._as_field()], precision).arrive(self.field, pixels)
 
     def _as_field(self) -> Field:
         return Field("png", self.field, "image", self.size, self.mean, self.std, shorter_side=self.shorter_side)

@@ -28,7 +28,7 @@ def out_of_memory_explained(step: Callable[[], int], *, rows: int, share: int, d
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         advice = ["precision=bf16 or fp16", "activation checkpointing in the model", "more ranks"]
         if rows > 1:
@@ -40,7 +40,8 @@ def out_of_memory_explained(step: Callable[[], int], *, rows: int, share: int, d
         ) from error
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator of torch or Python has raised it."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
 
 

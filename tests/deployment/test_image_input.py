@@ -29,9 +29,3 @@ def test_a_decoded_file_is_what_evaluation_was_handed(tmp_path: Path, options: d
     handed = next(loader.epoch(0))["image"][0].numpy()
     loader.close()
     np.testing.assert_array_equal(wanted.decode(payload), handed)
-
-
-def test_an_artefact_from_before_there_were_crops_is_read() -> None:
-    old = {"field": "image", "size": [8, 8], "mean": [0.5] * 3, "std": [0.5] * 3, "exif": True}
-    wanted = ImageInput.from_json(old)
-    assert (wanted.size, wanted.exif, wanted.shorter_side, wanted.reduced) == ((8, 8), True, None, False)

@@ -1,0 +1,74 @@
+"""How much memory a model takes at most: on a GPU what torch's tensors hold, on a CPU weights and what calls add.
+
+* On a GPU it is ``max_memory_allocated``: weights, activations and the workspaces of libraries.
+* On a CPU it is the size of the weights, and by how much the resident memory of the process grows above its level after
+  loading. So what Python, torch and the model's code take themselves is left out, and what a
+  library allocates for itself is in it. Only Linux tells.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+from pathlib import Path
+
+import torch
+
+_STATUS, _CLEAR_REFS, _MEMORY = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
+_RESET_PEAK = "5"  # see proc_pid_clear_refs(5)
+
+
+class PeakMemory:
+    """The peak since ``reset``.
+
+    Args:
+        device: Where the model is, already loaded.
+        weights: Bytes that it takes there.
+    """
+
+    def __init__(self, device: torch.device, weights: int) -> None:
+        self._device = device
+        self.give_back()
+        self._elsewhere = 0 if device.type == "cuda" or not _STATUS.exists() else _bytes(_STATUS, "VmRSS") - weights
+
+    def give_back(self) -> None:
+        """Returns to the system what allocators keep of earlier work, which would count as that of the next."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        elif hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc's
+            libc.malloc_trim(0)
+
+    def reset(self) -> None:
+        """Begins anew."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        elif _CLEAR_REFS.exists():
+            _CLEAR_REFS.write_text(_RESET_PEAK)
+
+    def bytes(self) -> int | None:
+        """The peak; None on a CPU whose system does not tell."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        if not _CLEAR_REFS.exists():
+            return None
+        return max(_bytes(_STATUS, "VmHWM") - self._elsewhere, 0)
+
+
+def let_allocations_fail(limit: int | None) -> None:
+    """Makes this process run out of memory like a GPU, with an error, instead of filling the machine's until the kernel
+    ends some process. Does nothing where the system does not tell what is free.
+
+    Args:
+        limit: Bytes that it may take from here on; None: all that is free.
+    """
+    if not _MEMORY.exists():
+        return
+    free = _bytes(_MEMORY, "MemAvailable")
+    now = _bytes(_STATUS, "VmData")
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    wanted = now + (free if limit is None else min(free, limit))
+    resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+
+
+def _bytes(file: Path, name: str) -> int:
+    return next(int(line.split()[1]) * 1024 for line in file.read_text().splitlines() if line.startswith(f"{name}:"))
