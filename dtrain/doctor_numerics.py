@@ -1,4 +1,5 @@
-"""``python -m dtrain.doctor numerics ...``: what a run computes in, how large its values are, and what to set.
+"""``python -m dtrain.doctor numerics ...``: what a run computes in, how large its values are, what to set, and which lines
+of its model go another way.
 
     python -m dtrain.doctor numerics experiment=digits precision=bf16 [steps=5] [key=value ...]
     python -m dtrain.doctor numerics --ops
@@ -16,7 +17,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from dtrain.precision.audit import NumericsAudit, Report
 from dtrain.precision.audit.advice import advice
 from dtrain.precision.audit.op_probe import probe_all
 from dtrain.precision.audit.op_table import print_op_table
-from dtrain.precision.audit.summary import summary
+from dtrain.precision.audit.summary import code, summary
 from dtrain.precision.audit.table import print_tables
 from dtrain.tracking.console import print_banner
 from dtrain.training import build
@@ -139,17 +140,29 @@ def audit(cfg: Config, steps: int, ranks: int = 1) -> tuple[Report, list[Outcome
             )
             model.train()
             outcomes: list[Outcome] = []
-            for window in _windows(loader, world, steps):
-                with numerics.fp32_pass():
-                    for number, batch in enumerate(window):
-                        # As TrainStep does, so that dropout is the same.
-                        seed_generators(world.device, cfg.run.seed, step.step, number, world.rank)
-                        (task(model, _in_fp32(batch)).loss_sum / nominal).backward()
-                with numerics.configured_pass():
-                    step.accumulate(window, len(window))
-                step.apply()
-                outcomes += filter(None, [step.settle()])
+            with _said_if_it_fails(numerics):
+                for window in _windows(loader, world, steps):
+                    with numerics.fp32_pass():
+                        for number, batch in enumerate(window):
+                            # As TrainStep does, so that dropout is the same.
+                            seed_generators(world.device, cfg.run.seed, step.step, number, world.rank)
+                            (task(model, _in_fp32(batch)).loss_sum / nominal).backward()
+                    with numerics.configured_pass():
+                        step.accumulate(window, len(window))
+                    step.apply()
+                    outcomes += filter(None, [step.settle()])
             return numerics.report(), outcomes
+
+
+@contextmanager
+def _said_if_it_fails(numerics: NumericsAudit) -> Iterator[None]:
+    """Shows what was found in the code so far if the run fails, which may be the reason."""
+    try:
+        yield
+    except RuntimeError:
+        if found := code(numerics.report()):
+            print_banner("numerics: found before it failed", found, sys.stderr)
+        raise
 
 
 def _windows(loader: ShardLoader, world: World, steps: int) -> Iterator[list[Batch]]:
@@ -207,9 +220,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m dtrain.doctor numerics",
         usage="%(prog)s experiment=NAME [steps=N] [ranks=N] [key=value ...] [--json FILE] [--all]\n"
         "       %(prog)s --ops [--json FILE]",
-        description="Shows what every module of a run computes in, how large its values are, and what to set. It trains\n"
-        "steps=N steps (default 5) of the run that the config describes, and saves nothing. ranks=N shows what one\n"
-        "of N ranks sees: its micro-batches are smaller, its gradients larger.",
+        description="Shows what every module of a run computes in, how large its values are, what to set, and lines of the\n"
+        "model that only fp32 forgives. It trains steps=N steps (default 5) of the run that the config describes, and\n"
+        "saves nothing. ranks=N shows what one of N ranks sees: its micro-batches are smaller, its gradients larger.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

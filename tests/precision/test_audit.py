@@ -21,8 +21,8 @@ from dtrain import doctor
 from dtrain.precision import Precision
 from dtrain.precision.audit import ModuleReport, NumericsAudit, Report
 from dtrain.precision.audit.advice import advise_scale, keep_line, modules_to_keep
+from dtrain.precision.audit.finding import Finding
 from dtrain.precision.audit.magnitudes import Magnitudes
-from dtrain.precision.audit.operations import Finding
 from dtrain.precision.audit.summary import summary
 from dtrain.precision.audit.table import print_tables, rows
 from dtrain.precision.audit.text import magnitude, percent

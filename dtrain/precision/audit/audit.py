@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dtrain.precision.audit.lint import Lint
 from dtrain.precision.audit.operations import OperationRecorder, Operations
 from dtrain.precision.audit.ranges import RangeRecorder, Ranges
 from dtrain.precision.audit.report import ModuleReport, Report
@@ -41,7 +42,8 @@ class NumericsAudit:
         self._scope = ModuleScope(model)
         inside = [name for name in self._scope.names.values() if any(f"{name}.".startswith(f"{k}.") for k in kept)]
         self._kept = frozenset(inside)
-        self._operations = OperationRecorder(self._scope, device.type, self._kept)
+        self._lint = Lint(self._scope, device.type, self._kept)
+        self._operations = OperationRecorder(self._scope, self._lint, self._kept)
         self._ranges = RangeRecorder(model, self._scope)
 
     def watched(self, task: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,7 +68,7 @@ class NumericsAudit:
         Parameters, buffers and gradients are afterwards as they were.
         """
         no_autocast = torch.autocast(self._device.type, enabled=False)
-        with _left_alone(self._model), _eager(), no_autocast, self._ranges.recording():
+        with _left_alone(self._model), _eager(), no_autocast, self._ranges.recording(), self._lint.fp32_run():
             yield
 
     def report(self) -> Report:
@@ -87,7 +89,7 @@ class NumericsAudit:
             self._precision.keep_fp32,
             device,
             modules,
-            self._operations.findings,
+            self._lint.findings,
         )
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from dtrain.precision.audit.finding import Finding
 from dtrain.precision.audit.magnitudes import Magnitudes
-from dtrain.precision.audit.operations import Finding, Operations
+from dtrain.precision.audit.operations import Operations
 from dtrain.precision.audit.ranges import Ranges
 from dtrain.precision.audit.text import short
 
@@ -82,7 +83,7 @@ class Report:
         keep_fp32: The patterns it ran with.
         device: Where it ran.
         modules: In the order of their first operations; without those that have neither operations nor gradients.
-        findings: fp32 where nobody asked for it, and how often.
+        findings: Where the code goes another way than the config says, and how often.
     """
 
     precision: str

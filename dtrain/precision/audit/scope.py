@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dtrain.precision.audit.aten import floating
+from dtrain.precision.audit.finding import Finding
 
 MODEL = "(model)"
 TASK = "(task)"
@@ -29,10 +30,14 @@ class Frame:
         owner: The module's name.
         products: Results of its matrix products and convolutions, and their versions then. Holding them until the
             module returns keeps their memory from being used for another tensor, so that an output can be compared.
+        casts_up: Whether its own code has cast something to fp32.
+        raised: Where it did so with 16-bit values.
     """
 
     owner: str
     products: list[tuple[Tensor, int]] = field(default_factory=list)
+    casts_up: bool = False
+    raised: list[Finding] = field(default_factory=list)
 
     def is_product(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` has the values of one of ``products``: its memory, not changed since."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from dtrain.precision.audit.advice import Keep, advise_scale, keep_line, modules_to_keep
-from dtrain.precision.audit.operations import Finding
+from dtrain.precision.audit.finding import Finding
 from dtrain.precision.audit.report import Report
 from dtrain.precision.audit.scope import MODEL
 from dtrain.precision.audit.text import magnitude, percent, short
@@ -18,6 +18,16 @@ _KINDS = {
     "created": ("made in fp32", "make it like its input, as x.new_zeros(...) does, or give dtype=x.dtype"),
     "promoted": ("promoted to fp32", "one operand is fp32; cast it if that is not meant (in a residual stream it is)"),
     "product": ("products in fp32", "these gain nothing from the precision of the run"),
+    "constant": (
+        "beyond fp16",
+        "fp16 ends at 65504: mask with -inf, or with torch.finfo(x.dtype).min where a whole row may be masked",
+    ),
+    "fixed": ("fixed 16 bits", "no precision of the run changes these: leave it to autocast, or say x.to(other.dtype)"),
+    "raised": ("left in fp32", "cast up and handed on so: end with .to(x.dtype), if only the values between need fp32"),
+    "in place": (
+        "dtype of weights",
+        "changed by the forward, for good: use a copy, w.to(x.dtype), or leave it to autocast",
+    ),
 }
 # Lines of a kind, and modules on a line.
 _LINES, _NAMED = 8, 3
@@ -39,6 +49,12 @@ def summary(report: Report, min_scale: float = 1.0, max_scale: float = 2.0**24) 
     broken = [module.name for module in report.modules if module.ranges.activations.nan]
     if broken:
         lines["NaN in fp32"] = f"{', '.join(broken)}: no precision cures that"
+    return lines | code(report)
+
+
+def code(report: Report) -> dict[str, str]:
+    """The rows of ``summary`` that are about the model's code; what a failed run has found is in them already."""
+    lines = {}
     for kind, (heading, advice) in _KINDS.items():
         found = _findings({finding: times for finding, times in report.findings.items() if finding.kind == kind})
         if found:

@@ -1,0 +1,186 @@
+"""The lint of `python -m dtrain.doctor numerics`: each offender by module and line, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dtrain import doctor
+from dtrain.models import GPT, CoordinateNet, ResNet, SmallCNN, ViT
+from dtrain.precision.audit import Report
+from dtrain.precision.audit.finding import Finding
+from dtrain.precision.audit.summary import summary
+from tests.precision.test_audit import audited, found, line_of
+
+LINT = ("created", "constant", "fixed", "raised", "in place")
+
+
+def linted(report: Report) -> list[Finding]:
+    return [finding for finding in report.findings if finding.kind in LINT]
+
+
+def to_scalar(out: Tensor) -> Tensor:
+    return out.float().square().mean()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("build", "inputs"),
+    [
+        (lambda: ResNet(18, classes=4, stem="cifar", width=4), torch.rand(2, 3, 8, 8)),
+        (lambda: ViT([16, 2, 2], classes=4, image_size=16, patch=8), torch.rand(2, 3, 16, 16)),
+        (lambda: GPT(vocabulary=16, width=16, depth=2, heads=2, context=8), torch.randint(16, (2, 8))),
+        (lambda: SmallCNN(classes=4, width=4), torch.rand(2, 3, 8, 8)),
+        (lambda: CoordinateNet(width=4), torch.rand(2, 2, 4, 4)),
+        (lambda: nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), torch.rand(2, 3, 8)),
+    ],
+    ids=["ResNet", "ViT", "GPT", "SmallCNN", "CoordinateNet", "torch's transformer"],
+)
+def test_models_that_follow_the_precision_are_clean(
+    build: Callable[[], nn.Module], inputs: Tensor, precision: str
+) -> None:
+    assert linted(audited(build(), inputs, precision, loss=to_scalar)) == []
+
+
+class Masks(nn.Module):
+    """Attention with masks of every kind: those with a comment of one word overflow in fp16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.linear(x)
+        hidden = scores > 0
+        scores = scores.masked_fill(hidden, -1e9)  # filled
+        scores = scores + (1.0 - hidden.to(scores.dtype)) * -1e9  # multiplied
+        scores = scores - 1e5 * hidden.to(scores.dtype)  # subtracted
+        scores = torch.where(hidden, scores, torch.finfo(torch.float32).min)  # chosen
+        scores[hidden] = -100_000  # assigned
+        scores = scores.masked_fill(hidden, float("-inf")).masked_fill(hidden, torch.finfo(scores.dtype).min)
+        scores = scores + torch.where(hidden, 0.0, -1e4).to(scores.dtype)
+        wide = (scores.float() * 1e6).masked_fill(hidden, -1e9)  # here it is known to be fp32
+        ids = torch.full((2,), 100_000).masked_fill(torch.tensor([True, False]), 200_000)
+        return wide.softmax(-1).nan_to_num().to(scores.dtype) + 0 * ids.sum().to(scores.dtype)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_masks_that_fp16_cannot_hold_are_named_with_their_lines_and_others_are_not(precision: str) -> None:
+    report = audited(nn.Sequential(Masks()), torch.randn(2, 4), precision, loss=to_scalar)
+    constants = {finding.where: finding for finding in found(report, "constant")}
+    marks = ["# filled", "# multiplied", "# subtracted", "# assigned"]
+    if precision != "fp32":  # where `scores.dtype` might be written as well
+        marks.append("# chosen")
+    assert constants.keys() == {line_of(Masks.forward, mark) for mark in marks}
+    assert {finding.owner for finding in constants.values()} == {"0"}
+    first = constants[line_of(Masks.forward, "# filled")]
+    assert (first.operation, first.note, first.shape) == ("masked_fill", "-1e+09", (2, 4))
+    assert "torch.finfo(x.dtype).min" in summary(report)["beyond fp16"]
+    assert f"masked_fill [2, 4], {first.where}, -1e+09: 0, 1 times" in summary(report)["beyond fp16"]
+
+
+class Fixed(nn.Module):
+    """Dtypes written into the code, and those that follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x).half().to(x.dtype)  # halved
+        x = x + x.to(torch.bfloat16).to(x.dtype)  # to
+        x = x * torch.ones(4, dtype=torch.float16).to(x.dtype)  # made
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.linear(x).to(self.scale.dtype)
+        return x + self.linear(x) * self.scale.to(x.dtype)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_16_bit_dtype_that_is_written_in_the_code_is_named(precision: str) -> None:
+    report = audited(nn.Sequential(Fixed()), torch.randn(2, 4), precision, loss=to_scalar)
+    seen = {(finding.operation, finding.where, finding.note) for finding in found(report, "fixed")}
+    assert seen == {
+        ("half", line_of(Fixed.forward, "# halved"), "float16"),
+        ("to", line_of(Fixed.forward, "# to"), "bfloat16"),
+        ("ones", line_of(Fixed.forward, "# made"), "float16"),
+    }
+    assert not found(report, "in place")
+    assert "x.to(other.dtype)" in summary(report)["fixed 16 bits"]
+
+
+class Norm(nn.Module):
+    """A root mean square in fp32, which is right; some cast back."""
+
+    def __init__(self, back: bool) -> None:
+        super().__init__()
+        self.back = back
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()  # up
+        wide = wide * wide.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
+        return wide.to(x.dtype) if self.back else wide
+
+
+def test_a_module_that_casts_up_and_hands_that_on_is_named_unless_its_output_is_the_models() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Norm(back=False), nn.Linear(4, 4), Norm(back=True), nn.Linear(4, 4))
+    (finding,) = linted(audited(model, torch.randn(2, 4), loss=to_scalar))
+    assert (finding.kind, finding.owner, finding.operation) == ("raised", "1", "float")
+    assert finding.where == line_of(Norm.forward, "# up")
+    last = nn.Sequential(nn.Linear(4, 4), Norm(back=False))
+    assert linted(audited(last, torch.randn(2, 4), loss=to_scalar)) == []
+    kept = nn.Sequential(nn.Linear(4, 4), Norm(back=False), nn.Linear(4, 4))
+    assert linted(audited(kept, torch.randn(2, 4), keep_fp32=["1"], loss=to_scalar)) == []
+
+
+class InPlace(nn.Module):
+    """Changes its weights, in three ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        if self.way == "data":
+            self.linear.bias.data = self.linear.bias.data.to(hidden.dtype)  # data
+        elif self.way == "module":
+            self.linear.to(hidden.dtype)  # module
+        else:
+            self.linear.bfloat16()  # hard
+        return hidden
+
+
+@pytest.mark.parametrize(("way", "changed"), [("data", 1), ("module", 2), ("hard", 2)])
+def test_weights_that_change_their_dtype_in_the_forward_are_named(way: str, changed: int) -> None:
+    report = audited(nn.Sequential(InPlace(way)), torch.randn(2, 4), loss=to_scalar)
+    places = found(report, "in place")
+    assert {finding.where for finding in places} == {line_of(InPlace.forward, f"# {way}")}
+    assert {(finding.owner, finding.operation, finding.note) for finding in places} == {
+        ("0", ".data =", "float32 becomes bfloat16")
+    }
+    assert len(places) == changed
+    fixed = {finding.where for finding in found(report, "fixed")}
+    assert fixed == ({line_of(InPlace.forward, "# hard")} if way == "hard" else set())
+
+
+class Filled(SmallCNN):
+    """Works in fp32 alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out.masked_fill(out < -1e9, -1e9)  # overflows
+
+
+def test_a_run_that_fails_shows_what_was_found_before(digits: object, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["experiment=digits", "data.num_workers=0", "model.width=4", "train.global_batch_size=8", "steps=1"]
+    with pytest.raises(SystemExit):
+        doctor.main(["numerics", *small, "precision=fp16", "model._target_=tests.precision.test_lint.Filled"])
+    said = capsys.readouterr().err
+    assert "numerics: found before it failed" in said
+    assert f"{line_of(Filled.forward, '# overflows')}, -1e+09: (model), 1 times" in said
+    assert "without overflow" in said  # torch's own words
