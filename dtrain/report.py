@@ -1,4 +1,4 @@
-"""``python -m dtrain.report DIR [DIR ...] [--out FILE]``: runs as one HTML file that opens from disk.
+"""``python -m dtrain.report DIR [DIR ...] [--out FILE] [--png FOLDER]``: runs as one HTML file that opens from disk.
 
 What a run does not have, or has damaged, is said on the page. The exit code is 1 if a directory holds no run.
 """
@@ -13,31 +13,38 @@ from pathlib import Path
 
 from dtrain.tracking.atomic import replacing
 from dtrain.tracking.history import read_all
-from dtrain.tracking.report_page import report_page
+from dtrain.tracking.report.evidence import Evidence
+from dtrain.tracking.report.page import report_page
+from dtrain.tracking.report.pictures import write_pictures
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the report; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m dtrain.report",
-        description="Shows runs as one self-contained HTML file: numbers, curves (several runs overlaid), and what differs "
-        "between their configs.",
+        description="Shows runs as one self-contained HTML file: whether they are healthy and what limits them, curves "
+        "(several runs overlaid), numbers, pictures, evaluations, trouble, and what differs between their configs.",
     )
     parser.add_argument("runs", metavar="DIR", nargs="+", type=Path, help="directory of a run, running or ended")
     parser.add_argument("--out", metavar="FILE", type=Path, help="the file (default: report.html in the first DIR)")
+    parser.add_argument("--png", metavar="FOLDER", type=Path, help="write each chart as a PNG into it, too")
     options = parser.parse_args(arguments)
     out = options.out or options.runs[0] / "report.html"
+    now = time.time()
     try:
-        runs = read_all(options.runs)
-        page = report_page(runs, time.time()).encode()
+        runs = [Evidence.of(history, now) for history in read_all(options.runs)]
+        page = report_page(runs, now).encode("utf-8", errors="replace")  # names of files may be no text
         with replacing(out) as file:
             file.write(page)
+        if options.png is not None:
+            write_pictures(runs, options.png)
     except (ValueError, OSError) as error:
         print(f"report: error: {error}", file=sys.stderr)
         return 1
     for run in runs:
-        for gap in run.gaps:
-            print(f"report: {run.label}: {gap}", file=sys.stderr)
+        for gap in run.history.gaps:
+            print(f"report: {run.history.label}: {gap}", file=sys.stderr)
+        print(f"{run.history.label}: {run.health.word}: {run.health.line}")
     print(out.resolve())
     return 0
 

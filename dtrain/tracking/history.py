@@ -1,13 +1,14 @@
 """What a run directory tells about its run, finished or not, whole or damaged: for reading, never for resuming.
 
-What is missing or cannot be read is a *gap*: a sentence for the reader instead of an error.
+What is missing or cannot be read is a *gap*: a sentence for the reader instead of an error. The directory may be somebody
+else's, so nothing in it can make reading fail, or take for ever.
 """
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ from typing import Any
 import numpy as np
 import yaml
 
+from dtrain.tracking.columns import Columns, read_columns
 from dtrain.tracking.status import read_status
 
 _METRICS, _CONFIG, _OVERRIDES, _STATUS = "metrics.jsonl", "config.yaml", "overrides.yaml", "status.json"
+_LARGEST_YAML, _DEEPEST_YAML = 200_000, 50  # bytes, levels; a config has a few thousand, and five
+_WORTH_PROCESSES = 50_000_000  # bytes of metrics, which one process reads in half a second
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,8 +31,7 @@ class History:
     Attributes:
         path: Its directory.
         label: What to call it among the others.
-        columns: Metric to its steps and values, float64, shape ``[n]`` each; NaN where a value was not finite. The steps of
-            all records are the values of ``step``.
+        columns: Its metrics.
         status: status.json; empty without one.
         config: Dotted key to value.
         overrides: The command line that it was started with.
@@ -37,7 +40,7 @@ class History:
 
     path: Path
     label: str
-    columns: dict[str, tuple[np.ndarray, np.ndarray]]
+    columns: Columns
     status: dict[str, Any]
     config: dict[str, Any]
     overrides: list[str]
@@ -55,40 +58,53 @@ class History:
         if not any((path / name).exists() for name in (_METRICS, _CONFIG, _STATUS)):
             raise ValueError(f"{path} holds no run: none of {_METRICS}, {_CONFIG}, {_STATUS} is there.")
         gaps: list[str] = []
-        columns = _columns(path / _METRICS, gaps)
+        columns = read_columns(path / _METRICS, gaps)
         try:
             status = read_status(path)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             status = {}
-            gaps.append(str(error))
+            gaps.append(f"{_STATUS} cannot be read ({error})")
         if status is None:
             gaps.append(f"no {_STATUS}: how the run ended is not known")
         config = _mapping(path / _CONFIG, gaps)
-        source = _mapping(path / _OVERRIDES, gaps)
-        overrides = [str(item) for item in source.get("overrides") or []]
-        return cls(path, label, columns, status or {}, _flat(config), overrides, gaps)
+        source = _mapping(path / _OVERRIDES, gaps).get("overrides")
+        overrides = [str(item) for item in source] if isinstance(source, list) else []
+        return cls(path, label, columns, status or {}, dict(_flat(config)), overrides, gaps)
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values of a metric; empty where the run does not have it."""
-        return self.columns.get(name, (np.empty(0), np.empty(0)))
+        """Steps and values of a metric, float64, shape ``[n]`` each; empty where the run does not have it."""
+        return (self.columns.steps, self.columns.steps) if name == "step" else self.columns.series(name)
+
+    def has(self, name: str) -> bool:
+        """Whether any record has the metric."""
+        return name in self.columns.values
 
     def names(self, prefix: str) -> list[str]:
         """Metrics whose names begin so, in order of appearance."""
-        return [name for name in self.columns if name.startswith(prefix)]
+        return [name for name in self.columns.values if name.startswith(prefix)]
+
+    @property
+    def restarts(self) -> np.ndarray:
+        """Steps of the first records after a restart, float64, shape ``[restarts that have a record]``."""
+        steps, count = self.series("time/restarts")
+        return steps[np.diff(count, prepend=0.0) > 0]
 
 
 def read_all(paths: Sequence[Path]) -> list[History]:
-    """The runs in these directories, each once, with labels that tell them apart.
+    """The runs in these directories, each once, with labels that tell them apart; long ones in several processes.
 
     Raises:
         ValueError: If one is no run directory.
     """
     unique = list({path.resolve(): path for path in paths}.values())
     names = [path.resolve().name for path in unique]
-    return [
-        History.read(path, name if names.count(name) == 1 else str(path))
-        for path, name in zip(unique, names, strict=True)
-    ]
+    labels = [name if names.count(name) == 1 else str(path) for path, name in zip(unique, names, strict=True)]
+    labels = ["".join(sign if sign.isprintable() else "?" for sign in label) for label in labels]
+    processes = min(len(unique), os.cpu_count() or 1)
+    if processes > 1 and sum(map(_metrics_size, unique)) > _WORTH_PROCESSES:
+        with ProcessPoolExecutor(processes) as pool:
+            return list(pool.map(History.read, unique, labels))
+    return list(map(History.read, unique, labels))
 
 
 #: Stands in ``differences`` where a run does not have the key.
@@ -102,52 +118,29 @@ def differences(runs: Sequence[History]) -> dict[str, list[Any]]:
     return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
 
 
-def _columns(path: Path, gaps: list[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError:
-        gaps.append(f"no {_METRICS}: nothing was logged yet")
-        return {}
-    columns: dict[str, tuple[list[float], list[float]]] = {}
-    bad = []
-    for number, line in enumerate(lines, 1):
-        if not line:
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict) or not _is_number(record.get("step")):
-            bad.append(number)
-            continue
-        for name, value in record.items():
-            if value is None or _is_number(value):
-                steps, values = columns.setdefault(name, ([], []))
-                steps.append(record["step"])
-                values.append(math.nan if value is None else value)
-    if bad == [len(lines)]:  # a whole file ends with a newline, after which there is nothing
-        gaps.append(f"{_METRICS}: the last line is torn, as after a crash; it is left out")
-    elif bad:
-        gaps.append(f"{_METRICS}: {len(bad)} lines are no records (the first is line {bad[0]}); they are left out")
-    elif not columns:
-        gaps.append(f"{_METRICS} is empty: nothing was logged yet")
-    return {
-        name: (np.array(steps, np.float64), np.array(values, np.float64)) for name, (steps, values) in columns.items()
-    }
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _metrics_size(path: Path) -> int:
+    metrics = path / _METRICS
+    return metrics.stat().st_size if metrics.is_file() else 0
 
 
 def _mapping(path: Path, gaps: list[str]) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError:
+    if not path.is_file():
         gaps.append(f"no {path.name}")
         return {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        gaps.append(f"{path.name} is no YAML ({str(error).splitlines()[0]})")
+    try:
+        if path.stat().st_size > _LARGEST_YAML:
+            gaps.append(f"{path.name} is larger than {_LARGEST_YAML:,} bytes, so it is no config")
+            return {}
+        text = path.read_text(encoding="utf-8")
+        if refused := _refused(text):
+            gaps.append(f"{path.name} {refused}, which dtrain does not write; it is left out")
+            return {}
+        content = yaml.safe_load(text)
+    except OSError as error:
+        gaps.append(f"{path.name} cannot be read ({error})")
+        return {}
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also not UTF-8, or the 31st of February
+        gaps.append(f"{path.name} is no YAML ({next(iter(str(error).splitlines()), '')})")
         return {}
     if not isinstance(content, dict):
         gaps.append(f"{path.name} holds no mapping")
@@ -155,11 +148,21 @@ def _mapping(path: Path, gaps: list[str]) -> dict[str, Any]:
     return content
 
 
-def _flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _refused(text: str) -> str:
+    """What in this YAML would keep its reader for ever; ``""`` if nothing does."""
+    depth = 0
+    for event in yaml.parse(text):
+        if isinstance(event, yaml.AliasEvent):  # a few lines of aliases of aliases are a billion values
+            return "has YAML aliases"
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST_YAML:
+            return f"is nested more than {_DEEPEST_YAML} levels deep"
+    return ""
+
+
+def _flat(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in node.items():
         if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
+            yield from _flat(value, f"{prefix}{key}.")
         else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+            yield f"{prefix}{key}", value

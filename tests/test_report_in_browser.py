@@ -1,0 +1,92 @@
+"""The report of a run that had everything happen to it, in a real browser."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dtrain.report import main
+from tests.browser import view
+from tests.runs import status, torchrun
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(600), pytest.mark.usefixtures("digits")]
+
+# Title, place in the page and how much is drawn, of each chart.
+CHARTS = """[...document.querySelectorAll('.charts svg[role=img]')].map(svg => {
+    const place = svg.getBoundingClientRect();
+    return [svg.getAttribute('aria-label'), place.left + scrollX, place.top + scrollY, place.width, place.height] })"""
+TOO_WIDE = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+COLOURS = """[document.body, ...document.querySelectorAll('.charts svg text, .findings span, td, tbody th')].map(
+    element => [getComputedStyle(element).color, getComputedStyle(element).fill, element.localName])"""
+PAPER = "getComputedStyle(document.body).backgroundColor"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
+    """A 2-rank digits run with a killed rank, bad samples, and steps skipped for a loss scale that is too large."""
+    folder = tmp_path_factory.mktemp("report") / "run"
+    faults = '["corrupt_sample@step=9","nan@rank=1,step=47","slow@rank=1,step=30,seconds=0.5","kill@rank=1,step=60"]'
+    command = ("experiment=digits", "precision=fp16", "precision.loss_scale.init=16777216", "train.max_epochs=4")
+    more = ("tracker=none", "train.log_every=2", "checkpoint.every_steps=25", f"faults={faults}", f"run.dir={folder}")
+    assert torchrun(2, *command, *more).returncode != 0
+    second = torchrun(2, *command, *more)
+    assert second.returncode == 0, second.stderr
+    assert status(folder)["restarts"] == 1
+    return folder
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1200, 420])
+def test_the_report_of_a_troubled_run_is_whole_readable_and_quiet(
+    run: Path, tmp_path: Path, width: int, dark: bool
+) -> None:
+    page = tmp_path / "report.html"
+    assert main([str(run), "--out", str(page)]) == 0
+    seen = view(page, CHARTS, TOO_WIDE, COLOURS, PAPER, width=width, dark=dark)
+    assert seen.complaints == []
+    assert seen.requests == [page.as_uri()]
+    assert seen.results[TOO_WIDE] == 0
+    charts = seen.results[CHARTS]
+    assert {"Training loss", "Loss scale, and skipped steps", "Where the time goes"} <= {title for title, *_ in charts}
+    pixels = np.asarray(Image.open(io.BytesIO(seen.picture)).convert("RGB")).astype(int)
+    for title, *place in charts:
+        left, top, wide, high = map(round, place)
+        assert wide > 350, title
+        assert high > 150, title
+        chart = pixels[top : top + high, left : left + wide]
+        assert chart.shape[:2] == (high, wide), title
+        assert ((chart.max(axis=2) - chart.min(axis=2)) > 60).sum() > 100, f"{title}: no coloured line"
+    paper = _luminance(seen.results[PAPER])
+    assert (paper < 0.1) == dark
+    for colour, fill, element in seen.results[COLOURS]:
+        told = fill if element == "text" else colour
+        light, deep = sorted((paper, _luminance(told)), reverse=True)
+        assert (light + 0.05) / (deep + 0.05) >= 4.5, f"{element} in {told} on {seen.results[PAPER]}"
+
+
+def test_runs_overlaid_are_whole_readable_and_quiet(run: Path, tmp_path: Path) -> None:
+    copies = []
+    for name in "ab":
+        copies.append(tmp_path / name)
+        copies[-1].mkdir()
+        for file in ("metrics.jsonl", "status.json", "config.yaml", "overrides.yaml"):
+            (copies[-1] / file).write_bytes((run / file).read_bytes())
+    page = tmp_path / "report.html"
+    assert main([str(run), *map(str, copies), "--out", str(page)]) == 0
+    seen = view(page, CHARTS, TOO_WIDE, width=420)
+    assert seen.complaints == []
+    assert seen.requests == [page.as_uri()]
+    assert seen.results[TOO_WIDE] == 0
+    assert all(wide > 350 for _, _, _, wide, _ in seen.results[CHARTS])
+
+
+def _luminance(colour: str) -> float:
+    """Relative luminance as WCAG 2 defines it."""
+    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue

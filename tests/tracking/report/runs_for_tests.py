@@ -1,0 +1,28 @@
+"""Run directories with the records that a test wants."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from dtrain.tracking.history import History
+
+
+def run_of(folder: Path, records: Iterable[dict[str, Any]], **status: Any) -> History:
+    """A run with these records, read back; ``status`` is status.json, by default that of a finished run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "status.json").write_text(json.dumps({"state": "finished", "step": 0, "reason": None} | status))
+    return History.read(folder, folder.name)
+
+
+def steady(steps: int = 50, **more: Any) -> list[dict[str, Any]]:
+    """Records of a run without trouble: an eighth of a second a step, a twentieth of it waiting for data, the loss falling."""
+    return [
+        {"step": step, "applied_steps": step, "samples": 64 * step, "time": 1e9 + 0.125 * step, "train/loss": 1 / step}
+        | {"time/step_seconds": 0.125, "time/data_wait_fraction": 0.05, "precision/skipped_steps": 0}
+        | more
+        for step in range(1, steps + 1)
+    ]
