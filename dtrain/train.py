@@ -133,7 +133,7 @@ def train(composed: Composed) -> None:
             print_banner("dtrain", {name: text for name, text in rows.items() if text})
         for line in (*problems, *(f"changed since the last start: {change}" for change in changes), *warnings):
             sinks.note(line)
-        state = "failed"
+        failure.tell = lambda reason: sinks.finish("failed", reason)
         try:
             with (
                 HangWatch(run.dir / "logs", world, cfg.parallel, failure.write) as watch,
@@ -147,8 +147,8 @@ def train(composed: Composed) -> None:
                 loop = faults.loop(parts, end, checkpoints, sinks, stop)
                 watch.follow(loop.place)
                 state, reason = loop.run()
+            sinks.finish(state, reason)
         finally:
-            sinks.finish(state)
             train_data.close()
             if eval_data is not None:
                 eval_data.close()

@@ -14,7 +14,8 @@ set -euo pipefail
 pieces=()
 for run_dir; do
   for piece in "$run_dir"/wandb/offline-run-*; do
-    if [[ -d $piece ]]; then pieces+=("$piece"); fi
+    # A start that was killed before wandb wrote anything has left a file with nothing but its header of 7 bytes.
+    if [[ -n $(find "$piece" -maxdepth 1 -name '*.wandb' -size +7c 2>/dev/null) ]]; then pieces+=("$piece"); fi
   done
 done
 ((${#pieces[@]})) || die "no wandb/offline-run-* in $*: name the directories of runs that were offline."

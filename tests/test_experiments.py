@@ -85,13 +85,18 @@ def test_imagenet_recipes_run_on_generated_shards(tmp_path: Path, experiment: st
 @pytest.mark.slow
 def test_bytes_gpt_packs_the_standard_library_and_learns_from_it(tmp_path: Path) -> None:
     small = ("model.width=16", "model.depth=1", "model.heads=2", "train.max_steps=20", "optimizer.lr=0.02")
-    train_on(1, tmp_path, *small, experiment="bytes_gpt")
+    train_on(1, tmp_path, *small, "tracker.media=true", experiment="bytes_gpt")
     losses = metrics(tmp_path)
     assert losses[0] == pytest.approx(np.log(257), abs=0.1)
     assert losses[-1] < 4.5
     assert metrics(tmp_path, "eval/perplexity")[-1] == pytest.approx(np.exp(metrics(tmp_path, "eval/loss")[-1]))
     log = (tmp_path / "logs" / "rank-00000.log").read_text()
     assert "sample: def " in log
+    assert (tmp_path / "media" / "sample" / "step-000000020.txt").read_text(encoding="utf-8").startswith("def ")
+    tokens, samples = (metrics(tmp_path, f"throughput/{each}_per_second") for each in ("tokens", "samples"))
+    context = tokens[0] / samples[0]
+    assert context == pytest.approx(round(context))
+    assert context > 1
     packed = json.loads((Path(os.environ["DTRAIN_CACHE"]) / "standard_library" / "dataset.json").read_text())
     assert packed["splits"]["train"]["tokens"] > 1e6
 

@@ -248,3 +248,21 @@ def test_every_start_has_its_own_rendezvous_and_the_same_run_directory(job):
     expected = {"--kill-on-bad-exit=1", "--cpus-per-task=8", "--nproc-per-node=2", "--rdzv-id=7.2", "OMP=4"}
     assert expected < set(arguments)
     assert arguments[-4:-1] == ["dtrain.train", "optimizer.lr=1e-3", f"run.dir='{job.run_dir}'"]
+
+
+# -- scripts/wandb_sync.sh
+
+
+def test_pieces_of_a_run_are_sent_in_the_order_of_their_starts_without_those_that_hold_nothing(checkout):
+    run_dir = checkout / "runs" / "a run"
+    for name, size in (("20261121_070334-id", 900), ("20261121_070335-id", 7), ("20261120_235959-id", 50_000)):
+        executable(run_dir / "wandb" / f"offline-run-{name}" / "run-id.wandb", "x" * size)
+    (run_dir / "wandb" / "offline-run-20261121_090000-id").mkdir()
+    executable(checkout.parent / "venv" / "bin" / "wandb", f'#!/bin/bash\nprintf "%s\n" "$@" >"{checkout}/sent"\n')
+    done = call(checkout / "scripts" / "wandb_sync.sh", str(run_dir))
+    assert done.returncode == 0, done.stderr
+    pieces = [f"{run_dir}/wandb/offline-run-{name}-id" for name in ("20261120_235959", "20261121_070334")]
+    assert (checkout / "sent").read_text().splitlines() == ["sync", "--skip-synced", *pieces]
+    empty = call(checkout / "scripts" / "wandb_sync.sh", str(checkout))
+    assert empty.returncode == 1
+    assert "no wandb/offline-run-*" in empty.stderr

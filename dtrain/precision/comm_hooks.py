@@ -48,6 +48,21 @@ def reduce_in(model: DistributedDataParallel, dtype: torch.dtype) -> None:
         model.register_comm_hook(_Wire(dtype, model.process_group), _average)
 
 
+def bytes_per_step(model: DistributedDataParallel, dtype: torch.dtype) -> int:
+    """Bytes that DDP has all ranks agree on in a step: gradients in the wire dtype, and buffers that it broadcasts.
+
+    Each number is counted once. A ring sends and receives ``2 (ranks - 1) / ranks`` times that on every rank.
+
+    Args:
+        model: The wrapped model.
+        dtype: As for ``reduce_in``; a hook of the user's may send less.
+    """
+    ignored = set(model.parameters_to_ignore)
+    trained = (p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored)
+    gradients = sum(p.numel() * _on_wire(p.dtype, dtype).itemsize for p in trained)
+    return gradients + (sum(buffer.nbytes for buffer in model.modules_buffers) if model.broadcast_buffers else 0)
+
+
 class HookGuard:
     """Registers a user's hook with ``model`` and looks at the gradients before the hook gets them.
 

@@ -25,6 +25,11 @@ from dtrain.config.errors import ConfigError
 _HEAD, _HOST = 6, 5
 
 
+def word_bytes(metrics: int) -> int:
+    """Size of the word, with so many metrics of the task."""
+    return 8 * (_HEAD + 2 * metrics + _HOST)
+
+
 class Decision(NamedTuple):
     """What a step depends on: on the device, equal on all ranks, each of shape ``[]``.
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
+import torch
 from torch import nn
 
 from dtrain.data import Batch
 from dtrain.tasks.squared_error import squared_error
+from dtrain.tracking.png import png
 from dtrain.training.task import Output
+
+_LARGEST = 16_000_000  # pixels that are shown
 
 
 class ImageFitting:
@@ -16,6 +22,8 @@ class ImageFitting:
         coordinates: The field that the model takes, ``[rows, 2, height, width]``. Role ``coord`` keeps it in fp32 on the way.
         pixels: The field with the picture's values there, in [0, 1], ``[rows, channels, height, width]``.
     """
+
+    counts = "pixels"
 
     def __init__(self, coordinates: str = "coordinates", pixels: str = "pixels") -> None:
         self._coordinates = coordinates
@@ -34,3 +42,22 @@ class ImageFitting:
         masked = ~batch.valid
         accuracy = (right.masked_fill(masked, 0).sum(), count)
         return Output(errors.sum(dim=1).masked_fill(masked, 0).sum(), count, {"accuracy": accuracy})
+
+    def illustrate(
+        self, model: nn.Module, evaluation: Mapping[str, float], samples: Iterable[Batch]
+    ) -> dict[str, bytes]:
+        """What a run shows after an evaluation: ``fit``, the picture, and the fitted one to its right.
+
+        Rows of the batch are laid below each other in their stored order. Nothing is shown if they are neither grey nor red,
+        green and blue, or too many.
+        """
+        strips, pixels = [], 0
+        for batch in samples:
+            both = torch.cat([batch[self._pixels].float(), model(batch[self._coordinates]).float()], dim=-1)[
+                batch.valid
+            ]
+            pixels += both.numel()
+            if both.shape[1] not in (1, 3) or pixels > _LARGEST:
+                return {}
+            strips.append(both.permute(0, 2, 3, 1).flatten(0, 1).cpu())
+        return {"fit": png(torch.cat(strips).squeeze(2).numpy())} if strips else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -24,9 +24,11 @@ class LanguageModelling:
         tokens: The field with rows of ``length + 1`` tokens, an integer dtype, as ``python -m dtrain.pack text`` makes them.
         ignore: A token, such as padding, that is not predicted and not counted.
         bytes_per_token: Bytes of text that a token stands for on average; None: tokens are bytes, those from 256 on none.
-        sample: After each evaluation, this text is continued by the model and logged; None: not.
+        sample: After evaluations, this text is continued by the model, logged and kept with the run; None: not.
         sample_bytes: By how many bytes.
     """
+
+    counts = "tokens"
 
     def __init__(
         self,
@@ -66,16 +68,26 @@ class LanguageModelling:
         return Output(loss_sum, count, metrics)
 
     def conclude(self, model: nn.Module, metrics: Mapping[str, float]) -> dict[str, float]:
-        """What an evaluation says beside its sums: ``perplexity``; and a sample of text, for the log.
+        """What an evaluation says beside its sums: ``perplexity``.
 
         Args:
             model: The bare model.
             metrics: Of the evaluation.
         """
-        if self._sample is not None:
-            logger.info("sample: %s", self.sample(model))
         # Beyond that a float has no exponential, and a perplexity no meaning.
         return {"perplexity": math.exp(min(metrics["loss"], 700.0))}
+
+    def illustrate(self, model: nn.Module, evaluation: Mapping[str, float], samples: Iterable[Batch]) -> dict[str, str]:
+        """What a run shows after an evaluation: ``sample``, where one is asked for.
+
+        Raises:
+            ValueError: If the model cannot generate.
+        """
+        if self._sample is None:
+            return {}
+        text = self.sample(model)
+        logger.info("sample: %s", text)
+        return {"sample": text}
 
     def sample(self, model: nn.Module) -> str:
         """The text ``sample``, continued by a model that has ``generate(tokens, count)``.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Protocol, TextIO
 
 from rich.console import Console
@@ -31,7 +32,10 @@ class ConsoleSink(Protocol):
     def note(self, text: str) -> None:
         """Shows a sentence without disturbing what is there; any thread may call."""
 
-    def finish(self, state: str) -> None:
+    def media(self, step: int, name: str, path: Path) -> None:
+        """Does nothing: they are to be looked at elsewhere."""
+
+    def finish(self, state: str, reason: str | None = None) -> None:
         """Says how the run ended."""
 
 
@@ -87,7 +91,10 @@ class PlainLines:
         """Writes ``text`` as a line."""
         self._write(text)
 
-    def finish(self, state: str) -> None:
+    def media(self, step: int, name: str, path: Path) -> None:
+        """Does nothing: they are to be looked at elsewhere."""
+
+    def finish(self, state: str, reason: str | None = None) -> None:
         """Says nothing: who ends the run says how."""
 
     def _write(self, line: str) -> None:
@@ -136,7 +143,10 @@ class ProgressLine:
         """Prints ``text`` above the line."""
         self._terminal.print(Text(text), soft_wrap=True)
 
-    def finish(self, state: str) -> None:
+    def media(self, step: int, name: str, path: Path) -> None:
+        """Does nothing: they are to be looked at elsewhere."""
+
+    def finish(self, state: str, reason: str | None = None) -> None:
         """Leaves the line as it is and gives the terminal back."""
         self._progress.stop()
 

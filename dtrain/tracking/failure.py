@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.config.errors import PeerFailed
+from dtrain.config.run import without_secrets
 from dtrain.tracking.status import write_status
 
 logger = logging.getLogger("dtrain")
@@ -25,6 +26,7 @@ class FailureRecord:
     Attributes:
         step: Gives the attempted steps so far. Until it is set nothing is written: the directory may be another run's.
         facts: Gives further entries of status.json.
+        tell: Tells whoever is elsewhere why the run failed; called on rank 0, after status.json is written.
     """
 
     def __init__(self, run_dir: Path, rank: int) -> None:
@@ -32,14 +34,20 @@ class FailureRecord:
         self._rank = rank
         self.step: Callable[[], int] | None = None
         self.facts: Callable[[], dict[str, Any]] = dict
+        self.tell: Callable[[str], None] = lambda reason: None
 
     def write(self, reason: str) -> None:
-        """Sets the state ``failed``; a disk that refuses is said, and hides no failure."""
-        if self.step is not None and self._rank == 0:
-            try:
-                write_status(self._run_dir, "failed", self.step(), reason, **self.facts())
-            except OSError as error:
-                sys.stderr.write(f"dtrain: status.json could not be written ({error}).\n")
+        """Sets the state ``failed``, and tells; a disk that refuses is said, and hides no failure."""
+        if self.step is None or self._rank != 0:
+            return
+        # What is in an error's text leaves this machine.
+        reason = without_secrets({"reason": reason})["reason"]
+        try:
+            write_status(self._run_dir, "failed", self.step(), reason, **self.facts())
+        except OSError as error:
+            sys.stderr.write(f"dtrain: status.json could not be written ({error}).\n")
+        sys.stderr.write(f"dtrain: failed at step {self.step()} ({reason.splitlines()[0]}): {self._run_dir}\n")
+        self.tell(reason)
 
 
 @contextmanager

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from dtrain.tracking.atomic import replacing
 from dtrain.tracking.record import Record
@@ -30,7 +32,10 @@ class JsonlSink:
         self._file.write(json.dumps(finite, allow_nan=False).encode() + b"\n")
         self._file.flush()
 
-    def finish(self, state: str) -> None:
+    def media(self, step: int, name: str, path: Path) -> None:
+        """Does nothing: media are files of their own."""
+
+    def finish(self, state: str, reason: str | None = None) -> None:
         """Closes the file."""
         self._file.close()
 
@@ -51,18 +56,40 @@ def cut_after(path: Path, step: int) -> int:
     if not path.exists():
         return 0
     with path.open("rb") as lines:
-        drop = sum(not _is_record_until(line, step) for line in lines)
+        drop = sum(not _is_kept(line, step) for line in lines)
     if drop:
         with path.open("rb") as lines, replacing(path) as kept:
-            kept.writelines(line for line in lines if _is_record_until(line, step))
+            kept.writelines(line for line in lines if _is_kept(line, step))
     return drop
 
 
-def _is_record_until(line: bytes, step: int) -> bool:
+def read_records(path: Path, after: int, until: int) -> Iterator[Record]:
+    """The records of a metrics.jsonl whose step is in ``(after, until]``; what was not finite is NaN.
+
+    Args:
+        path: The file, or nothing yet.
+        after: A step before the first.
+        until: The last step.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as lines:
+        for record in map(_record, lines):
+            if record is not None and after < record["step"] <= until:
+                yield {name: math.nan if value is None else value for name, value in record.items()}
+
+
+def _is_kept(line: bytes, step: int) -> bool:
+    record = _record(line)
+    return record is not None and record["step"] <= step
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """The record in a line; None if it is torn or none."""
     if not line.endswith(b"\n"):
-        return False
+        return None
     try:
         record = json.loads(line)
     except ValueError:  # not JSON, or not UTF-8
-        return False
-    return isinstance(record, dict) and isinstance(record.get("step"), int) and record["step"] <= step
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None

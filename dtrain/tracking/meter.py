@@ -11,36 +11,53 @@ number: adding a step never waits for a device.
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections.abc import Mapping
 
 import torch
+
+from dtrain.tracking.peak_memory import peak
 
 
 class Meter:
     """Adds up settled steps and turns them into one flat record for each log line.
 
     Args:
-        device: Where the model lives; a CUDA device adds ``memory/max_allocated_gib``, this rank's peak of the window.
+        device: Where the model lives; adds this rank's memory, on a GPU the peak of the window.
+        counts: What the task counts, if it is no samples: ``tokens`` adds ``throughput/tokens_per_second``.
         skipped_steps: Total to continue from.
         bad_samples: Total to continue from.
 
     Attributes:
         skipped_steps: Skipped steps of the run so far.
         bad_samples: Bad samples of the run so far.
+        flops_per_sample: Floating-point operations for a sample, divided by the number of devices; None: not counted.
+        peak_flops: What a device can do in a second; None: nobody knows.
     """
 
-    def __init__(self, device: torch.device | None = None, *, skipped_steps: int = 0, bad_samples: int = 0) -> None:
-        self._cuda = device if device is not None and device.type == "cuda" else None
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        *,
+        counts: str | None = None,
+        skipped_steps: int = 0,
+        bad_samples: int = 0,
+    ) -> None:
+        self._device = device
+        self._counts = counts
         self.skipped_steps = skipped_steps
         self.bad_samples = bad_samples
+        self.flops_per_sample: float | None = None
+        self.peak_flops: float | None = None
         self._reset()
 
     def _reset(self) -> None:
         self._sums: dict[str, tuple[float, float]] = {}
         self._last: dict[str, float] = {}
-        self._steps = 0
         self._samples = 0
-        self._seconds = 0.0
+        self._counted = (0.0, 0)
+        self._seconds = array("d")  # of each step
         self._wait = 0.0
         self._bytes = 0
         self._rows = 0
@@ -79,9 +96,8 @@ class Meter:
             rows: For how many rows they did; None: for ``samples``.
             bad: Bad samples among the step's samples.
         """
-        self._steps += 1
         self._samples += samples
-        self._seconds += step_seconds
+        self._seconds.append(step_seconds)
         self._wait += wait_seconds
         self._bytes += bytes
         self._rows += samples if rows is None else rows
@@ -93,6 +109,7 @@ class Meter:
             return
         if lr is not None:
             self._last["train/lr"] = lr
+        self._counted = (self._counted[0] + count, self._counted[1] + samples)
         self._add_up("train/loss", loss_sum, count)
         if grad_norm is not None:
             self._add_up("train/grad_norm", grad_norm, 1)
@@ -108,20 +125,41 @@ class Meter:
 
         A name that does not apply is left out: no loss when each step of the window was skipped, no time when there was
         no step. ``train/lr`` and ``precision/loss_scale`` are the last ones used, ``train/grad_norm`` the mean over the
-        applied steps, ``precision/skipped_steps`` and ``data/bad_samples`` totals of the run.
+        applied steps, ``precision/skipped_steps`` and ``data/bad_samples`` totals of the run. Percentiles of the seconds of
+        a step are of the nearest rank.
         """
         record: dict[str, float | int] = {name: total / count for name, (total, count) in self._sums.items() if count}
         record |= self._last
         record["precision/skipped_steps"] = self.skipped_steps
         if self._seconds:
-            record["throughput/samples_per_second"] = self._samples / self._seconds
-            record["time/step_seconds"] = self._seconds / self._steps
-            record["time/data_wait_fraction"] = self._wait / self._seconds
+            record |= self._speed()
         if self._rows and self._bytes:
             record["data/bytes_per_sample"] = self._bytes / self._rows
         record["data/bad_samples"] = self.bad_samples
-        if self._cuda is not None:
-            record["memory/max_allocated_gib"] = torch.cuda.max_memory_allocated(self._cuda) / 2**30
-            torch.cuda.reset_peak_memory_stats(self._cuda)
+        if self._device is not None:
+            name, gib = peak(self._device)
+            record[name] = gib
+            if self._device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self._device)
         self._reset()
         return record
+
+    def _speed(self) -> dict[str, float]:
+        ordered = sorted(self._seconds)
+        seconds = math.fsum(ordered)
+        samples_per_second = self._samples / seconds
+        speed = {"throughput/samples_per_second": samples_per_second}
+        count, samples = self._counted
+        if self._counts is not None and samples:
+            # By way of the samples: a skipped step has used the machine, but its count is not known.
+            speed[f"throughput/{self._counts}_per_second"] = samples_per_second * count / samples
+        if self.flops_per_sample is not None:
+            flops = samples_per_second * self.flops_per_sample
+            speed["throughput/tflops_per_second"] = flops / 1e12
+            if self.peak_flops is not None:
+                speed["throughput/mfu"] = flops / self.peak_flops
+        speed["time/step_seconds"] = seconds / len(ordered)
+        for name, share in (("p50", 0.5), ("p95", 0.95), ("max", 1.0)):
+            speed[f"time/step_seconds_{name}"] = ordered[math.ceil(share * len(ordered)) - 1]
+        speed["time/data_wait_fraction"] = self._wait / seconds
+        return speed

@@ -1,17 +1,17 @@
-"""wandb as a sink: one run identity over all restarts, and no way to hold up or stop the training.
+"""wandb as a sink: one run identity over all restarts.
 
-* A *thread* owns wandb from its start to its end. The loop only puts records into a queue, so a server that does not
-  answer costs it a few seconds at the start and nothing later, and an error that wandb raises ends this thread alone.
 * The *run id* is made once and kept in ``wandb/run-id``; every start, offline or not, uses it.
 * A *piece* is the directory that wandb makes for one start. A restart trains some steps again; those that the pieces
-  (offline) or the server (online) have already are not sent a second time.
+  (offline) or the server (online) have already are not sent a second time. Those that they lack, since a killed wandb
+  loses the newest, are sent from metrics.jsonl.
+
+It may hang and raise: ``BackgroundSink`` keeps that from the training.
 """
 
 from __future__ import annotations
 
-import queue
+import html
 import secrets
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,22 +19,22 @@ from typing import TYPE_CHECKING, Any
 import wandb
 
 from dtrain.tracking.atomic import replacing
+from dtrain.tracking.jsonl import read_records
+from dtrain.tracking.provenance import provenance
 from dtrain.tracking.record import Record
 from dtrain.tracking.wandb_log import last_step
 
 if TYPE_CHECKING:
     from dtrain.config.schema import TrackerConfig
 
+#: What this sink may raise.
+ERRORS = (wandb.Error, OSError, ValueError)
 #: Seconds that wandb may take to reach its server, and to send what is left at the end.
 TIMEOUT = 30
-#: Seconds of these that the training waits for at its start.
-START = 5
-#: Records that may wait for a slow wandb; more are dropped rather than kept in memory.
-WAITING = 10_000
 
 
 class WandbSink:
-    """Sends records to wandb from a thread.
+    """A run of wandb.
 
     Args:
         tracker: The group ``tracker`` of the config.
@@ -42,10 +42,14 @@ class WandbSink:
         run_dir: The run's directory; wandb writes to ``wandb/`` in it.
         run_name: The name that wandb shows.
         config: The resolved config, without secrets, in plain containers.
-        note: Shows a sentence to a person; called from the thread.
+        resumed_step: The last step that metrics.jsonl has from earlier starts.
+        note: Shows a sentence to a person.
 
     Attributes:
         run_id: The run's identity, eight hexadecimal digits.
+
+    Raises:
+        wandb.Error, OSError, ValueError: Here and later, if wandb cannot go on.
     """
 
     def __init__(
@@ -55,75 +59,51 @@ class WandbSink:
         run_dir: Path,
         run_name: str,
         config: dict[str, Any],
+        resumed_step: int,
         note: Callable[[str], None],
     ) -> None:
-        self.run_id = _run_id(run_dir / "wandb")
-        self._mode = mode
-        self._directory = run_dir / "wandb"
-        self._note = note
-        self._init: dict[str, Any] = {
-            "id": self.run_id,
-            "name": run_name,
-            "dir": str(run_dir),
-            "mode": mode,
-            "resume": "allow",
-            "entity": tracker.entity,
-            "project": tracker.project,
-            "tags": list(tracker.tags),
-            "config": config,
-        }
-        self._queue: queue.Queue[Record | str] = queue.Queue(WAITING)
-        self._full = False
-        self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
-        self._started = threading.Event()
-        self._thread.start()
-        # wandb starts processes of its own. A loader worker that is forked in that moment inherits the pipes on which
-        # Python waits for them and keeps them open, so wandb would hang until the loader ends (seen). By now it has
-        # started them and is done, or waits for its server.
-        self._started.wait(START)
+        directory = run_dir / "wandb"
+        self.run_id = _run_id(directory)
+        kept = _kept_step(directory, mode)
+        self._run = wandb.init(
+            id=self.run_id,
+            name=run_name,
+            dir=str(run_dir),
+            mode=mode,  # type: ignore[arg-type]
+            resume="allow",
+            entity=tracker.entity,
+            project=tracker.project,
+            tags=list(tracker.tags),
+            config=config | {"provenance": provenance(Path.cwd())},
+            settings=_settings(),
+        )
+        # A resumed online run starts after the last step that the server has.
+        self._kept = max(kept, self._run.starting_step - 1)
+        for record in read_records(run_dir / "metrics.jsonl", self._kept, resumed_step):
+            self.log(record)
+        place = self._run.url if mode == "online" else f"offline in {directory}"
+        note(f"wandb: {place}, run id {self.run_id}")
 
     def log(self, record: Record) -> None:
-        """Leaves one record for the thread; returns at once, whatever wandb does."""
-        self._put(record)
+        """Sends one record, if wandb does not have its step."""
+        if record["step"] > self._kept:
+            # wandb gathers what has the same step in one row, and needs no other axis than the step itself.
+            self._run.log(dict(record), step=int(record["step"]))
 
-    def finish(self, state: str) -> None:
-        """Waits until wandb has sent or stored everything, for about a minute at most."""
-        self._put(state)
-        self._thread.join(2 * TIMEOUT + 5)
-        if self._thread.is_alive():
-            self._note(f"wandb: not done in time. Send the rest later: wandb sync {self._directory}")
+    def media(self, step: int, name: str, path: Path) -> None:
+        """Sends a picture or a text, if wandb does not have its step."""
+        if step > self._kept:
+            text = path.suffix == ".txt"
+            shown = wandb.Html(_page(path.read_text(encoding="utf-8"))) if text else wandb.Image(str(path))
+            self._run.log({f"media/{name}": shown}, step=step)
 
-    def _put(self, item: Record | str) -> None:
-        if not self._thread.is_alive():
-            return
-        try:
-            self._queue.put_nowait(item)
-        except queue.Full:
-            if not self._full:
-                self._note(f"wandb: {WAITING} records wait to be sent; the next are left out. metrics.jsonl has all.")
-            self._full = True
-
-    def _work(self) -> None:
-        try:
-            kept = _kept_step(self._directory, self._mode)
-            run = wandb.init(**self._init, settings=_settings())
-            # A resumed online run starts after the last step that the server has.
-            kept = max(kept, run.starting_step - 1)
-            place = run.url if self._mode == "online" else f"offline in {self._directory}"
-            self._note(f"wandb: {place}, run id {self.run_id}")
-            self._started.set()
-            while not isinstance(item := self._queue.get(), str):
-                if item["step"] > kept:
-                    # wandb gathers what has the same step in one row, and needs no other axis than the step itself.
-                    run.log(dict(item), step=int(item["step"]))
-            run.finish(exit_code=1 if item == "failed" else 0)
-            # Offline, finish returns before the file is written; the end of wandb's own process is the proof that it is.
-            wandb.teardown()
-        except (wandb.Error, OSError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            self._note(f"wandb: {reason}. The run goes on without it; metrics.jsonl has everything.")
-        finally:
-            self._started.set()
+    def finish(self, state: str, reason: str | None = None) -> None:
+        """Waits until wandb has sent or stored everything; a failure is an alert."""
+        if state == "failed":
+            self._run.alert(f"{self._run.name} failed", reason or "for an unknown reason", level="ERROR")
+        self._run.finish(exit_code=1 if state == "failed" else 0)
+        # Offline, finish returns before the file is written; the end of wandb's own process is the proof that it is.
+        wandb.teardown()
 
 
 def _run_id(directory: Path) -> str:
@@ -145,9 +125,17 @@ def _kept_step(directory: Path, mode: str) -> int:
     return max((step for piece in pieces if (step := last_step(piece)) is not None), default=-1)
 
 
+def _page(text: str) -> str:
+    return f"<pre>{html.escape(text)}</pre>"
+
+
 def _settings() -> wandb.Settings:
-    # Console capture would wrap the streams under the progress line; the run directory has the logs anyway.
-    settings = wandb.Settings(console="off", silent=True, init_timeout=TIMEOUT)
+    settings = wandb.Settings(
+        console="off",  # capture would wrap the streams under the progress line; the run directory has the logs anyway
+        silent=True,
+        init_timeout=TIMEOUT,
+        x_disable_meta=True,  # it holds the command line, and with that any secret of an override
+    )
     if hasattr(settings, "finish_timeout"):  # wandb >= 0.31; older ones may wait longer at the end
         settings.finish_timeout = TIMEOUT
     return settings

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from dtrain.tracking.record import Record
 from dtrain.tracking.sinks import NullSinks, Sinks
@@ -33,8 +31,7 @@ class Journal:
 
     def record(self, record: Record) -> None:
         """Hands one record to the sinks."""
-        with self._said_if_not_written("a record"):
-            self._sinks.log(record)
+        self._sinks.log(record)
 
     def status(self, *, at_most_every: float = 0.0) -> None:
         """Writes ``status.json``: the run is running, and how far it is.
@@ -45,14 +42,20 @@ class Journal:
         if self._parts.world.rank != 0 or time.monotonic() - self._status_at < at_most_every:
             return
         times = self._parts.progress.times()
-        with self._said_if_not_written("status.json"):
+        try:
             write_status(self._parts.run_dir, "running", self._parts.step.step, last_step=self._last_step, **times)
+        except OSError as error:
+            self.warn(f"status.json could not be written ({error}).")
         self._status_at = time.monotonic()
 
     def logged(self, record: Record) -> None:
         """A record of a step, and the status if it is old."""
         self.record(record)
         self.status(at_most_every=_STATUS_EVERY)
+
+    def media(self, step: int, name: str, content: bytes | str) -> None:
+        """Hands a picture (the bytes of a PNG file) or a text to the sinks."""
+        self._sinks.media(step, name, content)
 
     def note(self, line: str) -> None:
         """Something that the user should read once."""
@@ -62,10 +65,3 @@ class Journal:
         """Something that the user should act on."""
         logger.warning(text)
         self._sinks.note(f"WARNING: {text}")
-
-    @contextmanager
-    def _said_if_not_written(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self.warn(f"{what} could not be written ({error}).")

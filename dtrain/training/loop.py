@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,15 +26,17 @@ from dtrain.distributed.hang import BACKSTOP, Place
 from dtrain.distributed.process_group import set_timeout
 from dtrain.distributed.stop import StopRequests
 from dtrain.precision.lowered import LoweredModules
-from dtrain.tracking.meter import Meter
 from dtrain.tracking.sinks import NullSinks, Sinks
 from dtrain.training.checkpoint import Checkpoints
 from dtrain.training.evaluation import evaluate
+from dtrain.training.illustration import Illustrations
 from dtrain.training.journal import Journal
+from dtrain.training.measures import Measures, Timing
 from dtrain.training.out_of_memory import out_of_memory_explained
 from dtrain.training.parts import Parts
 from dtrain.training.profiler import StepProfiler
 from dtrain.training.refusals import refuse_mean
+from dtrain.training.result import Evaluation
 from dtrain.training.saves import Saves
 from dtrain.training.spans import DATA, span
 from dtrain.training.step import Outcome
@@ -70,16 +71,12 @@ class Loop:
         self._stop = stop
         stop.save_takes(lambda: self._saves.seconds)
         progress = parts.progress
-        self._meter = Meter(parts.world.device, skipped_steps=progress.skipped_steps, bad_samples=progress.bad_samples)
+        self._measures = Measures(parts)
         self._ledger = Ledger(parts.run_dir / "logs", parts.world.rank, parts.cfg.data.record_keys)
-        self._interruptions = (  # in every record of a step, if there were some
-            {"time/restarts": progress.restarts, "time/lost_seconds": progress.lost_seconds}
-            if progress.restarts
-            else {}
-        )
         self._profiler = StepProfiler.of(
             parts.cfg.profile, parts.step.step, parts.run_dir, parts.world, self._journal.note
         )
+        self._illustrations = Illustrations(parts, self._journal.media)
         self._to_device = DeviceCopies(parts.world.device)
         self._window = _Window()
         data = parts.cfg.data
@@ -88,7 +85,7 @@ class Loop:
                 data.max_bad, data.max_bad_consecutive, bad=progress.bad_samples, samples=progress.samples
             )
         self._last_bad: dict[str, Any] = {}
-        self._timing: _Timing | None = None  # of the step that is not settled yet
+        self._timing: Timing | None = None  # of the step that is not settled yet
         self._clock = time.monotonic()
         self._first_step = parts.step.step
         self._stopping = self._save_asked = False
@@ -111,6 +108,7 @@ class Loop:
                 while step.step < self._last_step and not self._stopping:
                     if self._profiler is not None:
                         self._profiler.before(step.step + 1)
+                    self._measures.begin()
                     with self._syncs_announced():
                         self._accumulate(batches)
                     self._settle()  # the step before: its vote is in by now
@@ -175,11 +173,13 @@ class Loop:
             self._window.keys += [key for key in batch.sample_keys if key]
             self._window.bad += batch.bad
             batch = self._to_device(batch)
-            if self._parts.step.step == number == 0:
-                parts = self._parts
+            parts = self._parts
+            if parts.step.step == number == 0:
                 refuse_mean(parts.task, parts.model, batch, parts.precision, parts.world.device)
                 for line in parts.train_loader.wire.suggestions(batch):
                     self._journal.note(line)
+            if parts.step.step == self._first_step and number == 0:
+                self._measures.count_work(batch)
             yield batch
 
     def _commit(self) -> bool:
@@ -191,9 +191,10 @@ class Loop:
         self._last_bad = window.bad[-1] if window.bad else self._last_bad
         now = time.monotonic()
         progress.samples += used
-        progress.seconds += now - self._clock
         epochs = epoch + (position + used) / loader.index.num_samples
-        self._timing = _Timing(used, progress.samples, epochs, now - self._clock, window.waited)
+        seconds = now - self._clock
+        progress.seconds += seconds
+        self._timing = Timing(used, progress.samples, epochs, seconds, window.waited, self._measures.own_time())
         self._clock = now
         return loader.position[0] != epoch
 
@@ -202,51 +203,42 @@ class Loop:
         outcome, timing = self._parts.step.settle(), self._timing
         if outcome is None or timing is None:
             return
-        tally, progress = outcome.tally, self._parts.progress
-        self._meter.add(
-            loss_sum=tally.loss_sum,
-            count=tally.count,
-            samples=timing.used,
-            step_seconds=timing.seconds,
-            wait_seconds=timing.waited,
-            skipped=not tally.applied,
-            grad_norm=outcome.grad_norm,
-            lr=outcome.lr,
-            loss_scale=tally.loss_scale if self._parts.step.loss_scale is not None else None,
-            metrics=tally.metrics,
-            bytes=int(tally.bytes),
-            bad=tally.bad,
-        )
-        progress.skipped_steps, progress.bad_samples = self._meter.skipped_steps, self._meter.bad_samples
+        self._measures.add(outcome, timing)
+        tally = outcome.tally
         self._stopping |= tally.stop > 0
         self._save_asked |= tally.save > 0
         if outcome.step % self._parts.cfg.train.log_every == 0 or outcome.step == self._last_step or self._stopping:
             self._log(outcome, timing)
         self._bad_samples.count(tally.samples, tally.bad, self._last_bad)
 
-    def _log(self, outcome: Outcome, timing: _Timing) -> None:
+    def _log(self, outcome: Outcome, timing: Timing) -> None:
         self._saves.are_safe(wait=False)
         place = self._place(outcome.step, outcome.applied_steps, timing)
-        self._journal.logged(place | self._interruptions | self._meter.record())
+        self._journal.logged(place | self._measures.record(outcome))
 
     # -- what does not happen in every step
 
     def _evaluate_and_save(self, epoch_ended: bool) -> None:
         every, step = self._parts.cfg.train.eval_every, self._parts.step.step
         last = step >= self._last_step
+        evaluation: Evaluation | None = None
         metrics: dict[str, float] = {}
         improved = False
         if last or (epoch_ended if every is None else every > 0 and step % every == 0):
-            metrics = self._evaluate()
+            evaluation = self._evaluate()
+            metrics = {f"eval/{name}": value for name, value in evaluation.items()} if evaluation is not None else {}
             improved = self._saves.is_best(metrics)
         every_steps = self._parts.cfg.checkpoint.every_steps
         if last or improved or self._save_asked or (every_steps and step % every_steps == 0):
             self._save(metrics, final=last)
+        if evaluation is not None:
+            with self._clock_stopped():
+                self._illustrations.after(evaluation, last=last)
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self) -> Evaluation | None:
         parts = self._parts
         if parts.eval_loader is None:
-            return {}
+            return None
         self._settle()
         with self._clock_stopped():
             equalise_buffers(parts.model)
@@ -263,7 +255,7 @@ class Loop:
             if self._timing is not None:
                 self._journal.record(self._place(parts.step.step, parts.step.applied_steps, self._timing) | metrics)
             logger.info("step %d: %s", parts.step.step, metrics)
-        return metrics
+        return result
 
     def _save(self, metrics: dict[str, float], *, final: bool) -> None:
         self._settle()
@@ -281,6 +273,7 @@ class Loop:
 
     def _end(self) -> tuple[str, str | None]:
         self._settle()
+        self._measures.end()
         if self._stopping:
             self._stop.consume()
         if self._parts.step.step >= self._last_step:
@@ -292,7 +285,7 @@ class Loop:
         heard = [f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason]
         return "stopped", ", ".join(heard)
 
-    def _place(self, step: int, applied_steps: int, timing: _Timing) -> dict[str, float | int]:
+    def _place(self, step: int, applied_steps: int, timing: Timing) -> dict[str, float | int]:
         return {
             "step": step,
             "applied_steps": applied_steps,
@@ -309,14 +302,3 @@ class _Window:
         self.keys: list[str] = []
         self.bad: list[dict[str, Any]] = []
         self.waited = 0.0
-
-
-@dataclass(frozen=True)
-class _Timing:
-    """A step as the host saw it: samples used, samples and epochs so far, seconds it took and waited."""
-
-    used: int
-    samples: int
-    epochs: float
-    seconds: float
-    waited: float

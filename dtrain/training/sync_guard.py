@@ -7,17 +7,20 @@ not fused, does: torch then warns and names the line.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+_nothing: AbstractContextManager[None] = nullcontext()
+
+
+def host_syncs_announced(device: torch.device) -> AbstractContextManager[None]:
+    """Inside, an operation that makes the host wait for ``device`` warns; on a CPU nothing ever does."""
+    return _announced() if device.type == "cuda" else _nothing
+
 
 @contextmanager
-def host_syncs_announced(device: torch.device) -> Iterator[None]:
-    """Inside, an operation that makes the host wait for ``device`` warns; on a CPU nothing ever does."""
-    if device.type != "cuda":
-        yield
-        return
+def _announced() -> Iterator[None]:
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("warn")
     try:

@@ -49,9 +49,9 @@ class Output:
             )
         for name, table in self.tables.items():
             if not isinstance(table, Tensor) or table.dtype != torch.int64:
-                got = table.dtype if isinstance(table, Tensor) else type(table).__name__
+                kind = table.dtype if isinstance(table, Tensor) else type(table).__name__
                 raise TypeError(
-                    f"Output.tables[{name!r}]: got {got}, want an int64 tensor of counts. A sum of other numbers is a metric."
+                    f"Output.tables[{name!r}]: got {kind}, want an int64 tensor of counts. A sum of other numbers is a metric."
                 )
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from dtrain.tracking.failure import failures_recorded
+from tests.runs import status
 
 
 def test_a_failure_that_the_disk_refuses_to_record_is_still_the_one_that_is_raised(
@@ -18,3 +19,21 @@ def test_a_failure_that_the_disk_refuses_to_record_is_still_the_one_that_is_rais
     with pytest.raises(ZeroDivisionError):
         failing()
     assert "status.json could not be written" in capsys.readouterr().err
+
+
+def test_a_failure_is_told_without_the_secrets_of_its_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told: list[str] = []
+
+    def failing(rank: int) -> None:
+        with failures_recorded(tmp_path, rank) as failure:
+            failure.step = lambda: 7
+            failure.tell = told.append
+            raise OSError("no answer from https://me:hunter2@host/train.tar?token=hunter3\nnor later")
+
+    for rank in (0, 1):
+        with pytest.raises(OSError, match="no answer"):
+            failing(rank)
+    hidden = "rank 0 failed: OSError: no answer from https://<hidden>@host/train.tar?token=<hidden>"
+    assert told == [f"{hidden}\nnor later"]
+    assert status(tmp_path)["reason"] == told[0]
+    assert capsys.readouterr().err == f"dtrain: failed at step 7 ({hidden}): {tmp_path}\n"

@@ -1,6 +1,7 @@
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,8 +79,8 @@ def test_names_are_those_of_the_metrics_file():
     meter.add(loss_sum=1.0, count=1, grad_norm=1.0, lr=0.1, loss_scale=2.0, bytes=1, **STEP)
     assert set(meter.record()) == {
         "train/loss", "train/grad_norm", "train/lr", "precision/loss_scale", "precision/skipped_steps",
-        "throughput/samples_per_second", "time/step_seconds", "time/data_wait_fraction", "data/bytes_per_sample",
-        "data/bad_samples",
+        "throughput/samples_per_second", "time/step_seconds", "time/step_seconds_p50", "time/step_seconds_p95",
+        "time/step_seconds_max", "time/data_wait_fraction", "data/bytes_per_sample", "data/bad_samples",
     }  # fmt: skip
 
 
@@ -92,3 +93,47 @@ def test_totals_are_whole_numbers(name):
     meter = Meter()
     meter.add(loss_sum=1.0, count=1, skipped=True, bad=1, **STEP)
     assert type(meter.record()[name]) is int
+
+
+def test_tokens_a_second_are_those_of_the_samples_that_were_used_also_in_skipped_steps():
+    meter = Meter(counts="tokens")
+    meter.add(loss_sum=1.0, count=64 * 100, **STEP)
+    meter.add(loss_sum=0.0, count=0, skipped=True, **STEP)  # a rank that overflowed has not said what it counted
+    assert meter.record()["throughput/tokens_per_second"] == 128 * 100 / 1.0
+    meter.add(loss_sum=0.0, count=0, skipped=True, **STEP)
+    assert "throughput/tokens_per_second" not in meter.record()
+    samples = Meter()
+    samples.add(loss_sum=1.0, count=64, **STEP)
+    assert [name for name in samples.record() if name.startswith("throughput/")] == ["throughput/samples_per_second"]
+
+
+def test_mfu_is_what_the_model_needed_over_what_the_device_could_have_done():
+    meter = Meter()
+    meter.flops_per_sample = 3e9 / 4  # of four devices
+    meter.add(loss_sum=1.0, count=64, **STEP)
+    record = meter.record()
+    assert record["throughput/tflops_per_second"] == pytest.approx(64 / 0.5 * 3e9 / 4 / 1e12)
+    assert "throughput/mfu" not in record
+    meter.peak_flops = 312e12
+    meter.add(loss_sum=1.0, count=64, **STEP)
+    assert meter.record()["throughput/mfu"] == pytest.approx(64 / 0.5 * 3e9 / 4 / 312e12)
+
+
+@given(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=50))
+def test_percentiles_of_the_step_are_those_of_the_window(seconds):
+    meter = Meter()
+    meter.add(loss_sum=1.0, count=1, samples=1, step_seconds=1e6)
+    meter.record()
+    for each in seconds:
+        meter.add(loss_sum=1.0, count=1, samples=1, step_seconds=each)
+    record = meter.record()
+    for name, share in (("p50", 50), ("p95", 95), ("max", 100)):
+        value = record[f"time/step_seconds_{name}"]
+        assert 100 * sum(each <= value for each in seconds) >= share * len(seconds)
+        assert 100 * sum(each < value for each in seconds) < share * len(seconds)
+
+
+def test_memory_of_the_process_is_there_on_a_cpu():
+    name = "memory/max_resident_gib"
+    assert 0.01 < Meter(torch.device("cpu")).record()[name] < 1000
+    assert name not in Meter().record()

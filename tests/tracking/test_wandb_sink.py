@@ -10,12 +10,15 @@ import threading
 import time
 
 import pytest
+import torch
 import wandb
 
 from dtrain.config.schema import TrackerConfig
-from dtrain.tracking import build_sinks
+from dtrain.tracking import background, build_sinks, wandb_sink
+from dtrain.tracking.background import BackgroundSink
+from dtrain.tracking.media import write_media
 from dtrain.tracking.wandb_log import last_step
-from dtrain.tracking.wandb_sink import WandbSink
+from tests.tracking.pictures import png
 from tests.tracking.wandb_records import records, rows, run_of
 
 TRACKER = TrackerConfig(name="wandb", mode="offline", project="digits-project", tags=["a", "b"])
@@ -34,9 +37,19 @@ def pieces(run_dir):
     return sorted(run_dir.glob("wandb/*run-*/*.wandb"))
 
 
+def started(run_dir, notes, config=None, resumed=0):
+    """One start of a run."""
+    return BackgroundSink(
+        "wandb",
+        lambda: wandb_sink.WandbSink(TRACKER, "offline", run_dir, "digits-12", config or {}, resumed, notes.append),
+        errors=wandb_sink.ERRORS,
+        note=notes.append,
+    )
+
+
 def train(run_dir, steps, notes, config=None):
     """One start of a run: logs ``steps`` and ends well."""
-    sink = WandbSink(TRACKER, "offline", run_dir, "digits-12", config or {}, notes.append)
+    sink = started(run_dir, notes, config)
     for step in steps:
         sink.log(record(step))
     sink.finish("finished")
@@ -58,6 +71,7 @@ def test_two_offline_starts_are_one_run_with_each_step_once_and_the_names_of_the
     for run, kept_config in runs:
         assert (run.run_id, run.display_name, run.project) == (kept, "digits-12", "digits-project")
         assert list(run.tags) == ["a", "b"]
+        assert kept_config.pop("provenance")["torch"] == torch.__version__
         assert kept_config == config
 
     sent = [row for piece in pieces(tmp_path) for row in rows(piece)]
@@ -79,7 +93,7 @@ def test_a_killed_start_leaves_no_hole_and_no_step_twice(tmp_path, notes, monkey
         from pathlib import Path
         from dtrain.config.schema import TrackerConfig
         from dtrain.tracking.wandb_sink import WandbSink
-        sink = WandbSink(TrackerConfig(), "offline", Path({str(tmp_path)!r}), "digits-12", {{}}, print)
+        sink = WandbSink(TrackerConfig(), "offline", Path({str(tmp_path)!r}), "digits-12", {{}}, 0, print)
         for step in range(400):
             sink.log({{"step": step, "time": 0.0, "train/loss": 1 / (step + 1)}})
         while not any(path.stat().st_size > 3 * 32768 for path in Path({str(tmp_path)!r}).glob("wandb/off*/*.wandb")):
@@ -109,26 +123,70 @@ def test_the_last_step_is_found_however_the_file_is_torn(tmp_path, notes):
 
 
 @pytest.mark.parametrize(("state", "code"), [("finished", 0), ("stopped", 0), ("failed", 1)])
-def test_wandb_is_told_how_the_run_ended(tmp_path, notes, state, code):
-    sink = WandbSink(TRACKER, "offline", tmp_path, "digits-12", {}, notes.append)
-    sink.finish(state)
-    (ended,) = [r.exit for r in records(pieces(tmp_path)[0]) if r.WhichOneof("record_type") == "exit"]
+def test_wandb_is_told_how_the_run_ended_and_a_failure_is_an_alert(tmp_path, notes, state, code):
+    started(tmp_path, notes).finish(state, "rank 1 failed: ValueError: no")
+    found = records(pieces(tmp_path)[0])
+    (ended,) = [r.exit for r in found if r.WhichOneof("record_type") == "exit"]
     assert ended.exit_code == code
+    alerts = [(r.alert.title, r.alert.text, r.alert.level) for r in found if r.WhichOneof("record_type") == "alert"]
+    assert alerts == ([("digits-12 failed", "rank 1 failed: ValueError: no", "ERROR")] if code else [])
+
+
+def test_pictures_and_texts_are_sent_with_their_step_and_not_again(tmp_path, notes):
+    picture = write_media(tmp_path / "media", 2, "confusion", png(4, 3))
+    text = write_media(tmp_path / "media", 2, "sample", "a < b")
+    for steps in ((1, 2), (2, 3)):
+        sink = started(tmp_path, notes)
+        for step in steps:
+            sink.log(record(step))
+            if step == 2:
+                sink.media(step, "confusion", picture)
+                sink.media(step, "sample", text)
+        sink.finish("finished")
+    sent = {row["_step"]: row for piece in pieces(tmp_path) for row in rows(piece)}
+    assert sorted(sent) == [1, 2, 3]
+    assert {name for name in sent[2] if name.startswith("media/confusion/")} >= {"media/confusion/path"}
+    (shown,) = tmp_path.glob(f"wandb/*run-*/files/{sent[2]['media/confusion/path']}")
+    assert shown.read_bytes() == picture.read_bytes()
+    (page,) = tmp_path.glob(f"wandb/*run-*/files/{sent[2]['media/sample/path']}")
+    assert "<pre>a &lt; b</pre>" in page.read_text()
+
+
+def test_what_a_killed_wandb_has_lost_is_sent_from_the_metrics_file(tmp_path, notes):
+    train(tmp_path, (1, 2), notes)
+    lines = [json.dumps(record(step) | ({"train/loss": None} if step == 4 else {})) for step in range(1, 7)]
+    (tmp_path / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    sink = started(tmp_path, notes, resumed=5)
+    sink.log(record(6))
+    sink.finish("finished")
+    sent = {row["_step"]: row for piece in pieces(tmp_path) for row in rows(piece)}
+    assert sorted(sent) == [1, 2, 3, 4, 5, 6]
+    assert sent[3]["train/loss"] == 1 / 4
+    assert math.isnan(sent[4]["train/loss"])
+    assert sum(len(rows(piece)) for piece in pieces(tmp_path)) == 6
+
+
+def test_no_secret_of_the_command_line_gets_into_what_wandb_sends(tmp_path, notes, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "data.train.api_key=hunter2"])
+    train(tmp_path, (1,), notes)
+    written = [path for path in (tmp_path / "wandb").rglob("*") if path.is_file()]
+    assert len(written) > 2
+    assert not [path for path in written if b"hunter2" in path.read_bytes()]
 
 
 def test_a_server_that_is_not_there_is_reported_once_and_holds_up_nothing(tmp_path, home):
     # In a process of its own: wandb reads its environment once.
     script = f"""
         from pathlib import Path
-        import dtrain.tracking.wandb_sink as module
         from dtrain.config.schema import TrackerConfig
-        module.TIMEOUT, module.START = 2, 0.5
-        sink = module.WandbSink(TrackerConfig(), "online", Path({str(tmp_path)!r}), "digits-12", {{}}, print)
+        from dtrain.tracking import background, build_sinks, wandb_sink
+        wandb_sink.TIMEOUT, background.START = 2, 0.5
+        tracker = TrackerConfig(name="wandb", mode="online")
+        sink = build_sinks(tracker, Path({str(tmp_path)!r}), "digits-12", {{}}, 0)
         for step in range(1000):
             sink.log({{"step": step, "time": 0.0}})
         print("trained", flush=True)
         sink.finish("finished")
-        sink.log({{"step": 1000, "time": 0.0}})
         print("ended")
     """
     environ = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
@@ -141,18 +199,15 @@ def test_a_server_that_is_not_there_is_reported_once_and_holds_up_nothing(tmp_pa
         capture_output=True,
         text=True,
     )
-    assert [line.split(":")[0] for line in done.stdout.splitlines() if line[:1].isalpha()] == [
-        "trained",
-        "wandb",
-        "ended",
-    ]
+    said = [line.split(":")[0] for line in done.stdout.splitlines() if line[:1].isalpha()]
+    assert [word for word in said if not word.startswith("step")] == ["trained", "wandb", "ended"]
     assert "The run goes on without it" in done.stdout
     assert "Traceback" not in done.stderr
 
 
 def test_an_error_in_wandb_is_reported_once_and_later_records_are_let_go(tmp_path, notes, monkeypatch):
     class Broken:
-        starting_step = 0
+        starting_step, url = 0, None
 
         def log(self, *_, **__):
             raise wandb.errors.CommError("the server said no")
@@ -175,7 +230,7 @@ def test_wandb_has_started_its_processes_before_the_loader_can_fork_its_own(tmp_
         return run
 
     monkeypatch.setattr(wandb, "init", slow)
-    sink = WandbSink(TRACKER, "offline", tmp_path, "digits-12", {}, notes.append)
+    sink = started(tmp_path, notes)
     assert done
     sink.finish("finished")
 
@@ -197,17 +252,17 @@ def test_a_wandb_that_hangs_costs_no_memory_and_no_time_but_the_last_wait(tmp_pa
         raise OSError("much too late")
 
     monkeypatch.setattr(wandb, "init", hang)
-    monkeypatch.setattr("dtrain.tracking.wandb_sink.TIMEOUT", -2.4)  # so that finish waits 0.2 s
-    monkeypatch.setattr("dtrain.tracking.wandb_sink.WAITING", 3)
-    monkeypatch.setattr("dtrain.tracking.wandb_sink.START", 0.01)
-    sink = WandbSink(TRACKER, "offline", tmp_path, "digits-12", {}, notes.append)
+    monkeypatch.setattr(background, "PATIENCE", 0.2)
+    monkeypatch.setattr(background, "WAITING", 3)
+    monkeypatch.setattr(background, "START", 0.01)
+    sink = started(tmp_path, notes)
     for step in range(10):
         sink.log(record(step))
     with pytest.raises(queue.Full):
-        sink._queue.put_nowait(record(10))
+        sink._queue.put_nowait(None)
     sink.finish("finished")
     assert [note.split(".")[0] for note in notes] == [
-        "wandb: 3 records wait to be sent; the next are left out",
+        "wandb: 3 records wait; the next are left out",
         "wandb: not done in time",
     ]
     release.set()

@@ -1,0 +1,109 @@
+"""What a real run leaves for those who look at it: wandb's own files, pictures, and which rank was slow."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dtrain.training import own_time
+from tests.runs import records, status, torchrun, train_on
+from tests.tracking.wandb_records import records as wandb_records
+from tests.tracking.wandb_records import rows, run_of
+
+pytestmark = [pytest.mark.usefixtures("digits"), pytest.mark.slow]
+SMALL = ("experiment=digits", "model.width=4", "data.num_workers=0")
+
+NAMES = {
+    "step", "applied_steps", "epoch", "samples", "time",
+    "train/loss", "train/accuracy", "train/grad_norm", "train/lr", "precision/loss_scale", "precision/skipped_steps",
+    "throughput/samples_per_second", "throughput/tflops_per_second",
+    "time/step_seconds", "time/step_seconds_p50", "time/step_seconds_p95", "time/step_seconds_max",
+    "time/data_wait_fraction", "time/slowest_rank", "time/straggler_seconds", "time/restarts", "time/lost_seconds",
+    "comm/bytes_per_step", "data/bytes_per_sample", "data/bad_samples", "memory/max_resident_gib",
+    "eval/loss", "eval/accuracy", "eval/samples", "eval/bad_samples",
+}  # fmt: skip
+
+
+def test_a_run_that_was_killed_is_one_run_in_wandbs_files_with_each_step_once_and_all_names(tmp_path: Path) -> None:
+    overrides = (
+        *SMALL, f"run.dir={tmp_path}", "run.name=killed", "precision=fp16", "tracker.mode=offline",
+        "tracker.tags=[a,b]", "train.max_steps=40", "train.log_every=5", "train.eval_every=20",
+        "checkpoint.every_steps=10", 'faults=["kill@rank=0,step=28"]',
+    )  # fmt: skip
+    killed = torchrun(2, *overrides)
+    assert killed.returncode != 0
+    done = torchrun(2, *overrides)
+    assert done.returncode == 0, done.stderr
+    assert status(tmp_path)["restarts"] == 1
+
+    pieces = sorted(tmp_path.glob("wandb/*run-*/*.wandb"))
+    assert len(pieces) == 2
+    # wandb writes now and then; what the killed start has lost, perhaps all of it, the next one sends.
+    pieces = [piece for piece in pieces if wandb_records(piece)]
+    kept = (tmp_path / "wandb" / "run-id").read_text().strip()
+    for run, config in map(run_of, pieces):
+        assert (run.run_id, run.display_name, list(run.tags)) == (kept, "killed", ["a", "b"])
+        assert config["train"]["max_steps"] == 40
+        assert {"dtrain", "torch", "device"} <= set(config["provenance"])
+    sent = [row for piece in pieces for row in rows(piece)]
+    assert Counter(row["_step"] for row in sent) == dict.fromkeys(range(5, 45, 5), 1)
+    assert {name for row in sent for name in row if not name.startswith(("_", "media/"))} == NAMES
+    # What the file and wandb say of a step is the same, but for steps that wandb had from before they were done again.
+    again = {int(record["step"]) for record in records(tmp_path) if record.get("time/restarts")}
+    of_file = {record["step"]: record["train/loss"] for record in records(tmp_path) if "train/loss" in record}
+    of_wandb = {row["_step"]: row["train/loss"] for row in sent}
+    assert of_wandb.keys() == of_file.keys()
+    assert {step: of_wandb[step] for step in of_file if step not in again} == {
+        step: loss for step, loss in of_file.items() if step not in again
+    }
+    assert any("media/confusion/path" in row for row in sent)
+    assert not [r for piece in pieces for r in wandb_records(piece) if r.WhichOneof("record_type") == "alert"]
+
+
+def test_a_failed_run_ends_with_an_alert_and_a_line_that_says_why(tmp_path: Path) -> None:
+    crash = 'faults=["crash@step=5"]'
+    overrides = (*SMALL, f"run.dir={tmp_path}", "tracker.mode=offline", "train.max_steps=20", crash)
+    command = [sys.executable, "-m", "dtrain.train", *overrides]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert done.returncode == 1
+    why = "rank 0 failed: InjectedFault: injected fault: crash@step=5"
+    assert f"dtrain: failed at step 4 ({why}): {tmp_path}" in done.stderr
+    (piece,) = tmp_path.glob("wandb/*run-*/*.wandb")
+    (alert,) = [r.alert for r in wandb_records(piece) if r.WhichOneof("record_type") == "alert"]
+    assert (alert.text, alert.level) == (why, "ERROR")
+
+
+def test_a_rank_that_is_slow_is_named_in_the_record_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_time, "EVERY", 1)
+    slow = 'faults=["slow@rank=1,step=4,seconds=3"]'
+    train_on(3, tmp_path, "train.max_steps=8", "train.log_every=2", "train.eval_every=0", "data.num_workers=0", slow)
+    said = {record["step"]: record for record in records(tmp_path) if "train/loss" in record}
+    assert "time/slowest_rank" not in said[2]
+    assert said[6]["time/slowest_rank"] == 1
+    assert 1.0 < said[6]["time/straggler_seconds"] < 3.0  # in one of the two steps
+
+
+def test_the_picture_of_an_image_fitting_is_whole_whatever_the_number_of_ranks(tmp_path: Path) -> None:
+    small = ("data.train.size=16", "data.train.frequency=4", "model.width=8", "train.max_steps=3", "tracker.media=true")
+    for ranks in (1, 3):
+        train_on(ranks, tmp_path / str(ranks), *small, "train.micro_batch_size=2", experiment="checkerboard")
+    first, second = (
+        np.asarray(Image.open(io.BytesIO((tmp_path / ranks / "media" / "fit" / "step-000000003.png").read_bytes())))
+        for ranks in ("1", "3")
+    )
+    assert first.shape == second.shape == (16, 32)
+    field = np.arange(16) // 4
+    board = (field[:, None] + field[None, :]) % 2 * 255
+    assert np.array_equal(first[:, :16], board)
+    assert np.array_equal(second[:, :16], board)
+    # In the normalisation, a rank's own rows are a batch of their own, so what is fitted differs.
+    assert len(np.unique(first[:, 16:])) > 2

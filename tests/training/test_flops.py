@@ -1,0 +1,83 @@
+"""Counted operations against the formulas of a textbook."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dtrain.data import Batch
+from dtrain.models import GPT
+from dtrain.precision import Precision
+from dtrain.tasks import LanguageModelling
+from dtrain.training.execution import checkpoint_activations
+from dtrain.training.flops import flops_per_row
+from dtrain.training.task import Output
+from tests.training.toys import CPU
+
+FP32 = Precision("fp32")
+
+
+class Small(nn.Module):
+    """A convolution, a norm with statistics, dropout and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(nn.functional.dropout(self.norm(self.conv(x)).mean((2, 3)), 0.5, self.training))
+
+
+def task(model: nn.Module, batch: Batch) -> Output:
+    # Looks at values, and picks rows by them.
+    losses = model(batch["x"]).float().square().sum(dim=1)[batch.valid]
+    return Output(losses.sum(), int(batch.valid.sum()))
+
+
+def images(rows: int) -> Batch:
+    return Batch({"x": torch.randn(rows, 3, 16, 12)}, ["a"] * rows, torch.ones(rows, dtype=torch.bool))
+
+
+def test_a_network_is_its_multiplications_and_additions_three_times_over() -> None:
+    forward = 2 * (16 * 12) * 8 * (3 * 3 * 3) + 2 * 8 * 10
+    for rows in (1, 5):
+        assert flops_per_row(task, Small(), images(rows), FP32, CPU) == 3 * forward
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_transformer_is_six_times_its_weights_a_token_and_its_attention(precision: str) -> None:
+    width, depth, length, rows = 32, 2, 24, 3
+    model = GPT(width=width, depth=depth, heads=2, context=length)
+    tokens = torch.randint(0, 256, (rows, length + 1))
+    batch = Batch({"tokens": tokens}, ["a"] * rows, torch.ones(rows, dtype=torch.bool))
+    weights = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2)
+    attention = depth * 2 * 2 * length * length * width  # queries with keys, and what they weigh with values
+    counted = flops_per_row(LanguageModelling(), model, batch, Precision(precision), CPU)
+    assert counted == 6 * weights * length + 3 * attention
+
+
+def test_nothing_is_left_behind_and_recomputed_activations_are_no_work() -> None:
+    model = Small()
+    before = copy.deepcopy(model.state_dict())
+    plain = flops_per_row(task, model, images(4), FP32, CPU)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    checkpoint_activations(model, ["conv"])
+    assert flops_per_row(task, model, images(4), FP32, CPU) == plain
+
+
+def test_a_compiled_model_is_counted_uncompiled() -> None:
+    model = Small()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        raise AssertionError("it was compiled")
+
+    model.compile(backend=backend)
+    assert flops_per_row(task, model, images(2), FP32, CPU) == flops_per_row(task, Small(), images(2), FP32, CPU)
