@@ -24,7 +24,7 @@ from dtrain.config.errors import ConfigError, users_to_fix
 from dtrain.config.run import Run, recompose, take, without_secrets
 from dtrain.config.schema import Config
 from dtrain.data import ShardLoader
-from dtrain.deployment.class_names import class_names
+from dtrain.data.class_names import class_names
 from dtrain.distributed.collectives import decided_by_rank_zero, together
 from dtrain.distributed.network import settle_network
 from dtrain.distributed.process_group import process_group
@@ -115,7 +115,7 @@ def evaluated(composed: Composed, world: World, checkpoint: Checkpoint, path: Pa
     loader = together(lambda: eval_loader(cfg, world, precision))
     assert loader is not None  # data.eval is set
     check_same_data(None, loader)
-    model = build.build_model(cfg.model, world.device)
+    model = build.build_model(cfg.model, world.device, cfg.train.channels_last)
     used = together(lambda: load_weights(model, checkpoint, weights))
     precision.wrap_keep_fp32(model)
     task = build.by_target("task", cfg.task)

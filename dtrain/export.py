@@ -21,9 +21,9 @@ from dtrain.config.app import Composed
 from dtrain.config.errors import ConfigError, users_to_fix
 from dtrain.config.run import Run, recompose, take, without_secrets
 from dtrain.config.schema import Config
+from dtrain.data.class_names import class_names
 from dtrain.deployment import artefact, cost, divergence, graph, measure_command
 from dtrain.deployment.casting import cast, check_range
-from dtrain.deployment.class_names import class_names
 from dtrain.deployment.comparison import compare
 from dtrain.deployment.description import DESCRIPTION, DTYPES, FILES, SAFETENSORS, Description
 from dtrain.deployment.divergence import Departure
@@ -96,7 +96,7 @@ def export(composed: Composed, which: str, weights: str, samples: str) -> None:
     Precision("fp32").apply(world.device)
 
     def trained() -> tuple[nn.Module, str]:
-        model = build.build_model(cfg.model, world.device).eval().requires_grad_(False)
+        model = build.build_model(cfg.model, world.device, cfg.train.channels_last).eval().requires_grad_(False)
         return model, load_weights(model, checkpoint, weights)
 
     model, used = trained()

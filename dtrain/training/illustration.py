@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from dtrain.data import Batch
-from dtrain.deployment.class_names import class_names
+from dtrain.data.class_names import class_names
 from dtrain.training.loaders import eval_loader
 from dtrain.training.parts import Parts
 from dtrain.training.result import Evaluation
