@@ -1,4 +1,4 @@
-"""What the data benchmarks share: their command line, tables of medians, what was measured where, CPU time and memory."""
+"""What the benchmarks share: their command line, tables of medians, what was measured where, CPU time and memory."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import dtrain
 
@@ -114,3 +116,20 @@ def _text(path: Path) -> str:
         return path.read_text()
     except (FileNotFoundError, ProcessLookupError):
         return ""
+
+
+def declare_torchvision_operators() -> None:
+    """Makes a torchvision that nothing is used of importable beside a CPU build of torch: its usual wheels lack two operators.
+
+    litdata, mosaicml-streaming and Lightning's metrics import it.
+    """
+    try:
+        import torchvision  # noqa: F401
+    except (ImportError, RuntimeError):
+        library = torch.library.Library("torchvision", "DEF")
+        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _kept.append(library)
+
+
+_kept: list[torch.library.Library] = []  # a library that is dropped takes its operators with it

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import simplejpeg
 import torch
+from bench_common import declare_torchvision_operators
 from PIL import Image
 
 from dtrain.data import ShardLoader
@@ -131,7 +132,7 @@ def webdataset(work: Work, workers: int, recipe: Recipe) -> Iterator[int]:
 
 def litdata(work: Work, workers: int, recipe: Recipe) -> Iterator[int]:
     """StreamingDataset and StreamingDataLoader over its own chunks on the local disk."""
-    _declare_torchvision_operators()
+    declare_torchvision_operators()
     from litdata import StreamingDataLoader, StreamingDataset
     from litdata.streaming.cache import Cache
 
@@ -156,7 +157,7 @@ def litdata(work: Work, workers: int, recipe: Recipe) -> Iterator[int]:
 
 def streaming(work: Work, workers: int, recipe: Recipe) -> Iterator[int]:
     """mosaicml-streaming's StreamingDataset over its own shards on the local disk, in torch's DataLoader."""
-    _declare_torchvision_operators()
+    declare_torchvision_operators()
     import streaming as mosaicml
 
     shards = work.copies / "mds"
@@ -221,18 +222,3 @@ def _check(work: Work, recipe: Recipe, images: Any, labels: Any) -> int:
         got = f"{len(labels)} labels and {images.dtype} {list(images.shape)}"
         raise TypeError(f"a batch of {got}, want as many images, {dtype} [batch, {str(shape)[1:-1]}]")
     return len(images)
-
-
-def _declare_torchvision_operators() -> None:
-    # Both import torchvision and use nothing of it. Its usual wheels cannot be imported beside a CPU build of torch, for want
-    # of these two operators.
-    try:
-        import torchvision  # noqa: F401
-    except (ImportError, RuntimeError):
-        library = torch.library.Library("torchvision", "DEF")
-        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _kept.append(library)
-
-
-_kept: list[torch.library.Library] = []  # a library that is dropped takes its operators with it

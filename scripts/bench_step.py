@@ -1,12 +1,16 @@
-"""Microseconds an optimizer step: a bare loop, torch's GradScaler, and dtrain's step, on the CPU, interleaved in one run.
+"""Microseconds an optimizer step: bare loops, torch's GradScaler, Fabric, Accelerate, Lightning and dtrain, on the CPU.
 
-    python scripts/bench_step.py [--ranks 1 2] [--models mlp cnn] [--rounds 101] [--cpu] [--json FILE]
+    pip install -e '.[bench]'
+    python scripts/bench_step.py [--ranks 1 2] [--models mlp cnn] [--rounds 51] [--cpu] [--contenders 'bare loop' ...]
 
-Every row trains its own copy of the same model on the same batch in memory, with fused AdamW and the same task, in fp32,
-so that what differs is the step around it. With two ranks all rows are in DDP over gloo, and the bare ones also do one
-all-reduce of 8 floats: what a loop must exchange to know when to stop. ``dtrain`` accumulates, votes, decides, applies and
-settles, with gradient norm, check for non-finite numbers, sums of loss and metric over the ranks, seeding and learning-rate
-schedule.
+Every row trains its own copy of the same model on the same batch in memory, with fused AdamW and the same task, in fp32, and
+logs every 10 steps, so that what differs is the step around it. The ranks are started once, and the contenders take turns of
+100 (MLP) or 20 steps in every round. With two ranks all rows are in DDP over gloo; "all-reduce" is one of 8 floats, what a
+loop must exchange to know when to stop. A world of one exchanges nothing.
+
+``dtrain, everything on`` is its whole loop: what the loader does in the training process, forward and backward with counted
+seeds, gradient norm, check for non-finite numbers on all ranks, sums of loss and metric over the ranks, skip decision,
+schedule, commit, records, console, status file and stop requests.
 
 ``--cpu`` counts the time that the training thread spends on a CPU instead of the time that passes: waiting for the other
 rank is not in it, nor, on a machine that is not idle, most of what others do.
@@ -15,271 +19,128 @@ rank is not in it, nor, on a machine that is not idle, most of what others do.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
+import os
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable
-from datetime import date
+from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import bench_step_dtrain as ours
+import bench_step_rivals as rivals
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from bench_common import command_line, finish, interleaved, ratio, spread, table
+from bench_step_setting import CPU, LOG_EVERY, MODELS, Contender, Setting, Turn
 
-from dtrain.data import Batch
 from dtrain.distributed.world import World
-from dtrain.models import SmallCNN
-from dtrain.precision import Precision
-from dtrain.precision.loss_scale import LossScale
-from dtrain.tasks import Classification
-from dtrain.training.schedule import WarmupCosine
-from dtrain.training.step import TrainStep
 
-CPU = torch.device("cpu")
-ROWS = 64
-INIT_SCALE = 1024.0
-
-Step = Callable[[], None]
-
-
-# -- what is trained
-
-
-def mlp() -> tuple[nn.Module, torch.Tensor]:
-    """A model so small that the step around it is most of the time, and its inputs."""
-    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 10)), torch.randn(ROWS, 32)
-
-
-def cnn() -> tuple[nn.Module, torch.Tensor]:
-    """The model of experiment=digits, and images of its size."""
-    return SmallCNN(width=32), torch.randn(ROWS, 3, 8, 8).contiguous(memory_format=torch.channels_last)
-
-
-MODELS = {"mlp": ("MLP 32-64-10", mlp, 25), "cnn": ("digits SmallCNN", cnn, 5)}
-
-
-# -- the contenders: each builds its own copy and returns a function that does one step
-
-
-class Setting:
-    """A model in fp32 with fused AdamW, a batch and a task."""
-
-    def __init__(self, name: str, world: World) -> None:
-        torch.manual_seed(0)
-        model, inputs = MODELS[name][1]()
-        labels = torch.randint(10, (ROWS,))
-        keys = [f"shard/{row}" for row in range(ROWS)]
-        self.batch = Batch({"image": inputs, "label": labels}, keys, torch.ones(ROWS, dtype=torch.bool))
-        self.world = world
-        self.task = Classification()
-        self.model = DistributedDataParallel(model) if world.size > 1 else model
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        self.parameters = list(model.parameters())
-        self.word = torch.zeros(8)
-
-    def loss(self) -> torch.Tensor:
-        return self.task(self.model, self.batch).loss_sum / ROWS
-
-    def exchange(self) -> None:
-        if self.world.size > 1:
-            dist.all_reduce(self.word)
-
-
-def bare(setting: Setting) -> Step:
-    """Forward, backward, step, zero_grad."""
-
-    def step() -> None:
-        setting.loss().backward()
-        setting.exchange()
-        setting.optimizer.step()
-        setting.optimizer.zero_grad()
-
-    return step
-
-
-def bare_with_norm(setting: Setting) -> Step:
-    """The same with the gradient's norm, and no step if it is not finite."""
-
-    def step() -> None:
-        setting.loss().backward()
-        setting.exchange()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in setting.parameters if p.grad is not None])
-        if norm.isfinite():
-            setting.optimizer.step()
-        setting.optimizer.zero_grad()
-
-    return step
-
-
-def grad_scaler(setting: Setting) -> Step:
-    """torch.amp.GradScaler as its documentation has it."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=INIT_SCALE)
-
-    def step() -> None:
-        scaler.scale(setting.loss()).backward()
-        setting.exchange()
-        scaler.step(setting.optimizer)
-        scaler.update()
-        setting.optimizer.zero_grad()
-
-    return step
-
-
-def grad_scaler_with_norm(setting: Setting) -> Step:
-    """The same with the norm of unscaled gradients."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=INIT_SCALE)
-
-    def step() -> None:
-        scaler.scale(setting.loss()).backward()
-        setting.exchange()
-        scaler.unscale_(setting.optimizer)
-        torch.nn.utils.get_total_norm([p.grad for p in setting.parameters if p.grad is not None])
-        scaler.step(setting.optimizer)
-        scaler.update()
-        setting.optimizer.zero_grad()
-
-    return step
-
-
-def dtrain(setting: Setting, scaled: bool = False) -> Step:
-    """dtrain's step, outcome read in the step after, as in its loop."""
-    train_step = TrainStep(
-        setting.model,
-        setting.task,
-        setting.optimizer,
-        world=setting.world,
-        precision=Precision("fp32"),
-        loss_scale=LossScale(CPU, init=INIT_SCALE) if scaled else None,
-        nominal=ROWS * setting.world.size,
-        schedule=WarmupCosine(horizon=1_000_000),
-    )
-
-    def step() -> None:
-        train_step.accumulate([setting.batch], 1)
-        train_step.settle()
-        train_step.apply()
-
-    return step
-
-
-def dtrain_scaled(setting: Setting) -> Step:
-    """The same with a loss scale."""
-    return dtrain(setting, scaled=True)
-
-
-CONTENDERS: dict[str, Callable[[Setting], Step]] = {
-    "bare loop": bare,
-    "bare loop, norm and finite check": bare_with_norm,
-    "torch GradScaler": grad_scaler,
-    "torch GradScaler, norm": grad_scaler_with_norm,
-    "dtrain": dtrain,
-    "dtrain, loss scale": dtrain_scaled,
+#: What each is called, what makes it, and the package that it needs.
+CONTENDERS: dict[str, tuple[Callable[[Setting], Contender], str]] = {
+    "bare loop": (rivals.bare_without_exchange, "torch"),
+    "bare loop, all-reduce": (rivals.bare, "torch"),
+    "bare loop, all-reduce, norm, finite check": (rivals.bare_with_norm, "torch"),
+    "torch GradScaler, all-reduce, norm": (rivals.grad_scaler, "torch"),
+    "Fabric": (rivals.fabric, "lightning"),
+    "Fabric, clipping": (rivals.fabric_clipping, "lightning"),
+    "Accelerate": (rivals.accelerate, "accelerate"),
+    "Accelerate, clipping": (rivals.accelerate_clipping, "accelerate"),
+    "Lightning": (rivals.lightning, "lightning"),
+    "Lightning, clipping": (rivals.lightning_clipping, "lightning"),
+    "dtrain, the step alone": (ours.step, "torch"),
+    "dtrain, the step alone, loss scale": (ours.step_scaled, "torch"),
+    "dtrain, everything on": (ours.everything, "torch"),
+    "an all-reduce of 8 floats": (ours.all_reduce, "torch"),
+    "dtrain's vote": (ours.vote, "torch"),
 }
+#: Rows that others are compared with, and what the columns of the differences call them.
+BASES = {"bare loop": "bare", "bare loop, all-reduce, norm, finite check": "bare+norm"}
+#: Rows that are no loops.
+ALONE = ("an all-reduce of 8 floats", "dtrain's vote")
 
 
-# -- measuring
-
-
-def measure(rank: int, size: int, store: str, models: list[str], rounds: int, cpu: bool, results: Any) -> None:
+def measure(rank: int, size: int, folder: str, arguments: argparse.Namespace, results: Any) -> None:
     """One rank: times every contender in every round; rank 0 leaves ``{model: {contender: [microseconds]}}``."""
     torch.set_num_threads(1)
-    if size > 1:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    if size > 1:  # as torchrun would have it: this is where Lightning and Accelerate look
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        os.environ |= {name: str(value) for name, value in ranks.items()}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     world = World(rank, size, rank, size, CPU, "gloo", size > 1)
-    clock = time.thread_time if cpu else time.perf_counter
-    measured: dict[str, dict[str, list[float]]] = {}
-    for name in models:
-        steps = {contender: build(Setting(name, world)) for contender, build in CONTENDERS.items()}
-        number = MODELS[name][2]
-        for step in steps.values():
-            timed(step, number, size, clock)
-        times: dict[str, list[float]] = {contender: [] for contender in steps}
-        for turn in range(rounds):
-            order = list(steps)[turn % len(steps) :] + list(steps)[: turn % len(steps)]
-            for contender in order:
-                times[contender].append(timed(steps[contender], number, size, clock))
-        measured[name] = times
-    if rank == 0:
-        results.update(measured)
-    if size > 1:
-        # DDP's last references first: a rank that ends while the other still talks to it aborts.
-        del steps
-        dist.barrier()
-        dist.destroy_process_group()
+    for name in arguments.models:
+        times = _times(name, world, Path(folder, f"rank-{rank}", name), arguments)
+        if rank == 0:
+            results[name] = times
+    # All DDP wrappers are gone by now: a rank that ends while the other still talks to it aborts.
+    dist.barrier()
+    dist.destroy_process_group()
 
 
-def timed(step: Step, number: int, size: int, clock: Callable[[], float]) -> float:
-    """Microseconds a step; ranks start together."""
-    if size > 1:
-        dist.barrier()
-    started = clock()
-    for _ in range(number):
-        step()
-    return (clock() - started) / number * 1e6
+def _times(name: str, world: World, folder: Path, arguments: argparse.Namespace) -> dict[str, list[float]]:
+    steps = LOG_EVERY if arguments.quick else MODELS[name][2]
+    clock = time.thread_time if arguments.cpu else time.perf_counter
+    settings = {row: Setting(name, world, folder / str(number)) for number, row in enumerate(arguments.contenders)}
+    contenders = {row: CONTENDERS[row][0](setting) for row, setting in settings.items()}
+
+    def microseconds(row: str) -> float:
+        turn = Turn(settings[row].batch, steps, clock)
+        dist.barrier()  # ranks start together
+        contenders[row](turn)
+        return turn.seconds / steps * 1e6
+
+    for row in contenders:
+        microseconds(row)
+    return interleaved(arguments.rounds, contenders, microseconds)
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--rounds", type=int, default=101)
+    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS), metavar="ROW")
+    parser.add_argument("--rounds", type=int, default=51)
     parser.add_argument("--cpu", action="store_true", help="CPU time of the training thread instead of wall time")
-    parser.add_argument("--json", type=Path, help="where to write the same numbers")
     arguments = parser.parse_args()
-    report: dict[str, Any] = {}
+    if arguments.quick:
+        arguments.rounds = 1
+    missing = {row: package for row in arguments.contenders if not find_spec(package := CONTENDERS[row][1])}
+    arguments.contenders = [row for row in arguments.contenders if row not in missing]
+    # One thread a rank; and Lightning looks for a compiler's cache directory, among others, when it is imported.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    report = {}
     for size in arguments.ranks:
         with mp.Manager() as manager, tempfile.TemporaryDirectory() as folder:
             results = manager.dict()
-            settings = (size, f"{folder}/store", arguments.models, arguments.rounds, arguments.cpu, results)
-            mp.spawn(measure, settings, nprocs=size, join=True)
-            report[f"{size} rank" + ("s" if size > 1 else "")] = dict(results)
-    for ranks, by_model in report.items():
-        for name, times in by_model.items():
-            title = f"step, {MODELS[name][0]}, fp32, fused AdamW, {ranks}{', CPU time' if arguments.cpu else ''}"
-            print(table(title, times, arguments.rounds), end="\n\n")
-    about = {
-        "command": f"python scripts/bench_step.py {' '.join(sys.argv[1:])}".strip(),
-        "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
-        "machine": f"{cpu_name()}, one thread a rank",
-        "date": date.today().isoformat(),
-    }
-    print("\n".join(f"{key}: {value}" for key, value in about.items()))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(about | {"microseconds": report}, indent=1))
+            mp.spawn(measure, (size, folder, arguments, results), nprocs=size, join=True)
+            report[f"{size} rank{'s' if size > 1 else ''}"] = measured = dict(results)
+        for name, times in measured.items():
+            unit = "CPU us a step" if arguments.cpu else "us a step"
+            title = f"{MODELS[name][0]}, fp32, fused AdamW, {size} rank{'s' if size > 1 else ''}"
+            print(show(title, unit, times, missing), end="\n\n", flush=True)
+    print(
+        f"{arguments.rounds} interleaved rounds, median (min-max); differences and ratios are medians over the rounds"
+    )
+    finish(arguments, {"microseconds": report}, ("dtrain", "torch", "lightning", "accelerate"))
 
 
-def table(title: str, times: dict[str, list[float]], rounds: int) -> str:
-    """Rows of medians, with what they cost over the two bare loops: the median of the differences of each round."""
-    width = max(len(title), *map(len, times))
-    lines = [f"{title:<{width}}  {'us a step':>22}  {'over bare':>9}  {'over bare+norm':>14}  ratio"]
-    loops = list(times.values())[:2]
-    for contender, measured in times.items():
-        middle = f"{statistics.median(measured):,.0f} ({min(measured):,.0f}-{max(measured):,.0f})"
-        over = [
-            f"{statistics.median(a - b for a, b in zip(measured, loop, strict=True)):+,.0f}"
-            if measured is not loop
-            else ""
-            for loop in loops
-        ]
-        ratio = statistics.median(measured) / statistics.median(loops[0])
-        lines.append(f"{contender:<{width}}  {middle:>22}  {over[0]:>9}  {over[1]:>14}  {ratio:5.2f}")
-    lines.append(f"{rounds} interleaved rounds, median (min-max); differences are medians over the rounds")
-    return "\n".join(lines)
+def show(title: str, unit: str, times: dict[str, list[float]], missing: Iterable[str]) -> str:
+    """Rows of medians, and what each costs over the bare loops: the medians of the differences of each round."""
+    bases = [row for row in BASES if row in times]
+    rows = []
+    for row, measured in times.items():
+        over = [_over(measured, times[base]) if row not in (base, *ALONE) else "" for base in bases]
+        share = f"{ratio(measured, times[bases[0]]):.2f}" if bases and row not in ALONE else ""
+        rows.append([row, spread(measured), *over, share])
+    rows += [[row, "not installed", *("" for _ in bases), ""] for row in missing]
+    return table(title, [unit, *(f"over {BASES[base]}" for base in bases), "ratio"], rows)
 
 
-def cpu_name() -> str:
-    """What the CPU calls itself."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]}, {len(names)} cores" if names else platform.processor() or platform.machine()
+def _over(measured: Sequence[float], base: Sequence[float]) -> str:
+    return f"{statistics.median(a - b for a, b in zip(measured, base, strict=True)):+,.0f}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The benchmarks of the data: each runs to its end and says what was measured where; their statistics are right."""
+"""The benchmarks: each runs to its end and says what was measured where; their statistics are right."""
 
 import json
 import os
@@ -118,3 +118,48 @@ def test_slow_storage_is_read_in_few_large_pieces(tmp_path):
     (cached,), (one_by_one,) = rows["shards, slow, through the cache"], rows["shards, slow, where they lie"]
     assert cached["reads"] < 32  # opens and reads of four shards, whatever was measured of their 256 samples
     assert one_by_one["reads"] > one_by_one["samples"]
+
+
+@pytest.mark.slow
+def test_mixing_reads_nothing_twice_where_partners_are_side_by_side(tmp_path):
+    rows = quick("bench_mixing", tmp_path)["measured"]
+    assert len(rows) == 10
+    for row in rows:
+        (one,) = row["rounds"]
+        assert one["decoded"] > 1.5 if "elsewhere" in row["case"] else one["decoded"] == 1
+
+
+def test_a_turn_times_the_steps_after_the_first_ten_and_not_what_follows(scripts):
+    from bench_step_setting import Turn
+
+    clock = iter(range(1000))
+    turn = Turn("batch", 20, lambda: next(clock))
+    done = []
+    for batch in turn:
+        assert batch == "batch"
+        next(clock)  # a step takes a second
+        done.append(turn.seconds)
+    assert len(done) == len(turn) == 31
+    assert turn.seconds == 20 + 1  # and looking at the clock another one
+    assert all(seconds != seconds for seconds in done[:-1])
+
+
+def test_what_a_step_costs_over_a_bare_loop_is_the_median_of_the_differences_of_each_round(scripts):
+    from bench_step import show
+
+    times = {"bare loop": [100, 900, 200], "dtrain, everything on": [110, 950, 230], "dtrain's vote": [5, 6, 7]}
+    lines = [line.split("  ") for line in show("title", "us", times, ["Lightning"]).splitlines()]
+    cells = {row[0]: [cell.strip() for cell in row[1:] if cell.strip()] for row in lines}
+    assert cells["dtrain, everything on"] == ["230 (110-950)", "+30", "1.10"]
+    assert cells["bare loop"] == ["200 (100-900)", "1.00"]
+    assert cells["dtrain's vote"] == ["6 (5-7)"]
+    assert cells["Lightning"] == ["not installed"]
+
+
+@pytest.mark.slow
+def test_every_loop_that_is_there_trains_in_one_rank_and_in_two(tmp_path):
+    found = quick("bench_step", tmp_path, "--models", "mlp", "--cpu")["microseconds"]
+    assert set(found) == {"1 rank", "2 ranks"}
+    for by_model in found.values():
+        assert {"bare loop", "dtrain, everything on", "dtrain's vote"} <= set(by_model["mlp"])
+        assert all(0 < time < 1e6 for times in by_model["mlp"].values() for time in times)

@@ -66,6 +66,16 @@ def local_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return gradients
 
 
+def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """``optimizer.zero_grad()``, whose own bookkeeping takes twenty times as long as what it does."""
+    if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
+        optimizer.zero_grad()  # one that does more than that
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
 def norm_of(gradients: list[Tensor]) -> Tensor:
     """The 2-norm of at least one dense gradient, all on one device: shape ``[]``.
 

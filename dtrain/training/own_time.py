@@ -65,7 +65,7 @@ class OwnTime:
     """Takes the time that a rank spends by itself.
 
     Where DDP gives all ranks rank 0's buffers before a forward, that is another rank's time, too, and is left out; unless
-    the model is compiled as a whole, which nothing can look into.
+    the model is compiled as a whole or a ScriptModule, which nothing can look into.
 
     Args:
         model: The model in DDP; its forwards are watched.
@@ -79,7 +79,9 @@ class OwnTime:
         self._since: Any = None  # None: not taking time
         inner: nn.Module = model.module
         self._handles = [model.register_forward_hook(self._mark)]
-        if model.broadcast_buffers and any(True for _ in inner.buffers()) and inner._compiled_call_impl is None:
+        # A ScriptModule takes no hooks, and has nothing compiled.
+        opaque = isinstance(inner, torch.jit.ScriptModule) or inner._compiled_call_impl is not None
+        if model.broadcast_buffers and any(True for _ in inner.buffers()) and not opaque:
             self._handles.append(model.register_forward_pre_hook(self._pause))
             self._handles.append(inner.register_forward_pre_hook(self._resume))
 

@@ -12,6 +12,12 @@ from dtrain.config.errors import ConfigError
 from dtrain.training.checkpoint import Checkpoint
 
 _SHOWN = 5
+# What torch's optimizers make in the first step of a run only, and look for in every later one.
+_STATE_OF_OPTIONS: tuple[tuple[type[torch.optim.Optimizer], str, str], ...] = (
+    (torch.optim.Adam, "amsgrad", "max_exp_avg_sq"),  # and AdamW, which is one
+    (torch.optim.RMSprop, "centered", "grad_avg"),
+    (torch.optim.RMSprop, "momentum", "momentum_buffer"),
+)
 
 
 def host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -124,7 +130,8 @@ def load_optimizer(
     """Puts back what ``optimizer_state`` and ``changed_groups`` took; hyper-parameters stay those of the config.
 
     Raises:
-        ConfigError: If the state is of parameters or groups that this optimizer does not have.
+        ConfigError: If the state is of parameters or groups that this optimizer does not have, or it lacks what an option
+            that was switched on needs.
     """
     if any(groups) and len(groups) != len(optimizer.param_groups):
         raise ConfigError(
@@ -147,10 +154,26 @@ def load_optimizer(
             # Fused kernels walk parameter and state in memory order, so a channels_last weight needs such a state.
             value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         state.setdefault(number[name], {})[key] = value
+    _refuse_new_options(optimizer, state)
     # torch's own loader knows which state lives on the device and which on the host.
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     for group, changed in zip(optimizer.param_groups, groups, strict=False):
         group.update(changed)
+
+
+def _refuse_new_options(optimizer: torch.optim.Optimizer, state: Mapping[int, Mapping[str, Any]]) -> None:
+    number = 0
+    for group in optimizer.param_groups:
+        for _ in group["params"]:
+            saved = state.get(number, {})
+            number += 1
+            for kind, option, key in _STATE_OF_OPTIONS:
+                if isinstance(optimizer, kind) and group[option] and saved and key not in saved:
+                    raise ConfigError(
+                        f"optimizer.{option}: got {group[option]}, but the run was begun without it: "
+                        f"{type(optimizer).__name__} needs a {key} that the checkpoint does not have. Set it back, or "
+                        "start a new run with these weights (run.weights_from)."
+                    )
 
 
 def _plain(optimizer: torch.optim.Optimizer, place: str, value: Any) -> Any:

@@ -31,7 +31,7 @@ from dtrain.precision.comm_hooks import HookGuard
 from dtrain.precision.diagnosis import SkipDiagnosis
 from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.momentum import prefill_momentum
-from dtrain.precision.nonfinite import local_gradients, norm_of, refuse_unscalable
+from dtrain.precision.nonfinite import drop_gradients, local_gradients, norm_of, refuse_unscalable
 from dtrain.precision.vote import HostVote, Tally, Vote
 from dtrain.training.buffers import BufferGuard
 from dtrain.training.ema import Ema
@@ -179,7 +179,7 @@ class TrainStep:
                 self._add(output)
                 self._diagnosis.loss(output.loss_sum)
                 with span(BACKWARD):
-                    (output.loss_sum * (self._scale * self._share)).backward()
+                    output.loss_sum.backward(self._scale * self._share)
             self._local.add(batch)
             done += 1
         self._first_window = False
@@ -253,13 +253,18 @@ class TrainStep:
         self._buffers.restore(skip)
         if self._guard is not None:
             self._guard.reset(skip)
-        self._optimizer.zero_grad(set_to_none=True)
+        drop_gradients(self._optimizer)
         if self._ema is not None:
             self._ema.update(skip)
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed)
         self.step += 1
         self._unsettled = True
+
+    @property
+    def wrapped(self) -> nn.Module:
+        """The model as it is run: in DDP if there are several ranks."""
+        return self._model
 
     # -- state
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtrain.precision import kernels
-from dtrain.precision.nonfinite import check_and_unscale_, local_gradients, refuse_unscalable
+from dtrain.precision.nonfinite import check_and_unscale_, drop_gradients, local_gradients, refuse_unscalable
 
 
 @pytest.fixture(params=["kernel", "no kernel"])
@@ -98,3 +98,25 @@ def test_an_optimizer_in_backward_is_refused() -> None:
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     with pytest.raises(ValueError, match="updated inside the backward pass"):
         refuse_unscalable(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_gradients_are_dropped_as_by_zero_grad() -> None:
+    optimizer = sgd(torch.ones(3), None)
+    drop_gradients(optimizer)
+    assert all(parameter.grad is None for parameter in optimizer.param_groups[0]["params"])
+
+
+def test_an_optimizer_that_does_more_in_zero_grad_is_asked_to() -> None:
+    class Counting(torch.optim.SGD):
+        asked = 0
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            self.asked += 1
+            super().zero_grad(set_to_none)
+
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.ones(3)
+    optimizer = Counting([parameter])
+    drop_gradients(optimizer)
+    assert optimizer.asked == 1
+    assert parameter.grad is None

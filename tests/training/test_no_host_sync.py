@@ -58,8 +58,8 @@ def collectives_of_steps(precision: str, **implementation: Any) -> list[list[str
     """The collectives of each of three steps of two micro-batches."""
     model = Scale()
 
-    def backward(loss: Tensor) -> None:
-        model.weight.grad = torch.ones_like(model.weight) * loss
+    def backward(loss: Tensor, factor: Tensor) -> None:
+        model.weight.grad = torch.ones_like(model.weight) * loss * factor
 
     settled = [0.0, RANKS, RANKS, 1.0, 1.0, 8.0, 1.0, 8.0, 0.0, 0.0, 8.0, 0.0, 0.0]
     seen = []

@@ -174,6 +174,50 @@ def test_groups_that_were_joined_or_split_are_refused_where_they_hold_state() ->
         load_optimizer(after, model, *optimizer_state(before, model), changed_groups(before, built))
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "missing"),
+    [
+        (torch.optim.Adam, {"amsgrad": True}, "max_exp_avg_sq"),
+        (torch.optim.AdamW, {"amsgrad": True}, "max_exp_avg_sq"),
+        (torch.optim.RMSprop, {"centered": True}, "grad_avg"),
+        (torch.optim.RMSprop, {"momentum": 0.5}, "momentum_buffer"),
+    ],
+)
+def test_an_option_that_needs_a_state_which_was_never_made_is_refused_by_name(
+    kind: Any, options: dict[str, Any], missing: str
+) -> None:
+    model = Model()
+    before = kind(model.trainable())
+    train(model, before, range(1))
+    (option,) = options
+    with pytest.raises(ConfigError, match=rf"optimizer\.{option}: got .* needs a {missing}"):
+        load_optimizer(kind(model.trainable(), **options), model, *optimizer_state(before, model), [{}])
+    after = kind(model.trainable(), **options)
+    load_optimizer(after, model, {}, {}, [{}])  # before its first step a run has no state that could lack anything
+    train(model, after, range(1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [
+        (torch.optim.SGD, {}, {"momentum": 0.9}),
+        (torch.optim.SGD, {"momentum": 0.9}, {}),
+        (torch.optim.AdamW, {"amsgrad": True}, {}),
+        (torch.optim.RMSprop, {"centered": True, "momentum": 0.5}, {}),
+        (torch.optim.RMSprop, {"centered": True, "momentum": 0.5}, {"centered": True, "momentum": 0.5}),
+    ],
+)
+def test_options_whose_state_is_there_or_can_be_made_later_may_change(
+    kind: Any, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    model = Model()
+    first = kind(model.trainable(), lr=0.1, **before)
+    train(model, first, range(2))
+    second = kind(model.trainable(), lr=0.1, **after)
+    load_optimizer(second, model, *optimizer_state(first, model), [{}])
+    train(model, second, range(2))
+
+
 def test_an_optimizer_whose_state_is_a_list_is_refused_with_its_place() -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.trainable(), lr=0.1)
