@@ -12,6 +12,7 @@ from dtrain.config.errors import ConfigError
 from dtrain.training.checkpoint import Checkpoint
 
 _SHOWN = 5
+_FEW = 16  # numbers that a group may hold in a tensor
 # What torch's optimizers make in the first step of a run only, and look for in every later one.
 _STATE_OF_OPTIONS: tuple[tuple[type[torch.optim.Optimizer], str, str], ...] = (
     (torch.optim.Adam, "amsgrad", "max_exp_avg_sq"),  # and AdamW, which is one
@@ -105,8 +106,12 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple
 
 
 def group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What each parameter group holds beside its parameters and its learning rate, which the schedule sets."""
-    return [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
+    """What each parameter group holds beside its parameters and its learning rate, which the schedule sets; plain values,
+    and tensors of a few numbers as ``{"tensor": numbers, "dtype": name}``."""
+    return [
+        {k: _number_or_list(v) for k, v in group.items() if k not in ("params", "lr")}
+        for group in optimizer.param_groups
+    ]
 
 
 def changed_groups(optimizer: torch.optim.Optimizer, built: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -158,7 +163,7 @@ def load_optimizer(
     # torch's own loader knows which state lives on the device and which on the host.
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     for group, changed in zip(optimizer.param_groups, groups, strict=False):
-        group.update(changed)
+        group.update({key: _as_it_was(value, group.get(key)) for key, value in changed.items()})
 
 
 def _refuse_new_options(optimizer: torch.optim.Optimizer, state: Mapping[int, Mapping[str, Any]]) -> None:
@@ -176,8 +181,27 @@ def _refuse_new_options(optimizer: torch.optim.Optimizer, state: Mapping[int, Ma
                     )
 
 
+def _number_or_list(value: Any) -> Any:
+    # Some optimizers, such as timm's Lamb, count in a tensor.
+    if isinstance(value, Tensor) and value.numel() <= _FEW:
+        return {"tensor": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
+    return value
+
+
+def _as_it_was(value: Any, built: Any) -> Any:
+    """The inverse of ``_number_or_list``; a tensor comes to where the optimizer has made its own."""
+    if not _is_tensor(value):
+        return value
+    device = built.device if isinstance(built, Tensor) else None
+    return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]), device=device)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Mapping) and set(value) == {"tensor", "dtype"}
+
+
 def _plain(optimizer: torch.optim.Optimizer, place: str, value: Any) -> Any:
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, (bool, int, float, str)) or _is_tensor(value):
         return value
     raise ConfigError(
         f"optimizer: {type(optimizer).__name__} keeps {place} as {type(value).__name__}. A checkpoint holds tensors, "

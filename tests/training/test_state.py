@@ -46,7 +46,8 @@ class Model(nn.Module):
 
 
 class Counting(torch.optim.Optimizer):
-    """Keeps Python numbers: one for each parameter, and in its group a step size that it adapts, as Prodigy does."""
+    """Keeps Python numbers: one for each parameter, and in its group a step size that it adapts, as Prodigy does, and a
+    factor in a tensor, as timm's Lamb."""
 
     def __init__(self, params: Any, lr: float = 0.1, d: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr, "d": d, "betas": (0.9, 0.99)})
@@ -56,12 +57,15 @@ class Counting(torch.optim.Optimizer):
         for group in self.param_groups:
             group["d"] *= 1.5
             group["k"] = group.get("k", 0) + 1
+            group["f"] = group.get("f", torch.tensor([1.0, 0.1])) * 1.1
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     state = self.state[parameter]
                     state["count"] = state.get("count", 0) + 1
                     state["best"] = None
-                    parameter.sub_(parameter.grad, alpha=group["d"] * group["lr"] / state["count"])
+                    parameter.sub_(
+                        parameter.grad, alpha=group["d"] * group["lr"] * group["f"].sum().item() / state["count"]
+                    )
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
