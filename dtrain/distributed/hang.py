@@ -35,6 +35,7 @@ BACKSTOP = 15.0
 _HUNG, _SUMMED_UP = "dtrain/hang", "dtrain/hang/summed-up"
 _LONGEST_TICK = 5.0
 _REPORTS_WITHIN = 3.0  # seconds: a rank that the interpreter is kept from cannot answer
+_LETS_GO_WITHIN = 1.0
 _PACKAGE = str(Path(__file__).parents[1])
 
 
@@ -77,6 +78,7 @@ class HangWatch:
         self._failed = failed
         self._tick = max(0.05, min(_LONGEST_TICK, *(timeout / 20 for timeout in self._timeouts)))
         self._where: Callable[[], Place] | None = None
+        self._thread: threading.Thread | None = None
         self._left = threading.Event()
         self._ending = threading.Lock()  # never let go of again
         # Of its own, because a store serves one call at a time and the main thread may hang in one.
@@ -87,11 +89,16 @@ class HangWatch:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._left.set()
+        if self._thread is not None:
+            self._thread.join(
+                _LETS_GO_WITHIN
+            )  # it holds the model by way of the loop, and the store may be gone that it asks
 
     def follow(self, where: Callable[[], Place]) -> None:
         """Begins to watch what ``where``, called in another thread, shows."""
         self._where = where
-        threading.Thread(target=self._watch, args=(where,), name="hang watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, args=(where,), name="hang watch", daemon=True)
+        self._thread.start()
 
     def declare(self, why: str) -> None:
         """Makes all ranks report and end; does not return.

@@ -5,10 +5,14 @@
   the screen is the one that matters.
 * A collective may take ``timeout_start`` while files are indexed and kernels compiled, and ``timeout_step`` from the
   first finished step on.
+* gloo's threads free the tensors of their last collectives under the interpreter's lock. They are joined while there is an
+  interpreter: one that is torn down under them aborts the process (torch 2.9-2.13), after a run that was fine.
 """
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -17,6 +21,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+# Its functions have the default group of the moment at which they are imported as a default, and so keep its threads for ever;
+# DDP imports them. Now there is none.
+import torch.distributed.nn.functional
 from torch.distributed import distributed_c10d as c10d
 
 from dtrain.config.errors import ConfigError, PeerFailed, PeerLost
@@ -33,6 +41,9 @@ _ALL_JOINED = "dtrain/all_joined"
 # A peer publishes its failure before it closes its connections; only a killed one stays silent for longer.
 _PATIENCE = 2.0
 _LINGER = 1.0
+# Whoever lets go of a gloo group last joins its threads. DDP would do so while it keeps the interpreter locked, and a thread
+# that waits for that lock would never end.
+_held: list[dist.ProcessGroup] = []
 
 
 @contextmanager
@@ -58,12 +69,15 @@ def process_group(timeout: float) -> Iterator[World]:
     # A store in memory: a world of one opens no port and cannot collide with another.
     store = fresh_store(world.rank, world.size, limit) if world.launched else dist.HashStore()
     dist.init_process_group(world.backend, store=store, rank=world.rank, world_size=world.size, timeout=limit)
+    if world.size > 1:
+        assert dist.group.WORLD is not None
+        _held.append(dist.group.WORLD)
     try:
         # A rank that failed at once would close its connections while others still make theirs, and they could not say why.
         _wait_until_all_joined(world, limit)
         yield world
     except ConfigError:
-        dist.destroy_process_group()  # raised on every rank alike, so nobody waits for this one
+        _leave()  # raised on every rank alike, so nobody waits for this one
         raise
     except BaseException as error:
         first = _who_failed_first(world, error)
@@ -78,7 +92,19 @@ def process_group(timeout: float) -> Iterator[World]:
             raise PeerLost(_LOST) from error
         raise
     else:
-        dist.destroy_process_group()
+        _leave()
+
+
+def _leave() -> None:
+    """Where nothing is on its way any more; else threads would be waited for until their collective has timed out."""
+    dist.destroy_process_group()
+    if _held:
+        atexit.register(_join_threads)
+
+
+def _join_threads() -> None:
+    gc.collect()  # models in DDP, which hold the group, too
+    _held.clear()
 
 
 def set_timeout(seconds: float) -> None:

@@ -9,7 +9,6 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
@@ -24,12 +23,13 @@ from dtrain.optimizers.groups import decay_groups, trainable
 from dtrain.precision import Precision
 from dtrain.precision.comm_hooks import COMM_DTYPES, HookGuard, reduce_in
 from dtrain.precision.loss_scale import LossScale
-from dtrain.training.execution import checkpoint_activations, compile_in_place, synchronise_batchnorm
+from dtrain.training.execution import (
+    checkpoint_activations,
+    compile_in_place,
+    synchronise_batchnorm,
+    use_channels_last,
+)
 from dtrain.training.schedule import Lengths
-
-# Whoever lets go of a gloo group last joins its threads. DDP does so while it keeps the interpreter locked, and a thread
-# that is just done with a collective waits for that lock to free its tensors: the run would never end (torch 2.9-2.13).
-_groups: list[dist.ProcessGroup] = []
 
 
 def by_target(key: str, node: Any, *args: Any, **kwargs: Any) -> Any:
@@ -106,8 +106,13 @@ def build_loss_scale(cfg: LossScaleConfig, precision: Precision, device: torch.d
         )
 
 
-def build_model(node: Any, device: torch.device) -> nn.Module:
-    """The bare model on its device, in channels_last layout.
+def build_model(node: Any, device: torch.device, channels_last: bool = True) -> nn.Module:
+    """The bare model on its device.
+
+    Args:
+        node: The config node.
+        device: The device.
+        channels_last: Weights of convolutions get the layout that fast kernels want, as images have it.
 
     Raises:
         ConfigError: If it is no module, or already wrapped for several devices.
@@ -120,7 +125,10 @@ def build_model(node: Any, device: torch.device) -> nn.Module:
         )
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model: {node._target_} returns {type(model).__name__}, want a torch.nn.Module.")
-    return model.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = model.to(device)
+    if channels_last:
+        use_channels_last(model)
+    return model
 
 
 def equip(model: nn.Module, train: TrainConfig, parallel: ParallelConfig, world: World) -> nn.Module:
@@ -232,7 +240,6 @@ def wrap(
         static_graph=parallel.static_graph and not deterministic,
         gradient_as_bucket_view=parallel.gradient_as_bucket_view,
     )
-    _groups.append(ddp.process_group)
     if parallel.comm_hook is None:
         reduce_in(ddp, COMM_DTYPES[parallel.comm_dtype])
         return ddp, None

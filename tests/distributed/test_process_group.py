@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,3 +77,26 @@ def test_a_collective_ends_after_the_time_out_of_a_step() -> None:
             return time.monotonic() - started < 3.5
 
     assert all(run_ranks(2, rank, init=False))
+
+
+@pytest.mark.slow
+def test_threads_of_gloo_end_before_the_interpreter_does(digits: Path, tmp_path: Path) -> None:
+    # Those that are left when it is torn down abort the process now and then.
+    rank = (
+        "import atexit, pathlib; import dtrain.train; "
+        "atexit.register(lambda: print('threads:', len(list(pathlib.Path('/proc/self/task').iterdir())), flush=True)); "
+        "dtrain.train.main()"
+    )
+    overrides = ["experiment=digits", f"run.dir={tmp_path}", "train.max_steps=3", "tracker=none", "data.num_workers=0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    for _ in ("trains", "has finished"):
+        done = subprocess.run(
+            [*command, sys.executable, "-c", rank, *overrides],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("threads: 1") == 2
