@@ -13,19 +13,17 @@ not count), 2 for a wrong usage.
 from __future__ import annotations
 
 import argparse
-import json
 import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from dtrain.config import app
 from dtrain.config.app import Composed
 from dtrain.config.errors import ConfigError
+from dtrain.config.json_option import add_json_option, write_json
 from dtrain.config.run import Run, is_run, recompose
 from dtrain.diagnosis.all_reduce import AllReduce
 from dtrain.diagnosis.finding import Finding, as_text
@@ -77,7 +75,7 @@ def look_at_machine(options: argparse.Namespace) -> int:
         if world.size == 1:
             print("For the speed of all-reduce: torchrun --standalone --nproc-per-node=2 -m dtrain.doctor")
         print("For what limits a run: the same with its config, such as experiment=digits, or run.dir=DIR")
-        _write_json(options.json, {"findings": [asdict(finding) for finding in found]})
+        write_json(options.json, {"findings": [asdict(finding) for finding in found]})
     return _code(found)
 
 
@@ -101,7 +99,7 @@ def look_at_run(composed: Composed, options: argparse.Namespace) -> int:
     if world.rank == 0:
         print(f"{run.name} on {world.size} rank{'s' * (world.size > 1)}")
         print(as_text(examined.findings), flush=True)
-        _write_json(options.json, {"findings": [asdict(finding) for finding in everything], "run": examined.to_json()})
+        write_json(options.json, {"findings": [asdict(finding) for finding in everything], "run": examined.to_json()})
     return _code(everything)
 
 
@@ -144,18 +142,6 @@ def _code(found: Sequence[Finding]) -> int:
     return int(any(finding.level == "error" for finding in found))
 
 
-def _write_json(path: Path | None, content: Any) -> None:
-    if path is not None:
-        path.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def _file(text: str) -> Path:
-    path = Path(text)
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{path.parent}: is not a folder, so {path.name} cannot be written there")
-    return path
-
-
 def _positive(text: str) -> float:
     try:
         value = float(text)
@@ -185,7 +171,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seconds", type=_positive, default=3.0, metavar="S", help="for each measure of a run (default 3)"
     )
-    parser.add_argument("--json", type=_file, metavar="FILE", help="also write everything to FILE")
+    add_json_option(parser)
     parser.add_argument(
         "--timeout",
         type=_positive,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dtrain.tracking.atomic import replacing
-from dtrain.tracking.history import read_all
+from dtrain.tracking.history import printable, read_all
 from dtrain.tracking.report.evidence import Evidence
 from dtrain.tracking.report.page import report_page
 from dtrain.tracking.report.pictures import write_pictures
@@ -33,20 +33,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     now = time.time()
     try:
         runs = [Evidence.of(history, now) for history in read_all(options.runs)]
-        page = report_page(runs, now).encode("utf-8", errors="replace")  # names of files may be no text
+    except (ValueError, OSError) as error:
+        return _failed(str(error))
+    page = report_page(runs, now).encode("utf-8", errors="replace")  # names of files may be no text
+    try:
         with replacing(out) as file:
             file.write(page)
         if options.png is not None:
             write_pictures(runs, options.png)
-    except (ValueError, OSError) as error:
-        print(f"report: error: {error}", file=sys.stderr)
-        return 1
+    except OSError as error:
+        return _failed(f"{error}. Another place: --out FILE for the page, --png FOLDER for the charts.")
     for run in runs:
         for gap in run.history.gaps:
-            print(f"report: {run.history.label}: {gap}", file=sys.stderr)
-        print(f"{run.history.label}: {run.health.word}: {run.health.line}")
-    print(out.resolve())
+            print(f"report: {run.history.label}: {printable(gap)}", file=sys.stderr)
+        print(printable(f"{run.history.label}: {run.health.word}: {run.health.line}"))
+    print(printable(str(out.resolve())))
     return 0
+
+
+def _failed(why: str) -> int:
+    print(f"report: error: {printable(why)}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

@@ -120,6 +120,7 @@ def test_more_threads_than_cores_and_idle_cores_are_traps(monkeypatch: pytest.Mo
     crowded = found("threads", one_rank(size=4, local_size=4, launched=True))
     assert (crowded.level, crowded.remedy) == ("warning", "export OMP_NUM_THREADS=2")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert "fewer processes" in found("threads", one_rank(size=9, local_size=9, launched=True)).remedy
     idle = found("threads", one_rank(size=2, local_size=2, launched=True))
     assert (idle.level, idle.remedy) == ("warning", "export OMP_NUM_THREADS=4 before torchrun")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import datetime as dt
 import io
 import json
 import re
@@ -282,12 +283,46 @@ def test_the_last_lines_say_how_each_run_is(tmp_path: Path, capsys: pytest.Captu
     assert lines[1].startswith("b: not healthy: failed: rank 1 failed: ValueError: no")
 
 
+def test_what_a_run_says_of_itself_does_nothing_to_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", note=[{"text": 1}])
+    other = make_run(tmp_path / "other", note=[{dt.date(2026, 1, 1): 1}])  # YAML has such keys, JSON has not
+    write_status(run, "failed", 40, "\x1b[2J no\nreport: all is well \ud800")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 41, "eval/\ud800": 1.0}) + "\n")
+    out, pictures = tmp_path / "\udcff.html", tmp_path / "png"  # the name of a file need not be UTF-8
+    assert main([str(run), str(other), "--out", str(out), "--png", str(pictures)]) == 0
+    told = capsys.readouterr().out
+    assert all(line.isprintable() for line in told.splitlines())
+    assert "failed: ?[2J no?report: all is well ?" in told.splitlines()[0]
+    assert Page(out).rows["note"] == ['[{"text": 1}]', "[{datetime.date(2026, 1, 1): 1}]"]
+
+
 @pytest.mark.parametrize(("name", "part"), [("missing", "is no directory"), (".", "holds no run")])
 def test_a_folder_without_a_run_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, part: str
 ) -> None:
     assert main([str(tmp_path / name)]) == 1
     assert part in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_says_how_to_write_it_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", steps=1)
+    assert main([str(run), "--out", str(tmp_path / "missing" / "report.html")]) == 1
+    assert "Another place: --out FILE" in capsys.readouterr().err
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    run, precious = make_run(tmp_path / "run", steps=1), tmp_path / "precious"
+    precious.write_text("mine")
+    for name in ("report.html", ".report.html.aside"):
+        (run / name).symlink_to(precious)
+    assert main([str(run)]) == 0
+    assert precious.read_text() == "mine"
+    assert not (run / "report.html").is_symlink()
 
 
 def test_a_long_run_stays_a_small_file(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def why_missing(target: str) -> str:
         Exception: What a module on the way raises while it is imported, unless it is an ``ImportError``.
     """
     parts = target.split(".")
-    if len(parts) < 2 or not all(parts):
+    if len(parts) < 2 or not all(map(str.isidentifier, parts)):
         return "want a dotted path, such as package.module.Class."
     found: Any = None
     for number, part in enumerate(parts):

@@ -97,8 +97,9 @@ class Column:
             return self._tensor
         objects = self._objects or []
         if objects and all(isinstance(value, _NUMBERS) for value in objects):
-            whole = all(isinstance(value, _WHOLE_NUMBERS) for value in objects)
-            return torch.tensor(objects, dtype=torch.int64 if whole else torch.float32)
+            if all(isinstance(value, _WHOLE_NUMBERS) for value in objects):
+                return torch.from_numpy(np.array(objects, np.int64))  # torch cannot read numpy's truth values
+            return torch.tensor(objects, dtype=torch.float32)
         return objects
 
     def _put_tensor(self, row: int, value: Tensor, key: str) -> None:
@@ -112,7 +113,7 @@ class Column:
     def _put_object(self, row: int, value: Any, key: str) -> None:
         if self._tensor is not None:
             raise self._unlike(key, type(value).__name__)
-        if type(value) is int and value not in _INT64:
+        if isinstance(value, (int, np.integer)) and int(value) not in _INT64:
             raise ValueError(
                 f"field {self.field.name!r}: sample {key!r} holds {value}, which does not fit into 64 bits. Store it as text."
             )

@@ -99,8 +99,8 @@ class Mix:
     label: str = "label"
 
     def __post_init__(self) -> None:
-        if self.classes < 1:
-            raise ValueError(f"classes {self.classes}: want how many the labels count, as the model has them.")
+        if not isinstance(self.classes, int) or self.classes < 1:
+            raise ValueError(f"classes {self.classes!r}: want how many the labels count, as the model has them.")
         for name in ("probability", "switch_probability"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} {getattr(self, name)}: want a number from 0 to 1.")
@@ -222,7 +222,7 @@ class Mixtures:
         numbers = labels.numpy().astype(np.int64)
         outside = np.flatnonzero((numbers < 0) | (numbers >= self._mix.classes))
         if outside.size:
-            row = int(outside[0])
+            row = min(outside.tolist(), key=lambda row: not keys[row])  # a masked row repeats one that has a key
             raise ValueError(
                 f"data.mix: sample {keys[row]!r} is of class {numbers[row]}, but there are {self._mix.classes} classes, 0 to "
                 f"{self._mix.classes - 1}. Set data.mix.classes, as in the model."

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -112,15 +112,15 @@ def examine(
         tell("copying and writing a checkpoint")
         saving = _save(subject, step, run_dir, seconds / 3)
 
-    slower = max(data, with_others)
-    between = between_saves(cfg.checkpoint, slower)
     times = Times(
         data=data,
         compute=min(max(compute), with_others),
         step=with_others,
         together=both,
-        save=save_stall(saving.copy, saving.write, between) * slower,
+        at_once=loader.num_workers > 0,
     )
+    between = between_saves(cfg.checkpoint, times.expected)
+    times = replace(times, save=save_stall(saving.copy, saving.write, between) * times.expected)
     able_to_read = reading.samples_per_second if reading is not None else None
     facts = Facts(
         times=times,

@@ -134,7 +134,8 @@ def _processors(world: World) -> Iterator[Finding]:
     text = f"{threads} threads a process (OMP_NUM_THREADS={given or 'not set'}), processes here: {world.local_size}"
     share = max(cores // world.local_size, 1)
     if threads * world.local_size > cores:
-        yield Finding("threads", f"{text}: more than cores", "warning", f"export OMP_NUM_THREADS={share}")
+        remedy = f"export OMP_NUM_THREADS={share}" if threads > share else "Start fewer processes on this machine"
+        yield Finding("threads", f"{text}: more than cores", "warning", remedy)
     elif world.device.type == "cpu" and world.launched and threads == 1 and share > 1:
         # torchrun sets one thread where the user has not said anything.
         yield Finding(

@@ -63,7 +63,9 @@ class Subject:
         if cfg.train.deterministic:
             be_deterministic()
         seed_generators(world.device, cfg.run.seed)
-        model = build.equip(build.build_model(cfg.model, world.device), cfg.train, cfg.parallel, world)
+        model = build.equip(
+            build.build_model(cfg.model, world.device, cfg.train.channels_last), cfg.train, cfg.parallel, world
+        )
         precision.wrap_keep_fp32(model)
         with users_to_fix("train.ema_decay"):
             ema = Ema(model, cfg.train.ema_decay) if cfg.train.ema_decay is not None else None

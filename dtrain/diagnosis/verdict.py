@@ -1,7 +1,8 @@
 """What limits a run, from the time that each of its parts takes alone: arithmetic, no measuring.
 
-* A loader and a step work at the same time, so a step of the run takes as long as the slower of the two, and saves come
-  on top: that is *expected*. What it takes longer than that, the two take away from each other: *cores*.
+* A loader and a step work at the same time, so a step of the run takes as long as the slower of the two (without workers
+  they take turns: as long as both), and saves come on top: that is *expected*. What it takes longer than that, the two take
+  away from each other: *cores*.
 * The *gain* of a part is how many times faster the run were if that part cost nothing.
 * *Waste* is what the model does not need: waiting for data, communication, saves, cores. The largest of them is the limit
   if its gain is worth the trouble. If none is, the model is the limit, as it should be; or loader and step are *balanced*,
@@ -26,6 +27,7 @@ class Times:
         step: The step alone, with it.
         together: Loader and step.
         save: What saves make the loop wait, spread over the steps.
+        at_once: Whether the loader works while the step does, as one with workers.
     """
 
     data: float
@@ -33,16 +35,21 @@ class Times:
     step: float
     together: float
     save: float = 0.0
+    at_once: bool = True
 
     @property
     def expected(self) -> float:
         """The step of a run whose parts do not disturb each other."""
-        return max(self.data, self.step) + self.save
+        return self.of_both(self.data, self.step) + self.save
 
     @property
     def actual(self) -> float:
         """The step of the run."""
         return self.together + self.save
+
+    def of_both(self, data: float, step: float) -> float:
+        """A step of the run without saves, if the loader took ``data`` and the step ``step``."""
+        return max(data, step) if self.at_once else data + step
 
 
 @dataclass(frozen=True)
@@ -67,12 +74,12 @@ def judge(times: Times) -> Verdict:
     communication = max(times.step - times.compute, 0.0)
     waste = {
         "data": times.expected / (times.step + times.save),
-        "communication": times.expected / (max(times.data, times.compute) + times.save),
-        "saves": times.expected / max(times.data, times.step),
+        "communication": times.expected / (times.of_both(times.data, times.compute) + times.save),
+        "saves": times.expected / (times.expected - times.save),
         "cores": times.actual / times.expected,
     }
     gains = {part: max(waste[part], 1.0) for part in sorted(waste, key=lambda part: -waste[part])}
-    gains["model"] = max(times.expected / (max(times.data, communication) + times.save), 1.0)
+    gains["model"] = max(times.expected / (times.of_both(times.data, communication) + times.save), 1.0)
     largest = next(iter(gains))
     if gains[largest] >= WORTH:
         return Verdict(largest, gains)

@@ -20,7 +20,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     aside = path.with_name(f".{path.name}.aside")
     try:
-        with aside.open("wb") as handle:
+        aside.unlink(missing_ok=True)  # of a kill; or a link, through which nothing is written
+        with aside.open("xb") as handle:
             yield handle
             handle.flush()
             os.fsync(handle.fileno())

@@ -10,13 +10,16 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from dtrain.tracking.run_files import lines, may_be_read
+
 _BLOCK = 2_000  # records that are Python objects at a time: few enough to stay in the processor's caches
+_BLOCK_BYTES = 2**24  # where the file is no metrics, and its lines are long
 _PLAIN = {int, float, type(None)}
 _LARGEST = 1e100  # what is beyond counts as infinite: single precision ends at 1e38, and sums must not overflow
 
@@ -61,15 +64,14 @@ def read_columns(path: Path, gaps: list[str]) -> Columns:
     steps: list[np.ndarray] = []
     parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
     bad: list[int] = []
-    lines, ended, count = 0, True, 0
-    if not path.is_file():  # or a pipe, which would keep its reader for ever
-        gaps.append(f"no {path.name}: nothing was logged yet")
+    done, ended, count = 0, True, 0
+    if not may_be_read(path, gaps, f"no {path.name}: nothing was logged yet"):
         return Columns()
     try:
         with path.open("rb") as file:
-            while block := list(islice(file, _BLOCK)):
+            for block in _blocks(file):
                 records = []
-                for number, line in enumerate(block, lines + 1):
+                for number, line in enumerate(block, done + 1):
                     record = _record(line)
                     if record is not None:
                         records.append(record)
@@ -78,11 +80,11 @@ def read_columns(path: Path, gaps: list[str]) -> Columns:
                 for name, rows, values in _columns(records):
                     parts.setdefault(name, []).append((rows + count, values))
                 steps.append(np.array([record["step"] for record in records], np.float64))
-                lines, count, ended = lines + len(block), count + len(records), block[-1].endswith(b"\n")
+                done, count, ended = done + len(block), count + len(records), block[-1].endswith(b"\n")
     except OSError as error:
         gaps.append(f"{path.name} cannot be read ({error})")
         return Columns()
-    if bad == [lines] and not ended:
+    if bad == [done] and not ended:
         gaps.append(f"{path.name}: the last line is torn, as after a crash; it is left out")
     elif bad:
         gaps.append(f"{path.name}: {len(bad)} lines are no records (the first is line {bad[0]}); they are left out")
@@ -99,6 +101,19 @@ def number(value: object) -> float:
         return float(value) if abs(value) <= _LARGEST else math.nan
     except OverflowError:  # an integer that no float can hold
         return math.nan
+
+
+def _blocks(file: BinaryIO) -> Iterator[list[bytes]]:
+    block: list[bytes] = []
+    nbytes = 0
+    for line in lines(file):
+        block.append(line)
+        nbytes += len(line)
+        if len(block) == _BLOCK or nbytes > _BLOCK_BYTES:
+            yield block
+            block, nbytes = [], 0
+    if block:
+        yield block
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

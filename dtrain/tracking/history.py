@@ -17,10 +17,11 @@ import numpy as np
 import yaml
 
 from dtrain.tracking.columns import Columns, read_columns
+from dtrain.tracking.run_files import may_be_read
 from dtrain.tracking.status import read_status
 
 _METRICS, _CONFIG, _OVERRIDES, _STATUS = "metrics.jsonl", "config.yaml", "overrides.yaml", "status.json"
-_LARGEST_YAML, _DEEPEST_YAML = 200_000, 50  # bytes, levels; a config has a few thousand, and five
+_LARGEST, _DEEPEST_YAML = 200_000, 50  # bytes, levels; a config has a few thousand, and five
 _WORTH_PROCESSES = 50_000_000  # bytes of metrics, which one process reads in half a second
 
 
@@ -59,17 +60,11 @@ class History:
             raise ValueError(f"{path} holds no run: none of {_METRICS}, {_CONFIG}, {_STATUS} is there.")
         gaps: list[str] = []
         columns = read_columns(path / _METRICS, gaps)
-        try:
-            status = read_status(path)
-        except (OSError, ValueError, RecursionError) as error:
-            status = {}
-            gaps.append(f"{_STATUS} cannot be read ({error})")
-        if status is None:
-            gaps.append(f"no {_STATUS}: how the run ended is not known")
+        status = _status(path, gaps)
         config = _mapping(path / _CONFIG, gaps)
         source = _mapping(path / _OVERRIDES, gaps).get("overrides")
         overrides = [str(item) for item in source] if isinstance(source, list) else []
-        return cls(path, label, columns, status or {}, dict(_flat(config)), overrides, gaps)
+        return cls(path, label, columns, status, dict(_flat(config)), overrides, gaps)
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Steps and values of a metric, float64, shape ``[n]`` each; empty where the run does not have it."""
@@ -99,12 +94,17 @@ def read_all(paths: Sequence[Path]) -> list[History]:
     unique = list({path.resolve(): path for path in paths}.values())
     names = [path.resolve().name for path in unique]
     labels = [name if names.count(name) == 1 else str(path) for path, name in zip(unique, names, strict=True)]
-    labels = ["".join(sign if sign.isprintable() else "?" for sign in label) for label in labels]
+    labels = list(map(printable, labels))
     processes = min(len(unique), os.cpu_count() or 1)
     if processes > 1 and sum(map(_metrics_size, unique)) > _WORTH_PROCESSES:
         with ProcessPoolExecutor(processes) as pool:
             return list(pool.map(History.read, unique, labels))
     return list(map(History.read, unique, labels))
+
+
+def printable(text: str) -> str:
+    """A text on one line that does nothing to a terminal or a font: question marks for what is no visible sign."""
+    return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
 #: Stands in ``differences`` where a run does not have the key.
@@ -123,14 +123,20 @@ def _metrics_size(path: Path) -> int:
     return metrics.stat().st_size if metrics.is_file() else 0
 
 
-def _mapping(path: Path, gaps: list[str]) -> dict[str, Any]:
-    if not path.is_file():
-        gaps.append(f"no {path.name}")
+def _status(run_dir: Path, gaps: list[str]) -> dict[str, Any]:
+    if not may_be_read(run_dir / _STATUS, gaps, f"no {_STATUS}: how the run ended is not known", _LARGEST):
         return {}
     try:
-        if path.stat().st_size > _LARGEST_YAML:
-            gaps.append(f"{path.name} is larger than {_LARGEST_YAML:,} bytes, so it is no config")
-            return {}
+        return read_status(run_dir) or {}
+    except (OSError, ValueError, RecursionError) as error:
+        gaps.append(f"{_STATUS} cannot be read ({error})")
+        return {}
+
+
+def _mapping(path: Path, gaps: list[str]) -> dict[str, Any]:
+    if not may_be_read(path, gaps, f"no {path.name}", _LARGEST):
+        return {}
+    try:
         text = path.read_text(encoding="utf-8")
         if refused := _refused(text):
             gaps.append(f"{path.name} {refused}, which dtrain does not write; it is left out")
@@ -149,11 +155,13 @@ def _mapping(path: Path, gaps: list[str]) -> dict[str, Any]:
 
 
 def _refused(text: str) -> str:
-    """What in this YAML would keep its reader for ever; ``""`` if nothing does."""
+    """What in this YAML would keep its reader for ever, or break it; ``""`` if nothing does."""
     depth = 0
     for event in yaml.parse(text):
         if isinstance(event, yaml.AliasEvent):  # a few lines of aliases of aliases are a billion values
             return "has YAML aliases"
+        if getattr(event, "tag", None) is not None:  # `!!bool maybe` is a KeyError, `!!int ""` an IndexError
+            return "has YAML tags"
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > _DEEPEST_YAML:
             return f"is nested more than {_DEEPEST_YAML} levels deep"

@@ -23,6 +23,7 @@ from dtrain.training.build import by_target
         ("torch.optim.q", "torch.optim is there, but has no 'q'. Is the spelling right, and the version?"),
         ("MLP", "want a dotted path, such as package.module.Class."),
         ("torch..optim", "want a dotted path"),
+        ("my model.MLP", "want a dotted path"),  # of which pip would install two packages
     ],
 )
 def test_a_missing_package_wants_pip_and_a_wrong_name_the_right_one(target: str, told: str) -> None:

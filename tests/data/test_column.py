@@ -70,6 +70,7 @@ def test_bf16_tensors_pass_through() -> None:
     [
         pytest.param([3, 1, 2**62], torch.tensor([3, 1, 2**62]), id="integers"),
         pytest.param([True, False], torch.tensor([1, 0]), id="truth values"),
+        pytest.param([np.True_, np.False_], torch.tensor([1, 0]), id="numpy's truth values"),
         pytest.param([1, 2.5], torch.tensor([1.0, 2.5]), id="numbers"),
         pytest.param([np.int32(3), np.float32(2.5)], torch.tensor([3.0, 2.5]), id="numpy's numbers"),
     ],

@@ -366,6 +366,7 @@ def test_a_mix_that_is_none_is_refused_with_what_it_is(uneven: list[str]) -> Non
         ({"mixup_alpha": 1.0, "probability": 1.5}, "probability 1.5: want a number from 0 to 1"),
         ({"mixup_alpha": 1.0, "switch_probability": -0.1}, "switch_probability -0.1"),
         ({"mixup_alpha": 1.0, "classes": 0}, "classes 0"),
+        ({"mixup_alpha": 1.0, "classes": 10.0}, "classes 10.0"),
     ],
 )
 def test_impossible_numbers_are_refused(options: dict[str, Any], told: str) -> None:
@@ -385,6 +386,13 @@ def test_impossible_numbers_are_refused(options: dict[str, Any], told: str) -> N
 def test_a_mix_that_does_not_fit_the_data_is_refused(uneven: list[str], options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         list(loader_of(uneven, FIELDS, mix=Mix(**{"classes": 47, "mixup_alpha": 1.0, **options})))
+
+
+def test_the_sample_of_an_impossible_class_is_named_where_a_masked_row_before_it_repeats_it(tmp_path: Path) -> None:
+    samples = [(f"s{n}", {"jpg": jpeg(n)[:-60] if n == 0 else jpeg(n), "cls": b"9"}) for n in range(2)]
+    path = write_tar(tmp_path / "a.tar", samples)
+    with pytest.raises(ValueError, match=r"sample 'a.tar/s1' is of class 9, but there are 5 classes"):
+        list(loader_of([path], FIELDS, mix=Mix(5, 1.0), shuffle="none"))
 
 
 def test_labels_that_are_no_class_numbers_are_refused(tmp_path: Path) -> None:

@@ -56,6 +56,12 @@ def test_workers_that_wait_may_be_more_than_the_cores() -> None:
     assert "data.num_workers=32, though" in advice(SLOW_DATA, waiting=True, workers=8)
 
 
+def test_a_loader_without_workers_gets_some_before_anything_is_said_of_cores() -> None:
+    told = advice(Times(data=0.5, compute=1.0, step=1.0, together=1.6, at_once=False), workers=0)
+    assert told.startswith("data.num_workers=1: to keep up takes about 1 for each rank, 0 are there")
+    assert "slow each other down" not in told
+
+
 def test_a_slow_disk_is_named_before_the_workers() -> None:
     assert advice(SLOW_DATA, reading=0.9).startswith("Reading alone takes 900.0 ms of the 1,000.0 ms")
     assert "Reading alone" not in advice(SLOW_DATA, reading=0.1)

@@ -13,6 +13,11 @@ def times(data: float, compute: float, step: float, together: float | None = Non
     return Times(data, compute, step, max(data, step) if together is None else together, save)
 
 
+def by_turns(data: float, compute: float, step: float) -> Times:
+    """Without workers."""
+    return Times(data, compute, step, data + step, at_once=False)
+
+
 @pytest.mark.parametrize(
     ("measured", "limit", "gain"),
     [
@@ -30,6 +35,9 @@ def times(data: float, compute: float, step: float, together: float | None = Non
         (times(data=1, compute=10, step=10, save=0.1), "model", None),
         (times(data=6, compute=6, step=6, together=12), "cores", 2),
         (times(data=30, compute=3, step=3, together=40), "data", 10),
+        (by_turns(data=10, compute=10, step=10), "data", 2),
+        (by_turns(data=1, compute=10, step=10), "model", None),
+        (by_turns(data=1, compute=2, step=10), "communication", 11 / 3),
         # A measure of both together that was luckier than its parts.
         (times(data=1, compute=10, step=10, together=8), "model", None),
         # A step that was luckier with communication than without.

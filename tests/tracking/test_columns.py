@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -61,7 +62,20 @@ def test_a_pipe_in_place_of_the_file_keeps_nobody_waiting(tmp_path: Path) -> Non
     os.mkfifo(tmp_path / "metrics.jsonl")
     gaps: list[str] = []
     assert not len(read_columns(tmp_path / "metrics.jsonl", gaps).steps)
-    assert gaps == ["no metrics.jsonl: nothing was logged yet"]
+    assert gaps == ["metrics.jsonl is a link or no file, so it is not read"]
+
+
+def test_a_line_without_an_end_takes_no_more_memory_than_one_of_a_mebibyte(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with path.open("wb") as file:
+        file.write(b'{"step": 1}\n')
+        file.truncate(100 * 2**20)  # a hole of zeros
+    gaps: list[str] = []
+    tracemalloc.start()
+    assert read_columns(path, gaps).steps.tolist() == [1]
+    assert tracemalloc.get_traced_memory()[1] < 10 * 2**20
+    tracemalloc.stop()
+    assert gaps == ["metrics.jsonl: the last line is torn, as after a crash; it is left out"]
 
 
 def test_numbers_that_no_float_can_hold_are_not_numbers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ def test_aliases_of_aliases_in_a_config_are_refused_and_not_unfolded(tmp_path: P
     assert "config.yaml has YAML aliases, which dtrain does not write; it is left out" in run.gaps
 
 
-@pytest.mark.parametrize("text", ["[" * 5_000, "a: \x01", "a: 2026-02-31", "- 1", "{"])
+@pytest.mark.parametrize(
+    "text", ["[" * 5_000, "a: \x01", "a: 2026-02-31", "- 1", "{", "a: !!bool maybe", "a: !!int ''", "#" * 300_000]
+)
 def test_a_config_that_cannot_be_read_is_a_gap(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     run = History.read(tmp_path, "run")
@@ -32,6 +35,24 @@ def test_a_status_that_cannot_be_read_is_a_gap(tmp_path: Path) -> None:
     run = History.read(tmp_path, "run")
     assert run.status == {}
     assert any("status.json cannot be read" in gap for gap in run.gaps)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_a_link_or_a_giant_in_place_of_a_file_is_a_gap_and_keeps_nobody_waiting(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (tmp_path / "secret.yaml").write_text("token: x")
+    (run / "config.yaml").symlink_to(tmp_path / "secret.yaml")
+    os.mkfifo(run / "status.json")
+    with (run / "overrides.yaml").open("wb") as file:
+        file.truncate(10**12)
+    read = History.read(run, "run")
+    assert (read.config, read.status, read.overrides) == ({}, {}, [])
+    assert read.gaps[1:] == [
+        "status.json is a link or no file, so it is not read",
+        "config.yaml is a link or no file, so it is not read",
+        "overrides.yaml is larger than 200,000 bytes, so it is not what its name says",
+    ]
 
 
 def test_restarts_lie_at_the_first_record_after_them(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, NullFormatter
 
-from dtrain.tracking.history import History
+from dtrain.tracking.history import History, printable
 from dtrain.tracking.report.palette import GRID, INK, colour, dashes, themed
 from dtrain.tracking.report.wording import shortened
 
@@ -78,7 +78,7 @@ def as_png(chart: Chart, runs: Sequence[History]) -> bytes:
     stream = io.BytesIO()
     with matplotlib.rc_context(_STYLE):
         figure = chart.draw()
-        figure.suptitle(shortened(chart.title, 80), fontsize=10)
+        figure.suptitle(printable(shortened(chart.title, 80)), fontsize=10)
         handles: list[Line2D | Patch] = [Patch(color=key, label=label) for label, key in chart.keys]
         if not chart.keys and len(runs) > 1:
             # matplotlib leaves out what begins with an underscore.

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.tracking.columns import number
-from dtrain.tracking.report.files import plain_files
 from dtrain.tracking.report.media import Medium, read_picture
 from dtrain.tracking.report.wording import date, figure, shortened
+from dtrain.tracking.run_files import plain_files
 
 _LARGEST = 50_000_000  # bytes: a confusion matrix of 1,000 classes has a few million
 _NEWEST = 6

@@ -9,7 +9,7 @@ from dtrain.tracking.report.evaluations import Evaluation, evaluations
 from dtrain.tracking.report.health import Health, health
 from dtrain.tracking.report.media import Medium, media
 from dtrain.tracking.report.times import Times
-from dtrain.tracking.report.traces import BadSamples, Hang, Message, bad_samples, hangs, messages
+from dtrain.tracking.report.trouble import BadSamples, Hang, Message, bad_samples, hangs, messages
 
 
 @dataclass(frozen=True, eq=False)

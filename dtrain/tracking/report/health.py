@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ from dtrain.diagnosis.finding import LEVELS, Finding
 from dtrain.tracking.columns import number
 from dtrain.tracking.history import History
 from dtrain.tracking.report.times import INTERRUPTED, PAUSING, Times
-from dtrain.tracking.report.traces import Hang
+from dtrain.tracking.report.trouble import Hang
 from dtrain.tracking.report.wording import counted, figure, percent, span
 
 _SILENT = 600.0  # seconds without a sign of life
@@ -61,18 +61,17 @@ def health(run: History, times: Times | None, hangs: Sequence[Hang], now: float)
         hangs: Where its ranks were when it hung.
         now: Unix seconds.
     """
-    looks: tuple[Callable[[], Iterator[Finding]], ...] = (
-        lambda: _state(run, now),
-        lambda: _loss(run),
-        lambda: _skips(run),
-        lambda: _hangs(hangs),
-        lambda: _time(times),
-        lambda: _uneven(run),
-        lambda: _stragglers(run),
-        lambda: _bad(run),
-        lambda: _restarts(run, times),
-    )
-    found = [finding for look in looks for finding in look()]
+    found = [
+        *_state(run, now),
+        *_loss(run),
+        *_skips(run),
+        *_hangs(hangs),
+        *_time(times),
+        *_uneven(run),
+        *_stragglers(run),
+        *_bad(run),
+        *_restarts(run, times),
+    ]
     return Health(tuple(sorted(found, key=lambda finding: -LEVELS.index(finding.level))))
 
 
@@ -191,8 +190,8 @@ def _uneven(run: History) -> Iterator[Finding]:
 
 def _bad(run: History) -> Iterator[Finding]:
     bad, samples = last(run, "data/bad_samples"), last(run, "samples")
-    if bad > 0:
-        share = bad / (samples + bad)
+    if bad > 0 and samples > 0:
+        share = bad / samples  # which count the bad ones, too
         level = "warning" if share > _MANY_BAD else "ok"
         remedy = "Their keys are in logs/bad-rank-*.jsonl." if level == "warning" else ""
         yield Finding("samples", f"{counted(int(bad), 'bad sample')} left out ({percent(share)})", level, remedy)

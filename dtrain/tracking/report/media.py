@@ -9,11 +9,12 @@ from pathlib import Path
 
 from PIL import Image
 
-from dtrain.tracking.report.files import folders_below, plain_files
+from dtrain.tracking.run_files import folders_below, plain_files
 
 _STEP = re.compile(r"^step-(\d+)\.(png|txt)$")
 _LARGEST_PICTURE, _LARGEST_TEXT = 2_000_000, 20_000  # bytes
-_ALL_PICTURES = 20_000_000  # bytes, of a run
+_ALL = 20_000_000  # bytes, of a run
+_MOST_NAMES = 100
 _MOST_PIXELS = 20_000_000
 _DEPTH = 3
 
@@ -40,20 +41,25 @@ class Medium:
 def media(run_dir: Path, gaps: list[str], newest: int = 3) -> list[Medium]:
     """The newest media of each name, by name, then by step; ``gaps`` gets what may not be read."""
     found: list[Medium] = []
+    room, shown = _ALL, 0
     for folder in folders_below(run_dir / "media", _DEPTH):
         name = folder.relative_to(run_dir / "media").as_posix()
         steps = [
             (int(match[1]), path) for path in plain_files(folder, "step-*", gaps) if (match := _STEP.match(path.name))
         ]
+        shown += bool(steps)
+        if shown > _MOST_NAMES:
+            gaps.append(f"of the pictures and texts only those of the first {_MOST_NAMES} names are shown")
+            break
         for step, path in sorted(steps)[-newest:]:
-            room = _ALL_PICTURES - sum(len(medium.png or b"") for medium in found)
-            found.append(
-                _read_text(path, name, step) if path.suffix == ".txt" else read_picture(path, name, step, room)
-            )
+            is_text = path.suffix == ".txt"
+            medium = _read_text(path, name, step) if is_text else read_picture(path, name, step, room)
+            room -= len(medium.png or b"")
+            found.append(medium)
     return found
 
 
-def read_picture(path: Path, name: str, step: int | None = None, room: int = _ALL_PICTURES) -> Medium:
+def read_picture(path: Path, name: str, step: int | None = None, room: int = _ALL) -> Medium:
     """A PNG, if it is one that a page can take in.
 
     Args:

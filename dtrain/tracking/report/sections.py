@@ -10,7 +10,7 @@ from itertools import groupby
 from dtrain.tracking.report.evidence import Evidence
 from dtrain.tracking.report.media import Medium
 from dtrain.tracking.report.tables import table
-from dtrain.tracking.report.traces import BadSamples, Hang, Message
+from dtrain.tracking.report.trouble import BadSamples, Hang, Message
 from dtrain.tracking.report.wording import counted, listed, shortened
 
 _NEWEST_MESSAGES = 30

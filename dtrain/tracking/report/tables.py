@@ -140,5 +140,8 @@ def _duration(run: History) -> str:
 def _value(value: Any) -> str:
     if value is ABSENT:
         return NONE
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+    except TypeError:  # YAML knows mappings whose keys are dates
+        text = str(value)
     return f"<code>{escape(shortened(text, 300))}</code>"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.tracking.columns import number
-from dtrain.tracking.report.files import plain_files, tail
 from dtrain.tracking.report.wording import shortened
+from dtrain.tracking.run_files import lines, plain_files, tail
 
 _MOST_RANKS = 256  # whose logs are read
 _TAIL = 200_000  # bytes of each
@@ -117,8 +117,8 @@ def _messages(path: Path) -> Iterator[Message]:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open("rb") as lines:
-        for line in lines:
+    with path.open("rb") as file:
+        for line in lines(file):
             try:
                 content = json.loads(line)
             except (ValueError, RecursionError):  # cut short by a kill

@@ -9,7 +9,7 @@ import pytest
 
 from dtrain.tracking.report.health import Health, health
 from dtrain.tracking.report.times import Times
-from dtrain.tracking.report.traces import Hang
+from dtrain.tracking.report.trouble import Hang
 from tests.tracking.report.runs_for_tests import run_of, steady
 
 NOW = 1e9 + 10
@@ -37,7 +37,7 @@ def test_a_run_without_trouble_is_healthy_and_its_limit_is_named(tmp_path: Path)
         ({"time/data_wait_fraction": 0.8}, "the data limit its speed"),
         ({"precision/skipped_steps": 6}, "12 % of steps skipped (6 of 50)"),
         ({"time/slowest_rank": 3, "time/straggler_seconds": 0.04}, "rank 3 is slower than the others by 40 ms a step"),
-        ({"data/bad_samples": 32}, "32 bad samples left out (0.99 %)"),
+        ({"data/bad_samples": 32}, "32 bad samples left out (1 %)"),
         ({"train/loss": None}, "50 of 50 logged losses were not finite"),
         ({"time/step_seconds_p50": 0.1, "time/step_seconds_p95": 0.5}, "5 % of them take more than 500 ms"),
     ],

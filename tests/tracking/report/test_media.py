@@ -64,6 +64,14 @@ def test_what_is_no_picture_is_not_passed_on(tmp_path: Path, content: bytes, why
     assert found.refused
 
 
+def test_of_very_many_names_the_first_are_shown(tmp_path: Path) -> None:
+    for number in range(120):
+        write_media(tmp_path / "media", 1, f"name-{number:03d}", "text")
+    gaps: list[str] = []
+    assert [one.name for one in media(tmp_path, gaps)] == [f"name-{number:03d}" for number in range(100)]
+    assert gaps == ["of the pictures and texts only those of the first 100 names are shown"]
+
+
 def test_links_are_not_followed(tmp_path: Path) -> None:
     secret = tmp_path / "secret.txt"
     secret.write_text("secret")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.tracking.report.traces import bad_samples, hangs, messages
+from dtrain.tracking.report.trouble import bad_samples, hangs, messages
 
 
 @pytest.fixture
