@@ -14,12 +14,9 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from torch import Tensor
@@ -27,6 +24,7 @@ from torch import Tensor
 from dtrain.config import app
 from dtrain.config.app import Composed
 from dtrain.config.errors import ConfigError
+from dtrain.config.json_option import add_json_option, write_json
 from dtrain.config.run import take
 from dtrain.config.schema import Config
 from dtrain.data import Batch, ShardLoader
@@ -67,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         device = World.of().device
         results = probe_all(device)
         print_op_table(results, device, console)
-        _write_json(options.json, [result.to_json() for result in results])
+        write_json(options.json, [result.to_json() for result in results])
         return 0
     chosen, rest = take(rest, steps="5", ranks="1")
 
@@ -83,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
             "applied_steps": sum(outcome.tally.applied for outcome in outcomes),
             "advice": advice(report, bounds.min, bounds.max),
         }
-        _write_json(options.json, report.to_json() | told)
+        write_json(options.json, report.to_json() | told)
 
     app.run(job, rest)
     return 0
@@ -116,7 +114,7 @@ def audit(cfg: Config, steps: int, ranks: int = 1) -> tuple[Report, list[Outcome
             if cfg.train.deterministic:
                 be_deterministic()
             seed_generators(world.device, cfg.run.seed)
-            model = build.build_model(cfg.model, world.device)
+            model = build.build_model(cfg.model, world.device, cfg.train.channels_last)
             kept = precision.wrap_keep_fp32(model)
             numerics = NumericsAudit(model, precision=precision, device=world.device, kept=kept)
             task = numerics.watched(build.by_target("task", cfg.task))
@@ -203,18 +201,6 @@ def _positive(name: str, text: str) -> int:
     return int(text)
 
 
-def _write_json(path: Path | None, content: Any) -> None:
-    if path is not None:
-        path.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def _file(text: str) -> Path:
-    path = Path(text)
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{path.parent}: is not a folder, so {path.name} cannot be written there")
-    return path
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m dtrain.doctor numerics",
@@ -227,6 +213,6 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--ops", action="store_true", help="show what autocast does with each operation here")
-    parser.add_argument("--json", type=_file, metavar="FILE", help="also write everything to FILE")
+    add_json_option(parser)
     parser.add_argument("--all", action="store_true", help="a row for each module, however many they are")
     return parser

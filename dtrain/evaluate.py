@@ -8,39 +8,27 @@ turn and are shown side by side.
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
-from omegaconf import OmegaConf
-from rich.console import Console
 
 from dtrain.config import app
 from dtrain.config.app import Composed
 from dtrain.config.errors import ConfigError, users_to_fix
-from dtrain.config.run import Run, recompose, take, without_secrets
+from dtrain.config.run import Run, recompose, take
 from dtrain.config.schema import Config
-from dtrain.data import ShardLoader
 from dtrain.data.class_names import class_names
 from dtrain.distributed.collectives import decided_by_rank_zero, together
 from dtrain.distributed.network import settle_network
 from dtrain.distributed.process_group import process_group
 from dtrain.distributed.srun import join_srun
 from dtrain.distributed.world import World
-from dtrain.packing.progress import progress
 from dtrain.tracking import evaluation_files, per_class
 from dtrain.tracking.console import print_banner
 from dtrain.tracking.evaluated import Evaluated, aligned, banner, not_finite, side_by_side
-from dtrain.tracking.peak_memory import forget_peak, peak
 from dtrain.training import build
-from dtrain.training.checkpoint import Checkpoint, Checkpoints
-from dtrain.training.evaluation import evaluate
-from dtrain.training.loaders import check_same_data, eval_loader, prepare_data
-from dtrain.training.result import NotFinite
-from dtrain.training.state import load_weights
+from dtrain.training.checkpoint import Checkpoints
+from dtrain.training.checkpoint_evaluation import evaluate_checkpoint
+from dtrain.training.loaders import prepare_data
 
 USAGE = """Usage
   torchrun --standalone --nproc-per-node=2 -m dtrain.evaluate run.dir=DIR [OPTION=VALUE ...] [KEY=VALUE ...]
@@ -81,11 +69,13 @@ def run_evaluation(configs: Sequence[Composed], which: str, weights: str, out: s
             if world.rank == 0:
                 print(warning, flush=True)
         prepare_data(cfg.data)
-        found = [evaluated(composed, world, checkpoint, checkpoints.path(step), weights) for composed in configs]
+        names = together(lambda: class_names(cfg.data))
+        path = checkpoints.path(step)
+        found = [evaluate_checkpoint(one, precision_name(one), world, checkpoint, path, weights) for one in configs]
         if world.rank == 0:
-            show(found)
+            show(found, names)
         folder = Path(out).expanduser().absolute() if out else run.dir / "evaluations"
-        decided_by_rank_zero(lambda: keep(found, cfg, folder))
+        decided_by_rank_zero(lambda: keep(found, names, folder))
         if problem := not_finite(found):
             raise ConfigError(problem)
 
@@ -99,76 +89,13 @@ def refuse_early(configs: Sequence[Composed], world: World) -> list[str]:
     return [warning for one in configs for warning in build.build_precision(one.cfg.precision, world.device)[1]]
 
 
-def evaluated(composed: Composed, world: World, checkpoint: Checkpoint, path: Path, weights: str) -> Evaluated:
-    """Collective. Evaluates a checkpoint in the precision of one config; what it takes is free again afterwards.
-
-    Args:
-        composed: The config.
-        world: The ranks.
-        checkpoint: What it holds.
-        path: Where it is.
-        weights: ``ema``, ``raw``, or ``""`` for the default.
-    """
-    cfg: Config = composed.cfg
-    forget_peak(world.device)
-    precision, _ = together(lambda: build.build_precision(cfg.precision, world.device))
-    loader = together(lambda: eval_loader(cfg, world, precision))
-    assert loader is not None  # data.eval is set
-    check_same_data(None, loader)
-    model = build.build_model(cfg.model, world.device, cfg.train.channels_last)
-    used = together(lambda: load_weights(model, checkpoint, weights))
-    precision.wrap_keep_fp32(model)
-    task = build.by_target("task", cfg.task)
-    began = time.monotonic()
-    name = precision_name(composed)
-    with shown_progress(loader, world, name) as tick:
-        try:
-            result = evaluate(model, task, loader, world=world, precision=precision, progress=tick)
-        except NotFinite as error:
-            result = error.evaluation
-    seconds = time.monotonic() - began
-    loader.close()
-    config = without_secrets(Run.of(composed).config)
-    return Evaluated(
-        checkpoint=path,
-        weights=used,
-        precision=name,
-        data={"eval": config["data"]["eval"], **loader.index.describe()},
-        config={group: config[group] for group in ("model", "task", "precision")},
-        ranks=world.size,
-        metrics=result.metrics,
-        tables=result.tables,
-        seconds=seconds,
-        memory=most_memory(world),
-    )
-
-
 def precision_name(composed: Composed) -> str:
     """The preset that the command line names, of which there may be several for one dtype; else what the config says."""
     chosen = [override.partition("=")[2] for override in composed.overrides if override.startswith("precision=")]
     return chosen[-1].replace("/", "-") if chosen else str(composed.cfg.precision.name)
 
 
-@contextmanager
-def shown_progress(loader: ShardLoader, world: World, precision: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Shows on rank 0's standard error how far the evaluation is; yields what ``evaluate`` takes as ``progress``."""
-    if world.rank != 0:
-        yield None
-        return
-    total = loader.steps_per_epoch * loader.micro_batches_per_step
-    with progress(Console(stderr=True), f"evaluating in {precision}, micro-batches", total) as tick:
-        yield lambda done, all: tick(1)
-
-
-def most_memory(world: World) -> dict[str, float]:
-    """Collective. The peak of the rank that took most, by the name of the metric."""
-    name, gib = peak(world.device)
-    most = torch.tensor(gib, dtype=torch.float64)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return {name: most.item()}
-
-
-def show(found: Sequence[Evaluated]) -> None:
+def show(found: Sequence[Evaluated], names: Sequence[str] | None) -> None:
     """Prints the metrics, of several precisions side by side, and the classes of the first."""
     first = found[0]
     head = banner(first)
@@ -177,16 +104,15 @@ def show(found: Sequence[Evaluated]) -> None:
     print_banner("evaluation", head)
     if len(found) > 1:
         print(aligned(side_by_side(found)), flush=True)
-
-
-def keep(found: Sequence[Evaluated], cfg: Config, folder: Path) -> None:
-    """Prints the classes and writes the files, on the rank that calls it."""
-    names = class_names(None if OmegaConf.is_missing(cfg.data, "train") else cfg.data.train, cfg.data.eval)
-    if "confusion" in found[0].tables:
-        classes = per_class.per_class(found[0].tables["confusion"], names)
-        print(f"classes in {found[0].precision}, the worst first\n{aligned(per_class.table(classes))}", flush=True)
+    if "confusion" in first.tables:
+        classes = per_class.per_class(first.tables["confusion"], names)
+        print(f"classes in {first.precision}, the worst first\n{aligned(per_class.table(classes))}", flush=True)
         if left_out := per_class.rest(classes):
             print(f"  {left_out}", flush=True)
+
+
+def keep(found: Sequence[Evaluated], names: Sequence[str] | None, folder: Path) -> None:
+    """Writes the files, on the rank that calls it."""
     with users_to_fix(f"out: the result cannot be written to {folder}"):
         for one in found:
             for path in evaluation_files.write(folder, one, names):

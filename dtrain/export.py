@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from dtrain import __version__
@@ -27,20 +26,19 @@ from dtrain.deployment.casting import cast, check_range
 from dtrain.deployment.comparison import compare
 from dtrain.deployment.description import DESCRIPTION, DTYPES, FILES, SAFETENSORS, Description
 from dtrain.deployment.divergence import Departure
-from dtrain.deployment.folding import fold, foldable
-from dtrain.deployment.image_input import ImageInput
-from dtrain.deployment.made_here import remember
+from dtrain.deployment.folding import fold, foldable, outside
 from dtrain.deployment.program import Program, RowSpec
-from dtrain.deployment.samples import NotComparable, Samples, sample
+from dtrain.deployment.reference import Reference
 from dtrain.deployment.summary import summary
 from dtrain.deployment.tolerance import Tolerance
+from dtrain.deployment.trust import remember
 from dtrain.deployment.verdict import require_close
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
+from dtrain.precision.scripted import refuse_scripted
 from dtrain.tracking.console import print_banner
 from dtrain.training import build
 from dtrain.training.checkpoint import Checkpoints
-from dtrain.training.loaders import declared_fields, eval_loader
 from dtrain.training.state import load_weights
 
 USAGE = """Usage
@@ -85,7 +83,7 @@ def export(composed: Composed, which: str, weights: str, samples: str) -> None:
     precision = export_precision(cfg)
     places = destinations(cfg, run)
     cost.check(cfg.export)
-    if not samples.isdigit():
+    if not samples.isdecimal():
         raise ConfigError(f"samples: got {samples!r}, want a number of rows; 0 for no comparison.")
 
     # -- the trained model, in fp32
@@ -96,31 +94,35 @@ def export(composed: Composed, which: str, weights: str, samples: str) -> None:
     Precision("fp32").apply(world.device)
 
     def trained() -> tuple[nn.Module, str]:
-        model = build.build_model(cfg.model, world.device, cfg.train.channels_last).eval().requires_grad_(False)
+        model = build.build_model(cfg.model, world.device, cfg.train.channels_last)
+        refuse_scripted(model, "", "dtrain.export")
+        model.eval().requires_grad_(False)
         return model, load_weights(model, checkpoint, weights)
 
     model, used = trained()
     before = size(model)
-    compared, why_not, image = reference(cfg, model, world, int(samples))
-    example = example_rows(compared, image, world.device)
+    reference = Reference.of(cfg, model, world, int(samples))
+    compared, image = reference.samples, reference.image
+    classes = class_names(cfg.data)
+    example = reference.example(world.device)
     if example is None and places.keys() & {graph.PT2, graph.AOTINDUCTOR}:
         raise ConfigError(
-            f"export.format: {' and '.join(places)}: a program is traced with rows, and nobody saw any ({why_not}). Set "
-            f"data.eval and samples, or use export.format={SAFETENSORS}."
+            f"export.format: {' and '.join(places)}: a program is traced with rows, and nobody saw any "
+            f"({reference.why_not}). Set data.eval and samples, or use export.format={SAFETENSORS}."
         )
     tolerance = Tolerance.of(cfg.export, len(compared.rows) if compared is not None else 0)
 
     # -- folded in fp32, then cast
     pairs, untraceable = foldable(model)
     kept = precision.wrap_keep_fp32(model)
-    pairs = [pair for pair in pairs if not {*pair} & {*kept}]
+    pairs = outside(kept, pairs)
     fold(model, pairs)
     vanished = check_range(model, precision.compute_dtype, kept, dict(pairs))
     cast(model, precision.compute_dtype, kept)
-    program = Program(model, image, precision.compute_dtype).eval()
+    program = Program(model, image, precision.compute_dtype, cfg.train.channels_last).eval()
 
     def departures(numbers: Tensor) -> list[Departure]:
-        original = Program(trained()[0], image, torch.float32)
+        original = Program(trained()[0], image, torch.float32, cfg.train.channels_last)
         assert compared is not None
         return divergence.departures(original, program, compared.rows[numbers].to(world.device), pairs)
 
@@ -138,7 +140,7 @@ def export(composed: Composed, which: str, weights: str, samples: str) -> None:
             folded=pairs,
             input=image,
             rows=RowSpec.of(example) if example is not None else None,
-            classes=class_names(None if OmegaConf.is_missing(cfg.data, "train") else cfg.data.train, cfg.data.eval),
+            classes=classes,
             device=world.device.type,
             source={
                 "run": run.dir.name,
@@ -149,6 +151,7 @@ def export(composed: Composed, which: str, weights: str, samples: str) -> None:
                 "metrics": checkpoint.state.get("metrics", {}),
             },
             versions={"dtrain": __version__, "torch": torch.__version__},
+            channels_last=cfg.train.channels_last,
         )
         # -- written aside, compared as it is on disk, then put in place
         with artefact.replacing(out) as folder:
@@ -162,7 +165,7 @@ def export(composed: Composed, which: str, weights: str, samples: str) -> None:
                 "not_folded": untraceable,
                 "became_zero": vanished,
                 "comparison": None,
-                "not_compared": why_not,
+                "not_compared": reference.why_not,
                 "device": str(world.device),
                 "versions": description.versions,
             }
@@ -226,49 +229,6 @@ def destinations(cfg: Config, run: Run) -> dict[str, Path]:
     for place in places.values():
         artefact.check_place(place)
     return places
-
-
-def example_rows(compared: Samples | None, image: ImageInput | None, device: torch.device) -> Tensor | None:
-    """Rows such as go into the model, to trace it with; None where nobody saw any."""
-    if compared is not None:
-        return compared.rows[:2].clone().to(device)
-    if image is not None and image.size is not None:
-        return torch.zeros(2, *image.size, 3, dtype=torch.uint8, device=device)
-    return None
-
-
-def reference(
-    cfg: Config, model: nn.Module, world: World, limit: int
-) -> tuple[Samples | None, str | None, ImageInput | None]:
-    """What to compare the artefact with, and what goes into it.
-
-    Returns:
-        Rows of the evaluation set with their fp32 outputs, or None and why there are none; the image that the task was
-        seen to hand to the model, or, where nobody looked, the only one that the config declares.
-
-    Raises:
-        ConfigError: If the evaluation set cannot be read.
-    """
-    images = {field.name: field for field in declared_fields(cfg.data) if field.role == "image"}
-    if not cfg.data.eval or not limit:
-        only = ImageInput.of(next(iter(images.values()))) if len(images) == 1 else None
-        return None, "samples=0" if cfg.data.eval else "data.eval is not set", only
-    cfg.data.num_workers = 0  # some hundred rows are read before a worker has started
-    try:
-        if cfg.data.prepare is not None:
-            with users_to_fix("data.prepare"):
-                build.by_target("data.prepare", cfg.data.prepare)
-        loader = eval_loader(cfg, world, Precision("fp32"))
-        assert loader is not None
-    except ConfigError as error:
-        raise ConfigError(f"{error} (samples=0 exports without the comparison.)") from error
-    try:
-        found = sample(model, build.by_target("task", cfg.task), loader, images, world.device, limit)
-    except NotComparable as error:
-        return None, f"the model is no function of one tensor: {error}", None
-    finally:
-        loader.close()
-    return found, None, found.image
 
 
 def size(model: nn.Module) -> int:

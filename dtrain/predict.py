@@ -66,17 +66,29 @@ def rank(model: Artefact, files: Sequence[str], top: int, batch_size: int) -> It
         batch_size: Files of one forward; images that keep their own size go one by one.
 
     Raises:
-        ConfigError: If the model takes no images, or its outputs are not one number for each of several classes.
+        ConfigError: If the model takes no images, or those of a decoder of its own; or its outputs are not one number for each
+            of several classes.
     """
     wanted = model.description.input
     if wanted is None:
         raise ConfigError("the artefact's model does not take an image as it is, so there is nothing to predict here.")
+    if wanted.own_decoder:
+        raise ConfigError(
+            f"the model was trained on {wanted.field!r} as a decoder of its own (data.fields) made it of files, and the "
+            "artefact does not have it. Decode them yourself and call dtrain.deployment.artefact.load(...).outputs(pixels)."
+        )
     at_once = batch_size if wanted.size is not None else 1
     for start in range(0, len(files), at_once):
         chunk = files[start : start + at_once]
         read = [_read(file, wanted) for file in chunk]
         pixels = [item for item in read if isinstance(item, np.ndarray)]
-        found = iter(_most_probable(model, np.stack(pixels), top) if pixels else [])
+        found: Iterator[tuple[tuple[int, str, float], ...]] = iter(())
+        try:
+            if pixels:
+                found = iter(_most_probable(model, np.stack(pixels), top))
+        except RuntimeError as error:
+            fails = f"the model fails on {len(pixels)} x {list(pixels[0].shape)} pixels ({str(error).splitlines()[0]})"
+            read = [item if isinstance(item, str) else fails for item in read]
         for file, item in zip(chunk, read, strict=True):
             if isinstance(item, str):
                 yield Ranking(file, error=item)

@@ -21,7 +21,7 @@ from dtrain import export, predict
 from dtrain.config.errors import ConfigError
 from dtrain.deployment import artefact
 from dtrain.deployment.casting import cast, check_range
-from dtrain.deployment.folding import fold, foldable
+from dtrain.deployment.folding import fold, foldable, outside
 from dtrain.deployment.program import Program
 from dtrain.training.checkpoint import Checkpoint, Checkpoints
 from tests.tiny_run import STEPS, NormNet, tiny_run
@@ -160,6 +160,7 @@ def test_half_precision_halves_the_bytes_and_the_report_tells_the_true_error(
         "exif": False,
         "shorter_side": None,
         "reduced": False,
+        "own_decoder": False,
     }
     assert f"step {STEPS}" in said
     assert f"{floats * 2:,} bytes" in said
@@ -217,6 +218,7 @@ def test_the_run_s_own_folder_is_the_default_and_a_second_export_takes_its_place
         (["export.dtype=int8"], ["export.dtype", "'int8'", "fp32, bf16, fp16"]),
         (["checkpoint=3"], ["checkpoint=3", "15"]),
         (["samples=some"], ["samples", "'some'"]),
+        (["samples=²"], ["samples", "'²'"]),
         (["precision.keep_fp32=[tail]"], ["'tail' matches no submodule", "head"]),
         (["data.eval=nowhere/*.tar"], ["data.eval", "matches no file", "samples=0"]),
         (["export.outt=x"], ["export.outt", "'out'"]),
@@ -403,6 +405,16 @@ def test_only_a_norm_that_alone_sees_its_convolution_is_folded() -> None:
     assert reason is None
 
 
+def test_pairs_within_a_module_that_is_kept_in_fp32_are_not_folded() -> None:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+
+    pairs, _ = foldable(nn.Sequential(block(), block(), block(), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)).eval())
+    assert pairs == [("0.0", "0.1"), ("1.0", "1.1"), ("2.0", "2.1"), ("3", "4")]
+    assert outside(["0", "1.1"], pairs) == [("2.0", "2.1"), ("3", "4")]
+    assert outside([], pairs) == pairs
+
+
 def test_a_model_that_cannot_be_traced_stays_unfolded_and_says_so() -> None:
     class Branches(NormNet):
         def forward(self, images: Tensor) -> Tensor:
@@ -470,3 +482,11 @@ def test_only_classes_of_modules_are_built_from_a_foreign_artefact_unless_the_us
     (out / "model.json").write_text(json.dumps(description))
     with pytest.raises(ConfigError, match=r"os\.getpid"):
         artefact.load(out, CPU)
+    # What OmegaConf computes while a model is built may be another node.
+    call = "{_target_: pathlib.Path.touch, _args_: [{_target_: pathlib.Path, _args_: [%s]}]}" % (tmp_path / "owned")
+    for node in ({"_args_": [f"${{oc.create:'{call}'}}"]}, {"classes": "${oc.env:HOME}"}):
+        description["model"] = {"_target_": "torch.nn.Sequential", **node}
+        (out / "model.json").write_text(json.dumps(description))
+        with pytest.raises(ConfigError, match=r"could stand for anything.*--trust"):
+            artefact.load(out, CPU)
+    assert not (tmp_path / "owned").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -17,7 +18,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from dtrain import export
-from dtrain.predict import main
+from dtrain.deployment.artefact import load
+from dtrain.predict import main, rank
 from tests.tiny_run import ROOT, STEPS, NormNet, tiny_run
 
 CLASSES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
@@ -139,6 +141,34 @@ def test_names_that_do_not_fit_the_outputs_are_refused(
     (tmp_path / "model.json").write_text(json.dumps(description | {"classes": ["cat", "dog"]}))
     assert main([str(tmp_path), str(images[0])]) == 1
     assert "names 2 classes, its model has 10 outputs" in capsys.readouterr().err
+    (tmp_path / "model.json").write_text(json.dumps(description | {"classes": "0123456789"}))
+    assert main([str(tmp_path), str(images[0])]) == 1
+    assert "'0123456789' is no list of names" in capsys.readouterr().err
+    own = description["input"] | {"own_decoder": True}
+    (tmp_path / "model.json").write_text(json.dumps(description | {"input": own}))
+    assert main([str(tmp_path), str(images[0])]) == 1
+    assert "'image' as a decoder of its own" in capsys.readouterr().err
     (tmp_path / "model.json").write_text(json.dumps(description | {"input": None}))
     assert main([str(tmp_path), str(images[0])]) == 1
     assert "does not take an image" in capsys.readouterr().err
+
+
+def test_an_image_that_the_model_fails_on_is_named_and_the_others_are_predicted(
+    artefact: Path, images: list[Path], tmp_path: Path
+) -> None:
+    Image.new("RGB", (2, 2)).save(tmp_path / "tiny.png")
+    loaded = load(artefact, torch.device("cpu"))
+    assert loaded.description.input is not None
+    own_size = dataclasses.replace(loaded.description.input, size=None)
+
+    def fails_on_tiny(rows: torch.Tensor) -> torch.Tensor:
+        if rows.shape[1] < 8:
+            raise RuntimeError("output size is too small\nand more")
+        return loaded.program(rows)
+
+    picky = dataclasses.replace(
+        loaded, program=fails_on_tiny, description=dataclasses.replace(loaded.description, input=own_size)
+    )
+    tiny, good = rank(picky, [str(tmp_path / "tiny.png"), str(images[0])], top=1, batch_size=8)
+    assert tiny.error == "the model fails on 1 x [2, 2, 3] pixels (output size is too small)"
+    assert (good.error, len(good.classes)) == ("", 1)

@@ -6,7 +6,9 @@
 * Its weights are *folded* (BatchNorm merged into the convolution before it), then *cast*; modules that the config keeps
   in fp32 are left out of both.
 * A *program* goes from rows as the loader hands them over to fp32 outputs, whatever the form.
-* The *comparison* runs the artefact as it was read from disk, in a fresh process, on rows of the evaluation set. What is
-  beyond *tolerance* is refused, and a *departure* says which module went wrong first.
+* The *reference* is the fp32 model on rows of the evaluation set. The *comparison* runs the artefact as it was read from
+  disk, in a fresh process, on the same rows. What is beyond *tolerance* is refused, and a *departure* says which module went
+  wrong first.
 * Its *cost* is measured beside the same weights in fp32, by *probes*: fresh processes, one an artefact, that take turns.
+* Only artefacts that this user exported, or that are harmless, have the *trust* to run without being asked for.
 """

@@ -1,21 +1,18 @@
 """The artefact: a folder that is complete or not there, and how it is read back.
 
-A model that is stored as safetensors is built by its ``_target_``. That runs code which ``model.json`` names, so by default
-nothing but a class derived from ``torch.nn.Module`` is called. A traced or compiled program holds its own code, so by
-default it is not run.
+Reading one back runs code: a model that is stored as safetensors is built by its ``_target_``, a traced or compiled program
+holds its own. ``trust`` says whose may.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import pkgutil
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 import torch
@@ -28,8 +25,8 @@ from dtrain.deployment import graph
 from dtrain.deployment.casting import cast
 from dtrain.deployment.description import DESCRIPTION, FILES, SAFETENSORS, Description
 from dtrain.deployment.folding import fold
-from dtrain.deployment.made_here import is_made_here
 from dtrain.deployment.program import Program
+from dtrain.deployment.trust import require_trusted
 from dtrain.precision import Precision
 from dtrain.training.build import build_model
 from dtrain.training.state import host_copy, load_module
@@ -91,18 +88,20 @@ def check_place(out: Path) -> None:
 
 @contextmanager
 def replacing(out: Path) -> Iterator[Path]:
-    """A folder beside ``out`` that takes its place when the block ends without an error.
+    """A folder beside ``out`` that takes its place when the block ends without an error; a link goes on leading there.
 
     Raises:
         ConfigError: If ``out`` is something else than an artefact, or the folder cannot be written.
     """
     check_place(out)
-    aside = out.with_name(f".{out.name}.{os.getpid()}")
-    replaced = aside.with_suffix(".replaced")
+    out = out.resolve()
+    aside, replaced = (out.with_name(f".{out.name}.{os.getpid()}.{what}") for what in ("new", "old"))
     try:
+        shutil.rmtree(aside, ignore_errors=True)  # left by a process of the same number that was killed
         aside.mkdir(parents=True)
         yield aside
         if out.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
             os.rename(out, replaced)
         os.rename(aside, out)
         shutil.rmtree(replaced, ignore_errors=True)
@@ -129,7 +128,10 @@ def write(folder: Path, program: Program, description: Description, example: Ten
     """
     path = folder / description.file
     if description.stored_as == SAFETENSORS:
-        safetensors.torch.save_file(host_copy(program.model.state_dict()), path)
+        try:
+            safetensors.torch.save_file(host_copy(program.model.state_dict()), path)
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
     else:
         assert example is not None
         graph.write(description.stored_as, program, example, path)
@@ -157,13 +159,15 @@ def load(folder: Path, device: torch.device, *, trust: bool = False) -> Artefact
         raise ConfigError(f"{path} cannot be read ({error}). Export again.") from error
     if found != expected:
         raise ConfigError(f"{path} has SHA-256 {found}, {DESCRIPTION} says {expected}. Export again.")
-    if not (trust or is_made_here(folder)):
-        _require_harmless(description, folder)
+    if not trust:
+        require_trusted(folder, description)
     precision = Precision(description.dtype)
     warnings = precision.apply(device)
     if description.stored_as == SAFETENSORS:
         model = _built(description, path, device)
-        program: Callable[[Tensor], Tensor] = Program(model, description.input, precision.compute_dtype)
+        program: Callable[[Tensor], Tensor] = Program(
+            model, description.input, precision.compute_dtype, description.channels_last
+        )
     else:
         program = graph.read(description.stored_as, path, description.device, device)
     return Artefact(description, program, device, warnings)
@@ -175,7 +179,9 @@ def _built(description: Description, weights: Path, device: torch.device) -> nn.
         tensors = safetensors.torch.load_file(weights)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{weights} cannot be read ({error}). Export again.") from error
-    model = build_model(OmegaConf.create(description.model), device).eval().requires_grad_(False)
+    model = (
+        build_model(OmegaConf.create(description.model), device, description.channels_last).eval().requires_grad_(False)
+    )
     try:
         fold(model, description.folded)
     except AttributeError as error:
@@ -186,40 +192,6 @@ def _built(description: Description, weights: Path, device: torch.device) -> nn.
     cast(model, Precision(description.dtype).compute_dtype, description.keep_fp32)
     load_module(model, tensors, str(weights.parent))
     return model
-
-
-def _require_harmless(description: Description, folder: Path) -> None:
-    """Refuses what could do anything when it is loaded."""
-    if description.stored_as != SAFETENSORS:
-        raise ConfigError(
-            f"{folder}: {description.file} is a program with code of its own, which could do anything. If you trust whoever "
-            "made the artefact, add --trust."
-        )
-    _require_modules(description.model, folder)
-
-
-def _require_modules(node: Any, folder: Path) -> None:
-    """Refuses a node in which a ``_target_`` is anything else than a class of modules."""
-    if isinstance(node, Mapping):
-        if "_target_" in node:
-            target = node["_target_"]
-            try:
-                found = pkgutil.resolve_name(str(target))
-            except (ImportError, AttributeError, ValueError) as error:
-                raise ConfigError(
-                    f"{folder}: its model is built by {target}, which cannot be imported ({error}). Install its package, "
-                    "or set PYTHONPATH to the folder of its module."
-                ) from error
-            if not (isinstance(found, type) and issubclass(found, nn.Module)):
-                raise ConfigError(
-                    f"{folder}: its model is built by calling {target}, which is not a torch.nn.Module class and could "
-                    "do anything. If you trust whoever made the artefact, add --trust."
-                )
-        for value in node.values():
-            _require_modules(value, folder)
-    elif isinstance(node, Sequence) and not isinstance(node, str):
-        for value in node:
-            _require_modules(value, folder)
 
 
 def _digest(path: Path) -> str:

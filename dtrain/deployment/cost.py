@@ -68,7 +68,7 @@ def measured(
         artefacts, base = {description.dtype: folder}, None
         if in_fp32 is not None:
             artefacts[base := "fp32"] = Path(beside)
-            program = Program(in_fp32(), description.input, torch.float32).eval()
+            program = Program(in_fp32(), description.input, torch.float32, description.channels_last).eval()
             described = dataclasses.replace(description, dtype=base, keep_fp32=[])
             artefact.write(Path(beside), program, described, made_up(rows, 2).to(device))
         try:

@@ -18,7 +18,7 @@ SAFETENSORS = "safetensors"
 FILES = {SAFETENSORS: "model.safetensors", PT2: "model.pt2", AOTINDUCTOR: "model.compiled.pt2"}
 DTYPES = ("fp32", "bf16", "fp16")
 DESCRIPTION = "model.json"
-_KIND, _VERSION = "dtrain-artefact", 2
+_KIND, _VERSION = "dtrain-artefact", 3
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Description:
         device: Type of the device that it was exported on.
         source: The run, the checkpoint's step and its metrics.
         versions: Of dtrain and torch.
+        channels_last: Layout of images and of convolutions' weights; torch's default if not.
     """
 
     stored_as: str
@@ -50,6 +51,7 @@ class Description:
     device: str
     source: dict[str, Any]
     versions: dict[str, str]
+    channels_last: bool = True
 
     @property
     def file(self) -> str:
@@ -99,7 +101,11 @@ class Description:
             for key, known in (("dtype", DTYPES), ("stored_as", tuple(FILES))):
                 if content[key] not in known:
                     raise ValueError(f"{key} {content[key]!r} is none of {', '.join(known)}")
-            image, rows = content["input"], content["rows"]
+            image, rows, classes = content["input"], content["rows"], content["classes"]
+            if classes is not None and not (
+                isinstance(classes, list) and all(isinstance(name, str) for name in classes)
+            ):
+                raise ValueError(f"classes {classes!r} is no list of names")
             description = cls(
                 stored_as=content["stored_as"],
                 model=dict(content["model"]),
@@ -108,10 +114,11 @@ class Description:
                 folded=[(str(conv), str(norm)) for conv, norm in content["folded"]],
                 input=ImageInput.from_json(image) if image is not None else None,
                 rows=RowSpec.from_json(rows) if rows is not None else None,
-                classes=content["classes"],
+                classes=classes,
                 device=str(content["device"]),
                 source=dict(content["source"]),
                 versions=dict(content["versions"]),
+                channels_last=bool(content["channels_last"]),
             )
             return description, str(content["sha256"])
         except ConfigError:

@@ -59,6 +59,12 @@ def foldable(model: nn.Module) -> tuple[list[Pair], str | None]:
     return pairs, None
 
 
+def outside(kept: Iterable[str], pairs: Iterable[Pair]) -> list[Pair]:
+    """The pairs of which neither is one of the ``kept`` modules, or lies in one."""
+    within = tuple(f"{name}." for name in kept)
+    return [pair for pair in pairs if not any(f"{name}.".startswith(within) for name in pair)]
+
+
 @torch.no_grad()
 def fold(model: nn.Module, pairs: Iterable[Pair]) -> None:
     """Merges each pair in the dtype that the model has; the BatchNorm's place is taken by an ``nn.Identity``.

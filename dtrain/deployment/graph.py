@@ -10,6 +10,7 @@ pickled, however: ``torch.export.save`` would pickle the example inputs, so they
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,6 +58,7 @@ def write(form: str, program: Program, example: Tensor, path: Path) -> None:
 
     Raises:
         ConfigError: If torch cannot trace or compile the model; says why.
+        OSError: If the disk refuses.
     """
     graph = _trace(form, program, example)
     if form == AOTINDUCTOR:
@@ -68,7 +70,10 @@ def write(form: str, program: Program, example: Tensor, path: Path) -> None:
     with warnings.catch_warnings():
         # Weights in channels_last layout are dense, so the storage that is written is all of them.
         warnings.filterwarnings("ignore", message="No complete tensor found in the group")
-        torch.export.save(graph, path)
+        # By way of memory: where the disk refuses, torch ends the process.
+        buffer = io.BytesIO()
+        torch.export.save(graph, buffer)
+    path.write_bytes(buffer.getbuffer())
 
 
 def read(form: str, path: Path, exported_on: str, device: torch.device) -> Callable[[Tensor], Tensor]:

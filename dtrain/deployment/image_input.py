@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from dtrain.data.fields import Field
+from dtrain.data.fields import Field, parse_fields
 from dtrain.data.image import decode_image
 
 
@@ -24,6 +25,7 @@ class ImageInput:
         exif: Turn an image as its EXIF orientation says.
         shorter_side: Of the image before ``size`` is cut from its middle; None resizes to ``size``.
         reduced: Large JPEGs are decoded at a part of their size.
+        own_decoder: The training decoded its files in a way of its own, which an artefact does not have.
     """
 
     field: str
@@ -33,6 +35,7 @@ class ImageInput:
     exif: bool = False
     shorter_side: int | None = None
     reduced: bool = False
+    own_decoder: bool = False
 
     @classmethod
     def of(cls, field: Field, size: tuple[int, int] | None = None) -> ImageInput:
@@ -45,6 +48,7 @@ class ImageInput:
             field.exif,
             field.shorter_side,
             field.decode == "reduced",
+            field.kind != "image",
         )
 
     @classmethod
@@ -55,22 +59,17 @@ class ImageInput:
             ValueError: If it is something else.
         """
         try:
-            size, mean, std = value["size"], value["mean"], value["std"]
-            return cls(
-                str(value["field"]),
-                size and (size[0], size[1]),
-                tuple(mean),
-                tuple(std),
-                bool(value["exif"]),
-                value["shorter_side"],
-                bool(value["reduced"]),
-            )
-        except (KeyError, TypeError, IndexError) as error:
+            options = {option: value[option] for option in ("size", "mean", "std", "exif", "shorter_side")}
+            own_decoder = bool(value["own_decoder"])
+            decode = "reduced" if value["reduced"] else "full"
+            (field,) = parse_fields({"png": {"name": value["field"], "role": "image", "decode": decode, **options}})
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"input {value!r} describes no image ({type(error).__name__}: {error})") from error
+        return dataclasses.replace(cls.of(field), own_decoder=own_decoder)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON can hold it."""
-        return asdict(self)
+        return dataclasses.asdict(self)
 
     def decode(self, payload: bytes) -> np.ndarray:
         """The pixels of an image file, uint8 ``[height, width, 3]``.

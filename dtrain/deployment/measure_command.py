@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from dtrain.config.errors import ConfigError
+from dtrain.config.json_option import add_json_option, write_json
 from dtrain.config.schema import ExportConfig
 from dtrain.deployment import cost
 from dtrain.deployment.description import Description
@@ -51,8 +51,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"dtrain: error: {error}", file=sys.stderr)
         return 1
     print_banner("export measure", cost.summary(measured))
-    if options.json is not None:
-        options.json.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+    write_json(options.json, measured)
     return 0
 
 
@@ -70,5 +69,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-latency-ms", type=float, metavar="X", help="also look for the largest batch within it")
     parser.add_argument("--max-memory-gib", type=float, metavar="X", help="and within this")
     parser.add_argument("--trust", action="store_true", help="also run programs and models that could do anything")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything to FILE")
+    add_json_option(parser)
     return parser

@@ -4,7 +4,7 @@
   all of them, and a ratio is the median of those of each *round*.
 * A *call* goes from rows in host memory to fp32 outputs on the device, synchronised: what a server waits for, with
   normalisation and casts. It comes after one that does not count.
-* *Memory* is what ``peak_memory`` says: weights and all that a call adds to them, the rows included.
+* *Memory* is what ``model_memory`` says: weights and all that a call adds to them, the rows included.
 * The *largest batch* is looked for where a *budget* is set.
 """
 

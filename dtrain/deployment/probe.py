@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dtrain.config.errors import ConfigError
 from dtrain.deployment import artefact
-from dtrain.deployment.peak_memory import PeakMemory, let_allocations_fail
+from dtrain.deployment.model_memory import ModelMemory, let_allocations_fail
 from dtrain.deployment.program import RowSpec
 from dtrain.training.out_of_memory import is_out_of_memory
 
@@ -72,7 +72,7 @@ class _Runner:
         self._spec, self._device = setup.rows, torch.device(setup.device)
         folder = Path(setup.folder)
         self._artefact = artefact.load(folder, self._device, trust=setup.trust)
-        self._memory = PeakMemory(self._device, (folder / self._artefact.description.file).stat().st_size)
+        self._memory = ModelMemory(self._device, (folder / self._artefact.description.file).stat().st_size)
         if self._device.type == "cpu":
             let_allocations_fail(setup.memory_limit)
         self._rows: Tensor | None = None
@@ -104,7 +104,6 @@ class _Runner:
         self._memory.give_back()
         self._rows = made_up(self._spec, batch)
         self._call()
-        self._memory.give_back()
         self._memory.reset()
         self._call()
         self._peak = self._memory.bytes()

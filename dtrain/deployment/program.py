@@ -25,16 +25,20 @@ class Program(nn.Module):
         model: In eval mode, its weights cast.
         image: What goes in; None where that is no image.
         dtype: What floats are cast to before they go into the model.
+        channels_last: Layout in which images reach the model; contiguous if not.
     """
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, model: nn.Module, image: ImageInput | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: nn.Module, image: ImageInput | None, dtype: torch.dtype, channels_last: bool = True
+    ) -> None:
         super().__init__()
         self.model = model
         self._dtype = dtype
         self._takes_images = image is not None
+        self._layout = torch.channels_last if channels_last else torch.contiguous_format
         if image is not None:
             tensors = (*model.parameters(), *model.buffers())
             device = tensors[0].device if tensors else None
@@ -52,7 +56,7 @@ class Program(nn.Module):
             ConfigError: If the model returns anything but one tensor.
         """
         if self._takes_images:
-            rows = normalised(rows, self.mean, self.std, self._dtype)
+            rows = normalised(rows, self.mean, self.std, self._dtype).contiguous(memory_format=self._layout)
         elif rows.is_floating_point():
             rows = rows.to(self._dtype)
         outputs = self.model(rows)

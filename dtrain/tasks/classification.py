@@ -41,10 +41,15 @@ class Classification:
         ``MOST_CLASSES``.
 
         Raises:
-            ValueError: If logits and labels do not fit, or ``top5`` is asked of fewer than five classes.
+            ValueError: If logits and labels do not fit, ``top5`` is asked of fewer than five classes, or, on a CPU, the model
+                has no such class.
         """
         logits, labels, valid = model(batch[self._input]), batch[self._label], batch.valid
-        losses = softmax_cross_entropy(logits, labels, label_smoothing=self._label_smoothing)
+        try:
+            losses = softmax_cross_entropy(logits, labels, label_smoothing=self._label_smoothing)
+        except RuntimeError as error:
+            _require_classes(labels, logits.shape[1], error)
+            raise
         right = labels.argmax(dim=1) if labels.is_floating_point() else labels
         predicted = logits.argmax(dim=1)
         count = valid.sum()
@@ -56,6 +61,18 @@ class Classification:
         if not model.training and classes <= MOST_CLASSES:
             tables["confusion"] = _confusion(right, predicted, valid, classes)
         return Output(losses.masked_fill(~valid, 0).sum(), count, metrics, tables)
+
+
+def _require_classes(labels: Tensor, classes: int, failure: RuntimeError) -> None:
+    """Names a label that has no class, after the failure: to look at all labels before would cost every step."""
+    if labels.device.type != "cpu" or labels.is_floating_point():
+        return  # a GPU's kernels tell by themselves, and nothing can be asked of it any more
+    low, high = (int(label) for label in labels.aminmax())
+    if low < 0 or high >= classes:
+        raise ValueError(
+            f"task: a label is {low if low < 0 else high}, the model has {classes} classes, 0 to {classes - 1}. Set "
+            "model.classes, or number the classes from 0 when packing."
+        ) from failure
 
 
 def _confusion(right: Tensor, predicted: Tensor, valid: Tensor, classes: int) -> Tensor:

@@ -20,7 +20,7 @@ from dtrain.deployment import artefact, cost, measure_command, measurement
 from dtrain.deployment.batch_search import MOST, largest_batch
 from dtrain.deployment.description import SAFETENSORS, Description
 from dtrain.deployment.measurement import Budget, measure
-from dtrain.deployment.peak_memory import PeakMemory
+from dtrain.deployment.model_memory import ModelMemory
 from dtrain.deployment.probe import Setup, made_up
 from dtrain.deployment.probing import probing
 from dtrain.deployment.program import Program, RowSpec
@@ -167,16 +167,15 @@ def test_a_search_that_nothing_stops_ends() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not tell")
 def test_peak_memory_is_what_was_held_at_once_and_not_what_was_held_before() -> None:
-    memory = PeakMemory(CPU, 0)
+    memory = ModelMemory(CPU, 0)
     for mebibytes in (200, 100):
-        memory.give_back()
         memory.reset()
         for _ in range(2):
             torch.ones(mebibytes, 2**18)
         peak = memory.bytes()
         assert peak is not None
         assert abs(peak / 2**20 - mebibytes) < 16
-    of_weights = PeakMemory(CPU, 2**30)
+    of_weights = ModelMemory(CPU, 2**30)
     of_weights.reset()
     assert of_weights.bytes() == pytest.approx(2**30, rel=0.01)
 

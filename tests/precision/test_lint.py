@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from dtrain.precision.audit.finding import Finding
 from dtrain.precision.audit.summary import summary
 from tests.precision.test_audit import audited, found, line_of
 
+LOWEST: Any = np.float32(-1e9)
 LINT = ("created", "constant", "fixed", "raised", "in place")
 
 
@@ -60,6 +63,8 @@ class Masks(nn.Module):
         scores = scores - 1e5 * hidden.to(scores.dtype)  # subtracted
         scores = torch.where(hidden, scores, torch.finfo(torch.float32).min)  # chosen
         scores[hidden] = -100_000  # assigned
+        scores = torch.masked_fill(input=scores, mask=hidden, value=-1e9)  # named
+        scores = scores.masked_fill(hidden, LOWEST)  # numpy
         scores = scores.masked_fill(hidden, float("-inf")).masked_fill(hidden, torch.finfo(scores.dtype).min)
         scores = scores + torch.where(hidden, 0.0, -1e4).to(scores.dtype)
         wide = (scores.float() * 1e6).masked_fill(hidden, -1e9)  # here it is known to be fp32
@@ -71,7 +76,7 @@ class Masks(nn.Module):
 def test_masks_that_fp16_cannot_hold_are_named_with_their_lines_and_others_are_not(precision: str) -> None:
     report = audited(nn.Sequential(Masks()), torch.randn(2, 4), precision, loss=to_scalar)
     constants = {finding.where: finding for finding in found(report, "constant")}
-    marks = ["# filled", "# multiplied", "# subtracted", "# assigned"]
+    marks = ["# filled", "# multiplied", "# subtracted", "# assigned", "# named", "# numpy"]
     if precision != "fp32":  # where `scores.dtype` might be written as well
         marks.append("# chosen")
     assert constants.keys() == {line_of(Masks.forward, mark) for mark in marks}

@@ -52,6 +52,13 @@ def test_top5_accuracy_counts_labels_among_the_five_most_probable() -> None:
         Classification(top5=True)(Answers(logits[:, :3]), batch(image=logits, label=torch.zeros(4, dtype=torch.long)))
 
 
+@pytest.mark.parametrize("label", [-1, 7])
+def test_a_label_that_the_model_has_no_class_for_is_named(label: int) -> None:
+    logits = torch.zeros(4, 7)
+    with pytest.raises(ValueError, match=rf"a label is {label}, the model has 7 classes, 0 to 6"):
+        Classification()(Answers(logits), batch(image=logits, label=torch.tensor([6, label, 0, 0])))
+
+
 def test_mixed_labels_cost_what_their_parts_do() -> None:
     torch.manual_seed(0)
     logits, first, second = torch.randn(4, 5), torch.tensor([0, 1, 2, 3]), torch.tensor([4, 4, 4, 0])

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -73,11 +74,12 @@ def beyond_fp16(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float
         return None
     given = list(tensors((args, kwargs)))
     dtypes = {tensor.dtype for tensor in given if tensor.is_floating_point()}
-    kinds = (int, float) if dtypes else float
     ends = {torch.finfo(dtype).max for dtype in dtypes or (torch.float32, torch.bfloat16)}
+    kinds = (int, float) if dtypes else float
     for value in (*args, *kwargs.values()):
-        if isinstance(value, kinds) and _LARGEST < abs(value) < math.inf and abs(value) not in ends:
-            return float(value) if name in _PUT or all(map(_is_mask, given)) else None
+        number = float(value) if isinstance(value, np.floating) else value
+        if isinstance(number, kinds) and _LARGEST < abs(number) < math.inf and abs(number) not in ends:
+            return float(number) if name in _PUT or all(map(_is_mask, given)) else None
     return None
 
 

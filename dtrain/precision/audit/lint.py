@@ -109,7 +109,7 @@ class Lint:
             self._find("in place", frame, func, args[1], f"{old} becomes {new}")
         # Before the call, which may fail for it.
         elif (number := beyond_fp16(func, args, kwargs)) is not None and self._matters(frame, inputs):
-            self._find("constant", frame, func, args[0], f"{number:g}")
+            self._find("constant", frame, func, next(iter((*args, *kwargs.values()))), f"{number:g}")
         result = call()
         if isinstance(result, Tensor) and result.dtype in WIDE:
             if casts(func, args):

@@ -2,8 +2,8 @@
 
 * On a GPU it is ``max_memory_allocated``: weights, activations and the workspaces of libraries.
 * On a CPU it is the size of the weights, and by how much the resident memory of the process grows above its level after
-  loading. So what Python, torch and the model's code take themselves is left out, and what a
-  library allocates for itself is in it. Only Linux tells.
+  loading. So what Python, torch and the model's code take themselves is left out, and what a library allocates for itself
+  is in it. Only Linux tells.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from pathlib import Path
 
 import torch
 
-_STATUS, _CLEAR_REFS, _MEMORY = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
-_RESET_PEAK = "5"  # see proc_pid_clear_refs(5)
+from dtrain.tracking.peak_memory import forget_peak, peak_bytes, proc_bytes
+
+_STATUS, _MEMORY = Path("/proc/self/status"), Path("/proc/meminfo")
 
 
-class PeakMemory:
+class ModelMemory:
     """The peak since ``reset``.
 
     Args:
@@ -28,8 +29,10 @@ class PeakMemory:
 
     def __init__(self, device: torch.device, weights: int) -> None:
         self._device = device
-        self.give_back()
-        self._elsewhere = 0 if device.type == "cuda" or not _STATUS.exists() else _bytes(_STATUS, "VmRSS") - weights
+        self._elsewhere = 0
+        self.reset()
+        if device.type != "cuda":
+            self._elsewhere = peak_bytes(device) - weights
 
     def give_back(self) -> None:
         """Returns to the system what allocators keep of earlier work, which would count as that of the next."""
@@ -39,19 +42,13 @@ class PeakMemory:
             libc.malloc_trim(0)
 
     def reset(self) -> None:
-        """Begins anew."""
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-        elif _CLEAR_REFS.exists():
-            _CLEAR_REFS.write_text(_RESET_PEAK)
+        """Begins anew, with what is held once allocators have given back what they keep."""
+        self.give_back()
+        self._told = forget_peak(self._device)
 
     def bytes(self) -> int | None:
         """The peak; None on a CPU whose system does not tell."""
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
-        if not _CLEAR_REFS.exists():
-            return None
-        return max(_bytes(_STATUS, "VmHWM") - self._elsewhere, 0)
+        return max(peak_bytes(self._device) - self._elsewhere, 0) if self._told else None
 
 
 def let_allocations_fail(limit: int | None) -> None:
@@ -63,12 +60,8 @@ def let_allocations_fail(limit: int | None) -> None:
     """
     if not _MEMORY.exists():
         return
-    free = _bytes(_MEMORY, "MemAvailable")
-    now = _bytes(_STATUS, "VmData")
+    free = proc_bytes(_MEMORY, "MemAvailable")
+    now = proc_bytes(_STATUS, "VmData")
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     wanted = now + (free if limit is None else min(free, limit))
     resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
-
-
-def _bytes(file: Path, name: str) -> int:
-    return next(int(line.split()[1]) * 1024 for line in file.read_text().splitlines() if line.startswith(f"{name}:"))
