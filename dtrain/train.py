@@ -76,7 +76,7 @@ def train(composed: Composed) -> None:
         if cfg.train.deterministic:
             be_deterministic()
         seed_generators(world.device, cfg.run.seed)
-        model = build.build_model(cfg.model, world.device)
+        model = build.build_model(cfg.model, world.device, cfg.train.channels_last)
         model = build.equip(model, cfg.train, cfg.parallel, world)
         precision.wrap_keep_fp32(model)
         with users_to_fix("train.ema_decay"):

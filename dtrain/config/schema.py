@@ -29,7 +29,7 @@ class RunConfig:
 
     name: str | None = None  # null: <experiment>-<hash of the config>
     dir: str | None = None  # null: runs/<name>
-    seed: int = 0
+    seed: int = 0  # of the order, the augmentation, the first weights and dropout
     max_hours: float | None = None  # of this start: it then saves and stops, and the same command continues
     resume: str = "auto"  # auto: continue if there is a checkpoint | must: fail if there is none | never: refuse one
     weights_from: str | None = None  # a new run begins with these weights: a path as in warm_start; all names must fit
@@ -40,16 +40,17 @@ class RunConfig:
 class TrainConfig:
     """The loop. ``max_steps`` and the ``*_every`` keys count attempted optimizer steps."""
 
-    global_batch_size: int = 64
+    global_batch_size: int = 64  # samples of one optimizer step, over all ranks
     micro_batch_size: int | None = None  # null: a rank's whole share of the global batch
-    max_steps: int | None = None
-    max_epochs: int | None = None
-    clip_norm: float | None = None
-    log_every: int = 10
+    max_steps: int | None = None  # the first of max_steps and max_epochs ends the run
+    max_epochs: int | None = None  # null: no limit
+    clip_norm: float | None = None  # the largest norm of all gradients together; null: not clipped
+    log_every: int = 10  # steps from one line of metrics to the next
     eval_every: int | None = None  # null: after each epoch; 0: only at the end
-    deterministic: bool = False
+    deterministic: bool = False  # bit for bit the same on as many ranks; slower
     ema_decay: float | None = None  # null: no moving average of the weights
     compile: Any = False  # torch.compile: true: the whole model | patterns of modules, such as [blocks.*]
+    channels_last: bool = True  # layout of images and of convolutions' weights; false: as torch has them by default
     checkpoint_activations: list[str] = field(default_factory=list)  # modules that compute theirs again: [blocks.*]
     max_consecutive_skips: int | None = None  # so many in a row end the run; null: 50 with loss scaling, 10 without
 
@@ -70,28 +71,26 @@ class DataConfig:
     a dict or tuple of arrays, or a ``dtrain.data.Generated``.
     """
 
-    train: Any = MISSING
-    eval: Any = None
-    fields: dict[str, Any] = field(default_factory=dict)
+    train: Any = MISSING  # shards to train on, or a _target_
+    eval: Any = None  # the same to evaluate on; null: no evaluation
+    fields: dict[str, Any] = field(default_factory=dict)  # extension of a member: its name, role, size, mean, std
     image_size: int = 224  # height and width that the presets shards and imagenet give their images
-    num_workers: int | str = (
-        2  # processes that build batches; 0: none; auto: as many as the data need and the cores allow
-    )
-    shuffle: str = "window"  # window | full | none
-    lanes: int | None = None
-    window: int | None = None  # shards
+    # processes that build batches; 0: none; auto: as many as the data need and the cores allow
+    num_workers: int | str = 2
+    shuffle: str = "window"  # window: within windows of shards | full: all samples | none: as stored
+    lanes: int | None = None  # pieces of the epoch that a step draws from; null: a divisor of the global batch up to 64
+    window: int | None = None  # neighbouring shards of a lane that are shuffled as one; null: 8
     shard_size: int | None = None  # of a data set by _target_: samples shuffled as one; null: one, in a large set a few
-    tail: str = "pad"  # pad | drop
-    augment: Any = None  # a _target_
+    tail: str = "pad"  # of an epoch: pad: its last batch is filled with masked rows | drop: left out
+    augment: Any = None  # _target_ of (sample, rng) -> sample, in the workers
     mix: Any = None  # dtrain.data.mixing.Mix: mixup and cutmix
     prepare: Any = None  # a _target_ that rank 0 calls once before the shards are looked for
-    max_bad: float = (
-        0.01  # bad samples that end the run: 0: the first one; below 1 a share (ten are forgiven); else a count
-    )
+    # bad samples that end the run: 0: the first one; below 1 a share (ten are forgiven); else a count
+    max_bad: float = 0.01
     max_bad_consecutive: int | None = 100  # bad ones in steps without one good sample; 0: one such step; null: no limit
     storage: str = "auto"  # slow: files through the cache; fast: where they lie; auto: slow on network file systems
     cache: CacheConfig = field(default_factory=CacheConfig)
-    record_keys: bool = False
+    record_keys: bool = False  # which samples each step used, in logs/keys-rank-*.jsonl
     start_method: str | None = None  # null: Python's default | fork | forkserver | spawn
     prefetch: int = 2  # micro-batches a worker builds ahead
     wire: str = "auto"  # auto: follows the precision | fp32: features travel in fp32
@@ -102,13 +101,13 @@ class DataConfig:
 class LossScaleConfig:
     """The schedule of the loss scale; read in fp16 only."""
 
-    init: float = 65536.0
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    min: float = 1.0
-    max: float = 16777216.0
-    hysteresis: int = 1
+    init: float = 65536.0  # of the first step
+    growth_factor: float = 2.0  # after growth_interval steps without a skip
+    backoff_factor: float = 0.5  # after hysteresis skips
+    growth_interval: int = 2000  # steps
+    min: float = 1.0  # it does not fall below
+    max: float = 16777216.0  # it does not rise above
+    hysteresis: int = 1  # skips until it falls
 
 
 @dataclass
@@ -117,7 +116,7 @@ class PrecisionConfig:
 
     name: str = MISSING  # fp32 | tf32 | bf16 | fp16
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
-    keep_fp32: list[str] = field(default_factory=list)  # module name patterns (fnmatch)
+    keep_fp32: list[str] = field(default_factory=list)  # modules that compute in fp32: patterns of names (fnmatch)
 
 
 @dataclass
@@ -126,10 +125,10 @@ class ParallelConfig:
 
     timeout_start: float = 600.0  # seconds a collective may take until the first step is done
     timeout_step: float = 300.0  # seconds from then on
-    bucket_cap_mb: int = 25
-    find_unused_parameters: bool = False
-    static_graph: bool = False
-    gradient_as_bucket_view: bool = True
+    bucket_cap_mb: int = 25  # of DDP: gradients that are reduced together
+    find_unused_parameters: bool = False  # of DDP: for models that do not use all parameters in each step
+    static_graph: bool = False  # of DDP: the same parameters are used in each step
+    gradient_as_bucket_view: bool = True  # of DDP: no second copy of the gradients
     sync_batchnorm: bool = False  # statistics of all ranks' micro-batches; GPUs only
     comm_dtype: str = "fp32"  # of the all-reduce of gradients: fp32 | bf16 | fp16, which caps the loss scale
     comm_hook: Any = None  # instead: _target_ of a DDP communication hook, hook(state, bucket), and its state
@@ -140,8 +139,8 @@ class CheckpointConfig:
     """When checkpoints are written and which are kept."""
 
     every_steps: int | None = None  # null: only at the end, on a stop request and every_minutes
-    every_minutes: float | None = 15.0
-    keep_last: int = 2
+    every_minutes: float | None = 15.0  # null: not by the clock
+    keep_last: int = 2  # newest ones
     keep_every: int | None = None  # those of steps divisible by it stay for good
     best: str | None = None  # a metric such as eval/accuracy; its best checkpoint is kept
     best_mode: str = "max"  # max | min
@@ -160,10 +159,10 @@ class TrackerConfig:
     """Where metrics go besides metrics.jsonl and the terminal."""
 
     name: str = "none"  # wandb | tensorboard | both | none
-    project: str = "dtrain"
-    entity: str | None = None
+    project: str = "dtrain"  # of wandb
+    entity: str | None = None  # of wandb: user or team; null: its default
     mode: str | None = None  # online | offline | disabled; null: WANDB_MODE, else online when logged in, else offline
-    tags: list[str] = field(default_factory=list)
+    tags: list[str] = field(default_factory=list)  # of the run in wandb
     media: bool = True  # pictures and texts after evaluations, in <run.dir>/media
 
 
@@ -171,14 +170,14 @@ class TrackerConfig:
 class LaunchConfig:
     """What ``dtrain.launch`` starts, and where. From ``min_nodes`` on for SLURM only."""
 
-    name: str = "local"  # local | slurm
-    nodes: int = 1
+    name: str = "local"  # local | slurm; the preset sets it
+    nodes: int = 1  # machines
     processes_per_node: int | None = None  # null: local: one for each GPU, or one on a machine without
     dry_run: bool = False  # show what would be started or submitted, and do nothing
     min_nodes: int | None = None  # start with as few where others are missing; the global batch stays what it is
     time: str = "01:00:00"  # of one allocation, not of the run
-    partition: str | None = None
-    account: str | None = None
+    partition: str | None = None  # null: the cluster's default; likewise account
+    account: str | None = None  # what the time is charged to
     gpus_per_node: int | None = None  # null: one for each process; 0 for nodes without GPUs
     cpus_per_process: int | None = None  # null: one, and one for each of data.num_workers
     stop_seconds: int = 120  # asked to stop so long before the time is up: more than a step and a checkpoint take
@@ -212,10 +211,11 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    model: dict[str, Any] = MISSING
-    task: dict[str, Any] = MISSING
+    model: dict[str, Any] = MISSING  # _target_ of a torch.nn.Module, and its arguments
+    task: dict[str, Any] = MISSING  # _target_ of task(model, batch) -> Output, and its arguments
+    # _target_ of an optimizer and its arguments; no_decay: parameters without weight decay, by patterns of their names
     optimizer: dict[str, Any] = MISSING
-    schedule: dict[str, Any] = MISSING
+    schedule: dict[str, Any] = MISSING  # _target_ of a learning-rate schedule, and its arguments
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -223,9 +223,7 @@ class Config:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
-    faults: list[str] = field(
-        default_factory=list
-    )  # injected on purpose: "crash@rank=1,step=5", see training/faults.py
+    faults: list[str] = field(default_factory=list)  # to be injected: crash@rank=1,step=5; see training/faults.py
 
 
 def register() -> None:

@@ -29,20 +29,23 @@ class Batch(dict[str, Any]):
         valid: Tensor,
         bad: Sequence[dict[str, Any]] = (),
         wire: Wire | None = None,
+        wire_bytes: int | None = None,
     ) -> None:
         super().__init__(columns)
         self.sample_keys = sample_keys
         self.valid = valid
         self.bad = list(bad)
         self.wire = wire
-        self.wire_bytes = sum(column.nbytes for column in self.values() if isinstance(column, Tensor))
+        if wire_bytes is None:
+            wire_bytes = sum(column.nbytes for column in self.values() if isinstance(column, Tensor))
+        self.wire_bytes = wire_bytes
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
         """The batch on ``device``.
 
-        Images arrive as uint8 ``[rows, height, width, 3]`` and become ``[rows, 3, height, width]`` in channels_last
-        layout: scaled to [0, 1], normalised with the field's mean and standard deviation in fp32, then cast to the
-        compute dtype. Every other field keeps its dtype.
+        Images arrive as uint8 ``[rows, height, width, 3]`` and become ``[rows, 3, height, width]``, in channels_last
+        layout unless the loader was told otherwise: scaled to [0, 1], normalised with the field's mean and standard
+        deviation in fp32, then cast to the compute dtype. Every other field keeps its dtype.
         """
         moved = self.copied(device, non_blocking)
         if moved.wire is not None:
@@ -56,6 +59,10 @@ class Batch(dict[str, Any]):
         """The first half of ``to``: what was on the wire, on ``device``."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
+    def clone(self) -> Batch:
+        """A copy that shares no tensor with this one."""
+        return self._map(torch.clone)
+
     def tensors(self) -> Iterator[Tensor]:
         """All tensors of the batch, ``valid`` included."""
         yield from (column for column in self.values() if isinstance(column, Tensor))
@@ -67,6 +74,4 @@ class Batch(dict[str, Any]):
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         columns = {name: function(column) if isinstance(column, Tensor) else column for name, column in self.items()}
-        mapped = Batch(columns, self.sample_keys, function(self.valid), self.bad, self.wire)
-        mapped.wire_bytes = self.wire_bytes
-        return mapped
+        return Batch(columns, self.sample_keys, function(self.valid), self.bad, self.wire, self.wire_bytes)

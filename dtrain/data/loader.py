@@ -64,6 +64,7 @@ class ShardLoader:
             for no such limit.
         wire: ``"auto"`` sends features in the compute dtype, ``"fp32"`` in fp32.
         on_overflow: A feature that fp16 cannot hold: ``"error"``, ``"clamp"``, or ``"fp32"`` for the whole field.
+        channels_last: Layout in which images arrive on the device; contiguous if not.
         prefetch: Micro-batches that each worker builds ahead.
         start_method: ``"fork"``, ``"forkserver"``, ``"spawn"``; None is Python's default.
         pin_memory: Hand over page-locked tensors, for copies to a GPU that overlap compute.
@@ -104,6 +105,7 @@ class ShardLoader:
         max_bad_consecutive: int | None = 100,
         wire: str = "auto",
         on_overflow: str = "error",
+        channels_last: bool = True,
         prefetch: int = 2,
         start_method: str | None = None,
         pin_memory: bool = False,
@@ -119,7 +121,7 @@ class ShardLoader:
             parsed = parse_fields(fields or {})
             self.source = ShardSource.build(shards, parsed, rank=rank, world_size=world_size, policy=policy)
         fields_sent = self.source.fields if mix is None else mix.fields(self.source.fields)
-        self.wire = Wire(fields_sent, Precision.of(precision), wire, on_overflow)
+        self.wire = Wire(fields_sent, Precision.of(precision), wire, on_overflow, channels_last)
         self._augment = augment
         self._mix = mix
         self._budget = None if max_bad is None else BadSampleBudget(max_bad, max_bad_consecutive)

@@ -61,6 +61,10 @@ class Stream:
         )
         with _signals_held_back(loading):
             self._iterator: Iterator[Batch] | None = iter(loader)
+        # It holds torch's iterator: in a reference cycle that would be collected after its queues, through which it tells
+        # the workers to end.
+        self._end_workers = weakref.finalize(self, _end_workers, self._iterator, os.getpid())
+        self._end_workers.atexit = False  # see _close_streams
         self._epoch, self._step = start
         self._micro_batch = 0
         self._num_steps, self._later_steps = steps
@@ -106,11 +110,8 @@ class Stream:
 
     def close(self) -> None:
         """Ends the workers."""
-        iterator, self._iterator = self._iterator, None
-        # Dropping the iterator does the same, but the traceback of an error may keep it.
-        end_workers = getattr(iterator, "_shutdown_workers", None)
-        if end_workers is not None:
-            end_workers()
+        self._iterator = None
+        self._end_workers()
 
 
 _open_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
@@ -121,6 +122,13 @@ _open_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 def _close_streams() -> None:
     for stream in list(_open_streams):
         stream.close()
+
+
+def _end_workers(iterator: Iterator[Batch], owner: int) -> None:
+    # Dropping the iterator does the same, but the traceback of an error may keep it.
+    shut_down = getattr(iterator, "_shutdown_workers", None)
+    if shut_down is not None and os.getpid() == owner:  # a fork's copy of the stream has no workers
+        shut_down()
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -2,7 +2,7 @@
 
 * On the *wire* (worker to trainer) images are uint8 ``[rows, height, width, 3]``; features have the compute dtype, cast
   in the worker before collation, since collation writes straight into shared memory; everything else keeps its type.
-* On *arrival* images become ``[rows, 3, height, width]`` in channels_last layout: normalised in fp32, cast last.
+* On *arrival* images become ``[rows, 3, height, width]``, by default in channels_last layout: normalised in fp32, cast last.
   Normalising in bf16 instead loses two grey levels and shifts the mean.
 
 The precision policy names the dtypes; here they meet the fields.
@@ -36,13 +36,19 @@ class Wire:
         mode: ``"auto"`` follows the precision; ``"fp32"`` sends features in fp32.
         on_overflow: A feature that fp16 cannot hold: ``"error"``, ``"clamp"`` to its range, or ``"fp32"`` (features
             then always travel in fp32, so that a batch's dtype does not depend on its content).
+        channels_last: Images arrive in this layout; contiguous if not.
 
     Raises:
         ValueError: If ``mode`` or ``on_overflow`` is unknown.
     """
 
     def __init__(
-        self, fields: Sequence[Field], precision: Precision, mode: str = "auto", on_overflow: str = "error"
+        self,
+        fields: Sequence[Field],
+        precision: Precision,
+        mode: str = "auto",
+        on_overflow: str = "error",
+        channels_last: bool = True,
     ) -> None:
         if mode not in ("auto", "fp32"):
             raise ValueError(f"data.wire: got {mode!r}, want auto or fp32.")
@@ -51,6 +57,7 @@ class Wire:
         self._fields = {field.name: field for field in fields}
         self._compute_dtype = precision.compute_dtype
         self._clamp = on_overflow == "clamp"
+        self._layout = torch.channels_last if channels_last else torch.contiguous_format
         fits = self._compute_dtype != torch.float16 or on_overflow != "fp32"
         self._feature_dtype = self._compute_dtype if mode == "auto" and fits else torch.float32
         self._dtypes = {field.name: precision.wire_dtype(field.role) if field.role else None for field in fields}
@@ -104,7 +111,7 @@ class Wire:
         if field.role != "image":
             return tensor
         mean, std = _grey_levels(field.mean, tensor.device), _grey_levels(field.std, tensor.device)
-        return normalised(tensor, mean, std, self._compute_dtype)
+        return normalised(tensor, mean, std, self._compute_dtype).contiguous(memory_format=self._layout)
 
     def _within_range(self, name: str, key: str, source: Tensor, dtype: torch.dtype) -> Tensor:
         # Looked for in the source: to find the infinities that a cast has made costs ten times as much.

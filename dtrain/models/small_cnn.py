@@ -8,7 +8,8 @@ from torch import Tensor, nn
 class SmallCNN(nn.Sequential):
     """Three 3x3 convolutions with GELU, the last two of stride 2, mean over space, a linear layer.
 
-    Takes images ``[rows, 3, height, width]`` of any size from 4x4 on, returns logits ``[rows, classes]``.
+    Takes images ``[rows, 3, height, width]`` of any size from 4x4 on, returns logits ``[rows, classes]``. Initialised as
+    ``nn.Conv2d`` and ``nn.Linear`` are.
 
     Args:
         classes: Number of classes.

@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dtrain.precision.names import plain_name, some
 from dtrain.precision.nested import tensors
+from dtrain.precision.scripted import hookable
 
 # A loss scale that finds its level skips one or two steps in a row.
 _LOGGED_STREAK = 3
@@ -123,7 +124,7 @@ class SkipDiagnosis:
             self._current = None
 
     def _arm(self) -> None:
-        for name, module in self._model.named_modules():
+        for name, module in hookable(self._model):
             note = partial(self._note_module, f"{plain_name(name) or 'the model'} ({type(module).__name__})")
             self._handles.append(module.register_forward_hook(note, with_kwargs=True))
         for name, parameter in self._model.named_parameters():

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.config.errors import ConfigError
+from dtrain.precision.scripted import refuse_scripted
 
 
 def keep_in_fp32(module: nn.Module, patterns: Sequence[str]) -> list[str]:
@@ -30,7 +31,7 @@ def keep_in_fp32(module: nn.Module, patterns: Sequence[str]) -> list[str]:
         Names of the matching submodules, in the module's order.
 
     Raises:
-        ConfigError: If a pattern matches no submodule; names near ones.
+        ConfigError: If a pattern matches no submodule, naming near ones, or a ScriptModule.
     """
     named: dict[str, nn.Module] = {name: child for name, child in module.named_modules() if name}
     for pattern in patterns:
@@ -42,6 +43,7 @@ def keep_in_fp32(module: nn.Module, patterns: Sequence[str]) -> list[str]:
     kept = [name for name in named if any(fnmatchcase(name, pattern) for pattern in patterns)]
     for name in kept:
         child = named[name]
+        refuse_scripted(child, name, "precision.keep_fp32")
         if not isinstance(child, _KeptInFp32):
             child.__class__ = _kept(type(child))  # type: ignore[arg-type]
     return kept

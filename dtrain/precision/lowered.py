@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from dtrain.precision.names import plain_name, some
 from dtrain.precision.nested import tensors
+from dtrain.precision.scripted import hookable
 
 _LOWER = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _NAMED = 8
@@ -41,7 +42,7 @@ class LoweredModules(TorchFunctionMode):
     def __enter__(self) -> LoweredModules:
         # Compiled code does not call hooks that came after it.
         self._hooks.enter_context(torch.compiler.set_stance("force_eager"))
-        for name, module in self._model.named_modules():
+        for name, module in hookable(self._model):
             begin = partial(self._begin, f"{plain_name(name) or 'the model'} ({type(module).__name__})")
             for handle in (
                 module.register_forward_pre_hook(begin),

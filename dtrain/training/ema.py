@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Ema:
-    """Keeps ``average = decay * average + (1 - decay) * weights`` over applied steps.
+    """Keeps ``average = decay * average + (1 - decay) * weights`` over applied steps, from the initial weights on.
 
     Args:
         model: The model whose weights are averaged; not wrapped.
@@ -26,7 +26,10 @@ class Ema:
         if not 0 <= decay < 1:
             raise ValueError(f"train.ema_decay: got {decay}, want a number in [0, 1), such as 0.999.")
         self.decay = decay
-        self.module = copy.deepcopy(model).requires_grad_(False)
+        with torch.no_grad():  # the copy of a ScriptModule would otherwise have a history
+            self.module = copy.deepcopy(model)
+        for parameter in self.module.parameters():  # and not the module's requires_grad_, which a ScriptModule lacks
+            parameter.requires_grad_(False)
         self._model = model
         self._averages: list[Tensor] = list(self.module.parameters())
         self._weights: list[Tensor] = [parameter.detach() for parameter in model.parameters()]

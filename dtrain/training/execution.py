@@ -1,4 +1,4 @@
-"""How a model runs, without a change of what it computes: recomputed activations, compiled code, one BatchNorm for all ranks.
+"""How a model runs, without a change of what it computes: layout, recomputed activations, compiled code, one BatchNorm for all.
 
 None of this is part of a run's identity, and none changes a name in its checkpoints: it may be switched when a run goes on.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,6 +17,19 @@ from torch.utils.checkpoint import checkpoint
 
 from dtrain.config.errors import ConfigError
 from dtrain.distributed.world import World
+from dtrain.precision.scripted import refuse_scripted
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def use_channels_last(model: nn.Module) -> None:
+    """Lays weights and buffers of four and five dimensions out with channels innermost, as fast convolutions want them.
+
+    ``model.to(memory_format=torch.channels_last)`` does so for four and refuses five.
+    """
+    for tensor in chain(model.parameters(), model.buffers()):
+        if tensor.dim() in _CHANNELS_LAST:
+            tensor.data = tensor.data.contiguous(memory_format=_CHANNELS_LAST[tensor.dim()])
 
 
 def synchronise_batchnorm(model: nn.Module, world: World) -> nn.Module:
@@ -50,13 +64,15 @@ def checkpoint_activations(model: nn.Module, patterns: Sequence[str]) -> list[st
         The modules' names.
 
     Raises:
-        ConfigError: If a pattern matches no module.
+        ConfigError: If a pattern matches no module, or a ScriptModule.
     """
+    modules = dict(model.named_modules())
     outermost: list[str] = []
     for name in _matching(model, "train.checkpoint_activations", patterns):
         if not any(name.startswith(f"{outer}.") for outer in outermost):
             outermost.append(name)
-            module = model.get_submodule(name)
+            module = modules[name]
+            refuse_scripted(module, name, "train.checkpoint_activations")
             module.__class__ = _recomputing(type(module))  # type: ignore[arg-type]
     return outermost
 
@@ -67,14 +83,15 @@ def compile_in_place(model: nn.Module, what: bool | Sequence[str]) -> list[str]:
     Nothing is compiled before the first call. Modules of equal code, such as blocks, are compiled once.
 
     Args:
-        model: The bare model. Compiled as a whole, it hands DDP all gradients at the end; by block, as they come.
+        model: The bare model. In DDP, torch splits one graph of the whole where DDP's buckets end, so that it hands over its
+            gradients as they come, as blocks do; outside of DDP it does not.
         what: True for the whole model, or patterns of module names (fnmatch), such as ``[blocks.*]``.
 
     Returns:
         The modules' names; ``""`` is the whole model.
 
     Raises:
-        ConfigError: If it is neither, or a pattern matches no module.
+        ConfigError: If it is neither, or a pattern matches no module, or a ScriptModule is to be compiled.
     """
     if isinstance(what, bool):
         names = [""] if what else []
@@ -82,8 +99,11 @@ def compile_in_place(model: nn.Module, what: bool | Sequence[str]) -> list[str]:
         names = _matching(model, "train.compile", what)
     else:
         raise ConfigError(f"train.compile: got {what!r}, want true, false, or a list of patterns such as [blocks.*].")
+    modules = dict(model.named_modules())
     for name in names:
-        model.get_submodule(name).compile()
+        module = modules[name]
+        refuse_scripted(module, name, "train.compile")
+        module.compile()
     return names
 
 

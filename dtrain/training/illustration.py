@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import torch
-from omegaconf import OmegaConf
 from torch import nn
 
 from dtrain.data import Batch
@@ -59,6 +58,8 @@ class Illustrations:
         self._show = show
         self._on = parts.world.rank == 0 and parts.cfg.tracker.media
         self._drawn_at = time.monotonic()
+        # On every rank, and now: names that cannot be read shall not end a run that has nearly come through.
+        self._class_names = class_names(parts.cfg.data) if parts.cfg.tracker.media else None
 
     def after(self, evaluation: Evaluation, *, last: bool) -> None:
         """Shows what there is to be seen after an evaluation at this step.
@@ -80,18 +81,22 @@ class Illustrations:
             # Here because matplotlib takes a second that a run without pictures should not pay.
             from dtrain.tracking.confusion import confusion_picture
 
-            data = parts.cfg.data
-            names = class_names(None if OmegaConf.is_missing(data, "train") else data.train, data.eval)
-            shown["confusion"] = confusion_picture(evaluation.tables["confusion"], names)
+            shown["confusion"] = confusion_picture(evaluation.tables["confusion"], self._class_names)
         if isinstance(parts.task, IllustratingTask):
             model = parts.ema.averaged() if parts.ema is not None else parts.model
             was_training = model.training
             model.eval()
             try:
                 with torch.inference_mode(), parts.precision.autocast(parts.world.device.type):
-                    shown |= parts.task.illustrate(model, evaluation, self._samples())
+                    drawn = parts.task.illustrate(model, evaluation, self._samples())
             finally:
                 model.train(was_training)
+            if not isinstance(drawn, Mapping):
+                raise TypeError(
+                    f"{type(parts.task).__name__}.illustrate returned a {type(drawn).__name__}, want names and what they "
+                    "show: {'fit': png_bytes, 'answers': 'a text'}, or {} for nothing."
+                )
+            shown |= drawn
         return shown
 
     def _samples(self) -> Iterator[Batch]:

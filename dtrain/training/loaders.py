@@ -119,6 +119,7 @@ def _loader(cfg: Config, world: World, precision: Precision, split: str, **order
         "max_bad": None,  # the vote adds up all ranks
         "wire": data.wire,
         "on_overflow": data.on_overflow,
+        "channels_last": cfg.train.channels_last,
         "prefetch": data.prefetch,
         "start_method": data.start_method,
         "pin_memory": world.device.type == "cuda",

@@ -28,6 +28,7 @@ from dtrain.distributed.stop import StopRequests
 from dtrain.precision.lowered import LoweredModules
 from dtrain.tracking.sinks import NullSinks, Sinks
 from dtrain.training.checkpoint import Checkpoints
+from dtrain.training.compiler_log import CompilerLog
 from dtrain.training.evaluation import evaluate
 from dtrain.training.illustration import Illustrations
 from dtrain.training.journal import Journal
@@ -62,8 +63,12 @@ class Loop:
     def __init__(
         self, parts: Parts, last_step: int, checkpoints: Checkpoints, sinks: Sinks | NullSinks, stop: StopRequests
     ) -> None:
-        if parts.cfg.train.log_every < 1:
-            raise ConfigError(f"train.log_every: got {parts.cfg.train.log_every}, want at least 1.")
+        # Read once: a node of OmegaConf takes 35 microseconds to say what a key is.
+        self._log_every = parts.cfg.train.log_every
+        self._eval_every = parts.cfg.train.eval_every
+        self._save_every = parts.cfg.checkpoint.every_steps
+        if self._log_every < 1:
+            raise ConfigError(f"train.log_every: got {self._log_every}, want at least 1.")
         self._parts = parts
         self._last_step = last_step
         self._journal = Journal(parts, last_step, sinks)
@@ -76,6 +81,7 @@ class Loop:
         self._profiler = StepProfiler.of(
             parts.cfg.profile, parts.step.step, parts.run_dir, parts.world, self._journal.note
         )
+        self._compiler = CompilerLog(parts.model, self._journal.note)
         self._illustrations = Illustrations(parts, self._journal.media)
         self._to_device = DeviceCopies(parts.world.device)
         self._window = _Window()
@@ -125,6 +131,7 @@ class Loop:
                 return self._end()
         finally:
             self._ledger.close()
+            self._compiler.close()
             if self._profiler is not None:
                 self._profiler.close()
 
@@ -148,7 +155,7 @@ class Loop:
 
     def _syncs_announced(self) -> AbstractContextManager[None]:
         # The first steps load kernels and allocate, which waits for the device and is no news.
-        early = self._parts.step.step < self._first_step + self._parts.cfg.train.log_every
+        early = self._parts.step.step < self._first_step + self._log_every
         return nullcontext() if early else host_syncs_announced(self._parts.world.device)
 
     def _accumulate(self, batches: Iterator[Batch]) -> None:
@@ -179,7 +186,8 @@ class Loop:
                 for line in parts.train_loader.wire.suggestions(batch):
                     self._journal.note(line)
             if parts.step.step == self._first_step and number == 0:
-                self._measures.count_work(batch)
+                if problem := self._measures.count_work(batch):
+                    self._journal.note(problem)
             yield batch
 
     def _commit(self) -> bool:
@@ -207,7 +215,7 @@ class Loop:
         tally = outcome.tally
         self._stopping |= tally.stop > 0
         self._save_asked |= tally.save > 0
-        if outcome.step % self._parts.cfg.train.log_every == 0 or outcome.step == self._last_step or self._stopping:
+        if outcome.step % self._log_every == 0 or outcome.step == self._last_step or self._stopping:
             self._log(outcome, timing)
         self._bad_samples.count(tally.samples, tally.bad, self._last_bad)
 
@@ -215,11 +223,12 @@ class Loop:
         self._saves.are_safe(wait=False)
         place = self._place(outcome.step, outcome.applied_steps, timing)
         self._journal.logged(place | self._measures.record(outcome))
+        self._compiler.tell()
 
     # -- what does not happen in every step
 
     def _evaluate_and_save(self, epoch_ended: bool) -> None:
-        every, step = self._parts.cfg.train.eval_every, self._parts.step.step
+        every, step = self._eval_every, self._parts.step.step
         last = step >= self._last_step
         evaluation: Evaluation | None = None
         metrics: dict[str, float] = {}
@@ -228,8 +237,7 @@ class Loop:
             evaluation = self._evaluate()
             metrics = {f"eval/{name}": value for name, value in evaluation.items()} if evaluation is not None else {}
             improved = self._saves.is_best(metrics)
-        every_steps = self._parts.cfg.checkpoint.every_steps
-        if last or improved or self._save_asked or (every_steps and step % every_steps == 0):
+        if last or improved or self._save_asked or (self._save_every and step % self._save_every == 0):
             self._save(metrics, final=last)
         if evaluation is not None:
             with self._clock_stopped():

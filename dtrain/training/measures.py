@@ -74,13 +74,24 @@ class Measures:
         if self._own_time is not None:
             self._own_time.begin()
 
-    def count_work(self, batch: Batch) -> None:
-        """Counts what the model computes for a sample; once, with any micro-batch, on every rank."""
+    def count_work(self, batch: Batch) -> str | None:
+        """Counts what the model computes for a sample; once, with any micro-batch, on every rank.
+
+        Returns:
+            Why it could not be counted, for a person; None if it was.
+        """
         parts, device = self._parts, self._parts.world.device
-        flops = flops_per_row(parts.task, parts.model, batch, parts.precision, device)
+        try:
+            flops = flops_per_row(parts.task, parts.model, batch, parts.precision, device)
+        except Exception as error:  # noqa: BLE001 - the task's own fault shows in the step; no measure ends a run
+            return (
+                f"FLOPs could not be counted ({type(error).__name__}: {error}), so records have neither "
+                "throughput/tflops_per_second nor throughput/mfu."
+            )
         self._meter.flops_per_sample = flops / parts.world.size if flops else None
         if device.type == "cuda":
             self._meter.peak_flops = peak_flops(torch.cuda.get_device_name(device), parts.precision.name)
+        return None
 
     def own_time(self) -> Pieces:
         """What this rank has taken by itself since the step began."""

@@ -153,10 +153,10 @@ class Stragglers:
         if self._size == 1:
             return {}
         found = self._found()
-        if step < self._next:
+        if step < self._next or not self._steps:
             return found
         self._next = step + EVERY
-        self._mine = torch.tensor([self._seconds / max(self._steps, 1)], dtype=torch.float64)
+        self._mine = torch.tensor([self._seconds / self._steps], dtype=torch.float64)
         self._everybodys = torch.zeros(self._size, dtype=torch.float64)
         self._seconds, self._steps = 0.0, 0
         # On the host, where gloo gathers beside whatever the GPUs do.

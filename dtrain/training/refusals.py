@@ -154,7 +154,7 @@ def _run(
     task: Task, model: nn.Module, batch: Batch, valid: Tensor, precision: Precision, device: torch.device
 ) -> tuple[float, float]:
     seed_generators(device, 0)
-    part = Batch(batch, batch.sample_keys, valid)
+    part = Batch(batch.clone(), batch.sample_keys, valid)
     # With gradients, though none are asked for: compiled models would be compiled anew without.
     with precision.autocast(device.type):
         output = checked(task(model, part))

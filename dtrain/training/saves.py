@@ -35,6 +35,7 @@ class Saves:
         self._checkpoints = checkpoints
         self._saver = Saver(checkpoints)  # rank 0's is used
         self._journal = journal
+        self._every_minutes = parts.cfg.checkpoint.every_minutes if parts.world.rank == 0 else None
         self._step = parts.step.step
         self._at = time.monotonic()
         self.waits_for_disk = False
@@ -46,10 +47,7 @@ class Saves:
 
     def is_due(self) -> bool:
         """Whether rank 0's clock asks for a checkpoint; the others learn it from the vote."""
-        minutes = self._parts.cfg.checkpoint.every_minutes
-        if minutes is None or self._parts.world.rank != 0:
-            return False
-        return time.monotonic() - self._at > 60 * minutes
+        return self._every_minutes is not None and time.monotonic() - self._at > 60 * self._every_minutes
 
     def is_best(self, metrics: dict[str, float]) -> bool:
         """Collective. Whether the run keeps its best checkpoint, and this evaluation is better than that one's.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -46,6 +47,20 @@ def alive(process: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def test_workers_end_with_a_loader_that_is_collected_in_a_reference_cycle(shards: list[str]) -> None:
+    loader = loader_of(shards)
+    workers = workers_of(epoch_of(loader))
+    holder: dict[str, Any] = {"loader": loader}
+    holder["holder"] = holder
+    del loader, holder
+    try:
+        gc.collect()
+        assert [process for process in workers if alive(process)] == []
+    finally:
+        for process in filter(alive, workers):  # else Python would wait for them at its end
+            os.kill(process, signal.SIGKILL)
 
 
 def test_workers_are_kept_over_epochs_and_a_pause_and_end_with_the_loader(shards: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,9 +26,9 @@ def wire_of(precision: str, role: str | None = "feature", **options: str) -> Wir
     return Wire(fields, Precision(precision), **options)
 
 
-def image_wire(precision: str) -> Wire:
-    options = {"name": "image", "role": "image", "mean": MEAN, "std": STD}
-    return Wire(parse_fields({"jpg": options}), Precision(precision))
+def image_wire(precision: str, **options: Any) -> Wire:
+    field = {"name": "image", "role": "image", "mean": MEAN, "std": STD}
+    return Wire(parse_fields({"jpg": field}), Precision(precision), **options)
 
 
 def sent(wire: Wire, source: Tensor) -> Tensor:
@@ -109,6 +110,13 @@ def test_features_travel_in_fp32_where_that_was_asked_for() -> None:
         assert torch.equal(sent(wire, source), source)
     # There is nothing to widen where nothing can overflow.
     assert wire_of("bf16", on_overflow="fp32").dtype("x", torch.float32) == torch.bfloat16
+
+
+def test_images_arrive_contiguous_where_channels_last_is_not_wanted() -> None:
+    pixels = torch.arange(2 * 4 * 5 * 3, dtype=torch.uint8).view(2, 4, 5, 3)
+    got = image_wire("bf16", channels_last=False).arrive("image", pixels)
+    assert got.is_contiguous()
+    assert torch.equal(got, image_wire("bf16").arrive("image", pixels))
 
 
 @pytest.mark.parametrize("precision", list(COMPUTE))

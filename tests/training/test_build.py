@@ -106,6 +106,12 @@ def test_a_model_is_built_with_its_keys_in_channels_last() -> None:
     assert model.weight.is_contiguous(memory_format=torch.channels_last)
 
 
+def test_a_model_keeps_the_layout_it_has_where_channels_last_is_not_wanted() -> None:
+    keys = {"in_channels": 3, "out_channels": 4, "kernel_size": 3}
+    assert build.build_model(node("torch.nn.Conv2d", **keys), CPU, channels_last=False).weight.is_contiguous()
+    assert build.build_model(node("torch.nn.Conv3d", **keys), CPU)(torch.randn(2, 3, 4, 4, 4)).shape == (2, 4, 2, 2, 2)
+
+
 @pytest.mark.parametrize(("kind", "name"), [("ddp", "DistributedDataParallel"), ("dp", "DataParallel")])
 def test_a_wrapped_model_is_refused_with_the_reason(kind: str, name: str) -> None:
     def rank(number: int) -> str:

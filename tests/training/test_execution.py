@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,9 @@ from dtrain.config.schema import ParallelConfig, TrainConfig
 from dtrain.models import GPT, ResNet9
 from dtrain.precision import Precision
 from dtrain.training import build
+from dtrain.training.execution import use_channels_last
+from tests.ranks import RanksFailed
+from tests.runs import metrics, train_on
 from tests.training.toys import world
 
 
@@ -91,6 +95,41 @@ def test_compiling_changes_no_name_and_happens_in_place() -> None:
     assert model._compiled_call_impl is None
     assert equipped(model, compile=True)._compiled_call_impl is not None
     assert equipped(Blocks(), compile=False)._compiled_call_impl is None
+
+
+def test_convolutions_of_any_number_of_dimensions_get_their_channels_last_layout() -> None:
+    model = nn.Sequential(nn.Conv1d(2, 3, 3), nn.Conv2d(2, 3, 3), nn.Conv3d(2, 3, 3))
+    weights = copy.deepcopy(model.state_dict())
+    use_channels_last(model)
+    assert model[0].weight.is_contiguous()
+    assert model[1].weight.is_contiguous(memory_format=torch.channels_last)
+    assert model[2].weight.is_contiguous(memory_format=torch.channels_last_3d)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, weights[name])
+    model[2](torch.randn(2, 2, 5, 5, 5)).sum().backward()
+
+
+class Flattening(nn.Module):
+    """Looks at its numbers in the order in which they lie in memory, which takes images and weights as torch lays them."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 2, 3)
+        self.head = nn.Linear(72, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.convolution(images).view(len(images), -1))
+
+
+def test_a_model_that_needs_the_usual_layout_trains_where_channels_last_is_off(
+    digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = ("model._target_=tests.training.test_execution.Flattening", "train.max_steps=2", "data.num_workers=0")
+    with pytest.raises(RanksFailed):
+        train_on(1, tmp_path / "last", *run)
+    assert "view size is not compatible" in capfd.readouterr().err
+    train_on(1, tmp_path / "first", *run, "train.channels_last=false")
+    assert len(metrics(tmp_path / "first")) == 2
 
 
 @pytest.mark.slow

@@ -62,6 +62,44 @@ def test_a_transformer_is_six_times_its_weights_a_token_and_its_attention(precis
     assert counted == 6 * weights * length + 3 * attention
 
 
+def test_a_task_that_differentiates_in_its_forward_is_counted_with_what_that_takes() -> None:
+    def slope(model: nn.Module, batch: Batch) -> Output:
+        x = batch["x"].requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return Output(gradient.square().sum(), len(x))
+
+    batch = Batch({"x": torch.randn(5, 8)}, ["a"] * 5, torch.ones(5, dtype=torch.bool))
+    layers = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 1))
+    forward = 2 * 8 * 6 + 2 * 6
+    assert flops_per_row(slope, layers, batch, FP32, CPU) == 3 * (forward + forward)  # there, and back to the inputs
+    assert not batch["x"].requires_grad
+
+
+def test_a_task_that_works_in_place_leaves_the_batch_as_it_is() -> None:
+    def halving(model: nn.Module, batch: Batch) -> Output:
+        batch["x"].mul_(0.5)
+        batch.valid.fill_(False)
+        return task(model, batch)
+
+    batch = images(4)
+    before = batch["x"].clone()
+    flops_per_row(halving, Small(), batch, FP32, CPU)
+    assert torch.equal(batch["x"], before)
+    assert batch.valid.all()
+
+
+def test_a_forward_that_fails_leaves_nothing_behind_either() -> None:
+    def failing(model: nn.Module, batch: Batch) -> Output:
+        task(model, batch)
+        raise ZeroDivisionError
+
+    model = Small()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ZeroDivisionError):
+        flops_per_row(failing, model, images(4), FP32, CPU)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def test_nothing_is_left_behind_and_recomputed_activations_are_no_work() -> None:
     model = Small()
     before = copy.deepcopy(model.state_dict())

@@ -95,6 +95,19 @@ def test_each_exchange_is_told_in_the_record_after_and_there_are_steps_between_t
         ]
 
 
+def test_there_is_nothing_to_exchange_before_the_first_step_that_counts() -> None:
+    def gather(rank: int) -> list[dict[str, float | int]]:
+        stragglers = Stragglers(world(rank, 2))
+        said = [stragglers.exchange(1)]
+        for step in (2, 3):
+            stragglers.add(float(rank))
+            said.append(stragglers.exchange(step))
+        stragglers.end()
+        return said
+
+    assert run_ranks(2, gather) == [[{}, {}, {"time/slowest_rank": 1, "time/straggler_seconds": 1.0}]] * 2
+
+
 def test_a_world_of_one_has_no_straggler() -> None:
     alone = Stragglers(World(0, 1, 0, 1, CPU, "gloo", launched=False))
     alone.add(1.0)

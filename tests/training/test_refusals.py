@@ -224,6 +224,17 @@ def test_a_mean_and_a_sum_that_includes_masked_rows_are_refused_with_the_numbers
         looked_at(task, batch, precision=precision)
 
 
+def test_a_task_that_works_in_place_is_looked_at_on_copies() -> None:
+    def doubling(model: nn.Module, batch: Batch) -> Output:
+        batch["x"].mul_(2)
+        return Output(errors(model, batch)[batch.valid].sum(), batch.valid.sum())
+
+    (batch,) = micro_batches(0, 8)
+    before = batch["x"].clone()
+    looked_at(doubling, batch)
+    assert torch.equal(batch["x"], before)
+
+
 @pytest.mark.parametrize("task", [mean_counted_once, all_rows_counted])
 def test_a_count_that_does_not_follow_the_valid_rows_is_refused(task: Any) -> None:
     (batch,) = micro_batches(0, 8)

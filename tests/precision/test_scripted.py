@@ -1,0 +1,85 @@
+"""A ScriptModule trains like the module it was made of, and what it cannot do is refused by name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dtrain.config.errors import ConfigError
+from dtrain.config.schema import ParallelConfig, TrainConfig
+from dtrain.precision import Precision
+from dtrain.precision.diagnosis import SkipDiagnosis
+from dtrain.training import build
+from tests.runs import metrics, train_on
+from tests.tiny_run import NormNet
+from tests.training.toys import Net, world
+
+STEPS = ("train.eval_every=4", "train.ema_decay=0.5", "checkpoint.every_steps=2", "data.num_workers=0")
+
+
+def scripted(classes: int = 10, width: int = 8) -> nn.Module:
+    return torch.jit.script(NormNet(classes, width))
+
+
+def half_scripted() -> nn.Module:
+    """An ordinary model with a traced part."""
+    net = Net()
+    net[0] = torch.jit.trace(net[0], torch.ones(2, 3))
+    return net
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_a_script_module_trains_and_resumes_as_the_module_it_was_made_of(
+    digits: Path, tmp_path: Path, precision: str
+) -> None:
+    def trained(target: str, name: str, *lengths: int) -> list[float]:
+        for steps in lengths:
+            model = (f"model._target_={target}", "model.width=8")
+            train_on(2, tmp_path / name, *model, *STEPS, f"precision={precision}", f"train.max_steps={steps}")
+        run_dir = tmp_path / name
+        return [*metrics(run_dir), metrics(run_dir, "eval/loss")[-1], *metrics(run_dir, "train/grad_norm")]
+
+    ours = trained("tests.precision.test_scripted.scripted", "scripted", 2, 4)
+    plain = trained("tests.tiny_run.NormNet", "plain", 4)
+    assert len(ours) == 4 + 1 + 4
+    # Autocast rounds at other places in compiled code.
+    assert ours == pytest.approx(plain, rel=1e-4 if precision == "fp32" else 2e-2)
+    if precision == "bf16":
+        arguments = [f"run.dir={tmp_path / 'scripted'}", f"out={tmp_path}", "checkpoint=latest"]
+        command = [sys.executable, "-m", "dtrain.evaluate", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert f"{metrics(tmp_path / 'scripted', 'eval/loss')[-1]:.4f}" in done.stdout
+
+
+@pytest.mark.parametrize("model", [scripted, half_scripted])
+def test_the_diagnosis_of_skipped_steps_leaves_script_modules_out(model: Any) -> None:
+    diagnosis = SkipDiagnosis(model())
+    diagnosis.follow(1)
+    assert diagnosis.armed
+    diagnosis.follow(0)
+    assert not diagnosis.armed
+
+
+@pytest.mark.parametrize(
+    ("model", "train", "said"),
+    [
+        (scripted, {"compile": True}, "train.compile: the model is a ScriptModule"),
+        (scripted, {"compile": ["conv1"]}, "train.compile: conv1 is a ScriptModule"),
+        (half_scripted, {"checkpoint_activations": ["0"]}, "train.checkpoint_activations: 0 is a ScriptModule"),
+    ],
+)
+def test_what_needs_python_to_run_the_module_is_refused(model: Any, train: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build.equip(model(), TrainConfig(**train), ParallelConfig(), world())
+
+
+def test_a_script_module_is_not_kept_in_fp32() -> None:
+    with pytest.raises(ConfigError, match=r"precision\.keep_fp32: conv1 is a ScriptModule"):
+        Precision("bf16", ("conv1",)).wrap_keep_fp32(scripted())
