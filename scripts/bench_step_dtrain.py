@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench_step_setting import CPU, INIT_SCALE, LOG_EVERY, ROWS, Contender, Setting, Turn
+from omegaconf import OmegaConf
 
 from dtrain.config.schema import Config, TrackerConfig, TrainConfig
 from dtrain.data import Batch, Generated, ShardLoader
@@ -45,7 +46,8 @@ def everything(setting: Setting) -> Contender:
     """dtrain as ``dtrain.train`` runs it: loader, loop, records, console, stop requests, status, a final checkpoint."""
     step = _train_step(setting, scaled=False)
     loader = _InMemory(setting)
-    cfg = Config(train=TrainConfig(global_batch_size=ROWS * setting.world.size, log_every=LOG_EVERY, eval_every=0))
+    train = TrainConfig(global_batch_size=ROWS * setting.world.size, log_every=LOG_EVERY, eval_every=0)
+    cfg: Any = OmegaConf.structured(Config(train=train))  # slow to read, as in a run
     (setting.folder / "logs").mkdir()
     parts = Parts(
         cfg,

@@ -163,3 +163,49 @@ def test_every_loop_that_is_there_trains_in_one_rank_and_in_two(tmp_path):
     for by_model in found.values():
         assert {"bare loop", "dtrain, everything on", "dtrain's vote"} <= set(by_model["mlp"])
         assert all(0 < time < 1e6 for times in by_model["mlp"].values() for time in times)
+
+
+@pytest.mark.slow
+def test_the_parts_of_a_start_add_up_to_its_time(tmp_path):
+    found = quick("bench_start", tmp_path, "--ranks", "1")["1"]
+    seconds = found["seconds"]
+    assert set(seconds) == {"new run", "new run, shards indexed before", "killed run", "bare"}
+    assert sum(found["parts"].values()) == pytest.approx(seconds["new run, shards indexed before"][0])
+
+
+@pytest.mark.slow
+def test_a_lone_rank_does_not_communicate_and_two_have_as_many_rows_each(tmp_path):
+    one, two = sorted(quick("bench_scaling", tmp_path, "--rows", "4")["measured"], key=lambda found: found["ranks"])
+    assert [one["ranks"], one["rows"], two["ranks"], two["rows"]] == [1, 4, 2, 4]
+    assert one["alone"] == one["step"] > 0
+    assert two["alone"] > 0
+
+
+def test_the_efficiency_of_a_world_is_what_sharing_leaves_times_what_communication_leaves(scripts, capsys):
+    from bench_scaling import Measured, show
+
+    rounds = [Measured(1, 8, 0.1, 0.1), Measured(4, 8, 0.2, 0.25), Measured(1, 8, 1.0, 1.0), Measured(4, 8, 2.0, 2.5)]
+    show(rounds, 2, "a model")
+    _, lone, four, *_ = capsys.readouterr().out.splitlines()
+    assert lone.split()[:2] == ["1", "rank"]
+    assert four.startswith("4 ranks on 2 cores")
+    assert four.split()[7:10] == ["0.40", "0.50", "20.0%"]
+
+
+def test_a_scaling_run_keeps_the_defaults_of_what_the_command_line_leaves_open(scripts):
+    from bench_scaling import completed
+
+    larger = completed(["data.train.size=224", "precision=bf16"])
+    assert {"model=resnet9", "++model.width=16", "++data.train.size=224", "precision=bf16"} <= set(larger)
+    assert "++data.train.size=32" not in larger
+    mine = completed(["experiment=mine", "data=shards"])
+    assert not [override for override in mine if override.startswith(("model", "++model", "++data.train"))]
+
+
+@pytest.mark.slow
+def test_compiled_models_are_measured_with_and_without_communication(tmp_path):
+    found = quick("bench_compile", tmp_path)
+    assert len(found["ms"]) == 4
+    assert all(
+        len(found[what][row]) == 1 for what in ("ms", "ms_under_no_sync", "ms_all_reduce") for row in found["ms"]
+    )

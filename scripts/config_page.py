@@ -1,0 +1,194 @@
+"""Writes docs/config.md: every key with its type, default and meaning, and every preset, from the schema and ``conf/``.
+
+    python scripts/config_page.py
+
+A meaning is the comment behind a field of ``dtrain/config/schema.py``, or the one above it; a section's is the docstring of
+its class; a preset's is the first sentence of its file. Defaults are those of a composed config, with the presets that
+``conf/train.yaml`` chooses.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import io
+import re
+import textwrap
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from dtrain.config import app, schema
+from dtrain.config.app import Composed, conf_dir
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
+_HEAD = """# Every key
+
+Written by `python scripts/config_page.py` from [the schema](../dtrain/config/schema.py) and [the presets](../conf): edit those.
+
+A run is described by keys, `KEY=VALUE` on the command line, and by groups of them, `GROUP=PRESET`.
+`python -m dtrain.train --help` shows both with the values that a command line gives them, `--cfg job` the config alone,
+`--info defaults` which file says what. What a command takes besides (`checkpoint=best`, `weights=ema`) is in its own `--help`.
+Your own presets come with `--config-dir`: [README](../README.md#your-own-model-and-task).
+"""
+#: Their keys are the arguments of what `_target_` names.
+_FREE_FORM = ("model", "task", "optimizer", "schedule")
+
+
+def page() -> str:
+    """The page's text.
+
+    Raises:
+        ValueError: If a key or a preset says nothing about itself; names all of them.
+    """
+    composed: list[Composed] = []
+    app.run(composed.append, [])
+    silent: list[str] = []
+    parts = [
+        _HEAD,
+        "## Keys\n",
+        *_sections(schema.Config, composed[0].cfg, "", silent),
+        "## Presets\n",
+        *_groups(silent),
+    ]
+    if silent:
+        raise ValueError(
+            f"{', '.join(silent)}: no word about what it is for. Write a comment behind the field in "
+            "dtrain/config/schema.py, or begin the preset's file with one."
+        )
+    return "\n".join(parts)
+
+
+def meanings(kind: type) -> dict[str, str]:
+    """The comment of each field of a dataclass: behind it, or on the lines above."""
+    source = textwrap.dedent(inspect.getsource(kind))
+    comments = {
+        token.start[0]: token.string.lstrip("# ")
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    (node,) = ast.parse(source).body
+    assert isinstance(node, ast.ClassDef)
+    found, after = {}, node.lineno
+    for statement in node.body:
+        end = statement.end_lineno or statement.lineno
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            found[statement.target.id] = " ".join(
+                comments[line] for line in range(after + 1, end + 1) if line in comments
+            )
+        after = end
+    return found
+
+
+def _sections(kind: type, cfg: DictConfig, prefix: str, silent: list[str]) -> Iterator[str]:
+    """A section for the class's own keys, then one for each class inside it."""
+    hints, said = get_type_hints(kind), meanings(kind)
+    inner = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+    rows: list[tuple[str, ...]] = []
+    for name in hints.keys() - inner.keys():
+        if not said[name]:
+            silent.append(prefix + name)
+    for name, hint in hints.items():
+        if name not in inner:
+            rows.append((f"`{prefix}{name}`", _type(hint), _default(cfg, name), _escaped(said[name])))
+    if prefix:
+        yield f"### `{prefix[:-1]}`\n"
+        yield _prose(kind) + "\n"
+    yield _table(("key", "type", "default", "meaning"), rows)
+    for name, hint in inner.items():
+        assert isinstance(hint, type)
+        yield from _sections(hint, cfg[name], f"{prefix}{name}.", silent)
+
+
+def _groups(silent: list[str]) -> Iterator[str]:
+    defaults = yaml.safe_load((conf_dir() / "train.yaml").read_text())["defaults"]
+    chosen = {group: name for entry in defaults if isinstance(entry, dict) for group, name in entry.items()}
+    groups = sorted(path for path in conf_dir().iterdir() if path.is_dir())
+    for group in groups:
+        usual = chosen.get(group.name)
+        yield f"### `{group.name}=`\n"
+        yield f"Without a choice: {f'`{usual}`' if usual else 'none'}.\n"
+        free = group.name in _FREE_FORM
+        rows: list[tuple[str, ...]] = []
+        for file in sorted(group.glob("*.yaml")):
+            text = file.read_text()
+            said = _first_sentence(text)
+            if not said:
+                silent.append(f"conf/{group.name}/{file.name}")
+            link = f"[`{file.stem}`](../conf/{group.name}/{file.name})"
+            rows.append((link, _escaped(said), *([_keys(text)] if free else [])))
+        yield _table(("preset", "what it is", *(["keys"] if free else [])), rows)
+
+
+def _first_sentence(text: str) -> str:
+    """Of a preset's header: up to a full stop, or to the command below."""
+    lines = []
+    for line in text.splitlines():
+        if line.startswith("# @package"):
+            continue
+        if not line.startswith("# ") or line.startswith("#   "):
+            break
+        lines.append(line[2:])
+    prose = re.sub(r"^\w+: (?=\S)", "", " ".join(lines)) if "@package" in text else " ".join(lines)
+    return re.split(r"(?<=\.) (?=[A-Z])|:$", prose)[0].rstrip(".")
+
+
+def _keys(text: str) -> str:
+    return ", ".join(f"`{key}={_yaml(value)}`" for key, value in yaml.safe_load(text).items() if key != "_target_")
+
+
+def _escaped(text: str) -> str:
+    """Without what Markdown would take for emphasis or HTML, but for what stands in backticks."""
+    parts = text.split("`")
+    parts[::2] = [re.sub(r"([*_<])", r"\\\1", part) for part in parts[::2]]
+    return "`".join(parts)
+
+
+def _prose(kind: type) -> str:
+    return " ".join((inspect.getdoc(kind) or "").split()).replace("``", "`")
+
+
+def _type(hint: Any) -> str:
+    if get_origin(hint) in (Union, UnionType):
+        return " | ".join(_type(each) for each in get_args(hint))
+    names = {NoneType: "null", Any: "any"}
+    if hint in names:
+        return names[hint]
+    inside = [_type(each) for each in get_args(hint)]
+    if get_origin(hint) is list:
+        return f"list of {inside[0]}"
+    if get_origin(hint) is dict:
+        return f"{inside[0]} -> {inside[1]}"
+    return str(hint.__name__)
+
+
+def _default(cfg: DictConfig, name: str) -> str:
+    content = OmegaConf.to_container(cfg, resolve=False)
+    assert isinstance(content, dict)
+    value = content[name]
+    if value == "???":
+        return "to be set"
+    if isinstance(value, dict) and "_target_" in value:
+        return "a preset's"
+    return f"`{_yaml(value)}`"
+
+
+def _yaml(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1000)
+    return text.removesuffix("\n...\n").strip()
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(PAGE)
