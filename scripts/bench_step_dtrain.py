@@ -43,7 +43,10 @@ def step_scaled(setting: Setting) -> Contender:
 
 
 def everything(setting: Setting) -> Contender:
-    """dtrain as ``dtrain.train`` runs it: loader, loop, records, console, stop requests, status, a final checkpoint."""
+    """dtrain as ``dtrain.train`` runs it: loader, loop, records, console, stop requests, status, a final checkpoint.
+
+    Without the watch for hangs, a thread that looks every 5 s.
+    """
     step = _train_step(setting, scaled=False)
     loader = _InMemory(setting)
     train = TrainConfig(global_batch_size=ROWS * setting.world.size, log_every=LOG_EVERY, eval_every=0)

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -71,6 +72,8 @@ def run(
     Raises:
         SystemExit: With a code other than 0 if composing or ``main`` failed.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr: a name that it cannot show ends no run
+        sys.stdout.reconfigure(errors="backslashreplace")
     schema.register()
     resolvers.register()
     arguments = list(sys.argv[1:] if argv is None else argv)

@@ -88,7 +88,7 @@ class Run:
         (self.dir / "logs").mkdir(parents=True, exist_ok=True)
         source = {
             "overrides": [
-                _without_url_secrets(override)
+                without_url_secrets(override)
                 for override in self.overrides
                 if not _SECRET.search(override.partition("=")[0])
             ],
@@ -158,12 +158,13 @@ def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
             return {str(k): clean(str(k), v) for k, v in value.items()}
         if isinstance(value, (list, tuple)):
             return [clean("", item) for item in value]
-        return _without_url_secrets(value) if isinstance(value, str) else value
+        return without_url_secrets(value) if isinstance(value, str) else value
 
     return {key: clean(key, value) for key, value in config.items()}
 
 
-def _without_url_secrets(text: str) -> str:
+def without_url_secrets(text: str) -> str:
+    """A text in which the passwords, signatures and tokens of its URLs are hidden."""
     return _URL_SECRET.sub(lambda found: f"{found[1] or ''}{_HIDDEN}", text)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.config.errors import PeerFailed
-from dtrain.config.run import without_secrets
+from dtrain.config.run import without_url_secrets
 from dtrain.tracking.status import write_status
 
 logger = logging.getLogger("dtrain")
@@ -41,7 +41,7 @@ class FailureRecord:
         if self.step is None or self._rank != 0:
             return
         # What is in an error's text leaves this machine.
-        reason = without_secrets({"reason": reason})["reason"]
+        reason = without_url_secrets(reason)
         try:
             write_status(self._run_dir, "failed", self.step(), reason, **self.facts())
         except OSError as error:

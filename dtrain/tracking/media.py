@@ -28,11 +28,16 @@ def write_media(folder: Path, step: int, name: str, content: bytes | str) -> Pat
         The file.
 
     Raises:
-        ValueError: If the name cannot be a folder's, or the bytes are no PNG.
+        ValueError: If the name cannot be a folder's, or the content is neither a PNG file nor text.
         OSError: If the disk refuses.
     """
     if not _NAME.fullmatch(name):
         raise ValueError(f"media: got the name {name!r}, want letters, digits, _, - and . only, as in 'confusion'.")
+    if not isinstance(content, (bytes, str)):
+        raise ValueError(
+            f"media {name!r}: got a {type(content).__name__}, want the bytes of a PNG file or a text. "
+            "dtrain.tracking.png.png makes them of an array."
+        )
     if isinstance(content, bytes) and not content.startswith(_PNG):
         raise ValueError(f"media {name!r}: got bytes that begin with {content[:8]!r}, want those of a PNG file.")
     suffix, data = ("txt", content.encode()) if isinstance(content, str) else ("png", content)

@@ -45,7 +45,8 @@ def git_state(folder: Path) -> dict[str, str | bool]:
         done = subprocess.run(
             command,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",  # names of files and branches are any bytes
             timeout=_PATIENCE,
             check=False,
             env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},  # only looks

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from dtrain.config.run import without_url_secrets
+
 logger = logging.getLogger("dtrain")
 
 
@@ -16,7 +18,7 @@ def open_rank_log(run_dir: Path, rank: int) -> None:
     """
     close_rank_log()
     handler = logging.FileHandler(run_dir / "logs" / f"rank-{rank:05d}.log", encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(_WithoutSecrets("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
@@ -27,3 +29,10 @@ def close_rank_log() -> None:
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
+
+
+class _WithoutSecrets(logging.Formatter):
+    """Hides those of URLs, which storage likes to name in its errors; tracebacks too."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return without_url_secrets(super().format(record))

@@ -185,9 +185,9 @@ class Loop:
                 refuse_mean(parts.task, parts.model, batch, parts.precision, parts.world.device)
                 for line in parts.train_loader.wire.suggestions(batch):
                     self._journal.note(line)
-            if parts.step.step == self._first_step and number == 0:
-                if problem := self._measures.count_work(batch):
-                    self._journal.note(problem)
+            first = parts.step.step == self._first_step and number == 0
+            if first and (problem := self._measures.count_work(batch)):
+                self._journal.note(problem)
             yield batch
 
     def _commit(self) -> bool:
@@ -221,7 +221,7 @@ class Loop:
 
     def _log(self, outcome: Outcome, timing: Timing) -> None:
         self._saves.are_safe(wait=False)
-        place = self._place(outcome.step, outcome.applied_steps, timing)
+        place = self._position(outcome.step, outcome.applied_steps, timing)
         self._journal.logged(place | self._measures.record(outcome))
         self._compiler.tell()
 
@@ -261,7 +261,7 @@ class Loop:
             parts.progress.evaluations += 1
             metrics = {f"eval/{name}": value for name, value in result.items()}
             if self._timing is not None:
-                self._journal.record(self._place(parts.step.step, parts.step.applied_steps, self._timing) | metrics)
+                self._journal.record(self._position(parts.step.step, parts.step.applied_steps, self._timing) | metrics)
             logger.info("step %d: %s", parts.step.step, metrics)
         return result
 
@@ -293,7 +293,7 @@ class Loop:
         heard = [f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason]
         return "stopped", ", ".join(heard)
 
-    def _place(self, step: int, applied_steps: int, timing: Timing) -> dict[str, float | int]:
+    def _position(self, step: int, applied_steps: int, timing: Timing) -> dict[str, float | int]:
         return {
             "step": step,
             "applied_steps": applied_steps,

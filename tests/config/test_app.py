@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import io
+import sys
 from contextlib import suppress
 
 import pytest
@@ -80,6 +82,13 @@ def test_an_unset_environment_variable_is_named(capsys: pytest.CaptureFixture[st
     monkeypatch.delenv("DTRAIN_CIFAR10", raising=False)
     monkeypatch.delenv("DTRAIN_TEST_CIFAR10", raising=False)
     assert "DTRAIN_CIFAR10" in refused(capsys, "experiment=cifar10")
+
+
+def test_an_output_that_lacks_a_letter_ends_no_run(monkeypatch) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    app.run(lambda composed: print("runs/caf\u00e9 and caf\udce9", flush=True), ["experiment=digits"])
+    assert shown.getvalue() == b"runs/caf\\xe9 and caf\\udce9\n"
 
 
 def test_only_rank_zero_explains(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:

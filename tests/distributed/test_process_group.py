@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from dtrain.config.errors import PeerFailed
 from dtrain.distributed.process_group import process_group, set_timeout
@@ -77,6 +78,21 @@ def test_a_collective_ends_after_the_time_out_of_a_step() -> None:
             return time.monotonic() - started < 3.5
 
     assert all(run_ranks(2, rank, init=False))
+
+
+@pytest.mark.parametrize("rounds", [5, pytest.param(50, marks=pytest.mark.slow)])
+def test_ranks_end_though_they_leave_right_after_a_collective(rounds: int) -> None:
+    """Every other time they hung, where DDP was the last to let go of the group."""
+
+    def rank(number: int) -> bool:
+        with process_group(timeout=20):
+            model = DistributedDataParallel(torch.nn.Linear(3, 1))
+            model(torch.ones(2, 3)).sum().backward()
+            dist.broadcast(torch.ones(5), src=0)
+        return True
+
+    for _ in range(rounds):
+        assert run_ranks(2, rank, init=False, timeout=20) == [True, True]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from dtrain.tracking.failure import failures_recorded
+from dtrain.tracking.rank_log import close_rank_log, open_rank_log
 from tests.runs import status
 
 
@@ -19,6 +20,25 @@ def test_a_failure_that_the_disk_refuses_to_record_is_still_the_one_that_is_rais
     with pytest.raises(ZeroDivisionError):
         failing()
     assert "status.json could not be written" in capsys.readouterr().err
+
+
+def test_the_log_of_a_rank_has_the_traceback_without_its_secrets(tmp_path: Path) -> None:
+    def failing() -> None:
+        with failures_recorded(tmp_path, 1) as failure:
+            failure.step = lambda: 7
+            raise OSError("no answer from https://me:hunter2@host/train.tar?token=hunter3")
+
+    (tmp_path / "logs").mkdir()
+    open_rank_log(tmp_path, 1)
+    try:
+        with pytest.raises(OSError, match="hunter2"):
+            failing()
+    finally:
+        close_rank_log()
+    log = (tmp_path / "logs" / "rank-00001.log").read_text()
+    assert "failed after step 7\nTraceback" in log
+    assert "OSError: no answer from https://<hidden>@host/train.tar?token=<hidden>" in log
+    assert "hunter" not in log
 
 
 def test_a_failure_is_told_without_the_secrets_of_its_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

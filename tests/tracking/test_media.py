@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from dtrain.config.schema import TrackerConfig
@@ -25,6 +26,13 @@ def test_a_name_that_is_no_folders_is_refused(tmp_path, name):
 def test_bytes_that_are_no_png_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"media 'plot': got bytes that begin with b'GIF89a"):
         write_media(tmp_path, 1, "plot", b"GIF89a")
+
+
+@pytest.mark.parametrize("content", [np.zeros((2, 2), np.uint8), bytearray(png(3, 2)), None])
+def test_what_is_neither_a_png_file_nor_a_text_is_refused_and_not_written(tmp_path, content):
+    with pytest.raises(ValueError, match=f"media 'plot': got a {type(content).__name__}, want the bytes of a PNG"):
+        write_media(tmp_path, 1, "plot", content)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_resumed_run_drops_the_media_that_it_makes_again_and_nothing_else(tmp_path):

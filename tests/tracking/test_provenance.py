@@ -1,3 +1,4 @@
+import os
 import subprocess
 
 import pytest
@@ -29,6 +30,16 @@ def test_the_commit_is_that_of_the_users_code_and_dirty_if_tracked_files_differ(
     (project / "model.py").write_text("width = 8\n")
     assert git_state(project) == {"commit": commit, "dirty": True}
     assert provenance(project)["commit"] == commit
+
+
+def test_a_file_whose_name_is_no_utf_8_is_no_obstacle(project):
+    git(project, "config", "core.quotePath", "false")
+    name = project / os.fsdecode(b"caf\xe9.py")
+    name.touch()
+    git(project, "add", "--all")
+    git(project, "commit", "--quiet", "--message=one")
+    name.write_text("changed\n")
+    assert git_state(project)["dirty"] is True
 
 
 def test_without_git_or_a_repository_the_versions_are_still_there(tmp_path, monkeypatch):

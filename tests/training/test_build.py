@@ -227,18 +227,3 @@ def test_one_rank_needs_no_ddp_and_several_have_it_as_the_config_says() -> None:
         ]
 
     assert run_ranks(2, rank) == [[[3 * 2**20, True, False], [False, True]]] * 2
-
-
-@pytest.mark.parametrize("rounds", [10, pytest.param(100, marks=pytest.mark.slow)])
-def test_processes_end_though_they_leave_their_group_right_after_a_collective(rounds: int) -> None:
-    """Every other time they hung: see the comment on ``build._groups``."""
-
-    def rank(number: int) -> bool:
-        model, _ = build.wrap(Net(), ParallelConfig(), world(number, 2), False)
-        model(torch.ones(2, 3)).sum().backward()
-        dist.broadcast(torch.ones(5), src=0)
-        dist.destroy_process_group()
-        return True
-
-    for _ in range(rounds):
-        assert run_ranks(2, rank, timeout=20) == [True, True]

@@ -41,6 +41,13 @@ class Failing(Classification):
         raise ZeroDivisionError
 
 
+class Shrugging(Classification):
+    """Returns nothing."""
+
+    def illustrate(self, model: nn.Module, evaluation: Evaluation, samples: Iterable[Batch]) -> None:
+        pass
+
+
 def train(run_dir: Path, ranks: int, task: type, *overrides: str) -> None:
     chosen = {override.partition("=")[0] for override in overrides}
     small = [override for override in SMALL if override.partition("=")[0] not in chosen]
@@ -80,10 +87,14 @@ def test_before_the_last_evaluation_pictures_are_drawn_once_in_a_while_and_chang
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [(Failing, "ZeroDivisionError"), (Shrugging, "Shrugging.illustrate returned a NoneType, want names")],
+)
 def test_a_fault_in_a_drawing_is_shown_and_costs_no_checkpoint(
-    tmp_path: Path, capfd: pytest.CaptureFixture[Any]
+    tmp_path: Path, capfd: pytest.CaptureFixture[Any], task: type, said: str
 ) -> None:
     with pytest.raises(RanksFailed):
-        train(tmp_path, 1, Failing, "train.eval_every=0")
-    assert "ZeroDivisionError" in capfd.readouterr().err
+        train(tmp_path, 1, task, "train.eval_every=0")
+    assert said in capfd.readouterr().err
     assert Checkpoints(tmp_path / "checkpoints").steps() == [4]

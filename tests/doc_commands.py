@@ -1,0 +1,72 @@
+"""Whether a command of the documentation names a program that exists and options and keys that it takes; nothing is run."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtrain import doctor, doctor_numerics
+from dtrain.config import app
+from dtrain.launching.commands import COMMANDS
+from tests.doc_pages import ROOT
+
+ENTRY_POINTS = sorted(path.stem for path in (ROOT / "dtrain").glob("*.py") if '"__main__"' in path.read_text())
+
+
+def compose_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entry points read their command lines and compose their configs, and do nothing with them."""
+    run = app.run
+    monkeypatch.setattr(app, "run", lambda main, argv=None, rewrite=None: run(lambda composed: None, argv, rewrite))
+    monkeypatch.setattr(doctor, "look_at_machine", lambda options: 0)
+    monkeypatch.setattr(doctor_numerics, "probe_all", lambda device: [])
+    for name in ENTRY_POINTS:
+        module = importlib.import_module(f"dtrain.{name}")
+        for effect in ("join_srun", "settle_network"):
+            if hasattr(module, effect):
+                monkeypatch.setattr(module, effect, lambda: None)
+
+
+def user_presets(folder: Path) -> None:
+    """What the pages take from a ``--config-dir``: presets of the names that they use."""
+    for name in ("presets", "my_conf", "shards/conf"):
+        for group, preset, content in (
+            ("data", "packed", "train: shards/train-*.tar\n"),
+            ("experiment", "mine", "# @package _global_\n"),
+        ):
+            path = folder / name / group / f"{preset}.yaml"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+
+
+def accepted(words: list[str], monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether a command names a program that exists, with options and keys that it takes."""
+    script = next((ROOT / word for word in words if re.match(r"(scripts|slurm)/", word)), None)
+    if script is not None:
+        sources = [script, *ROOT.glob("scripts/bench_common.py")] if script.exists() else []
+        said = "".join(source.read_text() for source in sources)
+        own = words[next(number for number, word in enumerate(words) if ROOT / word == script) :]
+        options = {word.partition("=")[0] for word in own if word.startswith("--")}
+        return bool(sources) and (script.suffix != ".py" or all(f'"{option}"' in said for option in options))
+    at = next(number for number, word in enumerate(words) if word.startswith("dtrain."))
+    name, arguments = words[at].removeprefix("dtrain."), [word.replace("$PWD/", "") for word in words[at + 1 :]]
+    if name not in ENTRY_POINTS:
+        return False
+    if name == "launch" and arguments[:1] and arguments[0] in COMMANDS:
+        return all("=" not in argument and not argument.startswith("-") for argument in arguments)
+    code = call(importlib.import_module(f"dtrain.{name}"), arguments, monkeypatch)
+    # The others find nothing here that they could work on, and say so; 2 is a wrong usage.
+    return code == 0 or (code == 1 and name in ("pack", "predict", "report", "export"))
+
+
+def call(module: Any, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit code of an entry point in this process."""
+    monkeypatch.setattr(sys, "argv", [f"dtrain.{module.__name__}", *arguments])
+    try:
+        return module.main() or 0
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)

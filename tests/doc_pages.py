@@ -1,0 +1,123 @@
+"""README.md and docs/*.md as a reader uses them: blocks of code, code between words, links, headings.
+
+A block of bash is run by the tests, unless the line before it says why not:
+
+    <!-- not run: needs SLURM -->             the whole block is left out
+    <!-- not run (sbatch, srun): needs SLURM -->    only what these programs would do
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+_FENCE = re.compile(
+    r"(?:^<!-- not run(?: \((?P<programs>[\w, -]+)\))?: (?P<reason>.+?) -->\n)?"
+    r"^```(?P<language>\w*)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+_COMMAND = re.compile(r"-m dtrain\.|\b(?:scripts|slurm)/\w+\.(?:py|sh|sbatch)")
+_STARTS = re.compile(r"^\s*(?:python|torchrun|srun|sbatch|pip|bash|wandb) ", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Code between fences.
+
+    Attributes:
+        page: Its file.
+        line: Of the opening fence, from 1.
+        language: ``bash``, ``python``, ``yaml``, or ``""``.
+        text: What is between the fences.
+        reason: Why it is not run, or not all of it; None if it is.
+        programs: Those that are left out; empty with a reason: everything.
+    """
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    reason: str | None
+    programs: tuple[str, ...]
+
+    @property
+    def runs(self) -> bool:
+        """Whether at least a part of it is run."""
+        return self.reason is None or bool(self.programs)
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def blocks(page: Path, language: str | None = None) -> list[Block]:
+    """The blocks of a page, in their order; those of one language where one is given."""
+    text = page.read_text()
+    found = []
+    for match in _FENCE.finditer(text):
+        line = text.count("\n", 0, match.start("language")) + 1
+        programs = tuple(re.split(r",\s*", match["programs"])) if match["programs"] else ()
+        found.append(Block(page, line, match["language"], match["text"], match["reason"], programs))
+    return [block for block in found if language in (None, block.language)]
+
+
+def unfenced_commands(page: Path) -> list[str]:
+    """Commands in blocks that are not marked as bash, and in indented ones: nobody would run these."""
+    unmarked = [block.text for block in blocks(page, "")]
+    indented = re.findall(r"(?:^(?: {4}|\t).*\n)+", _prose(page), re.MULTILINE)
+    # Output may show a command, but does not begin with one.
+    return [text for text in [*unmarked, *indented] if _STARTS.match(text)]
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """All command lines of dtrain and its scripts that a page shows, run or not, as words; placeholders are taken out."""
+    for block in blocks(page):
+        if block.language in ("bash", ""):
+            for line in block.text.replace("\\\n", " ").splitlines():
+                if _COMMAND.search(line) and (block.language == "bash" or _STARTS.match(line)):
+                    yield from _words(line)
+    for code in inline_code(page):
+        if _COMMAND.search(code) and " " in code:
+            yield from _words(code)
+
+
+def inline_code(page: Path) -> list[str]:
+    """What stands between backticks in sentences and tables."""
+    return [code.replace("\\|", "|") for code in re.findall(r"`([^`\n]+)`", _prose(page))]
+
+
+def links(page: Path) -> list[str]:
+    """Targets of links and pictures."""
+    return re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", _prose(page)))
+
+
+def anchors(page: Path) -> set[str]:
+    """What ``#...`` may name on a page, as GitHub makes it of headings."""
+    headings = re.findall(r"^#+ (.+)$", _prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def is_placeholder(word: str) -> bool:
+    """Whether a word stands for what a reader puts there: ``DIR``, ``KEY=VALUE``, ``run.dir=DIR``, ``...``, ``[more]``."""
+    value = word.rpartition("=")[2].strip("'\"")
+    return "..." in word.replace("}..{", "") or word.startswith("[") or bool(re.fullmatch(r"[A-Z][A-Z0-9_]*", value))
+
+
+def _prose(page: Path) -> str:
+    return _FENCE.sub("", page.read_text())
+
+
+def _words(line: str) -> Iterator[list[str]]:
+    words: list[str] = []
+    for word in shlex.split(line, comments=True):
+        if word in ("&&", "||", ";", "|", ">"):
+            yield words
+            words = []
+        elif not is_placeholder(word):
+            words.append(word)
+    yield words

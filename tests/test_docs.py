@@ -1,0 +1,296 @@
+"""README.md and docs/: commands run or are accepted, keys exist, links lead somewhere, the page of keys is fresh."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from omegaconf import OmegaConf
+
+from dtrain import doctor, export
+from dtrain.config import app
+from dtrain.config.app import Composed, conf_dir
+from dtrain.config.schema import Config
+from dtrain.launching.commands import COMMANDS
+from tests.doc_commands import ENTRY_POINTS, accepted, call, compose_only, user_presets
+from tests.doc_keys import GROUPS, check_code, is_key
+from tests.doc_pages import (
+    PAGES,
+    ROOT,
+    anchors,
+    blocks,
+    commands,
+    inline_code,
+    links,
+    unfenced_commands,
+)
+from tests.doc_world import execute, make_world, shortened
+
+by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+#: Commands of any page that were accepted or are told of; several pages show the same.
+SEEN: set[tuple[str, ...]] = set()
+
+
+# -- commands: run, or accepted by the program that they name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("digits")
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(block.runs for block in blocks(page, "bash"))], ids=lambda page: page.name
+)
+def test_what_a_page_says_to_type_works(page: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    world = make_world(tmp_path, tmp_path_factory.getbasetemp())
+    for block in blocks(page, "bash"):
+        if block.runs:
+            try:
+                execute(block.text, world, block.programs)
+            except AssertionError as error:
+                pytest.fail(f"{block}: {error}", pytrace=False)
+
+
+@by_page
+def test_commands_are_in_blocks_of_bash_where_they_are_run_or_say_why_not(page: Path) -> None:
+    assert unfenced_commands(page) == []
+    known = {"bash", "python", "yaml", ""}
+    assert {block.language for block in blocks(page)} <= known, "say ```bash for what is to be typed"
+    empty = [
+        str(block) for block in blocks(page) if block.reason is not None and block.language not in ("bash", "python")
+    ]
+    assert empty == [], "only blocks of bash and python are run, so others need no reason"
+
+
+@by_page
+def test_every_command_of_a_page_is_accepted_with_its_options_and_keys(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    compose_only(monkeypatch)
+    monkeypatch.setenv("DTRAIN_CIFAR10", "somewhere")
+    for name in ("mine", "old"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "overrides.yaml").write_text("{overrides: [experiment=digits], config_dirs: []}")
+    user_presets(tmp_path)
+    for words in commands(page):
+        if tuple(words) not in SEEN:
+            SEEN.add(tuple(words))
+            assert accepted(words, monkeypatch), f"{page.name}: {shlex.join(words)}"
+
+
+def test_a_command_that_nobody_would_accept_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    compose_only(monkeypatch)
+    train = "torchrun --standalone -m dtrain.train experiment=digits"
+    for wrong in (
+        f"{train} train.max_stepz=5",
+        f"{train} train.max_steps=many",
+        "python -m dtrain.launch launch=slurm experiment=digits launch.noodles=2",
+        "python -m dtrain.doctor --secondz 3",
+        "python -m dtrain.pack imagefolder photos shards --vale 0.1",
+        "python -m dtrain.predict artefact photo.jpg --tops 3",
+        "python -m dtrain.nothing",
+        "python scripts/bench_order.py --no-such-option",
+        "bash scripts/no_such_script.sh",
+    ):
+        assert not accepted(wrong.split(), monkeypatch), wrong
+    assert accepted(train.split(), monkeypatch)
+
+
+def test_a_block_that_fails_or_that_nobody_marked_is_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```bash\ntrue\nfalse | cat\ntouch after\n```\n"
+        "<!-- not run: needs SLURM -->\n```bash\nfalse\n```\n"
+        "<!-- not run (sbatch, srun): need SLURM -->\n```bash\nsbatch job\nsrun x && touch here\n```\n"
+        "```\npython -m dtrain.train\n```\n\n    torchrun -m dtrain.train\n"
+    )
+    fails, left_out, partly = blocks(page, "bash")
+    assert (fails.runs, left_out.runs, partly.runs) == (True, False, True)
+    with pytest.raises(AssertionError, match="exit code 1"):
+        execute(fails.text, tmp_path, fails.programs)
+    execute(partly.text, tmp_path, partly.programs)
+    assert ((tmp_path / "after").exists(), (tmp_path / "here").exists()) == (False, True)
+    assert len(unfenced_commands(page)) == 2
+
+
+@pytest.mark.parametrize("name", ENTRY_POINTS)
+def test_every_entry_point_says_how_it_is_used(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = importlib.import_module(f"dtrain.{name}")
+    assert call(module, ["--help"], monkeypatch) == 0
+    said = capsys.readouterr().out
+    assert f"dtrain.{name}" in said
+    wanted = {
+        "train": [f"{group}:" for group in GROUPS],
+        "evaluate": ["checkpoint=", "weights=", "out=", "precision="],
+        "export": [f"{option}=" for option in export.OPTIONS],
+        "launch": [*COMMANDS, "--multirun", "launch.dry_run"],
+    }
+    for option in wanted.get(name, []):
+        assert option in said, option
+    for key in re.findall(r"(?:launch|export|run)\.\w+(?==)", said):
+        assert is_key(key), key
+
+
+def test_numerics_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        doctor.main(["numerics", "--help"])
+    assert "steps=N" in capsys.readouterr().out
+
+
+def test_a_documented_command_is_only_made_longer_where_it_would_take_long() -> None:
+    assert shortened(["-m", "dtrain.train", "experiment=digits"])[3:] != []
+    assert shortened(["-m", "dtrain.predict", "artefact", "photo.jpg"])[4:] == []
+    assert shortened(["-m", "dtrain.doctor", "numerics", "--ops"])[4:] == []
+
+
+# -- code between words: keys and values
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "config.md"], ids=lambda page: page.name
+)  # that one is made of the schema
+def test_every_key_that_a_page_names_exists_and_takes_the_value_that_it_gives(page: Path) -> None:
+    wrong = []
+    for code in dict.fromkeys(inline_code(page)):
+        try:
+            check_code(code)
+        except Exception as error:  # noqa: BLE001 - whatever refuses it, the page is to be told
+            wrong.append(f"`{code}`: {error}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("wrong", ["trian.max_steps=5", "train.max_steps=x", "data.num_wrokers", "precision=fp17"])
+def test_a_key_or_value_that_does_not_exist_is_noticed(wrong: str) -> None:
+    with pytest.raises(Exception, match=r".+"):
+        check_code(wrong)
+
+
+# -- python and yaml
+
+
+@by_page
+def test_blocks_of_python_compile_and_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT))
+    names = reader_names(tmp_path) if any(block.reason is None for block in blocks(page, "python")) else {}
+    for block in blocks(page, "python"):
+        code = compile(block.text, str(block), "exec")
+        if block.reason is None:
+            exec(code, names)
+
+
+@by_page
+def test_blocks_of_yaml_are_configs(page: Path, tmp_path: Path) -> None:
+    for number, block in enumerate(blocks(page, "yaml")):
+        content = yaml.safe_load(block.text)
+        if "defaults" in content:
+            folder = tmp_path / str(number)
+            (folder / "experiment").mkdir(parents=True)
+            (folder / "experiment" / "documented.yaml").write_text(block.text)
+            app.run(lambda composed: None, ["--config-dir", str(folder), "experiment=documented"])
+        else:
+            OmegaConf.merge(OmegaConf.structured(Config), content)
+
+
+# -- links
+
+
+@by_page
+def test_links_and_pictures_of_a_page_lead_somewhere(page: Path) -> None:
+    dead = []
+    for link in links(page):
+        if re.match(r"\w+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            dead.append(link)
+    assert dead == []
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached, new = set(), {ROOT / "README.md"}
+    while new:
+        page = new.pop()
+        reached.add(page)
+        targets = {(page.parent / link.partition("#")[0]).resolve() for link in links(page) if "://" not in link}
+        new |= {target for target in targets if target.suffix == ".md" and target.exists()} - reached
+    assert set(PAGES) <= reached
+
+
+# -- docs/config.md
+
+
+def test_the_page_of_keys_is_what_its_script_writes(config_page: Any) -> None:
+    written = (ROOT / "docs" / "config.md").read_text()
+    assert written == config_page.page(), "docs/config.md is stale: run `python scripts/config_page.py`"
+
+
+def test_the_page_of_keys_has_all_keys_of_a_config_and_all_presets() -> None:
+    page = (ROOT / "docs" / "config.md").read_text()
+    composed: list[Composed] = []
+    app.run(composed.append, [])
+    rows = re.findall(r"^\| `([\w.]+)` \|", page, re.MULTILINE)
+    assert sorted(rows) == sorted(leaves(OmegaConf.to_container(composed[0].cfg, resolve=False)))
+    for preset in conf_dir().glob("*/*.yaml"):
+        assert f"(../conf/{preset.parent.name}/{preset.name})" in page
+
+
+def test_a_key_without_a_word_about_it_is_refused_by_name(config_page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    meanings = config_page.meanings
+    monkeypatch.setattr(config_page, "meanings", lambda kind: {**meanings(kind), "lanes": ""})
+    with pytest.raises(ValueError, match=r"data\.lanes: no word"):
+        config_page.page()
+
+
+# -- what the tests above stand on
+
+
+@pytest.fixture
+def config_page(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return importlib.import_module("config_page")
+
+
+def leaves(node: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted names of a config's values; what a ``_target_`` takes, and an empty map, count as one."""
+    if isinstance(node, dict) and node and "_target_" not in node:
+        for key, value in node.items():
+            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix
+
+
+def reader_names(folder: Path) -> dict[str, Any]:
+    """What blocks of python leave to the reader: shards, a loss, the rank."""
+    from PIL import Image
+
+    from tests.data.shards_for_tests import write_tar
+
+    (folder / "shards").mkdir()
+    image = folder / "image.jpg"
+    Image.new("RGB", (30, 20)).save(image)
+    samples: list[tuple[str, dict[str, Any]]] = [
+        (f"s{number}", {"jpg": image.read_bytes(), "cls": b"1"}) for number in range(4)
+    ]
+    write_tar(folder / "shards" / "train-000000.tar", samples)
+    loss: Callable[..., torch.Tensor] = torch.nn.CrossEntropyLoss(reduction="none")
+    return {
+        "rank": 0,
+        "world_size": 1,
+        "device": torch.device("cpu"),
+        "my_loss": loss,
+        "torch": torch,
+        "self": SimpleNamespace(),
+    }
