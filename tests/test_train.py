@@ -182,7 +182,13 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback_first(tmp_path: Path
     assert status(tmp_path)["reason"] == "rank 1 failed: ZeroDivisionError: a bug of the user's"
 
 
-@pytest.mark.parametrize("how", ["SIGTERM to torchrun", "SIGUSR1 to one worker", "STOP file"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "SIGTERM to torchrun",
+        *(pytest.param(how, marks=pytest.mark.slow) for how in ("SIGUSR1 to one worker", "STOP file")),
+    ],
+)
 def test_a_stop_request_stops_both_ranks_after_the_same_step(tmp_path: Path, how: str) -> None:
     command = [
         sys.executable,

@@ -72,6 +72,7 @@ def written(folder: Path, dtype: str = "fp32", **model: Any) -> Path:
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.slow
 def test_an_artefact_and_its_fp32_twin_are_measured_in_processes_of_their_own(tmp_path: Path) -> None:
     description = described("bf16")
     options = ExportConfig(batch=[1, 2], max_memory_gib=4 * MIB / 1024)

@@ -94,6 +94,7 @@ def test_a_slow_all_reduce_is_the_limit(tmp_path: Path, digits: Path) -> None:
     assert "communication limits this run" in text
 
 
+@pytest.mark.slow
 def test_a_mistake_of_one_rank_ends_all_of_them_and_leaves_nothing(
     tmp_path: Path, digits: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,6 +53,7 @@ def test_the_others_learn_who_failed_first_instead_of_a_broken_connection() -> N
     assert set(others) == {"PeerFailed: rank 1 failed: ZeroDivisionError: the culprit"}
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_killed_is_named_as_the_reason_instead_of_a_broken_connection() -> None:
     def rank(number: int) -> None:
         with process_group(timeout=20):
@@ -65,6 +66,7 @@ def test_a_rank_that_was_killed_is_named_as_the_reason_instead_of_a_broken_conne
     assert "dtrain.config.errors.PeerLost: another rank is gone and has not said why" in failed.value.reports[0]
 
 
+@pytest.mark.slow
 def test_a_collective_ends_after_the_time_out_of_a_step() -> None:
     def rank(number: int) -> bool:
         with process_group(timeout=60):

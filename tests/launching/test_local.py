@@ -36,6 +36,7 @@ def when_training(run_dir: Path, act: Callable[[], None]) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
+@pytest.mark.slow
 def test_a_run_has_the_losses_of_two_ranks_started_otherwise(tmp_path: Path, digits: Path) -> None:
     assert run_of(tmp_path / "a", "launch.processes_per_node=2", "train.max_steps=8") == 0
     assert status(tmp_path / "a")["state"] == "finished"
@@ -44,13 +45,8 @@ def test_a_run_has_the_losses_of_two_ranks_started_otherwise(tmp_path: Path, dig
     assert metrics(tmp_path / "a") == pytest.approx(metrics(tmp_path / "b"), rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGUSR1,
-        *(pytest.param(s, marks=pytest.mark.slow) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_the_launcher_saves_and_stops(tmp_path: Path, digits: Path, number: signal.Signals) -> None:
     before = signal.getsignal(number)
     when_training(tmp_path, lambda: os.kill(os.getpid(), number))

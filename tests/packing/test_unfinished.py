@@ -90,6 +90,7 @@ def test_another_plan_is_refused_with_the_difference(command, tmp_path, capsys):
     assert content(tmp_path / "dst") == before
 
 
+@pytest.mark.slow
 def test_any_number_of_processes_writes_the_same_bytes(command, tmp_path):
     for processes in ("1", "3"):
         assert main([*command, "--processes", processes, str(tmp_path / processes)]) == 0

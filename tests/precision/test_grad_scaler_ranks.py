@@ -145,6 +145,7 @@ def test_what_is_no_state_is_an_error_on_every_rank(state: Any) -> None:
     assert "rank 0 was given no gradient scaler's state" in second
 
 
+@pytest.mark.slow
 def test_a_rank_that_loads_alone_is_told_so_in_time() -> None:
     def work(rank: int) -> None:
         if rank == 0:

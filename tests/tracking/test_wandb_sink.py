@@ -174,6 +174,7 @@ def test_no_secret_of_the_command_line_gets_into_what_wandb_sends(tmp_path, note
     assert not [path for path in written if b"hunter2" in path.read_bytes()]
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_there_is_reported_once_and_holds_up_nothing(tmp_path, home):
     # In a process of its own: wandb reads its environment once.
     script = f"""

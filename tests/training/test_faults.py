@@ -59,6 +59,7 @@ def test_a_run_without_faults_has_the_plain_loop_and_the_plain_checkpoints(
     assert made == [Loop, Loop]
 
 
+@pytest.mark.slow
 def test_a_crashed_run_that_is_started_again_ends_as_if_it_had_not_happened(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -78,6 +78,7 @@ def test_s04_a_sharded_optimizer_behind_ddp_agrees_in_both() -> None:
         assert_right(results, flat(model.parameters()), {SKIP})
 
 
+@pytest.mark.slow
 def test_s04u_a_module_forgotten_outside_ddp_hangs_torch_and_is_one_skip_here() -> None:
     (model,) = alone(1, {SKIP}, adamw)
     assert_right(with_ours(2, zero, True), flat(model.parameters()), {SKIP})
