@@ -12,12 +12,15 @@ number: adding a step never waits for a device.
 from __future__ import annotations
 
 import math
+import time
 from array import array
 from collections.abc import Mapping
 
 import torch
 
 from dtrain.tracking.peak_memory import peak
+
+_LOOK_EVERY = 1.0  # seconds
 
 
 class Meter:
@@ -48,6 +51,8 @@ class Meter:
         self._counts = counts
         self.skipped_steps = skipped_steps
         self.bad_samples = bad_samples
+        self._peak: dict[str, float] = {}
+        self._looked = float("-inf")
         self.flops_per_sample: float | None = None
         self.peak_flops: float | None = None
         self._reset()
@@ -137,12 +142,18 @@ class Meter:
             record["data/bytes_per_sample"] = self._bytes / self._rows
         record["data/bad_samples"] = self.bad_samples
         if self._device is not None:
-            name, gib = peak(self._device)
-            record[name] = gib
-            if self._device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(self._device)
+            record |= self._memory(self._device)
         self._reset()
         return record
+
+    def _memory(self, device: torch.device) -> dict[str, float]:
+        now = time.monotonic()
+        # Asking the kernel for the process's memory takes as long as all the rest of a record.
+        if device.type == "cuda" or now - self._looked > _LOOK_EVERY:
+            self._peak, self._looked = dict([peak(device)]), now
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        return self._peak
 
     def _speed(self) -> dict[str, float]:
         ordered = sorted(self._seconds)
