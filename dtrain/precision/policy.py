@@ -71,11 +71,6 @@ class Precision:
         """True in fp16 only: bf16 and fp32 have the same exponent range."""
         return self.compute_dtype == torch.float16
 
-    @property
-    def export_dtype(self) -> torch.dtype:
-        """The dtype of weights exported from such a run unless another is asked for: the compute dtype."""
-        return self.compute_dtype
-
     def wire_dtype(self, role: str) -> torch.dtype | None:
         """The dtype in which a worker hands over a field of that role; None where it keeps the dtype it has.
 

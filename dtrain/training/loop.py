@@ -235,7 +235,7 @@ class Loop:
         improved = False
         if last or (epoch_ended if every is None else every > 0 and step % every == 0):
             evaluation = self._evaluate()
-            metrics = {f"eval/{name}": value for name, value in evaluation.items()} if evaluation is not None else {}
+            metrics = evaluation.record() if evaluation is not None else {}
             improved = self._saves.is_best(metrics)
         if last or improved or self._save_asked or (self._save_every and step % self._save_every == 0):
             self._save(metrics, final=last)
@@ -259,7 +259,7 @@ class Loop:
                 epoch=parts.progress.evaluations,
             )
             parts.progress.evaluations += 1
-            metrics = {f"eval/{name}": value for name, value in result.items()}
+            metrics = result.record()
             if self._timing is not None:
                 self._journal.record(self._position(parts.step.step, parts.step.applied_steps, self._timing) | metrics)
             logger.info("step %d: %s", parts.step.step, metrics)

@@ -32,6 +32,10 @@ class Evaluation(Mapping[str, float]):
     def __len__(self) -> int:
         return len(self.metrics)
 
+    def record(self) -> dict[str, float]:
+        """The metrics by their names in metrics.jsonl."""
+        return {f"eval/{name}": value for name, value in self.metrics.items()}
+
     @property
     def not_finite(self) -> list[str]:
         """Names of the metrics that are infinite or not a number."""

@@ -109,7 +109,7 @@ def group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """What each parameter group holds beside its parameters and its learning rate, which the schedule sets; plain values,
     and tensors of a few numbers as ``{"tensor": numbers, "dtype": name}``."""
     return [
-        {k: _number_or_list(v) for k, v in group.items() if k not in ("params", "lr")}
+        {k: _as_json(v) for k, v in group.items() if k not in ("params", "lr")}
         for group in optimizer.param_groups
     ]
 
@@ -181,7 +181,7 @@ def _refuse_new_options(optimizer: torch.optim.Optimizer, state: Mapping[int, Ma
                     )
 
 
-def _number_or_list(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     # Some optimizers, such as timm's Lamb, count in a tensor.
     if isinstance(value, Tensor) and value.numel() <= _FEW:
         return {"tensor": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
@@ -189,7 +189,7 @@ def _number_or_list(value: Any) -> Any:
 
 
 def _as_it_was(value: Any, built: Any) -> Any:
-    """The inverse of ``_number_or_list``; a tensor comes to where the optimizer has made its own."""
+    """The inverse of ``_as_json``; a tensor comes to where the optimizer has made its own."""
     if not _is_tensor(value):
         return value
     device = built.device if isinstance(built, Tensor) else None

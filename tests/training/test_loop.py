@@ -13,6 +13,7 @@ from dtrain.tracking.jsonl import JsonlSink
 from dtrain.training import journal, loop
 from dtrain.training.checkpoint import Checkpoint, Checkpoints
 from dtrain.training.evaluation import evaluate
+from dtrain.training.result import Evaluation
 from tests.ranks import RanksFailed
 from tests.runs import metrics, records, status, train_on
 
@@ -203,10 +204,10 @@ def test_evaluations_come_when_they_were_asked_for_and_at_the_end(
     assert [record["step"] for record in records(tmp_path) if "eval/loss" in record] == steps
 
 
-def scripted_accuracies(*accuracies: float) -> Callable[..., dict[str, float]]:
+def scripted_accuracies(*accuracies: float) -> Callable[..., Evaluation]:
     """In place of ``evaluate``: one value after the other."""
     values = iter(accuracies)
-    return lambda *args, **kwargs: {"loss": 1.0, "accuracy": next(values)}
+    return lambda *args, **kwargs: Evaluation({"loss": 1.0, "accuracy": next(values)})
 
 
 def test_the_best_checkpoint_stays_over_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
