@@ -108,10 +108,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple
 def group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """What each parameter group holds beside its parameters and its learning rate, which the schedule sets; plain values,
     and tensors of a few numbers as ``{"tensor": numbers, "dtype": name}``."""
-    return [
-        {k: _as_json(v) for k, v in group.items() if k not in ("params", "lr")}
-        for group in optimizer.param_groups
-    ]
+    return [{k: _as_json(v) for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
 
 
 def changed_groups(optimizer: torch.optim.Optimizer, built: list[dict[str, Any]]) -> list[dict[str, Any]]:
