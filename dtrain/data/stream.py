@@ -160,3 +160,6 @@ def _begin_worker(trainer: int, worker: int) -> None:
     for number in _LEFT_TO_THE_TRAINER:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_THE_TRAINER)
+    # A spawned worker takes its interpreter down, which aborts the process if the queue's thread comes back from C++ then: it
+    # packs batches that nobody waits for any more. Workers of the other start methods leave in this way anyhow.
+    atexit.register(os._exit, 0)

@@ -9,15 +9,19 @@ import signal
 import subprocess
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
 from dtrain.data import ShardLoader
+from dtrain.data.batch import Batch
 from dtrain.data.shard_file import ShardChanged
+from dtrain.data.stream import Stream
 from tests.data.shards_for_tests import LABEL, UNEVEN, epoch_of, write_numbered
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +51,34 @@ def alive(process: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+class PackedInCpp:
+    """Packing it takes the queue's thread into C++ and back, over and over for a few seconds."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        for _ in range(500_000):
+            torch.zeros(1).add_(1)
+        return PackedInCpp, ()
+
+
+class EndlessBatches(IterableDataset):
+    def __iter__(self) -> Iterator[Batch]:
+        valid = torch.ones(1, dtype=torch.bool)
+        yield Batch({"label": torch.zeros(1)}, ["key"], valid)
+        while True:
+            yield Batch({"label": PackedInCpp()}, ["key"], valid)
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver", "fork"])
+def test_a_worker_that_is_packing_when_the_stream_is_closed_does_not_abort(
+    start_method: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    loading = {"num_workers": 1, "prefetch_factor": 4, "multiprocessing_context": start_method}
+    stream = Stream(EndlessBatches(), loading, (0, 0), (100, 100), 1)  # type: ignore[arg-type]
+    stream.take()
+    stream.close()
+    assert capfd.readouterr().err == ""
 
 
 def test_workers_end_with_a_loader_that_is_collected_in_a_reference_cycle(shards: list[str]) -> None:
