@@ -24,12 +24,13 @@ from dtrain.config import app
 from dtrain.config.app import Composed
 from dtrain.config.errors import ConfigError
 from dtrain.config.json_option import add_json_option, write_json
-from dtrain.config.run import Run, is_run, recompose
+from dtrain.config.run import Run, recompose_if_run
 from dtrain.diagnosis.all_reduce import AllReduce
 from dtrain.diagnosis.finding import Finding, as_text
 from dtrain.diagnosis.machine import machine
 from dtrain.diagnosis.precisions import precisions
 from dtrain.diagnosis.world import ranks_agree
+from dtrain.distributed.collectives import decided_by_rank_zero
 from dtrain.distributed.network import settle_network
 from dtrain.distributed.orphan import end_with_torchrun
 from dtrain.distributed.process_group import process_group
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settle_network()
     if rest:
         codes: list[int] = []
-        app.run(lambda composed: codes.append(look_at_run(composed, options)), rest, rewrite=_of_a_run)
+        app.run(lambda composed: codes.append(look_at_run(composed, options)), rest, rewrite=recompose_if_run)
         return codes[0] if codes else 0  # none if Hydra was only asked to show the config
     try:
         return look_at_machine(options)
@@ -82,6 +83,7 @@ def look_at_machine(options: argparse.Namespace) -> int:
 def look_at_run(composed: Composed, options: argparse.Namespace) -> int:
     """Prints about this machine, the ranks and a run; returns the exit code."""
     from dtrain.diagnosis.examination import examine  # as above
+    from dtrain.diagnosis.saving import place_of
 
     app.require_choice(composed)
     cfg = composed.cfg
@@ -93,6 +95,7 @@ def look_at_run(composed: Composed, options: argparse.Namespace) -> int:
             if world.rank == 0:
                 print(f"... {text}", file=sys.stderr, flush=True)
 
+        decided_by_rank_zero(lambda: str(place_of(run.dir)))  # before a minute of measuring, not after
         found, all_reduce = _surroundings(world)
         examined = examine(cfg, run.dir, world, all_reduce, seconds=options.seconds, tell=tell)
     everything = [*found, *examined.findings]
@@ -127,15 +130,6 @@ def other_machines(world: World, found: list[Finding]) -> dict[str, list[Finding
     dist.all_gather_object(everybody, (socket.gethostname(), trouble if first_here else []))
     here = everybody[0][0]
     return {host: findings for host, findings in everybody if host != here and findings}
-
-
-def _of_a_run(arguments: list[str]) -> list[str]:
-    """The command line of the run in ``run.dir``, if there is one and no experiment is named."""
-    named = [argument.partition("=")[2] for argument in arguments if argument.startswith("run.dir=")]
-    chosen = any(argument.startswith("experiment=") for argument in arguments)
-    if not named or chosen or (len(arguments) > 1 and not is_run(named[0])):
-        return arguments
-    return recompose(arguments)
 
 
 def _code(found: Sequence[Finding]) -> int:

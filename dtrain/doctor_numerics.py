@@ -25,7 +25,7 @@ from dtrain.config import app
 from dtrain.config.app import Composed
 from dtrain.config.errors import ConfigError
 from dtrain.config.json_option import add_json_option, write_json
-from dtrain.config.run import take
+from dtrain.config.run import recompose_if_run, take
 from dtrain.config.schema import Config
 from dtrain.data import Batch, ShardLoader
 from dtrain.distributed.process_group import process_group
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
         }
         write_json(options.json, report.to_json() | told)
 
-    app.run(job, rest)
+    app.run(job, rest, rewrite=recompose_if_run)
     return 0
 
 

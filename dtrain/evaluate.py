@@ -26,8 +26,8 @@ from dtrain.tracking import evaluation_files, per_class
 from dtrain.tracking.console import print_banner
 from dtrain.tracking.evaluated import Evaluated, aligned, banner, not_finite, side_by_side
 from dtrain.training import build
-from dtrain.training.checkpoint import Checkpoints
 from dtrain.training.checkpoint_evaluation import evaluate_checkpoint
+from dtrain.training.checkpoints import Checkpoints
 from dtrain.training.loaders import prepare_data
 
 USAGE = """Usage

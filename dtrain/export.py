@@ -21,12 +21,13 @@ from dtrain.config.errors import ConfigError, users_to_fix
 from dtrain.config.run import Run, recompose, take, without_secrets
 from dtrain.config.schema import Config
 from dtrain.data.class_names import class_names
-from dtrain.deployment import artefact, cost, divergence, graph, measure_command
+from dtrain.deployment import artefact, cost, divergence, measure_command
 from dtrain.deployment.casting import cast, check_range
 from dtrain.deployment.comparison import compare
-from dtrain.deployment.description import DESCRIPTION, DTYPES, FILES, SAFETENSORS, Description
+from dtrain.deployment.description import DESCRIPTION, DTYPES, Description
 from dtrain.deployment.divergence import Departure
 from dtrain.deployment.folding import fold, foldable, outside
+from dtrain.deployment.formats import FORMATS
 from dtrain.deployment.program import Program, RowSpec
 from dtrain.deployment.reference import Reference
 from dtrain.deployment.summary import summary
@@ -38,7 +39,7 @@ from dtrain.precision import Precision
 from dtrain.precision.scripted import refuse_scripted
 from dtrain.tracking.console import print_banner
 from dtrain.training import build
-from dtrain.training.checkpoint import Checkpoints
+from dtrain.training.checkpoints import Checkpoints
 from dtrain.training.state import load_weights
 
 USAGE = """Usage
@@ -51,6 +52,7 @@ Options
   export.format=safetensors      weights in a safetensors file, the model built by its _target_
   export.format=pt2              a program for torch.export.load, which needs no training code
   export.format=aotinductor      the same compiled for this kind of machine; needs a C++ compiler
+  export.format=onnx             a graph for onnxruntime and others, fp32 or fp16; needs the extra dtrain[onnx]
   export.format=[FORMAT,...]     several, each in a folder of its name in export.out
   export.out=DIR2                folder to write (default: DIR/export); an artefact that is there is replaced
   export.tolerance=X             largest error of an output, as a part of the largest one (fp32 0.001, fp16 0.01, bf16 0.08)
@@ -105,10 +107,10 @@ def export(composed: Composed, which: str, weights: str, samples: str) -> None:
     compared, image = reference.samples, reference.image
     classes = class_names(cfg.data)
     example = reference.example(world.device)
-    if example is None and places.keys() & {graph.PT2, graph.AOTINDUCTOR}:
+    if example is None and any(FORMATS[stored_as].traced for stored_as in places):
         raise ConfigError(
             f"export.format: {' and '.join(places)}: a program is traced with rows, and nobody saw any "
-            f"({reference.why_not}). Set data.eval and samples, or use export.format={SAFETENSORS}."
+            f"({reference.why_not}). Set data.eval and samples, or use export.format=safetensors."
         )
     tolerance = Tolerance.of(cfg.export, len(compared.rows) if compared is not None else 0)
 
@@ -150,9 +152,10 @@ def export(composed: Composed, which: str, weights: str, samples: str) -> None:
                 "task": run.config["task"].get("_target_"),
                 "metrics": checkpoint.state.get("metrics", {}),
             },
-            versions={"dtrain": __version__, "torch": torch.__version__},
+            versions={"dtrain": __version__, "torch": torch.__version__, **FORMATS[stored_as].versions()},
             channels_last=cfg.train.channels_last,
         )
+        device = description.format.runs_on(world.device)
         # -- written aside, compared as it is on disk, then put in place
         with artefact.replacing(out) as folder:
             artefact.write(folder, program, description, example)
@@ -166,11 +169,11 @@ def export(composed: Composed, which: str, weights: str, samples: str) -> None:
                 "became_zero": vanished,
                 "comparison": None,
                 "not_compared": reference.why_not,
-                "device": str(world.device),
+                "device": str(device),
                 "versions": description.versions,
             }
             if compared is not None:
-                comparison = compare(folder, compared)
+                comparison = compare(folder, compared, device)
                 require_close(comparison, tolerance, description, departures)
                 report["comparison"] = comparison.report(tolerance)
             twin = in_fp32 if precision.name != "fp32" else None
@@ -209,14 +212,14 @@ def destinations(cfg: Config, run: Run) -> dict[str, Path]:
     """Where the artefact of each wanted format goes.
 
     Raises:
-        ConfigError: If there is no such format, no compiler for it, or something else lies in the place.
+        ConfigError: If there is no such format, something that it needs is missing, or something else lies in the place.
     """
     wanted = cfg.export.format
     formats = [wanted] if isinstance(wanted, str) else list(wanted or [])
-    if not formats or not {*formats} <= FILES.keys():
-        raise ConfigError(f"export.format: got {wanted!r}, want one or several of {', '.join(FILES)}.")
-    if graph.AOTINDUCTOR in formats:
-        graph.require_compiler()
+    if not formats or not {*formats} <= FORMATS.keys():
+        raise ConfigError(f"export.format: got {wanted!r}, want one or several of {', '.join(FORMATS)}.")
+    for stored_as in formats:
+        FORMATS[stored_as].check(cfg.export.dtype)
     out = Path(cfg.export.out).expanduser().absolute() if cfg.export.out is not None else run.dir / "export"
     if isinstance(wanted, str):
         places = {wanted: out}

@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 
 from dtrain.config import app
 from dtrain.config.errors import ConfigError
+from dtrain.config.presets import nearest
 from dtrain.launching import local, slurm
 from dtrain.launching.commands import COMMANDS, run_command
 from dtrain.launching.outcome import FAILED, FINISHED, overall, print_table
@@ -65,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # An override of Hydra's has a "=" in it, so that no command line means both.
         if arguments and arguments[0] in COMMANDS:
             return run_command(arguments, _start)
+        if arguments and arguments[0].isidentifier():
+            raise ConfigError(f"there is no command {arguments[0]!r}. {nearest(arguments[0], COMMANDS)}")
         return _start(arguments)
     except ConfigError as error:
         sys.stderr.write(f"dtrain: error: {error}\n")

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     failed = False
     try:
-        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.device(options.device) if options.device else None
         model = artefact.load(options.artefact, device, trust=options.trust)
         for warning in model.warnings:
             _say(f"predict: {warning}")
@@ -163,7 +163,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--batch-size", type=_positive, default=32, metavar="N", help="files of one forward (default 32)"
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="where to compute (default: cuda where there is one)")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="where to compute (default: cuda where there is one, cpu for onnx)"
+    )
     parser.add_argument(
         "--trust",
         action="store_true",

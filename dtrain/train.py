@@ -23,11 +23,10 @@ from dtrain.distributed.run_lock import run_locked
 from dtrain.distributed.srun import join_srun
 from dtrain.distributed.stop import StopRequests
 from dtrain.distributed.time_limit import TimeLimit
-from dtrain.distributed.world import World
 from dtrain.tracking.console import print_banner
 from dtrain.tracking.failure import failures_recorded
 from dtrain.tracking.rank_log import close_rank_log, open_rank_log
-from dtrain.tracking.sinks import NullSinks, Sinks, build_sinks
+from dtrain.tracking.sinks import NullSinks, Sinks, build_sinks, tracker_mode
 from dtrain.tracking.status import read_status, write_status
 from dtrain.training import build
 from dtrain.training.banner import banner
@@ -55,6 +54,7 @@ def train(composed: Composed) -> None:
     ):
         # -- run: rank 0 alone writes the shared files of its directory
         faults = together(lambda: Faults.of(cfg.faults, run.dir, world.rank))
+        decided_by_rank_zero(lambda: tracker_mode(cfg.tracker))  # before hours of indexing, not after
         with users_to_fix("checkpoint"):
             checkpoints = faults.checkpoints(cfg.checkpoint)
         changes = decided_by_rank_zero(run.changes)
@@ -76,13 +76,13 @@ def train(composed: Composed) -> None:
         if cfg.train.deterministic:
             be_deterministic()
         seed_generators(world.device, cfg.run.seed)
-        model = build.build_model(cfg.model, world.device, cfg.train.channels_last)
+        model = together(lambda: build.build_model(cfg.model, world.device, cfg.train.channels_last))
         model = build.equip(model, cfg.train, cfg.parallel, world)
         precision.wrap_keep_fp32(model)
         with users_to_fix("train.ema_decay"):
             ema = Ema(model, cfg.train.ema_decay) if cfg.train.ema_decay is not None else None
-        task = build.by_target("task", cfg.task)
-        optimizer = build.build_optimizer(cfg.optimizer, model, world.device)
+        task = together(lambda: build.by_target("task", cfg.task))
+        optimizer = together(lambda: build.build_optimizer(cfg.optimizer, model, world.device))
         wrapped, guard = build.wrap(model, cfg.parallel, world, cfg.train.deterministic)
         step = TrainStep(
             wrapped,
@@ -118,12 +118,12 @@ def train(composed: Composed) -> None:
         parts.progress.interrupted(decided_by_rank_zero(lambda: status_before(run)))
         failure.facts = parts.progress.times
         end = last_step(cfg.train, train_data, step.step)
-        if step.step >= end:
+        if step.step >= end and not parts.progress.evaluation_due:
             report(run, parts, "finished", end, "already; raise train.max_steps or train.max_epochs")
             return
 
         # -- loop
-        sinks = together(lambda: open_sinks(run, cfg, world, step.step, end))
+        sinks = together(lambda: open_sinks(run, parts, end))
         if world.rank == 0:
             rows = banner(run, parts, start, end, horizon) | {
                 "restarts": parts.progress.interruptions(),
@@ -155,13 +155,22 @@ def train(composed: Composed) -> None:
         report(run, parts, state, end, reason)
 
 
-def open_sinks(run: Run, cfg: Config, world: World, step: int, end: int) -> Sinks | NullSinks:
-    """Rank 0's sinks, and its files cut back to ``step``; nothing on the other ranks."""
-    if world.rank != 0:
+def open_sinks(run: Run, parts: Parts, end: int) -> Sinks | NullSinks:
+    """Rank 0's sinks, and its files cut back to where ``parts`` are; nothing on the other ranks."""
+    if parts.world.rank != 0:
         return NullSinks()
+    step, due = parts.step.step, parts.progress.evaluation_due
     cut_ledgers(run.dir / "logs", step)
     with users_to_fix("tracker"):
-        return build_sinks(cfg.tracker, run.dir, run.name, without_secrets(run.config), step, total_steps=end)
+        return build_sinks(
+            parts.cfg.tracker,
+            run.dir,
+            run.name,
+            without_secrets(run.config),
+            step,
+            evaluation_due=due,
+            total_steps=end,
+        )
 
 
 def status_before(run: Run) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ from bench_common import command_line, finish, interleaved, resident_bytes, spre
 from dtrain.data import ShardLoader
 from dtrain.data.dataset import Share
 from dtrain.data.dataset_index import DatasetIndex
-from dtrain.data.fields import parse_fields
+from dtrain.data.field_options import parse_fields
 from dtrain.data.order import SHUFFLES, EpochOrder, Layout, Recipe, choose_lanes
 from dtrain.data.shard_source import ShardSource
 

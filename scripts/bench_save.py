@@ -20,7 +20,8 @@ import torch
 from bench_common import command_line, finish, ratio, spread, table
 from torch import nn
 
-from dtrain.training.checkpoint import Checkpoint, Checkpoints
+from dtrain.training.checkpoint import Checkpoint
+from dtrain.training.checkpoints import Checkpoints
 from dtrain.training.saver import Saver
 from dtrain.training.state import host_copy, optimizer_state
 

@@ -14,10 +14,10 @@ from dtrain.config.schema import Config, TrackerConfig, TrainConfig
 from dtrain.data import Batch, Generated, ShardLoader
 from dtrain.distributed.stop import StopRequests
 from dtrain.precision import Precision
+from dtrain.precision.host_vote import HostVote
 from dtrain.precision.loss_scale import LossScale
-from dtrain.precision.vote import HostVote
 from dtrain.tracking.sinks import NullSinks, Sinks, build_sinks
-from dtrain.training.checkpoint import Checkpoints
+from dtrain.training.checkpoints import Checkpoints
 from dtrain.training.loop import Loop
 from dtrain.training.parts import Parts, Progress
 from dtrain.training.schedule import WarmupCosine
@@ -82,16 +82,16 @@ def everything(setting: Setting) -> Contender:
 
 def vote(setting: Setting) -> Contender:
     """What dtrain's ranks say to each other in a step: packed, summed, decided on and read. In a world of one, without sum."""
-    voting = HostVote(CPU, setting.world.size)
+    voting = HostVote(setting.world.size)
     loss, count, right, norm, scale = (torch.tensor(value) for value in (2.3, ROWS, 6, 1.0, 1.0))
 
     def train(turn: Turn) -> None:
         for _ in turn:
-            sums = voting.sums([loss, count, right, count])
-            overflow = voting.overflow(norm, sums)
-            word = voting.cast(overflow, norm, scale, sums, stop=False, save=False, samples=ROWS, bad=0, nbytes=0)
-            voting.decide(word, scale, ROWS * setting.world.size, None)
-            voting.tally(word.tolist(), ["accuracy"])
+            voting.add([loss, count, right, count])
+            overflow = voting.overflow(norm)
+            voting.cast(overflow, norm, scale, stop=False, save=False, samples=ROWS, bad=0, nbytes=0)
+            voting.decide(scale, ROWS * setting.world.size, None)
+            voting.tally(["accuracy"])
 
     return train
 

@@ -13,7 +13,7 @@ import gpu_session_recipes as recipes
 from gpu_session_bench import SCRIPTS, Bench, Line, Skipped, Trained
 
 from dtrain.config.errors import ConfigError
-from dtrain.deployment import graph
+from dtrain.deployment.formats import FORMATS
 from dtrain.tracking.trace import TraceSummary
 from dtrain.training import spans
 
@@ -158,7 +158,7 @@ def _require_cifar10() -> None:
 def _formats(bench: Bench) -> list[str]:
     formats = ["safetensors", "pt2"]
     try:
-        graph.require_compiler()
+        FORMATS["aotinductor"].check("bf16")
     except ConfigError:
         return formats
     return formats if bench.quick else [*formats, "aotinductor"]

@@ -70,7 +70,7 @@ def is_section(key: str) -> bool:
 
 
 def is_file_name(word: str) -> bool:
-    return word.rpartition(".")[2] in ("md", "json", "yaml", "html", "py", "pt2", "safetensors")
+    return word.rpartition(".")[2] in ("md", "json", "yaml", "html", "py", "pt2", "onnx", "safetensors")
 
 
 def argument_names() -> set[str]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from dtrain import doctor as doctor_module
 from dtrain.config.errors import ConfigError
+from dtrain.config.run import recompose_if_run
 from dtrain.diagnosis import machine, precisions, world
 from dtrain.diagnosis.all_reduce import AllReduce
 from dtrain.diagnosis.finding import Finding, as_text
@@ -210,12 +211,12 @@ def test_the_config_is_that_of_the_run_unless_another_is_named(
     (tmp_path / "overrides.yaml").write_text(overrides)
     given = [argument.replace("RUN", str(tmp_path)).replace("NEW", str(tmp_path / "new")) for argument in typed]
     want = [argument.replace("RUN", str(tmp_path)).replace("NEW", str(tmp_path / "new")) for argument in composed]
-    assert doctor_module._of_a_run(given) == want
+    assert recompose_if_run(given) == want
 
 
 def test_a_directory_that_holds_no_run_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no run directory"):
-        doctor_module._of_a_run([f"run.dir={tmp_path}"])
+        recompose_if_run([f"run.dir={tmp_path}"])
 
 
 def test_between_the_sizes_that_were_measured_an_all_reduce_is_estimated() -> None:
@@ -242,3 +243,19 @@ def test_each_remedy_stands_under_its_finding() -> None:
         "                      -> do this",
         "                      -> or that",
     ]
+
+
+def test_a_run_directory_that_cannot_be_written_is_told_before_anything_is_measured(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+    monkeypatch.setattr(doctor_module, "_surroundings", lambda world: pytest.fail("something was measured"))
+
+    def rank(number: int) -> object:
+        with pytest.raises(SystemExit) as ended:
+            main(["experiment=digits", f"run.dir={in_the_way / 'run'}"])
+        return ended.value.code
+
+    assert run_ranks(1, rank, init=False) == [1]
+    assert f"run.dir: {in_the_way / 'run'} cannot be written, choose another one" in capfd.readouterr().err

@@ -21,7 +21,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from dtrain import evaluate
-from dtrain.training.checkpoint import Checkpoint, Checkpoints
+from dtrain.training.checkpoint import Checkpoint
+from dtrain.training.checkpoints import Checkpoints
 from tests.ranks import run_ranks
 from tests.tiny_run import NormNet, tiny_run
 

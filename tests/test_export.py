@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnx
+import onnx.numpy_helper
 import pytest
 import torch
 from PIL import Image
@@ -23,7 +25,8 @@ from dtrain.deployment import artefact
 from dtrain.deployment.casting import cast, check_range
 from dtrain.deployment.folding import fold, foldable, outside
 from dtrain.deployment.program import Program
-from dtrain.training.checkpoint import Checkpoint, Checkpoints
+from dtrain.training.checkpoint import Checkpoint
+from dtrain.training.checkpoints import Checkpoints
 from tests.tiny_run import STEPS, NormNet, tiny_run
 
 CPU = torch.device("cpu")
@@ -95,12 +98,20 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     """The tensors of an artefact, those of its preprocessing left out."""
     if (folder / "model.safetensors").exists():
         return load_file(folder / "model.safetensors")
-    return dict(torch.export.load(folder / "model.pt2").state_dict)
+    if (folder / "model.pt2").exists():
+        return dict(torch.export.load(folder / "model.pt2").state_dict)
+    stored = onnx.load(folder / "model.onnx").graph.initializer
+    named = {tensor.name: torch.from_numpy(onnx.numpy_helper.to_array(tensor).copy()) for tensor in stored}
+    return {name: tensor for name, tensor in named.items() if name.startswith("model.")}
 
 
 @pytest.mark.parametrize(
     ("name", "form", "dtype", "error"),
-    [("bf16", "pt2", torch.bfloat16, 0.1), ("fp16", "safetensors", torch.float16, 0.01)],
+    [
+        ("bf16", "pt2", torch.bfloat16, 0.1),
+        ("fp16", "safetensors", torch.float16, 0.01),
+        ("fp16", "onnx", torch.float16, 0.01),
+    ],
 )
 def test_half_precision_halves_the_bytes_and_the_report_tells_the_true_error(
     run_export: Callable[..., tuple[int, str]],
@@ -126,12 +137,15 @@ def test_half_precision_halves_the_bytes_and_the_report_tells_the_true_error(
     # Folding drops four vectors for each BatchNorm and its step count, and gives conv1 a bias.
     assert report["bytes"]["fp32"] == 4 * (floats + 2 * 4 * 8 - 8) + 2 * 8
     assert report["ratio"] == report["bytes"]["exported"] / report["bytes"]["fp32"]
-    if form == "pt2":
+    if form != "safetensors":
         Image.new("RGB", (20, 20)).save(tmp_path / "one.png")
         assert predict.main([str(out), str(tmp_path / "one.png")]) == 0  # it was made here
         monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "of another user"))
-        with pytest.raises(ConfigError, match=r"model\.pt2 is a program with code of its own.*--trust"):
-            artefact.load(out, CPU)
+        if form == "pt2":
+            with pytest.raises(ConfigError, match=r"model\.pt2 is a program with code of its own.*--trust"):
+                artefact.load(out, CPU)
+        else:
+            assert not artefact.load(out, CPU).warnings  # fp16 is slow on a CPU in torch only
     images, labels = test_set(digits)
     expected = fp64_outputs(trained(run_dir), images)
     got = artefact.load(out, CPU, trust=True).outputs(images).double()
@@ -211,8 +225,9 @@ def test_the_run_s_own_folder_is_the_default_and_a_second_export_takes_its_place
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["export.format=onnx"], ["export.format", "'onnx'", "safetensors"]),
-        (["export.format=[pt2,onnx]"], ["export.format", "'onnx'", "aotinductor"]),
+        (["export.format=gguf"], ["export.format", "'gguf'", "safetensors"]),
+        (["export.format=[pt2,gguf]"], ["export.format", "'gguf'", "aotinductor"]),
+        (["export.format=[pt2,onnx]"], ["export.dtype", "bf16", "onnx", "fp16 or fp32"]),
         (["export.format=pt2", "data.eval=null"], ["pt2", "data.eval is not set", "safetensors"]),
         (["export.tolerance=-1"], ["export.tolerance", "-1"]),
         (["export.dtype=int8"], ["export.dtype", "'int8'", "fp32, bf16, fp16"]),

@@ -15,8 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.run import get_args_parser
 
+from dtrain.data import Batch
+from dtrain.tasks import Classification
+from dtrain.training.task import Output
 from tests.runs import metrics, status, train_on, weights
 
 pytestmark = [pytest.mark.usefixtures("digits"), pytest.mark.slow]
@@ -105,6 +109,40 @@ def test_torchrun_restarts_a_run_that_crashes_and_it_ends_as_if_nothing_had_happ
     assert same_end(run_dir, whole, 12)
     assert (status(run_dir)["state"], status(run_dir)["restarts"]) == ("finished", 1)
     print({name: value for name, value in status(run_dir).items() if name.endswith("seconds")})
+
+
+class SlowToEvaluate(Classification):
+    """Waits in each micro-batch of an evaluation for as long as the environment says, and leaves a file beside it."""
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Output:
+        if not model.training and (seconds := os.environ.get("EVALUATION_WAITS")):
+            Path(os.environ["EVALUATION_HAS_BEGUN"]).touch()
+            time.sleep(float(seconds))
+        return super().__call__(model, batch)
+
+
+def test_sigterm_in_a_long_evaluation_stops_it_and_the_next_start_ends_as_if_nothing_had_happened(
+    tmp_path: Path,
+) -> None:
+    whole, run_dir, begun = tmp_path / "whole", tmp_path / "run", tmp_path / "begun"
+    # 48 micro-batches: more seconds than torchrun waits before it kills.
+    common = ("task._target_=tests.test_interruptions.SlowToEvaluate", "train.eval_every=3", "train.max_steps=6")
+    common = (*common, "train.max_epochs=null", "train.micro_batch_size=4", "checkpoint.every_steps=1000")
+    train_on(2, whole, *SMALL, *common)
+    slow = {"EVALUATION_WAITS": "1", "EVALUATION_HAS_BEGUN": str(begun)}
+    with started(run_dir, "train.log_every=1", *common, **slow) as running:
+        wait_for(running, tmp_path, begun.name)
+        asked = time.monotonic()
+        running.send_signal(signal.SIGTERM)
+        output = running.communicate(timeout=100)[0]
+        print(f"SIGTERM in an evaluation to the end of torchrun: {time.monotonic() - asked:.1f} s")
+    assert (status(run_dir)["state"], status(run_dir)["step"]) == ("stopped", 3), output
+    assert "SIGTERM (rank 0), SIGTERM (rank 1)" in status(run_dir)["reason"]
+    assert not metrics(run_dir, "eval/loss")
+    train_on(2, run_dir, *SMALL, *common)
+    assert status(run_dir)["state"] == "finished"
+    assert metrics(run_dir, "eval/loss") == metrics(whole, "eval/loss")
+    assert same_end(run_dir, whole, 6)
 
 
 def test_sigterm_to_a_run_that_hangs_says_where_before_torchrun_kills_it(tmp_path: Path) -> None:

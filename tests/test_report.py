@@ -16,12 +16,13 @@ import pytest
 import yaml
 from PIL import Image
 
+from dtrain import launch
 from dtrain.report import main
 from dtrain.tracking.history import History
 from dtrain.tracking.media import write_media
 from dtrain.tracking.status import write_status
 from tests.tiny_run import tiny_run
-from tests.tracking.report.runs_for_tests import run_of
+from tests.tracking.report.runs_for_tests import point_of, run_of
 
 
 def make_run(folder: Path, steps: int = 40, *, state: str = "finished", fp16: bool = True, **config: Any) -> Path:
@@ -119,6 +120,40 @@ def test_a_run_becomes_one_file_with_all_its_curves_and_nothing_from_outside(
     assert page.rows["time between first and last record"] == ["39 s"]
     assert page.rows["started with"] == ["experiment=digits"]
     assert "Peak memory: No run has recorded it." in page.text
+
+
+def test_a_directory_of_runs_is_a_table_of_them_on_the_page_and_on_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(12):
+        rate, seed = 10.0 ** -(number % 4), number // 4
+        settings = {"optimizer.lr": rate, "run.seed": seed}
+        point_of(tmp_path / "sweep" / str(number), settings, [number / 100], best="eval/accuracy")
+    alone = make_run(tmp_path / "<i>alone", steps=10)
+    (tmp_path / "sweep" / "dead").mkdir()
+    (tmp_path / "sweep" / "dead" / ".lock").touch()
+    assert main([str(tmp_path / "sweep"), str(alone)]) == 0
+    page = Page(tmp_path / "sweep" / "report.html")
+    assert "14 runs" in page.text
+    assert page.rows["best 1"][-2:] == ["finished", "<i>alone"]
+    assert page.rows["2"][:4] == ["\N{EN DASH}", "0.001", "2", "0.1100"]
+    assert "failed before its first step, nothing logged" in page.text
+    assert "Of 14 runs, what follows shows 7" in page.text
+    assert "Best eval/accuracy over optimizer.lr" in page.charts
+    out = capsys.readouterr().out.splitlines()
+    assert out[1].startswith("* ")
+    assert out[1].endswith("<i>alone")
+    assert [line.split()[-1] for line in out[2:5]] == ["11", "10", "9"]
+
+
+@pytest.mark.slow
+def test_the_points_of_a_sweep_are_found_by_the_settings_that_were_swept(tmp_path: Path, digits: Path) -> None:
+    sweep = ("experiment=digits", "tracker=none", "train.max_steps=2", f"run.dir={tmp_path / 'r'}")
+    assert launch.main(["--multirun", *sweep, "precision=fp32,bf16", "run.seed=1,2"]) == 0
+    page = Page(make_report(tmp_path))
+    assert {tuple(page.rows[place][:2]) for place in ("best 1", "2", "3", "4")} == {
+        (precision, seed) for precision in ("fp32", "bf16") for seed in "12"
+    }
 
 
 def test_runs_are_overlaid_and_their_configs_compared(tmp_path: Path) -> None:
@@ -236,9 +271,9 @@ def test_values_beyond_all_measure_are_no_error(tmp_path: Path) -> None:
 
 
 def test_more_runs_than_colours_are_told_apart_by_their_dashes(tmp_path: Path) -> None:
-    runs = [run_of(tmp_path / f"run-{number}", [{"step": 1, "train/loss": 1.0}]).path for number in range(9)]
+    runs = [run_of(tmp_path / f"run-{number}", [{"step": 1, "train/loss": 1.0}]).path for number in range(8)]
     keys = re.findall(r'<span>(<svg class="key".*?</svg>)run-\d', Page(make_report(*runs)).content)
-    assert len(set(keys)) == len(keys) == 9
+    assert len(set(keys)) == len(keys) == 8
 
 
 def test_the_page_shows_what_lies_beside_the_metrics(tmp_path: Path) -> None:
@@ -279,8 +314,8 @@ def test_the_last_lines_say_how_each_run_is(tmp_path: Path, capsys: pytest.Captu
     write_status(second, "failed", 40, "rank 1 failed: ValueError: no")
     make_report(first, second)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("a: ")
-    assert lines[1].startswith("b: not healthy: failed: rank 1 failed: ValueError: no")
+    assert lines[-3].startswith("a: ")
+    assert lines[-2].startswith("b: not healthy: failed: rank 1 failed: ValueError: no")
 
 
 def test_what_a_run_says_of_itself_does_nothing_to_the_terminal(
@@ -295,7 +330,7 @@ def test_what_a_run_says_of_itself_does_nothing_to_the_terminal(
     assert main([str(run), str(other), "--out", str(out), "--png", str(pictures)]) == 0
     told = capsys.readouterr().out
     assert all(line.isprintable() for line in told.splitlines())
-    assert "failed: ?[2J no?report: all is well ?" in told.splitlines()[0]
+    assert "failed: ?[2J no?report: all is well ?" in told.splitlines()[-3]
     assert Page(out).rows["note"] == ['[{"text": 1}]', "[{datetime.date(2026, 1, 1): 1}]"]
 
 

@@ -11,8 +11,9 @@ import pytest
 from PIL import Image
 
 from dtrain.report import main
-from tests.browser import view
+from tests.browser import View, view
 from tests.runs import status, torchrun
+from tests.tracking.report.runs_for_tests import point_of
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600), pytest.mark.usefixtures("digits")]
 
@@ -23,6 +24,7 @@ CHARTS = """[...document.querySelectorAll('.charts svg[role=img]')].map(svg => {
 TOO_WIDE = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 COLOURS = """[document.body, ...document.querySelectorAll('.charts svg text, .findings span, td, tbody th')].map(
     element => [getComputedStyle(element).color, getComputedStyle(element).fill, element.localName])"""
+ROW_HEIGHTS = "[...document.querySelector('table').tBodies[0].rows].map(row => row.getBoundingClientRect().height)"
 PAPER = "getComputedStyle(document.body).backgroundColor"
 
 
@@ -61,12 +63,8 @@ def test_the_report_of_a_troubled_run_is_whole_readable_and_quiet(
         chart = pixels[top : top + high, left : left + wide]
         assert chart.shape[:2] == (high, wide), title
         assert ((chart.max(axis=2) - chart.min(axis=2)) > 60).sum() > 100, f"{title}: no coloured line"
-    paper = _luminance(seen.results[PAPER])
-    assert (paper < 0.1) == dark
-    for colour, fill, element in seen.results[COLOURS]:
-        told = fill if element == "text" else colour
-        light, deep = sorted((paper, _luminance(told)), reverse=True)
-        assert (light + 0.05) / (deep + 0.05) >= 4.5, f"{element} in {told} on {seen.results[PAPER]}"
+    assert (_luminance(seen.results[PAPER]) < 0.1) == dark
+    _is_readable(seen)
 
 
 def test_runs_overlaid_are_whole_readable_and_quiet(run: Path, tmp_path: Path) -> None:
@@ -83,6 +81,32 @@ def test_runs_overlaid_are_whole_readable_and_quiet(run: Path, tmp_path: Path) -
     assert seen.requests == [page.as_uri()]
     assert seen.results[TOO_WIDE] == 0
     assert all(wide > 350 for _, _, _, wide, _ in seen.results[CHARTS])
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_table_of_a_sweep_is_whole_readable_and_quiet(tmp_path: Path, dark: bool) -> None:
+    for number in range(30):
+        settings = {"optimizer.lr": 10.0 ** -(number % 5), "run.seed": number // 5}
+        point_of(tmp_path / str(number), settings, [number / 40, number / 30])
+    assert main([str(tmp_path)]) == 0
+    page = tmp_path / "report.html"
+    seen = view(page, CHARTS, TOO_WIDE, COLOURS, PAPER, ROW_HEIGHTS, width=420, dark=dark)
+    assert seen.complaints == []
+    assert seen.requests == [page.as_uri()]
+    assert seen.results[TOO_WIDE] == 0
+    assert "Best eval/accuracy over optimizer.lr" in [title for title, *_ in seen.results[CHARTS]]
+    heights = seen.results[ROW_HEIGHTS]
+    assert len(heights) == 30
+    assert max(heights) < 40, "a run takes more than one line"
+    _is_readable(seen)
+
+
+def _is_readable(seen: View) -> None:
+    paper = _luminance(seen.results[PAPER])
+    for colour, fill, element in seen.results[COLOURS]:
+        told = fill if element == "text" else colour
+        light, deep = sorted((paper, _luminance(told)), reverse=True)
+        assert (light + 0.05) / (deep + 0.05) >= 4.5, f"{element} in {told} on {seen.results[PAPER]}"
 
 
 def _luminance(colour: str) -> float:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from dtrain.training import own_time
+from dtrain.training import loop, own_time
+from dtrain.training.evaluation import evaluate
+from dtrain.training.result import Evaluation
 from tests.runs import records, status, torchrun, train_on
 from tests.tracking.wandb_records import records as wandb_records
 from tests.tracking.wandb_records import rows, run_of
@@ -66,6 +70,30 @@ def test_a_run_that_was_killed_is_one_run_in_wandbs_files_with_each_step_once_an
     }
     assert any("media/confusion/path" in row for row in sent)
     assert not [r for piece in pieces for r in wandb_records(piece) if r.WhichOneof("record_type") == "alert"]
+
+
+def test_a_run_that_is_stopped_in_an_evaluation_is_whole_in_wandbs_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*args: Any, **kwargs: Any) -> Evaluation:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return evaluate(*args, **kwargs)
+
+    overrides = (
+        "model.width=4", "data.num_workers=0", "tracker=wandb", "tracker.mode=offline", "train.max_steps=6",
+        "train.log_every=2", "train.eval_every=2",
+    )  # fmt: skip
+    monkeypatch.setattr(loop, "evaluate", stopped)
+    train_on(1, tmp_path, *overrides)
+    assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("stopped", 2)
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+    train_on(1, tmp_path, *overrides)
+    assert status(tmp_path)["state"] == "finished"
+    sent = [row for piece in tmp_path.glob("wandb/*run-*/*.wandb") for row in rows(piece)]
+    for name in ("train/loss", "eval/loss"):
+        values = [(record["step"], record[name]) for record in records(tmp_path) if name in record]
+        assert [step for step, _ in values] == [2, 4, 6]
+        assert sorted((row["_step"], row[name]) for row in sent if name in row) == values
 
 
 def test_a_failed_run_ends_with_an_alert_and_a_line_that_says_why(tmp_path: Path) -> None:

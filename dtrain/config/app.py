@@ -2,8 +2,8 @@
 
 * Hydra composes; what it refuses (unknown keys, wrong types, unknown options) is shown as one message with the nearest
   valid name, on rank 0.
-* A ``ConfigError`` is shown without a traceback, on rank 0; any other exception with its traceback, on the rank that
-  raised it. Either way every rank exits with a code other than 0.
+* A ``ConfigError`` is shown without a traceback, on rank 0, an ``Explained`` on the rank that met it; any other exception
+  with its traceback, on the rank that raised it. Either way every rank exits with a code other than 0.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -26,8 +27,8 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from dtrain.config import resolvers, schema
-from dtrain.config.errors import ConfigError, PeerFailed
-from dtrain.config.explain import explain, repeated, unknown_keys
+from dtrain.config.errors import ConfigError, Explained, PeerFailed, in_brief
+from dtrain.config.explain import explain, number_for_an_option, repeated, unknown_keys, unknown_options
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -83,13 +84,14 @@ def run(
     except ConfigError as error:
         _say(str(error))
         raise SystemExit(EXIT_USAGE) from None
-    if problem := repeated(arguments):
+    if problem := (repeated(arguments) or unknown_options(arguments) or number_for_an_option(arguments, conf_dir())):
         _say(problem)
         raise SystemExit(EXIT_USAGE)
 
     def job(cfg: DictConfig) -> None:
         # Hydra turns an exception into sys.exit(1), which would hide it from torchrun's error file and from us. A user's
-        # mistake is kept out of that file: torchrun would bury the message under its tracebacks.
+        # mistake is kept out of that file, and what follows from another rank's: torchrun would bury the message under its
+        # tracebacks.
         try:
             composed = _composed(cfg)
             record(lambda: _noting(failures, main, composed))()
@@ -98,7 +100,7 @@ def run(
 
     try:
         _compose(job, arguments)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         _say(explain(error, arguments, conf_dir()))
         raise SystemExit(EXIT_USAGE) from None
     if failures:
@@ -130,7 +132,7 @@ def rank() -> int:
 def _noting(mistakes: list[Exception], main: Callable[[Composed], Any], composed: Composed) -> None:
     try:
         main(composed)
-    except ConfigError as error:
+    except (ConfigError, Explained, PeerFailed) as error:
         mistakes.append(error)
 
 
@@ -176,10 +178,13 @@ def _parent(cfg: Any, key: str) -> tuple[Any, str]:
 
 
 def _show(error: Exception) -> None:
-    if isinstance(error, (ConfigError, OmegaConfBaseException)) and not os.environ.get("DTRAIN_TRACEBACK"):
+    if isinstance(error, PeerFailed):
+        sys.stderr.write(f"dtrain: rank {rank()} stops: {in_brief(str(error))}\n")
+    elif isinstance(error, (ConfigError, OmegaConfBaseException)) and not os.environ.get("DTRAIN_TRACEBACK"):
         _say(str(error))
-    elif isinstance(error, PeerFailed):
-        sys.stderr.write(f"dtrain: rank {rank()} stops: {error}\n")
+    elif isinstance(error, Explained) and not os.environ.get("DTRAIN_TRACEBACK"):
+        message = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        sys.stderr.write(f"dtrain: error: {f'rank {rank()}: ' if rank() else ''}{message}\n")
     else:
         # One write: the lines of several ranks must not be mixed.
         text = "".join(traceback.format_exception(error))

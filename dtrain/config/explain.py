@@ -5,59 +5,67 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
+from dtrain.config.presets import explain_preset, groups, named_in, nearest, options
 from dtrain.config.schema import Config
 
 
-def nearest(name: str, valid: Iterable[str], most: int = 12) -> str:
-    """``Did you mean 'a'? Valid: a, b, c.``"""
-    names = sorted(valid)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    guess = f"Did you mean {close[0]!r}? " if close else ""
-    shown = ", ".join(names[:most]) + (", ..." if len(names) > most else "")
-    return f"{guess}Valid: {shown or 'none'}."
-
-
-def explain(error: HydraException | OmegaConfBaseException, arguments: Sequence[str], conf: Path) -> str:
+def explain(
+    error: HydraException | OmegaConfBaseException | yaml.YAMLError, arguments: Sequence[str], conf: Path
+) -> str:
     """What to tell a user whose config was refused.
 
     Args:
-        error: What Hydra or OmegaConf raised.
+        error: What Hydra, OmegaConf or YAML raised.
         arguments: The command line.
         conf: The folder of the config groups.
     """
+    if isinstance(error, yaml.YAMLError):
+        return f"a preset is no YAML: {' '.join(str(error).split())}."
     if isinstance(error, OverrideParseException):
         return (
-            f"{error.override!r} cannot be read: {str(error).splitlines()[-2 if 'hydra.cc' in str(error) else -1]}. "
-            "Write KEY=VALUE; quote values with braces, commas or spaces twice: 'data.train=\"shards/{000..009}.tar\"'."
+            f"{error.override!r} cannot be read{_why_unreadable(str(error))}. Write KEY=VALUE; quote values with braces, "
+            "commas, spaces or ~ twice: 'data.train=\"shards/{000..009}.tar\"'."
         )
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
-        group, _, option = str(error.missing_cfg_file).rpartition("/")
-        return f"{group}={option}: there is no such {group}. {nearest(option, error.options)}"
+    folders = [conf, *_config_dirs(arguments)]
+    if told := explain_preset(error, folders):
+        return told
     cause = _root(error)
     # A key that a preset file sets has lost its attributes on the way up; its text still has them.
     in_text = re.search(r"full_key: (\S+)", str(cause))
     key = getattr(cause, "full_key", None) or (in_text and in_text[1])
     if not key:
         return str(error)
+    preset = named_in(error)
+    place = f"{preset}.yaml: " if preset else ""
     if isinstance(cause, ValidationError) or "could not be converted" in str(cause):
         value = re.search(r"Value .*", str(cause))
-        return f"{_place(error)}{key}: {value[0] if value else cause}. {_wanted(key)}"
-    parent, _, name = key.rpartition(".")
-    valid = set(_children(parent, arguments, conf))
-    hint = nearest(name, valid)
-    if parent and _schema_at(parent) is None:
-        hint += f" To add it, write +{key}=..."
-    return f"{_place(error)}{key}: there is no such key{f' in {parent}' if parent else ''}. {hint}"
+        return f"{place}{key}: {value[0] if value else cause}. {_wanted(key)}"
+    if key in groups(folders) and key not in get_type_hints(Config):
+        return f"{place}{key} is a group, not a key. Choose from it in the defaults of a preset: `- {key}/NAME`."
+    return f"{place}{_no_such(key, arguments, conf)}"
+
+
+def unknown_options(arguments: Sequence[str]) -> str | None:
+    """A message if the command line has an option that Hydra does not know, such as ``--precision=bf16``."""
+    unknown = [option for option in get_args_parser().parse_known_args(arguments)[1] if option.startswith("-")]
+    if not unknown:
+        return None
+    return (
+        f"{unknown[0]}: there is no such option. Keys have no dashes: {unknown[0].lstrip('-').partition('=')[0]}=VALUE."
+    )
 
 
 def unknown_keys(cfg: DictConfig) -> Iterator[str]:
@@ -77,10 +85,12 @@ def repeated(arguments: Sequence[str]) -> str | None:
         if not equals or key.startswith("-"):
             continue
         if key in seen and seen[key] != argument:
-            return (
-                f"{key} is set more than once: {seen[key]} and {argument}. If it was one pattern with braces, your shell "
-                f"expanded it: quote it twice, '{key}=\"shards/train-{{000..009}}.tar\"'."
+            expanded = (
+                " If it was one pattern with braces, your shell expanded it: quote it twice, "
+                f"'{key}=\"shards/train-{{000..009}}.tar\"'."
             )
+            said = f"{key} is set more than once: {seen[key]} and {argument}."
+            return said + (expanded if key.startswith("data.") else " Keep one of them.")
         seen[key] = argument
     return None
 
@@ -96,9 +106,44 @@ def _unknown(node: DictConfig, kind: type, prefix: str) -> Iterator[str]:
                 yield from _unknown(child, hints[str(key)], f"{prefix}{key}.")
 
 
-def _place(error: BaseException) -> str:
-    named = re.match(r"In '([^']+)'", str(error))
-    return f"{named[1]}.yaml: " if named else ""
+def number_for_an_option(arguments: Sequence[str], conf: Path) -> str | None:
+    """A message if a group is given a number, such as ``precision=16``, which Hydra has no words for."""
+    folders = [conf, *_config_dirs(arguments)]
+    for argument in arguments:
+        group, _, value = argument.lstrip("+").partition("=")
+        if group in groups(folders) and re.fullmatch(r"[-+\d._e]*\d[-+\d._e]*|true|false|null", value, re.IGNORECASE):
+            return f"{argument}: there is no such {group}. {nearest('', options(group, folders))}"
+    return None
+
+
+def _why_unreadable(text: str) -> str:
+    """The reason in the words of Hydra's parser, without its pictures of where."""
+    reasons = [
+        line for line in text.splitlines() if line.strip(" ^") and "hydra.cc" not in line and "Exception: " not in line
+    ]
+    return f": {reasons[-1]}" if reasons else ""
+
+
+def _config_dirs(arguments: Sequence[str]) -> list[Path]:
+    given = get_args_parser().parse_known_args(arguments)[0].config_dir
+    return [Path(given)] if given else []
+
+
+def _no_such(key: str, arguments: Sequence[str], conf: Path) -> str:
+    """That there is no such key, and which one may be meant: one beside it, or one of such a name elsewhere."""
+    parent, _, name = key.rpartition(".")
+    valid = _children(parent, arguments, conf)
+    said = f"{key}: there is no such key{f' in {parent}' if parent else ''}."
+    free_form = bool(parent) and _schema_at(parent) is None
+    if not difflib.get_close_matches(name, valid, cutoff=0.75):
+        keys = OmegaConf.to_container(_chosen(arguments, conf), resolve=False)
+        elsewhere: dict[str, str] = {}
+        for path in sorted(_all_keys(keys), key=lambda path: path.count(".")):
+            elsewhere.setdefault(path.rpartition(".")[2], path)
+        if close := difflib.get_close_matches(name, elsewhere, n=1, cutoff=1.0 if free_form else 0.7):
+            return f"{said} Did you mean {elsewhere[close[0]]}?"
+    adding = f" To add it, write +{key}=..." if free_form else ""
+    return f"{said} {nearest(name, valid)}{adding}" if valid else f"{said}{adding}"
 
 
 def _root(error: BaseException) -> BaseException:
@@ -131,13 +176,27 @@ def _children(path: str, arguments: Sequence[str], conf: Path) -> list[str]:
     kind = _schema_at(path)
     if kind is not None:
         names = [field.name for field in dataclasses.fields(kind)]
-        return names + ([entry.name for entry in conf.iterdir() if entry.is_dir()] if not path else [])
+        return names + (groups([conf]) if not path else [])
     # A free-form node: what the chosen groups put there.
-    groups = [a for a in arguments if "=" in a and "." not in a.partition("=")[0] and not a.startswith("-")]
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(str(conf), version_base="1.3"):
-            node = OmegaConf.select(compose("train", groups), path)
-    except (HydraException, OmegaConfBaseException):
-        return []
+    node = OmegaConf.select(_chosen(arguments, conf), path)
     return [str(key) for key in node] if isinstance(node, DictConfig) else []
+
+
+def _all_keys(node: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted keys of plain data."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield f"{prefix}{key}"
+            yield from _all_keys(value, f"{prefix}{key}.")
+
+
+def _chosen(arguments: Sequence[str], conf: Path) -> DictConfig:
+    """What the groups that the command line chooses put together; the schema's defaults where they cannot."""
+    choices = [a for a in arguments if "=" in a and "." not in a.partition("=")[0] and not a.startswith("-")]
+    known = [choice for choice in choices if choice.lstrip("+").partition("=")[0] in groups([conf])]
+    searched = "".join(f"hydra.searchpath=[file://{folder.resolve()}]" for folder in _config_dirs(arguments))
+    for overrides in ([*known, searched] if searched else known, []):
+        GlobalHydra.instance().clear()
+        with initialize_config_dir(str(conf), version_base="1.3"), suppress(HydraException, OmegaConfBaseException):
+            return compose("train", overrides)
+    return OmegaConf.structured(Config)

@@ -21,11 +21,12 @@ from typing import Any
 import yaml
 
 from dtrain.config.app import Composed, resolved
-from dtrain.config.errors import ConfigError
+from dtrain.config.errors import ConfigError, users_to_fix
 
 _CONFIG, _OVERRIDES = "config.yaml", "overrides.yaml"
 _SECRET = re.compile(r"(pass(word|wd)|secret|token|api_?key|credential)s?$", re.IGNORECASE)
 _HIDDEN = "<hidden>"
+_RESTORE = "Restore it, or use another run.dir."
 # user:password@ of a URL, and a signature or token behind its question mark
 _URL_SECRET = re.compile(
     r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)|(?<=[?&])([\w-]*(?:sig|signature|token|key|secret|password)=)[^&\s'\"]+", re.I
@@ -67,12 +68,7 @@ class Run:
         path = self.dir / _CONFIG
         if not path.exists():
             return []
-        try:
-            saved = yaml.safe_load(path.read_text())
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{path}: is not YAML ({error}). Restore it, or use another run.dir.") from error
-        if not isinstance(saved, dict):
-            raise ConfigError(f"{path}: does not hold a config. Restore it, or use another run.dir.")
+        saved = _mapping(path)
         ours = without_secrets(self.config)
         forbidden = list(_differences(_identity(saved), _identity(ours)))
         if forbidden:
@@ -84,8 +80,11 @@ class Run:
         return list(_differences(saved, ours))
 
     def save(self) -> None:
-        """Writes ``config.yaml`` (resolved, without secrets) and ``overrides.yaml`` (what it was composed from)."""
-        (self.dir / "logs").mkdir(parents=True, exist_ok=True)
+        """Writes ``config.yaml`` (resolved, without secrets) and ``overrides.yaml`` (what it was composed from).
+
+        Raises:
+            ConfigError: If they cannot be written.
+        """
         source = {
             "overrides": [
                 without_url_secrets(override)
@@ -94,8 +93,10 @@ class Run:
             ],
             "config_dirs": list(self.config_dirs),
         }
-        _replace(self.dir / _CONFIG, yaml.safe_dump(without_secrets(self.config), sort_keys=False))
-        _replace(self.dir / _OVERRIDES, yaml.safe_dump(source, sort_keys=False))
+        with users_to_fix(f"run.dir: {self.dir} cannot be written, choose another one"):
+            (self.dir / "logs").mkdir(parents=True, exist_ok=True)
+            _replace(self.dir / _CONFIG, yaml.safe_dump(without_secrets(self.config), sort_keys=False))
+            _replace(self.dir / _OVERRIDES, yaml.safe_dump(source, sort_keys=False))
 
 
 def take(arguments: Sequence[str], **defaults: str) -> tuple[dict[str, str], list[str]]:
@@ -129,7 +130,7 @@ def recompose(arguments: Sequence[str]) -> list[str]:
     A resolved config cannot take ``precision=bf16`` any more, so what is kept and composed anew is the command line.
 
     Raises:
-        ConfigError: If ``run.dir`` is not given or holds no run.
+        ConfigError: If ``run.dir`` is not given or holds no run, or the file that says how it was started is damaged.
     """
     given = dict(argument.split("=", 1) for argument in arguments if re.match(r"[\w.+~@/]+=", argument))
     if "run.dir" not in given:
@@ -137,10 +138,39 @@ def recompose(arguments: Sequence[str]) -> list[str]:
     path = _as_typed(given["run.dir"]) / _OVERRIDES
     if not path.exists():
         raise ConfigError(f"run.dir: {path.parent} is no run directory (it has no {_OVERRIDES}).")
-    saved = yaml.safe_load(path.read_text())
-    kept = [override for override in saved["overrides"] if override.partition("=")[0] not in given]
-    folders = [part for folder in saved["config_dirs"] for part in ("--config-dir", folder)]
+    saved = _mapping(path)
+    overrides, config_dirs = (saved.get(key) for key in ("overrides", "config_dirs"))
+    if not isinstance(overrides, list) or not isinstance(config_dirs, list):
+        raise ConfigError(f"{path}: lacks the lists overrides and config_dirs. {_RESTORE}")
+    kept = [override for override in map(str, overrides) if override.partition("=")[0] not in given]
+    folders = [part for folder in config_dirs for part in ("--config-dir", str(folder))]
     return [*folders, *kept, *arguments]
+
+
+def recompose_if_run(arguments: list[str]) -> list[str]:
+    """The command line of the run in ``run.dir``, if there is one and no experiment is named; else as it is.
+
+    Raises:
+        ConfigError: If there is nothing but a ``run.dir``, and it holds no run.
+    """
+    named = [argument.partition("=")[2] for argument in arguments if argument.startswith("run.dir=")]
+    chosen = any(argument.startswith("experiment=") for argument in arguments)
+    if not named or chosen or (len(arguments) > 1 and not is_run(named[0])):
+        return arguments
+    return recompose(arguments)
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    """What a file of a run directory holds."""
+    with users_to_fix(f"{path} cannot be read; restore it, or use another run.dir"):
+        text = path.read_text(encoding="utf-8")
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is not YAML ({error}). {_RESTORE}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: does not hold a config. {_RESTORE}")
+    return content
 
 
 def _as_typed(directory: str) -> Path:
@@ -177,12 +207,12 @@ def _digest(config: Mapping[str, Any]) -> str:
 
 
 def _identity(config: Mapping[str, Any]) -> dict[str, Any]:
-    optimizer = config.get("optimizer")
+    optimizer, run = config.get("optimizer"), config.get("run")
     return {
         "model": config.get("model"),
         "task": config.get("task"),
         "optimizer": {"_target_": optimizer.get("_target_") if isinstance(optimizer, Mapping) else optimizer},
-        "run": {"seed": config.get("run", {}).get("seed")},
+        "run": {"seed": run.get("seed") if isinstance(run, Mapping) else run},
     }
 
 

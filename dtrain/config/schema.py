@@ -194,7 +194,7 @@ class ExportConfig:
     """What ``dtrain.export`` writes."""
 
     dtype: str = "bf16"  # fp32 | bf16 | fp16
-    format: Any = "safetensors"  # safetensors | pt2 | aotinductor, or a list of them
+    format: Any = "safetensors"  # safetensors | pt2 | aotinductor | onnx, or a list of them
     out: str | None = None  # null: <run.dir>/export
     tolerance: float | None = None  # error of an output as a part of the largest fp32 one; null: the dtype's default
     max_metric_difference: float | None = None  # from fp32, of accuracy, loss, ...; null: the dtype's default

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from dtrain.data.crop import INTERPOLATIONS, Crop
+from dtrain.data.fields import DataError
 
 Augment = Callable[[dict[str, Any], np.random.Generator], dict[str, Any]]
 
@@ -176,7 +177,7 @@ class RandomCropFlip:
     def _reflect(self, image: np.ndarray, down: int, right: int) -> np.ndarray:
         height, width = image.shape[:2]
         if self.padding >= min(height, width):
-            raise ValueError(f"{self.field!r} is {height} x {width}, too small to reflect {self.padding} pixels.")
+            raise DataError(f"{self.field!r} is {height} x {width}, too small to reflect {self.padding} pixels.")
         return image.take(_reflected(height, down), axis=0).take(_reflected(width, right), axis=1)
 
 
@@ -210,11 +211,11 @@ def image_of(sample: dict[str, Any], field: str) -> np.ndarray:
     """The pixels of a field of a sample.
 
     Raises:
-        ValueError: If it is missing, or no uint8 array ``[height, width, 3]``.
+        DataError: If it is missing, or no uint8 array ``[height, width, 3]``.
     """
     image = _array(sample, field)
     if image.dtype != np.uint8 or image.shape[2:] != (3,):
-        raise ValueError(
+        raise DataError(
             f"the augmentation wants {field!r} to be an image, uint8 [height, width, 3]; it is {image.dtype} "
             f"{list(image.shape)}."
         )
@@ -223,10 +224,10 @@ def image_of(sample: dict[str, Any], field: str) -> np.ndarray:
 
 def _array(sample: dict[str, Any], field: str) -> np.ndarray:
     if field not in sample:
-        raise ValueError(f"the augmentation wants the field {field!r}, the sample has {', '.join(map(repr, sample))}.")
+        raise DataError(f"the augmentation wants the field {field!r}, the sample has {', '.join(map(repr, sample))}.")
     value = sample[field]
     if not isinstance(value, np.ndarray) or value.ndim < 2:
-        raise ValueError(f"the augmentation wants {field!r} to be [height, width, ...], got {type(value).__name__}.")
+        raise DataError(f"the augmentation wants {field!r} to be [height, width, ...], got {type(value).__name__}.")
     return value
 
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dtrain.config.errors import Explained
+
 _ALWAYS_FORGIVEN = 10.0
 
 
-class TooManyBadSamples(RuntimeError):
+class TooManyBadSamples(Explained, RuntimeError):
     """More samples than the budget allows could not be read."""
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtrain.data.fields import NoSuchField
 from dtrain.data.wire import Wire
 
 
@@ -40,6 +41,12 @@ class Batch(dict[str, Any]):
             wire_bytes = sum(column.nbytes for column in self.values() if isinstance(column, Tensor))
         self.wire_bytes = wire_bytes
 
+    def __missing__(self, name: str) -> Any:
+        raise NoSuchField(
+            f"the batch has no field {name!r}, but {', '.join(map(repr, self)) or 'none at all'}. Give one this name in "
+            "data.fields (such as data.fields.jpg.name), or tell the task which one to use."
+        )
+
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
         """The batch on ``device``.
 
@@ -47,17 +54,23 @@ class Batch(dict[str, Any]):
         layout unless the loader was told otherwise: scaled to [0, 1], normalised with the field's mean and standard
         deviation in fp32, then cast to the compute dtype. Every other field keeps its dtype.
         """
-        moved = self.copied(device, non_blocking)
-        if moved.wire is not None:
-            for name, column in moved.items():
-                if isinstance(column, Tensor):
-                    moved[name] = moved.wire.arrive(name, column)
-            moved.wire = None
-        return moved
+        return self.copied(device, non_blocking).arrived()
 
     def copied(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
         """The first half of ``to``: what was on the wire, on ``device``."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def arrived(self) -> Batch:
+        """The second half of ``to``, in place, where the batch is."""
+        wire, self.wire = self.wire, None
+        if wire is not None:
+            for name, column in self.items():
+                if isinstance(column, Tensor):
+                    self[name] = wire.arrive(name, column)
+        return self
+
+    def __copy__(self) -> Batch:
+        return Batch(self, self.sample_keys, self.valid, self.bad, self.wire, self.wire_bytes)
 
     def clone(self) -> Batch:
         """A copy that shares no tensor with this one."""

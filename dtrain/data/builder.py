@@ -18,7 +18,7 @@ import torch
 from dtrain.data.augment import Augment, begins_with
 from dtrain.data.batch import Batch
 from dtrain.data.column import Column
-from dtrain.data.fields import SampleError
+from dtrain.data.fields import DataError, SampleError
 from dtrain.data.mixing import Mix, Mixer
 from dtrain.data.permutation import hash64
 from dtrain.data.randomness import Randomness
@@ -76,7 +76,7 @@ class Builder:
 
         Raises:
             ShardChanged: If a shard is not what was indexed.
-            ValueError: If samples do not fit each other or the wire, or not even a spare one is good.
+            DataError: If samples do not fit each other or the wire, or not even a spare one is good.
         """
         rows = len(samples)
         mixtures = None if self._mixer is None or partners is None else self._mixer.plan(epoch, samples, partners)
@@ -159,7 +159,7 @@ class Builder:
         values = self._augment(decoded, rng)
         for field in self._fields:
             if field.name not in values:
-                raise ValueError(
+                raise DataError(
                     f"the augmentation of sample {key!r} returned {', '.join(map(repr, values)) or 'nothing'}, which "
                     f"lacks {field.name!r}. Let it return all the fields that it was given."
                 )
@@ -167,15 +167,16 @@ class Builder:
 
     def _borrow(self, columns: Sequence[Column], epoch: int, spare: Callable[[], Iterable[int]]) -> list[int]:
         """Fills row 0, for the shapes; it stays masked."""
-        last = ""
+        first = ""
         for number in spare():
             ((record, random),) = self._find(epoch, np.array([number]))
             try:
                 self._fill(columns, 0, record, random)
                 return [0]
             except SampleError as error:
-                last = f"{record.key}: {error}"
-        raise ValueError(
+                place = self._reader.place(record)
+                first = first or f"{record.key}, in {place['shard']} from {place['offset']} on: {error}"
+        raise DataError(
             f"epoch {epoch}: no sample can be read, neither of one global batch nor among the first of the data set. The "
-            f"last one: {last}. Are data.fields right for these data?"
+            f"first of them: {first}. Are the files whole, and data.fields right for them?"
         )

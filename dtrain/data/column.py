@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from dtrain.data.fields import Field
+from dtrain.data.fields import DataError, Field
 from dtrain.data.parcel import WORTH_A_FILE
 from dtrain.data.wire import Wire
 
@@ -62,7 +62,7 @@ class Column:
             key: The sample, for messages.
 
         Raises:
-            ValueError: If its shape or type differs from that of the rows before (names both samples), if it is no image
+            DataError: If its shape or type differs from that of the rows before (names both samples), if it is no image
                 where the field's role says so, or does not fit the wire.
         """
         if isinstance(value, np.ndarray):
@@ -114,7 +114,7 @@ class Column:
         if self._tensor is not None:
             raise self._unlike(key, type(value).__name__)
         if isinstance(value, (int, np.integer)) and int(value) not in _INT64:
-            raise ValueError(
+            raise DataError(
                 f"field {self.field.name!r}: sample {key!r} holds {value}, which does not fit into 64 bits. Store it as text."
             )
         if self._objects is None:
@@ -126,7 +126,7 @@ class Column:
             raise self._unlike(key, _describe(dtype, value.shape))
         is_image = self.field.role == "image"
         if is_image and (value.dtype != torch.uint8 or value.dim() != 3 or value.shape[2] != 3):
-            raise ValueError(
+            raise DataError(
                 f"field {self.field.name!r}: sample {key!r} is {_describe(value.dtype, value.shape)}, but images travel as "
                 "uint8 [height, width, 3] and are normalised on the device. Let the augmentation return that."
             )
@@ -143,14 +143,14 @@ class Column:
         try:
             return torch.from_numpy(array if flags.c_contiguous and flags.writeable else array.copy())
         except TypeError:
-            raise ValueError(
+            raise DataError(
                 f"field {self.field.name!r}: sample {key!r} is an array of {array.dtype}, which no tensor can hold. Let "
                 "the decoder or the augmentation return numbers, or a list."
             ) from None
 
-    def _unlike(self, key: str, what: str) -> ValueError:
+    def _unlike(self, key: str, what: str) -> DataError:
         first_key, first = self._first
-        return ValueError(
+        return DataError(
             f"field {self.field.name!r}: sample {key!r} is {what}, {first_key!r} is {first}, and one batch holds both. Give "
             "the field a size in data.fields (`size: 224`; with data=shards data.image_size=224), an augmentation that crops, "
             "or a decoder that makes all alike."

@@ -52,11 +52,10 @@ class Share:
         Raises:
             ValueError: If the sizes do not fit each other.
         """
-        if global_batch_size < 1 or not 0 <= rank < world_size:
-            raise ValueError(
-                f"global_batch_size {global_batch_size}, rank {rank}, world_size {world_size}: want a batch of at least "
-                "one sample and a rank in [0, world_size)."
-            )
+        if global_batch_size < 1:
+            raise ValueError(f"train.global_batch_size: got {global_batch_size}, want at least one sample.")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank}, world_size {world_size}: want a rank in [0, world_size).")
         rows = -(-global_batch_size // world_size)
         micro = rows if micro_batch_size is None else micro_batch_size
         # Ranks that cannot have equal parts need masked rows anyway; only then may the last micro-batch be short too.

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from dtrain.data.crop import Crop
-from dtrain.data.fields import Field, SampleError
+from dtrain.data.fields import DataError, Field, SampleError
 from dtrain.data.image import decode_image
 
 __all__ = ["MAX_ARRAY_BYTES", "SampleError", "decode"]
@@ -70,11 +70,14 @@ def decode(
     Raises:
         SampleError: If the bytes are not what the field says. ``ValueError``, ``OSError`` and ``EOFError`` of a field's
             own decoder count as that; anything else it raises passes through.
-        TypeError: If a field's own decoder returns no pixels for the role image.
+        DataError: If a field's own decoder returns no pixels for the role image.
     """
     crop = crop or field.crop
     if field.kind == "image":
-        return decode_image(payload, crop, out, field.exif, field.decode == "reduced")
+        try:
+            return decode_image(payload, crop, out, field.exif, field.decode == "reduced")
+        except SampleError as error:
+            raise SampleError(f"field {field.name!r}: {error}") from error
     value = _READERS[field.kind](field, payload)
     if field.role == "image" and crop is not None:
         return np.ascontiguousarray(crop(*value.shape[:2]).cut(value))
@@ -145,7 +148,7 @@ def _custom(field: Field, payload: bytes | memoryview) -> Any:
         raise SampleError(f"field {field.name!r}: {type(error).__name__}: {error}") from error
     if field.role == "image" and not _is_pixels(value):
         got = f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
-        raise TypeError(f"field {field.name!r}: its decoder returned {got}, an image is uint8 [height, width, 3].")
+        raise DataError(f"field {field.name!r}: its decoder returned {got}, an image is uint8 [height, width, 3].")
     return value
 
 

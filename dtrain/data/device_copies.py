@@ -11,13 +11,15 @@ page-locked memory (``ShardLoader(pin_memory=True)``) and two promises to torch'
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 
 from dtrain.data.batch import Batch
 
 
 class DeviceCopies:
-    """``batch.to(device)``, with the copy on a stream of its own where the device is a GPU.
+    """``batch.to(device)``, with the copy on a stream of its own where the device is a GPU, and without one on a CPU.
 
     Args:
         device: Where batches go.
@@ -30,7 +32,7 @@ class DeviceCopies:
     def __call__(self, batch: Batch) -> Batch:
         """The batch on the device, ready for the current stream; see ``Batch.to``."""
         if self._stream is None:
-            return batch.to(self._device)
+            return copy(batch).arrived()  # its tensors are there
         with torch.cuda.stream(self._stream):
             copied = batch.copied(self._device)
         compute = torch.cuda.current_stream(self._device)
@@ -38,4 +40,4 @@ class DeviceCopies:
         for tensor in copied.tensors():
             tensor.record_stream(compute)
         # Normalising is a kernel: it is queued where the others are.
-        return copied.to(self._device)
+        return copied.arrived()

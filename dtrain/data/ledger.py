@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from dtrain.config.errors import ConfigError
+from dtrain.config.errors import Explained
 
 logger = logging.getLogger("dtrain")
 
@@ -42,7 +42,7 @@ class Ledger:
             bad: Its bad samples, a line each.
 
         Raises:
-            ConfigError: If the keys could not be written: a run that shall prove what it used does not go on without.
+            Explained: If the keys could not be written: a run that shall prove what it used does not go on without.
         """
         try:
             for line in bad:
@@ -56,7 +56,7 @@ class Ledger:
         try:
             _append(self._keys, {"step": step, "keys": keys})
         except OSError as error:
-            raise ConfigError(
+            raise Explained(
                 f"data.record_keys=true, but the keys of step {step} could not be written ({error}). Make room and start "
                 "again: the run continues from its last checkpoint. Or set data.record_keys=false."
             ) from error

@@ -1,18 +1,16 @@
-"""The loader: this rank's micro-batches, and how far the trainer has come.
+"""The loader: this rank's micro-batches, as its workers hand them over.
 
-* Workers are stateless: they know where their stream starts and compute the rest (``dataset``, ``order``).
-* The *position* belongs to the trainer: it moves when ``commit()`` says that the optimizer step is done. What workers
-  have prefetched by then is nobody's state.
-* The *state* is the epoch, how it was cut into steps so far, and the fingerprint of the data: a few numbers, equal on all
-  ranks, that continue at another number of ranks, workers or another global batch size.
+* Workers are stateless: they know where their *stream* starts and compute the rest (``dataset``, ``order``).
+* The *position* (``position``) is all that a checkpoint keeps. It moves when ``commit()`` says that the optimizer step is
+  done, which the loader believes only if it has handed over the micro-batches of that step.
+* One *iterator* at a time takes from the stream. The stream outlives it, so that a new epoch finds its workers running.
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, replace
 from typing import Any
 
 from dtrain.data.bad_samples import BadSampleBudget
@@ -20,18 +18,17 @@ from dtrain.data.batch import Batch
 from dtrain.data.builder import Augment
 from dtrain.data.cache_policy import CachePolicy
 from dtrain.data.dataset import MicroBatches, Share, Start
-from dtrain.data.fields import parse_fields
+from dtrain.data.field_options import parse_fields
 from dtrain.data.mixing import Mix
-from dtrain.data.order import DEFAULT_WINDOW, EpochOrder, Layout, Recipe, choose_lanes
+from dtrain.data.order import DEFAULT_WINDOW, Layout, Recipe, choose_lanes
+from dtrain.data.position import Position
 from dtrain.data.sample_source import SampleSource
 from dtrain.data.shard_source import ShardSource
 from dtrain.data.source import Index, Source
-from dtrain.data.stream import Stream
+from dtrain.data.stream import Stream, worker_options
 from dtrain.data.wire import Wire
-from dtrain.data.workers import choose_workers, cores_per_rank, seconds_to_build
+from dtrain.data.workers import number_of_workers
 from dtrain.precision.policy import Precision
-
-_STATE_VERSION = 1
 
 
 class ShardLoader:
@@ -76,7 +73,6 @@ class ShardLoader:
         micro_batches_per_step: Micro-batches of this rank in a global batch, equal on all ranks.
         num_workers: How many there are.
         workers_reason: Why so many, if that was left to the loader.
-        bad_samples: Samples handed to this rank as masked rows because they could not be read.
 
     Raises:
         ValueError: If sizes do not fit, a pattern matches nothing, a field or a role is unknown.
@@ -112,9 +108,8 @@ class ShardLoader:
         policy: CachePolicy | None = None,
     ) -> None:
         self._share = Share.of(global_batch_size, micro_batch_size, rank, world_size)
-        self._recipe = Recipe(seed, shuffle, DEFAULT_WINDOW if window is None else window, tail)
-        self._layout = Layout(global_batch_size, choose_lanes(global_batch_size, lanes, shuffle))
-        self._default_lanes, self._default_window = lanes is None, window is None
+        recipe = Recipe(seed, shuffle, DEFAULT_WINDOW if window is None else window, tail)
+        layout = Layout(global_batch_size, choose_lanes(global_batch_size, lanes, shuffle))
         if isinstance(shards, Source):
             self.source: Source = shards
         else:
@@ -124,27 +119,22 @@ class ShardLoader:
         self.wire = Wire(fields_sent, Precision.of(precision), wire, on_overflow, channels_last)
         self._augment = augment
         self._mix = mix
-        self._budget = None if max_bad is None else BadSampleBudget(max_bad, max_bad_consecutive)
-        self._begin(0)
+        self._budget = BadSampleBudget(math.inf) if max_bad is None else BadSampleBudget(max_bad, max_bad_consecutive)
+        self._position = Position(
+            self.index, recipe, layout, default_window=window is None, default_lanes=lanes is None
+        )
         self.steps_per_epoch = self.steps_left
         self.micro_batches_per_step = self._share.micro_batches_per_step
-        self.bad_samples = self._handed = 0
         if not self.steps_per_epoch:
             raise ValueError(
                 f"{self.index.num_samples} samples do not fill one global batch of {global_batch_size}, and tail is "
                 "'drop'. Use a smaller global batch or data.tail=pad."
             )
-        if prefetch < 1:
-            raise ValueError(f"data.prefetch: got {prefetch}, want at least 1 micro-batch.")
-        if start_method not in (None, *multiprocessing.get_all_start_methods()):
-            known = ", ".join(multiprocessing.get_all_start_methods())
-            raise ValueError(
-                f"data.start_method: got {start_method!r}, want one of {known}, or null for Python's default."
-            )
-        self.num_workers, self.workers_reason = self._workers(num_workers)
+        of_workers = worker_options(prefetch, start_method)
+        self.num_workers, self.workers_reason = number_of_workers(num_workers, self._micro_batches())
         self._loading: dict[str, Any] = {"num_workers": self.num_workers, "pin_memory": pin_memory}
         if self.num_workers:
-            self._loading |= {"prefetch_factor": prefetch, "multiprocessing_context": start_method}
+            self._loading |= of_workers
         self._stream: Stream | None = None
         self._iterator: weakref.ref[_EpochIterator] | None = None
         self._uncommitted = 0  # micro-batches handed over since the last commit
@@ -184,9 +174,10 @@ class ShardLoader:
         from its start. There is one iterator at a time: an earlier one raises when it is asked for more."""
         if n < 0:
             raise ValueError(f"epoch: got {n}, want a number from 0 on.")
-        if n != self._epoch:
-            self._begin(n)
-        if self._stream is None or not self._stream.is_open or self._stream.at != (self._epoch, self._step):
+        position = self._position
+        if n != position.epoch:
+            position.begin(n)
+        if self._stream is None or not self._stream.is_open or self._stream.at != (position.epoch, position.step):
             self._end_stream()
             self._stream = self._open_stream()
         self._uncommitted = 0
@@ -196,17 +187,22 @@ class ShardLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """``epoch()`` of the state's epoch."""
-        return self.epoch(self._epoch)
+        return self.epoch(self._position.epoch)
 
     @property
     def steps_left(self) -> int:
         """Global batches of the state's epoch that are not committed yet."""
-        return self._order.num_steps - self._step
+        return self._position.steps_left
 
     @property
     def samples_handed(self) -> int:
         """Samples that this rank was handed so far, bad ones included: moves as long as the loader does."""
-        return self._handed
+        return self._budget.samples
+
+    @property
+    def bad_samples(self) -> int:
+        """Samples handed to this rank as masked rows because they could not be read."""
+        return self._budget.bad
 
     @property
     def rows_per_micro_batch(self) -> int:
@@ -216,7 +212,7 @@ class ShardLoader:
     @property
     def position(self) -> tuple[int, int]:
         """Epoch of the state, and how many of its samples are committed."""
-        return self._epoch, self._order.position(self._step)
+        return self._position.epoch, self._position.samples
 
     def commit(self) -> int:
         """Moves the position by one global batch; after the last one of an epoch the state is ``(n + 1, 0)``.
@@ -229,37 +225,16 @@ class ShardLoader:
         """
         if self._uncommitted < self.micro_batches_per_step:
             raise RuntimeError(
-                f"commit() for step {self._step} of epoch {self._epoch}, but rank {self._share.rank} was handed "
-                f"{self._uncommitted} of its {self.micro_batches_per_step} micro-batches. Commit once after the "
+                f"commit() for step {self._position.step} of epoch {self._position.epoch}, but rank {self._share.rank} "
+                f"was handed {self._uncommitted} of its {self.micro_batches_per_step} micro-batches. Commit once after the "
                 "optimizer step that used them all."
             )
         self._uncommitted -= self.micro_batches_per_step
-        used = self._order.position(self._step + 1) - self._order.position(self._step)
-        self._step += 1
-        if not self.steps_left:
-            self._begin(self._epoch + 1)
-        return used
+        return self._position.advance()
 
     def state_dict(self) -> dict[str, Any]:
-        """A few numbers, equal on all ranks, that continue at any number of ranks, workers or global batch size.
-
-        ``position`` counts the committed samples of ``epoch``; ``layouts`` are (global batch size, lanes, steps) of each
-        stretch that the epoch was cut into, the last one with the steps committed so far.
-        """
-        *earlier, current = self._order.layouts
-        layouts = [*earlier, replace(current, steps=self._step - self._order.first_step)]
-        recipe = self._order.recipe
-        return {
-            "version": _STATE_VERSION,
-            "data": self.index.describe(),
-            "seed": recipe.seed,
-            "shuffle": recipe.shuffle,
-            "window": recipe.window,
-            "tail": recipe.tail,
-            "epoch": self._epoch,
-            "position": self._order.position(self._step),
-            "layouts": [list(astuple(layout)) for layout in layouts],
-        }
+        """A few numbers, equal on all ranks, that continue at any number of ranks, workers or global batch size."""
+        return self._position.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where ``state`` was taken.
@@ -273,73 +248,23 @@ class ShardLoader:
         """
         if self._open_iterator() is not None:
             raise RuntimeError("load_state_dict: an iterator of this loader is open. Finish or delete it first.")
-        missing = sorted({"version", "data", "seed", "shuffle", "window", "tail", "epoch", "layouts"} - set(state))
-        if missing or state["version"] != _STATE_VERSION:
-            raise ValueError(
-                f"not a state of this loader: version {state.get('version')!r} (want {_STATE_VERSION}), missing keys: "
-                f"{', '.join(missing) or 'none'}."
-            )
-        if state["data"]["fingerprint"] != self.index.fingerprint:
-            raise ValueError(
-                f"the data set changed since this state was saved: {self.index.difference(state['data'])} "
-                "Continue with the old shards, or start a new run."
-            )
-        if state["seed"] != self._recipe.seed:
-            raise ValueError(
-                f"seed: the state was saved with {state['seed']}, this loader has {self._recipe.seed}. Continue with "
-                f"seed={state['seed']}, or start a new run."
-            )
-        layouts = [Layout(*layout) for layout in state["layouts"]]
-        begun = Recipe(state["seed"], state["shuffle"], state["window"], state["tail"])
-        batch = self._layout.global_batch_size
-        if layouts[-1].global_batch_size != batch and layouts[-1].steps == 0 and layouts[1:]:
-            del layouts[-1]  # of a run that ended before its first step: it used nothing
-        self._keep_defaults(begun, layouts[-1])
+        self._position.load_state_dict(state)
         self._end_stream()
         self._uncommitted = 0
-        step = sum(layout.steps for layout in layouts)
-        if not step:
-            self._begin(state["epoch"])
-            return
-        if layouts[-1].global_batch_size != batch:
-            same_shuffle = begun.shuffle == self._recipe.shuffle
-            layouts.append(self._layout if same_shuffle else Layout(batch, choose_lanes(batch, None, begun.shuffle)))
-        self._epoch, self._step = state["epoch"], step
-        self._order = EpochOrder(self.index.counts, begun, self._epoch, layouts)
-        if not self.steps_left:  # with tail=drop, less than one of the new global batches may be left
-            self._begin(self._epoch + 1)
-
-    def _keep_defaults(self, begun: Recipe, layout: Layout) -> None:
-        """What was not asked for stays as it was: another default must not change a run that goes on."""
-        if begun.shuffle == self._recipe.shuffle:
-            if self._default_window:
-                self._recipe = replace(self._recipe, window=begun.window)
-            if self._default_lanes and layout.global_batch_size == self._layout.global_batch_size:
-                self._layout = replace(layout, steps=0)
 
     def close(self) -> None:
         """Ends the workers. The loader can be used again."""
         self._iterator = None
         self._end_stream()
 
-    def _begin(self, epoch: int) -> None:
-        self._epoch, self._step = epoch, 0
-        self._order = EpochOrder(self.index.counts, self._recipe, epoch, [self._layout])
-
-    def _workers(self, asked: int | str) -> tuple[int, str]:
-        if asked == "auto":
-            return choose_workers(seconds_to_build(self._micro_batches()), cores_per_rank())
-        if not isinstance(asked, int) or asked < 0:
-            raise ValueError(f"num_workers: got {asked!r}, want a number from 0 on, or auto.")
-        return asked, ""
-
     def _micro_batches(self) -> MicroBatches:
+        position = self._position
         return MicroBatches(
             self.source,
-            recipe=self._recipe,
-            first_recipe=self._order.recipe,
-            start=Start(self._epoch, self._order.layouts, self._step),
-            layout=self._layout,
+            recipe=position.recipe,
+            first_recipe=position.order.recipe,
+            start=Start(position.epoch, position.order.layouts, position.step),
+            layout=position.layout,
             share=self._share,
             wire=self.wire,
             augment=self._augment,
@@ -347,10 +272,9 @@ class ShardLoader:
         )
 
     def _open_stream(self) -> Stream:
-        steps = (self._order.num_steps, self.steps_per_epoch)
-        return Stream(
-            self._micro_batches(), self._loading, (self._epoch, self._step), steps, self.micro_batches_per_step
-        )
+        position = self._position
+        start, steps = (position.epoch, position.step), (position.order.num_steps, self.steps_per_epoch)
+        return Stream(self._micro_batches(), self._loading, start, steps, self.micro_batches_per_step)
 
     def _end_stream(self) -> None:
         if self._stream is not None:
@@ -372,10 +296,8 @@ class ShardLoader:
         batch.wire = self.wire
         self._uncommitted += 1
         good = len(batch.sample_keys) - batch.sample_keys.count("")
-        self._handed += good + len(batch.bad)
-        self.bad_samples += len(batch.bad)
-        if self._budget is not None:
-            self._budget.count(good, len(batch.bad), batch.bad[-1] if batch.bad else {})
+        bad = batch.bad
+        self._budget.count(good, len(bad), bad[-1] if bad else {})
         return batch
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtrain.data.fields import Field
+from dtrain.data.fields import DataError, Field
 from dtrain.data.permutation import hash64
 from dtrain.data.randomness import Randomness
 
@@ -197,7 +197,7 @@ class Mixtures:
             keys: Of all ``samples``; empty where one is bad. Whose partner is bad stays as it is.
 
         Raises:
-            ValueError: If labels are no class numbers; names the sample.
+            DataError: If labels are no class numbers; names the sample.
         """
         mix, rows = self._mix, self._rows
         numbers = self._class_numbers(columns[mix.label], keys)
@@ -216,14 +216,14 @@ class Mixtures:
     def _class_numbers(self, labels: Any, keys: Sequence[str]) -> np.ndarray:
         if not isinstance(labels, Tensor) or labels.dim() != 1 or labels.is_floating_point():
             got = f"{labels.dtype} {list(labels.shape)}" if isinstance(labels, Tensor) else "values that are no numbers"
-            raise ValueError(
+            raise DataError(
                 f"data.mix.label: {self._mix.label!r} holds {got}, want the number of a class for each row."
             )
         numbers = labels.numpy().astype(np.int64)
         outside = np.flatnonzero((numbers < 0) | (numbers >= self._mix.classes))
         if outside.size:
             row = min(outside.tolist(), key=lambda row: not keys[row])  # a masked row repeats one that has a key
-            raise ValueError(
+            raise DataError(
                 f"data.mix: sample {keys[row]!r} is of class {numbers[row]}, but there are {self._mix.classes} classes, 0 to "
                 f"{self._mix.classes - 1}. Set data.mix.classes, as in the model."
             )

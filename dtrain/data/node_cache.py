@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from dtrain.config.errors import Explained
 from dtrain.data.remote import NoRanges
 from dtrain.data.shard_file import (
     RemoteShard,
@@ -43,7 +44,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _is_ours = re.compile(r"[0-9a-f]{32}\.(tar|part)").fullmatch
 
 
-class CacheFull(RuntimeError):
+class CacheFull(Explained, RuntimeError):
     """The cache has no room for a copy, or cannot be used at all."""
 
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dtrain.data.fields import Field, SampleError, parse_fields
+from dtrain.data.field_options import parse_fields
+from dtrain.data.fields import DataError, Field, SampleError
 from dtrain.data.permutation import hash64
 from dtrain.data.randomness import Randomness
 from dtrain.data.sample_index import SampleIndex
@@ -122,7 +123,7 @@ class Samples:
 
         Raises:
             SampleError: If a field is missing, or the data set raises ``ValueError``, ``OSError`` or ``EOFError``.
-            TypeError: If a sample has another number of values than there are fields.
+            DataError: If a sample has another number of values than there are fields.
         """
         try:
             sample = self._sample(record)
@@ -137,7 +138,7 @@ class Samples:
             return [sample[place] for place in self._places]
         values: Sequence[Any] = sample if isinstance(sample, (tuple, list)) else (sample,)
         if len(values) != len(self._places):
-            raise TypeError(
+            raise DataError(
                 f"sample {record.key!r} has {len(values)} values, data.fields names {len(self._places)}: "
                 f"{', '.join(map(str, self._places))}. Name all of them, in their order."
             )

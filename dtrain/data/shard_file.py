@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 from typing import NamedTuple, Protocol
 
+from dtrain.config.errors import Explained
 from dtrain.data.remote import RemoteFile
 from dtrain.data.urls import is_url, shown
 
 
-class ShardChanged(RuntimeError):
+class ShardChanged(Explained, RuntimeError):
     """A shard is not what was indexed; the run cannot go on with it."""
 
 

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from dtrain.config.errors import Explained
 from dtrain.data.batch import Batch
 from dtrain.data.dataset import MicroBatches
-from dtrain.data.node_cache import CacheFull
 from dtrain.data.parcel import Parcel
-from dtrain.data.shard_file import ShardChanged
 from dtrain.distributed.orphan import end_with
 
 # A stop request reaches the whole process group. The trainer finishes its step with its workers and then ends them.
@@ -28,7 +27,7 @@ _LEFT_TO_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SI
 
 # Their messages name what is wrong and what to do. From a worker they come inside a traceback, which nobody reads in
 # `status.json` or in the one line that other ranks print.
-_SAY_IT_ALL = (ShardChanged, CacheFull, ValueError)
+_SAY_IT_ALL = (Explained, ValueError)
 
 
 class Stream:
@@ -112,6 +111,26 @@ class Stream:
         """Ends the workers."""
         self._iterator = None
         self._end_workers()
+
+
+def worker_options(prefetch: int, start_method: str | None) -> dict[str, Any]:
+    """The options of torch's DataLoader that are for its workers.
+
+    Args:
+        prefetch: Micro-batches that each builds ahead.
+        start_method: ``"fork"``, ``"forkserver"``, ``"spawn"``; None is Python's default.
+
+    Raises:
+        ValueError: If one of them is impossible.
+    """
+    if prefetch < 1:
+        raise ValueError(f"data.prefetch: got {prefetch}, want at least 1 micro-batch.")
+    known = multiprocessing.get_all_start_methods()
+    if start_method not in (None, *known):
+        raise ValueError(
+            f"data.start_method: got {start_method!r}, want one of {', '.join(known)}, or null for Python's default."
+        )
+    return {"prefetch_factor": prefetch, "multiprocessing_context": start_method}
 
 
 _open_streams: weakref.WeakSet[Stream] = weakref.WeakSet()

@@ -22,8 +22,9 @@ from dtrain.config.cache_dir import cache_dir
 from dtrain.data import mapped_arrays
 from dtrain.data.cache_policy import CachePolicy
 from dtrain.data.index_store import load_or_build
+from dtrain.data.shard_error import ShardError
 from dtrain.data.shard_file import stamp_of
-from dtrain.data.tar_index import ShardError, ShardIndex
+from dtrain.data.tar_index import ShardIndex
 from dtrain.data.urls import absolute, is_url, shown
 
 _VERSION = 2

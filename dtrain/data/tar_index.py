@@ -21,11 +21,10 @@ from itertools import pairwise
 import numpy as np
 
 from dtrain.data.read_ahead import ReadAhead
+from dtrain.data.shard_error import ShardError
 from dtrain.data.shard_file import RemoteShard, Stamp, stamp_of
-from dtrain.data.tar_walk import ShardError, Walkable, walk
+from dtrain.data.tar_walk import Walkable, walk
 from dtrain.data.urls import is_url
-
-__all__ = ["ShardError", "ShardIndex", "decode_name", "index_tar", "split_name"]
 
 #: Splits a name into key and extension; None where it has no key. webdataset's `base_plus_ext` on bytes.
 split_name = re.compile(rb"^((?:.*/|)[^.]+)[.]([^/]*)$").match

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from dtrain.data.urls import shown
+from dtrain.data.shard_error import COPY_AGAIN, ShardError, no_header
 
 _BLOCK = 512
 _ZEROS = bytes(_BLOCK)
@@ -37,35 +37,7 @@ _EXTENDED = _PAX | {_PAX_GLOBAL, _GNU_NAME, _GNU_LINK}
 
 _pax_record = re.compile(rb"(\d{1,7}) ([^=]+)=").match
 
-_COPY_AGAIN = "Copy or write the shard again."
 _REPACK = "Unpack it and pack it again, with GNU tar or `python -m dtrain.pack`."
-_OTHER_FORMATS = (
-    (b"\x1f\x8b", "gzip data, inside which no sample can be reached directly", "Unpack it once, with gunzip."),
-    (b"BZh", "bzip2 data, inside which no sample can be reached directly", "Unpack it once, with bunzip2."),
-    (b"\xfd7zXZ\x00", "xz data, inside which no sample can be reached directly", "Unpack it once, with unxz."),
-    (b"\x28\xb5\x2f\xfd", "zstd data, inside which no sample can be reached directly", "Unpack it once, with unzstd."),
-    (b"PK\x03\x04", "a zip archive, not a tar", "Unpack it and write a tar."),
-    (b"version https://git-lfs", "a Git LFS pointer, not the file itself", "Fetch the file, with git lfs pull."),
-    (b"<", "HTML or XML, not a tar", "Was an error page saved under this name? Download it again."),
-)
-
-
-class ShardError(ValueError):
-    """A shard that cannot be indexed.
-
-    Args:
-        path: The shard; a URL is shown without its secrets.
-        offset: Byte of the shard at which the fault lies.
-        what: What is wrong there.
-        remedy: What to do, as a sentence.
-    """
-
-    def __init__(self, path: str, offset: int, what: str, remedy: str) -> None:
-        super().__init__(shown(path), offset, what, remedy)
-        self.path, self.offset, self.what, self.remedy = shown(path), offset, what, remedy
-
-    def __str__(self) -> str:
-        return f"shard {self.path!r}, byte {self.offset}: {self.what}. {self.remedy}"
 
 
 class Walkable(Protocol):
@@ -124,7 +96,7 @@ def _walk(
                 raise _cut_short(path, offset, header)
         if header == _ZEROS:
             if extended is not None:
-                raise ShardError(path, extended, "an extended header with no member behind it", _COPY_AGAIN)
+                raise ShardError(path, extended, "an extended header with no member behind it", COPY_AGAIN)
             _check_end(path, file, offset)
             return
         headers += 1
@@ -133,12 +105,12 @@ def _walk(
         kind = header[156]
         size = _size(header)
         if size is None or size < 0:
-            raise ShardError(path, offset, f"a header with the size {header[124:136]!r}", _COPY_AGAIN)
+            raise ShardError(path, offset, f"a header with the size {header[124:136]!r}", COPY_AGAIN)
         payload = offset + _BLOCK
         if kind in _EXTENDED:
             if size > _MAX_EXTENDED or payload + size > end:
                 what = f"an extended header of {size} bytes, too large or beyond the end of the file at {end}"
-                raise ShardError(path, offset, what, _COPY_AGAIN)
+                raise ShardError(path, offset, what, COPY_AGAIN)
             content = data[payload - start : payload - start + size]
             if len(content) < size:
                 content = _read(file, payload, size)
@@ -173,7 +145,7 @@ def _walk(
         if payload + size > end:
             shown = name.decode("utf-8", "backslashreplace")
             what = f"the file ends at {end}, inside {shown!r}, which takes {size} bytes from {payload} on"
-            raise ShardError(path, offset, what, _COPY_AGAIN)
+            raise ShardError(path, offset, what, COPY_AGAIN)
         if kind in _FILES:
             yield name, payload, size
         offset = payload + -(-size // _BLOCK) * _BLOCK
@@ -183,7 +155,7 @@ def _read_extended(path: str, offset: int, kind: int, content: bytes) -> tuple[b
     """Name and size that an extended header gives to the next member; None where it gives none."""
     if kind == _GNU_NAME:
         if not _text(content):
-            raise ShardError(path, offset, "an extended header with an empty name", _COPY_AGAIN)
+            raise ShardError(path, offset, "an extended header with an empty name", COPY_AGAIN)
         return _text(content), None
     if kind == _GNU_LINK:
         return None, None
@@ -194,7 +166,7 @@ def _read_extended(path: str, offset: int, kind: int, content: bytes) -> tuple[b
     if kind == _PAX_GLOBAL and (name is not None or size is not None):
         raise ShardError(path, offset, "a global header gives all members one path or one size", _REPACK)
     if size is not None and not (size.isdigit() and len(size) < 20):
-        raise ShardError(path, offset, f"an extended header with the size {size!r}", _COPY_AGAIN)
+        raise ShardError(path, offset, f"an extended header with the size {size!r}", COPY_AGAIN)
     return None if name is None else name.rstrip(b"/"), None if size is None else int(size)
 
 
@@ -216,7 +188,7 @@ def _verify(path: str, headers: list[tuple[int, bytes]]) -> None:
         offset, header = headers[place]
         signed_sum = int(sums[place]) - 256 * sum(byte > 127 for byte in header[:148] + header[156:])
         if _number(header[148:156]) not in (int(sums[place]), signed_sum):
-            raise _no_header(path, offset, header)
+            raise no_header(path, offset, header)
 
 
 def _read(file: Walkable, offset: int, length: int) -> bytes:
@@ -267,14 +239,14 @@ def _pax_records(path: str, offset: int, content: bytes) -> dict[bytes, bytes]:
         at = end
     if at < len(content):
         raise ShardError(
-            path, offset, f"an extended header that cannot be read from {content[at : at + 20]!r} on", _COPY_AGAIN
+            path, offset, f"an extended header that cannot be read from {content[at : at + 20]!r} on", COPY_AGAIN
         )
     return records
 
 
 def _check_end(path: str, file: Walkable, offset: int) -> None:
     if len(_read(file, offset, 2 * _BLOCK)) < 2 * _BLOCK:
-        raise ShardError(path, offset, "the file ends before the second of the two end blocks", _COPY_AGAIN)
+        raise ShardError(path, offset, "the file ends before the second of the two end blocks", COPY_AGAIN)
     at = offset
     file.seek(at)
     while piece := file.read(_DENSE_READ):
@@ -282,27 +254,15 @@ def _check_end(path: str, file: Walkable, offset: int) -> None:
             at += len(piece) - len(piece.lstrip(b"\0"))
             what = f"zeros, the end mark, but there is more data from {at} on"
             remedy = "Tars joined with cat? Join them with `tar --concatenate` instead. If not: "
-            raise ShardError(path, offset, what, remedy + _COPY_AGAIN.lower())
+            raise ShardError(path, offset, what, remedy + COPY_AGAIN.lower())
         at += len(piece)
 
 
 def _cut_short(path: str, offset: int, header: bytes) -> ShardError:
     if offset == 0:
-        return _no_header(path, 0, header)
+        return no_header(path, 0, header)
     what = "the file ends inside a header" if header else "the file ends without the end mark, two blocks of zeros"
-    return ShardError(path, offset, f"{what}: members may be missing", _COPY_AGAIN)
-
-
-def _no_header(path: str, offset: int, header: bytes) -> ShardError:
-    if offset:
-        return ShardError(path, offset, "no tar header, or one whose checksum is wrong", _COPY_AGAIN)
-    if not header:
-        return ShardError(path, 0, "the file is empty", _COPY_AGAIN)
-    for magic, what, remedy in _OTHER_FORMATS:
-        if header.lstrip().startswith(magic):
-            begins = f": it begins with {header[:40]!r}" if magic == b"<" else ""
-            return ShardError(path, 0, what + begins, remedy)
-    return ShardError(path, 0, f"no tar: it starts with {header[:16]!r}", _COPY_AGAIN)
+    return ShardError(path, offset, f"{what}: members may be missing", COPY_AGAIN)
 
 
 def _sparse(path: str, offset: int) -> ShardError:

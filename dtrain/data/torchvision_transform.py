@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dtrain.data.augment import image_of
+from dtrain.data.fields import DataError
 
 
 class TorchvisionTransform:
@@ -39,7 +40,7 @@ class TorchvisionTransform:
         """The sample with its image, uint8 ``[height, width, 3]``, replaced by a new array.
 
         Raises:
-            ValueError: If the transform returns something else than uint8 ``[3, height, width]``.
+            DataError: If the transform returns something else than uint8 ``[3, height, width]``.
         """
         image = torch.from_numpy(np.array(image_of(sample, self.field))).permute(2, 0, 1)
         seed = int(rng.integers(2**63))
@@ -49,7 +50,7 @@ class TorchvisionTransform:
             changed = self.transform(image)
         if not isinstance(changed, Tensor) or changed.dtype != torch.uint8 or changed.shape[:-2] != (3,):
             got = f"{changed.dtype} {list(changed.shape)}" if isinstance(changed, Tensor) else type(changed).__name__
-            raise ValueError(
+            raise DataError(
                 f"the transform of {self.field!r} returns {got}, want uint8 [3, height, width]. Leave out ToDtype and "
                 "Normalize: images are normalised on the device, by the field's mean and std."
             )

@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from dtrain.data.crop import Crop
-from dtrain.data.fields import Field, SampleError
+from dtrain.data.fields import DataError, Field, SampleError
 from dtrain.data.image import decode_image
 
 _CHANNELS = (1, 3, 4)
@@ -45,7 +45,7 @@ def value_of(
     Raises:
         SampleError: If an image file is damaged. ``ValueError``, ``OSError`` and ``EOFError`` of a field's own decoder count
             as that.
-        TypeError: If the role is image and the value holds no uint8 pixels.
+        DataError: If the role is image and the value holds no uint8 pixels.
     """
     assert field.decoder is not None
     try:
@@ -84,7 +84,7 @@ def _rgb(field: Field, value: Any) -> np.ndarray:
         if pixels.ndim == 3 and pixels.shape[2] in _CHANNELS:
             return np.repeat(pixels, 3, axis=2) if pixels.shape[2] == 1 else pixels[:, :, :3]
     got = f"{value.dtype} {list(value.shape)}" if isinstance(value, (np.ndarray, Tensor)) else type(value).__name__
-    raise TypeError(
+    raise DataError(
         f"field {field.name!r}: the data set returns {got}, but images travel as uint8 pixels and are normalised on the "
         "device. Leave out ToTensor and Normalize; or declare role: feature for what is normalised already."
     )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.data.fields import Field
+from dtrain.data.fields import DataError, Field
 from dtrain.precision.policy import Precision
 
 ON_OVERFLOW = ("error", "clamp", "fp32")
@@ -97,7 +97,7 @@ class Wire:
         """Writes a value of sample ``key`` into ``out``, a row of the wire dtype and of the same shape.
 
         Raises:
-            ValueError: If a finite value is outside the range of the wire dtype and ``on_overflow`` is not ``"clamp"``;
+            DataError: If a finite value is outside the range of the wire dtype and ``on_overflow`` is not ``"clamp"``;
                 names sample, field and value.
         """
         # From fp32 to bf16 only the last 0.4 % of the range is lost, too little to look at every value.
@@ -126,7 +126,7 @@ class Wire:
             return source
         if self._clamp:
             return torch.where(source.isfinite(), source.clamp(-limit, limit), source)
-        raise ValueError(
+        raise DataError(
             f"sample {key!r}: field {name!r} holds {worst:g}, outside the range of {_name(dtype)}, +-{limit:g}. Set "
             "data.on_overflow=fp32 to send features in fp32, =clamp to clip them, or scale the field when packing."
         )

@@ -1,4 +1,4 @@
-"""``num_workers: auto``: as many workers as the data need, of the cores that there are.
+"""How many workers: as asked, or with ``num_workers: auto`` as many as the data need, of the cores that there are.
 
 * *Needed* are so many that a micro-batch is ready whenever a fast step may ask for one, judged by building a few in this
   process: decoding, augmentation and storage are the run's own.
@@ -21,6 +21,26 @@ import torch
 #: A micro-batch is to be ready every so many seconds: small models take no longer on a GPU.
 READY_EVERY = 0.02
 _TIMED = 3
+
+
+def number_of_workers(asked: int | str, micro_batches: Iterable[Any]) -> tuple[int, str]:
+    """How many workers, and why if that was left open.
+
+    Args:
+        asked: The number, or ``"auto"``.
+        micro_batches: Of this rank, some of which are built to choose.
+
+    Returns:
+        The number, and the reason, for the banner; empty where it was asked for.
+
+    Raises:
+        ValueError: If ``asked`` is neither.
+    """
+    if asked == "auto":
+        return choose_workers(seconds_to_build(micro_batches), cores_per_rank())
+    if not isinstance(asked, int) or asked < 0:
+        raise ValueError(f"num_workers: got {asked!r}, want a number from 0 on, or auto.")
+    return asked, ""
 
 
 def cores_per_rank(environment: Mapping[str, str] = os.environ) -> int:

@@ -3,34 +3,26 @@
 * A *set* is the shards of one prefix in one folder, ``train-000000.tar`` and on.
 * It is written into a hidden folder beside them and moved out at the end, so that an exception leaves nothing that a
   pattern would match. A process that is killed leaves that hidden folder, which can be deleted.
-* Writing is webdataset's ``TarWriter``, with fixed owner and time. Nothing is ever pickled.
+* Writing is webdataset's ``TarWriter``, with fixed owner and time, and the encoders of ``encode``.
 """
 
 from __future__ import annotations
 
-import io
-import json
 import os
-import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import webdataset
-from PIL import Image
 
-from dtrain.data.fields import PICKLES
+from dtrain.data.encode import check_key, encode
 from dtrain.data.index_store import load_or_build
 
 Sample = Mapping[str, Any]
-
-# ``skip_meta`` of webdataset/tariterators.py.
-_SKIPPED = re.compile(r"__[^/]*__($|/)")
 
 
 def write_shards(
@@ -147,9 +139,9 @@ def write_shard(path: Path, samples: Iterable[Sample]) -> int:
     try:
         with open(aside, "wb") as file:
             # mtime=0: the bytes must not depend on when they were written.
-            with webdataset.TarWriter(file, mtime=0, encoder=_encode) as tar:
+            with webdataset.TarWriter(file, mtime=0, encoder=encode) as tar:
                 for sample in samples:
-                    _check_key(sample.get("__key__"), keys)
+                    check_key(sample.get("__key__"), keys)
                     tar.write(dict(sample))
             file.flush()
             os.fsync(file.fileno())
@@ -240,79 +232,3 @@ def _fill_planned(writer: ShardSet, samples: Iterator[Sample], sizes: Sequence[i
             )
     if next(samples, None) is not None:
         raise ValueError(f"there are more samples than total={sum(sizes)}.")
-
-
-def _check_key(key: Any, seen: set[str]) -> None:
-    if not isinstance(key, str) or not key:
-        raise ValueError(f"a sample has the __key__ {key!r}, want a text.")
-    if "." in key.rpartition("/")[2]:
-        raise ValueError(
-            f"key {key!r}: its last part has a dot, where readers of shards take the extension to begin; samples would "
-            "be merged. Write an underscore instead."
-        )
-    if {"", ".", ".."} & set(key.split("/")) or "\0" in key:
-        raise ValueError(f"key {key!r}: want a relative name without empty parts, '.' and '..'.")
-    if _SKIPPED.match(key):
-        raise ValueError(
-            f"key {key!r}: webdataset takes __names__ like its first part for its own and skips them. Rename it."
-        )
-    if key in seen:
-        raise ValueError(f"two samples of one shard have the key {key!r}. Each needs its own.")
-    seen.add(key)
-
-
-def _encode(sample: Sample) -> dict[str, Any]:
-    """Values to bytes, by extension; what starts with an underscore is webdataset's own and stays out of the tar."""
-    key = sample["__key__"]
-    members = {ext: _encode_member(key, ext, value) for ext, value in sample.items() if not ext.startswith("_")}
-    if not members:
-        raise ValueError(f"sample {key!r} has no field.")
-    return {"__key__": key, **members}
-
-
-def _encode_member(key: str, ext: str, value: Any) -> bytes:
-    if not ext or ext != ext.lower() or ext.startswith(".") or set(ext) & set("/\0"):
-        raise ValueError(f"sample {key!r}: extension {ext!r}, want lower case without the leading dot, such as jpg.")
-    last = ext.rpartition(".")[2]
-    if last in PICKLES:
-        raise ValueError(f"sample {key!r}: .{ext} is a pickle, which dtrain never writes or reads. Use npy or json.")
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        return bytes(value)
-    if isinstance(value, str):
-        return value.encode("utf-8")
-    if last not in _ENCODERS:
-        raise ValueError(f"sample {key!r}: no encoder for .{ext}. Pass bytes, or use one of {', '.join(_ENCODERS)}.")
-    try:
-        return _ENCODERS[last](value)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"sample {key!r}: .{ext} cannot be written: {error}") from error
-
-
-def _integer(value: Any) -> bytes:
-    if int(value) != value:
-        raise ValueError(f"{value!r} is not an integer")
-    return str(int(value)).encode()
-
-
-def _npy(value: Any) -> bytes:
-    stream = io.BytesIO()
-    np.save(stream, np.asarray(value), allow_pickle=False)
-    return stream.getvalue()
-
-
-def _png(value: Any) -> bytes:
-    pixels = np.asarray(value)
-    if pixels.dtype != np.uint8:
-        raise ValueError(f"pixels of dtype {pixels.dtype}, want uint8")
-    stream = io.BytesIO()
-    Image.fromarray(pixels).save(stream, "PNG")
-    return stream.getvalue()
-
-
-# webdataset's own encoders would pickle arrays of objects, and compress jpg in a way that nobody asked for.
-_ENCODERS: dict[str, Callable[[Any], bytes]] = {
-    **dict.fromkeys(("cls", "cls2", "index", "inx", "id", "class", "count"), _integer),
-    "json": lambda value: json.dumps(value).encode(),
-    "npy": _npy,
-    "png": _png,
-}

@@ -1,7 +1,7 @@
 """The artefact: a folder that is complete or not there, and how it is read back.
 
-Reading one back runs code: a model that is stored as safetensors is built by its ``_target_``, a traced or compiled program
-holds its own. ``trust`` says whose may.
+Reading one back may run code: a model that is stored as safetensors is built by its ``_target_``, a program for torch holds
+its own. ``trust`` says whose may.
 """
 
 from __future__ import annotations
@@ -14,25 +14,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import safetensors.torch
 import torch
-from omegaconf import OmegaConf
-from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from dtrain.config.errors import ConfigError
-from dtrain.deployment import graph
-from dtrain.deployment.casting import cast
-from dtrain.deployment.description import DESCRIPTION, FILES, SAFETENSORS, Description
-from dtrain.deployment.folding import fold
+from dtrain.deployment.description import DESCRIPTION, Description
+from dtrain.deployment.formats import FORMATS
 from dtrain.deployment.program import Program
 from dtrain.deployment.trust import require_trusted
 from dtrain.precision import Precision
-from dtrain.training.build import build_model
-from dtrain.training.state import host_copy, load_module
 
 REPORT = "report.json"
-_OWN_FILES = {*FILES.values(), DESCRIPTION, REPORT}
+_OWN_FILES = {*(form.file for form in FORMATS.values()), DESCRIPTION, REPORT}
 
 
 @dataclass(frozen=True)
@@ -62,7 +55,7 @@ class Artefact:
         Raises:
             ConfigError: If a program without its model's code was made for other rows.
         """
-        if self.description.stored_as != SAFETENSORS and self.description.rows is not None:
+        if self.description.format.traced and self.description.rows is not None:
             rows = self.description.rows.checked(rows)
         return self.program(rows.to(self.device))
 
@@ -120,30 +113,23 @@ def write(folder: Path, program: Program, description: Description, example: Ten
         folder: Where to; exists.
         program: The cast model.
         description: Of it.
-        example: Rows to trace it with; not needed for safetensors.
+        example: Rows to trace it with; not needed for a format that is not traced.
 
     Raises:
         ConfigError: If it cannot be brought into the wanted form.
         OSError: If the disk refuses.
     """
     path = folder / description.file
-    if description.stored_as == SAFETENSORS:
-        try:
-            safetensors.torch.save_file(host_copy(program.model.state_dict()), path)
-        except SafetensorError as error:
-            raise OSError(str(error)) from error
-    else:
-        assert example is not None
-        graph.write(description.stored_as, program, example, path)
+    description.format.write(program, example, path)
     description.write(folder, _digest(path))
 
 
-def load(folder: Path, device: torch.device, *, trust: bool = False) -> Artefact:
+def load(folder: Path, device: torch.device | None, *, trust: bool = False) -> Artefact:
     """Reads an artefact and makes it ready.
 
     Args:
         folder: The artefact.
-        device: Where to.
+        device: Where to; None: to a GPU where there is one that it runs on, else to the CPU.
         trust: Also run what could do anything and was not exported by this user: programs that bring their own code, and
             a ``_target_`` that is not a class derived from ``torch.nn.Module``.
 
@@ -161,37 +147,10 @@ def load(folder: Path, device: torch.device, *, trust: bool = False) -> Artefact
         raise ConfigError(f"{path} has SHA-256 {found}, {DESCRIPTION} says {expected}. Export again.")
     if not trust:
         require_trusted(folder, description)
-    precision = Precision(description.dtype)
-    warnings = precision.apply(device)
-    if description.stored_as == SAFETENSORS:
-        model = _built(description, path, device)
-        program: Callable[[Tensor], Tensor] = Program(
-            model, description.input, precision.compute_dtype, description.channels_last
-        )
-    else:
-        program = graph.read(description.stored_as, path, description.device, device)
-    return Artefact(description, program, device, warnings)
-
-
-def _built(description: Description, weights: Path, device: torch.device) -> nn.Module:
-    """The model by its ``_target_``, in the form of its weights."""
-    try:
-        tensors = safetensors.torch.load_file(weights)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{weights} cannot be read ({error}). Export again.") from error
-    model = (
-        build_model(OmegaConf.create(description.model), device, description.channels_last).eval().requires_grad_(False)
-    )
-    try:
-        fold(model, description.folded)
-    except AttributeError as error:
-        raise ConfigError(
-            f"{weights.parent}: the model that {description.model.get('_target_')} builds here has changed since the export "
-            f"({error}). Use the code that it was exported with."
-        ) from error
-    cast(model, Precision(description.dtype).compute_dtype, description.keep_fp32)
-    load_module(model, tensors, str(weights.parent))
-    return model
+    if device is None:
+        device = description.format.runs_on(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    warnings = Precision(description.dtype).apply(device) if description.format.in_torch else []
+    return Artefact(description, description.format.read(path, description, device), device, warnings)
 
 
 def _digest(path: Path) -> str:

@@ -49,7 +49,7 @@ def check_range(model: nn.Module, dtype: torch.dtype, kept: Iterable[str], folde
             largest = tensor[finite].abs().max().item()
             modules = ",".join([owner, folded[owner]] if owner in folded else [owner])
             keep = f", or keep it in fp32: 'precision.keep_fp32=[{modules}]'" if owner else ""
-            wider = "export.dtype=bf16" if dtype == torch.float16 else "export.dtype=fp32"
+            wider = "export.dtype=bf16 or fp32" if dtype == torch.float16 else "export.dtype=fp32"
             raise ConfigError(
                 f"export: {name}{origin} does not fit into {_short(dtype)}: its largest magnitude is {largest:g}, "
                 f"{_short(dtype)} ends at {torch.finfo(dtype).max:g}. Use {wider}{keep}."

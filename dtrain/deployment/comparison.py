@@ -45,8 +45,13 @@ class Comparison:
     metrics: dict[str, tuple[float, float]]
 
     @classmethod
-    def of(cls, outputs: Tensor, samples: Samples) -> Comparison:
+    def of(cls, outputs: Tensor, samples: Samples, device: torch.device) -> Comparison:
         """Compares outputs of an artefact, fp32 ``[rows, ...]``, with those of fp32.
+
+        Args:
+            outputs: Of the artefact.
+            samples: Rows and fp32 outputs.
+            device: Where the artefact ran.
 
         Raises:
             ConfigError: If the shapes differ.
@@ -63,7 +68,7 @@ class Comparison:
         finite = wanted[wanted.isfinite()]
         got = samples.metrics_of(outputs)
         return cls(
-            samples.device,
+            device,
             absolute_error(outputs, wanted),
             finite.abs().max().item() if finite.numel() else 0.0,
             agreement,
@@ -124,12 +129,13 @@ def absolute_error(got: Tensor, wanted: Tensor) -> Tensor:
     return error.nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(wanted.isnan(), 0)
 
 
-def compare(folder: Path, samples: Samples) -> Comparison:
-    """Runs the artefact in a fresh process, where the fp32 model ran, and compares.
+def compare(folder: Path, samples: Samples, device: torch.device) -> Comparison:
+    """Runs the artefact in a fresh process and compares.
 
     Args:
         folder: The artefact.
         samples: Rows and fp32 outputs.
+        device: Where the artefact runs.
 
     Raises:
         ConfigError: If the artefact does not run.
@@ -137,8 +143,7 @@ def compare(folder: Path, samples: Samples) -> Comparison:
     with tempfile.TemporaryDirectory(prefix="dtrain-export-") as scratch:
         rows, result = Path(scratch) / "rows.safetensors", Path(scratch) / "outputs.safetensors"
         safetensors.torch.save_file({"rows": samples.rows.contiguous()}, rows)
-        where = str(samples.device)
-        command = [sys.executable, "-m", "dtrain.deployment.replay", str(folder), str(rows), str(result), where]
+        command = [sys.executable, "-m", "dtrain.deployment.replay", str(folder), str(rows), str(result), str(device)]
         # The fresh process shall find the user's own modules where this one found them.
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -149,4 +154,4 @@ def compare(folder: Path, samples: Samples) -> Comparison:
                 + "  Does forward make tensors of a fixed dtype (torch.zeros where x.new_zeros is meant)? Keep that module "
                 "in fp32 with precision.keep_fp32, or export.dtype=fp32."
             )
-        return Comparison.of(safetensors.torch.load_file(result)["outputs"], samples)
+        return Comparison.of(safetensors.torch.load_file(result)["outputs"], samples, device)

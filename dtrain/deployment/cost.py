@@ -50,7 +50,7 @@ def measured(
         folder: The artefact.
         description: Of it.
         in_fp32: Makes the model as it was before the cast; None if it was not cast.
-        device: Where to run.
+        device: Where the model is, and runs if its format does.
 
     Returns:
         As ``measurement.measure``; None if nobody knows what goes in, or nobody wants to know.
@@ -75,7 +75,7 @@ def measured(
             return measure(
                 artefacts,
                 rows,
-                device,
+                description.format.runs_on(device),
                 batches=options.batch,
                 budget=Budget(options.max_latency_ms, options.max_memory_gib),
                 base=base,

@@ -9,13 +9,11 @@ from typing import Any
 
 from dtrain.config.errors import ConfigError
 from dtrain.deployment.folding import Pair
-from dtrain.deployment.graph import AOTINDUCTOR, PT2
+from dtrain.deployment.formats import FORMATS
+from dtrain.deployment.formats.format import Format
 from dtrain.deployment.image_input import ImageInput
 from dtrain.deployment.program import RowSpec
 
-SAFETENSORS = "safetensors"
-#: The forms in which a model is stored, and the file that holds it.
-FILES = {SAFETENSORS: "model.safetensors", PT2: "model.pt2", AOTINDUCTOR: "model.compiled.pt2"}
 DTYPES = ("fp32", "bf16", "fp16")
 DESCRIPTION = "model.json"
 _KIND, _VERSION = "dtrain-artefact", 3
@@ -26,7 +24,7 @@ class Description:
     """What ``model.json`` holds.
 
     Attributes:
-        stored_as: One of ``FILES``.
+        stored_as: One of ``FORMATS``.
         model: The config node that builds the model.
         dtype: One of ``DTYPES``.
         keep_fp32: Names of the modules that stay in fp32.
@@ -36,7 +34,7 @@ class Description:
         classes: Names of the outputs; None if nobody gave them any.
         device: Type of the device that it was exported on.
         source: The run, the checkpoint's step and its metrics.
-        versions: Of dtrain and torch.
+        versions: Of dtrain, torch, and what else the format is made with.
         channels_last: Layout of images and of convolutions' weights; torch's default if not.
     """
 
@@ -54,9 +52,14 @@ class Description:
     channels_last: bool = True
 
     @property
+    def format(self) -> Format:
+        """The form in which the model is stored."""
+        return FORMATS[self.stored_as]
+
+    @property
     def file(self) -> str:
         """Name of the file that holds the model."""
-        return FILES[self.stored_as]
+        return self.format.file
 
     def write(self, folder: Path, sha256: str) -> None:
         """Writes ``model.json``.
@@ -98,7 +101,7 @@ class Description:
                     f"{path}: format {kind!r} version {version!r}; this dtrain reads {_KIND!r} version {_VERSION}. Export "
                     "the run again with this version."
                 )
-            for key, known in (("dtype", DTYPES), ("stored_as", tuple(FILES))):
+            for key, known in (("dtype", DTYPES), ("stored_as", tuple(FORMATS))):
                 if content[key] not in known:
                     raise ValueError(f"{key} {content[key]!r} is none of {', '.join(known)}")
             image, rows, classes = content["input"], content["rows"], content["classes"]

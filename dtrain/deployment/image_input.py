@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from dtrain.data.fields import Field, parse_fields
+from dtrain.data.field_options import parse_fields
+from dtrain.data.fields import Field
 from dtrain.data.image import decode_image
 
 

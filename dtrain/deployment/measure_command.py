@@ -38,10 +38,17 @@ def main(arguments: Sequence[str]) -> int:
                 f"export measure: the artefacts take {' and '.join(rows)}, want the same rows for all. Measure others each "
                 "by itself; one that says None was exported with samples=0, and has to be exported again."
             )
+        best = World.of().device
+        devices = {str(device): device for device in (made.format.runs_on(best) for made in artefacts.values())}
+        if len(devices) > 1:
+            raise ConfigError(
+                f"export measure: the artefacts run on {' and '.join(devices)}, want the same for all. Measure those of the "
+                "onnx format, which run on the CPU, by themselves."
+            )
         measured = measure(
             {name: Path(name) for name in artefacts},
             spec,
-            World.of().device,
+            next(iter(devices.values())),
             batches=options.batch,
             budget=Budget(options.max_latency_ms, options.max_memory_gib),
             base=next((name for name, description in artefacts.items() if description.dtype == "fp32"), None),

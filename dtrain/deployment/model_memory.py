@@ -2,8 +2,9 @@
 
 * On a GPU it is ``max_memory_allocated``: weights, activations and the workspaces of libraries.
 * On a CPU it is the size of the weights, and by how much the resident memory of the process grows above its level after
-  loading. So what Python, torch and the model's code take themselves is left out, and what a library allocates for itself
-  is in it. Only Linux tells.
+  loading; or, where a runtime holds weights in a form of its own, by how much it grows above its level before. So what
+  Python, torch and the model's code take themselves is left out, and what a library allocates for itself is in it. Only
+  Linux tells.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class ModelMemory:
     """The peak since ``reset``.
 
     Args:
-        device: Where the model is, already loaded.
-        weights: Bytes that it takes there.
+        device: Where the model is, already loaded or to be loaded from now on.
+        weights: Bytes of it that are there already.
     """
 
     def __init__(self, device: torch.device, weights: int) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dtrain.config.errors import ConfigError
 from dtrain.deployment import artefact
+from dtrain.deployment.artefact import Artefact
 from dtrain.deployment.model_memory import ModelMemory, let_allocations_fail
 from dtrain.deployment.program import RowSpec
 from dtrain.training.out_of_memory import is_out_of_memory
@@ -71,12 +72,23 @@ class _Runner:
     def __init__(self, setup: Setup) -> None:
         self._spec, self._device = setup.rows, torch.device(setup.device)
         folder = Path(setup.folder)
-        self._artefact = artefact.load(folder, self._device, trust=setup.trust)
-        self._memory = ModelMemory(self._device, (folder / self._artefact.description.file).stat().st_size)
+        self._artefact = self._load(setup)
+        description = self._artefact.description
+        if not description.format.in_torch:
+            # Only a second loading tells what the weights take: the first one, and a call, bring the runtime in as well.
+            self._artefact.outputs(made_up(self._spec, 1))
+            del self._artefact
+            self._memory = ModelMemory(self._device, 0)
+            self._artefact = self._load(setup)
+        else:
+            self._memory = ModelMemory(self._device, (folder / description.file).stat().st_size)
         if self._device.type == "cpu":
             let_allocations_fail(setup.memory_limit)
         self._rows: Tensor | None = None
         self._peak: int | None = None
+
+    def _load(self, setup: Setup) -> Artefact:
+        return artefact.load(Path(setup.folder), self._device, trust=setup.trust)
 
     @property
     def warnings(self) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dtrain.deployment.description import SAFETENSORS, Description
+from dtrain.deployment.description import Description
 
 
 def summary(description: Description, report: dict[str, Any]) -> dict[str, str]:
@@ -22,7 +22,7 @@ def summary(description: Description, report: dict[str, Any]) -> dict[str, str]:
         + (f" (fp32 kept in {', '.join(description.keep_fp32)})" if description.keep_fp32 else ""),
         "file": f"{description.file}, {report['bytes']['file']:,} bytes"
         + (f", takes {description.rows}" if description.rows is not None else "")
-        + ("" if description.stored_as == SAFETENSORS else "; a program: elsewhere dtrain.predict wants --trust"),
+        + ("; holds code: elsewhere dtrain.predict wants --trust" if description.format.holds_code else ""),
         "BatchNorm": f"not folded: {report['not_folded']}" if report["not_folded"] else f"{report['folded']} folded",
     }
     if report["became_zero"]:

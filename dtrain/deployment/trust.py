@@ -3,8 +3,8 @@
 * A user's own artefacts are known by a *mark*, an empty file in dtrain's cache that is named by the SHA-256 of ``model.json``,
   which holds that of the model. It goes with the cache and not with the artefact: who copies an artefact to another machine
   vouches for it there.
-* *Harmless* is a model that is built by calling nothing but classes derived from ``torch.nn.Module``. A traced or compiled
-  program holds its own code, so it never is.
+* *Harmless* is a graph that holds no code, and a model that is built by calling nothing but classes derived from
+  ``torch.nn.Module``. A program for torch holds code of its own, so it never is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 
 from dtrain.config.cache_dir import cache_dir
 from dtrain.config.errors import ConfigError
-from dtrain.deployment.description import DESCRIPTION, SAFETENSORS, Description
+from dtrain.deployment.description import DESCRIPTION, Description
 
 _REMEDY = "If you trust whoever made the artefact, add --trust."
 
@@ -41,11 +41,12 @@ def require_trusted(folder: Path, description: Description) -> None:
     """
     if _mark(folder).exists():
         return
-    if description.stored_as != SAFETENSORS:
+    if description.format.holds_code:
         raise ConfigError(
             f"{folder}: {description.file} is a program with code of its own, which could do anything. {_REMEDY}"
         )
-    _require_harmless(description.model, folder)
+    if not description.format.traced:  # it would be built
+        _require_harmless(description.model, folder)
 
 
 def _require_harmless(node: Any, folder: Path) -> None:

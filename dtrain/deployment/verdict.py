@@ -46,7 +46,8 @@ def require_close(
 
 def _culprit(found: Sequence[Departure], tolerance: Tolerance, description: Description) -> str:
     """Where it goes wrong and what to do, two lines."""
-    remedies = ["use export.dtype=" + ("bf16 or fp32" if description.dtype == "fp16" else "fp32")]
+    wider = "bf16 or fp32" if description.dtype == "fp16" and "bf16" in description.format.dtypes else "fp32"
+    remedies = [f"use export.dtype={wider}"]
     beyond = next((departure for departure in found if departure.error > tolerance.outputs), None)
     worst = max(found, key=lambda departure: departure.error, default=None)
     if description.dtype == "fp32":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -42,13 +43,14 @@ class Saving:
         Raises:
             ConfigError: On every rank, if nothing can be written there.
         """
-        folder = next(place for place in (run_dir, *run_dir.parents) if place.is_dir())
 
-        def write() -> dict[str, float]:
+        def write() -> tuple[str, dict[str, float]]:
+            folder = place_of(run_dir)
             with users_to_fix("run.dir"):
-                return asdict(write_speed(folder, max(nbytes, ENOUGH_TO_TELL), seconds))
+                return str(folder), asdict(write_speed(folder, max(nbytes, ENOUGH_TO_TELL), seconds))
 
-        return cls(nbytes, copy, WriteSpeed(**decided_by_rank_zero(write)).rate, folder)
+        folder, written = decided_by_rank_zero(write)
+        return cls(nbytes, copy, WriteSpeed(**written).rate, Path(folder))
 
     @property
     def write(self) -> float:
@@ -67,6 +69,18 @@ class Saving:
             f"{size_text(self.nbytes)}, {every}: {1e3 * self.copy:,.1f} ms to copy, {self.write:,.2f} s to write "
             f"({self.rate / 1e6:,.0f} MB/s with fsync in {self.folder})",
         )
+
+
+def place_of(run_dir: Path) -> Path:
+    """The folder of a run, or the nearest one above it that exists.
+
+    Raises:
+        ConfigError: If the trainer could write nothing there.
+    """
+    with users_to_fix(f"run.dir: {run_dir} cannot be written, choose another one"):
+        place = next(place for place in (run_dir, *run_dir.parents) if place.exists())
+        with tempfile.TemporaryFile(dir=place):
+            return place
 
 
 def between_saves(cfg: CheckpointConfig, step: float) -> float:

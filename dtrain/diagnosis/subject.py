@@ -63,14 +63,13 @@ class Subject:
         if cfg.train.deterministic:
             be_deterministic()
         seed_generators(world.device, cfg.run.seed)
-        model = build.equip(
-            build.build_model(cfg.model, world.device, cfg.train.channels_last), cfg.train, cfg.parallel, world
-        )
+        model = together(lambda: build.build_model(cfg.model, world.device, cfg.train.channels_last))
+        model = build.equip(model, cfg.train, cfg.parallel, world)
         precision.wrap_keep_fp32(model)
         with users_to_fix("train.ema_decay"):
             ema = Ema(model, cfg.train.ema_decay) if cfg.train.ema_decay is not None else None
-        task = build.by_target("task", cfg.task)
-        optimizer = build.build_optimizer(cfg.optimizer, model, world.device)
+        task = together(lambda: build.by_target("task", cfg.task))
+        optimizer = together(lambda: build.build_optimizer(cfg.optimizer, model, world.device))
         model.train()
         return cls(cfg, world, precision, loader, model, task, optimizer, ema), warnings
 

@@ -33,7 +33,7 @@ def run_locked(run_dir: Path) -> Iterator[None]:
     held: list[RunLock] = []
 
     def acquire() -> None:
-        with users_to_fix("run.dir"):
+        with users_to_fix(f"run.dir: {run_dir} cannot be written, choose another one"):
             run_dir.mkdir(parents=True, exist_ok=True)
             held.append(RunLock(run_dir, print))
 

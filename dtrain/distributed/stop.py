@@ -1,4 +1,5 @@
-"""Requests to stop: signals, a STOP file, a time limit. They set a flag; when to stop is agreed in the vote of a step.
+"""Requests to stop: signals, a STOP file, a time limit. They set a flag; when to stop is agreed in the vote of a step, or
+beside the micro-batches of an evaluation.
 
 * A handler does nothing else, because a save or a collective inside a signal handler meets the training thread in the
   middle of another one.

@@ -1,7 +1,8 @@
 """When a start has to be over: ``run.max_hours``, and the end of the SLURM allocation.
 
-A limit is noticed early enough to end in time: as long before it as the longest time between two looks (a step, with an
-evaluation and a save if there was one), and the time that the final checkpoint takes to write. Both are measured.
+A limit is noticed early enough to end in time: as long before it as the longest time between two looks (a step, with a
+save if there was one; in an evaluation, a micro-batch), and the time that the final checkpoint takes to write. Both are
+measured.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Limit:
 
 
 class TimeLimit:
-    """Says when it is time to stop, to one rank that asks once a step.
+    """Says when it is time to stop, to one rank that asks in every step, and in every micro-batch of an evaluation.
 
     Args:
         limits: The moments that count.

@@ -15,7 +15,8 @@ from dtrain.launching import slurm
 from dtrain.launching.outcome import FINISHED
 from dtrain.launching.point import assignment
 from dtrain.launching.queue import active_job, job_id, keep_job_id
-from dtrain.launching.standing import is_trained, table
+from dtrain.launching.standing import table
+from dtrain.tracking.status import is_trained
 
 #: Starts what a command line of ``dtrain.launch`` describes; returns the exit code.
 Launch = Callable[[Sequence[str]], int]

@@ -11,6 +11,7 @@ from typing import TextIO
 from dtrain.config.errors import users_to_fix
 from dtrain.launching.point import Point
 from dtrain.launching.table import aligned
+from dtrain.tracking.history import printable
 from dtrain.tracking.status import read_status
 
 FINISHED = 0
@@ -60,8 +61,8 @@ class Verdict:
             return Outcome("finished", FINISHED), None
         if status["state"] == "stopped":
             return Outcome("stopped", STOPPED), None
-        reason = (status.get("reason") or "it was killed and could not say why").splitlines()[0]
-        return Outcome("failed", FAILED), f"step {status.get('step')}: {reason}"
+        reason = str(status.get("reason") or "it was killed and could not say why").splitlines()[0]
+        return Outcome("failed", FAILED), printable(f"step {status.get('step')}: {reason}")
 
 
 def overall(outcomes: Sequence[Outcome]) -> int:

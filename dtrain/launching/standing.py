@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dtrain.launching.queue import active_job
 from dtrain.launching.table import aligned
-from dtrain.tracking.history import ABSENT, History, differences, read_all
+from dtrain.tracking.history import ABSENT, History, differences, printable, read_all
+from dtrain.tracking.status import is_trained
 
 # Where a run is, how it is started and watched: not what one compares.
 _NOT_COMPARED = ("run.name", "launch.", "tracker.")
@@ -29,7 +29,7 @@ def table(directories: Sequence[Path]) -> str:
     for number, run in enumerate(runs):
         settings = [_setting(values[number]) for values in varied.values()]
         rows.append([run.label, standing(run), _steps(run), *settings, *(_last(run, name) for name in metrics)])
-    return aligned(rows)
+    return aligned([list(map(printable, row)) for row in rows])  # the runs may be somebody else's
 
 
 def standing(run: History) -> str:
@@ -40,18 +40,6 @@ def standing(run: History) -> str:
     if state == "running":
         return state if is_trained(run.path) else "killed"
     return f"{state} ({str(reason).splitlines()[0]})" if reason and state != "finished" else state
-
-
-def is_trained(run_dir: Path) -> bool:
-    """Whether a process trains a run: one that was killed leaves the state ``running``, but not the run's lock."""
-    try:
-        with (run_dir / ".lock").open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:  # somebody has it; or the file system has no locks, and then only the state tells
-        return True
-    return False
 
 
 def _steps(run: History) -> str:

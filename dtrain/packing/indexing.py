@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 
 from dtrain.data import index_store, shards
-from dtrain.data.tar_index import ShardError
+from dtrain.data.shard_error import ShardError
 from dtrain.data.urls import shown
 from dtrain.packing.progress import progress
 from dtrain.packing.workers import Tick, run

@@ -35,7 +35,6 @@ def refuse_unscalable(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-@torch.no_grad()
 def local_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """What this rank holds of the optimizer's gradients, as plain dense tensors that share their memory.
 
@@ -60,7 +59,7 @@ def local_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
             if gradient.is_sparse:
                 gradient = gradient._values()
             if gradient.is_complex():
-                gradient = torch.view_as_real(gradient)
+                gradient = torch.view_as_real(gradient.detach())
             if gradient.numel():
                 gradients.append(gradient)
     return gradients

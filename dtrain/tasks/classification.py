@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.data import Batch
+from dtrain.data.fields import DataError
 from dtrain.tasks.losses import softmax_cross_entropy
 from dtrain.training.task import Output
 
@@ -69,7 +70,7 @@ def _require_classes(labels: Tensor, classes: int, failure: RuntimeError) -> Non
         return  # a GPU's kernels tell by themselves, and nothing can be asked of it any more
     low, high = (int(label) for label in labels.aminmax())
     if low < 0 or high >= classes:
-        raise ValueError(
+        raise DataError(
             f"task: a label is {low if low < 0 else high}, the model has {classes} classes, 0 to {classes - 1}. Set "
             "model.classes, or number the classes from 0 when packing."
         ) from failure
@@ -83,5 +84,5 @@ def _confusion(right: Tensor, predicted: Tensor, valid: Tensor, classes: int) ->
 
 def _among_five(logits: Tensor, right: Tensor) -> Tensor:
     if logits.shape[1] < 5:
-        raise ValueError(f"task.top5: the model has {logits.shape[1]} classes, want at least 5. Set task.top5=false.")
+        raise DataError(f"task.top5: the model has {logits.shape[1]} classes, want at least 5. Set task.top5=false.")
     return (torch.topk(logits, 5, dim=1).indices == right.unsqueeze(1)).any(dim=1)

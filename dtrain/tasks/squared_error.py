@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dtrain.data.fields import DataError
+
 
 def squared_error(prediction: Tensor, target: Tensor, task: str) -> Tensor:
     """Squares of the differences, elementwise, in fp32 whatever autocast says.
@@ -18,10 +20,10 @@ def squared_error(prediction: Tensor, target: Tensor, task: str) -> Tensor:
         fp32, of that shape.
 
     Raises:
-        ValueError: If the shapes differ; names both. torch would broadcast ``[8, 1]`` against ``[8]`` to 64 errors.
+        DataError: If the shapes differ; names both. torch would broadcast ``[8, 1]`` against ``[8]`` to 64 errors.
     """
     if prediction.shape != target.shape:
-        raise ValueError(
+        raise DataError(
             f"{task}: the model returns {list(prediction.shape)} and the target is {list(target.shape)}. They must be of "
             "the same shape: reshape the one in the model, or the other in the data."
         )

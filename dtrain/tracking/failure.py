@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dtrain.config.errors import PeerFailed
+from dtrain.config.errors import PeerFailed, in_brief
 from dtrain.config.run import without_url_secrets
 from dtrain.tracking.status import write_status
 
@@ -46,7 +46,7 @@ class FailureRecord:
             write_status(self._run_dir, "failed", self.step(), reason, **self.facts())
         except OSError as error:
             sys.stderr.write(f"dtrain: status.json could not be written ({error}).\n")
-        sys.stderr.write(f"dtrain: failed at step {self.step()} ({reason.splitlines()[0]}): {self._run_dir}\n")
+        sys.stderr.write(f"dtrain: failed at step {self.step()} ({in_brief(reason)}): {self._run_dir}\n")
         self.tell(reason)
 
 

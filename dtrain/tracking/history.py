@@ -7,6 +7,7 @@ else's, so nothing in it can make reading fail, or take for ever.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from dtrain.tracking.run_files import may_be_read
 from dtrain.tracking.status import read_status
 
 _METRICS, _CONFIG, _OVERRIDES, _STATUS = "metrics.jsonl", "config.yaml", "overrides.yaml", "status.json"
+#: What a run may leave that ends, or waits, before it has written anything else.
+_BEGUN = (".lock", ".job", "logs/torchrun")
 _LARGEST, _DEEPEST_YAML = 200_000, 50  # bytes, levels; a config has a few thousand, and five
 _WORTH_PROCESSES = 50_000_000  # bytes of metrics, which one process reads in half a second
 
@@ -56,7 +59,7 @@ class History:
         """
         if not path.is_dir():
             raise ValueError(f"{path} is no directory. Name the directory of a run (run.dir).")
-        if not any((path / name).exists() for name in (_METRICS, _CONFIG, _STATUS)):
+        if not is_run(path):
             raise ValueError(f"{path} holds no run: none of {_METRICS}, {_CONFIG}, {_STATUS} is there.")
         gaps: list[str] = []
         columns = read_columns(path / _METRICS, gaps)
@@ -85,6 +88,11 @@ class History:
         return steps[np.diff(count, prepend=0.0) > 0]
 
 
+def is_run(path: Path) -> bool:
+    """Whether a directory is that of a run, even of one that ended before its first step or waits in a queue."""
+    return any((path / name).exists() for name in (_METRICS, _CONFIG, _STATUS, *_BEGUN))
+
+
 def read_all(paths: Sequence[Path]) -> list[History]:
     """The runs in these directories, each once, with labels that tell them apart; long ones in several processes.
 
@@ -92,9 +100,7 @@ def read_all(paths: Sequence[Path]) -> list[History]:
         ValueError: If one is no run directory.
     """
     unique = list({path.resolve(): path for path in paths}.values())
-    names = [path.resolve().name for path in unique]
-    labels = [name if names.count(name) == 1 else str(path) for path, name in zip(unique, names, strict=True)]
-    labels = list(map(printable, labels))
+    labels = list(map(printable, _labels([path.resolve() for path in unique])))
     processes = min(len(unique), os.cpu_count() or 1)
     if processes > 1 and sum(map(_metrics_size, unique)) > _WORTH_PROCESSES:
         with ProcessPoolExecutor(processes) as pool:
@@ -116,6 +122,16 @@ def differences(runs: Sequence[History]) -> dict[str, list[Any]]:
     keys = sorted({key for run in runs for key in run.config} - {"run.dir"})
     values = {key: [run.config.get(key, ABSENT) for run in runs] for key in keys}
     return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
+
+
+def _labels(paths: Sequence[Path]) -> list[str]:
+    """The shortest ends of paths that tell them apart: ``run``, or ``a/run`` and ``b/run``."""
+    labels: dict[Path, str] = {}
+    for parts in range(1, max((len(path.parts) for path in paths), default=0) + 1):
+        ends = {path: "/".join(path.parts[-parts:]) for path in paths}
+        count = Counter(ends.values())
+        labels |= {path: end for path, end in ends.items() if path not in labels and count[end] == 1}
+    return [labels[path] for path in paths]
 
 
 def _metrics_size(path: Path) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.tracking.atomic import replacing
-from dtrain.tracking.record import Record
+from dtrain.tracking.record import Mark, Record, mark
 
 
 class JsonlSink:
@@ -40,15 +40,15 @@ class JsonlSink:
         self._file.close()
 
 
-def cut_after(path: Path, step: int) -> int:
-    """Drops the records after ``step``, which a resumed run is about to write again.
+def cut_after(path: Path, last: Mark) -> int:
+    """Drops the records after ``last``, which a resumed run is about to write again.
 
     Lines that are no record (a torn last one, or what a power cut left) go too. The file is replaced as a whole, and
     not touched when there is nothing to drop.
 
     Args:
         path: A metrics.jsonl, or nothing yet.
-        step: The last step to keep.
+        last: The last mark to keep.
 
     Returns:
         How many lines were dropped.
@@ -56,32 +56,26 @@ def cut_after(path: Path, step: int) -> int:
     if not path.exists():
         return 0
     with path.open("rb") as lines:
-        drop = sum(not _is_kept(line, step) for line in lines)
+        drop = sum(not _is_kept(line, last) for line in lines)
     if drop:
         with path.open("rb") as lines, replacing(path) as kept:
-            kept.writelines(line for line in lines if _is_kept(line, step))
+            kept.writelines(line for line in lines if _is_kept(line, last))
     return drop
 
 
-def read_records(path: Path, after: int, until: int) -> Iterator[Record]:
-    """The records of a metrics.jsonl whose step is in ``(after, until]``; what was not finite is NaN.
-
-    Args:
-        path: The file, or nothing yet.
-        after: A step before the first.
-        until: The last step.
-    """
+def read_records(path: Path) -> Iterator[Record]:
+    """The records of a metrics.jsonl, or of nothing yet; what was not finite is NaN."""
     if not path.exists():
         return
     with path.open("rb") as lines:
         for record in map(_record, lines):
-            if record is not None and after < record["step"] <= until:
+            if record is not None:
                 yield {name: math.nan if value is None else value for name, value in record.items()}
 
 
-def _is_kept(line: bytes, step: int) -> bool:
+def _is_kept(line: bytes, last: Mark) -> bool:
     record = _record(line)
-    return record is not None and record["step"] <= step
+    return record is not None and mark(record) <= last
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

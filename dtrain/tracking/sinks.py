@@ -164,6 +164,7 @@ def build_sinks(
     config: dict[str, Any],
     resumed_step: int,
     *,
+    evaluation_due: bool = False,
     total_steps: int | None = None,
 ) -> Sinks:
     """Opens the sinks of a run; rank 0 alone calls it.
@@ -175,6 +176,7 @@ def build_sinks(
         config: The resolved config, without secrets, in plain containers.
         resumed_step: Step of the checkpoint that the run continues from; 0 for a start from nothing. Lines of
             metrics.jsonl after it are dropped, and media.
+        evaluation_due: Whether the evaluation at that step is still to come: a line of it is dropped, too.
         total_steps: Attempted steps at which the run ends, if known; for the progress line.
 
     Raises:
@@ -186,8 +188,8 @@ def build_sinks(
     console = console_sink(total_steps)
     # A run that starts from nothing may log an evaluation at step 0 again, so not even step 0 is kept then.
     kept = resumed_step if resumed_step > 0 else -1
-    if dropped := cut_after(metrics, kept):
-        console.note(f"{metrics}: {dropped} lines after step {resumed_step} dropped; they are trained again.")
+    if dropped := cut_after(metrics, (kept, not evaluation_due)):
+        console.note(f"{metrics}: {dropped} lines after step {resumed_step} dropped; what they tell is done again.")
     cut_media_after(media, kept)
     others: list[Sink] = [JsonlSink(metrics)]
     # Both are imported where they are used: they cost a second that a run without them should not pay.

@@ -6,12 +6,14 @@ into 1. Rank 0 alone writes it.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import time
 from pathlib import Path
 from typing import Any
 
 from dtrain.tracking.atomic import replacing
+from dtrain.tracking.run_files import is_plain
 
 #: ``running`` also stands in the file of a run that was killed: compare its ``time``, or ask whoever started the run.
 STATES = ("running", "finished", "stopped", "failed")
@@ -56,3 +58,18 @@ def read_status(run_dir: Path) -> dict[str, Any] | None:
     if not isinstance(status, dict) or status.get("state") not in STATES:
         raise ValueError(f"{path}: no 'state' among {', '.join(STATES)}. Delete it; the run writes a new one.")
     return status
+
+
+def is_trained(run_dir: Path) -> bool:
+    """Whether a process trains a run: one that was killed leaves the state ``running``, but not the run's lock."""
+    path = run_dir / ".lock"
+    if not is_plain(path):
+        return False
+    try:
+        with path.open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:  # somebody has it; or the file system has no locks, and then only the state tells
+        return True
+    return False

@@ -3,7 +3,7 @@
 wandb keeps each start of a run in a directory of its own, ``offline-run-*`` or ``run-*``, with one ``.wandb`` file:
 a 7-byte header, then blocks of 32 KiB in LevelDB's log format, whose records are wandb's protobuf messages. wandb
 writes whole blocks, at once when one is full and every 15 seconds else, and a killed run loses the rest. So the files
-themselves, and nothing that is noted beside them, say which steps wandb has.
+themselves, and nothing that is noted beside them, say which records wandb has.
 
 Format: https://github.com/google/leveldb/blob/main/doc/log_format.md, with zlib's CRC-32 in place of CRC-32C.
 """
@@ -11,6 +11,7 @@ Format: https://github.com/google/leveldb/blob/main/doc/log_format.md, with zlib
 from __future__ import annotations
 
 import json
+import math
 import struct
 import zlib
 from collections.abc import Iterator
@@ -18,28 +19,31 @@ from pathlib import Path
 
 from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]  # protobuf makes it at import
 
+from dtrain.tracking.record import Mark, has_evaluation
+
 BLOCK = 32768
 FILE_HEADER = 7
 HEADER = struct.Struct("<IHB")  # CRC-32 of kind and payload, length of the payload, kind
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 
-def last_step(path: Path) -> int | None:
-    """The newest step in a ``.wandb`` file; reads its end only, however long the run was.
+def last_mark(path: Path, until: float = math.inf) -> Mark | None:
+    """The newest record in a ``.wandb`` file; reads its end only, however long the run was.
 
     Args:
         path: The file; it may be torn at its end.
+        until: The last step to look at.
 
     Returns:
-        The largest ``_step`` of its history; None if the file holds no history.
+        The mark of the last row of its history, in which wandb has gathered the records of one step; None if there is none.
     """
     blocks = -(-path.stat().st_size // BLOCK)
     look = 2
     while True:
         start = max(0, blocks - look)
-        steps = [step for record in _records(path, start * BLOCK) if (step := _step(record)) is not None]
-        if steps:
-            return max(steps)
+        found = [mark for record in _records(path, start * BLOCK) if (mark := _mark(record)) and mark[0] <= until]
+        if found:
+            return max(found)
         if start == 0:
             return None
         look *= 4
@@ -71,10 +75,8 @@ def _records(path: Path, start: int) -> Iterator[bytes]:
             yield b"".join(parts)
 
 
-def _step(record: bytes) -> int | None:
+def _mark(record: bytes) -> Mark | None:
     message = Record()
     message.ParseFromString(record)
-    for item in message.history.item:
-        if item.key == "_step" or list(item.nested_key) == ["_step"]:
-            return int(json.loads(item.value_json))
-    return None
+    row = {item.key or "/".join(item.nested_key): item.value_json for item in message.history.item}
+    return (int(json.loads(row["_step"])), has_evaluation(row)) if "_step" in row else None

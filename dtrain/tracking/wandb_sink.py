@@ -1,9 +1,10 @@
 """wandb as a sink: one run identity over all restarts.
 
 * The *run id* is made once and kept in ``wandb/run-id``; every start, offline or not, uses it.
-* A *piece* is the directory that wandb makes for one start. A restart trains some steps again; those that the pieces
+* A *piece* is the directory that wandb makes for one start. A restart trains some steps again; records that the pieces
   (offline) or the server (online) have already are not sent a second time. Those that they lack, since a killed wandb
-  loses the newest, are sent from metrics.jsonl.
+  loses the newest, are sent from metrics.jsonl. Records are told apart by their marks, since the evaluation at a step may
+  come in a later start than the step.
 
 It may hang and raise: ``BackgroundSink`` keeps that from the training.
 """
@@ -11,6 +12,7 @@ It may hang and raise: ``BackgroundSink`` keeps that from the training.
 from __future__ import annotations
 
 import html
+import math
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +23,8 @@ import wandb
 from dtrain.tracking.atomic import replacing
 from dtrain.tracking.jsonl import read_records
 from dtrain.tracking.provenance import provenance
-from dtrain.tracking.record import Record
-from dtrain.tracking.wandb_log import last_step
+from dtrain.tracking.record import Mark, Record, mark
+from dtrain.tracking.wandb_log import last_mark
 
 if TYPE_CHECKING:
     from dtrain.config.schema import TrackerConfig
@@ -64,7 +66,7 @@ class WandbSink:
     ) -> None:
         directory = run_dir / "wandb"
         self.run_id = _run_id(directory)
-        kept = _kept_step(directory, mode)
+        pieces = list(directory.glob("*run-*/*.wandb"))  # and not that of this start
         self._run = wandb.init(
             id=self.run_id,
             name=run_name,
@@ -77,25 +79,24 @@ class WandbSink:
             config=config | {"provenance": provenance(Path.cwd())},
             settings=_settings(),
         )
-        # A resumed online run starts after the last step that the server has.
-        self._kept = max(kept, self._run.starting_step - 1)
-        for record in read_records(run_dir / "metrics.jsonl", self._kept, resumed_step):
-            self.log(record)
+        self._kept = _kept(pieces, mode, self._run.starting_step - 1)
+        for record in read_records(run_dir / "metrics.jsonl"):
+            if record["step"] <= resumed_step:
+                self.log(record)
         place = self._run.url if mode == "online" else f"offline in {directory}"
         note(f"wandb: {place}, run id {self.run_id}")
 
     def log(self, record: Record) -> None:
-        """Sends one record, if wandb does not have its step."""
-        if record["step"] > self._kept:
-            # wandb gathers what has the same step in one row, and needs no other axis than the step itself.
-            self._run.log(dict(record), step=int(record["step"]))
+        """Sends one record, if wandb does not have it."""
+        if mark(record) > self._kept:
+            self._send(dict(record), int(record["step"]))
 
     def media(self, step: int, name: str, path: Path) -> None:
-        """Sends a picture or a text, if wandb does not have its step."""
-        if step > self._kept:
+        """Sends a picture or a text of an evaluation, if wandb does not have that."""
+        if (step, True) > self._kept:
             text = path.suffix == ".txt"
             shown = wandb.Html(_page(path.read_text(encoding="utf-8"))) if text else wandb.Image(str(path))
-            self._run.log({f"media/{name}": shown}, step=step)
+            self._send({f"media/{name}": shown}, step)
 
     def finish(self, state: str, reason: str | None = None) -> None:
         """Waits until wandb has sent or stored everything; a failure is an alert."""
@@ -104,6 +105,11 @@ class WandbSink:
         self._run.finish(exit_code=1 if state == "failed" else 0)
         # Offline, finish returns before the file is written; the end of wandb's own process is the proof that it is.
         wandb.teardown()
+
+    def _send(self, values: dict[str, Any], step: int) -> None:
+        # wandb gathers what has the same step in one row, and needs no other axis than the step itself. A server takes no
+        # row before the one that a resumed run starts with: there a late evaluation stands one step further.
+        self._run.log(values, step=max(step, self._run.starting_step))
 
 
 def _run_id(directory: Path) -> str:
@@ -116,13 +122,19 @@ def _run_id(directory: Path) -> str:
     return path.read_text(encoding="utf-8").strip()
 
 
-def _kept_step(directory: Path, mode: str) -> int:
-    """The newest step that the pieces of earlier starts hold; -1 if none does.
+def _kept(pieces: list[Path], mode: str, on_server: int) -> Mark:
+    """The newest record that wandb has.
 
-    Online, the server says what it has of the online pieces: they may hold a little more than they could send.
+    Args:
+        pieces: The files of earlier starts.
+        mode: Of this start.
+        on_server: Online, the last step that the server has: the online pieces may hold a little more than they could send.
     """
-    pieces = directory.glob("offline-run-*/*.wandb" if mode == "online" else "*run-*/*.wandb")
-    return max((step for piece in pieces if (step := last_step(piece)) is not None), default=-1)
+    found = {(on_server, False)}
+    for piece in pieces:
+        until = on_server if mode == "online" and not piece.parent.name.startswith("offline-") else math.inf
+        found.add(last_mark(piece, until) or (-1, False))
+    return max(found)
 
 
 def _page(text: str) -> str:

@@ -42,8 +42,9 @@ def by_target(key: str, node: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs: Passed on; they win over the node's keys.
 
     Raises:
-        ConfigError: If there is no ``_target_``, nothing of that name can be imported, or it does not take these keys.
-        Exception: What the target itself raises, or its module while it is imported.
+        ConfigError: If there is no ``_target_``, nothing of that name can be imported, or it does not take these keys or
+            refuses a value (``ValueError``).
+        Exception: What else the target itself raises, or its module while it is imported.
     """
     if not isinstance(node, DictConfig) or "_target_" not in node:
         raise ConfigError(f"{key}: has no _target_. Name a class or function, such as {key}._target_=package.Class.")
@@ -55,6 +56,8 @@ def by_target(key: str, node: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(cause, TypeError) and cause.__traceback__ is not None and cause.__traceback__.tb_next is None:
                 # Raised by the call, before anything inside ran.
                 raise ConfigError(f"{key}: {node._target_} does not take these keys: {cause}.") from error
+            if isinstance(cause, ValueError) and not isinstance(cause, ConfigError):
+                raise ConfigError(f"{key}: {cause}") from cause
             raise cause from None
         raised = cause
         while raised is not None and raised.__cause__ is not None:
@@ -175,7 +178,11 @@ def build_optimizer(node: Any, model: nn.Module, device: torch.device) -> torch.
             optimizer = by_target("optimizer", node, model=model)
     else:
         fused = {"fused": True} if "fused" in takes and not {"fused", "foreach", "_partial_"} & set(node) else {}
-        optimizer = by_target("optimizer", node, parameters, **fused)
+        try:
+            optimizer = by_target("optimizer", node, parameters, **fused)
+        except TypeError as error:  # as torch says that a number is none
+            given = ", ".join(f"{key}={value}" for key, value in node.items() if key != "_target_")
+            raise ConfigError(f"optimizer: {error}. One of its values is wrong: {given}.") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer: {node._target_} returns {type(optimizer).__name__}, want a torch Optimizer.")
     return optimizer

@@ -50,10 +50,10 @@ def evaluate_checkpoint(
     loader = together(lambda: eval_loader(cfg, world, precision))
     assert loader is not None  # data.eval is set
     check_same_data(None, loader)
-    model = build.build_model(cfg.model, world.device, cfg.train.channels_last)
+    model = together(lambda: build.build_model(cfg.model, world.device, cfg.train.channels_last))
     used = together(lambda: load_weights(model, checkpoint, weights))
     precision.wrap_keep_fp32(model)
-    task = build.by_target("task", cfg.task)
+    task = together(lambda: build.by_target("task", cfg.task))
     began = time.monotonic()
     with _shown_progress(loader, world, name) as tick:
         try:

@@ -1,7 +1,7 @@
 """Evaluation: sums and counts over all ranks, each sample once, without gradients.
 
 Nothing is fetched from the device before the end, and nothing is kept of a micro-batch but its sums, so that memory does not
-grow with their number.
+grow with their number. An evaluation inside a run can be left: whether some rank is asked to stop is agreed beside it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ from dtrain.training.result import Evaluation, NotFinite
 from dtrain.training.task import ConcludingTask, Output, Task, checked
 
 
+class Interrupted(Exception):
+    """All ranks have left an evaluation, because one of them is asked to stop."""
+
+
 @torch.inference_mode()
 def evaluate(
     model: nn.Module,
@@ -32,6 +36,7 @@ def evaluate(
     precision: Precision,
     epoch: int = 0,
     progress: Callable[[int, int], None] | None = None,
+    stop: Callable[[], bool] | None = None,
 ) -> Evaluation:
     """Collective. Runs the task over one epoch of ``loader``.
 
@@ -43,12 +48,14 @@ def evaluate(
         precision: Autocast.
         epoch: Counting evaluations up lets the loader's workers go on to the next one.
         progress: Called with (micro-batches done, all of them).
+        stop: Whether this rank is asked to stop; asked for in every micro-batch. None: it runs to its end.
 
     Returns:
         ``loss`` and each metric of the task as sum / count over all ranks, ``samples``: how many valid ones there were,
         and ``bad_samples``; what the task concludes from it; the task's tables.
 
     Raises:
+        Interrupted: On every rank before the same micro-batch, if ``stop`` was true on one of them.
         NotFinite: On every rank, if the loss is not finite; it holds the result.
         TypeError: If the task returns something else than an ``Output``.
         ValueError: If the task's metrics or tables differ between micro-batches or ranks, or no sample can be read.
@@ -59,8 +66,11 @@ def evaluate(
     samples = bad = 0
     total = loader.steps_per_epoch * loader.micro_batches_per_step
     to_device = DeviceCopies(world.device)
+    stop_vote = _StopVote(stop, world) if stop is not None else None
     try:
         for number, batch in enumerate(loader.epoch(epoch)):
+            if stop_vote is not None and stop_vote.agreed():
+                raise Interrupted
             samples += sum(1 for key in batch.sample_keys if key)
             bad += len(batch.bad)
             with precision.autocast(world.device.type):
@@ -80,6 +90,34 @@ def evaluate(
         return result
     finally:
         model.train(was_training)
+
+
+class _StopVote:
+    """Whether some rank is asked to stop, known one micro-batch later, so that nobody waits for the answer.
+
+    Args:
+        stop: Whether this rank is.
+        world: The ranks.
+    """
+
+    def __init__(self, stop: Callable[[], bool], world: World) -> None:
+        self._stop = stop
+        self._alone = world.size == 1
+        self._asked = torch.zeros(1, dtype=torch.int32)
+        self._work: dist.Work | None = None
+
+    def agreed(self) -> bool:
+        """Collective, as often on every rank. What the ranks said at the call before; alone, what this one says now."""
+        if self._alone:
+            return self._stop()
+        if self._work is not None:
+            self._work.wait()
+            if self._asked.item():
+                return True
+        # On the host, where gloo adds up beside whatever the GPUs do.
+        self._asked = torch.tensor([self._stop()], dtype=torch.int32)
+        self._work = dist.all_reduce(self._asked, async_op=True)
+        return False
 
 
 class _Sums:

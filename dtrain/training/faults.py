@@ -28,7 +28,8 @@ from typing import Any
 from dtrain.config.errors import ConfigError
 from dtrain.config.schema import CheckpointConfig
 from dtrain.data import Batch
-from dtrain.training.checkpoint import Checkpoint, Checkpoints
+from dtrain.training.checkpoint import Checkpoint
+from dtrain.training.checkpoints import Checkpoints
 from dtrain.training.loop import Loop
 
 _IN_THE_STEP = ("crash", "kill", "hang", "slow", "nan", "corrupt_sample")

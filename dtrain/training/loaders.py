@@ -11,7 +11,8 @@ from dtrain.config.errors import ConfigError, users_to_fix
 from dtrain.config.schema import Config, DataConfig
 from dtrain.data import ShardLoader
 from dtrain.data.cache_policy import CachePolicy
-from dtrain.data.fields import Field, parse_fields
+from dtrain.data.field_options import parse_fields
+from dtrain.data.fields import Field
 from dtrain.data.mixing import Mix
 from dtrain.data.sample_source import value_fields
 from dtrain.distributed.collectives import decided_by_rank_zero

@@ -3,6 +3,9 @@
 Everything that decides when something happens is equal on all ranks: the attempted step, the loader's position, and what
 the vote of an earlier step said. The outcome of a step is settled in the next one, after its backward is queued, so that
 a GPU is never waited for; where something depends on it (a save, an evaluation, the end), it is settled at once.
+
+An evaluation that a stop interrupts leaves no trace but that it is *due*: the checkpoint says so, and the next start does it
+before its first step.
 """
 
 from __future__ import annotations
@@ -27,9 +30,9 @@ from dtrain.distributed.process_group import set_timeout
 from dtrain.distributed.stop import StopRequests
 from dtrain.precision.lowered import LoweredModules
 from dtrain.tracking.sinks import NullSinks, Sinks
-from dtrain.training.checkpoint import Checkpoints
+from dtrain.training.checkpoints import Checkpoints
 from dtrain.training.compiler_log import CompilerLog
-from dtrain.training.evaluation import evaluate
+from dtrain.training.evaluation import Interrupted, evaluate
 from dtrain.training.illustration import Illustrations
 from dtrain.training.journal import Journal
 from dtrain.training.measures import Measures, Timing
@@ -39,6 +42,7 @@ from dtrain.training.profiler import StepProfiler
 from dtrain.training.refusals import refuse_mean
 from dtrain.training.result import Evaluation
 from dtrain.training.saves import Saves
+from dtrain.training.seed import seed_generators
 from dtrain.training.spans import DATA, span
 from dtrain.training.step import Outcome
 from dtrain.training.sync_guard import host_syncs_announced
@@ -92,6 +96,7 @@ class Loop:
             )
         self._last_bad: dict[str, Any] = {}
         self._timing: Timing | None = None  # of the step that is not settled yet
+        self._unlogged: Outcome | None = None  # the last settled step, if no record has it yet
         self._clock = time.monotonic()
         self._first_step = parts.step.step
         self._stopping = self._save_asked = False
@@ -108,10 +113,16 @@ class Loop:
         step, loader = self._parts.step, self._parts.train_loader
         self._parts.model.train()
         self._journal.status()
-        batches = iter(loader)
+        epoch_ended = True  # none is open
         try:
             with self._out_of_memory_explained():
+                if self._parts.progress.evaluation_due:
+                    self._evaluate_and_save(epoch_ended)
+                    # A save has set what a step may take, and this start has not done its first one.
+                    set_timeout(self._parts.cfg.parallel.timeout_start)
                 while step.step < self._last_step and not self._stopping:
+                    if epoch_ended:
+                        batches = iter(loader)
                     if self._profiler is not None:
                         self._profiler.before(step.step + 1)
                     self._measures.begin()
@@ -126,8 +137,6 @@ class Loop:
                     if step.step == self._first_step + 1:
                         set_timeout(self._parts.cfg.parallel.timeout_step + BACKSTOP)
                     self._evaluate_and_save(epoch_ended)
-                    if epoch_ended and step.step < self._last_step:
-                        batches = iter(loader)
                 return self._end()
         finally:
             self._ledger.close()
@@ -193,16 +202,15 @@ class Loop:
     def _commit(self) -> bool:
         """The optimizer step is done (or queued): the position moves. True if that was the epoch's last step."""
         loader, progress, window = self._parts.train_loader, self._parts.progress, self._window
-        epoch, position = loader.position
+        epoch, _ = loader.position
         used = loader.commit()
         self._ledger.write(self._parts.step.step, window.keys, window.bad)
         self._last_bad = window.bad[-1] if window.bad else self._last_bad
         now = time.monotonic()
         progress.samples += used
-        epochs = epoch + (position + used) / loader.index.num_samples
         seconds = now - self._clock
         progress.seconds += seconds
-        self._timing = Timing(used, progress.samples, epochs, seconds, window.waited, self._measures.own_time())
+        self._timing = Timing(used, seconds, window.waited, self._measures.own_time())
         self._clock = now
         return loader.position[0] != epoch
 
@@ -215,54 +223,68 @@ class Loop:
         tally = outcome.tally
         self._stopping |= tally.stop > 0
         self._save_asked |= tally.save > 0
-        if outcome.step % self._log_every == 0 or outcome.step == self._last_step or self._stopping:
-            self._log(outcome, timing)
+        self._unlogged = outcome
+        if outcome.step % self._log_every == 0 or outcome.step == self._last_step:
+            self._log(outcome)
         self._bad_samples.count(tally.samples, tally.bad, self._last_bad)
 
-    def _log(self, outcome: Outcome, timing: Timing) -> None:
+    def _log(self, outcome: Outcome) -> None:
         self._saves.are_safe(wait=False)
-        place = self._position(outcome.step, outcome.applied_steps, timing)
-        self._journal.logged(place | self._measures.record(outcome))
+        self._journal.logged(self._position() | self._measures.record(outcome))
+        self._unlogged = None
         self._compiler.tell()
 
     # -- what does not happen in every step
 
     def _evaluate_and_save(self, epoch_ended: bool) -> None:
-        every, step = self._eval_every, self._parts.step.step
-        last = step >= self._last_step
+        every, step, progress = self._eval_every, self._parts.step.step, self._parts.progress
+        last, late = step >= self._last_step, progress.evaluation_due
         evaluation: Evaluation | None = None
         metrics: dict[str, float] = {}
         improved = False
-        if last or (epoch_ended if every is None else every > 0 and step % every == 0):
+        if late or last or (epoch_ended if every is None else every > 0 and step % every == 0):
             evaluation = self._evaluate()
+            if progress.evaluation_due:
+                return
             metrics = evaluation.record() if evaluation is not None else {}
             improved = self._saves.is_best(metrics)
-        if last or improved or self._save_asked or (self._save_every and step % self._save_every == 0):
+        if late or last or improved or self._save_asked or (self._save_every and step % self._save_every == 0):
             self._save(metrics, final=last)
         if evaluation is not None:
             with self._clock_stopped():
                 self._illustrations.after(evaluation, last=last)
 
     def _evaluate(self) -> Evaluation | None:
-        parts = self._parts
+        """None without data to evaluate on, or if a stop came first: then it is still due."""
+        parts, progress, step = self._parts, self._parts.progress, self._parts.step.step
+        progress.evaluation_due = False
         if parts.eval_loader is None:
             return None
         self._settle()
         with self._clock_stopped():
             equalise_buffers(parts.model)
-            result = evaluate(
-                parts.ema.averaged() if parts.ema is not None else parts.model,
-                parts.task,
-                parts.eval_loader,
-                world=parts.world,
-                precision=parts.precision,
-                epoch=parts.progress.evaluations,
-            )
-            parts.progress.evaluations += 1
+            # A task that draws numbers finds the same, whatever this start has done before.
+            seed_generators(parts.world.device, parts.cfg.run.seed, step, parts.world.rank)
+            try:
+                if self._stopping:
+                    raise Interrupted
+                result = evaluate(
+                    parts.ema.averaged() if parts.ema is not None else parts.model,
+                    parts.task,
+                    parts.eval_loader,
+                    world=parts.world,
+                    precision=parts.precision,
+                    epoch=progress.evaluations,
+                    stop=lambda: self._stop.reason is not None,
+                )
+            except Interrupted:
+                self._stopping = progress.evaluation_due = True
+                self._journal.note(f"The evaluation after step {step} is left to the next start, which begins with it.")
+                return None
+            progress.evaluations += 1
             metrics = result.record()
-            if self._timing is not None:
-                self._journal.record(self._position(parts.step.step, parts.step.applied_steps, self._timing) | metrics)
-            logger.info("step %d: %s", parts.step.step, metrics)
+            self._journal.record(self._position() | metrics)
+            logger.info("step %d: %s", step, metrics)
         return result
 
     def _save(self, metrics: dict[str, float], *, final: bool) -> None:
@@ -281,10 +303,12 @@ class Loop:
 
     def _end(self) -> tuple[str, str | None]:
         self._settle()
+        if self._unlogged is not None:
+            self._log(self._unlogged)
         self._measures.end()
         if self._stopping:
             self._stop.consume()
-        if self._parts.step.step >= self._last_step:
+        if self._parts.step.step >= self._last_step and not self._parts.progress.evaluation_due:
             return "finished", None
         reasons: list[str | None] = [None] * self._parts.world.size
         dist.all_gather_object(reasons, self._stop.reason)
@@ -293,12 +317,15 @@ class Loop:
         heard = [f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason]
         return "stopped", ", ".join(heard)
 
-    def _position(self, step: int, applied_steps: int, timing: Timing) -> dict[str, float | int]:
+    def _position(self) -> dict[str, float | int]:
+        """Where the run is; the last step is settled, and the next one not committed."""
+        step, loader = self._parts.step, self._parts.train_loader
+        epoch, samples = loader.position
         return {
-            "step": step,
-            "applied_steps": applied_steps,
-            "epoch": timing.epochs,
-            "samples": timing.samples,
+            "step": step.step,
+            "applied_steps": step.applied_steps,
+            "epoch": epoch + samples / loader.index.num_samples,
+            "samples": self._parts.progress.samples,
             "time": time.time(),
         }
 

@@ -18,22 +18,18 @@ from dtrain.training.parts import Parts
 from dtrain.training.step import Outcome
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # made in every step, and frozen ones take long to make
 class Timing:
     """A step as the host saw it.
 
     Attributes:
         used: Samples that it used.
-        samples: Samples of the run so far.
-        epochs: Epochs of the run so far.
         seconds: How long it took.
         waited: How long of that the loop waited for the loader.
         own: What this rank took by itself.
     """
 
     used: int
-    samples: int
-    epochs: float
     seconds: float
     waited: float
     own: Pieces

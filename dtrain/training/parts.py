@@ -42,6 +42,7 @@ class Progress:
         skipped_steps: Steps that no rank applied.
         bad_samples: Samples that could not be read.
         evaluations: Evaluations done.
+        evaluation_due: Whether the evaluation after the last step was left for a stop, and is still to be done.
         restarts: Starts that found the run begun and not finished.
         lost_seconds: Training that was done and not saved, and was done again.
         down_seconds: Time in which no process trained, between two starts.
@@ -52,6 +53,7 @@ class Progress:
     skipped_steps: int = 0
     bad_samples: int = 0
     evaluations: int = 0
+    evaluation_due: bool = False
     restarts: int = 0
     lost_seconds: float = 0.0
     down_seconds: float = 0.0

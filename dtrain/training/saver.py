@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 
-from dtrain.training.checkpoint import Checkpoint, Checkpoints
+from dtrain.training.checkpoint import Checkpoint
+from dtrain.training.checkpoints import Checkpoints
 
 logger = logging.getLogger("dtrain")
 

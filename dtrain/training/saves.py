@@ -10,7 +10,7 @@ from dtrain.config.errors import ConfigError
 from dtrain.distributed.collectives import decided_by_rank_zero, equalise_buffers
 from dtrain.distributed.hang import BACKSTOP
 from dtrain.distributed.process_group import set_timeout
-from dtrain.training.checkpoint import Checkpoints
+from dtrain.training.checkpoints import Checkpoints
 from dtrain.training.journal import Journal
 from dtrain.training.parts import Parts
 from dtrain.training.saver import NotSaved, Saver

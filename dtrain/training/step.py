@@ -23,16 +23,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dtrain.config.errors import ConfigError, users_to_fix
+from dtrain.config.errors import ConfigError, Explained, users_to_fix
 from dtrain.data import Batch
 from dtrain.distributed.world import World
 from dtrain.precision import Precision, kernels
 from dtrain.precision.comm_hooks import HookGuard
 from dtrain.precision.diagnosis import SkipDiagnosis
+from dtrain.precision.host_vote import HostVote
 from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.momentum import prefill_momentum
 from dtrain.precision.nonfinite import drop_gradients, local_gradients, norm_of, refuse_unscalable
-from dtrain.precision.vote import HostVote, Tally, Vote
+from dtrain.precision.vote import Tally, Vote
 from dtrain.training.buffers import BufferGuard
 from dtrain.training.ema import Ema
 from dtrain.training.refusals import AveragedBackward, refuse_model, refuse_scale
@@ -41,11 +42,11 @@ from dtrain.training.spans import BACKWARD, FORWARD, OPTIMIZER, VOTE, span
 from dtrain.training.task import Output, Task, checked
 
 
-class TooManySkips(RuntimeError):
+class TooManySkips(Explained, RuntimeError):
     """So many steps in a row were skipped that the run is not learning any more."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # made in every step, and frozen ones take long to make
 class Outcome:
     """A settled step, equal on all ranks.
 
@@ -127,7 +128,8 @@ class TrainStep:
         if clip_norm is not None and not clip_norm > 0:
             raise ConfigError(f"train.clip_norm: got {clip_norm}, want a number above 0, or null for no clipping.")
         self._max_skips = max_consecutive_skips
-        self._vote = (HostVote if world.device.type == "cpu" else Vote)(world.device, world.size)
+        on_host = world.device.type == "cpu"
+        self._vote: Vote | HostVote = HostVote(world.size) if on_host else Vote(world.device, world.size)
         self._scale = loss_scale.scale if loss_scale is not None else torch.ones((), device=world.device)
         self._share = torch.full((), world.size / nominal, device=world.device)
         self._autocast = precision.autocast(world.device.type)
@@ -145,11 +147,9 @@ class TrainStep:
         self._buffers = BufferGuard(bare)
         self._averaged = AveragedBackward(model)
         self._diagnosis = SkipDiagnosis(bare)
-        self._read = _HostCopy(world.device)
         self._metric_names: list[str] = []
-        self._sums: Tensor | None = None
         self._local = _Local()
-        self._unsettled = False
+        self._unapplied = self._unsettled = False
         self._first_window = True
         self.step = 0
         self.applied_steps = 0
@@ -179,10 +179,11 @@ class TrainStep:
                 self._add(output)
                 self._diagnosis.loss(output.loss_sum)
                 with span(BACKWARD):
-                    output.loss_sum.backward(self._scale * self._share)
+                    output.loss_sum.backward(self._factor())
             self._local.add(batch)
             done += 1
         self._first_window = False
+        self._unapplied = True
         if done != micro_batches:
             # The backward that averages over the ranks was not the last one.
             raise RuntimeError(f"accumulate(): the window had {done} micro-batches, not {micro_batches} as was said.")
@@ -196,7 +197,7 @@ class TrainStep:
         if not self._unsettled:
             return None
         self._unsettled = False
-        tally = self._vote.tally(self._read.wait(), self._metric_names)
+        tally = self._vote.tally(self._metric_names)
         self.applied_steps += tally.applied
         self.consecutive_skips = 0 if tally.applied else self.consecutive_skips + 1
         self._diagnosis.follow(self.consecutive_skips)
@@ -216,12 +217,12 @@ class TrainStep:
         """
         if self._unsettled:
             raise RuntimeError("apply(): settle() the step before first, it decides this step's learning rate.")
-        sums, self._sums = self._sums, None
-        if sums is None:
+        if not self._unapplied:
             raise RuntimeError("apply() without a window: call accumulate() first.")
+        self._unapplied = False
         gradients = local_gradients(self._optimizer)
         norm = self._norm(gradients)
-        overflow = self._vote.overflow(norm, sums)
+        overflow = self._vote.overflow(norm)
         own = [p.grad for p in self._own_parameters if p.grad is not None]
         if own:
             own_ids = {id(gradient) for gradient in own}
@@ -230,11 +231,10 @@ class TrainStep:
             overflow = overflow | self._guard.flag()
         local, self._local = self._local, _Local()
         with span(VOTE):
-            word = self._vote.cast(
+            self._vote.cast(
                 overflow,
                 norm,
                 self._scale,
-                sums,
                 stop=stop,
                 save=save,
                 samples=local.samples,
@@ -242,8 +242,7 @@ class TrainStep:
                 nbytes=local.nbytes,
                 own_norm=self._norm(own) if own else None,
             )
-        self._read.start(word)
-        skip, overflowed, coefficient = self._vote.decide(word, self._scale, self._nominal, self._clip_norm)
+        skip, overflowed, coefficient = self._vote.decide(self._scale, self._nominal, self._clip_norm)
         for group, base in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base * self._schedule(self.applied_steps)
         with span(OPTIMIZER):
@@ -313,8 +312,11 @@ class TrainStep:
             )
         self._metric_names = names
         pairs = ((output.loss_sum, output.count), *(output.metrics[name] for name in names))
-        sums = self._vote.sums([value for pair in pairs for value in pair])
-        self._sums = sums if self._sums is None else self._sums + sums
+        self._vote.add([value for pair in pairs for value in pair])
+
+    def _factor(self) -> Tensor:
+        """What a loss sum is multiplied by."""
+        return self._scale * self._share if self.loss_scale is not None else self._share
 
     def _optimize(self, skip: Tensor) -> None:
         optimizer = self._optimizer
@@ -340,29 +342,3 @@ class _Local:
         self.samples += len(batch.sample_keys) - batch.sample_keys.count("")
         self.bad += len(batch.bad)
         self.nbytes += batch.wire_bytes
-
-
-class _HostCopy:
-    """The word on its way to the host: copied without waiting, waited for when it is read."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
-        self._word: Tensor | None = None
-        self._copied: torch.cuda.Event | None = None
-
-    def start(self, word: Tensor) -> None:
-        if not self._on_cuda:
-            self._word = word
-            return
-        if self._word is None or self._word.shape != word.shape:
-            self._word = torch.empty(word.shape, dtype=word.dtype, pin_memory=True)
-            self._copied = torch.cuda.Event()
-        self._word.copy_(word, non_blocking=True)
-        assert self._copied is not None
-        self._copied.record()
-
-    def wait(self) -> list[float]:
-        assert self._word is not None
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._word.tolist()

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from dtrain.config.errors import ConfigError
 from dtrain.config.schema import RunConfig
 from dtrain.distributed.collectives import decided_by_rank_zero, together
-from dtrain.training.checkpoint import Checkpoints, verify_folder
+from dtrain.training.checkpoint import verify_folder
+from dtrain.training.checkpoints import Checkpoints
 
 _SHOWN = 5
 

@@ -8,7 +8,7 @@ import pytest
 
 from dtrain.config import app
 from dtrain.config.app import Composed
-from dtrain.config.errors import ConfigError
+from dtrain.config.errors import ConfigError, Explained, PeerFailed
 
 
 def compose(*arguments: str) -> Composed:
@@ -45,6 +45,13 @@ def test_presets_and_overrides_make_one_typed_config() -> None:
         (["+train.foo=1"], ["train.foo", "no such key"]),
         (["data.train=a-{0..3}.tar"], ["data.train=a-{0..3}.tar", "quote"]),
         (["data.train=a-0.tar", "data.train=a-1.tar"], ["data.train", "more than once", "quote"]),
+        (["precision=16"], ["precision=16", "Valid: bf16, fp16, fp32, tf32"]),
+        (["--precision=bf16"], ["--precision=bf16", "precision=VALUE"]),
+        (["max_steps=3"], ["max_steps", "Did you mean train.max_steps?"]),
+        (["experiment=digits", "train.lr=1"], ["train.lr", "Did you mean optimizer.lr?"]),
+        (["train=3"], ["train: got 3", "train.global_batch_size"]),
+        (["run.dir=~/runs/1"], ["run.dir=~/runs/1", "cannot be read. Write", "quote"]),
+        (["--config-name=digits"], ["experiment=digits"]),
     ],
 )
 def test_what_does_not_exist_is_refused_with_the_nearest_name(
@@ -63,6 +70,53 @@ def test_a_preset_file_with_a_misspelt_key_is_named(tmp_path, capsys: pytest.Cap
     message = refused(capsys, "--config-dir", str(tmp_path), "experiment=mine")
     assert "experiment/mine.yaml" in message
     assert "'max_steps'" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("train:\n  max_steps: 3\n", ["Make `# @package _global_` its first line"]),
+        (
+            "# mine\n# @package _global_\ndefaults:\n  - override /data: digits\n",
+            ["`# @package _global_` its first line"],
+        ),
+        ("# @package _global_\ndefaults:\n  - override /dta: digits\n", ["override /dta", "'data'"]),
+        ("# @package _global_\ndefaults:\n  - override /data: digit\n", ["data=digit", "'digits'"]),
+        ("# @package _global_\ndefaults:\n  - data: digits\n", ["Write `- override /data: digits`"]),
+        ("# @package _global_\ndefaults:\n  - /model: vit\n", ["model is chosen twice", "- override /model: vit"]),
+        ("# @package _global_\ndefaults:\n  - digit\n", ["no experiment/digit.yaml", "'digits'"]),
+        ("# @package _global_\nexperiment: digits\n", ["a group, not a key", "- experiment/NAME"]),
+        ("# @package _global_\ntrain: 3\n", ["train: got 3, want keys below it"]),
+        ("# @package _global_\ntrain:\n  max_steps: many\n", ["train.max_steps: Value 'many'", "Want int"]),
+        ("# @package _global_\ntrain:\n\tmax_steps: 3\n", ["no YAML", "line 3, column 1"]),
+        ("# @package _global_\n- train\n", ["holds a list"]),
+    ],
+)
+def test_what_is_wrong_in_a_preset_is_said_with_its_file(
+    tmp_path, capsys: pytest.CaptureFixture[str], text: str, parts: list[str]
+) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+    message = refused(capsys, "--config-dir", str(tmp_path), "experiment=mine")
+    assert message.startswith("dtrain: error: ")
+    assert "Traceback" not in message
+    assert "mine.yaml" in message or "override" in message or "there is no such data" in message
+    for part in parts:
+        assert part in message
+
+
+def test_a_config_dir_that_is_the_group_itself_is_told(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.yaml").write_text("# @package _global_\n")
+    assert "wants the folder in which it is experiment/mine.yaml" in refused(
+        capsys, "--config-dir", str(tmp_path), "experiment=mine"
+    )
+
+
+def test_keys_of_a_users_own_group_are_known_to_the_hint(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("_target_: torch.nn.Linear\nin_features: 3\n")
+    message = refused(capsys, "--config-dir", str(tmp_path), "model=mine", "model.in_feature=4")
+    assert "Did you mean 'in_features'?" in message
 
 
 def test_own_presets_come_from_a_config_dir(tmp_path) -> None:
@@ -107,6 +161,31 @@ def test_a_bug_shows_its_traceback_on_the_rank_that_has_it(capsys: pytest.Captur
     message = capsys.readouterr().err
     assert message.startswith("dtrain: rank 1 failed\nTraceback")
     assert "ZeroDivisionError: a bug" in message
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_meets_alone_it_says_itself_without_a_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch, rank: int
+) -> None:
+    def main(composed: Composed) -> None:
+        raise Explained("the disk is full. Make room.")
+
+    monkeypatch.setenv("RANK", str(rank))
+    with pytest.raises(SystemExit) as ended:
+        app.run(main, ["experiment=digits"])
+    assert ended.value.code == app.EXIT_FAILED
+    assert capsys.readouterr().err == f"dtrain: error: {'rank 1: ' * rank}the disk is full. Make room.\n"
+
+
+def test_what_another_rank_has_said_in_full_is_one_short_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def main(composed: Composed) -> None:
+        raise PeerFailed("rank 1 failed: DataError: " + "a long story, " * 50 + "\nand more")
+
+    with pytest.raises(SystemExit):
+        app.run(main, ["experiment=digits"])
+    shown = capsys.readouterr().err
+    assert shown.startswith("dtrain: rank 0 stops: rank 1 failed: DataError: a long story")
+    assert len(shown) < 160
 
 
 @pytest.mark.parametrize("option", ["--help", "--cfg=job", "--info=defaults"])

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 
 from dtrain.data import Batch
-from dtrain.data.fields import parse_fields
+from dtrain.data.field_options import parse_fields
+from dtrain.data.fields import DataError
 from dtrain.data.wire import Wire
 from dtrain.precision import Precision
 
@@ -55,3 +57,14 @@ def test_a_copy_is_a_batch_with_all_that_belongs_to_it() -> None:
         assert isinstance(other, Batch)
         assert torch.equal(other.to("cpu")["image"], batch.to("cpu")["image"])
         assert (other.sample_keys, other.bad, other.wire_bytes) == (batch.sample_keys, batch.bad, batch.wire_bytes)
+
+
+def test_a_field_that_the_batch_does_not_have_is_named_with_those_that_it_has() -> None:
+    batch = Batch({"img": torch.zeros(1), "label": torch.zeros(1)}, ["a"], torch.ones(1, dtype=torch.bool))
+    with pytest.raises(KeyError) as raised:
+        batch["image"]
+    assert isinstance(raised.value, DataError)
+    assert str(raised.value).startswith(
+        "the batch has no field 'image', but 'img', 'label'. Give one this name in data.fields"
+    )
+    assert batch.get("image") is None

@@ -12,7 +12,8 @@ import simplejpeg
 import torch
 
 from dtrain.data.builder import Augment, Builder
-from dtrain.data.fields import parse_fields
+from dtrain.data.field_options import parse_fields
+from dtrain.data.fields import DataError
 from dtrain.data.shard_source import ShardSource
 from dtrain.data.wire import Wire
 from dtrain.precision import Precision
@@ -103,9 +104,10 @@ def test_a_bad_sample_is_masked_named_and_keeps_its_row(tmp_path: Path, members:
         raise ValueError(line["reason"])
 
 
-def test_data_of_which_nothing_can_be_read_ends_with_the_last_reason(tmp_path: Path) -> None:
+def test_data_of_which_nothing_can_be_read_ends_with_the_first_reason(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "a.tar", [("a", {"cls": b"cat"}), ("b", {"cls": b"dog"})])
-    with pytest.raises(ValueError, match=r"no sample can be read.*a.tar/b: field 'label': 'dog'.*data.fields right"):
+    told = rf"no sample can be read.*a\.tar/a, in {path} from 512 on: field 'label': 'cat'.*data\.fields right"
+    with pytest.raises(DataError, match=told):
         builder_of([path], LABEL).build(0, np.array([0]), lambda: [0, 1])
 
 

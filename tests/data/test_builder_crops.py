@@ -15,7 +15,7 @@ from dtrain.data import shard_source as shard_source_module
 from dtrain.data.augment import Augment, Compose, Flip, RandomResizedCrop
 from dtrain.data.builder import Builder
 from dtrain.data.color_jitter import ColorJitter
-from dtrain.data.fields import parse_fields
+from dtrain.data.field_options import parse_fields
 from dtrain.data.shard_source import ShardSource
 from dtrain.data.wire import Wire
 from dtrain.precision import Precision
@@ -45,7 +45,9 @@ def by_hand(augment: Augment) -> Augment:
 
 
 @pytest.mark.parametrize(
-    "augment", [WINDOW, Compose([WINDOW, Flip()]), Compose([WINDOW, ColorJitter(0.4), Flip()])], ids=str
+    "augment",
+    [WINDOW, Compose([WINDOW, Flip()]), Compose([WINDOW, ColorJitter(0.4), Flip()])],
+    ids=["window", "window and flip", "window, colours and flip"],
 )
 @pytest.mark.parametrize("fields", [IMAGE | LABEL, LABEL | IMAGE], ids=["image first", "label first"])
 def test_a_crop_done_while_decoding_is_the_one_done_after_it(

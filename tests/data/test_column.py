@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dtrain.data.column import Column
-from dtrain.data.fields import parse_fields
+from dtrain.data.field_options import parse_fields
 from dtrain.data.wire import Wire
 from dtrain.precision import Precision
 

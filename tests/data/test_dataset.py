@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dtrain.data import Batch, dataset
 from dtrain.data.dataset import MicroBatches, Share, Start
-from dtrain.data.fields import parse_fields
+from dtrain.data.field_options import parse_fields
 from dtrain.data.order import EpochOrder, Layout, Recipe
 from dtrain.data.shard_source import ShardSource
 from dtrain.data.wire import Wire

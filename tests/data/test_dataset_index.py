@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from dtrain.data import survey
 from dtrain.data.dataset_index import DatasetIndex
 from dtrain.data.index_store import load_or_build
-from dtrain.data.tar_index import ShardError, ShardIndex
+from dtrain.data.shard_error import ShardError
+from dtrain.data.tar_index import ShardIndex
 from tests.data.tars import tar_bytes, webdataset_samples, write_shard
 
 FIELDS = ["jpg", "cls"]

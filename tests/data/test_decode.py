@@ -14,7 +14,8 @@ from PIL import Image
 
 from dtrain.data.crop import Crop
 from dtrain.data.decode import MAX_ARRAY_BYTES, SampleError, decode
-from dtrain.data.fields import RAW_DTYPES, Field, parse_fields
+from dtrain.data.field_options import parse_fields
+from dtrain.data.fields import RAW_DTYPES, DataError, Field
 
 
 def field(ext, **options):
@@ -227,7 +228,7 @@ def test_a_users_decoder_gets_the_bytes_and_its_complaints_are_bad_samples():
 def test_a_users_decoder_of_images_must_return_pixels():
     decoder = lambda payload: np.zeros((4, 4, 3), np.uint8)  # noqa: E731
     assert decode(field("raw", role="image", decoder=decoder, size=2), b"").shape == (2, 2, 3)
-    with pytest.raises(TypeError, match=r"float64 \[4, 4\]"):
+    with pytest.raises(DataError, match=r"float64 \[4, 4\]"):
         decode(field("raw", role="image", decoder=lambda payload: np.zeros((4, 4))), b"")
 
 

@@ -16,7 +16,8 @@ import safetensors.numpy
 
 from dtrain.data import index_store, read_ahead
 from dtrain.data.index_store import load_or_build, write
-from dtrain.data.tar_index import ShardError, ShardIndex, index_tar
+from dtrain.data.shard_error import ShardError
+from dtrain.data.tar_index import ShardIndex, index_tar
 from tests.data.http_for_tests import FileServer, serving
 from tests.data.tars import tar_bytes, write_shard
 

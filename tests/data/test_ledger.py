@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.config.errors import ConfigError
+from dtrain.config.errors import Explained
 from dtrain.data.ledger import Ledger, cut_ledgers
 
 BAD = {"key": "a.tar/\udcff\u00e9", "epoch": 0, "reason": "torn\nin two"}
@@ -98,5 +98,5 @@ def test_a_full_disk_takes_bad_samples_to_the_log_and_ends_a_run_that_records_ke
     assert "step 3: its bad samples could not be written down" in caplog.text
     assert "torn" in caplog.text
     (tmp_path / "keys-rank-00000.jsonl").symlink_to("/dev/full")
-    with pytest.raises(ConfigError, match=r"data\.record_keys=true, but the keys of step 4 could not be written"):
+    with pytest.raises(Explained, match=r"data\.record_keys=true, but the keys of step 4 could not be written"):
         Ledger(tmp_path, 0, record_keys=True).write(4, ["a.tar/0"], [])

@@ -186,36 +186,6 @@ def test_another_shuffle_begins_with_the_next_epoch(uneven: list[str]) -> None:
     assert list(itertools.chain(*global_batches([new]))) == stored_keys(uneven)
 
 
-def test_another_shuffle_and_batch_size_cut_the_rest_as_the_old_shuffle_does(uneven: list[str]) -> None:
-    old = loader_of(uneven, shuffle="full")
-    next(steps_committed(old))
-    new = loader_of(uneven, global_batch_size=12, lanes=4)
-    new.load_state_dict(kept(old.state_dict()))
-    # The old line without its first six samples, in larger steps.
-    assert list(itertools.chain(*global_batches([new]))) == list(itertools.chain(*global_batches([old])))
-
-
-def test_a_rest_that_fills_no_batch_of_the_new_size_is_dropped_at_once(uneven: list[str]) -> None:
-    old = loader_of(uneven, tail="drop")
-    list(itertools.islice(steps_committed(old), 6))
-    new = loader_of(uneven, tail="drop", global_batch_size=12)
-    new.load_state_dict(kept(old.state_dict()))
-    assert new.position == (1, 0)
-    assert len(global_batches([new])) == 3
-
-
-def test_restarts_that_used_nothing_leave_no_trace_in_the_state(uneven: list[str]) -> None:
-    loader = loader_of(uneven)
-    next(steps_committed(loader))
-    state, expected = kept(loader.state_dict()), global_batches([loader])
-    for batch in (5, 9, 4, 6):
-        flapping = loader_of(uneven, global_batch_size=batch)
-        flapping.load_state_dict(state)
-        state = kept(flapping.state_dict())
-        assert len(state["layouts"]) == (1 if batch == 6 else 2)
-    assert global_batches([flapping]) == expected
-
-
 def test_the_state_of_a_large_data_set_is_a_few_numbers(uneven: list[str]) -> None:
     loader = loader_of(uneven)
     next(steps_committed(loader))
@@ -247,17 +217,3 @@ def test_a_changed_data_set_is_refused_with_the_difference(
 def test_moved_shards_are_the_same_data_set(tmp_path: Path, uneven: list[str]) -> None:
     moved = write_numbered(tmp_path / "elsewhere", UNEVEN)
     loader_of(moved).load_state_dict(loader_of(uneven).state_dict())
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"seed": 7}, "seed: the state was saved with 7, this loader has 0"),
-        ({"version": 99}, r"not a state of this loader: version 99 \(want 1\)"),
-        ({"layouts": None, "epoch": None}, "missing keys: epoch, layouts"),
-    ],
-)
-def test_what_is_no_state_of_this_loader_is_refused(uneven: list[str], change: dict[str, Any], message: str) -> None:
-    state = {name: value for name, value in (loader_of(uneven).state_dict() | change).items() if value is not None}
-    with pytest.raises(ValueError, match=message):
-        loader_of(uneven).load_state_dict(state)

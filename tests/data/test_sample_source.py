@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.data import Generated, ShardLoader
+from dtrain.data.fields import DataError
 from tests.data.shards_for_tests import close, epoch_of, global_batches, keys_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -124,7 +125,7 @@ def test_samples_that_cannot_be_had_are_masked_and_named() -> None:
 
 
 def test_a_sample_of_another_number_of_values_ends_the_run() -> None:
-    with pytest.raises(TypeError, match=r"sample 'list/\d' has 3 values, data\.fields names 2: x, y\."):
+    with pytest.raises(DataError, match=r"sample 'list/\d' has 3 values, data\.fields names 2: x, y\."):
         list(loader_of([(1, 2, 3)] * 4))
 
 

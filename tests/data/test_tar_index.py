@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from webdataset.tariterators import base_plus_ext
 
 from dtrain.data import tar_index
-from dtrain.data.tar_index import ShardError, ShardIndex, decode_name, index_tar, split_name
+from dtrain.data.shard_error import ShardError
+from dtrain.data.tar_index import ShardIndex, decode_name, index_tar, split_name
 from dtrain.data.tar_walk import walk
 from tests.data.tars import tar_bytes, tarfile_files, webdataset_samples
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dtrain.data.fields import Field, SampleError
+from dtrain.data.fields import DataError, Field, SampleError
 from dtrain.data.sample_source import value_fields
 from dtrain.data.values import value_of
 
@@ -81,7 +81,7 @@ def test_a_picture_is_turned_as_its_exif_says_where_that_is_asked_for() -> None:
     ],
 )
 def test_what_holds_no_pixels_is_refused_with_the_remedy(raw: Any, told: str) -> None:
-    with pytest.raises(TypeError, match=rf"returns {re.escape(told)}, .*Leave out ToTensor.*role: feature"):
+    with pytest.raises(DataError, match=rf"returns {re.escape(told)}, .*Leave out ToTensor.*role: feature"):
         value_of(field_of(), raw)
 
 

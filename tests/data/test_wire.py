@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtrain.data.fields import parse_fields
+from dtrain.data.field_options import parse_fields
 from dtrain.data.wire import Wire
 from dtrain.precision import Precision
 from dtrain.precision.policy import ROLES

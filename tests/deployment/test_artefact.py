@@ -15,15 +15,14 @@ from torch import Tensor, nn
 
 from dtrain.config.errors import ConfigError
 from dtrain.deployment import artefact
-from dtrain.deployment.description import SAFETENSORS, Description
-from dtrain.deployment.graph import PT2
+from dtrain.deployment.description import Description
 from dtrain.deployment.image_input import ImageInput
 from dtrain.deployment.program import Program, RowSpec
 
 CPU = torch.device("cpu")
 
 
-def write(out: Path, stored_as: str = SAFETENSORS, width: int = 3) -> None:
+def write(out: Path, stored_as: str = "safetensors", width: int = 3) -> None:
     model = nn.Linear(width, width).eval().requires_grad_(False)
     node = {"_target_": "torch.nn.Linear", "in_features": width, "out_features": width}
     rows = RowSpec("float32", (width,))
@@ -68,7 +67,7 @@ def test_the_layout_of_the_training_is_kept(tmp_path: Path) -> None:
         folder = tmp_path / str(channels_last)
         program = Program(model, image, torch.float32, channels_last).eval()
         description = Description(
-            SAFETENSORS, node, "fp32", [], [], image, RowSpec.of(pixels), None, "cpu", {}, {}, channels_last
+            "safetensors", node, "fp32", [], [], image, RowSpec.of(pixels), None, "cpu", {}, {}, channels_last
         )
         with artefact.replacing(folder) as aside:
             artefact.write(aside, program, description, None)
@@ -77,7 +76,7 @@ def test_the_layout_of_the_training_is_kept(tmp_path: Path) -> None:
         artefact.load(tmp_path / "True", CPU).outputs(pixels)
 
 
-@pytest.mark.parametrize("stored_as", [SAFETENSORS, PT2])
+@pytest.mark.parametrize("stored_as", ["safetensors", "pt2", "onnx"])
 def test_where_the_disk_refuses_the_old_artefact_stays_and_nothing_else_is_left(tmp_path: Path, stored_as: str) -> None:
     out = tmp_path / "out"
     write(out)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dtrain.data import ShardLoader
-from dtrain.data.fields import parse_fields
+from dtrain.data.field_options import parse_fields
 from dtrain.deployment.image_input import ImageInput
 from tests.data.shards_for_tests import jpeg, write_tar
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from dtrain.config.errors import ConfigError
 from dtrain.config.schema import ExportConfig
 from dtrain.deployment import artefact, cost, measure_command, measurement
 from dtrain.deployment.batch_search import MOST, largest_batch
-from dtrain.deployment.description import SAFETENSORS, Description
+from dtrain.deployment.description import Description
 from dtrain.deployment.measurement import Budget, measure
 from dtrain.deployment.model_memory import ModelMemory
 from dtrain.deployment.probe import Setup, made_up
@@ -60,7 +61,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def described(dtype: str, **model: Any) -> Description:
     target = {"_target_": "tests.deployment.test_measurement.Costly", **model}
-    return Description(SAFETENSORS, target, dtype, [], [], None, ROWS, None, "cpu", {}, {})
+    return Description("safetensors", target, dtype, [], [], None, ROWS, None, "cpu", {}, {})
 
 
 def written(folder: Path, dtype: str = "fp32", **model: Any) -> Path:
@@ -226,6 +227,17 @@ def test_artefacts_that_take_different_rows_are_not_measured_together(
     ):
         code, said = run_measure(capsys, *arguments)
         assert (code, part in said) == (1, True), said
+
+
+def test_artefacts_that_run_on_different_devices_are_not_measured_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (graph := tmp_path / "graph").mkdir()
+    dataclasses.replace(described("fp32"), stored_as="onnx").write(graph, "")
+    gpu = SimpleNamespace(of=lambda: SimpleNamespace(device=torch.device("cuda")))
+    monkeypatch.setattr(measure_command, "World", gpu)
+    code, said = run_measure(capsys, str(graph), str(written(tmp_path / "weights")))
+    assert (code, "run on cpu and cuda" in said) == (1, True), said
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from dtrain.deployment.folding import fold, foldable
 from dtrain.deployment.program import Program
 from dtrain.deployment.tolerance import Tolerance
 from dtrain.deployment.verdict import require_close
+from tests.deployment.described import described
 
 CPU = torch.device("cpu")
 TOLERANCE = Tolerance(outputs=0.1, metrics=0.02)
@@ -26,13 +28,15 @@ TOLERANCE = Tolerance(outputs=0.1, metrics=0.02)
 
 def compared(wanted: Tensor, got: Tensor, fp32: float = 0.9, exported: float = 0.9) -> Comparison:
     samples: Any = SimpleNamespace(
-        outputs=wanted, device=CPU, metrics={"accuracy": fp32}, metrics_of=lambda outputs: {"accuracy": exported}
+        outputs=wanted, metrics={"accuracy": fp32}, metrics_of=lambda outputs: {"accuracy": exported}
     )
-    return Comparison.of(got, samples)
+    return Comparison.of(got, samples, CPU)
 
 
-def verdict(comparison: Comparison, found: list[Departure] | None = None, dtype: str = "bf16") -> None:
-    description: Any = SimpleNamespace(dtype=dtype, folded=[("conv", "norm")])
+def verdict(
+    comparison: Comparison, found: list[Departure] | None = None, dtype: str = "bf16", stored_as: str = "pt2"
+) -> None:
+    description = dataclasses.replace(described(stored_as, dtype), folded=[("conv", "norm")])
     require_close(comparison, TOLERANCE, description, lambda rows: found or [])
 
 
@@ -73,6 +77,8 @@ def test_an_overflow_and_a_metric_that_is_nan_are_refused() -> None:
     wanted = torch.tensor([[1.0, 10.0]])
     with pytest.raises(ConfigError, match=r"(?s)2 of 2 outputs are not finite.*export\.dtype=bf16 or fp32"):
         verdict(compared(wanted, torch.tensor([[float("nan"), float("inf")]])), dtype="fp16")
+    with pytest.raises(ConfigError, match=r"use export\.dtype=fp32;"):  # it has no bf16
+        verdict(compared(wanted, wanted + 5), dtype="fp16", stored_as="onnx")
     with pytest.raises(ConfigError, match=r"(?s)accuracy nan, 0\.9 in fp32.*No module is beyond .* head is the worst"):
         verdict(compared(wanted, wanted, 0.9, float("nan")), [Departure("stem", 0.01), Departure("head", 0.05)])
     with pytest.raises(ConfigError, match=r"outputs are \[1, 1\], those of the fp32 model \[1, 2\]"):

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dtrain.data.fields import parse_fields
+from dtrain.data.field_options import parse_fields
 from dtrain.data.sample_source import SampleSource
 from dtrain.data.shard_source import ShardSource
 from dtrain.diagnosis.file_system import ReadSpeed

@@ -40,6 +40,11 @@ def test_the_status_of_runs_is_a_table(tmp_path: Path, capsys: pytest.CaptureFix
     assert "finished  40/40" in capsys.readouterr().out
 
 
+def test_a_misspelt_command_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(["statu", "runs/1"]) == launch.FAILED
+    assert "there is no command 'statu'. Did you mean 'status'?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_directory_that_is_missing_or_not_given_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str

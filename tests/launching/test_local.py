@@ -70,7 +70,7 @@ def test_a_stop_file_stops_and_the_same_command_goes_on(tmp_path: Path, digits: 
 def test_a_failure_shows_the_ranks_own_traceback_first(
     tmp_path: Path, digits: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_of(tmp_path, "task.input=nothing") == FAILED
+    assert run_of(tmp_path, "model.width=wide") == FAILED
     said = capfd.readouterr().err
     assert "Traceback" in said
     assert said.index("dtrain: rank 0 failed") < said.index("ChildFailedError")

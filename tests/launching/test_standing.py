@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from dtrain.launching.standing import is_trained, table
-from dtrain.tracking.status import write_status
+from dtrain.launching.standing import table
+from dtrain.tracking.status import is_trained, write_status
 
 
 def make_run(run_dir: Path, state: str | None, config: dict[str, Any], *records: dict[str, float]) -> Path:
@@ -68,6 +68,20 @@ def test_the_newest_logged_step_counts_while_a_run_goes_on(tmp_path: Path) -> No
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7}\n')
     assert "7/40" in table([run])
+
+
+def test_what_a_foreign_run_says_does_nothing_to_the_terminal(tmp_path: Path) -> None:
+    bell, red = "\a", "\x1b[31m"
+    runs = [
+        make_run(tmp_path / f"{name}{red}", None, {f"task{red}": f"{name}{bell}"}, {"step": 1, f"eval/a{bell}": 1.0})
+        for name in "ab"
+    ]
+    for run in runs:
+        write_status(run, "failed", 1, f"{red}all of it\rgone")
+    text = table(runs)
+    assert all(line.isprintable() for line in text.splitlines())
+    assert "failed (?[31mall of it)" in text
+    assert len(text.splitlines()) == 3
 
 
 def test_a_directory_without_a_run_is_named(tmp_path: Path) -> None:

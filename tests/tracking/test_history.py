@@ -73,3 +73,8 @@ def test_runs_read_by_several_processes_are_those_read_by_one(tmp_path: Path, mo
     for one, other in zip(alone, together, strict=True):
         assert one.series("train/loss")[1].tolist() == other.series("train/loss")[1].tolist()
         assert one.gaps == other.gaps
+
+
+def test_runs_of_one_name_are_told_apart_by_the_shortest_end_of_their_paths(tmp_path: Path) -> None:
+    runs = [run_of(tmp_path / name, []).path for name in ("a/lr=1/s=1", "b/lr=1/s=1", "b/lr=2/s=1", "b/lr=2/s=2")]
+    assert [run.label for run in read_all(runs)] == ["a/lr=1/s=1", "b/lr=1/s=1", "lr=2/s=1", "s=2"]

@@ -52,15 +52,25 @@ def test_nan_and_infinity_are_written_as_null(tmp_path):
 def test_cutting_keeps_the_checkpoints_step_and_drops_the_later_ones(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, [10, 20, 20, 30, 40])
-    assert cut_after(path, 20) == 2
+    assert cut_after(path, (20, True)) == 2
     assert steps(path) == [10, 20, 20]
+
+
+def test_cutting_before_an_evaluation_keeps_its_step(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [10, 20])
+    sink = JsonlSink(path)
+    sink.log({"step": 20, "time": 1.5, "eval/loss": 0.5})
+    assert cut_after(path, (20, True)) == 0
+    assert cut_after(path, (20, False)) == 1
+    assert [json.loads(line).get("eval/loss") for line in path.read_text().splitlines()] == [None, None]
 
 
 def test_cutting_drops_a_torn_last_line_even_if_its_step_is_old_enough(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, [10, 20])
     path.write_bytes(path.read_bytes()[:-1])  # the object is whole, its line is not: the next record would be glued on
-    assert cut_after(path, 20) == 1
+    assert cut_after(path, (20, True)) == 1
     write(path, [20])
     assert steps(path) == [10, 20]
 
@@ -73,17 +83,17 @@ def test_cutting_drops_what_a_power_cut_left(tmp_path, rubbish):
     write(path, [10])
     path.write_bytes(path.read_bytes() + rubbish)
     write(path, [20])
-    assert cut_after(path, 20) == 1
+    assert cut_after(path, (20, True)) == 1
     assert steps(path) == [10, 20]
 
 
 def test_cutting_nothing_leaves_the_file_alone(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    assert cut_after(path, 5) == 0
+    assert cut_after(path, (5, True)) == 0
     assert not path.exists()
     write(path, [1, 2])
     before = path.stat()
-    assert cut_after(path, 2) == 0
+    assert cut_after(path, (2, True)) == 0
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
@@ -96,6 +106,6 @@ def test_a_cut_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path, mo
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        cut_after(path, 1)
+        cut_after(path, (1, True))
     assert steps(path) == [1, 2, 3]
     assert os.listdir(tmp_path) == ["metrics.jsonl"]

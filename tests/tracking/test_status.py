@@ -5,6 +5,7 @@ import time
 import pytest
 
 from dtrain.tracking import read_status, write_status
+from dtrain.tracking.status import is_trained
 
 
 def test_what_was_written_last_is_read(tmp_path):
@@ -52,3 +53,9 @@ def test_a_reader_never_sees_half_a_status(tmp_path):
     write_status(tmp_path, "finished", 1)
     assert json.load(before)["state"] == "running"
     before.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_in_place_of_the_lock_keeps_nobody_waiting(tmp_path):
+    os.mkfifo(tmp_path / ".lock")
+    assert not is_trained(tmp_path)

@@ -67,6 +67,17 @@ def test_a_start_from_nothing_hides_an_earlier_one(tmp_path):
     assert [event.step for event in shown(tmp_path).Scalars("epoch")] == [0, 1]
 
 
+def test_an_evaluation_that_comes_in_a_later_start_than_its_step_is_there_beside_it(tmp_path):
+    start(tmp_path, (1, 2), 0)
+    sinks = build_sinks(TRACKER, tmp_path, "digits-12", {}, 2, evaluation_due=True)
+    sinks.log({"step": 2, "time": 1002.5, "eval/loss": 0.5})
+    sinks.log({"step": 3, "time": 1003.0, "train/loss": 0.25})
+    sinks.finish("finished")
+    seen = shown(tmp_path)
+    assert [event.step for event in seen.Scalars("train/loss")] == [1, 2, 3]
+    assert [event.step for event in seen.Scalars("eval/loss")] == [2]
+
+
 def test_a_folder_that_cannot_be_written_is_reported_once_and_ends_no_run(tmp_path, capsys):
     (tmp_path / "tensorboard").touch()
     start(tmp_path, range(1, 5), 0)

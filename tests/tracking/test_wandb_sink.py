@@ -17,7 +17,7 @@ from dtrain.config.schema import TrackerConfig
 from dtrain.tracking import background, build_sinks, wandb_sink
 from dtrain.tracking.background import BackgroundSink
 from dtrain.tracking.media import write_media
-from dtrain.tracking.wandb_log import last_step
+from dtrain.tracking.wandb_log import last_mark
 from tests.tracking.pictures import png
 from tests.tracking.wandb_records import records, rows, run_of
 
@@ -119,7 +119,7 @@ def test_the_last_step_is_found_however_the_file_is_torn(tmp_path, notes):
     torn = tmp_path / "torn.wandb"
     for size in {*range(7, len(data), len(data) // 50), 32768, 32768 + 3, 3 * 32768 - 2, len(data) - 1, len(data)}:
         torn.write_bytes(data[:size])
-        assert last_step(torn) == max((row["_step"] for row in rows(torn)), default=None)
+        assert last_mark(torn) == max(((row["_step"], False) for row in rows(torn)), default=None)
 
 
 @pytest.mark.parametrize(("state", "code"), [("finished", 0), ("stopped", 0), ("failed", 1)])
@@ -164,6 +164,50 @@ def test_what_a_killed_wandb_has_lost_is_sent_from_the_metrics_file(tmp_path, no
     assert sent[3]["train/loss"] == 1 / 4
     assert math.isnan(sent[4]["train/loss"])
     assert sum(len(rows(piece)) for piece in pieces(tmp_path)) == 6
+
+
+def evaluation(step):
+    return {"step": step, "time": 2000.0 + step, "epoch": 0, "eval/loss": 1 / (step + 2)}
+
+
+def test_an_evaluation_that_comes_in_a_later_start_than_its_step_is_sent_once(tmp_path, notes):
+    # Stopped in an evaluation; gone on and killed before the next checkpoint; gone on to the end.
+    for resumed, logged in (
+        (0, [record(1), record(2)]),
+        (2, [evaluation(2), record(3)]),
+        (2, [evaluation(2), record(3), evaluation(3)]),
+    ):
+        sink = started(tmp_path, notes, resumed=resumed)
+        for each in logged:
+            sink.log(each)
+        sink.finish("stopped")
+    sent = [row for piece in pieces(tmp_path) for row in rows(piece)]
+    assert [row["_step"] for row in sent if "train/loss" in row] == [1, 2, 3]
+    assert {row["_step"]: row["eval/loss"] for row in sent if "eval/loss" in row} == {2: 1 / 4, 3: 1 / 5}
+    assert sum("eval/loss" in row for row in sent) == 2
+
+
+@pytest.mark.parametrize("first", ["online", "offline"])
+def test_a_server_that_takes_no_earlier_row_gets_a_late_evaluation_in_the_next_one(tmp_path, notes, monkeypatch, first):
+    train(tmp_path, (1, 2), notes)
+    (piece,) = tmp_path.glob("wandb/offline-run-*")
+    if first == "online":
+        piece.rename(piece.with_name(piece.name.removeprefix("offline-")))
+    sent = []
+
+    class Server:
+        starting_step, url = 3, "https://wandb.example"
+
+        def log(self, values, step):
+            sent.append((values["step"], step))
+
+    monkeypatch.setattr(wandb, "init", lambda **_: Server())
+    sink = wandb_sink.WandbSink(TRACKER, "online", tmp_path, "digits-12", {}, 2, notes.append)
+    for each in (record(2), evaluation(2)):
+        sink.log(each)
+    assert sent == [(2, 3)]
+    sink.log(record(4))
+    assert sent == [(2, 3), (4, 4)]
 
 
 def test_no_secret_of_the_command_line_gets_into_what_wandb_sends(tmp_path, notes, monkeypatch):

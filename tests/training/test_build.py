@@ -73,6 +73,15 @@ def test_a_target_that_cannot_be_imported_is_refused_by_name(target: str) -> Non
         build.by_target("model", node(target))
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [("lr", -1, "Invalid learning rate: -1"), ("lr", "fast", "One of its values is wrong: lr=fast")],
+)
+def test_a_value_that_the_optimizer_refuses_is_a_mistake_in_the_config(key: str, value: object, said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^optimizer: .*{said}"):
+        build.build_optimizer(node("torch.optim.AdamW", **{key: value}), nn.Linear(1, 1), CPU)
+
+
 def test_what_a_target_itself_raises_keeps_its_traceback() -> None:
     with pytest.raises(ImportError, match="the model's own import failed") as raised:
         build.build_model(node(f"{HERE}.raises"), CPU)

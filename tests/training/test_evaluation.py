@@ -16,7 +16,7 @@ from dtrain.config.errors import ConfigError
 from dtrain.data import Batch, ShardLoader
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
-from dtrain.training.evaluation import evaluate
+from dtrain.training.evaluation import Interrupted, evaluate
 from dtrain.training.result import Evaluation, NotFinite
 from dtrain.training.task import Output
 from tests.ranks import run_ranks
@@ -293,3 +293,51 @@ def test_progress_is_told_of_every_micro_batch(shards: str) -> None:
     data = loader(shards, micro_batch_size=4)
     evaluate(Net(), squares, data, world=world(), precision=FP32, progress=lambda done, all: told.append((done, all)))
     assert told == [(number + 1, 15) for number in range(15)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_ranks_leave_at_the_same_micro_batch_whichever_is_asked_to_stop(shards: str, ranks: int) -> None:
+    def rank(number: int) -> tuple[int, bool]:
+        done: list[int] = []
+        model = Net()
+        with pytest.raises(Interrupted):
+            evaluate(
+                model,
+                squares,
+                loader(shards, number, ranks, micro_batch_size=1),
+                world=world(number, ranks),
+                precision=FP32,
+                progress=lambda count, all: done.append(count),
+                stop=lambda: number == ranks - 1 and len(done) >= 3,
+            )
+        return len(done), model.training
+
+    # Said before the fourth micro-batch, and heard before the fifth.
+    assert run_ranks(ranks, rank) == [(4, True)] * ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_evaluation_that_may_be_stopped_and_is_not_finds_the_same(shards: str, ranks: int) -> None:
+    def rank(number: int) -> list[dict[str, float]]:
+        data, here = loader(shards, number, ranks, micro_batch_size=2), world(number, ranks)
+        free = evaluate(Net(), squares, data, world=here, precision=FP32)
+        return [dict(free), dict(evaluate(Net(), squares, data, world=here, precision=FP32, stop=lambda: False))]
+
+    for free, asked in run_ranks(ranks, rank):
+        assert asked == free
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_world_of_one_leaves_at_once(shards: str) -> None:
+    done: list[int] = []
+    with pytest.raises(Interrupted):
+        evaluate(
+            Net(),
+            squares,
+            loader(shards),
+            world=world(),
+            precision=FP32,
+            progress=lambda count, all: done.append(count),
+            stop=lambda: len(done) == 2,
+        )
+    assert done == [1, 2]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dtrain.config.errors import ConfigError
-from dtrain.training.checkpoint import Checkpoints
+from dtrain.training.checkpoints import Checkpoints
 from dtrain.training.faults import Fault, Faults
 from dtrain.training.loop import Loop
 from tests.ranks import RanksFailed

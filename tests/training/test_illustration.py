@@ -14,7 +14,7 @@ from torch import nn
 from dtrain.data import Batch
 from dtrain.tasks import Classification
 from dtrain.training import illustration
-from dtrain.training.checkpoint import Checkpoints
+from dtrain.training.checkpoints import Checkpoints
 from dtrain.training.result import Evaluation
 from tests.ranks import RanksFailed
 from tests.runs import metrics, train_on

@@ -1,21 +1,29 @@
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from dtrain.data import Batch
 from dtrain.tracking.jsonl import JsonlSink
 from dtrain.training import journal, loop
-from dtrain.training.checkpoint import Checkpoint, Checkpoints
+from dtrain.training.checkpoint import Checkpoint
+from dtrain.training.checkpoints import Checkpoints
 from dtrain.training.evaluation import evaluate
 from dtrain.training.result import Evaluation
+from dtrain.training.task import Output, Task
 from tests.ranks import RanksFailed
-from tests.runs import metrics, records, status, train_on
+from tests.runs import metrics, records, status, train_on, weights
 
 pytestmark = pytest.mark.usefixtures("digits")
 SMALL = ("model.width=4", "data.num_workers=0", "checkpoint.every_minutes=null", "checkpoint.best=null")
@@ -245,11 +253,9 @@ def test_a_best_metric_that_no_evaluation_has_is_refused_with_those_it_has(
     assert "eval/accuracy" in said
 
 
-def test_a_stop_request_at_the_last_step_is_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "evaluate", stop_file_during_evaluation(tmp_path))
-    monkeypatch.setattr("dtrain.distributed.stop._LOOK_EVERY", 0.0)
-    # The file is there after step 1, and is voted for in step 2, which is the last one anyway.
-    train(1, tmp_path, "train.max_steps=2", "train.eval_every=1")
+def test_a_stop_request_at_the_last_step_is_used_up(tmp_path: Path) -> None:
+    (tmp_path / "STOP").touch()
+    train(1, tmp_path, "train.max_steps=1", "data.eval=null")
     assert status(tmp_path)["state"] == "finished"
     assert not (tmp_path / "STOP").exists()
 
@@ -259,3 +265,120 @@ def test_a_log_interval_below_one_is_refused(tmp_path: Path, value: int, capfd: 
     with pytest.raises(RanksFailed):
         train(1, tmp_path, "train.max_steps=1", f"train.log_every={value}")
     assert f"train.log_every: got {value}" in capfd.readouterr().err
+
+
+# -- an evaluation that is interrupted
+
+
+def interrupted(evaluation: int, rank: int = 0) -> Callable[..., Evaluation]:
+    """In place of ``evaluate``, of a task that draws: that rank gets a signal in the second micro-batch of that
+    evaluation, from 0; -1 for none."""
+
+    def evaluating(model: nn.Module, task: Task, *args: Any, **kwargs: Any) -> Evaluation:
+        number = itertools.count()
+
+        def signalled(model: nn.Module, batch: Batch) -> Output:
+            if next(number) == 1 and kwargs["epoch"] == evaluation and kwargs["world"].rank == rank:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            output = task(model, batch)
+            return replace(output, metrics={**output.metrics, "drawn": (torch.rand(()), 1)})
+
+        return evaluate(model, signalled, *args, **kwargs)
+
+    return evaluating
+
+
+def told(run_dir: Path) -> list[dict[str, float]]:
+    """The records, but for what a clock or the machine says."""
+    measured = ("time", "throughput/", "memory/")
+    return [{name: r[name] for name in r if not name.startswith(measured)} for r in records(run_dir)]
+
+
+def checkpoint_state(run_dir: Path, step: int) -> dict[str, Any]:
+    text = (run_dir / "checkpoints" / f"step-{step:09d}" / "state.json").read_text()
+    state: dict[str, Any] = json.loads(text)
+    return state
+
+
+def test_a_run_that_is_stopped_in_its_evaluations_ends_as_if_it_had_not_been(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    # An epoch has three steps, and its end an evaluation of six micro-batches.
+    size = ("train.global_batch_size=480", "train.micro_batch_size=40", "train.max_epochs=2")
+    common = (*size, "train.ema_decay=0.9", "checkpoint.best=eval/loss", "checkpoint.best_mode=min")
+    monkeypatch.setattr(loop, "evaluate", interrupted(-1))
+    train(2, whole, *common)
+    # The end of an epoch, the same again in the next start, and the last step, on one rank or the other.
+    for evaluation, rank, step in ((0, 0, 3), (0, 1, 3), (1, 1, 6)):
+        monkeypatch.setattr(loop, "evaluate", interrupted(evaluation, rank))
+        train(2, parts, *common)
+        assert status(parts)["state"] == "stopped"
+        assert status(parts)["reason"] == f"SIGUSR1 (rank {rank})"
+        assert saved(parts)[-1] == status(parts)["step"] == step
+        assert checkpoint_state(parts, step)["metrics"] == {}
+        assert len(metrics(parts, "eval/loss")) == evaluation
+    monkeypatch.setattr(loop, "evaluate", interrupted(-1))
+    train(2, parts, *common)
+    assert status(parts)["state"] == "finished"
+    assert told(parts) == told(whole)
+    assert saved(parts) == saved(whole)
+    for step in saved(whole):
+        ours, theirs = checkpoint_state(parts, step), checkpoint_state(whole, step)
+        for state in (ours, theirs):
+            for name in ("seconds", "restarts", "lost_seconds", "down_seconds"):
+                del state["progress"][name]
+        assert ours == theirs
+        for name in ("model", "optimizer", "ema"):
+            expected, got = weights(whole, step, name), weights(parts, step, name)
+            assert all(torch.equal(got[key], tensor) for key, tensor in expected.items())
+
+
+def test_a_late_evaluation_is_saved_and_recorded_once_even_if_its_first_checkpoint_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = ("train.max_steps=3", "train.eval_every=2")
+    monkeypatch.setattr(loop, "evaluate", interrupted(0))
+    train(1, tmp_path, *common)
+    assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("stopped", 2)
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", full_disk_at(2, 3))
+        with pytest.raises(RanksFailed):
+            train(1, tmp_path, *common)
+    lost = metrics(tmp_path, "eval/loss")
+    assert len(lost) == 2
+    assert checkpoint_state(tmp_path, 2)["progress"]["evaluation_due"]
+    train(1, tmp_path, *common)
+    assert [(record["step"], "eval/loss" in record) for record in records(tmp_path)] == [
+        *((1, False), (2, False), (2, True), (3, False), (3, True))
+    ]
+    assert metrics(tmp_path, "eval/loss") == lost
+    assert not checkpoint_state(tmp_path, 2)["progress"]["evaluation_due"]
+    assert checkpoint_state(tmp_path, 2)["metrics"]["eval/loss"] == lost[0]
+
+
+def test_an_evaluation_that_is_due_is_forgotten_by_a_start_without_data_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "evaluate", interrupted(0))
+    train(1, tmp_path, "train.max_steps=3", "train.eval_every=2", "train.log_every=9")
+    assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("stopped", 2)
+    assert [record["step"] for record in records(tmp_path)] == [2]  # what was trained since the last record is in one
+    train(1, tmp_path, "train.max_steps=3", "data.eval=null")
+    assert status(tmp_path)["state"] == "finished"
+    assert not metrics(tmp_path, "eval/loss")
+    assert not checkpoint_state(tmp_path, 3)["progress"]["evaluation_due"]
+
+
+def test_a_stop_that_was_agreed_before_an_evaluation_leaves_it_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_to_be_called(*args: Any, **kwargs: Any) -> Evaluation:
+        raise AssertionError("a stop was agreed before")
+
+    (tmp_path / "STOP").touch()
+    monkeypatch.setattr(loop, "evaluate", not_to_be_called)
+    train(1, tmp_path, "train.max_steps=5", "train.eval_every=1")
+    assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("stopped", 1)
+    assert checkpoint_state(tmp_path, 1)["progress"]["evaluation_due"]

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fa
 from dtrain.data import Batch
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
+from dtrain.precision import vote as vote_module
 from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.vote import Vote
 from dtrain.training import step as step_module
@@ -68,8 +69,8 @@ def collectives_of_steps(precision: str, **implementation: Any) -> list[list[str
         mock.patch.object(step_module, "Vote", vote_on_fake_cuda),
         mock.patch.object(step_module, "seed_generators"),
         # The one copy to the host and the one wait for it, which is that of the step before.
-        mock.patch.object(step_module._HostCopy, "start") as copied,
-        mock.patch.object(step_module._HostCopy, "wait", return_value=settled),
+        mock.patch.object(vote_module._HostCopy, "start") as copied,
+        mock.patch.object(vote_module._HostCopy, "wait", return_value=settled),
     ):
         step = TrainStep(
             model,

@@ -16,7 +16,7 @@ from dtrain.config.schema import Config
 from dtrain.data import Batch, ShardLoader
 from dtrain.precision import Precision
 from dtrain.precision.loss_scale import LossScale
-from dtrain.training.checkpoint import Checkpoints
+from dtrain.training.checkpoints import Checkpoints
 from dtrain.training.ema import Ema
 from dtrain.training.parts import Parts, Progress
 from dtrain.training.step import Outcome

@@ -34,6 +34,10 @@ def test_a_new_run_and_one_that_goes_on_after_its_end_were_not_interrupted() -> 
     assert (longer.restarts, longer.lost_seconds, longer.down_seconds) == (2, 5.0, 10.0)
 
 
+def test_a_checkpoint_of_a_version_whose_evaluations_ran_to_their_end_has_none_due() -> None:
+    assert not Progress(**{"samples": 640, "evaluations": 2}).evaluation_due
+
+
 def test_the_status_of_a_version_that_did_not_count_is_a_first_interruption() -> None:
     progress = Progress()
     progress.interrupted({"state": "failed", "time": 1000.0}, now=1001.0)

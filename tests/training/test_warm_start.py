@@ -11,7 +11,8 @@ from torch import nn
 from dtrain.config.errors import ConfigError
 from dtrain.config.schema import RunConfig, WarmStartConfig
 from dtrain.distributed.process_group import process_group
-from dtrain.training.checkpoint import Checkpoint, Checkpoints
+from dtrain.training.checkpoint import Checkpoint
+from dtrain.training.checkpoints import Checkpoints
 from dtrain.training.warm_start import starting_weights
 from tests.runs import train_on, weights
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -92,16 +93,22 @@ def as_png(chart: Chart, runs: Sequence[History]) -> bytes:
     return stream.getvalue()
 
 
-def axes_over_steps(runs: Sequence[History]) -> tuple[Figure, Axes]:
-    """Empty axes over the steps of all runs, the same in all charts, with a mark where each was started again."""
+def empty_axes() -> tuple[Figure, Axes]:
+    """Axes with a grid, of the size of all charts."""
     figure = Figure(figsize=_SIZE, layout="constrained")
     axes = figure.add_subplot()
+    axes.grid(color=GRID, alpha=0.35, linewidth=0.6)
+    return figure, axes
+
+
+def axes_over_steps(runs: Sequence[History]) -> tuple[Figure, Axes]:
+    """Empty axes over the steps of all runs, the same in all charts, with a mark where each was started again."""
+    figure, axes = empty_axes()
     last = max((run.series("step")[1].max(initial=1.0) for run in runs), default=1.0)
     axes.set_xlim(0, 1.02 * last)
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.grid(color=GRID, alpha=0.35, linewidth=0.6)
     for number, run in enumerate(runs):
         for step in run.restarts[:_MOST_RESTARTS]:
             axes.axvline(step, color=colour(number), linewidth=0.7, linestyle=":", zorder=1)
@@ -117,12 +124,10 @@ def axes_over_steps(runs: Sequence[History]) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def plain_ticks(axes: Axes) -> None:
+def plain_ticks(axis: Axis) -> None:
     """Writes the numbers of a logarithmic axis as numbers: where mathematics is not parsed, 10^3 is no power."""
-    axes.yaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: f"{value:,.0f}" if 1 <= value < 1e9 else f"{value:g}")
-    )
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if 1 <= value < 1e9 else f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def line_style(number: int) -> dict[str, object]:

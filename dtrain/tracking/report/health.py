@@ -10,6 +10,7 @@ import numpy as np
 from dtrain.diagnosis.finding import LEVELS, Finding
 from dtrain.tracking.columns import number
 from dtrain.tracking.history import History
+from dtrain.tracking.report.standing import was_killed
 from dtrain.tracking.report.times import INTERRUPTED, PAUSING, Times
 from dtrain.tracking.report.trouble import Hang
 from dtrain.tracking.report.wording import counted, figure, percent, span
@@ -94,6 +95,13 @@ def _state(run: History, now: float) -> Iterator[Finding]:
         yield Finding("state", f"failed{because}", "error", "The same command continues from the newest checkpoint.")
     elif state == "stopped":
         yield Finding("state", f"stopped on request{because}", remedy="The same command continues.")
+    elif was_killed(run):
+        yield Finding(
+            "state",
+            "says it runs, but nothing trains it here",
+            "warning",
+            "If it was killed, the same command continues.",
+        )
     elif state == "running" and not now - sign_of_life(run) <= _SILENT:
         silent = f"says it runs, with no sign of life for {span(now - sign_of_life(run))}"
         yield Finding("state", silent, "warning", "If it was killed, the same command continues.")

@@ -51,7 +51,7 @@ def line_chart(
             axes.set_ylim(floor, 1.04 * axes.get_ylim()[1])
         elif len(values) and values.min() > 0 and values.max() > _WIDE_RANGE * values.min() and name != "train/lr":
             axes.set_yscale("log")
-            plain_ticks(axes)
+            plain_ticks(axes.yaxis)
         return figure
 
     lost = [f"{run.label} ({count})" for run in having if (count := int(np.isnan(run.series(name)[1]).sum()))]
@@ -87,7 +87,7 @@ def scale_chart(runs: Sequence[History]) -> Chart:
         figure, axes = axes_over_steps(runs)
         if any((line.mean > 0).any() for line in lines.values()):
             axes.set_yscale("log", base=2)
-            plain_ticks(axes)
+            plain_ticks(axes.yaxis)
         for number, line in lines.items():
             _draw_line(axes, line, number, len(runs), drawstyle="steps-post", marker=None)
             at, total = runs[number].series("precision/skipped_steps")

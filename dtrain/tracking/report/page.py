@@ -16,6 +16,9 @@ from dtrain.tracking.report.sections import (
     media_section,
     trouble_section,
 )
+from dtrain.tracking.report.setting_charts import setting_charts
+from dtrain.tracking.report.sweep import Sweep
+from dtrain.tracking.report.sweep_table import sweep_section
 from dtrain.tracking.report.tables import configs, numbers
 from dtrain.tracking.report.wording import date
 
@@ -32,6 +35,9 @@ th, td { text-align: left; padding: .25em .9em .25em 0; border-bottom: 1px solid
 td { min-width: 6em; max-width: 46em } thead th { white-space: nowrap }
 tbody th { font-weight: normal; color: var(--soft); min-width: 9em; max-width: 18em }
 th:first-child { position: sticky; left: 0; background: var(--paper) }
+.number, .text { min-width: 0 !important; max-width: none !important; white-space: nowrap }
+.number { text-align: right !important } thead .number { white-space: normal; overflow-wrap: normal }
+thead .number, thead .text { vertical-align: bottom } .marked, .marked th { background: var(--panel) }
 code, pre { font-size: .9em } pre { white-space: pre-wrap; background: var(--panel); padding: .6em; max-height: 24em;
   overflow: auto }
 .health { padding: .5em .9em; background: var(--panel); border-left: 5px solid var(--good); margin: .5em 0 }
@@ -46,7 +52,8 @@ code, pre { font-size: .9em } pre { white-space: pre-wrap; background: var(--pan
 .legend { display: flex; flex-wrap: wrap; gap: .3em 1.2em; padding: .5em 0; background: var(--paper) }
 .legend.few { position: sticky; top: 0; z-index: 1 }
 .key { width: 26px; height: 8px; margin-right: .4em; vertical-align: middle }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 440px), 1fr)); gap: 1.6em 1.4em }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 440px), 1fr)); gap: 1.6em 1.4em;
+  margin-top: 1em }
 figure { margin: 0; min-width: 0 } .charts svg:not(.key) { display: block; width: 100%; height: auto }
 .charts svg text { font-family: system-ui, sans-serif !important } .charts h3 { margin: 0 0 .2em }
 .charts p { margin: .2em 0 0 }
@@ -55,19 +62,22 @@ figure { margin: 0; min-width: 0 } .charts svg:not(.key) { display: block; width
 """
 
 
-def report_page(runs: Sequence[Evidence], now: float) -> str:
+def report_page(runs: Sequence[Evidence], sweep: Sweep, now: float) -> str:
     """The page as HTML.
 
     Args:
-        runs: What to show, at least one run.
+        runs: What to look at closely: ``sweep.shown``.
+        sweep: All runs, at least one.
         now: Unix seconds of the report.
     """
     histories = [run.history for run in runs]
-    title = histories[0].label if len(runs) == 1 else f"{len(runs)} runs"
+    several = len(sweep.runs) > 1
+    title = f"{len(sweep.runs)} runs" if several else histories[0].label
     parts = [
         f'<h1>{escape(title)}</h1><p class="small">dtrain report of {date(now)}</p>',
+        *([sweep_section(sweep), _figures(setting_charts(sweep)), f"<p>{escape(sweep.choice)}</p>"] if several else []),
         health_section(runs),
-        gaps_section(runs),
+        gaps_section(sweep.runs),
         "<h2>Curves</h2>",
         _curves(runs),
         f"<h2>Numbers</h2>{numbers(histories, now)}",
@@ -90,10 +100,14 @@ def report_page(runs: Sequence[Evidence], now: float) -> str:
 
 def _curves(runs: Sequence[Evidence]) -> str:
     drawn = charts(runs)
-    figures = "".join(_figure(chart) for chart in drawn if chart.draw is not None)
     absent = "".join(f"<li>{escape(chart.title)}: {escape(chart.note)}</li>" for chart in drawn if chart.draw is None)
     missing = f'<div class="small"><p>Not drawn:</p><ul>{absent}</ul></div>' if absent else ""
-    return f'{_legend(runs)}<div class="charts">{figures}</div>{missing}'
+    return f"{_legend(runs)}{_figures(drawn)}{missing}"
+
+
+def _figures(drawn: Sequence[Chart]) -> str:
+    figures = "".join(_figure(chart) for chart in drawn if chart.draw is not None)
+    return f'<div class="charts">{figures}</div>' if figures else ""
 
 
 def _legend(runs: Sequence[Evidence]) -> str:

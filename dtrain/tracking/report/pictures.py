@@ -9,9 +9,11 @@ from dtrain.tracking.atomic import replacing
 from dtrain.tracking.report.charts import charts
 from dtrain.tracking.report.drawing import as_png
 from dtrain.tracking.report.evidence import Evidence
+from dtrain.tracking.report.setting_charts import setting_charts
+from dtrain.tracking.report.sweep import Sweep
 
 
-def write_pictures(runs: Sequence[Evidence], folder: Path) -> list[Path]:
+def write_pictures(runs: Sequence[Evidence], sweep: Sweep, folder: Path) -> list[Path]:
     """Writes each chart into ``folder``, which is made if it is not there; returns the files.
 
     Raises:
@@ -19,7 +21,7 @@ def write_pictures(runs: Sequence[Evidence], folder: Path) -> list[Path]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     written: dict[str, Path] = {}
-    for chart in charts(runs):
+    for chart in [*setting_charts(sweep), *charts(runs)]:
         if content := as_png(chart, [run.history for run in runs]):
             # Of metrics that differ in signs only, the names of the files would be the same.
             name = chart.name if chart.name not in written else f"{chart.name}-{len(written)}"

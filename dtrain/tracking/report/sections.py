@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from itertools import groupby
 
+from dtrain.tracking.history import History
 from dtrain.tracking.report.evidence import Evidence
 from dtrain.tracking.report.media import Medium
 from dtrain.tracking.report.tables import table
@@ -37,14 +38,19 @@ def health_section(runs: Sequence[Evidence]) -> str:
     )
 
 
-def gaps_section(runs: Sequence[Evidence]) -> str:
+def gaps_section(runs: Sequence[History]) -> str:
     """What is missing or damaged; ``""`` if nothing is."""
+    items = "".join(f"<li>{escape(line)}</li>" for line in gap_lines(runs))
+    return f"<h2>Missing or damaged</h2><ul>{items}</ul>" if items else ""
+
+
+def gap_lines(runs: Sequence[History]) -> list[str]:
+    """What is missing or damaged, the same of several runs in one line."""
     same: dict[str, list[str]] = {}
     for run in runs:
-        for gap in run.history.gaps:
-            same.setdefault(gap, []).append(run.history.label)
-    items = (f"<li>{escape(listed(labels))}: {escape(gap)}</li>" for gap, labels in same.items())
-    return f"<h2>Missing or damaged</h2><ul>{''.join(items)}</ul>" if same else ""
+        for gap in run.gaps:
+            same.setdefault(gap, []).append(run.label)
+    return [f"{listed(labels)}: {gap}" for gap, labels in same.items()]
 
 
 def media_section(runs: Sequence[Evidence]) -> str:
@@ -68,7 +74,7 @@ def evaluations_section(runs: Sequence[Evidence]) -> str:
         for result in run.evaluations:
             if result.classes:
                 parts.append(f"<h4>Classes in {escape(result.name)}, the lowest recall first</h4>")
-                parts.append(table(map(escape, result.heading), (map(escape, row) for row in result.classes)))
+                parts.append(table([*map(escape, result.heading)], (map(escape, row) for row in result.classes)))
             if result.left_out:
                 parts.append(f'<p class="small">Classes that are not shown: {result.left_out:,}.</p>')
             if result.pictures:

@@ -11,6 +11,7 @@ import numpy as np
 
 from dtrain.tracking.columns import number
 from dtrain.tracking.history import ABSENT, History, differences
+from dtrain.tracking.report.goal import Goal
 from dtrain.tracking.report.health import last, sign_of_life
 from dtrain.tracking.report.palette import line_key
 from dtrain.tracking.report.wording import date, figure, percent, shortened, span
@@ -18,13 +19,24 @@ from dtrain.tracking.report.wording import date, figure, percent, shortened, spa
 NONE = "&ndash;"
 
 
-def table(heading: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table; the first cell of a row names it."""
-    heads = "".join(f"<th>{cell}</th>" for cell in heading)
+def table(
+    heading: Sequence[str], rows: Iterable[Iterable[str]], kinds: Sequence[str] = (), marked: int | None = None
+) -> str:
+    """A table; the first cell of a row names it.
+
+    Args:
+        heading: Cells of the first line.
+        rows: Cells of the other ones.
+        kinds: CSS class of each column.
+        marked: A row that stands out.
+    """
+    classes = [f' class="{kind}"' for kind in kinds] or [""] * len(heading)
+    heads = "".join(f"<th{kind}>{cell}</th>" for kind, cell in zip(classes, heading, strict=True))
     lines = []
-    for row in rows:
-        name, *cells = row
-        lines.append(f"<tr><th>{name}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+    for place, (name, *cells) in enumerate(rows):
+        told = "".join(f"<td{kind}>{cell}</td>" for kind, cell in zip(classes[1:], cells, strict=True))
+        mark = ' class="marked"' if place == marked else ""
+        lines.append(f"<tr{mark}><th{classes[0]}>{name}</th>{told}</tr>")
     return f'<div class="wide"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
 
@@ -99,12 +111,11 @@ def _state(run: History, now: float) -> str:
 
 
 def _best(run: History) -> str:
-    name, mode = run.config.get("checkpoint.best"), run.config.get("checkpoint.best_mode")
-    steps, values = run.series(str(name))
-    if not np.isfinite(values).any():
+    goal = Goal.configured(run)
+    best = goal.best(run) if goal else None
+    if goal is None or best is None:
         return NONE
-    at = int(np.nanargmin(values) if mode == "min" else np.nanargmax(values))
-    return f"{escape(str(name))} {figure(values[at])} at step {steps[at]:.0f}"
+    return f"{escape(goal.metric)} {figure(best[0])} at step {best[1]:.0f}"
 
 
 def _last(run: History, name: str) -> str:

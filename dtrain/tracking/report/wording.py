@@ -6,12 +6,28 @@ import math
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 
+_MOST_DECIMALS = 6
+
 
 def figure(value: float) -> str:
     """A number as people write it: ``1,797``, ``0.9694``, ``1.2e-05``."""
     if not math.isfinite(value):
         return "not finite"
     return f"{value:,.0f}" if float(value).is_integer() and abs(value) < 1e15 else f"{value:.4g}"
+
+
+def in_column(values: Sequence[float]) -> list[str]:
+    """Numbers below one another, with as many decimals each unless their sizes differ too much; ``""`` for NaN."""
+    sizes = [abs(value) for value in values if math.isfinite(value) and value]
+    decimals = 0
+    if not all(value.is_integer() for value in sizes):
+        # Four digits of the largest, and at least two of the smallest.
+        decimals = max(0, 3 - math.floor(math.log10(max(sizes))), 1 - math.floor(math.log10(min(sizes))))
+    alike = decimals <= _MOST_DECIMALS and max(sizes, default=0.0) < 1e15
+    return [
+        "" if math.isnan(value) else f"{value:,.{decimals}f}" if alike and math.isfinite(value) else figure(value)
+        for value in values
+    ]
 
 
 def percent(share: float) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from dtrain.tracking.history import History
 
 
@@ -26,3 +28,30 @@ def steady(steps: int = 50, **more: Any) -> list[dict[str, Any]]:
         | more
         for step in range(1, steps + 1)
     ]
+
+
+def point_of(
+    folder: Path, overrides: dict[str, Any], results: Iterable[float | None] = (), *, best: str = "", **status: Any
+) -> History:
+    """A run of a sweep that evaluated every ten steps.
+
+    Args:
+        folder: Its directory.
+        overrides: Dotted key to value; they are its config, too.
+        results: Values of ``eval/accuracy``.
+        best: ``checkpoint.best``, if it is set.
+        status: As for :func:`run_of`.
+    """
+    records = [{"step": 10 * (place + 1), "eval/accuracy": value} for place, value in enumerate(results)]
+    run_of(folder, records, **status)
+    config: dict[str, Any] = {"checkpoint": {"best": best or None, "best_mode": "max"}}
+    for key, value in overrides.items():
+        *parents, name = key.split(".")
+        node = config
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = value
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    command = [f"{key}={value}" for key, value in overrides.items()]
+    (folder / "overrides.yaml").write_text(yaml.safe_dump({"overrides": command, "config_dirs": []}))
+    return History.read(folder, folder.name)

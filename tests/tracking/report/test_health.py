@@ -86,6 +86,11 @@ def test_a_run_that_says_it_runs_needs_a_sign_of_life(tmp_path: Path, ago: float
     assert judged(tmp_path, steady(), now=NOW + ago, state="running", time=NOW).word == word
 
 
+def test_a_run_that_says_it_runs_but_let_go_of_its_lock_does_not(tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch()
+    assert "says it runs, but nothing trains it here" in judged(tmp_path, steady(), state="running", time=NOW).line
+
+
 def test_a_hang_is_said_with_who_declared_it(tmp_path: Path) -> None:
     hang = Hang("2026-11-21 06:35:50", "rank 1: nothing has moved for 4 s", "rank 1, step 110: in _strike", "[]")
     assert "hung at 2026-11-21 06:35:50 (rank 1: nothing has moved for 4 s)" in judged(tmp_path, steady(), (hang,)).line

@@ -1,4 +1,4 @@
-"""``dtrain.deployment.graph``: programs that need no training code."""
+"""``export.format=pt2``: programs that need no training code."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch._inductor import config as inductor
 
 from dtrain.config.errors import ConfigError
-from dtrain.deployment import graph
 from dtrain.deployment.casting import cast
-from dtrain.deployment.image_input import ImageInput
+from dtrain.deployment.formats import FORMATS
 from dtrain.deployment.program import Program, RowSpec
 from dtrain.models import GPT
 from dtrain.precision import Precision
+from tests.deployment.described import IMAGE, described
 from tests.tiny_run import NormNet
 
 CPU = torch.device("cpu")
-IMAGE = ImageInput("image", (8, 8), (0.5, 0.4, 0.3), (0.5, 0.6, 0.7))
+PT2 = FORMATS["pt2"]
 
 # What a user without dtrain writes, with everything out of reach that unpickles.
 PLAIN = """
@@ -49,7 +48,7 @@ def test_a_program_gives_the_same_outputs_in_a_process_that_has_only_torch_and_n
     program = Program(model, IMAGE, torch.bfloat16).eval()
     path = tmp_path / "model.pt2"
     # A single row must not make the number of rows a constant.
-    graph.write(graph.PT2, program, torch.zeros(1, 8, 8, 3, dtype=torch.uint8), path)
+    PT2.write(program, torch.zeros(1, 8, 8, 3, dtype=torch.uint8), path)
     rows = {str(n): torch.randint(0, 256, (n, 8, 8, 3), dtype=torch.uint8) for n in (1, 2, 7)}
     save_file(rows, tmp_path / "rows")
     command = [sys.executable, "-I", "-c", PLAIN, *(str(tmp_path / name) for name in ("model.pt2", "rows", "outputs"))]
@@ -68,8 +67,8 @@ def test_a_program_of_tokens_takes_any_number_of_rows(tmp_path: Path) -> None:
     model = GPT(width=16, depth=1, heads=2, context=12).eval().requires_grad_(False)
     cast(model, torch.bfloat16, [])
     tokens = torch.randint(0, 257, (5, 12))
-    graph.write(graph.PT2, Program(model, None, torch.bfloat16).eval(), tokens[:2], tmp_path / "model.pt2")
-    program = graph.read(graph.PT2, tmp_path / "model.pt2", "cpu", CPU)
+    PT2.write(Program(model, None, torch.bfloat16).eval(), tokens[:2], tmp_path / "model.pt2")
+    program = PT2.read(tmp_path / "model.pt2", described("pt2"), CPU)
     for rows in (tokens[:1], tokens):
         torch.testing.assert_close(program(rows), model(rows).float(), rtol=0, atol=0)
 
@@ -87,7 +86,7 @@ class CountsRows(nn.Module):
 @pytest.mark.parametrize("model", [Branching(), CountsRows()], ids=lambda model: type(model).__name__)
 def test_a_model_that_is_no_graph_is_refused_with_the_reason_and_another_way(tmp_path: Path, model: nn.Module) -> None:
     with pytest.raises(ConfigError) as caught:
-        graph.write(graph.PT2, Program(model, None, torch.float32).eval(), torch.ones(2, 4, 3), tmp_path / "model.pt2")
+        PT2.write(Program(model, None, torch.float32).eval(), torch.ones(2, 4, 3), tmp_path / "model.pt2")
     said = str(caught.value)
     assert f"cannot trace {type(model).__name__}" in said
     assert "export.format=safetensors" in said
@@ -95,22 +94,10 @@ def test_a_model_that_is_no_graph_is_refused_with_the_reason_and_another_way(tmp
     assert not list(tmp_path.iterdir())
 
 
-def test_compiling_without_a_compiler_is_refused_with_a_remedy() -> None:
-    with (
-        inductor.patch({"cpp.cxx": ("no-such-compiler",)}),
-        pytest.raises(ConfigError, match=r"Install g\+\+.*CXX.*pt2"),
-    ):
-        graph.require_compiler()
-
-
-def test_what_is_no_program_or_one_for_another_device_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_program_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.pt2").write_bytes(b"PK, or not")
     with pytest.raises(ConfigError, match=r"exported on cpu, cannot be read by torch .* for cpu"):
-        graph.read(graph.PT2, tmp_path / "model.pt2", "cpu", CPU)
-    with pytest.raises(ConfigError, match="compiled for cuda, the device is cpu"):
-        graph.read(graph.AOTINDUCTOR, tmp_path / "model.pt2", "cuda", CPU)
-    with pytest.raises(ConfigError, match=r"exported on cpu, cannot be read by torch .* for cpu"):
-        graph.read(graph.AOTINDUCTOR, tmp_path / "model.pt2", "cpu", CPU)
+        PT2.read(tmp_path / "model.pt2", described("pt2"), CPU)
 
 
 def test_rows_of_another_dtype_or_shape_are_refused_and_floats_are_cast() -> None:

@@ -1,0 +1,328 @@
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dtrain.config.errors import ConfigError
+from dtrain.training import checkpoint as module
+from dtrain.training.checkpoint import BadCheckpoint
+from dtrain.training.checkpoints import Checkpoints
+from tests.ranks import run_ranks
+from tests.training.checkpoints_for_tests import content
+
+
+def value_of(checkpoints: Checkpoints, step: int) -> float:
+    """The value of a checkpoint, which every tensor in it must have."""
+    loaded = checkpoints.load(step)
+    values = {float(number) for group in loaded.tensors.values() for t in group.values() for number in t.flatten()}
+    assert values == {loaded.state["value"]}
+    return values.pop()
+
+
+# -- broken ones
+
+FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
+
+
+def damages(path: Path) -> Iterator[tuple[str, bytes | None]]:
+    """Every way in which one file is spoilt: gone, cut at some places, one bit flipped at many."""
+    whole = path.read_bytes()
+    yield "gone", None
+    for length in sorted({0, 1, len(whole) // 2, len(whole) - 1}):
+        yield f"cut to {length} of {len(whole)} bytes", whole[:length]
+    yield "longer", whole + b"\0"
+    for position in range(0, len(whole), max(1, len(whole) // 200)):
+        flipped = bytearray(whole)
+        flipped[position] ^= 1 << (position % 8)
+        yield f"bit {position % 8} of byte {position} flipped", bytes(flipped)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_is_never_loaded_always_reported_and_the_one_before_is_used(tmp_path: Path, name: str) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=3)
+    for step in (10, 20, 30):
+        checkpoints.save(step, content(step))
+    path = checkpoints.path(30) / name
+    whole = path.read_bytes()
+    for damage, spoilt in damages(path):
+        path.unlink() if spoilt is None else path.write_bytes(spoilt)
+        with pytest.raises(BadCheckpoint, match="step-000000030: "):
+            checkpoints.verify(30)
+        newest, problems = checkpoints.newest_good()
+        assert newest == 20, damage
+        assert len(problems) == 1
+        assert "step-000000030" in problems[0]
+        path.write_bytes(whole)
+    checkpoints.verify(30)
+    assert checkpoints.newest_good() == (30, [])
+
+
+@pytest.mark.parametrize("mode", ["auto", "must"])
+def test_a_start_passes_over_what_is_broken_and_says_so(tmp_path: Path, mode: str) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=3)
+    for step in (10, 20, 30):
+        checkpoints.save(step, content(step))
+    for step in (20, 30):
+        (checkpoints.path(step) / "state.json").write_text("{}")
+    chosen, said = checkpoints.to_resume(mode)
+    assert chosen == 10
+    assert [line.startswith("passed over a broken checkpoint: ") for line in said] == [True, True]
+    assert "step-000000030" in said[0]
+
+
+@pytest.mark.parametrize("mode", ["auto", "must"])
+def test_a_run_of_which_all_checkpoints_are_broken_is_not_begun_again(tmp_path: Path, mode: str) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    (checkpoints.save(10, content(1.0)) / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"no checkpoint to continue from:\n.*model.safetensors cannot be read"):
+        checkpoints.to_resume(mode)
+
+
+def test_the_modes_of_resuming(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.to_resume("auto") == checkpoints.to_resume("never") == (None, [])
+    with pytest.raises(ConfigError, match="there is none"):
+        checkpoints.to_resume("must")
+    checkpoints.save(5, content(1.0))
+    assert checkpoints.to_resume("auto") == checkpoints.to_resume("must") == (5, [])
+    with pytest.raises(ConfigError, match=r"run.resume=never, but .* holds checkpoints"):
+        checkpoints.to_resume("never")
+    with pytest.raises(ConfigError, match="got 'yes', want auto, must or never"):
+        checkpoints.to_resume("yes")
+
+
+# -- which ones stay
+
+
+def test_the_newest_stay_and_the_older_go(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    for step in (1, 2, 3, 4):
+        checkpoints.save(step, content(step))
+    assert checkpoints.steps() == [3, 4]
+
+
+@pytest.mark.parametrize(("mode", "best"), [("max", 30), ("min", 20)])
+def test_the_best_stays_as_well_and_of_equals_the_later(tmp_path: Path, mode: str, best: int) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=1, best="eval/x", best_mode=mode)
+    values = {5: 0.1, 10: 0.9, 20: 0.1, 30: 0.9, 40: 0.5, 50: None, 60: 0.2}
+    for step, value in values.items():
+        checkpoints.save(step, content(step, {} if value is None else {"eval/x": value}))
+    assert checkpoints.best_step() == best
+    assert checkpoints.steps() == [best, 60]
+
+
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_a_metric_that_is_not_a_number_is_never_the_best(tmp_path: Path, mode: str) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=9, best="eval/x", best_mode=mode)
+    for step, value in enumerate([float("nan"), float("inf"), 0.5, float("-inf"), float("nan")]):
+        assert checkpoints.improved_by({"eval/x": value}) == (value == 0.5)
+        checkpoints.save(step, content(step, {"eval/x": value}))
+    assert checkpoints.best_step() == 2
+
+
+@pytest.mark.parametrize(("mode", "better", "worse"), [("max", [0.0, 0.1], [-0.1]), ("min", [0.0, -0.1], [0.1])])
+def test_what_improves_on_the_best_is_told_from_what_does_not(
+    tmp_path: Path, mode: str, better: list[float], worse: list[float]
+) -> None:
+    checkpoints = Checkpoints(tmp_path, best="eval/x", best_mode=mode)
+    assert checkpoints.improved_by({"eval/x": -1e9})
+    assert not checkpoints.improved_by({"eval/y": 1.0})
+    checkpoints.save(1, content(1.0, {"eval/x": 0.0}))
+    assert all(checkpoints.improved_by({"eval/x": value}) for value in better)
+    assert not any(checkpoints.improved_by({"eval/x": value}) for value in worse)
+
+
+def test_a_flipped_digit_does_not_make_a_best_checkpoint(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=9, best="eval/x")
+    checkpoints.save(1, content(1.0, {"eval/x": 0.5}))
+    state = checkpoints.save(2, content(2.0, {"eval/x": 0.4})) / "state.json"
+    state.write_text(state.read_text().replace("0.4", "9.4"))
+    assert checkpoints.best_step() == 1
+
+
+def test_each_nth_stays_for_good(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=1, keep_every=4)
+    for step in range(1, 11):
+        checkpoints.save(step, content(step))
+    assert checkpoints.steps() == [4, 8, 10]
+
+
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_what_was_just_saved_stays_though_broken_ones_of_later_steps_are_there(tmp_path: Path, keep_last: int) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last)
+    for step in (10, 20, 30):
+        checkpoints.save(step, content(step))
+        if step > 10:  # the run goes on from 10, as often as it is killed
+            (checkpoints.path(step) / "model.safetensors").write_bytes(b"torn")
+    checkpoints.save(13, content(13.0))
+    assert checkpoints.newest_good() == (13, [])
+    assert value_of(checkpoints, 13) == 13.0
+
+
+def test_a_broken_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    (checkpoints.save(10, content(1.0)) / "model.safetensors").write_bytes(b"torn")
+    checkpoints.save(10, content(2.0))
+    assert value_of(checkpoints, 10) == 2.0
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000010"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"keep_last": 0}, "checkpoint.keep_last: got 0"),
+        ({"keep_every": 0}, "checkpoint.keep_every: got 0"),
+        ({"best_mode": "most"}, "got 'most', want max or min"),
+    ],
+)
+def test_impossible_options_are_refused(tmp_path: Path, options: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Checkpoints(tmp_path, **options)  # type: ignore[arg-type]
+
+
+# -- choosing one by name
+
+
+@pytest.fixture
+def chosen_from(tmp_path: Path) -> Checkpoints:
+    checkpoints = Checkpoints(tmp_path, keep_last=9, best="eval/x")
+    for step, value in ((10, 0.1), (20, 0.9), (30, 0.5)):
+        checkpoints.save(step, content(step, {"eval/x": value}))
+    return checkpoints
+
+
+@pytest.mark.parametrize(("which", "step"), [("", 20), ("best", 20), ("latest", 30), ("10", 10), ("0030", 30)])
+def test_a_checkpoint_is_chosen_by_name(chosen_from: Checkpoints, which: str, step: int) -> None:
+    assert chosen_from.choose(which) == step
+
+
+@pytest.mark.parametrize("which", ["40", "newest", "-10", "²"])
+def test_a_name_that_there_is_not_is_refused_with_those_there_are(chosen_from: Checkpoints, which: str) -> None:
+    with pytest.raises(ConfigError, match=f"checkpoint={which}: .* has steps 10, 20, 30"):
+        chosen_from.choose(which)
+
+
+def test_without_a_metric_for_it_there_is_no_best_and_the_latest_is_the_default(chosen_from: Checkpoints) -> None:
+    plain = Checkpoints(chosen_from.directory)
+    assert plain.choose("") == 30
+    with pytest.raises(ConfigError, match=r"best needs checkpoint.best=METRIC"):
+        plain.choose("best")
+
+
+def test_the_latest_is_the_newest_whole_one_and_a_broken_newer_one_is_reported(
+    chosen_from: Checkpoints, caplog: pytest.LogCaptureFixture
+) -> None:
+    (chosen_from.path(30) / "model.safetensors").write_bytes(b"torn")
+    with caplog.at_level(logging.WARNING):
+        assert chosen_from.choose("latest") == 20
+    assert "step-000000030: model.safetensors" in caplog.text
+
+
+@pytest.mark.parametrize("which", ["20", "best", ""])
+def test_a_broken_one_that_was_named_is_refused(chosen_from: Checkpoints, which: str) -> None:
+    (chosen_from.path(20) / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(BadCheckpoint, match=r"step-000000020: model\.safetensors"):
+        chosen_from.choose(which)
+
+
+def test_a_run_without_checkpoints_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has none"):
+        Checkpoints(tmp_path / "nowhere").choose("")
+
+
+# -- saves that fail or are killed
+
+
+def test_a_save_that_the_disk_refuses_leaves_the_others_and_nothing_of_itself(tmp_path: Path) -> None:
+    """A real refusal: beyond a limit on the size of files the kernel says so, as it does when a disk is full."""
+
+    def rank(number: int) -> tuple[str, list[str], float]:
+        checkpoints = Checkpoints(tmp_path)
+        checkpoints.save(10, content(10.0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        with pytest.raises(OSError, match="safetensors") as raised:
+            checkpoints.save(20, content(20.0, size=100_000))
+        return str(raised.value), sorted(path.name for path in tmp_path.iterdir()), value_of(checkpoints, 10)
+
+    ((said, left, value),) = run_ranks(1, rank)
+    assert "File too large" in said
+    assert left == ["step-000000010"]
+    assert value == 10.0
+
+
+@pytest.mark.parametrize("step", ["safetensors", "write_text", "fsync", "rename"])
+def test_wherever_a_save_fails_the_one_before_stays(tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    checkpoints.save(10, content(10.0))
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        if step == "safetensors":
+            patch.setattr(module.safetensors.torch, "save_file", refuse)
+        elif step == "write_text":
+            patch.setattr(Path, "write_text", refuse)
+        else:
+            patch.setattr(os, step, refuse)
+        with pytest.raises(OSError, match="No space left"):
+            checkpoints.save(20, content(20.0))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000010"]
+    assert checkpoints.newest_good() == (10, [])
+    checkpoints.save(20, content(20.0))
+    assert checkpoints.steps() == [20]
+
+
+def test_left_overs_of_a_killed_save_do_not_matter_and_go_at_the_next_one(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(10, content(10.0))
+    for name in (".step-000000020.aside", ".step-000000005.replaced", ".step-000000020.4711"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"half")
+    assert checkpoints.newest_good() == (10, [])
+    checkpoints.save(20, content(20.0))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000010", "step-000000020"]
+
+
+def save_until_killed(folder: Path, step: int, seconds: float) -> int:
+    """Saves in a forked process, killed ``seconds`` after its first save; the last step that it said was saved."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        checkpoints = Checkpoints(folder, keep_last=1)
+        while True:
+            step += 1
+            checkpoints.save(step, content(step, size=2000))
+            os.write(writer, step.to_bytes(8, "big"))
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        said = pipe.read(8)
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        said += pipe.read()
+    return int.from_bytes(said[-8:], "big")
+
+
+@pytest.mark.parametrize("rounds", [15, pytest.param(300, marks=pytest.mark.slow)])
+def test_a_killed_save_leaves_a_whole_checkpoint_no_older_than_the_last_that_was_done(
+    tmp_path: Path, rounds: int
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, content(1.0))
+    step = 1
+    for number in range(rounds):
+        # Anywhere in a save, which takes a few milliseconds.
+        last = save_until_killed(tmp_path, step, seconds=0.0013 * (number % 40))
+        newest, problems = checkpoints.newest_good()
+        assert problems == []
+        assert newest in (last, last + 1)
+        assert value_of(checkpoints, newest) == newest
+        step = newest
+    assert step > rounds
