@@ -126,10 +126,12 @@ def test_sigterm_in_a_long_evaluation_stops_it_and_the_next_start_ends_as_if_not
 ) -> None:
     whole, run_dir, begun = tmp_path / "whole", tmp_path / "run", tmp_path / "begun"
     # 48 micro-batches: more seconds than torchrun waits before it kills.
-    common = ("task._target_=tests.test_interruptions.SlowToEvaluate", "train.eval_every=3", "train.max_steps=6")
-    common = (*common, "train.max_epochs=null", "train.micro_batch_size=4", "checkpoint.every_steps=1000")
+    common = (
+        *("task._target_=tests.test_interruptions.SlowToEvaluate", "train.eval_every=3", "train.max_steps=6"),
+        *("train.max_epochs=null", "train.micro_batch_size=4", "checkpoint.every_steps=1000"),
+    )
     train_on(2, whole, *SMALL, *common)
-    slow = {"EVALUATION_WAITS": "1", "EVALUATION_HAS_BEGUN": str(begun)}
+    slow: dict[str, Any] = {"EVALUATION_WAITS": "1", "EVALUATION_HAS_BEGUN": str(begun)}
     with started(run_dir, "train.log_every=1", *common, **slow) as running:
         wait_for(running, tmp_path, begun.name)
         asked = time.monotonic()

@@ -100,7 +100,7 @@ def test_a_stop_without_room_for_the_checkpoint_is_a_failure_and_takes_the_stop_
 def stop_file_during_evaluation(run_dir: Path) -> Callable[..., Any]:
     """Evaluations go on as usual; the STOP file is there when one is done."""
 
-    def evaluating(*args: Any, **kwargs: Any) -> dict[str, float]:
+    def evaluating(*args: Any, **kwargs: Any) -> Evaluation:
         (run_dir / "STOP").touch()
         return evaluate(*args, **kwargs)
 
