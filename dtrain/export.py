@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,7 @@ def export(composed: Composed, which: str, weights: str, samples: str) -> None:
         device = description.format.runs_on(world.device)
         # -- written aside, compared as it is on disk, then put in place
         with artefact.replacing(out) as folder:
+            _say(f"writing {description.file}")
             artefact.write(folder, program, description, example)
             report: dict[str, Any] = {
                 "dtype": precision.name,
@@ -173,14 +175,21 @@ def export(composed: Composed, which: str, weights: str, samples: str) -> None:
                 "versions": description.versions,
             }
             if compared is not None:
+                _say(f"comparing it with fp32 on {len(compared.rows):,} samples, in a fresh process")
                 comparison = compare(folder, compared, device)
                 require_close(comparison, tolerance, description, departures)
                 report["comparison"] = comparison.report(tolerance)
+            if cfg.export.measure:
+                _say("measuring what it costs")
             twin = in_fp32 if precision.name != "fp32" else None
             report["cost"] = cost.measured(cfg.export, folder, description, twin, world.device)
             (folder / artefact.REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         remember(out)
         print_banner("export", {"artefact": str(out), **summary(description, report), **cost.summary(report["cost"])})
+
+
+def _say(what: str) -> None:
+    print(f"... {what}", file=sys.stderr, flush=True)
 
 
 def one_process() -> World:
@@ -215,7 +224,7 @@ def destinations(cfg: Config, run: Run) -> dict[str, Path]:
         ConfigError: If there is no such format, something that it needs is missing, or something else lies in the place.
     """
     wanted = cfg.export.format
-    formats = [wanted] if isinstance(wanted, str) else list(wanted or [])
+    formats = list(wanted) if isinstance(wanted, Sequence) and not isinstance(wanted, str) else [wanted]
     if not formats or not {*formats} <= FORMATS.keys():
         raise ConfigError(f"export.format: got {wanted!r}, want one or several of {', '.join(FORMATS)}.")
     for stored_as in formats:

@@ -226,6 +226,7 @@ def test_the_run_s_own_folder_is_the_default_and_a_second_export_takes_its_place
     ("arguments", "parts"),
     [
         (["export.format=gguf"], ["export.format", "'gguf'", "safetensors"]),
+        (["export.format=3"], ["export.format: got 3", "safetensors"]),
         (["export.format=[pt2,gguf]"], ["export.format", "'gguf'", "aotinductor"]),
         (["export.format=[pt2,onnx]"], ["export.dtype", "bf16", "onnx", "fp16 or fp32"]),
         (["export.format=pt2", "data.eval=null"], ["pt2", "data.eval is not set", "safetensors"]),

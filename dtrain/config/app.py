@@ -28,7 +28,15 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from dtrain.config import resolvers, schema
 from dtrain.config.errors import ConfigError, Explained, PeerFailed, in_brief
-from dtrain.config.explain import explain, number_for_an_option, repeated, unknown_keys, unknown_options
+from dtrain.config.explain import (
+    explain,
+    number_for_an_option,
+    overrides_first,
+    removed,
+    repeated,
+    unknown_keys,
+    unknown_options,
+)
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -84,9 +92,15 @@ def run(
     except ConfigError as error:
         _say(str(error))
         raise SystemExit(EXIT_USAGE) from None
-    if problem := (repeated(arguments) or unknown_options(arguments) or number_for_an_option(arguments, conf_dir())):
+    if problem := (
+        repeated(arguments)
+        or unknown_options(arguments)
+        or number_for_an_option(arguments, conf_dir())
+        or removed(arguments, conf_dir())
+    ):
         _say(problem)
         raise SystemExit(EXIT_USAGE)
+    arguments = overrides_first(arguments)
 
     def job(cfg: DictConfig) -> None:
         # Hydra turns an exception into sys.exit(1), which would hide it from torchrun's error file and from us. A user's
@@ -100,7 +114,7 @@ def run(
 
     try:
         _compose(job, arguments)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         _say(explain(error, arguments, conf_dir()))
         raise SystemExit(EXIT_USAGE) from None
     if failures:
@@ -115,6 +129,11 @@ def require_choice(composed: Composed) -> None:
         ConfigError: Lists the experiments.
     """
     missing = [key for key in ("data.train", "model") if OmegaConf.is_missing(*_parent(composed.cfg, key))]
+    if missing == ["data.train"]:
+        raise ConfigError(
+            "data.train is not set: name your shards, 'data.train=\"/data/train-{000000..000099}.tar\"', and those to evaluate "
+            "on in data.eval."
+        )
     if missing:
         folders = [conf_dir(), *map(Path, composed.config_dirs)]
         experiments = sorted({path.stem for folder in folders for path in (folder / "experiment").glob("*.yaml")})

@@ -18,12 +18,12 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from dtrain.config.presets import explain_preset, groups, named_in, nearest, options
+from dtrain.config.presets import explain_preset, first_key, groups, named_in, nearest, options
 from dtrain.config.schema import Config
 
 
 def explain(
-    error: HydraException | OmegaConfBaseException | yaml.YAMLError, arguments: Sequence[str], conf: Path
+    error: HydraException | OmegaConfBaseException | yaml.YAMLError | ValueError, arguments: Sequence[str], conf: Path
 ) -> str:
     """What to tell a user whose config was refused.
 
@@ -50,9 +50,12 @@ def explain(
         return str(error)
     preset = named_in(error)
     place = f"{preset}.yaml: " if preset else ""
+    if "is not Optional" in str(cause):
+        return f"{place}{key}: got null. {_wanted(key)}"
     if isinstance(cause, ValidationError) or "could not be converted" in str(cause):
-        value = re.search(r"Value .*", str(cause))
-        return f"{place}{key}: {value[0] if value else cause}. {_wanted(key)}"
+        said = re.search(r"Value .*", str(cause)) or re.match(".*", str(cause))
+        assert said is not None
+        return f"{place}{key}: {said[0].rstrip('.')}. {_wanted(key)}"
     if key in groups(folders) and key not in get_type_hints(Config):
         return f"{place}{key} is a group, not a key. Choose from it in the defaults of a preset: `- {key}/NAME`."
     return f"{place}{_no_such(key, arguments, conf)}"
@@ -60,7 +63,11 @@ def explain(
 
 def unknown_options(arguments: Sequence[str]) -> str | None:
     """A message if the command line has an option that Hydra does not know, such as ``--precision=bf16``."""
-    unknown = [option for option in get_args_parser().parse_known_args(arguments)[1] if option.startswith("-")]
+    parser = get_args_parser()
+    unknown = [option for option in parser.parse_known_args(arguments)[1] if option.startswith("-")]
+    # argparse takes -precision=bf16 for -p recision=bf16.
+    names = {name for action in parser._actions for name in action.option_strings}
+    unknown += [said for said in arguments if re.match(r"-\w[^-]+=", said) and said.partition("=")[0] not in names]
     if not unknown:
         return None
     return (
@@ -75,6 +82,27 @@ def unknown_keys(cfg: DictConfig) -> Iterator[str]:
         A message for each, with the nearest valid name.
     """
     yield from _unknown(cfg, Config, "")
+
+
+def overrides_first(arguments: Sequence[str]) -> list[str]:
+    """The same command line for argparse, which takes no more keys after an option that comes behind the first ones."""
+    known, rest = get_args_parser().parse_known_args(arguments)
+    overrides = [*known.overrides, *rest]
+    return [*overrides, *(argument for argument in arguments if argument not in overrides)]
+
+
+def removed(arguments: Sequence[str], conf: Path) -> str | None:
+    """A message if a key is taken away, as with ``~data.eval``, that every config has."""
+    for argument in arguments:
+        key = argument.partition("=")[0][1:]
+        parent, _, name = key.rpartition(".")
+        kind = _schema_at(parent)
+        if not argument.startswith("~") or kind is None or key in groups([conf]):
+            continue
+        if name in (hints := get_type_hints(kind)):
+            remedy = _below(key) if dataclasses.is_dataclass(hints[name]) else f"Set it: {key}=VALUE, or null for none."
+            return f"{argument}: every config has {key}, so it cannot be taken away. {remedy}"
+    return None
 
 
 def repeated(arguments: Sequence[str]) -> str | None:
@@ -110,9 +138,15 @@ def number_for_an_option(arguments: Sequence[str], conf: Path) -> str | None:
     """A message if a group is given a number, such as ``precision=16``, which Hydra has no words for."""
     folders = [conf, *_config_dirs(arguments)]
     for argument in arguments:
-        group, _, value = argument.lstrip("+").partition("=")
-        if group in groups(folders) and re.fullmatch(r"[-+\d._e]*\d[-+\d._e]*|true|false|null", value, re.IGNORECASE):
-            return f"{argument}: there is no such {group}. {nearest('', options(group, folders))}"
+        group, _, values = argument.lstrip("+").partition("=")
+        if group not in groups(folders):
+            continue
+        for value in values.strip("[]").split(","):
+            if not re.fullmatch(r"[-+\d._e]*\d[-+\d._e]*|true|false|null", value, re.IGNORECASE):
+                continue
+            if value in (valid := options(group, folders)):
+                return f"{argument}: a name like a number has to be quoted twice: '{group}=\"{value}\"'."
+            return f"{argument}: there is no such {group}. {nearest('', valid)}"
     return None
 
 
@@ -168,8 +202,14 @@ def _wanted(key: str) -> str:
     hint = get_type_hints(kind).get(name) if kind else None
     if hint is None:
         return ""
-    text = re.sub(r"typing\.|Optional\[(.*)\]", lambda match: f"{match[1]} or null" if match[1] else "", str(hint))
-    return f"Want {getattr(hint, '__name__', text) if not text.endswith('null') else text}."
+    if dataclasses.is_dataclass(hint):
+        return _below(key)
+    text = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "").replace(" | None", " or null")
+    return f"Want {text}."
+
+
+def _below(section: str) -> str:
+    return f"Set keys below it, such as {section}.{first_key(section)}."
 
 
 def _children(path: str, arguments: Sequence[str], conf: Path) -> list[str]:

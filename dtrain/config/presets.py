@@ -69,9 +69,11 @@ def explain_preset(error: Exception, folders: Sequence[Path]) -> str | None:
             f"{where}{found[1]} is chosen twice. In the defaults of a preset write `- override /{found[1]}: {found[2]}`, "
             f"on the command line {found[1]}={found[2]} without a +."
         )
+    if found := re.search(r"(\S+) appears more than once in the final defaults", text):
+        return f"{where}{found[1]} is chosen twice. Choose it once; several are a list: {found[1]}=[a,b]."
     if found := re.search(r"not a subclass of (\w+)\. value: (.*)", text):
         at = next((path for path, kind in _sections(Config, "") if kind.__name__ == found[1]), found[1])
-        return f"{where}{at}: got {found[2]}, want keys below it, such as {at}.{_first_key(at)}."
+        return f"{where}{at}: got {found[2]}, want keys below it, such as {at}.{first_key(at)}."
     if "Cannot merge DictConfig with ListConfig" in text:
         return f"{where}holds a list, want lines such as `train:` with keys below it."
     return None
@@ -83,15 +85,22 @@ def _missing(wanted: str, valid: Sequence[str] | None, preset: str | None, where
     if beside and group.startswith(beside) and group.removeprefix(beside) in groups(folders):
         inner = group.removeprefix(beside)
         return f"{where}its defaults look for {inner} below {beside[:-1]!r}. Write `- override /{inner}: {option}`."
+    top, _, below = wanted.partition("/")
+    if top in groups(folders):  # experiment/mine/small is mine/small of the group experiment
+        group, option = top, below
     there = options(group, folders)
-    for folder in folders:
+    for folder in folders[1:]:
         if (folder / f"{option}.yaml").is_file() and option not in there:
             return (
                 f"{group}={option}: {folder} has {option}.yaml, but --config-dir wants the folder in which it is "
                 f"{group}/{option}.yaml."
             )
+    if wanted == "train":
+        return "--config-path: there is no train.yaml. It has to be the project's own folder; --config-dir adds another one."
     if not group:
         return f"{wanted}: there is no such config to start from. Choose by group, such as experiment={wanted}."
+    if preset == "train":  # not its own defaults, but experiment=[a, b] on the command line
+        valid = sorted(there)
     if valid is None:
         return f"{where}its defaults name {wanted}, and there is no {wanted}.yaml. {nearest(option, there)}"
     return f"{group}={option}: there is no such {group}. {nearest(option, valid)}"
@@ -116,6 +125,7 @@ def _sections(kind: type, prefix: str) -> Iterator[tuple[str, type]]:
             yield from _sections(hint, f"{prefix}{name}.")
 
 
-def _first_key(path: str) -> str:
+def first_key(path: str) -> str:
+    """The first key of a section of the config, for an example."""
     kind = dict(_sections(Config, "")).get(path)
     return dataclasses.fields(kind)[0].name if kind is not None else "..."

@@ -122,6 +122,7 @@ def write(folder: Path, program: Program, description: Description, example: Ten
     path = folder / description.file
     description.format.write(program, example, path)
     description.write(folder, _digest(path))
+    path.chmod((folder / DESCRIPTION).stat().st_mode)  # safetensors lets nobody but the owner read its files
 
 
 def load(folder: Path, device: torch.device | None, *, trust: bool = False) -> Artefact:

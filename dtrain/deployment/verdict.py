@@ -51,10 +51,8 @@ def _culprit(found: Sequence[Departure], tolerance: Tolerance, description: Desc
     beyond = next((departure for departure in found if departure.error > tolerance.outputs), None)
     worst = max(found, key=lambda departure: departure.error, default=None)
     if description.dtype == "fp32":
-        where, remedies = (
-            "Nothing was rounded, so this is a fault of the conversion.",
-            ["use export.format=safetensors"],
-        )
+        where = "No weight was rounded: the conversion is at fault, or the tolerance is finer than sums in fp32."
+        remedies = ["use export.format=safetensors"] if description.format.traced else []
     elif beyond is not None:
         where = f"The first module beyond is {beyond.module}: {_size(beyond.error)}."
         remedies.insert(0, _keep(beyond.module, dict(description.folded)))
@@ -63,7 +61,8 @@ def _culprit(found: Sequence[Departure], tolerance: Tolerance, description: Desc
         remedies.insert(0, _keep(worst.module, dict(description.folded)))
     else:
         where = "The model has no modules to look into."
-    return f"  {where}\n  Remedies: {'; '.join(remedies)}; or raise the tolerance, if this is good enough."
+    remedies.append(f"{'or ' if remedies else ''}raise the tolerance, if this is good enough")
+    return f"  {where}\n  Remedies: {'; '.join(remedies)}."
 
 
 def _keep(module: str, folded: Mapping[str, str]) -> str:

@@ -97,7 +97,7 @@ class StopRequests:
         self._time_limit.save_seconds = seconds
 
     def consume(self) -> None:
-        """All ranks have agreed: takes the STOP file away, so that the next start does not stop again."""
+        """The run ends here, by agreement or at its last step: takes the STOP file away, lest the next start stop again."""
         self._over.set()
         if self._stop_file is not None:
             try:

@@ -116,7 +116,9 @@ def run_command(arguments: Sequence[str], launch: Launch) -> int:
         ConfigError: If a directory is missing, or there is nothing to do in it.
     """
     name, *rest = arguments
-    directories = [Path(argument).expanduser().absolute() for argument in rest]
+    paths = [Path(argument).expanduser().absolute() for argument in rest]
+    # runs/* also stands for the report.html of these runs
+    directories = [path for path in paths if len(paths) == 1 or not path.is_file()]
     if not directories:
         raise ConfigError(f"{name}: name the directory of a run: python -m dtrain.launch {name} runs/NAME")
     for directory in directories:

@@ -4,31 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from dtrain.launching.queue import active_job
 from dtrain.launching.table import aligned
-from dtrain.tracking.history import ABSENT, History, differences, printable, read_all
+from dtrain.tracking.history import History, printable, read_all
+from dtrain.tracking.report.directories import run_directories
+from dtrain.tracking.report.varied import varied
+from dtrain.tracking.report.wording import shortened
 from dtrain.tracking.status import is_trained
 
-# Where a run is, how it is started and watched: not what one compares.
-_NOT_COMPARED = ("run.name", "launch.", "tracker.")
+_LONGEST = 100  # characters of a reason
 
 
 def table(directories: Sequence[Path]) -> str:
-    """A line for each run: how it stands, its step, the config keys in which the runs differ, its last metrics.
+    """A line for each run: its step, what was varied, as in a report, its last metrics, and how it stands.
+
+    Args:
+        directories: Of runs, or with runs below them.
 
     Raises:
         ValueError: If a directory holds no run.
     """
-    runs = read_all(directories)
-    varied = {key: values for key, values in differences(runs).items() if not key.startswith(_NOT_COMPARED)}
+    runs = read_all(run_directories(directories))
+    settings, _ = varied(runs)
     results = dict.fromkeys(name for run in runs for name in run.names("eval/") if not name.endswith("samples"))
     metrics = ["train/loss", *results]
-    rows = [["run", "state", "step", *varied, *metrics]]
+    rows = [["run", "step", *(setting.name for setting in settings), *metrics, "state"]]
     for number, run in enumerate(runs):
-        settings = [_setting(values[number]) for values in varied.values()]
-        rows.append([run.label, standing(run), _steps(run), *settings, *(_last(run, name) for name in metrics)])
+        values = [setting.brief[number] or "-" for setting in settings]
+        rows.append([run.label, _steps(run), *values, *(_last(run, name) for name in metrics), standing(run)])
     return aligned([list(map(printable, row)) for row in rows])  # the runs may be somebody else's
 
 
@@ -39,7 +43,7 @@ def standing(run: History) -> str:
         return f"{state}, {job}"
     if state == "running":
         return state if is_trained(run.path) else "killed"
-    return f"{state} ({str(reason).splitlines()[0]})" if reason and state != "finished" else state
+    return f"{state} ({shortened(str(reason).splitlines()[0], _LONGEST)})" if reason and state != "finished" else state
 
 
 def _steps(run: History) -> str:
@@ -53,7 +57,3 @@ def _steps(run: History) -> str:
 def _last(run: History, metric: str) -> str:
     values = run.series(metric)[1]
     return f"{values[-1]:.4g}" if len(values) else "-"
-
-
-def _setting(value: Any) -> str:
-    return "-" if value is ABSENT else str(value)

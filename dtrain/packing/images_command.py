@@ -57,7 +57,9 @@ def pack_images(options: Namespace, console: Console) -> None:
             image = {"name": "image", "role": "image"}
             label = {"name": "label", "role": "label"}
             write_preset(destination, {";".join(sorted(folder.extensions)): image, "cls": label})
-    print("  images of unequal sizes need a size there (size: 224), or an augmentation that crops")
+    print(
+        "  images of unequal sizes need a size there, {name: image, role: image, size: 224}, or an augmentation that crops"
+    )
     print_command(destination, f"model=small_cnn model.classes={len(folder.classes)}")
 
 

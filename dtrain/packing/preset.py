@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,8 @@ def print_command(destination: Path, model_and_task: str) -> None:
     """Prints the command that trains on it."""
     print("train on it:")
     print(
-        f"  torchrun --standalone --nproc-per-node=2 -m dtrain.train --config-dir {destination / 'conf'} data=packed "
-        f"{model_and_task} train.max_epochs=1"
+        f"  torchrun --standalone --nproc-per-node=2 -m dtrain.train --config-dir "
+        f"{shlex.quote(str(destination / 'conf'))} data=packed {model_and_task} train.max_epochs=1"
     )
 
 

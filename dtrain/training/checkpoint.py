@@ -71,6 +71,19 @@ def write_folder(folder: Path, checkpoint: Checkpoint) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+        put_back_replaced(folder.parent)
+
+
+def put_back_replaced(directory: Path) -> None:
+    """Puts back each checkpoint that was moved away for a new one of its name, if that did not come.
+
+    Args:
+        directory: Where checkpoints are; whoever writes there was killed, or is the caller.
+    """
+    for replaced in directory.glob(".*.replaced"):
+        folder = directory / replaced.name.removeprefix(".").removesuffix(".replaced")
+        if not folder.exists():
+            os.rename(replaced, folder)
 
 
 def verify_folder(folder: Path) -> None:

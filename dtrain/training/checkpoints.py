@@ -18,7 +18,15 @@ from pathlib import Path
 
 from dtrain.config.errors import ConfigError
 from dtrain.config.schema import CheckpointConfig
-from dtrain.training.checkpoint import BadCheckpoint, Checkpoint, metrics_of, read_folder, verify_folder, write_folder
+from dtrain.training.checkpoint import (
+    BadCheckpoint,
+    Checkpoint,
+    metrics_of,
+    put_back_replaced,
+    read_folder,
+    verify_folder,
+    write_folder,
+)
 
 _NAME = re.compile(r"step-(\d{9})$")
 logger = logging.getLogger("dtrain")
@@ -102,6 +110,7 @@ class Checkpoints:
         """
         if mode not in ("auto", "must", "never"):
             raise ConfigError(f"run.resume: got {mode!r}, want auto, must or never.")
+        put_back_replaced(self.directory)  # a save may have been killed between its two renames
         if mode == "never":
             if self.steps():
                 raise ConfigError(f"run.resume=never, but {self.directory} holds checkpoints. Use another run.dir.")

@@ -73,6 +73,10 @@ class Loop:
         self._save_every = parts.cfg.checkpoint.every_steps
         if self._log_every < 1:
             raise ConfigError(f"train.log_every: got {self._log_every}, want at least 1.")
+        if self._eval_every is not None and self._eval_every < 0:
+            raise ConfigError(
+                f"train.eval_every: got {self._eval_every}, want a number of steps, 0 for the end only, or null for each epoch."
+            )
         self._parts = parts
         self._last_step = last_step
         self._journal = Journal(parts, last_step, sinks)
@@ -306,8 +310,7 @@ class Loop:
         if self._unlogged is not None:
             self._log(self._unlogged)
         self._measures.end()
-        if self._stopping:
-            self._stop.consume()
+        self._stop.consume()
         if self._parts.step.step >= self._last_step and not self._parts.progress.evaluation_due:
             return "finished", None
         reasons: list[str | None] = [None] * self._parts.world.size

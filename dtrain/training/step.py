@@ -183,10 +183,10 @@ class TrainStep:
             self._local.add(batch)
             done += 1
         self._first_window = False
-        self._unapplied = True
         if done != micro_batches:
             # The backward that averages over the ranks was not the last one.
             raise RuntimeError(f"accumulate(): the window had {done} micro-batches, not {micro_batches} as was said.")
+        self._unapplied = done > 0
 
     def settle(self) -> Outcome | None:
         """The outcome of the last applied-for step, waiting for it if need be; None if it was asked for already.

@@ -46,12 +46,25 @@ def test_presets_and_overrides_make_one_typed_config() -> None:
         (["data.train=a-{0..3}.tar"], ["data.train=a-{0..3}.tar", "quote"]),
         (["data.train=a-0.tar", "data.train=a-1.tar"], ["data.train", "more than once", "quote"]),
         (["precision=16"], ["precision=16", "Valid: bf16, fp16, fp32, tf32"]),
+        (["precision=16,32", "--multirun"], ["precision=16,32", "Valid: bf16, fp16, fp32, tf32"]),
+        (["=3"], ["must be a string"]),
         (["--precision=bf16"], ["--precision=bf16", "precision=VALUE"]),
+        (["-precision=bf16"], ["-precision=bf16", "precision=VALUE"]),
+        (["experiment=train"], ["experiment=train: there is no such experiment", "digits"]),
+        (["experiment=[digits,nope]"], ["experiment=nope: there is no such experiment", "digits"]),
+        (["experiment=digits", "+experiment=line"], ["experiment is chosen twice", "experiment=[a,b]"]),
+        (["experiment=digits", "~data.eval"], ["every config has data.eval", "data.eval=VALUE"]),
+        (["experiment=digits", "~train"], ["every config has train", "train.global_batch_size"]),
+        (["train=null"], ["train: got null. Set keys below it, such as train.global_batch_size"]),
+        (["train.log_every=null"], ["train.log_every: got null. Want int."]),
         (["max_steps=3"], ["max_steps", "Did you mean train.max_steps?"]),
         (["experiment=digits", "train.lr=1"], ["train.lr", "Did you mean optimizer.lr?"]),
         (["train=3"], ["train: got 3", "train.global_batch_size"]),
         (["run.dir=~/runs/1"], ["run.dir=~/runs/1", "cannot be read. Write", "quote"]),
+        (["train.max_epochs=many"], ["train.max_epochs", "or null."]),
+        (["precision.keep_fp32=head"], ["precision.keep_fp32: ", "tuple. Want list[str]."]),
         (["--config-name=digits"], ["experiment=digits"]),
+        (["--config-path=/usr"], ["--config-path", "--config-dir adds"]),
     ],
 )
 def test_what_does_not_exist_is_refused_with_the_nearest_name(
@@ -119,6 +132,20 @@ def test_keys_of_a_users_own_group_are_known_to_the_hint(tmp_path, capsys: pytes
     assert "Did you mean 'in_features'?" in message
 
 
+def test_a_preset_with_a_name_like_a_number_has_to_be_quoted(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "2024.yaml").write_text("# @package _global_\ntrain:\n  max_steps: 3\n")
+    arguments = ["--config-dir", str(tmp_path)]
+    assert """quoted twice: 'experiment="2024"'""" in refused(capsys, *arguments, "experiment=2024")
+    assert compose(*arguments, 'experiment="2024"').cfg.train.max_steps == 3
+
+
+def test_options_may_stand_between_keys(tmp_path) -> None:
+    composed = compose("experiment=digits", "--config-dir", str(tmp_path), "train.max_steps=3")
+    assert composed.config_dirs == (str(tmp_path),)
+    assert composed.overrides == ("experiment=digits", "train.max_steps=3")
+
+
 def test_own_presets_come_from_a_config_dir(tmp_path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntrain:\n  max_steps: 3\n")
@@ -130,6 +157,11 @@ def test_own_presets_come_from_a_config_dir(tmp_path) -> None:
 def test_an_empty_command_line_lists_the_experiments() -> None:
     with pytest.raises(ConfigError, match="digits"):
         app.require_choice(compose())
+
+
+def test_an_experiment_without_data_asks_for_data_alone() -> None:
+    with pytest.raises(ConfigError, match=r"^data.train is not set: name your shards"):
+        app.require_choice(compose("experiment=imagenet_resnet50"))
 
 
 def test_an_unset_environment_variable_is_named(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:

@@ -104,3 +104,9 @@ def test_a_link_goes_on_leading_to_the_artefact(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["newest", "out"]
     assert (tmp_path / "newest").is_symlink()
     assert width_of(tmp_path / "out") == 5
+
+
+def test_whoever_may_read_the_description_may_read_the_model(tmp_path: Path) -> None:
+    write(tmp_path / "out")
+    modes = {path.name: oct(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}
+    assert modes["model.safetensors"] == modes["model.json"]

@@ -79,6 +79,12 @@ def test_an_overflow_and_a_metric_that_is_nan_are_refused() -> None:
         verdict(compared(wanted, torch.tensor([[float("nan"), float("inf")]])), dtype="fp16")
     with pytest.raises(ConfigError, match=r"use export\.dtype=fp32;"):  # it has no bf16
         verdict(compared(wanted, wanted + 5), dtype="fp16", stored_as="onnx")
+    with pytest.raises(
+        ConfigError, match=r"finer than sums in fp32\.\n  Remedies: use export\.format=safetensors; or raise"
+    ):
+        verdict(compared(wanted, wanted + 5), dtype="fp32")
+    with pytest.raises(ConfigError, match=r"Remedies: raise the tolerance"):  # it is the safest format already
+        verdict(compared(wanted, wanted + 5), dtype="fp32", stored_as="safetensors")
     with pytest.raises(ConfigError, match=r"(?s)accuracy nan, 0\.9 in fp32.*No module is beyond .* head is the worst"):
         verdict(compared(wanted, wanted, 0.9, float("nan")), [Departure("stem", 0.01), Departure("head", 0.05)])
     with pytest.raises(ConfigError, match=r"outputs are \[1, 1\], those of the fp32 model \[1, 2\]"):

@@ -37,7 +37,14 @@ def test_a_run_that_nobody_trains_cannot_be_stopped_and_its_next_start_is_not(
 def test_the_status_of_runs_is_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "a", "finished", {}, {"step": 40, "train/loss": 0.5})
     assert launch.main(["status", str(run)]) == 0
-    assert "finished  40/40" in capsys.readouterr().out
+    assert "40/40  0.5         finished" in capsys.readouterr().out
+
+
+def test_a_report_beside_the_runs_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "a", "finished", {}, {"step": 40, "train/loss": 0.5})
+    (tmp_path / "report.html").touch()
+    assert launch.main(["status", str(run), str(tmp_path / "report.html")]) == 0
+    assert "40/40  0.5         finished" in capsys.readouterr().out
 
 
 def test_a_misspelt_command_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

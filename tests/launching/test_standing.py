@@ -42,15 +42,32 @@ def test_runs_stand_side_by_side_with_what_sets_them_apart(tmp_path: Path) -> No
         tmp_path / "bcd", "stopped", {"optimizer": {"lr": 0.3}, "launch": {"time": "2"}}, {"step": 10, "train/loss": 3}
     )
     assert table([first, second]).splitlines() == [
-        "run  state              step   optimizer.lr  train/loss  eval/accuracy",
-        "a    finished           40/40  0.1           0.1235      0.5",
-        "bcd  stopped (SIGTERM)  10/40  0.3           3           -",
+        "run  step   lr   train/loss  eval/accuracy  state",
+        "a    40/40  0.1  0.1235      0.5            finished",
+        "bcd  10/40  0.3  3           -              stopped (SIGTERM)",
     ]
+
+
+def test_runs_of_other_experiments_and_long_reasons_leave_the_table_readable(tmp_path: Path) -> None:
+    runs = [
+        make_run(tmp_path / name, "stopped", {"data": {f"key{number}": f"{name}{number}" for number in range(50)}})
+        for name in "ab"
+    ]
+    for run in runs:
+        write_status(run, "failed", 0, "long " * 100)
+    assert max(map(len, table(runs).splitlines())) < 220
+
+
+def test_a_directory_of_runs_stands_for_them(tmp_path: Path) -> None:
+    (tmp_path / "sweep").mkdir()
+    for name in "ab":
+        make_run(tmp_path / "sweep" / name, "finished", {}, {"step": 40})
+    assert [line.split()[0] for line in table([tmp_path]).splitlines()] == ["run", "a", "b"]
 
 
 def test_a_run_that_has_not_begun_is_shown_too(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", None, {"run": {"seed": 1}})
-    assert table([run]).splitlines()[1].split() == ["a", "not", "begun", "-", "-"]
+    assert table([run]).splitlines()[1].split() == ["a", "-", "-", "not", "begun"]
 
 
 def test_a_run_that_was_killed_is_told_from_one_that_runs(tmp_path: Path) -> None:

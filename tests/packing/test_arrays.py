@@ -1,5 +1,6 @@
 """``pack arrays``: numpy's rows and the loader's batches are the same numbers."""
 
+import shlex
 import tracemalloc
 
 import numpy as np
@@ -64,6 +65,12 @@ def test_the_loader_gives_back_the_arrays(arrays, tmp_path):
 def test_the_config_finds_the_shards_in_a_folder_with_the_signs_of_a_pattern(arrays, tmp_path):
     assert pack(tmp_path / "label.npy", tmp_path / "set[2]") == 0
     np.testing.assert_array_equal(read(tmp_path / "set[2]")["label"].numpy(), arrays["label"])
+
+
+def test_the_command_that_is_printed_can_be_pasted_whatever_the_folder_is_called(arrays, tmp_path, capsys):
+    assert pack(*files(tmp_path), tmp_path / "my shards; $x") == 0
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert words[words.index("--config-dir") + 1] == str(tmp_path / "my shards; $x" / "conf")
 
 
 def test_webdataset_reads_them(arrays, tmp_path):

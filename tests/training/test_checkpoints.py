@@ -291,6 +291,33 @@ def test_left_overs_of_a_killed_save_do_not_matter_and_go_at_the_next_one(tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000010", "step-000000020"]
 
 
+@pytest.mark.parametrize("killed", [False, True], ids=["refused by the disk", "killed"])
+def test_a_checkpoint_is_there_again_if_the_one_that_replaces_it_never_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
+) -> None:
+    rename = os.rename
+
+    def refusing_the_second(source: Path, target: Path) -> None:
+        if str(source).endswith(".aside"):
+            os._exit(9) if killed else None
+            raise OSError(28, "No space left on device")
+        rename(source, target)
+
+    Checkpoints(tmp_path).save(10, content(1.0))
+    monkeypatch.setattr(os, "rename", refusing_the_second)
+    if not killed:
+        with pytest.raises(OSError, match="No space left"):
+            Checkpoints(tmp_path).save(10, content(2.0))
+    elif (child := os.fork()) == 0:
+        Checkpoints(tmp_path).save(10, content(2.0))
+    else:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    monkeypatch.undo()
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.to_resume("must") == (10, [])
+    assert value_of(checkpoints, 10) == 1.0
+
+
 def save_until_killed(folder: Path, step: int, seconds: float) -> int:
     """Saves in a forked process, killed ``seconds`` after its first save; the last step that it said was saved."""
     reader, writer = os.pipe()

@@ -260,11 +260,25 @@ def test_a_stop_request_at_the_last_step_is_used_up(tmp_path: Path) -> None:
     assert not (tmp_path / "STOP").exists()
 
 
-@pytest.mark.parametrize("value", [0, -3])
-def test_a_log_interval_below_one_is_refused(tmp_path: Path, value: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_stop_request_that_comes_too_late_for_the_last_evaluation_is_used_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def evaluating(*args: Any, **kwargs: Any) -> Evaluation:
+        result = evaluate(*args, **kwargs)
+        (tmp_path / "STOP").touch()
+        return result
+
+    monkeypatch.setattr(loop, "evaluate", evaluating)
+    train(1, tmp_path, "train.max_steps=1")
+    assert status(tmp_path)["state"] == "finished"
+    assert not (tmp_path / "STOP").exists()
+
+
+@pytest.mark.parametrize("override", ["train.log_every=0", "train.log_every=-3", "train.eval_every=-1"])
+def test_an_impossible_interval_is_refused(tmp_path: Path, override: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RanksFailed):
-        train(1, tmp_path, "train.max_steps=1", f"train.log_every={value}")
-    assert f"train.log_every: got {value}" in capfd.readouterr().err
+        train(1, tmp_path, "train.max_steps=1", override)
+    assert override.replace("=", ": got ") in capfd.readouterr().err
 
 
 # -- an evaluation that is interrupted

@@ -36,10 +36,17 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
     if depth == 0:
         return
     for path in sorted(folder.glob("[!.]*")):
-        # Not through links: they may lead round in a circle, or to the same runs again.
-        if path.is_symlink() or not path.is_dir() or not os.access(path, os.R_OK | os.X_OK):
+        if not _may_be_entered(path):
             continue
         if is_run(path):
             yield path  # what is below a run is the run's own
         else:
             yield from _below(path, depth - 1)
+
+
+def _may_be_entered(path: Path) -> bool:
+    # Not through links: they may lead round in a circle, or to the same runs again.
+    try:
+        return not path.is_symlink() and path.is_dir() and os.access(path, os.R_OK | os.X_OK)
+    except OSError:  # of a server that is gone, or of /proc
+        return False

@@ -58,6 +58,11 @@ class Chart:
     keys: tuple[tuple[str, str], ...] = ()
 
 
+def file_name(name: str) -> str:
+    """A metric or a key as the name of a chart."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60]
+
+
 def as_svg(chart: Chart) -> str:
     """The chart as an SVG element; ``""`` if there is nothing to draw."""
     if chart.draw is None:

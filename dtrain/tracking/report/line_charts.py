@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -10,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dtrain.tracking.history import History
-from dtrain.tracking.report.drawing import Chart, axes_over_steps, line_style, plain_ticks
+from dtrain.tracking.report.drawing import Chart, axes_over_steps, file_name, line_style, plain_ticks
 from dtrain.tracking.report.envelope import Envelope, envelope
 from dtrain.tracking.report.palette import BAD
 from dtrain.tracking.report.wording import listed
@@ -36,7 +35,7 @@ def line_chart(
     """
     having = [run for run in runs if run.has(name)]
     if not having:
-        return Chart(_file_name(name), title, None, f"No run has {name}.")
+        return Chart(file_name(name), title, None, f"No run has {name}.")
     lines = {number: _pieces(run, name, len(runs)) for number, run in enumerate(runs) if run in having}
     values = np.concatenate([[*line.low, *line.high] for line in lines.values()])
 
@@ -60,7 +59,7 @@ def line_chart(
         _without(runs, having, name),
         f"Values that were not finite: {listed(lost)}." if lost else "",
     ]
-    return Chart(_file_name(name), title, draw, " ".join(note for note in notes if note))
+    return Chart(file_name(name), title, draw, " ".join(note for note in notes if note))
 
 
 def step_time_chart(runs: Sequence[History]) -> Chart:
@@ -123,7 +122,3 @@ def _longest(lines: Iterable[Envelope]) -> str:
 def _without(runs: Sequence[History], having: Sequence[History], name: str) -> str:
     missing = [run.label for run in runs if run not in having]
     return f"No {name} in {listed(missing)}." if missing else ""
-
-
-def _file_name(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60]

@@ -18,7 +18,7 @@ class Seeds:
     """Runs that differ in their seeds only.
 
     Attributes:
-        values: Their values of the settings that are no seeds, as texts.
+        values: Their values of the settings of the table that are no seeds, as texts.
         runs: How many there are.
         best: Best values of the metric of those that are finished, float64, shape ``[finished]``.
         last: The last ones, shape ``[finished]``.
@@ -36,13 +36,20 @@ def over_seeds(sweep: Sweep) -> list[Seeds]:
     Runs that are not finished, or have no finite result, are counted but not averaged: a half-trained one says nothing
     about what the settings are worth.
     """
-    others = [setting.texts for setting in sweep.settings if not setting.is_seed]
-    if sweep.goal is None or len(others) == len(sweep.settings):
+    settings = [*sweep.settings, *sweep.unshown]
+    others = [setting.texts for setting in settings if not setting.is_seed]
+    if sweep.goal is None or len(others) == len(settings):
         return []
-    groups: dict[tuple[str, ...], list[History]] = {}
+    groups: dict[tuple[str, ...], list[int]] = {}
     for place, run in enumerate(sweep.runs):
-        groups.setdefault(tuple(texts[place] for texts in others), []).append(run)
-    found = [_seeds(sweep, values, runs) for values, runs in groups.items() if len(runs) > 1]
+        if run.config or run.overrides:  # else nobody knows what it differs in
+            groups.setdefault(tuple(texts[place] for texts in others), []).append(place)
+    shown = [setting.brief for setting in sweep.settings if not setting.is_seed]
+    found = [
+        _seeds(sweep, tuple(texts[places[0]] for texts in shown), [sweep.runs[place] for place in places])
+        for places in groups.values()
+        if len(places) > 1
+    ]
     sign = -1.0 if sweep.goal.largest else 1.0
     return sorted(found, key=lambda seeds: sign * float(seeds.best.mean()) if len(seeds.best) else np.inf)
 

@@ -6,7 +6,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dtrain.tracking.report.drawing import Chart, empty_axes, plain_ticks
+from dtrain.tracking.history import printable
+from dtrain.tracking.report.drawing import Chart, empty_axes, file_name, plain_ticks
 from dtrain.tracking.report.goal import Goal
 from dtrain.tracking.report.palette import INK, RUNS
 from dtrain.tracking.report.standing import state
@@ -37,7 +38,7 @@ def setting_charts(sweep: Sweep) -> list[Chart]:
 def _chart(goal: Goal, setting: Setting, numbers: np.ndarray, best: np.ndarray, finished: np.ndarray) -> Chart:
     def draw() -> Figure:
         figure, axes = empty_axes()
-        axes.set_xlabel(setting.name)
+        axes.set_xlabel(printable(setting.name))
         _scale(axes, numbers, best)
         values = np.unique(numbers)
         axes.plot(values, [np.median(best[numbers == value]) for value in values], color=INK, linewidth=0.7)
@@ -46,7 +47,7 @@ def _chart(goal: Goal, setting: Setting, numbers: np.ndarray, best: np.ndarray, 
         return figure
 
     keys = [("finished", _FINISHED), *([] if finished.all() else [("not finished", _OTHERS)])]
-    name = f"setting-{setting.key.replace('.', '-')}"
+    name = file_name(f"setting-{setting.key}")
     return Chart(name, f"Best {goal.metric} over {setting.key}", draw, "Line: median.", tuple(keys))
 
 

@@ -11,10 +11,10 @@ _LONGEST = 100  # characters of a reason
 
 
 def state(run: History) -> str:
-    """``finished``, ``stopped``, ``failed``, ``running``, ``killed``; before its first status ``queued`` or ``starting``."""
+    """``finished``, ``stopped``, ``failed``, ``running`` or ``killed``; without a status what its other files tell."""
     said = run.status.get("state")
     if said is None:
-        return _before_status(run)
+        return _without_status(run)
     return "killed" if was_killed(run) else str(said)
 
 
@@ -31,7 +31,9 @@ def told(run: History) -> str:
     return printable(f"{state(run)}{because}{lacks}")
 
 
-def _before_status(run: History) -> str:
+def _without_status(run: History) -> str:
+    if len(run.columns.steps):
+        return "state unknown"  # the status is lost or damaged
     if is_trained(run.path):
         return "starting"
     if (run.path / ".lock").exists():

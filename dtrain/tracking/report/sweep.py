@@ -20,7 +20,7 @@ class Sweep:
         runs: The best one first; those without a result last.
         goal: What they are ranked by; None if no run has logged a metric.
         settings: What was varied; the values are in the order of ``runs``.
-        unshown: Keys that differ, too, but are too many for a table.
+        unshown: What differs, too, but is too much for a table.
         shown: The runs that are looked at closely: all in the order in which they were named, or a choice, the best first.
         choice: Which these are, in words; ``""`` if they are all.
     """
@@ -28,7 +28,7 @@ class Sweep:
     runs: list[History]
     goal: Goal | None
     settings: list[Setting]
-    unshown: list[str]
+    unshown: list[Setting]
     shown: list[History]
     choice: str
 

@@ -25,10 +25,14 @@ _COUNTS = ("eval/samples", "eval/bad_samples")
 
 
 def run_columns(sweep: Sweep) -> list[Column]:
-    """Place, settings, results, state and name of each run, in the order of ``sweep.runs``."""
+    """Place, name, settings, results and state of each run, in the order of ``sweep.runs``."""
     runs, goal = sweep.runs, sweep.goal
     places = [str(place) if goal and goal.best(run) else "" for place, run in enumerate(runs, 1)]
-    columns = [Column("place", places), *map(_setting, sweep.settings)]
+    columns = [
+        Column("place", places),
+        Column("run", [run.label for run in runs], False),
+        *map(_setting, sweep.settings),
+    ]
     if goal is not None:
         best = [goal.best(run) or (math.nan, math.nan) for run in runs]
         columns.append(Column(f"best {goal.metric}", in_column([value for value, _ in best])))
@@ -40,8 +44,7 @@ def run_columns(sweep: Sweep) -> list[Column]:
         Column("skipped", _of_all(runs, "precision/skipped_steps")),
         Column("restarts", in_column([number(run.status.get("restarts")) for run in runs])),
         Column("time", [_time(run) for run in runs]),
-        Column("state", [told(run) for run in runs], False),
-        Column("run", [run.label for run in runs], False),
+        Column("state", [told(run) for run in runs], False),  # last, because a reason may be long
     ]
 
 
@@ -77,10 +80,11 @@ def notes(sweep: Sweep) -> list[str]:
         return ["No run has logged a metric to rank them by."]
     order = f"In the order of {goal.metric}, the {'largest' if goal.largest else 'smallest'} first."
     left = _metrics(sweep)[_MOST_METRICS:]
+    others = [setting.key for setting in sweep.unshown]
     return [
         order,
         *([f"Not in the table: {listed(left)}."] if left else []),
-        *([f"Other keys in which the configs differ: {listed(sweep.unshown)}."] if sweep.unshown else []),
+        *([f"Other keys in which the configs differ: {listed(others)}."] if others else []),
     ]
 
 
@@ -109,7 +113,7 @@ def sweep_section(sweep: Sweep) -> str:
 
 
 def _setting(setting: Setting) -> Column:
-    return Column(setting.name, setting.texts, any(math.isfinite(value) for value in setting.numbers))
+    return Column(setting.name, setting.brief, any(math.isfinite(value) for value in setting.numbers))
 
 
 def _metrics(sweep: Sweep) -> list[str]:

@@ -13,12 +13,11 @@ from typing import Any
 
 from dtrain.tracking.columns import number
 from dtrain.tracking.history import ABSENT, History, differences, printable
-from dtrain.tracking.report.wording import shortened
 
 # Where a run is, how it is started and watched: not what one compares.
 _NOT_COMPARED = ("run.name", "run.dir", "launch", "tracker", "hydra")
 _MOST = 8  # keys that fit into a table
-_LONGEST = 60  # characters of a value
+_LONGEST, _HALF = 60, 29  # characters of a value, and of each end of a longer one
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +49,16 @@ class Setting:
         """The values as a person reads them; ``""`` where there is none."""
         return [_text(value) for value in self.values]
 
+    @property
+    def brief(self) -> list[str]:
+        """The texts, of long ones the beginning and the end."""
+        return [
+            text if len(text) <= _LONGEST else f"{text[:_HALF]}\N{HORIZONTAL ELLIPSIS}{text[-_HALF:]}"
+            for text in self.texts
+        ]
 
-def varied(runs: Sequence[History]) -> tuple[list[Setting], list[str]]:
+
+def varied(runs: Sequence[History]) -> tuple[list[Setting], list[Setting]]:
     """What was varied, and the keys that differ, too, but are more than one reads."""
     rows = _typed(runs)
     derived = {key: tuple(run.config.get(key, ABSENT) for run in runs) for key in _derived(runs, rows)}
@@ -59,7 +66,10 @@ def varied(runs: Sequence[History]) -> tuple[list[Setting], list[str]]:
     shown = (rows | derived) if not rows or len(rows) + len(derived) <= _MOST else rows
     keys = list(shown)[:_MOST]
     names = short_names(keys)
-    return [Setting(key, names[key], shown[key]) for key in keys], [key for key in [*rows, *derived] if key not in keys]
+    return (
+        [Setting(key, names[key], shown[key]) for key in keys],
+        [Setting(key, key, values) for key, values in (rows | derived).items() if key not in keys],
+    )
 
 
 def _typed(runs: Sequence[History]) -> dict[str, tuple[Any, ...]]:
@@ -125,4 +135,4 @@ def _text(value: Any) -> str:
         text = value if isinstance(value, str) else json.dumps(value, default=str)
     except TypeError:  # YAML knows mappings whose keys are dates
         text = str(value)
-    return printable(shortened(text, _LONGEST))
+    return printable(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,17 @@ def test_a_directory_without_a_run_below_it_is_named(tmp_path: Path) -> None:
         run_directories([tmp_path])
     with pytest.raises(ValueError, match="is no directory"):
         run_directories([tmp_path / "missing"])
+
+
+def test_a_directory_that_cannot_be_looked_at_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = begun(tmp_path / "run")
+    (tmp_path / "lost").mkdir()
+    is_dir = Path.is_dir
+
+    def of_a_server_that_is_gone(path: Path) -> bool:
+        if path.name == "lost":
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return is_dir(path)
+
+    monkeypatch.setattr(Path, "is_dir", of_a_server_that_is_gone)
+    assert run_directories([tmp_path]) == [run]

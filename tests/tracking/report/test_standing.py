@@ -51,3 +51,9 @@ def test_before_the_first_status_the_traces_of_a_start_tell(tmp_path: Path, trac
         (tmp_path / trace).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / trace).touch()
     assert told(History.read(tmp_path, "run")) == f"{words}, nothing logged"
+
+
+def test_a_run_that_lost_its_status_has_begun(tmp_path: Path) -> None:
+    point_of(tmp_path, {}, [0.5])
+    (tmp_path / "status.json").write_text("[]")
+    assert told(History.read(tmp_path, "run")) == "state unknown"

@@ -45,8 +45,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[History]:
 def cells(sweep: Sweep) -> dict[str, dict[str, str]]:
     """Run to heading to cell."""
     columns = run_columns(sweep)
-    rows = zip(*(column.cells for column in columns), strict=True)
-    return {row[-1]: {column.head: cell for column, cell in zip(columns, row, strict=True)} for row in rows}
+    heads = [column.head for column in columns]
+    rows = [dict(zip(heads, row, strict=True)) for row in zip(*(column.cells for column in columns), strict=True)]
+    return {row["run"]: row for row in rows}
 
 
 def best_of(run: History) -> float:
@@ -145,3 +146,29 @@ def test_of_very_many_runs_the_best_the_middle_and_the_last_are_looked_at(tmp_pa
     )
     few = Sweep.of(runs[:8])
     assert (few.shown, few.choice) == (runs[:8], "")
+
+
+def test_runs_that_differ_in_more_than_a_table_shows_are_not_averaged(tmp_path: Path) -> None:
+    long = f"/{'long/' * 40}"
+    for name, others in (
+        ("values", [{"data.train": f"{long}{end}/{'x' * 40}.tar"} for end in "ab"]),
+        ("keys", [{f"model.k{i}": n for i in range(20)} for n in (1, 2)]),
+    ):
+        points = [{"run.seed": seed} | other for other in others for seed in (1, 2)]
+        runs = [point_of(tmp_path / name / str(place), point, [0.5]) for place, point in enumerate(points)]
+        assert [group.runs for group in over_seeds(Sweep.of(runs))] == [2, 2], name
+
+
+def test_runs_that_left_no_config_are_no_group(tmp_path: Path) -> None:
+    runs = [point_of(tmp_path / str(seed), {"run.seed": seed}, [0.5]) for seed in (1, 2)]
+    for name in ("x", "y"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".lock").touch()
+        runs.append(History.read(tmp_path / name, name))
+    assert [group.runs for group in over_seeds(Sweep.of(runs))] == [2]
+
+
+def test_a_key_with_a_slash_is_no_folder(tmp_path: Path) -> None:
+    runs = [point_of(tmp_path / str(n), {"a/<b>.C": n}, [0.5]) for n in (1, 2, 3)]
+    (chart,) = setting_charts(Sweep.of(runs))
+    assert chart.name == "setting-a-b-c"

@@ -72,13 +72,22 @@ def test_what_another_experiment_sets_is_named_and_fills_no_columns(tmp_path: Pa
         run.overrides[:] = [f"experiment={experiment}"]
     settings, unshown = varied(runs)
     assert [(one.name, one.texts) for one in settings] == [("experiment", ["digits", "gpt"])]
-    assert sorted(unshown) == sorted(f"model.k{i}" for i in range(20))
+    assert sorted(one.key for one in unshown) == sorted(f"model.k{i}" for i in range(20))
 
 
 def test_more_keys_than_a_table_takes_are_named(tmp_path: Path) -> None:
     settings, unshown = varied(points(tmp_path, *({f"model.k{i}": n for i in range(20)} for n in (1, 2))))
     assert [one.name for one in settings] == [f"k{i}" for i in range(8)]
-    assert sorted(unshown) == sorted(f"model.k{i}" for i in range(8, 20))
+    assert sorted(one.key for one in unshown) == sorted(f"model.k{i}" for i in range(8, 20))
+
+
+def test_of_a_long_value_the_end_is_shown_too(tmp_path: Path) -> None:
+    runs = points(tmp_path, *({"data.train": f"/{'long/' * 40}{end}.tar"} for end in "ab"))
+    (setting,), _ = varied(runs)
+    first, second = setting.brief
+    assert first.endswith("/a.tar")
+    assert second.endswith("/b.tar")
+    assert len(first) == 59
 
 
 def test_a_run_without_a_config_has_no_settings_and_makes_none(tmp_path: Path) -> None:
