@@ -105,11 +105,9 @@ def launch(points: Sequence[Point]) -> int:
 
 
 def _for_hydra(arguments: list[str], aside: str) -> list[str]:
-    """Hydra reads ``--multirun`` before or after the overrides, but not between them, and keeps a file about the sweep."""
-    flags = [argument for argument in arguments if argument in ("--multirun", "-m")]
-    if not flags:
-        return arguments
-    return [flags[0], *(argument for argument in arguments if argument not in flags), assignment(_SWEEP_DIR, aside)]
+    """Of a sweep, Hydra keeps a file of its own: not among the runs."""
+    is_sweep = not {"--multirun", "-m"}.isdisjoint(arguments)
+    return [*arguments, assignment(_SWEEP_DIR, aside)] if is_sweep else arguments
 
 
 if __name__ == "__main__":
