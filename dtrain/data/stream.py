@@ -7,6 +7,8 @@ import functools
 import multiprocessing
 import os
 import signal
+import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +26,8 @@ from dtrain.distributed.orphan import end_with
 
 # A stop request reaches the whole process group. The trainer finishes its step with its workers and then ends them.
 _LEFT_TO_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+_SETTLED_AFTER = 0.03  # seconds
 
 # Their messages name what is wrong and what to do. From a worker they come inside a traceback, which nobody reads in
 # `status.json` or in the one line that other ranks print.
@@ -58,6 +62,7 @@ class Stream:
             generator=torch.Generator(),  # else starting workers would draw from the run's own
             **loading,
         )
+        _let_threads_settle(loading)
         with _signals_held_back(loading):
             self._iterator: Iterator[Batch] | None = iter(loader)
         # It holds torch's iterator: in a reference cycle that would be collected after its queues, through which it tells
@@ -162,10 +167,22 @@ def _own_words(error: Exception) -> Exception | None:
     return kind(message.strip()) if of_worker else None
 
 
+def _let_threads_settle(loading: Mapping[str, Any]) -> None:
+    # A thread of gloo that lets go of a tensor of Python's makes itself a thread state, under a lock of the interpreter and
+    # without the GIL. Before 3.12 a child that is forked in that moment waits for this lock for ever, before its first line
+    # (seen). Such threads live for microseconds after a collective, once this one lets them.
+    if loading["num_workers"] and _forks(loading) and sys.version_info < (3, 12):
+        time.sleep(_SETTLED_AFTER)
+
+
+def _forks(loading: Mapping[str, Any]) -> bool:
+    return (loading["multiprocessing_context"] or multiprocessing.get_start_method()) == "fork"
+
+
 @contextmanager
 def _signals_held_back(loading: Mapping[str, Any]) -> Iterator[None]:
     # Workers are born with these signals blocked, else one that comes early would end a worker.
-    if loading["num_workers"] and (loading["multiprocessing_context"] or multiprocessing.get_start_method()) != "fork":
+    if loading["num_workers"] and not _forks(loading):
         resource_tracker.ensure_running()  # if it were started in here, it would unblock them
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_TRAINER)
     try:

@@ -97,20 +97,44 @@ def test_ranks_end_though_they_leave_right_after_a_collective(rounds: int) -> No
         assert run_ranks(2, rank, init=False, timeout=20) == [True, True]
 
 
+THREADS_AT_EXIT = """
+import atexit, time
+from contextlib import suppress
+from pathlib import Path
+
+import dtrain.train
+
+
+def threads_of_gloo():
+    names = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # it has just ended
+            names.append(path.read_text())
+    return " ".join(names).count("gloo")
+
+
+@atexit.register
+def told():
+    deadline = time.monotonic() + 5  # the kernel shows a thread a little longer than whoever has joined it
+    while threads_of_gloo() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    print(f"threads of gloo: {threads_of_gloo()}", flush=True)
+
+
+dtrain.train.main()
+"""
+
+
 @pytest.mark.slow
 def test_threads_of_gloo_end_before_the_interpreter_does(digits: Path, tmp_path: Path) -> None:
     # Those that are left when it is torn down abort the process now and then.
-    rank = (
-        "import atexit, pathlib; import dtrain.train; "
-        "names = lambda: ' '.join(path.read_text() for path in pathlib.Path('/proc/self/task').glob('*/comm')); "
-        "atexit.register(lambda: print('threads of gloo:', names().count('gloo'), flush=True)); "
-        "dtrain.train.main()"
-    )
+    rank = tmp_path / "rank.py"
+    rank.write_text(THREADS_AT_EXIT)
     overrides = ["experiment=digits", f"run.dir={tmp_path}", "train.max_steps=3", "tracker=none", "data.num_workers=0"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
     for _ in ("trains", "has finished"):
         done = subprocess.run(
-            [*command, sys.executable, "-c", rank, *overrides],
+            [*command, sys.executable, str(rank), *overrides],
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
