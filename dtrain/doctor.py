@@ -1,13 +1,13 @@
-"""``python -m dtrain.doctor [key=value ...]``: what this machine offers to training, and what limits a run on it.
+"""``python -m dtrain.doctor [key=value ...]``: checks this machine, and finds what limits a run on it.
 
-* Without a config: versions, devices, precisions and known traps of this machine; under torchrun also how fast the ranks
-  sum.
-* With one (``experiment=digits``, or ``run.dir=DIR`` of a run that was started before): also its disks, its loader alone,
-  its step alone with and without communication, both together, and a verdict with what to change. Nothing is trained and
-  nothing is left behind.
+* Without a config: versions, devices, precisions and known problems of this machine; under torchrun also the speed of
+  all-reduce.
+* With a config (``experiment=digits``, or ``run.dir=DIR`` of a run that was started): also the disks, the loader alone, the
+  step alone with and without communication, loader and step together, and the bottleneck with advice. No model is trained,
+  and no file is left behind.
 
-Each trap is a line with what to do. The exit code is 1 if something will not work (a precision that the device lacks does
-not count), 2 for a wrong usage.
+Each problem is one line with its remedy. Exit code: 0, also if something is slow; 1 if something does not work, except a
+precision that the device does not support; 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -20,120 +20,114 @@ from dataclasses import asdict
 
 import torch.distributed as dist
 
-from dtrain.config import app
-from dtrain.config.app import Composed
+from dtrain.config import compose
+from dtrain.config.compose import Composed, add_json_option, write_json
 from dtrain.config.errors import ConfigError
-from dtrain.config.json_option import add_json_option, write_json
 from dtrain.config.run import Run, recompose_if_run
-from dtrain.diagnosis.all_reduce import AllReduce
-from dtrain.diagnosis.finding import Finding, as_text
-from dtrain.diagnosis.machine import machine
-from dtrain.diagnosis.precisions import precisions
-from dtrain.diagnosis.world import ranks_agree
-from dtrain.distributed.collectives import decided_by_rank_zero
-from dtrain.distributed.network import settle_network
-from dtrain.distributed.orphan import end_with_torchrun
-from dtrain.distributed.process_group import process_group
-from dtrain.distributed.srun import join_srun
-from dtrain.distributed.world import World
+from dtrain.diagnosis.machine import examine_machine, examine_precisions, ranks_agree
+from dtrain.diagnosis.measure import AllReduce
+from dtrain.distributed.collectives import from_rank0
+from dtrain.distributed.process_exit import exit_with_torchrun
+from dtrain.distributed.process_group import process_group, settle_network
+from dtrain.distributed.world import World, join_srun
+from dtrain.tracking.finding import Finding, as_text
 
-_JOIN_WITHIN = 60.0  # seconds, where no config says
+_JOIN_TIMEOUT = 60.0  # seconds, without a config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Looks and prints; returns the exit code."""
-    given = sys.argv[1:] if arguments is None else arguments
-    if list(given[:1]) == ["numerics"]:
-        from dtrain import doctor_numerics  # the rest must work where training cannot even be imported
+    """Runs the command line, ``sys.argv`` by default; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if list(arguments[:1]) == ["numerics"]:
+        from dtrain.diagnosis import numerics  # not above: the rest must work where training cannot be imported
 
-        return doctor_numerics.main(given[1:])
+        return numerics.main(arguments[1:])
     parser = _parser()
-    options, rest = parser.parse_known_args(given)
+    options, rest = parser.parse_known_args(arguments)
     if rest and rest[0].isidentifier():
         parser.error(
-            f"there is no subcommand {rest[0]!r}. Say none for this machine, numerics for the numbers of a run, or "
-            "KEY=VALUE, such as experiment=digits, for what limits a run."
+            f"there is no subcommand {rest[0]!r}. Use none to check this machine, numerics to audit the precision of a run, "
+            "or KEY=VALUE, such as experiment=digits, to find what limits a run."
         )
     join_srun()
     settle_network()
     if rest:
         codes: list[int] = []
-        app.run(lambda composed: codes.append(look_at_run(composed, options)), rest, rewrite=recompose_if_run)
-        return codes[0] if codes else 0  # none if Hydra was only asked to show the config
+        compose.run(lambda composed: codes.append(examine_run(composed, options)), rest, rewrite=recompose_if_run)
+        return codes[0] if codes else 0  # no code if Hydra only printed the config
     try:
-        return look_at_machine(options)
+        return check_machine(options)
     except ConfigError as error:
-        if app.rank() == 0:
+        if compose.rank() == 0:
             print(f"doctor: error: {error}", file=sys.stderr)
         return 1
 
 
-def look_at_machine(options: argparse.Namespace) -> int:
-    """Prints about this machine and the ranks; returns the exit code."""
-    with process_group(options.timeout or _JOIN_WITHIN) as world:
-        found, _ = _surroundings(world)
+def check_machine(options: argparse.Namespace) -> int:
+    """Prints the findings about this machine and the ranks; returns the exit code."""
+    with process_group(options.timeout or _JOIN_TIMEOUT) as world:
+        findings, _ = _environment(world)
     if world.rank == 0:
         if world.size == 1:
-            print("For the speed of all-reduce: torchrun --standalone --nproc-per-node=2 -m dtrain.doctor")
-        print("For what limits a run: the same with its config, such as experiment=digits, or run.dir=DIR")
-        write_json(options.json, {"findings": [asdict(finding) for finding in found]})
-    return _code(found)
+            print("To measure all-reduce: torchrun --standalone --nproc-per-node=2 -m dtrain.doctor")
+        print("To find what limits a run: the same command with its config, such as experiment=digits, or run.dir=DIR")
+        write_json(options.json, {"findings": [asdict(finding) for finding in findings]})
+    return _exit_code(findings)
 
 
-def look_at_run(composed: Composed, options: argparse.Namespace) -> int:
-    """Prints about this machine, the ranks and a run; returns the exit code."""
-    from dtrain.diagnosis.examination import examine  # as above
-    from dtrain.diagnosis.saving import place_of
+def examine_run(composed: Composed, options: argparse.Namespace) -> int:
+    """Prints the findings about this machine, the ranks and a run; returns the exit code."""
+    from dtrain.diagnosis.disks import writable_folder  # not above, as in main
+    from dtrain.diagnosis.examination import examine
 
-    app.require_choice(composed)
+    compose.require_choice(composed)
     cfg = composed.cfg
     run = Run.of(composed)
-    end_with_torchrun()
+    exit_with_torchrun()
     with process_group(options.timeout or cfg.parallel.timeout_start) as world:
 
-        def tell(text: str) -> None:
+        def print_message(text: str) -> None:
             if world.rank == 0:
                 print(f"... {text}", file=sys.stderr, flush=True)
 
-        decided_by_rank_zero(lambda: str(place_of(run.dir)))  # before a minute of measuring, not after
-        found, all_reduce = _surroundings(world)
-        examined = examine(cfg, run.dir, world, all_reduce, seconds=options.seconds, tell=tell)
-    everything = [*found, *examined.findings]
+        from_rank0(lambda: str(writable_folder(run.dir)))  # checked before a minute of measurements
+        findings, all_reduce = _environment(world)
+        examined = examine(cfg, run.dir, world, all_reduce, seconds=options.seconds, on_message=print_message)
+    everything = [*findings, *examined.findings]
     if world.rank == 0:
         print(f"{run.name} on {world.size} rank{'s' * (world.size > 1)}")
         print(as_text(examined.findings), flush=True)
         write_json(options.json, {"findings": [asdict(finding) for finding in everything], "run": examined.to_json()})
-    return _code(everything)
+    return _exit_code(everything)
 
 
-def _surroundings(world: World) -> tuple[list[Finding], AllReduce | None]:
-    """Collective. Looks at all machines and the ranks, and prints what it finds; what it counts, and how fast they sum."""
-    found = machine(world)
+def _environment(world: World) -> tuple[list[Finding], AllReduce | None]:
+    """Collective. Prints findings about all machines and ranks; returns those that count for the exit code, and all-reduce."""
+    found = examine_machine(world)
     elsewhere = other_machines(world, found)
-    computed = precisions(world.device)
+    precisions = examine_precisions(world.device)
     all_reduce = AllReduce.measure(world) if world.size > 1 else None
     ranks = [ranks_agree(world), *all_reduce.findings()] if all_reduce is not None else []
     if world.rank == 0:
         print("dtrain doctor")
-        print(as_text([*found, *computed, *ranks]))
-        for host, trouble in elsewhere.items():
-            print(f"on {host}\n{as_text(trouble)}")
+        print(as_text([*found, *precisions, *ranks]))
+        for host, problems in elsewhere.items():
+            print(f"on {host}\n{as_text(problems)}")
         sys.stdout.flush()
-    return [*found, *ranks, *(finding for trouble in elsewhere.values() for finding in trouble)], all_reduce
+    return [*found, *ranks, *(finding for problems in elsewhere.values() for finding in problems)], all_reduce
 
 
 def other_machines(world: World, found: list[Finding]) -> dict[str, list[Finding]]:
-    """Collective. What is not well on machines other than rank 0's, by host name."""
-    first_here = world.local_rank == 0
-    everybody: list[tuple[str, list[Finding]]] = [("", [])] * world.size
-    trouble = [finding for finding in found if finding.level != "ok"]
-    dist.all_gather_object(everybody, (socket.gethostname(), trouble if first_here else []))
-    here = everybody[0][0]
-    return {host: findings for host, findings in everybody if host != here and findings}
+    """Collective. Host name to problems, for each machine except that of rank 0."""
+    of_ranks: list[tuple[str, list[Finding]]] = [("", [])] * world.size
+    problems = [finding for finding in found if finding.level != "ok"]
+    dist.all_gather_object(of_ranks, (socket.gethostname(), problems if world.local_rank == 0 else []))
+    host_of_rank0 = of_ranks[0][0]
+    return {host: findings for host, findings in of_ranks if host != host_of_rank0 and findings}
 
 
-def _code(found: Sequence[Finding]) -> int:
-    return int(any(finding.level == "error" for finding in found))
+def _exit_code(findings: Sequence[Finding]) -> int:
+    return int(any(finding.level == "error" for finding in findings))
 
 
 def _positive(text: str) -> float:
@@ -142,7 +136,7 @@ def _positive(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"got {text}, want a number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"got {text}, want a positive number of seconds")
     return value
 
 
@@ -153,24 +147,24 @@ def _parser() -> argparse.ArgumentParser:
         "       torchrun --standalone --nproc-per-node=2 -m dtrain.doctor experiment=NAME [KEY=VALUE ...] [--seconds S]\n"
         "       torchrun --standalone --nproc-per-node=2 -m dtrain.doctor run.dir=DIR [KEY=VALUE ...]\n"
         "       python -m dtrain.doctor numerics --help",
-        description="Shows versions, devices, precisions and limits of this machine, and what to do about known traps;\n"
-        "under torchrun also how fast the ranks sum.\n\n"
-        "With the config of a run, or the directory of one that was started before, it measures the disks of its\n"
-        "shards and checkpoints, its loader alone, its step alone on one batch with and without communication,\n"
-        "and both together; and says what limits the run and what to change. Start it with as many processes as\n"
-        "the run. Nothing is trained, and nothing is left behind.",
+        description="Shows versions, devices, precisions and limits of this machine, with remedies for known problems;\n"
+        "under torchrun also the speed of all-reduce.\n\n"
+        "With the config of a run, or the directory of a run that was started, it measures the disks of its shards and\n"
+        "checkpoints, its loader alone, its step alone on one batch with and without communication, and loader and\n"
+        "step together; and shows what limits the run and what to change. Start it with as many processes as the\n"
+        "run. No model is trained, and no file is left behind.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--seconds", type=_positive, default=3.0, metavar="S", help="for each measure of a run (default 3)"
+        "--seconds", type=_positive, default=3.0, metavar="S", help="duration of each measurement of a run (default: 3)"
     )
     add_json_option(parser)
     parser.add_argument(
         "--timeout",
         type=_positive,
         metavar="SECONDS",
-        help="that ranks wait for each other (default 60; with a config its parallel.timeout_start)",
+        help="how long ranks wait for each other (default: 60; with a config its parallel.timeout_start)",
     )
     return parser
 

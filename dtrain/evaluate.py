@@ -1,49 +1,54 @@
 """``torchrun -m dtrain.evaluate run.dir=DIR [checkpoint=best|latest|STEP] [weights=ema|raw] [precision=fp32,bf16] ...``
 
-Evaluates a checkpoint of a run on its evaluation data, or on ``data.eval=...``: each sample once, the same result at any
-number of ranks. The config is the run's own, with the given keys on top. Several precisions evaluate the same weights in
-turn and are shown side by side.
+Evaluates a checkpoint of a run on its evaluation data, or on ``data.eval=...``: each sample once, with the same result for any
+number of ranks. The config is that of the run, with the overrides of the command line. With several precisions it evaluates the
+same weights in each, and prints the results side by side.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from dtrain.config import app
-from dtrain.config.app import Composed
-from dtrain.config.errors import ConfigError, users_to_fix
-from dtrain.config.run import Run, recompose, take
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from dtrain.config import compose
+from dtrain.config.errors import ConfigError, as_config_error
+from dtrain.config.run import Run, recompose, take, without_secrets
 from dtrain.config.schema import Config
-from dtrain.data.class_names import class_names
-from dtrain.distributed.collectives import decided_by_rank_zero, together
-from dtrain.distributed.network import settle_network
-from dtrain.distributed.process_group import process_group
-from dtrain.distributed.srun import join_srun
-from dtrain.distributed.world import World
-from dtrain.tracking import evaluation_files, per_class
-from dtrain.tracking.console import print_banner
-from dtrain.tracking.evaluated import Evaluated, aligned, banner, not_finite, side_by_side
-from dtrain.training import build
-from dtrain.training.checkpoint_evaluation import evaluate_checkpoint
-from dtrain.training.checkpoints import Checkpoints
-from dtrain.training.loaders import prepare_data
+from dtrain.data import ShardLoader
+from dtrain.distributed.collectives import from_rank0, on_all_ranks
+from dtrain.distributed.process_group import process_group, settle_network
+from dtrain.distributed.world import World, join_srun
+from dtrain.tracking import evaluation_results
+from dtrain.tracking.console import print_banner, progress
+from dtrain.tracking.evaluation_results import CheckpointEvaluation, aligned
+from dtrain.training.build import build_for_evaluation, build_precision
+from dtrain.training.checkpoints import Checkpoint, Checkpoints
+from dtrain.training.evaluation import evaluate
+from dtrain.training.loaders import class_names, prepare_data
+from dtrain.training.memory import forget_peak, peak
+from dtrain.training.task import NotFinite
 
 USAGE = """Usage
   torchrun --standalone --nproc-per-node=2 -m dtrain.evaluate run.dir=DIR [OPTION=VALUE ...] [KEY=VALUE ...]
 
 Options
   run.dir=DIR                    the run's directory
-  checkpoint=best|latest|STEP    which checkpoint (default: best where the run keeps one, else latest)
-  weights=ema|raw                moving average or raw weights (default: ema where there is one)
-  precision=NAME[,NAME ...]      the precision, or several side by side: precision=fp32,bf16,fp16 (default: the run's)
-  out=DIR2                       where to write the result as JSON, and a picture (default: DIR/evaluations)
+  checkpoint=best|latest|STEP    which checkpoint (default: best if the run keeps one, else latest)
+  weights=ema|raw                averaged or raw weights (default: ema if the checkpoint has it)
+  precision=NAME[,NAME ...]      one precision or several: precision=fp32,bf16,fp16 (default: that of the run)
+  out=DIR2                       folder for the result as JSON and a picture (default: DIR/evaluations)
   KEY=VALUE                      any key of the config, such as 'data.eval="shards/val-*.tar"'
 """
 
 
-def run_evaluation(configs: Sequence[Composed], which: str, weights: str, out: str) -> None:
+def run_evaluation(configs: Sequence[compose.Composed], which: str, weights: str, out: str) -> None:
     """Evaluates one checkpoint; prints and writes the result on rank 0.
 
     Args:
@@ -53,79 +58,131 @@ def run_evaluation(configs: Sequence[Composed], which: str, weights: str, out: s
         out: Folder to write to, or ``""`` for the default.
 
     Raises:
-        ConfigError: On every rank, if something cannot be evaluated, or a metric is not finite; then all is printed and
-            written before.
+        ConfigError: On every rank, if the evaluation is impossible; or if a metric is not finite, after everything was
+            printed and written.
     """
     cfg: Config = configs[0].cfg
     run = Run.of(configs[0])
     with process_group(cfg.parallel.timeout_start) as world:
         if not cfg.data.eval:
-            raise ConfigError("data.eval is not set, so there is nothing to evaluate on. Give data.eval=...")
-        with users_to_fix("checkpoint"):
-            checkpoints = Checkpoints.of(run.dir, cfg.checkpoint)
-        step = decided_by_rank_zero(lambda: checkpoints.choose(which))
-        checkpoint = together(lambda: checkpoints.load(step))
-        for warning in together(lambda: refuse_early(configs, world)):
+            raise ConfigError("data.eval is not set, so there is nothing to evaluate on. Set data.eval=...")
+        checkpoints = Checkpoints.of(run.dir, cfg.checkpoint)
+        step = from_rank0(lambda: checkpoints.choose(which))
+        checkpoint = on_all_ranks(lambda: checkpoints.load(step))
+        for warning in on_all_ranks(lambda: check_precisions(configs, world)):
             if world.rank == 0:
                 print(warning, flush=True)
         prepare_data(cfg.data)
-        names = together(lambda: class_names(cfg.data))
+        names = on_all_ranks(lambda: class_names(cfg.data))
         path = checkpoints.path(step)
-        found = [evaluate_checkpoint(one, precision_name(one), world, checkpoint, path, weights) for one in configs]
+        results = [evaluate_checkpoint(one, precision_name(one), world, checkpoint, path, weights) for one in configs]
         if world.rank == 0:
-            show(found, names)
+            show(results, names)
         folder = Path(out).expanduser().absolute() if out else run.dir / "evaluations"
-        decided_by_rank_zero(lambda: keep(found, names, folder))
-        if problem := not_finite(found):
+        from_rank0(lambda: write(results, names, folder))
+        if problem := evaluation_results.explain_not_finite(results):
             raise ConfigError(problem)
 
 
-def refuse_early(configs: Sequence[Composed], world: World) -> list[str]:
-    """Sees that this device can compute in all of the precisions, before hours are spent on the first.
+def evaluate_checkpoint(
+    composed: compose.Composed, name: str, world: World, checkpoint: Checkpoint, path: Path, weights: str
+) -> CheckpointEvaluation:
+    """Collective. Evaluates the checkpoint at ``path`` in the precision ``name`` of one config.
 
-    Returns:
-        What a user should be warned of.
+    Raises:
+        ConfigError: On every rank, if model, task or data cannot be built, or the checkpoint is of another model.
     """
-    return [warning for one in configs for warning in build.build_precision(one.cfg.precision, world.device)[1]]
+    forget_peak(world.device)
+    parts = build_for_evaluation(composed.cfg, world, checkpoint, weights)
+    started = time.monotonic()
+    with _progress_bar(parts.loader, world, name) as on_progress:
+        try:
+            result = evaluate(
+                parts.model, parts.task, parts.loader, world=world, precision=parts.precision, progress=on_progress
+            )
+        except NotFinite as error:
+            result = error.evaluation
+    seconds = time.monotonic() - started
+    parts.loader.close()
+    config = without_secrets(Run.of(composed).config)
+    return CheckpointEvaluation(
+        checkpoint=path,
+        weights=parts.weights,
+        precision=name,
+        data={"eval": config["data"]["eval"], **parts.loader.index.describe()},
+        config={group: config[group] for group in ("model", "task", "precision")},
+        ranks=world.size,
+        metrics=result.metrics,
+        tables=result.tables,
+        seconds=seconds,
+        memory=_peak_of_ranks(world),
+    )
 
 
-def precision_name(composed: Composed) -> str:
-    """The preset that the command line names, of which there may be several for one dtype; else what the config says."""
+@contextmanager
+def _progress_bar(loader: ShardLoader, world: World, precision: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar on rank 0's standard error; yields the ``progress`` argument of ``evaluate``."""
+    if world.rank != 0:
+        yield None
+        return
+    total = loader.steps_per_epoch * loader.micro_batches_per_step
+    with progress(Console(stderr=True), f"evaluating in {precision}, micro-batches", total) as advance:
+        yield lambda done, all: advance(1)
+
+
+def _peak_of_ranks(world: World) -> dict[str, float]:
+    """Collective. The highest peak memory of all ranks, by the name of the metric."""
+    name, gib = peak(world.device)
+    highest = torch.tensor(gib, dtype=torch.float64)
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    return {name: highest.item()}
+
+
+def check_precisions(configs: Sequence[compose.Composed], world: World) -> list[str]:
+    """Checks that this device supports all precisions, before the first evaluation. Returns warnings for the user."""
+    return [warning for one in configs for warning in build_precision(one.cfg.precision, world.device)[1]]
+
+
+def precision_name(composed: compose.Composed) -> str:
+    """The name of the precision preset on the command line (several presets may share a dtype); else the config's dtype."""
     chosen = [override.partition("=")[2] for override in composed.overrides if override.startswith("precision=")]
     return chosen[-1].replace("/", "-") if chosen else str(composed.cfg.precision.name)
 
 
-def show(found: Sequence[Evaluated], names: Sequence[str] | None) -> None:
-    """Prints the metrics, of several precisions side by side, and the classes of the first."""
-    first = found[0]
-    head = banner(first)
-    if len(found) > 1:
+def show(results: Sequence[CheckpointEvaluation], names: Sequence[str] | None) -> None:
+    """Prints the metrics, several precisions side by side, and the per-class results of the first."""
+    first = results[0]
+    head = evaluation_results.evaluation_banner(first)
+    if len(results) > 1:
         head = {name: head[name] for name in ("checkpoint", "data")}
     print_banner("evaluation", head)
-    if len(found) > 1:
-        print(aligned(side_by_side(found)), flush=True)
+    if len(results) > 1:
+        print(aligned(evaluation_results.side_by_side(results)), flush=True)
     if "confusion" in first.tables:
-        classes = per_class.per_class(first.tables["confusion"], names)
-        print(f"classes in {first.precision}, the worst first\n{aligned(per_class.table(classes))}", flush=True)
-        if left_out := per_class.rest(classes):
+        classes = evaluation_results.per_class(first.tables["confusion"], names)
+        print(
+            f"classes in {first.precision}, the worst first\n{aligned(evaluation_results.class_table(classes))}",
+            flush=True,
+        )
+        if left_out := evaluation_results.class_table_omissions(classes):
             print(f"  {left_out}", flush=True)
 
 
-def keep(found: Sequence[Evaluated], names: Sequence[str] | None, folder: Path) -> None:
-    """Writes the files, on the rank that calls it."""
-    with users_to_fix(f"out: the result cannot be written to {folder}"):
-        for one in found:
-            for path in evaluation_files.write(folder, one, names):
+def write(results: Sequence[CheckpointEvaluation], names: Sequence[str] | None, folder: Path) -> None:
+    """Writes the result files, on the calling rank."""
+    with as_config_error(f"out: the result cannot be written to {folder}"):
+        for one in results:
+            for path in evaluation_results.write_evaluation(folder, one, names):
                 print(f"written: {path}", flush=True)
 
 
 def one_for_each_precision(arguments: Sequence[str]) -> list[list[str]]:
-    """The command line once for each of the precisions that it names with commas between them."""
-    given = [argument for argument in arguments if argument.startswith("precision=")]
-    if len(given) != 1:
+    """One command line for each precision in ``precision=A,B,...``."""
+    options = [argument for argument in arguments if argument.startswith("precision=")]
+    if len(options) != 1:
         return [list(arguments)]
-    names = dict.fromkeys(given[0].removeprefix("precision=").split(","))
-    return [[f"precision={name}" if one is given[0] else one for one in arguments] for name in names]
+    names = dict.fromkeys(options[0].removeprefix("precision=").split(","))
+    return [[f"precision={name}" if one is options[0] else one for one in arguments] for name in names]
 
 
 def main() -> None:
@@ -137,10 +194,10 @@ def main() -> None:
     settle_network()
     options, rest = take(sys.argv[1:], checkpoint="", weights="", out="")
     *others, last = one_for_each_precision(rest)
-    configs: list[Composed] = []
+    configs: list[compose.Composed] = []
     for arguments in others:
-        app.run(configs.append, arguments, rewrite=recompose)
-    app.run(
+        compose.run(configs.append, arguments, rewrite=recompose)
+    compose.run(
         lambda composed: run_evaluation(
             [*configs, composed], options["checkpoint"], options["weights"], options["out"]
         ),

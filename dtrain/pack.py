@@ -1,14 +1,14 @@
-"""Makes shards, and indexes them ahead of time.
+"""``python -m dtrain.pack``: writes shards, and indexes shards before training does.
 
-    python -m dtrain.pack imagefolder SRC DST                      from a folder of images, one folder per class
-    python -m dtrain.pack arrays X.npy Y.npy DST                   from arrays, one sample a row
-    python -m dtrain.pack text SRC DST --length 1024               from text, as rows of tokens
-    python -m dtrain.pack index 'DST/train-{000000..000009}.tar'   finds where every sample lies, before training does
+    python -m dtrain.pack imagefolder SRC DST                      a folder of images, one folder for each class
+    python -m dtrain.pack arrays X.npy Y.npy DST                   numpy arrays, one sample for each row
+    python -m dtrain.pack text SRC DST --length 1024               text files, as rows of tokens
+    python -m dtrain.pack index 'DST/train-{000000..000009}.tar'   builds the indexes of shards
     python -m dtrain.pack digits                                   the data of experiment=digits
 
-The same input gives the same bytes, by any number of processes. Shards appear when all are written; a run that was
-killed is continued by the same command. What goes wrong with the input is told in one line; the exit code is 1 then, and
-2 for a wrong usage.
+The same input gives the same bytes for any number of processes. Shards appear when all of them are written, and the same
+command resumes after an interruption. Errors of the input are one line without a traceback. Exit code: 0 on success, 1
+on an error, 2 for wrong usage, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from pathlib import Path
 from rich.console import Console
 
 from dtrain.data import digits
-from dtrain.packing.arrays_command import pack_arrays
-from dtrain.packing.documents import VAL_BY
-from dtrain.packing.images_command import pack_images
-from dtrain.packing.indexing import index
-from dtrain.packing.text_command import pack_text
+from dtrain.packing.arrays import pack_arrays
+from dtrain.packing.images import pack_images
+from dtrain.packing.indexing import index_shards
+from dtrain.packing.text import VAL_BY, pack_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one subcommand; returns the exit code."""
+    """Runs the subcommand of a command line, by default that in ``sys.argv``; returns the exit code."""
     options = _parser().parse_args(arguments)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
@@ -40,21 +39,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif options.command == "text":
             pack_text(options, console)
         elif options.command == "index":
-            index(options.patterns, options.processes, console)
+            index_shards(options.patterns, options.processes, console)
         else:
             _digits(options.destination)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         console.print(f"pack: error: {error}", markup=False)
         return 1
     except KeyboardInterrupt:
-        console.print("pack: interrupted; the same command continues")
+        console.print("pack: interrupted. Run the same command again to continue.")
         return 130
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m dtrain.pack", description="Make tar shards for training, or index shards ahead of time."
+        prog="python -m dtrain.pack", description="Writes tar shards for training, or indexes existing shards."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_images(commands)
@@ -62,9 +61,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_text(commands)
     _add_index(commands)
     demo = commands.add_parser(
-        "digits", help="the demo's data", description="Makes the shards of scikit-learn's digits."
+        "digits", help="the data of experiment=digits", description="Writes scikit-learn's digits as shards."
     )
-    demo.add_argument("destination", metavar="DST", nargs="?", help="folder to make (default: the user's cache)")
+    demo.add_argument(
+        "destination", metavar="DST", nargs="?", help="folder of the shards (default: the cache of the user)"
+    )
     return parser
 
 
@@ -74,10 +75,10 @@ _Commands = argparse._SubParsersAction
 def _add_images(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "imagefolder",
-        help="a folder of images, one folder per class",
-        description="Packs SRC/CLASS/IMAGE, or SRC/{train,val,test}/CLASS/IMAGE, into DST/train-000000.tar and on. "
-        "Files are copied unchanged; their order is shuffled so that classes mix. Labels are the places of the class "
-        "names in DST/classes.json. Splits are shares of every class.",
+        help="a folder of images, one folder for each class",
+        description="Packs SRC/CLASS/IMAGE, or SRC/{train,val,test}/CLASS/IMAGE, into shards DST/train-000000.tar, ... "
+        "Image files are copied unchanged, in random order. A label is the position of the class name in "
+        "DST/classes.json. --val and --split take their fraction of every class.",
         epilog="example: python -m dtrain.pack imagefolder photos/ shards/ --val 0.1",
     )
     parser.add_argument("source", metavar="SRC", type=Path)
@@ -85,15 +86,18 @@ def _add_images(commands: _Commands[argparse.ArgumentParser]) -> None:
     _add_sizes(parser, "1000 samples")
     _add_splits(parser)
     _add_bad(parser, "files that are not images")
-    parser.add_argument("--verify", action="store_true", help="decode every image, rather than look at its header only")
+    parser.add_argument(
+        "--verify", action="store_true", help="decode every image completely (default: read its header only)"
+    )
 
 
 def _add_arrays(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "arrays",
-        help="numpy arrays, one sample a row",
-        description="Packs .npy files (mapped: memory holds a row) and the arrays of .npz files. Row n of each is sample "
-        "n; fields have the arrays' names. Single integers are stored as text (.cls), everything else as .npy.",
+        help="numpy arrays, one sample for each row",
+        description="Packs .npy files and the arrays of .npz files. Row n of each array belongs to sample n, and the names "
+        "of the arrays become the names of the fields. Single integers are stored as text (.cls), everything else as .npy. "
+        "Arrays are memory-mapped, so they may be larger than the memory.",
         epilog="example: python -m dtrain.pack arrays mnist.npz shards/ --field image=x_train --field label=y_train "
         "--png image",
     )
@@ -105,7 +109,7 @@ def _add_arrays(commands: _Commands[argparse.ArgumentParser]) -> None:
         action="append",
         default=[],
         metavar="NAME=ARRAY",
-        help="take these arrays only, under these names; may be repeated",
+        help="pack only the arrays named so, and rename them; may be repeated",
     )
     parser.add_argument(
         "--dtype",
@@ -113,12 +117,12 @@ def _add_arrays(commands: _Commands[argparse.ArgumentParser]) -> None:
         action="append",
         default=[],
         metavar="[NAME=]DTYPE",
-        help="store floats, or those of one array, in fp32, fp16 or bf16 (default: as they are); may be repeated",
+        help="convert floats, or the floats of one array, to fp32, fp16 or bf16 (default: not converted); may be repeated",
     )
     parser.add_argument(
-        "--png", action="append", default=[], metavar="NAME", help="store this array's pixels as PNG; may be repeated"
+        "--png", action="append", default=[], metavar="NAME", help="store this array of images as PNG; may be repeated"
     )
-    parser.add_argument("--shuffle", action="store_true", help="mix the rows, as sorted ones should be")
+    parser.add_argument("--shuffle", action="store_true", help="shuffle the rows; use it if they are sorted")
     _add_sizes(parser, "64 megabytes")
     _add_splits(parser)
 
@@ -127,27 +131,31 @@ def _add_text(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "text",
         help="text files, as rows of tokens",
-        description="Encodes UTF-8 files, each a document, joins them with the end-of-text token and cuts the stream into "
-        "rows of N + 1 tokens: N inputs and their N next tokens. A row begins with the last token of the one before, so "
-        "that each token is predicted once. DST/dataset.json tells vocabulary and tokenizer.",
+        description="Encodes UTF-8 files, one document each, joins them with the end-of-text token and cuts the tokens into "
+        "rows of N + 1: N inputs and N targets. The first token of a row is the last token of the row before, so every "
+        "token is a target once. DST/dataset.json holds the tokenizer and the vocabulary size.",
         epilog="example: python -m dtrain.pack text 'books/**/*.txt' shards/ --tokenizer tiktoken:gpt2 --length 1024 "
         "--val 0.05",
     )
-    parser.add_argument("sources", metavar="SRC", nargs="+", help="file, folder, or glob in quotes")
+    parser.add_argument("sources", metavar="SRC", nargs="+", help="file, folder, or quoted glob")
     parser.add_argument("destination", metavar="DST", type=Path)
     parser.add_argument(
         "--tokenizer",
         default="bytes",
         metavar="SPEC",
-        help="bytes (default; 256 and an end), tiktoken:NAME or tokenizers:FILE (a tokenizer.json)",
+        help="bytes (default; 257 tokens), tiktoken:NAME or tokenizers:FILE (a tokenizer.json)",
     )
-    parser.add_argument("--length", type=int, required=True, metavar="N", help="tokens that a row predicts")
-    parser.add_argument("--end-of-text", metavar="TOKEN", help="the token of a tokenizer.json that ends a document")
+    parser.add_argument(
+        "--length", type=int, required=True, metavar="N", help="number of inputs and of targets in a row"
+    )
+    parser.add_argument(
+        "--end-of-text", metavar="TOKEN", help="the end-of-text token of a tokenizer.json, if it has an unusual name"
+    )
     parser.add_argument(
         "--val-by",
         choices=VAL_BY,
         default=VAL_BY[0],
-        help="splits take whole documents (default), or the end of each, which suits a few large ones",
+        help="splits get whole documents (default), or the end of each document, for a few large documents",
     )
     _add_sizes(parser, "64 megabytes")
     _add_splits(parser)
@@ -157,52 +165,62 @@ def _add_text(commands: _Commands[argparse.ArgumentParser]) -> None:
 def _add_index(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "index",
-        help="index shards ahead of time",
-        description="Finds where every field of every sample lies and keeps it beside the shard (in the cache where "
-        "the folder is read-only). Training does so itself when it starts; done ahead, it starts at once.",
+        help="build the indexes of shards",
+        description="Writes the index of each shard, with the position of every field, beside the shard, or into the cache "
+        "if the folder is read-only. Training builds missing indexes when it starts; existing indexes make it start "
+        "faster.",
         epilog="example: python -m dtrain.pack index 'shards/train-{000000..000099}.tar'",
     )
     parser.add_argument("patterns", metavar="PATTERN", nargs="+", help="path, glob or 'train-{00000..00009}.tar'")
-    parser.add_argument("--processes", type=int, metavar="N", help="default: one for each 64 shards, up to all cores")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="number of processes (default: one for each 64 shards, at most all cores)",
+    )
 
 
 def _add_sizes(parser: argparse.ArgumentParser, default: str) -> None:
     sizes = parser.add_mutually_exclusive_group()
-    sizes.add_argument("--shards", type=int, metavar="N", help="shards of each split")
-    sizes.add_argument("--samples-per-shard", type=int, metavar="N", help="samples in a shard at most")
-    sizes.add_argument("--shard-mb", type=float, metavar="MB", help=f"megabytes of a shard (default: {default})")
+    sizes.add_argument("--shards", type=int, metavar="N", help="number of shards of each split")
+    sizes.add_argument("--samples-per-shard", type=int, metavar="N", help="maximum number of samples in a shard")
+    sizes.add_argument(
+        "--shard-mb", type=float, metavar="MB", help=f"approximate megabytes of a shard (default: {default})"
+    )
     parser.add_argument(
-        "--processes", type=int, metavar="N", help="default: all cores, fewer where there is little to do"
+        "--processes", type=int, metavar="N", help="number of processes (default: all cores, fewer for small data)"
     )
 
 
 def _add_splits(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prefix", default="train", help="name of the split, or of what others leave (default train)")
-    parser.add_argument("--val", type=float, metavar="SHARE", help="short for --split val=SHARE")
+    parser.add_argument(
+        "--prefix", default="train", help="name of the split that gets all other samples (default: train)"
+    )
+    parser.add_argument("--val", type=float, metavar="SHARE", help="the same as --split val=SHARE")
     parser.add_argument(
         "--split",
         type=_share,
         action="append",
         default=[],
         metavar="NAME=SHARE",
-        help="take another split from SRC, such as test=0.1; may be repeated",
+        help="another split with its fraction of the samples, such as test=0.1; may be repeated",
     )
-    parser.add_argument("--seed", type=int, default=0, help="decides order and splits (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of order and splits (default: 0)")
 
 
-def _add_bad(parser: argparse.ArgumentParser, what: str) -> None:
+def _add_bad(parser: argparse.ArgumentParser, files: str) -> None:
     parser.add_argument(
         "--bad",
         choices=("error", "skip"),
         default="error",
-        help=f"{what}: end with the first, or list and leave them out",
+        help=f"{files}: stop at the first, or list and skip them (default: error)",
     )
 
 
 def _named(text: str) -> tuple[str, str]:
     name, _, value = text.partition("=")
     if not name or not value:
-        raise argparse.ArgumentTypeError(f"{text!r}: want NAME=VALUE.")
+        raise argparse.ArgumentTypeError(f"got {text!r}, want NAME=VALUE")
     return name, value
 
 
@@ -215,7 +233,7 @@ def _share(text: str) -> tuple[str, float]:
     try:
         return name, float(share)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: want a name and a share, such as val=0.1") from None
+        raise argparse.ArgumentTypeError(f"got {text!r}, want a name and a fraction, such as val=0.1") from None
 
 
 def _digits(destination: str | None) -> None:

@@ -1,7 +1,7 @@
-"""``python -m dtrain.predict ARTEFACT IMAGE...``: the classes that an exported model sees in image files.
+"""Predicts the classes of image files with an artefact: ``python -m dtrain.predict ARTEFACT IMAGE...``.
 
-Prints ``file  class  probability``, most probable first. A file that cannot be used is named on standard error, the
-others are still predicted; the exit code is 1 then, and 2 for a wrong usage.
+Prints ``file  class  probability``, the most probable class first. If a file cannot be used, an error is printed, the other
+files are still predicted, and the exit code is 1. It is 2 for wrong arguments.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from dtrain.config.errors import ConfigError
 from dtrain.data.fields import SampleError
 from dtrain.deployment import artefact
 from dtrain.deployment.artefact import Artefact
-from dtrain.deployment.image_input import ImageInput
+from dtrain.deployment.program import ImageInput
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """The most probable classes of one file, or why there are none.
+    """The most probable classes of one file, or the reason why there are none.
 
     Attributes:
-        file: As it was named.
+        file: Path, as on the command line.
         classes: (number, name, probability), most probable first.
-        error: Why it could not be used; empty if it could.
+        error: Reason why there are none; else empty.
     """
 
     file: str
@@ -46,12 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device = torch.device(options.device) if options.device else None
         model = artefact.load(options.artefact, device, trust=options.trust)
         for warning in model.warnings:
-            _say(f"predict: {warning}")
+            _print_error(f"predict: {warning}")
         for ranking in rank(model, options.images, options.top, options.batch_size):
             failed |= bool(ranking.error)
-            _print(ranking, options.json)
+            _print_ranking(ranking, options.json)
     except ConfigError as error:
-        _say(f"predict: error: {error}")
+        _print_error(f"predict: error: {error}")
         return 1
     return int(failed)
 
@@ -62,46 +62,47 @@ def rank(model: Artefact, files: Sequence[str], top: int, batch_size: int) -> It
     Args:
         model: The artefact.
         files: Paths of images.
-        top: How many classes of each; all if there are fewer.
-        batch_size: Files of one forward; images that keep their own size go one by one.
+        top: Number of classes for each file; all if the model has fewer.
+        batch_size: Files of one forward. If images keep their own size, they are predicted one by one.
 
     Raises:
-        ConfigError: If the model takes no images, or those of a decoder of its own; or its outputs are not one number for each
-            of several classes.
+        ConfigError: If the model does not take images, or takes those of a custom decoder; or its outputs are not
+            ``[rows, classes]`` with at least two classes.
     """
-    wanted = model.description.input
-    if wanted is None:
-        raise ConfigError("the artefact's model does not take an image as it is, so there is nothing to predict here.")
-    if wanted.own_decoder:
+    image = model.description.input
+    if image is None:
+        raise ConfigError("the artefact's model does not take images, so dtrain.predict cannot use it.")
+    if image.own_decoder:
         raise ConfigError(
-            f"the model was trained on {wanted.field!r} as a decoder of its own (data.fields) made it of files, and the "
-            "artefact does not have it. Decode them yourself and call dtrain.deployment.artefact.load(...).outputs(pixels)."
+            f"the model was trained on {image.field!r} with a custom decoder (data.fields), which the artefact does not "
+            "contain. Decode the files yourself and call dtrain.deployment.artefact.load(...).outputs(pixels)."
         )
-    at_once = batch_size if wanted.size is not None else 1
-    for start in range(0, len(files), at_once):
-        chunk = files[start : start + at_once]
-        read = [_read(file, wanted) for file in chunk]
-        pixels = [item for item in read if isinstance(item, np.ndarray)]
-        found: Iterator[tuple[tuple[int, str, float], ...]] = iter(())
+    files_at_once = batch_size if image.size is not None else 1
+    for start in range(0, len(files), files_at_once):
+        chunk = files[start : start + files_at_once]
+        decoded = [_decode(file, image) for file in chunk]
+        pixels = [item for item in decoded if isinstance(item, np.ndarray)]
+        predictions: Iterator[tuple[tuple[int, str, float], ...]] = iter(())
         try:
             if pixels:
-                found = iter(_most_probable(model, np.stack(pixels), top))
+                predictions = iter(_most_probable(model, np.stack(pixels), top))
         except RuntimeError as error:
-            fails = f"the model fails on {len(pixels)} x {list(pixels[0].shape)} pixels ({str(error).splitlines()[0]})"
-            read = [item if isinstance(item, str) else fails for item in read]
-        for file, item in zip(chunk, read, strict=True):
+            shape = list(pixels[0].shape)
+            failure = f"the model fails on {len(pixels)} x {shape} pixels ({str(error).splitlines()[0]})"
+            decoded = [item if isinstance(item, str) else failure for item in decoded]
+        for file, item in zip(chunk, decoded, strict=True):
             if isinstance(item, str):
                 yield Ranking(file, error=item)
-            elif classes := next(found):
+            elif classes := next(predictions):
                 yield Ranking(file, classes)
             else:
                 yield Ranking(file, error="the model's outputs are not finite")
 
 
-def _read(file: str, wanted: ImageInput) -> np.ndarray | str:
-    """The pixels of a file, or why it has none."""
+def _decode(file: str, image: ImageInput) -> np.ndarray | str:
+    """The pixels of a file, or the reason why it cannot be read."""
     try:
-        return wanted.decode(Path(file).read_bytes())
+        return image.decode(Path(file).read_bytes())
     except SampleError as error:
         return str(error)
     except OSError as error:
@@ -109,30 +110,30 @@ def _read(file: str, wanted: ImageInput) -> np.ndarray | str:
 
 
 def _most_probable(model: Artefact, pixels: np.ndarray, top: int) -> list[tuple[tuple[int, str, float], ...]]:
-    """(number, name, probability) of the ``top`` classes of each image; none where an output is not finite."""
+    """(number, name, probability) of the ``top`` classes of each image; empty where an output is not finite."""
     outputs = model.outputs(torch.from_numpy(pixels))
     if outputs.dim() != 2 or len(outputs) != len(pixels) or outputs.shape[1] < 2:
         raise ConfigError(
-            f"the model gives outputs {list(outputs.shape)} for {len(pixels)} images. Probabilities need [rows, classes] "
-            "with two classes or more."
+            f"the model returns outputs {list(outputs.shape)} for {len(pixels)} images, but probabilities need [rows, classes] "
+            "with two classes or more. Call dtrain.deployment.artefact.load(...).outputs(pixels) instead."
         )
     names = model.description.classes
     if names is not None and len(names) != outputs.shape[1]:
         raise ConfigError(
-            f"the artefact names {len(names)} classes, its model has {outputs.shape[1]} outputs. Correct 'classes' in "
-            f"{artefact.DESCRIPTION}, or make it null."
+            f"the artefact has names for {len(names)} classes, but its model has {outputs.shape[1]} outputs. Correct "
+            f"'classes' in {artefact.DESCRIPTION}, or set it to null."
         )
     probabilities, numbers = outputs.softmax(1).topk(min(top, outputs.shape[1]))
-    usable = outputs.isfinite().all(1).tolist()
+    all_finite = outputs.isfinite().all(1).tolist()
     return [
         tuple((n, names[n] if names is not None else str(n), p) for n, p in zip(*row, strict=True)) if finite else ()
-        for finite, *row in zip(usable, numbers.tolist(), probabilities.tolist(), strict=True)
+        for finite, *row in zip(all_finite, numbers.tolist(), probabilities.tolist(), strict=True)
     ]
 
 
-def _print(ranking: Ranking, as_json: bool) -> None:
+def _print_ranking(ranking: Ranking, as_json: bool) -> None:
     if ranking.error:
-        _say(f"predict: {ranking.file}: {ranking.error}")
+        _print_error(f"predict: {ranking.file}: {ranking.error}")
     if as_json:
         content: dict[str, object] = {"file": ranking.file}
         if ranking.error:
@@ -148,29 +149,33 @@ def _print(ranking: Ranking, as_json: bool) -> None:
         print(f"{ranking.file}  {name}  {probability:.4f}", flush=True)
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m dtrain.predict", description="Classify image files with a model that dtrain.export wrote."
+        prog="python -m dtrain.predict", description="Classifies image files with a model that dtrain.export wrote."
     )
     parser.add_argument("artefact", metavar="ARTEFACT", type=Path, help="folder that dtrain.export wrote")
     parser.add_argument("images", metavar="IMAGE", nargs="+", help="JPEG, PNG, WebP, BMP, GIF, TIFF, PPM or AVIF file")
-    parser.add_argument("--top", type=_positive, default=1, metavar="K", help="show the K most probable (default 1)")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line, files that failed included")
     parser.add_argument(
-        "--batch-size", type=_positive, default=32, metavar="N", help="files of one forward (default 32)"
+        "--top", type=_positive, default=1, metavar="K", help="print the K most probable classes (default: 1)"
     )
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="where to compute (default: cuda where there is one, cpu for onnx)"
+        "--json", action="store_true", help="print one JSON object per line, also for files that cannot be used"
+    )
+    parser.add_argument(
+        "--batch-size", type=_positive, default=32, metavar="N", help="files of one forward (default: 32)"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="device to compute on (default: cuda if available, cpu for onnx)"
     )
     parser.add_argument(
         "--trust",
         action="store_true",
-        help="also run an artefact that could do anything: a program with code of its own (pt2, aotinductor), or a model "
-        "that is built by something else than a torch.nn.Module class",
+        help="also run an artefact of another user that may run any code: a program that holds code (pt2, aotinductor), or a "
+        "model that is not built by torch.nn.Module classes",
     )
     return parser
 

@@ -1,8 +1,8 @@
-"""``python -m dtrain.report DIR [DIR ...] [--out FILE] [--png FOLDER]``: runs as one HTML file that opens from disk.
+"""``python -m dtrain.report DIR [DIR ...] [--out FILE] [--png FOLDER]``: shows runs as one self-contained HTML file.
 
-A DIR is a run, or stands for all runs below it, as the directory of a sweep does. Several runs are compared in a table, on
-the page and on the terminal; of more than eight, the curves show a choice. What a run does not have, or has damaged, is said
-on the page. The exit code is 1 if a directory holds no run.
+A DIR is a run, or a directory with runs below it, such as a sweep. Several runs are compared in a table, on the page and on the
+terminal; of more than eight runs, the curves show a selection. The page lists missing and damaged files of a run.
+The exit code is 1 if a directory holds no run or the page cannot be written.
 """
 
 from __future__ import annotations
@@ -13,62 +13,59 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dtrain.tracking.atomic import replacing
-from dtrain.tracking.history import printable, read_all
-from dtrain.tracking.report.directories import run_directories
-from dtrain.tracking.report.evidence import Evidence
-from dtrain.tracking.report.page import report_page
-from dtrain.tracking.report.pictures import write_pictures
-from dtrain.tracking.report.sections import gap_lines
-from dtrain.tracking.report.sweep import Sweep
-from dtrain.tracking.report.sweep_table import sweep_text
+from dtrain.distributed.atomic import replace_file
+from dtrain.reporting.health import RunData
+from dtrain.reporting.page import gap_lines, report_page, write_charts
+from dtrain.reporting.sweep import Sweep
+from dtrain.reporting.tables import sweep_text
+from dtrain.tracking.history import printable, read_all, run_directories
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes the report; returns the exit code."""
+    """Runs the command line, ``sys.argv`` by default; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m dtrain.report",
-        description="Shows runs as one self-contained HTML file: whether they are healthy and what limits them, curves "
-        "(several runs overlaid), numbers, pictures, evaluations, trouble, and what differs between their configs. Several "
-        "runs, a sweep for one, are compared in a table.",
+        description="Shows runs as one self-contained HTML file: whether they are healthy and what limits their speed, curves "
+        "(several runs overlaid), numbers, pictures, evaluations, problems, and what differs between their configs. "
+        "Several runs, such as a sweep, are compared in a table.",
     )
     parser.add_argument(
         "runs",
         metavar="DIR",
         nargs="+",
         type=Path,
-        help="directory of a run, running or ended, or one with runs below it",
+        help="directory of a run, also of a running one, or of several runs",
     )
-    parser.add_argument("--out", metavar="FILE", type=Path, help="the file (default: report.html in the first DIR)")
-    parser.add_argument("--png", metavar="FOLDER", type=Path, help="write each chart as a PNG into it, too")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="the page (default: report.html in the first DIR)")
+    parser.add_argument("--png", metavar="FOLDER", type=Path, help="also write each chart as a PNG into this folder")
     options = parser.parse_args(arguments)
     out = options.out or options.runs[0] / "report.html"
     now = time.time()
     try:
         sweep = Sweep.of(read_all(run_directories(options.runs)))
-        runs = [Evidence.of(history, now) for history in sweep.shown]
+        runs = [RunData.read(history, now) for history in sweep.shown]
     except (ValueError, OSError) as error:
-        return _failed(str(error))
-    page = report_page(runs, sweep, now).encode("utf-8", errors="replace")  # names of files may be no text
+        return _fail(str(error))
+    page = report_page(runs, sweep, now).encode("utf-8", errors="replace")  # file names may not be valid text
     try:
-        with replacing(out) as file:
+        with replace_file(out) as file:
             file.write(page)
         if options.png is not None:
-            write_pictures(runs, sweep, options.png)
+            write_charts(runs, sweep, options.png)
     except OSError as error:
-        return _failed(f"{error}. Another place: --out FILE for the page, --png FOLDER for the charts.")
+        return _fail(f"{error}. Choose another place: --out FILE for the page, --png FOLDER for the charts.")
     for line in gap_lines(sweep.runs):
         print(f"report: {printable(line)}", file=sys.stderr)
     if len(sweep.runs) > 1:
-        print("\n".join(sweep_text(sweep)), end="\n\n")
+        print(sweep_text(sweep))
     for run in runs:
         print(printable(f"{run.history.label}: {run.health.word}: {run.health.line}"))
     print(printable(str(out.resolve())))
     return 0
 
 
-def _failed(why: str) -> int:
-    print(f"report: error: {printable(why)}", file=sys.stderr)
+def _fail(reason: str) -> int:
+    print(f"report: error: {printable(reason)}", file=sys.stderr)
     return 1
 
 

@@ -24,20 +24,21 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from dtrain.config import app, schema
-from dtrain.config.app import Composed, conf_dir
+from dtrain.config import compose, schema
+from dtrain.config.compose import Composed, conf_dir
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 _HEAD = """# Every key
 
 Written by `python scripts/config_page.py` from [the schema](../dtrain/config/schema.py) and [the presets](../conf): edit those.
 
-A run is described by keys, `KEY=VALUE` on the command line, and by groups of them, `GROUP=PRESET`.
+A run is described by keys, `KEY=VALUE` on the command line, and by presets, which set several keys, `GROUP=PRESET`.
 `python -m dtrain.train --help` shows both with the values that a command line gives them, `--cfg job` the config alone,
-`--info defaults` which file says what. What a command takes besides (`checkpoint=best`, `weights=ema`) is in its own `--help`.
+`--info defaults` the files they come from. Options of a single command (`checkpoint=best`, `weights=ema`) are in its own
+`--help`.
 Your own presets come with `--config-dir`: [README](../README.md#your-own-model-and-task).
 """
-#: Their keys are the arguments of what `_target_` names.
+#: Groups whose keys are the arguments of the class or function that `_target_` names.
 _FREE_FORM = ("model", "task", "optimizer", "schedule")
 
 
@@ -45,22 +46,22 @@ def page() -> str:
     """The page's text.
 
     Raises:
-        ValueError: If a key or a preset says nothing about itself; names all of them.
+        ValueError: If a key or a preset has no comment; names all of them.
     """
     composed: list[Composed] = []
-    app.run(composed.append, [])
-    silent: list[str] = []
+    compose.run(composed.append, [])
+    undocumented: list[str] = []
     parts = [
         _HEAD,
         "## Keys\n",
-        *_sections(schema.Config, composed[0].cfg, "", silent),
+        *_sections(schema.Config, composed[0].cfg, "", undocumented),
         "## Presets\n",
-        *_groups(silent),
+        *_groups(undocumented),
     ]
-    if silent:
+    if undocumented:
         raise ValueError(
-            f"{', '.join(silent)}: no word about what it is for. Write a comment behind the field in "
-            "dtrain/config/schema.py, or begin the preset's file with one."
+            f"{', '.join(undocumented)}: no comment. Write one behind the field in dtrain/config/schema.py, or at the "
+            "start of the preset's file."
         )
     return "\n".join(parts)
 
@@ -86,27 +87,27 @@ def meanings(kind: type) -> dict[str, str]:
     return found
 
 
-def _sections(kind: type, cfg: DictConfig, prefix: str, silent: list[str]) -> Iterator[str]:
+def _sections(kind: type, cfg: DictConfig, prefix: str, undocumented: list[str]) -> Iterator[str]:
     """A section for the class's own keys, then one for each class inside it."""
-    hints, said = get_type_hints(kind), meanings(kind)
+    hints, comments = get_type_hints(kind), meanings(kind)
     inner = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
     rows: list[tuple[str, ...]] = []
     for name in hints.keys() - inner.keys():
-        if not said[name]:
-            silent.append(prefix + name)
+        if not comments[name]:
+            undocumented.append(prefix + name)
     for name, hint in hints.items():
         if name not in inner:
-            rows.append((f"`{prefix}{name}`", _type(hint), _default(cfg, name), _escaped(said[name])))
+            rows.append((f"`{prefix}{name}`", _type(hint), _default(cfg, name), _escaped(comments[name])))
     if prefix:
         yield f"### `{prefix[:-1]}`\n"
         yield _prose(kind) + "\n"
     yield _table(("key", "type", "default", "meaning"), rows)
     for name, hint in inner.items():
         assert isinstance(hint, type)
-        yield from _sections(hint, cfg[name], f"{prefix}{name}.", silent)
+        yield from _sections(hint, cfg[name], f"{prefix}{name}.", undocumented)
 
 
-def _groups(silent: list[str]) -> Iterator[str]:
+def _groups(undocumented: list[str]) -> Iterator[str]:
     defaults = yaml.safe_load((conf_dir() / "train.yaml").read_text())["defaults"]
     chosen = {group: name for entry in defaults if isinstance(entry, dict) for group, name in entry.items()}
     groups = sorted(path for path in conf_dir().iterdir() if path.is_dir())
@@ -118,16 +119,16 @@ def _groups(silent: list[str]) -> Iterator[str]:
         rows: list[tuple[str, ...]] = []
         for file in sorted(group.glob("*.yaml")):
             text = file.read_text()
-            said = _first_sentence(text)
-            if not said:
-                silent.append(f"conf/{group.name}/{file.name}")
+            meaning = _first_sentence(text)
+            if not meaning:
+                undocumented.append(f"conf/{group.name}/{file.name}")
             link = f"[`{file.stem}`](../conf/{group.name}/{file.name})"
-            rows.append((link, _escaped(said), *([_keys(text)] if free else [])))
-        yield _table(("preset", "what it is", *(["keys"] if free else [])), rows)
+            rows.append((link, _escaped(meaning), *([_keys(text)] if free else [])))
+        yield _table(("preset", "meaning", *(["keys"] if free else [])), rows)
 
 
 def _first_sentence(text: str) -> str:
-    """Of a preset's header: up to a full stop, or to the command below."""
+    """The first sentence of a preset's header; it ends at a full stop, or at the command below."""
     lines = []
     for line in text.splitlines():
         if line.startswith("# @package"):
@@ -144,7 +145,7 @@ def _keys(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Without what Markdown would take for emphasis or HTML, but for what stands in backticks."""
+    """Escapes characters of Markdown's emphasis and of HTML, except in backticks."""
     parts = text.split("`")
     parts[::2] = [re.sub(r"([*_<])", r"\\\1", part) for part in parts[::2]]
     return "`".join(parts)

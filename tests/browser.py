@@ -15,23 +15,23 @@ from typing import Any
 
 import pytest
 
-#: Chromium's own calls home are none of the page's; here they are not made at all.
+#: Without Chromium's own background requests, all requests that are seen are those of the page.
 _FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--remote-debugging-port=0"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-default-apps"),
     *("--disable-dev-shm-usage", "--hide-scrollbars"),
 )
-_PATIENCE = 60.0
+_TIMEOUT = 60.0
 
 
 @dataclass
 class View:
-    """A page as a reader has it.
+    """A page as a browser shows it.
 
     Attributes:
-        requests: URLs that the page asked for, itself included; what it holds in itself (``data:``) is none.
-        complaints: What went to the console, and what was blocked or failed.
-        results: JavaScript expression to its value.
+        requests: URLs that were requested, that of the page included, ``data:`` URLs excluded.
+        complaints: Console messages, exceptions, and requests that failed or were blocked.
+        results: Value of each JavaScript expression.
         picture: PNG of the whole page.
     """
 
@@ -42,12 +42,12 @@ class View:
 
 
 def view(page: Path, *expressions: str, width: int = 1200, dark: bool = False) -> View:
-    """Opens a file, evaluates expressions in it and takes its picture; skips the test where there is no Chromium."""
+    """Opens a file, evaluates expressions and takes a screenshot; skips the test if Chromium is missing."""
     browser = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
     if browser is None:
         pytest.skip("no Chromium here: apt-get install chromium")
     pytest.importorskip("aiohttp", reason="talks to Chromium: pip install 'dtrain[dev]'")
-    return asyncio.run(asyncio.wait_for(_view(browser, page.resolve().as_uri(), expressions, width, dark), _PATIENCE))
+    return asyncio.run(asyncio.wait_for(_view(browser, page.resolve().as_uri(), expressions, width, dark), _TIMEOUT))
 
 
 async def _view(browser: str, url: str, expressions: tuple[str, ...], width: int, dark: bool) -> View:
@@ -67,21 +67,21 @@ async def _view(browser: str, url: str, expressions: tuple[str, ...], width: int
         shot = await tab.call("Page.captureScreenshot", {"captureBeyondViewport": True})
         seen.picture = base64.b64decode(shot["data"])
         for event in tab.events:
-            what, told = event["method"], event["params"]
-            if what == "Network.requestWillBeSent" and not told["request"]["url"].startswith("data:"):
-                seen.requests.append(told["request"]["url"])
-            elif what in (
+            method, details = event["method"], event["params"]
+            if method == "Network.requestWillBeSent" and not details["request"]["url"].startswith("data:"):
+                seen.requests.append(details["request"]["url"])
+            elif method in (
                 "Runtime.consoleAPICalled",
                 "Runtime.exceptionThrown",
                 "Log.entryAdded",
                 "Network.loadingFailed",
             ):
-                seen.complaints.append(f"{what}: {told}")
+                seen.complaints.append(f"{method}: {details}")
     return seen
 
 
 class _Tab:
-    """One page of the browser."""
+    """A connection to one tab."""
 
     def __init__(self, socket: Any) -> None:
         self._socket = socket

@@ -37,6 +37,32 @@ def digits(_own_environment: None) -> Path:
     return Path(shard_dir())
 
 
+@pytest.fixture(scope="session")
+def finished_run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of 15 steps of the digits with a ``NormNet``, evaluated and saved every 5, with a moving average.
+
+    For reading only.
+    """
+    from tests.runs import train_on
+
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    overrides = [
+        "precision=fp32",
+        "train.deterministic=false",
+        "model._target_=tests.toys.NormNet",
+        "model.width=8",
+        "schedule=constant",
+        "optimizer.lr=0.02",
+        f"train.max_steps={15}",
+        "train.eval_every=5",
+        "train.log_every=3",
+        "train.ema_decay=0.7",
+        "checkpoint.every_steps=5",
+    ]
+    train_on(1, run_dir, *overrides)
+    return run_dir
+
+
 @pytest.fixture(autouse=True)
 def _own_logging() -> Iterator[None]:
     """Hydra's ``--info`` sends all logging to the output of the test that asked for it, which ends before the others."""

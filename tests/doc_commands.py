@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from dtrain import doctor, doctor_numerics
-from dtrain.config import app
+from dtrain import doctor
+from dtrain.config import compose
 from dtrain.launching.commands import COMMANDS
 from tests.doc_pages import ROOT
 
@@ -20,10 +20,9 @@ ENTRY_POINTS = sorted(path.stem for path in (ROOT / "dtrain").glob("*.py") if '"
 
 def compose_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Entry points read their command lines and compose their configs, and do nothing with them."""
-    run = app.run
-    monkeypatch.setattr(app, "run", lambda main, argv=None, rewrite=None: run(lambda composed: None, argv, rewrite))
-    monkeypatch.setattr(doctor, "look_at_machine", lambda options: 0)
-    monkeypatch.setattr(doctor_numerics, "probe_all", lambda device: [])
+    run = compose.run
+    monkeypatch.setattr(compose, "run", lambda main, argv=None, rewrite=None: run(lambda composed: None, argv, rewrite))
+    monkeypatch.setattr(doctor, "check_machine", lambda options: 0)
     for name in ENTRY_POINTS:
         module = importlib.import_module(f"dtrain.{name}")
         for effect in ("join_srun", "settle_network"):
@@ -47,11 +46,11 @@ def accepted(words: list[str], monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether a command names a program that exists, with options and keys that it takes."""
     script = next((ROOT / word for word in words if re.match(r"(scripts|slurm)/", word)), None)
     if script is not None:
-        sources = [script, *ROOT.glob("scripts/bench_common.py")] if script.exists() else []
-        said = "".join(source.read_text() for source in sources)
-        own = words[next(number for number, word in enumerate(words) if ROOT / word == script) :]
-        options = {word.partition("=")[0] for word in own if word.startswith("--")}
-        return bool(sources) and (script.suffix != ".py" or all(f'"{option}"' in said for option in options))
+        return script.exists() and (script.suffix != ".py" or _has_options(words, script))
+    benchmark = next((word.replace(".", "/") for word in words if word.startswith("benchmarks.")), None)
+    if benchmark is not None:
+        module = ROOT / f"{benchmark}.py"
+        return module.exists() and _has_options(words, module, ROOT / "benchmarks" / "harness.py")
     at = next(number for number, word in enumerate(words) if word.startswith("dtrain."))
     name, arguments = words[at].removeprefix("dtrain."), [word.replace("$PWD/", "") for word in words[at + 1 :]]
     if name not in ENTRY_POINTS:
@@ -61,6 +60,13 @@ def accepted(words: list[str], monkeypatch: pytest.MonkeyPatch) -> bool:
     code = call(importlib.import_module(f"dtrain.{name}"), arguments, monkeypatch)
     # The others find nothing here that they could work on, and say so; 2 is a wrong usage.
     return code == 0 or (code == 1 and name in ("pack", "predict", "report", "export"))
+
+
+def _has_options(words: list[str], *sources: Path) -> bool:
+    text = "".join(source.read_text() for source in sources)
+    program = next(number for number, word in enumerate(words) if word.startswith(("scripts/", "benchmarks.")))
+    options = {word.partition("=")[0] for word in words[program:] if word.startswith("--")}
+    return all(f'"{option}"' in text for option in options)
 
 
 def call(module: Any, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:

@@ -13,7 +13,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from dtrain.config.app import conf_dir
+from dtrain.config.compose import conf_dir
 from dtrain.config.schema import Config
 from tests.doc_pages import is_placeholder
 

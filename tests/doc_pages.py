@@ -22,7 +22,7 @@ _FENCE = re.compile(
     r"^```(?P<language>\w*)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
-_COMMAND = re.compile(r"-m dtrain\.|\b(?:scripts|slurm)/\w+\.(?:py|sh|sbatch)")
+_COMMAND = re.compile(r"-m (?:dtrain|benchmarks)\.|\b(?:scripts|slurm)/\w+\.(?:py|sh|sbatch)")
 _STARTS = re.compile(r"^\s*(?:python|torchrun|srun|sbatch|pip|bash|wandb) ", re.MULTILINE)
 
 
@@ -75,7 +75,7 @@ def unfenced_commands(page: Path) -> list[str]:
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """All command lines of dtrain and its scripts that a page shows, run or not, as words; placeholders are taken out."""
+    """Command lines of dtrain, its benchmarks and scripts on a page, as words; placeholders are taken out."""
     for block in blocks(page):
         if block.language in ("bash", ""):
             for line in block.text.replace("\\\n", " ").splitlines():

@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dtrain import train
-from dtrain.config import app
+from dtrain.config import compose
 from tests.ranks import run_ranks
 
+ROOT = Path(__file__).parents[1]
 QUIET = ("tracker=none", "train.log_every=1", "train.deterministic=true")
 
 
@@ -24,7 +25,7 @@ def train_on(ranks: int, run_dir: Path, *overrides: str, experiment: str = "digi
     chosen = {override.partition("=")[0] for override in overrides}
     quiet = [override for override in QUIET if override.partition("=")[0] not in chosen]
     arguments = [f"experiment={experiment}", f"run.dir={run_dir}", *quiet, *overrides]
-    run_ranks(ranks, lambda rank: app.run(train.train, arguments), init=False, timeout=120)
+    run_ranks(ranks, lambda rank: compose.run(train.train, arguments), init=False, timeout=120)
 
 
 def torchrun(

@@ -1,48 +1,115 @@
-"""The benchmarks: each runs to its end and says what was measured where; their statistics are right."""
+"""The benchmarks: each runs in its quick mode, prints its tables and says what was measured where; nothing is timed here."""
 
+from __future__ import annotations
+
+import itertools
 import json
 import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+from benchmarks import harness, low_precision, scaling
+from benchmarks.shuffle_quality import SortedShards
+from benchmarks.step import make_table
+from benchmarks.step_contenders import Turn
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.fixture
-def scripts(monkeypatch):
-    """Makes modules of the folder importable, as for a script that is started there."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-
-
-def quick(name, tmp_path, *arguments):
-    """The results of a benchmark in its quick mode."""
-    environ = {key: value for key, value in os.environ.items() if key not in ("DTRAIN_TEST_CIFAR10", "DTRAIN_CACHE")}
-    command = [sys.executable, SCRIPTS / f"{name}.py", "--quick", "--json", tmp_path / "out.json", *arguments]
-    environ |= {"OMP_NUM_THREADS": "1", "DTRAIN_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+def run(name: str, *arguments: str | Path, cache: Path) -> str:
+    """What a benchmark prints."""
+    environ = {key: value for key, value in os.environ.items() if key != "DTRAIN_TEST_CIFAR10"}
+    environ |= {"OMP_NUM_THREADS": "1", "DTRAIN_CACHE": str(cache)}
+    command = [sys.executable, "-m", f"benchmarks.{name}", *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "out.json").read_text())
+    return done.stdout
+
+
+def quick(name: str, tmp_path: Path, *arguments: str | Path, rows: Iterable[str]) -> dict[str, Any]:
+    """The results of a benchmark in its quick mode, whose tables must have these rows."""
+    out = tmp_path / "out.json"
+    printed = run(name, *arguments, "--quick", "--json", out, cache=tmp_path / "cache")
+    found: dict[str, Any] = json.loads(out.read_text())
+    assert found["command"].startswith(f"python -m benchmarks.{name}")
     for fact in ("command", "versions", "machine", "date"):
-        assert f"{fact}: {found[fact]}" in done.stdout
+        assert f"{fact}: {found[fact]}" in printed
+    lines = printed.splitlines()
+    assert not [row for row in rows if not any(line.startswith(f"{row} ") for line in lines)], printed
     return found
 
 
+# -- the harness
+
+
+def test_cpu_time_includes_running_and_ended_children() -> None:
+    burn = "import time\nwhile time.process_time() < 0.3: pass\nprint('burnt', flush=True)\ninput()"
+    before = harness.cpu_seconds()
+    child = subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "burnt\n"
+    assert harness.cpu_seconds() - before >= 0.27  # the kernel counts in hundredths, user and system time each
+    child.communicate("\n")
+    assert harness.cpu_seconds() - before >= 0.27
+
+
+def test_a_ratio_is_the_median_of_the_ratios_of_each_round() -> None:
+    assert harness.ratio([2, 40, 6], [1, 20, 1]) == 2  # a slow round is slow for both
+    assert harness.spread([1, 3, 2000], 1) == "3.0 (1.0-2,000.0)"
+
+
+def test_every_round_measures_every_row_and_starts_with_another() -> None:
+    numbers = itertools.count()
+    results = harness.interleaved(3, "abc", lambda row: next(numbers))
+    assert results == {"a": [0, 5, 7], "b": [1, 3, 8], "c": [2, 4, 6]}
+
+
+def test_a_table_is_aligned_and_says_what_is_not_installed() -> None:
+    table = harness.Table("loader", ["ours", "theirs", "missing"])
+    values = {"ours": [2.0, 4.0, 3.0], "theirs": [1.0, 1.0, 2.0], "missing": []}
+    table.medians("rate", values, 1)
+    table.ratios("ratio", values, values["theirs"])
+    assert str(table).splitlines() == [
+        "loader            rate  ratio",
+        "ours     3.0 (2.0-4.0)   2.00",
+        "theirs   1.0 (1.0-2.0)   1.00",
+        "missing  not installed",
+    ]
+
+
+def test_config_behind_a_list_of_numbers_is_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = harness.command_line("", rounds=3, overrides=True)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1])
+    monkeypatch.setattr(sys, "argv", ["x", "--quick", "--ranks", "1", "2", "model=mlp", "a.b=c"])
+    arguments = harness.parse(parser, rounds=1, ranks=[8])
+    assert (arguments.ranks, arguments.rounds, arguments.overrides) == ([1, 2], 1, ["model=mlp", "a.b=c"])
+
+
+def test_a_function_runs_in_another_process() -> None:
+    assert harness.in_new_process(os.path.join, "a", "b") == "a/b"
+
+
+# -- data
+
+
 @pytest.mark.slow
-def test_shuffle_quality_compares_orders_with_a_random_draw(tmp_path):
-    rows = {row["order"]: row for row in quick("shuffle_quality", tmp_path)["measured"]}
-    assert any("(default)" in name for name in rows)
-    assert rows["none"]["class_mix"] > 10 * rows["random"]["class_mix"]
+def test_shuffle_quality(tmp_path: Path) -> None:
+    rows = ("none", "full", "window, 1 lanes, windows of 1", "a random draw")
+    found = {row["order"]: row for row in quick("shuffle_quality", tmp_path, rows=rows)["measured"]}
+    assert any("(default)" in name for name in found)
+    assert found["none"]["class_mix"] > 10 * found["a random draw"]["class_mix"]
 
 
-def test_the_class_mix_is_pearsons_statistic_over_its_degrees_of_freedom(scripts):
-    from shuffle_quality import Sorted
-
-    data = Sorted(shards=16, per_shard=25, classes=8, batch=40)
+def test_class_mix_is_pearsons_statistic_over_its_degrees_of_freedom() -> None:
+    data = SortedShards(shards=16, per_shard=25, classes=8, batch=40)
     order = data.random_draw()
     expected = []
     for step in order.tolist():
@@ -54,101 +121,83 @@ def test_the_class_mix_is_pearsons_statistic_over_its_degrees_of_freedom(scripts
     assert found["opened_most"] == max(map(len, ranks)) / 16
 
 
-def test_cpu_time_counts_children_that_run_and_those_that_ended(scripts):
-    from bench_common import cpu_seconds
-
-    burn = "import time\nwhile time.process_time() < 0.3: pass\nprint('burnt', flush=True)\ninput()"
-    before = cpu_seconds()
-    child = subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert child.stdout.readline() == "burnt\n"
-    assert cpu_seconds() - before >= 0.27  # the kernel counts in hundredths, user and system time each
-    child.communicate("\n")
-    assert cpu_seconds() - before >= 0.27
-
-
-def test_the_ratio_is_the_median_of_the_ratios_of_each_round(scripts):
-    from bench_common import ratio, spread
-
-    assert ratio([2, 40, 6], [1, 20, 1]) == 2  # a slow round is slow for both
-    assert spread([1, 3, 2000], 1) == "3.0 (1.0-2,000.0)"
-
-
 @pytest.mark.slow
-def test_the_loaders_that_are_there_are_compared_and_the_others_are_named(tmp_path):
-    measured = quick("bench_loader", tmp_path, "--works", "32x32", "--workers", "0")["measured"]["32x32 JPEG"]
-    rates = {(row["loader"], row["decoder"]): row["rounds"] for row in measured}
+def test_loader(tmp_path: Path) -> None:
+    rows = ("dtrain", "webdataset", "litdata", "mosaicml-streaming", "decoding alone")
+    [found] = quick("loader", tmp_path, "--images", "32x32", "--workers", "0", rows=rows)["measured"].values()
+    rates = {(row["loader"], row["decoder"]): row["rounds"] for row in found}
     assert rates["dtrain", "simplejpeg"][0]["samples/s"] > 0
     assert rates["webdataset", "Pillow"]
-    assert {"litdata", "mosaicml-streaming", "decoding alone"} < {loader for loader, _ in rates}
 
 
 @pytest.mark.slow
-def test_the_index_benchmark_finds_all_members_with_every_reader(tmp_path):
-    rates = quick("bench_index", tmp_path)["members_per_second"]
-    assert set(rates) == {"ustar", "PAX", "photographs"}
-    assert all(len(by_reader) == 4 for by_reader in rates.values())
+def test_index(tmp_path: Path) -> None:
+    readers = ("dtrain", "dtrain, stored", "tarfile", "webdataset")
+    found = quick("index", tmp_path, rows=readers)["members_per_second"]
+    assert set(found) == {"ustar", "PAX", "photographs"}
+    assert all(set(rates) == set(readers) for rates in found.values())
 
 
 @pytest.mark.slow
-def test_a_resumed_loader_reads_only_the_samples_it_returns(tmp_path):
-    found = quick("bench_resume", tmp_path, "--workers", "0")["bytes_read_and_own"]
-    assert len(found) == 4
-    assert all(got == own for got, own in found.values())
+def test_resume_reads_only_the_samples_that_it_returns(tmp_path: Path) -> None:
+    rows = ("start of the epoch", "at 1 %", "at 50 %", "at 99 %")
+    found = quick("resume", tmp_path, "--workers", "0", rows=rows)["bytes_read_and_own"]
+    assert set(found) == set(rows)
+    assert all(read == own for read, own in found.values())
 
 
 @pytest.mark.slow
-def test_the_state_of_a_run_over_many_shards_is_a_few_numbers(tmp_path):
-    state = quick("bench_order", tmp_path)["state"]
+def test_order_has_a_small_state(tmp_path: Path) -> None:
+    state = quick("order", tmp_path, rows=("window", "full", "none", "state in a checkpoint, bytes"))["state"]
     assert state["data"]["num_shards"] == 10_000
     assert len(json.dumps(state)) < 400
 
 
 @pytest.mark.slow
-def test_the_wire_weighs_what_its_dtype_says(tmp_path):
-    rows = {(row["what"], row["wire"]): row["rounds"][0] for row in quick("bench_wire", tmp_path)["measured"]}
+def test_transfer_has_the_bytes_of_its_dtype(tmp_path: Path) -> None:
+    found = quick("transfer", tmp_path, rows=("fp32", "bf16", "fp16", "uint8"))["measured"]
+    megabytes = {(row["kind"], row["dtype"]): row["rounds"][0]["MB"] for row in found}
     pixels, floats = 64 * 224 * 224 * 3, 64 * 4096
-    weights = {("image", "uint8"): pixels, ("image", "bf16"): 2 * pixels, ("feature", "fp32"): 4 * floats}
-    for row, expected in weights.items():
-        assert rows[row]["MB"] * 1e6 == expected
+    expected = {("image", "uint8"): pixels, ("image", "bf16"): 2 * pixels, ("feature", "fp32"): 4 * floats}
+    assert {row: megabytes[row] * 1e6 for row in expected} == expected
 
 
 @pytest.mark.slow
-def test_slow_storage_is_read_in_few_large_pieces(tmp_path):
-    rows = quick("bench_slow_storage", tmp_path)["measured"]
-    (cached,), (one_by_one,) = rows["shards, slow, through the cache"], rows["shards, slow, where they lie"]
-    assert cached["reads"] < 32  # opens and reads of four shards, whatever was measured of their 256 samples
-    assert one_by_one["reads"] > one_by_one["samples"]
+def test_slow_storage_is_read_in_few_large_pieces(tmp_path: Path) -> None:
+    cached, in_place = "shards, slow, through the cache", "shards, slow, in place"
+    found = quick("slow_storage", tmp_path, rows=("shards, local", cached, in_place, "files, slow"))["measured"]
+    assert found[cached][0]["reads"] < 32  # opens and reads of four shards, however many of their 256 samples were read
+    assert found[in_place][0]["reads"] > found[in_place][0]["samples"]
 
 
 @pytest.mark.slow
-def test_mixing_reads_nothing_twice_where_partners_are_side_by_side(tmp_path):
-    rows = quick("bench_mixing", tmp_path)["measured"]
-    assert len(rows) == 10
-    for row in rows:
-        (one,) = row["rounds"]
-        assert one["decoded"] > 1.5 if "elsewhere" in row["case"] else one["decoded"] == 1
+def test_mixing_decodes_a_partner_again_only_if_it_is_in_another_step(tmp_path: Path) -> None:
+    found = quick("mixing", tmp_path, rows=("nothing mixed", "mixup 0.2", "cutmix 1.0"))["measured"]
+    assert len(found) == 10
+    for row in found:
+        [one] = row["rounds"]
+        assert one["decoded"] > 1.5 if "another step" in row["case"] else one["decoded"] == 1
 
 
-def test_a_turn_times_the_steps_after_the_first_ten_and_not_what_follows(scripts):
-    from bench_step_setting import Turn
+# -- steps, starts and saves
 
+
+def test_a_turn_times_the_steps_after_the_first_ten() -> None:
     clock = iter(range(1000))
-    turn = Turn("batch", 20, lambda: next(clock))
-    done = []
-    for batch in turn:
-        assert batch == "batch"
+    batch: Any = "batch"
+    turn = Turn(batch, 20, lambda: next(clock))
+    seconds = []
+    for _ in turn:
         next(clock)  # a step takes a second
-        done.append(turn.seconds)
-    assert len(done) == len(turn) == 31
-    assert turn.seconds == 20 + 1  # and looking at the clock another one
-    assert all(seconds != seconds for seconds in done[:-1])
+        seconds.append(turn.seconds)
+    assert len(seconds) == len(turn) == 31
+    assert turn.seconds == 20 + 1  # and reading the clock another one
+    assert all(value != value for value in seconds[:-1])
 
 
-def test_what_a_step_costs_over_a_bare_loop_is_the_median_of_the_differences_of_each_round(scripts):
-    from bench_step import show
-
+def test_the_cost_over_a_bare_loop_is_the_median_of_the_differences_of_each_round() -> None:
     times = {"bare loop": [100, 900, 200], "dtrain, everything on": [110, 950, 230], "dtrain's vote": [5, 6, 7]}
-    lines = [line.split("  ") for line in show("title", "us", times, ["Lightning"]).splitlines()]
+    lines = [line.split("  ") for line in str(make_table("title", "us", times | {"Lightning": []})).splitlines()]
     cells = {row[0]: [cell.strip() for cell in row[1:] if cell.strip()] for row in lines}
     assert cells["dtrain, everything on"] == ["230 (110-950)", "+30", "1.10"]
     assert cells["bare loop"] == ["200 (100-900)", "1.00"]
@@ -157,55 +206,108 @@ def test_what_a_step_costs_over_a_bare_loop_is_the_median_of_the_differences_of_
 
 
 @pytest.mark.slow
-def test_every_loop_that_is_there_trains_in_one_rank_and_in_two(tmp_path):
-    found = quick("bench_step", tmp_path, "--models", "mlp", "--cpu")["microseconds"]
+def test_step(tmp_path: Path) -> None:
+    rows = ("bare loop", "torch GradScaler, all-reduce, norm", "Lightning", "dtrain, everything on", "dtrain's vote")
+    found = quick("step", tmp_path, "--cpu", rows=rows)["microseconds"]
     assert set(found) == {"1 rank", "2 ranks"}
-    for by_model in found.values():
-        assert {"bare loop", "dtrain, everything on", "dtrain's vote"} <= set(by_model["mlp"])
-        assert all(0 < time < 1e6 for times in by_model["mlp"].values() for time in times)
+    assert all(len(times["bare loop"]) == len(times["dtrain, everything on"]) == 1 for times in found.values())
 
 
 @pytest.mark.slow
-def test_the_parts_of_a_start_add_up_to_its_time(tmp_path):
-    found = quick("bench_start", tmp_path, "--ranks", "1")["1"]
-    seconds = found["seconds"]
-    assert set(seconds) == {"new run", "new run, shards indexed before", "killed run", "bare"}
-    assert sum(found["parts"].values()) == pytest.approx(seconds["new run, shards indexed before"][0])
+def test_the_parts_of_a_start_add_up_to_its_time(tmp_path: Path) -> None:
+    rows = ("new run", "new run, shards indexed before", "killed run", "bare")
+    found = quick("start", tmp_path, "--ranks", "1", rows=rows)["1"]
+    assert set(found["seconds"]) == set(rows)
+    assert sum(found["parts"].values()) == pytest.approx(found["seconds"][rows[1]][0])
 
 
 @pytest.mark.slow
-def test_a_lone_rank_does_not_communicate_and_two_have_as_many_rows_each(tmp_path):
-    one, two = sorted(quick("bench_scaling", tmp_path, "--rows", "4")["measured"], key=lambda found: found["ranks"])
+def test_save(tmp_path: Path) -> None:
+    rows = ("stall, the loop waits for the write", "stall, written in the background", "a step during the write")
+    assert len(quick("save", tmp_path, rows=rows)["milliseconds"]) == 6
+
+
+@pytest.mark.slow
+def test_compile(tmp_path: Path) -> None:
+    rows = ("eager", "whole", "whole, not split", "by block")
+    found = quick("compile", tmp_path, rows=rows)
+    for name in ("ms", "ms_under_no_sync", "ms_all_reduce"):
+        assert {row: len(values) for row, values in found[name].items()} == dict.fromkeys(rows, 1)
+
+
+@pytest.mark.slow
+def test_scaling_has_no_communication_with_one_rank_and_as_many_rows_on_each_of_two(tmp_path: Path) -> None:
+    one, two = quick("scaling", tmp_path, "--rows", "4", rows=("1 rank", "2 ranks"))["measured"]
     assert [one["ranks"], one["rows"], two["ranks"], two["rows"]] == [1, 4, 2, 4]
-    assert one["alone"] == one["step"] > 0
-    assert two["alone"] > 0
+    assert one["alone"] == one["step"]
 
 
-def test_the_efficiency_of_a_world_is_what_sharing_leaves_times_what_communication_leaves(scripts, capsys):
-    from bench_scaling import Measured, show
-
-    rounds = [Measured(1, 8, 0.1, 0.1), Measured(4, 8, 0.2, 0.25), Measured(1, 8, 1.0, 1.0), Measured(4, 8, 2.0, 2.5)]
-    show(rounds, 2, "a model")
-    _, lone, four, *_ = capsys.readouterr().out.splitlines()
-    assert lone.split()[:2] == ["1", "rank"]
-    assert four.startswith("4 ranks on 2 cores")
-    assert four.split()[7:10] == ["0.40", "0.50", "20.0%"]
+def test_the_efficiency_of_a_world_is_sharing_times_communication(capsys: pytest.CaptureFixture[str]) -> None:
+    rounds = [(1, 0.1, 0.1), (4, 0.2, 0.25), (1, 1.0, 1.0), (4, 2.0, 2.5)]
+    scaling.show([scaling.Measured(ranks, 8, alone, step) for ranks, alone, step in rounds], "a model")
+    lone, four = capsys.readouterr().out.splitlines()[1:3]
+    assert lone.startswith("1 rank ")
+    assert four.startswith("4 ranks")
+    assert "  0.40           0.50          20.0%  " in four
 
 
-def test_a_scaling_run_keeps_the_defaults_of_what_the_command_line_leaves_open(scripts):
-    from bench_scaling import completed
-
-    larger = completed(["data.train.size=224", "precision=bf16"])
+def test_scaling_completes_what_the_command_line_leaves_open() -> None:
+    larger = scaling.with_defaults(["data.train.size=224", "precision=bf16"])
     assert {"model=resnet9", "++model.width=16", "++data.train.size=224", "precision=bf16"} <= set(larger)
     assert "++data.train.size=32" not in larger
-    mine = completed(["experiment=mine", "data=shards"])
+    mine = scaling.with_defaults(["experiment=mine", "data=shards"])
     assert not [override for override in mine if override.startswith(("model", "++model", "++data.train"))]
 
 
+# -- low precision
+
+
 @pytest.mark.slow
-def test_compiled_models_are_measured_with_and_without_communication(tmp_path):
-    found = quick("bench_compile", tmp_path)
-    assert len(found["ms"]) == 4
-    assert all(
-        len(found[what][row]) == 1 for what in ("ms", "ms_under_no_sync", "ms_all_reduce") for row in found["ms"]
-    )
+def test_low_precision_curves(tmp_path: Path) -> None:
+    picture = tmp_path / "curves.png"
+    found = quick("low_precision", tmp_path, "curves", "--out", picture, rows=("step", "test accuracy"))
+    assert set(found["smoothed_loss"]) == {"fp32", "bf16", "fp16", "fp32, other seed"}
+    assert picture.exists()
+
+
+@pytest.mark.slow
+def test_low_precision_checkerboard(tmp_path: Path) -> None:
+    small = ("data.train.size=16", "model.width=16", "train.log_every=1")
+    found = quick("low_precision", tmp_path, "checkerboard", *small, rows=("fp32", "bf16", "fp16"))
+    assert set(found["rows"]) == {"fp32", "bf16", "fp16"}
+
+
+def test_a_mean_is_within_the_spread_between_the_smallest_and_largest_fp32_result() -> None:
+    results = {"bf16": [0.80, 0.86], "fp32": [0.8, 0.9, 0.85], "fp16": [0.92, 0.89]}
+    _, *lines = str(low_precision.make_seeds_table("digits", "eval/accuracy", results)).splitlines()
+    assert [line.split()[-4:] for line in lines] == [
+        ["0.8300", "0.8000-0.8600", "-0.0200", "yes"],
+        ["0.9000", "0.8500", "0.8500", "0.8000-0.9000"],
+        ["0.9050", "0.8900-0.9200", "+0.0550", "NO"],
+    ]
+
+
+def test_only_a_finished_run_with_the_same_overrides_is_not_trained_again(tmp_path: Path) -> None:
+    overrides, run = ["experiment=digits", "run.seed=1"], harness.Run(tmp_path)
+    assert not low_precision.is_finished(run, overrides)
+    stored = {"overrides": harness.train_overrides(tmp_path, overrides)}
+    (tmp_path / "overrides.yaml").write_text(yaml.safe_dump(stored))
+    (tmp_path / "status.json").write_text('{"state": "stopped"}')
+    assert not low_precision.is_finished(run, overrides)
+    (tmp_path / "status.json").write_text('{"state": "finished"}')
+    assert low_precision.is_finished(run, overrides)
+    assert not low_precision.is_finished(run, [*overrides, "train.max_epochs=2"])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("digits")
+def test_seeds_reads_finished_runs_and_trains_the_others(tmp_path: Path) -> None:
+    def trained(*precisions: str) -> dict[str, list[int]]:
+        options = ("--runs", tmp_path / "runs", "--precisions", *precisions, "train.log_every=1")
+        found: dict[str, list[int]] = quick("low_precision", tmp_path, "seeds", *options, rows=precisions)[
+            "trained_now"
+        ]
+        return found
+
+    assert trained("fp32") == {"fp32": [0]}
+    assert trained("fp32", "bf16") == {"fp32": [], "bf16": [0]}

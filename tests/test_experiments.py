@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import simplejpeg
 
-from dtrain.config import app
-from dtrain.config.app import Composed, conf_dir
-from tests.data.shards_for_tests import write_tar
+from dtrain.config import compose
+from dtrain.config.compose import Composed, conf_dir
 from tests.runs import metrics, torchrun, train_on, weights
+from tests.shards import write_tar
 
 EXPERIMENTS = sorted(path.stem for path in (conf_dir() / "experiment").glob("*.yaml"))
 
@@ -23,7 +23,7 @@ EXPERIMENTS = sorted(path.stem for path in (conf_dir() / "experiment").glob("*.y
 def test_every_experiment_composes_and_its_header_has_the_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DTRAIN_CIFAR10", "somewhere")
     composed: list[Composed] = []
-    app.run(composed.append, [f"experiment={name}"])
+    compose.run(composed.append, [f"experiment={name}"])
     assert composed[0].cfg.train.max_steps or composed[0].cfg.train.max_epochs
     header = (conf_dir() / "experiment" / f"{name}.yaml").read_text().split("defaults:")[0]
     assert f"experiment={name}" in header

@@ -155,9 +155,9 @@ def test_sigterm_to_a_run_that_hangs_says_where_before_torchrun_kills_it(tmp_pat
         running.send_signal(signal.SIGTERM)
         output = running.communicate(timeout=100)[0]
         print(f"SIGTERM to the end of torchrun: {time.monotonic() - asked:.1f} s")
-    assert "asked to stop, and not agreed within" in status(tmp_path)["reason"], output
+    assert "asked to stop, but the ranks did not agree within" in status(tmp_path)["reason"], output
     assert output.count("dtrain: the run hangs") == 1
-    assert "  rank 1, step 5: in _strike" in output
+    assert "  rank 1, step 5: in _inject" in output
 
 
 def test_no_rank_outlives_a_killed_torchrun_and_the_run_goes_on_when_it_is_started_again(tmp_path: Path) -> None:

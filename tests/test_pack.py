@@ -1,4 +1,4 @@
-"""``python -m dtrain.pack``: what lies in the shards, that nothing is left out in silence, and one line for mistakes."""
+"""``python -m dtrain.pack``: content of the shards, skipped files, and errors of one line."""
 
 import io
 import json
@@ -16,7 +16,7 @@ from webdataset.tariterators import base_plus_ext
 
 from dtrain.data import ShardLoader
 from dtrain.pack import main
-from dtrain.packing.unfinished import Unfinished
+from dtrain.packing.staging import StagedDataset
 
 
 def image(path, seed, size=(6, 5)):
@@ -36,7 +36,7 @@ def source(tmp_path):
 
 
 def rows(folder, prefix):
-    """(key, extension, bytes, label) of every sample in order, by tarfile and webdataset's definition of a key."""
+    """(key, extension, bytes, label) of every sample in order; read by tarfile, keys as in webdataset."""
     found = []
     for path in sorted(folder.glob(f"{prefix}-*.tar")):
         with tarfile.open(path) as archive:
@@ -53,7 +53,7 @@ def files(folder):
 
 
 def content(folder):
-    """Every file below, by name, but indexes, which know when their shard was written."""
+    """Name and content of every file but indexes, which hold the modification time of their shard."""
     found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
     return {name: path.read_bytes() for name, path in found.items() if path.suffix != ".idx"}
 
@@ -75,7 +75,7 @@ def test_every_image_is_packed_once_unchanged_with_the_label_of_its_folder(sourc
     assert sorted(packed) == expected
 
 
-def test_the_loader_gives_back_the_pixels(source, tmp_path):
+def test_the_loader_returns_the_pixels(source, tmp_path):
     for path in source.rglob("*.JPEG"):
         path.unlink()
     assert pack(source, tmp_path / "dst", "--shards", 2) == 0
@@ -88,7 +88,7 @@ def test_the_loader_gives_back_the_pixels(source, tmp_path):
         assert ["cat", "dog", "eel"][batch["label"][row]] == name.partition("/")[0]
 
 
-def test_classes_mix_and_the_seed_decides_how(source, tmp_path):
+def test_classes_mix_and_the_seed_determines_the_order(source, tmp_path):
     orders = {}
     for name, seed in (("one", 0), ("again", 0), ("other", 1)):
         assert pack(source, tmp_path / name, "--samples-per-shard", 10, "--seed", seed) == 0
@@ -112,7 +112,7 @@ def test_split_folders_become_prefixes(source, tmp_path):
     assert counts == {"train": 6, "val": 2, "test": 2}
 
 
-def test_a_share_of_every_class_can_be_held_out(source, tmp_path):
+def test_splits_get_a_fraction_of_every_class(source, tmp_path):
     assert pack(source, tmp_path / "dst", "--split", "val=0.25", "--split", "test=0.5") == 0
     found = {split: rows(tmp_path / "dst", split) for split in ("train", "val", "test")}
     for split, per_class in (("train", 3), ("val", 3), ("test", 6)):
@@ -120,7 +120,7 @@ def test_a_share_of_every_class_can_be_held_out(source, tmp_path):
     assert len({key for split in found.values() for key, *_ in split}) == 36
 
 
-def test_names_that_a_shard_cannot_tell_apart_get_keys_of_their_own(tmp_path):
+def test_names_with_the_same_key_get_unique_keys(tmp_path):
     names = ["img_0.5.png", "img_0.7.png", "img_0_5.png", "same.jpg", "same.png", "ümlaut " + "x" * 120 + ".png"]
     for n, name in enumerate([*names, "below/same.png"]):
         image(tmp_path / "src" / "v1.0" / name, n)
@@ -135,36 +135,36 @@ def test_names_that_a_shard_cannot_tell_apart_get_keys_of_their_own(tmp_path):
 BAD = {
     "cat/notes.txt": (b"text", "its name is not that of an image"),
     "cat/.DS_Store": (b"\0", "its name is not that of an image"),
-    "stray.png": (b"", "lies beside the folders of the classes"),
+    "stray.png": (b"", "is beside the folders of the classes"),
     "dog/broken.png": (b"no image", "not a readable image"),
     "dog/empty.jpg": (b"", "not a readable image"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_file_that_is_no_image_ends_the_run_with_its_name_and_no_shard(source, tmp_path, capsys, name):
+def test_a_file_that_is_not_an_image_is_an_error_that_names_it(source, tmp_path, capsys, name):
     (source / name).write_bytes(BAD[name][0])
     assert pack(source, tmp_path / "dst") == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert str(source / name) in error
     assert BAD[name][1] in error
-    assert "--bad", "skip" in error
+    assert "--bad skip" in error
     assert files(tmp_path / "dst") == []
 
 
-def test_skip_bad_lists_what_it_leaves_out(source, tmp_path, capsys):
+def test_bad_skip_lists_the_skipped_files(source, tmp_path, capsys):
     for name, (content, _) in BAD.items():
         (source / name).write_bytes(content)
     assert pack(source, tmp_path / "dst", "--bad", "skip", "--shards", 5) == 0
     out, error = capsys.readouterr()
     for name, (_, reason) in BAD.items():
-        assert f"left out {source / name}: {reason}" in error
+        assert f"skipped {source / name}: {reason}" in error
     assert "bad files: 5" in out
     assert len(rows(tmp_path / "dst", "train")) == 36
 
 
-def test_verify_finds_images_whose_header_is_good_and_whose_rest_is_not(source, tmp_path, capsys):
+def test_verify_finds_truncated_images(source, tmp_path, capsys):
     whole = image(source / "cat" / "cut.png", 5, (40, 40))
     whole.write_bytes(whole.read_bytes()[:-400])
     assert pack(source, tmp_path / "one") == 0
@@ -172,47 +172,63 @@ def test_verify_finds_images_whose_header_is_good_and_whose_rest_is_not(source, 
     assert "cut.png: not a readable image" in capsys.readouterr().err
 
 
-def test_labels_agree_between_splits_that_are_packed_one_by_one(source, tmp_path, capsys):
+def test_labels_agree_between_splits_packed_by_several_commands(source, tmp_path, capsys):
     image(tmp_path / "more" / "eel" / "1.png", 1)
     assert pack(source, tmp_path / "dst") == 0
     assert pack(tmp_path / "more", tmp_path / "dst", "--prefix", "val") == 0
     assert [label for *_, label in rows(tmp_path / "dst", "val")] == [2]
     image(tmp_path / "more" / "fox" / "1.png", 1)
     assert pack(tmp_path / "more", tmp_path / "dst", "--prefix", "test") == 1
-    assert "no class 'fox' among cat, dog, eel" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "no class 'fox' among cat, dog, eel" in error
+    assert "choose another DST" in error
 
 
 @pytest.mark.parametrize(
-    ("prepare", "arguments", "says"),
+    ("prepare", "arguments", "names"),
     [
-        (lambda source: None, ["SRC/none", "DST"], "is not a folder"),
-        (lambda source: None, ["SRC/cat", "DST"], "lies beside the folders of the classes"),
-        (lambda source: (source / "empty").mkdir(), ["SRC/empty", "DST"], "has no folder"),
-        (lambda source: (source / "a" / "b").mkdir(parents=True), ["SRC/a", "DST"], "gives no image to 'train'"),
-        (lambda source: None, ["SRC", "SRC/dst"], "Choose another DST"),
-        (lambda source: None, ["SRC", "DST", "--shards", "37"], "Ask for 36 or fewer"),
-        (lambda source: None, ["SRC", "DST", "--shards", "0"], "at least 1"),
-        (lambda source: None, ["SRC", "DST", "--samples-per-shard", "0"], "at least 1"),
-        (lambda source: None, ["SRC", "DST", "--split", "val=1.5"], "sum to less than 1"),
-        (lambda source: None, ["SRC", "DST", "--split", "val=0.01"], "gives no image to 'val'"),
-        (lambda source: None, ["SRC", "DST", "--prefix", "a/b"], "plain name"),
-        (lambda source: image(source / "train" / "cat" / "1.png", 0), ["SRC", "DST"], "Pack them one by one"),
-        (lambda source: (source / "cat" / "loop").symlink_to(source / "cat"), ["SRC", "DST"], "would count twice"),
+        (
+            lambda source: None,
+            ["SRC/none", "DST"],
+            ("SRC/none", "is not a folder", "one folder of images for each class"),
+        ),
+        (lambda source: None, ["SRC/cat", "DST"], ("SRC/cat/", "beside the folders of the classes", "--bad skip")),
+        (lambda source: (source / "empty").mkdir(), ["SRC/empty", "DST"], ("SRC/empty", "Expected one folder")),
+        (lambda source: (source / "a" / "b").mkdir(parents=True), ["SRC/a", "DST"], ("'train'", "Add images")),
+        (lambda source: None, ["SRC", "SRC/dst"], ("SRC/dst", "Choose another")),
+        (lambda source: None, ["SRC", "DST", "--shards", "37"], ("37 shards", "36 or fewer")),
+        (lambda source: None, ["SRC", "DST", "--shards", "0"], ("shards=0", "at least 1")),
+        (lambda source: None, ["SRC", "DST", "--samples-per-shard", "0"], ("per_shard=0", "at least 1")),
+        (lambda source: None, ["SRC", "DST", "--split", "val=1.5"], ("'val': 1.5", "sum to less than 1")),
+        (lambda source: None, ["SRC", "DST", "--split", "val=0.01"], ("'val'", "increase the share")),
+        (lambda source: None, ["SRC", "DST", "--prefix", "a/b"], ("'a/b'", "plain name")),
+        (
+            lambda source: image(source / "train" / "cat" / "1.png", 0),
+            ["SRC", "DST"],
+            ("splits train", "'cat'", "Pack each split by itself"),
+        ),
+        (
+            lambda source: (source / "cat" / "loop").symlink_to(source / "cat"),
+            ["SRC", "DST"],
+            ("SRC/cat/loop", "count twice", "Remove the link"),
+        ),
     ],
 )
-def test_mistakes_are_told_in_one_line(source, tmp_path, capsys, prepare, arguments, says):
+def test_errors_are_one_line_and_leave_no_shard(source, tmp_path, capsys, prepare, arguments, names):
+    def resolved(text):
+        return text.replace("SRC", str(source)).replace("DST", str(tmp_path / "dst"))
+
     prepare(source)
-    places = {"SRC": str(source), "DST": str(tmp_path / "dst")}
-    arguments = [argument.replace("SRC", places["SRC"]).replace("DST", places["DST"]) for argument in arguments]
-    assert pack(*arguments) == 1
+    assert pack(*map(resolved, arguments)) == 1
     error = capsys.readouterr().err
     assert error.startswith("pack: error: ")
     assert error.count("\n") == 1
-    assert says in error
+    for name in names:
+        assert resolved(name) in error
     assert files(tmp_path / "dst") == []
 
 
-def test_a_class_that_training_never_sees_is_refused(tmp_path, capsys):
+def test_a_class_without_training_images_is_refused(tmp_path, capsys):
     image(tmp_path / "src" / "train" / "cat" / "1.png", 0)
     image(tmp_path / "src" / "val" / "dog" / "1.png", 0)
     assert pack(tmp_path / "src", tmp_path / "dst") == 1
@@ -275,14 +291,14 @@ def test_index_names_every_damaged_shard_and_counts_the_others(source, tmp_path,
     assert "2 of 3 shards are damaged" in error
 
 
-def test_index_with_several_processes_tells_the_same(source, tmp_path, capsys):
+def test_index_prints_the_same_for_any_number_of_processes(source, tmp_path, capsys):
     assert pack(source, tmp_path / "dst", "--shards", 3) == 0
-    told = []
+    printed = []
     for processes in ("1", "2"):
         capsys.readouterr()
         assert main(["index", str(tmp_path / "dst" / "*.tar"), "--processes", processes]) == 0
-        told.append(capsys.readouterr().out.splitlines()[:2])
-    assert told[0] == told[1]
+        printed.append(capsys.readouterr().out.splitlines()[:2])
+    assert printed[0] == printed[1]
 
 
 def test_digits_can_be_packed_anywhere(tmp_path, capsys):
@@ -301,7 +317,7 @@ def test_the_command_itself_fails_with_one_line_and_code_1(tmp_path):
     assert done.stderr.count("\n") == 1
 
 
-def test_memory_holds_one_image_at_a_time(tmp_path):
+def test_memory_holds_one_image(tmp_path):
     stream = io.BytesIO()
     Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(stream, "PNG")
     for n in range(256):
@@ -318,7 +334,7 @@ def test_memory_holds_one_image_at_a_time(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_that_is_printed_trains(tmp_path, capsys):
+def test_the_printed_command_trains(tmp_path, capsys):
     for label in range(2):
         for n in range(16):
             image(tmp_path / "src" / f"c{label}" / f"{n}.png", n, size=(8, 8))
@@ -334,18 +350,18 @@ def test_the_command_that_is_printed_trains(tmp_path, capsys):
     assert max(line["samples"] for line in lines) == 24
 
 
-def test_a_killed_pack_of_images_keeps_what_was_left_out_in_its_count(source, tmp_path, capsys, monkeypatch):
+def test_an_interrupted_command_still_counts_its_skipped_files(source, tmp_path, capsys, monkeypatch):
     (source / "dog" / "broken.png").write_bytes(b"no image")
-    publish = Unfinished.publish
-    monkeypatch.setattr(Unfinished, "publish", lambda self, beside: (_ for _ in ()).throw(KeyboardInterrupt))
+    publish = StagedDataset.publish
+    monkeypatch.setattr(StagedDataset, "publish", lambda self, extra_files: (_ for _ in ()).throw(KeyboardInterrupt))
     assert pack(source, tmp_path / "dst", "--bad", "skip") == 130
-    assert "the same command continues" in capsys.readouterr().err
-    monkeypatch.setattr(Unfinished, "publish", publish)
+    assert "Run the same command again" in capsys.readouterr().err
+    monkeypatch.setattr(StagedDataset, "publish", publish)
     assert pack(source, tmp_path / "dst", "--bad", "skip") == 0
     assert "bad files: 1" in capsys.readouterr().out
 
 
-def test_shards_by_megabytes_are_alike_in_bytes(tmp_path):
+def test_shards_by_megabytes_have_similar_sizes(tmp_path):
     for n in range(60):
         path = image(tmp_path / "src" / "c" / f"{n}.png", n)
         path.write_bytes(path.read_bytes() + bytes(n * 1000))

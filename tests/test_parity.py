@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dtrain.data.digits import arrays
+from dtrain.data.randomness import seed_generators
 from dtrain.models import SmallCNN
-from dtrain.training.seed import seed_generators
 from tests.ranks import run_ranks
 from tests.runs import metrics, train_on
 

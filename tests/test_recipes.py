@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.config import app
-from dtrain.config.app import Composed
+from dtrain.config import compose
+from dtrain.config.compose import Composed
+from dtrain.config.instantiate import by_target
 from dtrain.config.schema import Config
 from dtrain.data import Batch
 from dtrain.models import Logits
-from dtrain.training.build import build_model, build_optimizer, by_target
+from dtrain.training.build import build_model, build_optimizer
 
 PAGE = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text()
 RECIPES = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
@@ -27,7 +28,7 @@ def composed(recipe: str, folder: Path) -> Config:
     (folder / "experiment").mkdir()
     (folder / "experiment" / "recipe.yaml").write_text(recipe)
     found: list[Composed] = []
-    app.run(found.append, ["--config-dir", str(folder), "experiment=recipe"])
+    compose.run(found.append, ["--config-dir", str(folder), "experiment=recipe"])
     return found[0].cfg
 
 
@@ -38,7 +39,7 @@ def test_every_recipe_of_the_page_composes_and_takes_a_step_where_its_packages_a
         pytest.importorskip(package)
     torch.manual_seed(0)
     model = build_model(cfg.model, CPU)
-    optimizer = build_optimizer(cfg.optimizer, model, CPU)
+    optimizer = build_optimizer(cfg.optimizer, model)
     task = by_target("task", cfg.task)
     if cfg.data.augment is not None:
         by_target("data.augment", cfg.data.augment)

@@ -1,4 +1,4 @@
-"""``dtrain.report``: everything a run has in one file, and a sentence for everything that it does not have."""
+"""``dtrain.report``: the page shows what a run directory has, and names what it lacks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from PIL import Image
 from dtrain import launch
 from dtrain.report import main
 from dtrain.tracking.history import History
-from dtrain.tracking.media import write_media
-from dtrain.tracking.status import write_status
-from tests.tiny_run import tiny_run
-from tests.tracking.report.runs_for_tests import point_of, run_of
+from dtrain.tracking.run_dir import write_status
+from dtrain.tracking.sinks import write_media
+from tests.reporting.runs_for_tests import point_of, run_of
 
 
 def make_run(folder: Path, steps: int = 40, *, state: str = "finished", fp16: bool = True, **config: Any) -> Path:
@@ -90,7 +89,7 @@ class Page(HTMLParser):
         return {unescape(title): svg for title, svg in _CHART.findall(self.content)}
 
 
-_CHART = re.compile(r'<svg role="img" aria-label="([^"]*)"(.*?)</svg>', re.DOTALL)
+_CHART = re.compile(r'<div role="img" aria-label="([^"]*)">(.*?)</svg>', re.DOTALL)
 
 
 def test_a_run_becomes_one_file_with_all_its_curves_and_nothing_from_outside(
@@ -103,9 +102,9 @@ def test_a_run_becomes_one_file_with_all_its_curves_and_nothing_from_outside(
     assert all(source.startswith("#") for source in page.sources)
     assert not {"script", "link", "iframe", "object"} & set(page.tags)
     assert list(page.charts) == [
-        *("Training loss", "Evaluation: loss", "Evaluation: accuracy", "Loss scale, and skipped steps"),
+        *("Training loss", "Evaluation: loss", "Evaluation: accuracy", "Loss scale and skipped steps"),
         *("Where the time goes", "Step time (seconds, mean between records)", "Learning rate"),
-        *("Gradient norm, before clipping", "Throughput (samples a second)", "Waiting for data (share of the step)"),
+        *("Gradient norm, before clipping", "Throughput (samples per second)", "Waiting for data (share of the step)"),
     ]
     assert len(page.ids) == len(set(page.ids))
     assert page.rows["state"] == ["finished"]
@@ -116,7 +115,7 @@ def test_a_run_becomes_one_file_with_all_its_curves_and_nothing_from_outside(
     assert page.rows["eval/accuracy, last"] == ["0.8"]
     assert page.rows["best"] == ["eval/accuracy 0.8 at step 40"]
     assert page.rows["skipped steps"] == ["3"]
-    assert page.rows["samples a second, median"] == ["1020"]
+    assert page.rows["samples per second, median"] == ["1020"]
     assert page.rows["time between first and last record"] == ["39 s"]
     assert page.rows["started with"] == ["experiment=digits"]
     assert "Peak memory: No run has recorded it." in page.text
@@ -138,7 +137,7 @@ def test_a_directory_of_runs_is_a_table_of_them_on_the_page_and_on_the_terminal(
     assert (page.rows["best 1"][0], page.rows["best 1"][-1]) == ("<i>alone", "finished")
     assert page.rows["2"][:5] == ["11", "\N{EN DASH}", "0.001", "2", "0.1100"]
     assert "failed before its first step, nothing logged" in page.text
-    assert "Of 14 runs, what follows shows 7" in page.text
+    assert "shown for 7 of 14 runs" in page.text
     assert "Best eval/accuracy over optimizer.lr" in page.charts
     out = capsys.readouterr().out.splitlines()
     assert out[1].split()[:3] == ["*", "1", "<i>alone"]
@@ -175,7 +174,7 @@ def test_runs_are_overlaid_and_their_configs_compared(tmp_path: Path) -> None:
 def test_marks_show_where_steps_were_skipped(tmp_path: Path) -> None:
     page = Page(make_report(make_run(tmp_path / "run")))
     marked = [title for title, svg in page.charts.items() if "var(--bad)" in svg]
-    assert marked == ["Loss scale, and skipped steps"]
+    assert marked == ["Loss scale and skipped steps"]
     # A marker is defined once and then used at each place.
     assert len(re.findall(r"<use [^>]*var\(--bad\)", page.charts[marked[0]])) == 3
     assert "Skipped steps: 3 in run." in page.text
@@ -186,19 +185,17 @@ def make_report(*runs: Path) -> Path:
     return runs[0] / "report.html"
 
 
-def test_a_killed_run_shows_what_is_there_and_says_what_is_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_run_is_shown_and_what_it_lacks_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run", state="running", fp16=False)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     lines[4] = json.dumps(json.loads(lines[4]) | {"train/loss": None}) + "\n"
     (run / "metrics.jsonl").write_text("".join(line for line in lines[:9]) + lines[9][:25])
     (run / "config.yaml").unlink()
     page = Page(make_report(run))
-    assert "last line is torn" in page.text
+    assert "last line is incomplete" in page.text
     assert "no config.yaml" in page.text
-    assert "torn" in capsys.readouterr().err
-    assert page.rows["state"][0].startswith("running (last sign of life")
+    assert "incomplete" in capsys.readouterr().err
+    assert page.rows["state"][0].startswith("running (last activity")
     assert page.rows["attempted steps"] == ["9"]
     assert "Values that were not finite: run (1)" in page.text
     assert "No run has been evaluated yet" in page.text
@@ -224,10 +221,10 @@ def test_lines_that_are_no_records_are_counted_and_left_out(tmp_path: Path) -> N
     (run / "metrics.jsonl").write_text("".join(lines))
     history = History.read(run, "run")
     assert len(history.series("step")[1]) == 38
-    assert history.gaps == ["metrics.jsonl: 2 lines are no records (the first is line 2); they are left out"]
+    assert history.gaps == ["metrics.jsonl: lines that are not records are left out: 2, the first is line 2"]
 
 
-def test_nothing_in_a_run_can_break_the_page(tmp_path: Path) -> None:
+def test_markup_in_a_run_directory_is_escaped(tmp_path: Path) -> None:
     evil = "<img src=x onerror=alert(1)>"
     run = make_run(tmp_path / "<script>$\\frac{alert(1)}_", note={"text": evil})
     other = make_run(tmp_path / "_b\x1b", note={"text": "&amp;"})
@@ -244,7 +241,9 @@ def test_nothing_in_a_run_can_break_the_page(tmp_path: Path) -> None:
     (run / "media" / evil / "step-000000001.txt").write_text(evil)
     (run / "media" / evil / "step-000000002.png").write_text(evil)
     (run / "evaluations").mkdir()
-    (run / "evaluations" / f"{evil}.json").write_text(json.dumps({evil: evil, "c": [{"name": evil, "recall": evil}]}))
+    (run / "evaluations" / f"{evil}.json").write_text(
+        json.dumps({evil: evil, "classes": [{"name": evil, "recall": evil}]})
+    )
     page = Page(make_report(run, other))
     assert not {"script", "img"} & set(page.tags)
     assert page.rows["note.text"] == [evil, "&amp;"]
@@ -254,7 +253,7 @@ def test_nothing_in_a_run_can_break_the_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_values_beyond_all_measure_are_no_error(tmp_path: Path) -> None:
+def test_extreme_values_are_no_error(tmp_path: Path) -> None:
     values = [0, -1, 1e308, -1e308, 1e-308, 1e99, None, "x", True, 10**400, float("inf"), float("nan"), 5, [1], {}]
     names = ["time", "time/step_seconds", "time/data_wait_fraction", "time/restarts", "train/loss", "samples"]
     names += ["precision/loss_scale", "precision/skipped_steps", "data/bad_samples", "time/slowest_rank", "memory/x"]
@@ -269,13 +268,13 @@ def test_values_beyond_all_measure_are_no_error(tmp_path: Path) -> None:
     assert page.rows["attempted steps"] == ["699"]
 
 
-def test_more_runs_than_colours_are_told_apart_by_their_dashes(tmp_path: Path) -> None:
+def test_more_runs_than_colours_differ_in_their_dashes(tmp_path: Path) -> None:
     runs = [run_of(tmp_path / f"run-{number}", [{"step": 1, "train/loss": 1.0}]).path for number in range(8)]
     keys = re.findall(r'<span>(<svg class="key".*?</svg>)run-\d', Page(make_report(*runs)).content)
     assert len(set(keys)) == len(keys) == 8
 
 
-def test_the_page_shows_what_lies_beside_the_metrics(tmp_path: Path) -> None:
+def test_the_page_shows_pictures_texts_and_bad_samples(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     picture = io.BytesIO()
     Image.new("RGB", (4, 4)).save(picture, "PNG")
@@ -290,7 +289,7 @@ def test_the_page_shows_what_lies_beside_the_metrics(tmp_path: Path) -> None:
     assert [base64.b64decode(source.removeprefix("data:image/png;base64,")) for source in embedded] == 3 * [
         picture.getvalue()
     ]
-    for part in ("step 20step 30step 40", "Once upon a <time>", "1 times: no JPEG", "train-000007.tar/digit_1250"):
+    for part in ("step 20step 30step 40", "Once upon a <time>", "1 time: no JPEG", "train-000007.tar/digit_1250"):
         assert part in page.text
 
 
@@ -317,7 +316,7 @@ def test_the_last_lines_say_how_each_run_is(tmp_path: Path, capsys: pytest.Captu
     assert lines[-2].startswith("b: not healthy: failed: rank 1 failed: ValueError: no")
 
 
-def test_what_a_run_says_of_itself_does_nothing_to_the_terminal(
+def test_control_characters_of_a_run_do_not_reach_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(tmp_path / "run", note=[{"text": 1}])
@@ -327,13 +326,13 @@ def test_what_a_run_says_of_itself_does_nothing_to_the_terminal(
         file.write(json.dumps({"step": 41, "eval/\ud800": 1.0}) + "\n")
     out, pictures = tmp_path / "\udcff.html", tmp_path / "png"  # the name of a file need not be UTF-8
     assert main([str(run), str(other), "--out", str(out), "--png", str(pictures)]) == 0
-    told = capsys.readouterr().out
-    assert all(line.isprintable() for line in told.splitlines())
-    assert "failed: ?[2J no?report: all is well ?" in told.splitlines()[-3]
+    printed = capsys.readouterr().out
+    assert all(line.isprintable() for line in printed.splitlines())
+    assert "failed: ?[2J no?report: all is well ?" in printed.splitlines()[-3]
     assert Page(out).rows["note"] == ['[{"text": 1}]', "[{datetime.date(2026, 1, 1): 1}]"]
 
 
-@pytest.mark.parametrize(("name", "part"), [("missing", "is no directory"), (".", "holds no run")])
+@pytest.mark.parametrize(("name", "part"), [("missing", "is not a directory"), (".", "holds no run")])
 def test_a_folder_without_a_run_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, part: str
 ) -> None:
@@ -341,18 +340,18 @@ def test_a_folder_without_a_run_is_refused(
     assert part in capsys.readouterr().err
 
 
-def test_a_page_that_cannot_be_written_says_how_to_write_it_elsewhere(
+def test_a_page_that_cannot_be_written_is_an_error_that_names_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(tmp_path / "run", steps=1)
     assert main([str(run), "--out", str(tmp_path / "missing" / "report.html")]) == 1
-    assert "Another place: --out FILE" in capsys.readouterr().err
+    assert "--out FILE" in capsys.readouterr().err
 
 
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     run, precious = make_run(tmp_path / "run", steps=1), tmp_path / "precious"
     precious.write_text("mine")
-    for name in ("report.html", ".report.html.aside"):
+    for name in ("report.html", ".report.html.staged"):
         (run / name).symlink_to(precious)
     assert main([str(run)]) == 0
     assert precious.read_text() == "mine"
@@ -364,10 +363,9 @@ def test_a_long_run_stays_a_small_file(tmp_path: Path) -> None:
     assert make_report(run).stat().st_size < 2_000_000
 
 
-def test_a_real_run_has_no_gaps(tmp_path_factory: pytest.TempPathFactory, digits: Path, tmp_path: Path) -> None:
-    run = tiny_run(tmp_path_factory.getbasetemp())
+def test_a_real_run_has_no_gaps(finished_run: Path, tmp_path: Path) -> None:
     out = tmp_path / "report.html"
-    assert main([str(run), "--out", str(out)]) == 0
+    assert main([str(finished_run), "--out", str(out)]) == 0
     page = Page(out)
     assert "Missing or damaged" not in page.text
     assert page.rows["attempted steps"] == ["15"]

@@ -1,4 +1,4 @@
-"""The report of a run that had everything happen to it, in a real browser."""
+"""The report in a real browser: a run with all kinds of faults, overlaid runs, and a sweep."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from PIL import Image
 
 from dtrain.report import main
 from tests.browser import View, view
+from tests.reporting.runs_for_tests import point_of
 from tests.runs import status, torchrun
-from tests.tracking.report.runs_for_tests import point_of
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600), pytest.mark.usefixtures("digits")]
 
-# Title, place in the page and how much is drawn, of each chart.
-CHARTS = """[...document.querySelectorAll('.charts svg[role=img]')].map(svg => {
+# Title, position and size of each chart.
+CHARTS = """[...document.querySelectorAll('.charts [role=img]')].map(svg => {
     const place = svg.getBoundingClientRect();
     return [svg.getAttribute('aria-label'), place.left + scrollX, place.top + scrollY, place.width, place.height] })"""
 TOO_WIDE = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
@@ -44,7 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1200, 420])
-def test_the_report_of_a_troubled_run_is_whole_readable_and_quiet(
+def test_the_report_of_a_run_with_faults_is_readable_and_loads_nothing(
     run: Path, tmp_path: Path, width: int, dark: bool
 ) -> None:
     page = tmp_path / "report.html"
@@ -54,7 +54,7 @@ def test_the_report_of_a_troubled_run_is_whole_readable_and_quiet(
     assert seen.requests == [page.as_uri()]
     assert seen.results[TOO_WIDE] == 0
     charts = seen.results[CHARTS]
-    assert {"Training loss", "Loss scale, and skipped steps", "Where the time goes"} <= {title for title, *_ in charts}
+    assert {"Training loss", "Loss scale and skipped steps", "Where the time goes"} <= {title for title, *_ in charts}
     pixels = np.asarray(Image.open(io.BytesIO(seen.picture)).convert("RGB")).astype(int)
     for title, *place in charts:
         left, top, wide, high = map(round, place)
@@ -67,7 +67,7 @@ def test_the_report_of_a_troubled_run_is_whole_readable_and_quiet(
     _is_readable(seen)
 
 
-def test_runs_overlaid_are_whole_readable_and_quiet(run: Path, tmp_path: Path) -> None:
+def test_overlaid_runs_are_readable_and_load_nothing(run: Path, tmp_path: Path) -> None:
     copies = []
     for name in "ab":
         copies.append(tmp_path / name)
@@ -84,7 +84,7 @@ def test_runs_overlaid_are_whole_readable_and_quiet(run: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_the_table_of_a_sweep_is_whole_readable_and_quiet(tmp_path: Path, dark: bool) -> None:
+def test_the_table_of_a_sweep_is_readable_and_loads_nothing(tmp_path: Path, dark: bool) -> None:
     for number in range(30):
         settings = {"optimizer.lr": 10.0 ** -(number % 5), "run.seed": number // 5}
         point_of(tmp_path / str(number), settings, [number / 40, number / 30])
@@ -104,9 +104,9 @@ def test_the_table_of_a_sweep_is_whole_readable_and_quiet(tmp_path: Path, dark: 
 def _is_readable(seen: View) -> None:
     paper = _luminance(seen.results[PAPER])
     for colour, fill, element in seen.results[COLOURS]:
-        told = fill if element == "text" else colour
-        light, deep = sorted((paper, _luminance(told)), reverse=True)
-        assert (light + 0.05) / (deep + 0.05) >= 4.5, f"{element} in {told} on {seen.results[PAPER]}"
+        shade = fill if element == "text" else colour
+        light, deep = sorted((paper, _luminance(shade)), reverse=True)
+        assert (light + 0.05) / (deep + 0.05) >= 4.5, f"{element} in {shade} on {seen.results[PAPER]}"
 
 
 def _luminance(colour: str) -> float:

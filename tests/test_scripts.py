@@ -77,7 +77,7 @@ def test_overrides_reach_the_training_as_they_are_typed(checkout):
     assert train[:2] == ["torchrun", str(checkout)]
     assert train[-4:] == ["experiment=digits", *overrides]
     assert "--nproc-per-node=2" in train
-    assert "In that directory: config.yaml" in done.stderr
+    assert "The run directory has config.yaml" in done.stderr
 
 
 def test_the_test_command_hands_its_arguments_to_pytest_in_the_checkout(checkout):
@@ -119,7 +119,7 @@ def test_a_python_that_will_not_do_is_named_with_the_way_out(checkout, pretend, 
 def test_no_python_at_all_is_named_too(checkout):
     done = call(checkout / "scripts" / "test.sh", PYTHON="python9.9", DTRAIN_VENV=str(checkout.parent / "new"))
     assert done.returncode == 1
-    assert "no python9.9 on the path" in done.stderr
+    assert "python9.9 is not on the path" in done.stderr
 
 
 def test_a_folder_that_is_no_environment_is_left_alone(checkout):
@@ -128,7 +128,7 @@ def test_a_folder_that_is_no_environment_is_left_alone(checkout):
     (mine / "thesis.tex").write_text("x")
     done = call(checkout / "scripts" / "test.sh", PYTHON=sys.executable, DTRAIN_VENV=str(mine))
     assert done.returncode == 1
-    assert "Choose another place" in done.stderr
+    assert "Set another folder: DTRAIN_VENV=DIR" in done.stderr
     assert os.listdir(mine) == ["thesis.tex"]
 
 
@@ -188,7 +188,7 @@ def test_a_run_that_never_began_is_not_tried_again(job):
     output, _ = process.communicate(timeout=30)
     assert not job.requeued()
     assert process.returncode == 3
-    assert "it ended before the first step" in output
+    assert "the run ended before the first step" in output
 
 
 def wait_for(path):
@@ -238,7 +238,7 @@ def test_restarts_without_a_new_checkpoint_come_to_an_end_and_one_forgives_them(
     output, _ = process.communicate(timeout=30)
     assert job.requeued() == requeued
     assert (job.run_dir / ".requeue").read_text() == f"{kept}\n"
-    assert requeued or "no new checkpoint in 3 starts" in output
+    assert requeued or "no new checkpoint in 3 allocations" in output
 
 
 def test_every_start_has_its_own_rendezvous_and_the_same_run_directory(job):

@@ -54,7 +54,7 @@ def test_another_global_batch_in_mid_epoch_uses_what_remains_once(tmp_path: Path
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks to kill in /proc, which is Linux's")
 def test_killed_ranks_and_jobs_leave_no_trace_in_what_is_learned(tmp_path: Path) -> None:
     soak = subprocess.run(
-        [sys.executable, "scripts/kill_soak.py", "--rounds=4", "--seed=1", f"--dir={tmp_path}"],
+        [sys.executable, "-m", "benchmarks.kill_soak", "--rounds=4", "--seed=1", f"--dir={tmp_path}"],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -14,6 +14,8 @@ import torch
 from dtrain.data import Batch
 from dtrain.tasks import Classification
 from dtrain.training.task import Output
+from tests.ranks import RanksFailed
+from tests.refusals import assert_refused
 from tests.runs import metrics, records, status, torchrun, train_on, weights
 
 pytestmark = pytest.mark.usefixtures("digits")
@@ -29,8 +31,12 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
-    [(2, []), (3, []), (2, ["train.micro_batch_size=8"]), (1, ["train.micro_batch_size=16", "data.num_workers=3"])],
-    ids=["2 ranks", "3 ranks, which do not divide 64", "2 ranks x 4 micro-batches", "1 rank x 4, 3 workers"],
+    [
+        pytest.param(2, [], marks=pytest.mark.slow, id="2 ranks"),
+        pytest.param(3, [], id="3 ranks, which do not divide 64"),
+        pytest.param(2, ["train.micro_batch_size=8"], id="2 ranks x 4 micro-batches"),
+        pytest.param(1, ["train.micro_batch_size=16", "data.num_workers=3"], id="1 rank x 4, 3 workers"),
+    ],
 )
 def test_the_loss_is_the_same_for_any_split_of_the_global_batch(
     one_rank: Path, tmp_path: Path, ranks: int, overrides: list[str]
@@ -100,7 +106,7 @@ def test_torchrun_trains_from_any_directory_and_wandb_gets_one_offline_run(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "names"),
     [
         (["data.train=/nowhere/train.tar"], ["/nowhere/train.tar"]),
         (["data.train=/nowhere/*.tar"], ["/nowhere/*.tar"]),
@@ -114,10 +120,8 @@ def test_torchrun_trains_from_any_directory_and_wandb_gets_one_offline_run(tmp_p
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
 def test_bad_input_is_one_message_on_rank_zero_and_an_error_everywhere(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], overrides: list[str], said: list[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], overrides: list[str], names: list[str]
 ) -> None:
-    from tests.ranks import RanksFailed
-
     with pytest.raises(RanksFailed) as failed:
         train_on(2, tmp_path, *overrides)
     assert set(failed.value.reports) == {0, 1}
@@ -125,13 +129,10 @@ def test_bad_input_is_one_message_on_rank_zero_and_an_error_everywhere(
     message = capfd.readouterr().err
     assert message.count("dtrain: error: ") == 1
     assert "Traceback" not in message
-    for part in said:
-        assert part in message
+    assert_refused(message, *names)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from tests.ranks import RanksFailed
-
     train_on(1, tmp_path / "a", "train.max_steps=1", "model.width=8")
     train_on(1, tmp_path / "b", "train.max_steps=1", "model.width=16")
     (tmp_path / "a" / "checkpoints").rename(tmp_path / "b" / "other")
@@ -143,8 +144,6 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, capfd: pytest.
 
 
 def test_a_wrapped_model_is_refused_with_the_reason(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from tests.ranks import RanksFailed
-
     with pytest.raises(RanksFailed):
         train_on(1, tmp_path, "model._target_=tests.test_train.wrapped_model", "~model.width", "~model.classes")
     assert "DataParallel" in capfd.readouterr().err
@@ -168,6 +167,7 @@ class FailsOnRankOne(Classification):
         return super().__call__(model, batch)
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_ends_the_job_with_its_traceback_first(tmp_path: Path) -> None:
     started = time.monotonic()
     done = torchrun(
@@ -182,13 +182,8 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback_first(tmp_path: Path
     assert status(tmp_path)["reason"] == "rank 1 failed: ZeroDivisionError: a bug of the user's"
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "SIGTERM to torchrun",
-        *(pytest.param(how, marks=pytest.mark.slow) for how in ("SIGUSR1 to one worker", "STOP file")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["SIGTERM to torchrun", "SIGUSR1 to one worker", "STOP file"])
 def test_a_stop_request_stops_both_ranks_after_the_same_step(tmp_path: Path, how: str) -> None:
     command = [
         sys.executable,

@@ -1,1 +1,13 @@
-"""From a command line to one typed config, one run identity and one run directory."""
+"""The config of a run: composed from the command line, checked, and saved in the run directory.
+
+In reading order:
+
+* ``schema``: every config key, its type, default and meaning.
+* ``compose``: composes the config with Hydra and calls an entry point with it; exit codes; the option ``--json``.
+* ``explain``: clear messages for the errors that Hydra raises.
+* ``run``: the run's name, its directory and saved config, which configs may resume it, and its command line.
+* ``instantiate``: objects from ``_target_`` nodes.
+* ``renamed_keys``: keys of earlier versions, and their new names.
+* ``errors``: errors that are shown without a traceback.
+* ``cache_dir``: where rebuildable files are cached.
+"""

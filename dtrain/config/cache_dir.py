@@ -1,4 +1,4 @@
-"""Where dtrain keeps what it can make again."""
+"""The directory of files that dtrain can rebuild, such as indexes and copies of shards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """``$DTRAIN_CACHE``, else ``$XDG_CACHE_HOME/dtrain``, else ``~/.cache/dtrain``; not created here."""
-    if place := os.environ.get("DTRAIN_CACHE"):
-        return Path(place).expanduser()
+    """``$DTRAIN_CACHE``, else ``$XDG_CACHE_HOME/dtrain``, else ``~/.cache/dtrain``; it may not exist."""
+    if folder := os.environ.get("DTRAIN_CACHE"):
+        return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dtrain"

@@ -1,53 +1,67 @@
-"""The kinds of failure that are shown without a traceback."""
+"""Errors that are shown without a traceback, and the hiding of secrets in messages. Imports nothing of dtrain."""
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+HIDDEN = "<hidden>"
+# user:password@ of a URL, and the value of a signature or token in its query
+_URL_SECRET = re.compile(
+    r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)|(?<=[?&])([\w-]*(?:sig|signature|token|key|secret|password)=)[^&\s'\"]+", re.I
+)
+
 
 class ConfigError(ValueError):
-    """A config, data set, checkpoint or environment that cannot work: something that the user can put right.
+    """An error in the config, data, checkpoint or environment, which the user can correct.
 
-    The message is the whole story: it names the thing, the value got, and what to do. It is raised on every rank and
+    The message is complete: it names the key or file, the value and the remedy. The error is raised on every rank and
     shown on rank 0.
     """
 
 
 class Explained(Exception):
-    """Something that the user can put right, which one rank may meet alone while the others go on: a disk that is full,
-    samples that no batch can be made of.
+    """An error that the user can correct and that only one rank may have, such as a full disk or a batch of bad samples.
 
-    The message is the whole story, as that of a ``ConfigError``. The first rank that has it shows it, the others end with
+    The message is complete, as that of a ``ConfigError``. The first rank with the error shows it; the others end with
     one line.
     """
 
 
 class PeerFailed(RuntimeError):
-    """This rank ends because another one failed first and has already said why."""
+    """This rank ends because another one failed first and has published its error."""
 
 
 class PeerLost(Explained, RuntimeError):
-    """This rank ends because another one is gone, and none has said why."""
+    """This rank ends because another one is gone and no rank has published an error."""
 
 
 def in_brief(message: str) -> str:
-    """The beginning of a message, on one line, for where another line shows all of it."""
+    """The beginning of a message on one line, for a place where the whole message is not needed."""
     return textwrap.shorten(message.splitlines()[0] if message else "", 120, placeholder="...")
 
 
 @contextmanager
-def users_to_fix(what: str) -> Iterator[None]:
-    """Makes a ``ConfigError`` of what the public classes raise for wrong arguments, files and missing packages.
+def as_config_error(what: str) -> Iterator[None]:
+    """Converts the errors that public classes raise for wrong arguments, files and missing packages to ``ConfigError``.
 
     Args:
-        what: The part of the config that it is about, put before the message.
+        what: The config key or file concerned; it is put before the message.
+
+    Raises:
+        ConfigError: Instead of ``ValueError``, ``OSError`` and ``ImportError``.
     """
     try:
         yield
     except ConfigError:
         raise
     except (ValueError, OSError, ImportError) as error:
-        said = str(error)
-        raise ConfigError(said if said.startswith(what) else f"{what}: {said}") from error
+        message = str(error)
+        raise ConfigError(message if message.startswith(what) else f"{what}: {message}") from error
+
+
+def without_url_secrets(text: str) -> str:
+    """A text in which the passwords, signatures and tokens of URLs are hidden."""
+    return _URL_SECRET.sub(lambda match: f"{match[1] or ''}{HIDDEN}", text)

@@ -1,11 +1,23 @@
-"""Turns what Hydra and OmegaConf refuse into one message: the key, the value got, what to write instead."""
+"""Explains what Hydra and OmegaConf refuse as one clear line: the key or preset, the value, and the remedy.
+
+The mistakes that users make, in the order of this file:
+
+1. An argument that cannot be parsed, or that Hydra would misunderstand: an option for a key (``--precision=bf16``), or a
+   pattern that the shell has expanded to several values of one key. A preset that is not YAML.
+2. A preset that does not exist, or lacks its ``# @package _global_``.
+3. A misspelt or renamed key.
+4. A key in the wrong group, such as ``max_steps=3`` for ``train.max_steps=3``.
+5. A value of the wrong type, or a section that is set to a value.
+
+All other errors are shown in Hydra's own words. ``instantiate`` explains a ``_target_`` that cannot be imported.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -14,229 +26,226 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from dtrain.config.presets import explain_preset, first_key, groups, named_in, nearest, options
+from dtrain.config.errors import ConfigError
+from dtrain.config.renamed_keys import RENAMED_KEYS
 from dtrain.config.schema import Config
+
+_PACKAGE = re.compile(r"(\s*#\s*@.*\n)*\s*#\s*@package\b")  # Hydra's header ends at the first line that is not `# @`
+_QUOTE = "quote it twice: 'data.train=\"shards/{000..009}.tar\"'"
+
+
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Checks the command line for arguments that Hydra would misunderstand.
+
+    Raises:
+        ConfigError: Names the first one.
+    """
+    unknown = [text for text in get_args_parser().parse_known_args(arguments)[1] if text.startswith("-")]
+    seen: dict[str, str] = {}
+    for argument in arguments:
+        key, equals, _ = argument.partition("=")
+        # argparse would read -precision=bf16 as -p recision=bf16.
+        if argument in unknown or (re.match(r"-\w\w+=", argument) and key not in ("-cd", "-cn", "-cp")):
+            raise ConfigError(f"{argument}: there is no such option. Keys have no dashes: {key.lstrip('-')}=VALUE.")
+        if key.startswith("~") and _wanted(name := key[1:]):
+            raise ConfigError(
+                f"{argument}: every config has {name}, so it cannot be removed. Set it instead, such as {name}=null."
+            )
+        if equals and not key.startswith("-") and seen.setdefault(key, argument) != argument:
+            # Hydra would use the last one: unquoted, a pattern of shards would become its last shard.
+            expanded = f"If your shell expanded a pattern with braces, {_QUOTE}." if key.startswith("data.") else ""
+            raise ConfigError(
+                f"{key} is set more than once: {seen[key]} and {argument}. {expanded or 'Keep one of them.'}"
+            )
 
 
 def explain(
     error: HydraException | OmegaConfBaseException | yaml.YAMLError | ValueError, arguments: Sequence[str], conf: Path
 ) -> str:
-    """What to tell a user whose config was refused.
+    """The message for a config that was refused.
 
     Args:
-        error: What Hydra, OmegaConf or YAML raised.
+        error: The exception of Hydra, OmegaConf or YAML.
         arguments: The command line.
         conf: The folder of the config groups.
     """
+    text = " ".join(str(error).split())
     if isinstance(error, yaml.YAMLError):
-        return f"a preset is no YAML: {' '.join(str(error).split())}."
+        return f"a preset is not valid YAML: {text}."
     if isinstance(error, OverrideParseException):
-        return (
-            f"{error.override!r} cannot be read{_why_unreadable(str(error))}. Write KEY=VALUE; quote values with braces, "
-            "commas, spaces or ~ twice: 'data.train=\"shards/{000..009}.tar\"'."
-        )
-    folders = [conf, *_config_dirs(arguments)]
-    if told := explain_preset(error, folders):
-        return told
-    cause = _root(error)
-    # A key that a preset file sets has lost its attributes on the way up; its text still has them.
-    in_text = re.search(r"full_key: (\S+)", str(cause))
-    key = getattr(cause, "full_key", None) or (in_text and in_text[1])
-    if not key:
-        return str(error)
-    preset = named_in(error)
-    place = f"{preset}.yaml: " if preset else ""
-    if "is not Optional" in str(cause):
-        return f"{place}{key}: got null. {_wanted(key)}"
-    if isinstance(cause, ValidationError) or "could not be converted" in str(cause):
-        said = re.search(r"Value .*", str(cause)) or re.match(".*", str(cause))
-        assert said is not None
-        return f"{place}{key}: {said[0].rstrip('.')}. {_wanted(key)}"
-    if key in groups(folders) and key not in get_type_hints(Config):
-        return f"{place}{key} is a group, not a key. Choose from it in the defaults of a preset: `- {key}/NAME`."
-    return f"{place}{_no_such(key, arguments, conf)}"
+        return f"{error.override!r} cannot be parsed. Write KEY=VALUE. If the value has braces, commas, spaces or ~, {_QUOTE}."
+    own = get_args_parser().parse_known_args(arguments)[0].config_dir
+    folders = [conf, *([Path(own)] if own else [])]
+    found = re.match(r"In '([^']+)'", text)
+    preset = found[1] if found and found[1] != "train" else None  # train.yaml is dtrain's own
+    if "Config group override must be" in text:
+        return _explain_number(arguments, folders) or text
+    return _explain_preset(error, preset, folders) or _explain_key(error, preset, arguments, folders) or text
 
 
-def unknown_options(arguments: Sequence[str]) -> str | None:
-    """A message if the command line has an option that Hydra does not know, such as ``--precision=bf16``."""
-    parser = get_args_parser()
-    unknown = [option for option in parser.parse_known_args(arguments)[1] if option.startswith("-")]
-    # argparse takes -precision=bf16 for -p recision=bf16.
-    names = {name for action in parser._actions for name in action.option_strings}
-    unknown += [said for said in arguments if re.match(r"-\w[^-]+=", said) and said.partition("=")[0] not in names]
-    if not unknown:
-        return None
-    return (
-        f"{unknown[0]}: there is no such option. Keys have no dashes: {unknown[0].lstrip('-').partition('=')[0]}=VALUE."
-    )
+def check_keys(cfg: DictConfig) -> None:
+    """Checks a composed config for keys that the schema does not have; Hydra's ``+key=value`` adds them.
 
-
-def unknown_keys(cfg: DictConfig) -> Iterator[str]:
-    """Keys that the schema does not have; Hydra's ``+key=value`` lets them in.
-
-    Yields:
-        A message for each, with the nearest valid name.
+    Raises:
+        ConfigError: Names the first one and the nearest valid name.
     """
-    yield from _unknown(cfg, Config, "")
+    _check_section(cfg, Config, "")
 
 
-def overrides_first(arguments: Sequence[str]) -> list[str]:
-    """The same command line for argparse, which takes no more keys after an option that comes behind the first ones."""
+def options_last(arguments: Sequence[str]) -> list[str]:
+    """The arguments with all overrides before the options: argparse accepts no further overrides after an option."""
     known, rest = get_args_parser().parse_known_args(arguments)
     overrides = [*known.overrides, *rest]
     return [*overrides, *(argument for argument in arguments if argument not in overrides)]
 
 
-def removed(arguments: Sequence[str], conf: Path) -> str | None:
-    """A message if a key is taken away, as with ``~data.eval``, that every config has."""
-    for argument in arguments:
-        key = argument.partition("=")[0][1:]
-        parent, _, name = key.rpartition(".")
-        kind = _schema_at(parent)
-        if not argument.startswith("~") or kind is None or key in groups([conf]):
-            continue
-        if name in (hints := get_type_hints(kind)):
-            remedy = _below(key) if dataclasses.is_dataclass(hints[name]) else f"Set it: {key}=VALUE, or null for none."
-            return f"{argument}: every config has {key}, so it cannot be taken away. {remedy}"
-    return None
+def nearest(name: str, valid: Iterable[str], most: int = 12) -> str:
+    """``Did you mean 'a'? Valid: a, b, c.``"""
+    names = sorted(set(valid))
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    guess = f"Did you mean {close[0]!r}? " if close else ""
+    shown = ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+    return f"{guess}Valid: {shown or 'none'}."
 
 
-def repeated(arguments: Sequence[str]) -> str | None:
-    """A message if one key is set twice, as an unquoted ``{000..009}`` that the shell expanded does."""
-    seen: dict[str, str] = {}
-    for argument in arguments:
-        key, equals, _ = argument.partition("=")
-        if not equals or key.startswith("-"):
-            continue
-        if key in seen and seen[key] != argument:
-            expanded = (
-                " If it was one pattern with braces, your shell expanded it: quote it twice, "
-                f"'{key}=\"shards/train-{{000..009}}.tar\"'."
+# -- presets
+
+
+def _explain_preset(error: Exception, preset: str | None, folders: Sequence[Path]) -> str | None:
+    """The message for a preset that does not exist or lacks its package; None for other errors."""
+    file = next((path for folder in folders if preset and (path := folder / f"{preset}.yaml").is_file()), None)
+    if file is not None and file.parent.name == "experiment" and not _PACKAGE.match(file.read_text(errors="replace")):
+        return f"{file}: its keys would go below 'experiment'. Make `# @package _global_` its first line."
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, option = str(error.missing_cfg_file).rpartition("/")
+        if group and (presets := _presets(group, folders)):
+            return (
+                f"{f'{file}: ' if file else ''}{group}={option}: there is no such {group}. {nearest(option, presets)}"
             )
-            said = f"{key} is set more than once: {seen[key]} and {argument}."
-            return said + (expanded if key.startswith("data.") else " Keep one of them.")
-        seen[key] = argument
     return None
 
 
-def _unknown(node: DictConfig, kind: type, prefix: str) -> Iterator[str]:
-    hints = get_type_hints(kind)
-    for key in node:
-        if key not in hints:
-            yield f"{prefix}{key!s}: there is no such key. {nearest(str(key), hints)}"
-        elif dataclasses.is_dataclass(hints[str(key)]):
-            child = node._get_node(key)
-            if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
-                yield from _unknown(child, hints[str(key)], f"{prefix}{key}.")
-
-
-def number_for_an_option(arguments: Sequence[str], conf: Path) -> str | None:
-    """A message if a group is given a number, such as ``precision=16``, which Hydra has no words for."""
-    folders = [conf, *_config_dirs(arguments)]
+def _explain_number(arguments: Sequence[str], folders: Sequence[Path]) -> str | None:
+    """The message for a preset that is chosen by a number, such as ``precision=16``."""
     for argument in arguments:
-        group, _, values = argument.lstrip("+").partition("=")
-        if group not in groups(folders):
-            continue
-        for value in values.strip("[]").split(","):
-            if not re.fullmatch(r"[-+\d._e]*\d[-+\d._e]*|true|false|null", value, re.IGNORECASE):
-                continue
-            if value in (valid := options(group, folders)):
-                return f"{argument}: a name like a number has to be quoted twice: '{group}=\"{value}\"'."
-            return f"{argument}: there is no such {group}. {nearest('', valid)}"
+        group, _, value = argument.partition("=")
+        if group in _groups(folders) and re.fullmatch(r"[\d._]+|true|false|null", value, re.IGNORECASE):
+            quoted = f"A preset named like a number has to be quoted twice: '{group}=\"{value}\"'."
+            return f"{argument}: want the name of a preset. {nearest('', _presets(group, folders))} {quoted}"
     return None
 
 
-def _why_unreadable(text: str) -> str:
-    """The reason in the words of Hydra's parser, without its pictures of where."""
-    reasons = [
-        line for line in text.splitlines() if line.strip(" ^") and "hydra.cc" not in line and "Exception: " not in line
-    ]
-    return f": {reasons[-1]}" if reasons else ""
+def _presets(group: str, folders: Sequence[Path]) -> set[str]:
+    return {path.stem for folder in folders for path in (folder / group).glob("*.yaml")}
 
 
-def _config_dirs(arguments: Sequence[str]) -> list[Path]:
-    given = get_args_parser().parse_known_args(arguments)[0].config_dir
-    return [Path(given)] if given else []
+def _groups(folders: Sequence[Path]) -> list[str]:
+    return sorted({entry.name for folder in folders if folder.is_dir() for entry in folder.iterdir() if entry.is_dir()})
 
 
-def _no_such(key: str, arguments: Sequence[str], conf: Path) -> str:
-    """That there is no such key, and which one may be meant: one beside it, or one of such a name elsewhere."""
+# -- keys and values
+
+
+def _explain_key(error: Exception, preset: str | None, arguments: Sequence[str], folders: Sequence[Path]) -> str | None:
+    """The message for a key that does not exist or has a wrong value; None if the error names no key."""
+    where = f"{preset}.yaml: " if preset else ""
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    text = str(cause)
+    if found := re.search(r"not a subclass of (\w+)\. value: (.*)", text):
+        section = next((path for path, kind in _sections(Config) if kind.__name__ == found[1]), found[1])
+        return f"{where}{section}: got {found[2]}. {_wanted(section)}"
+    # The error for a key in a preset has no attribute; its text has the key.
+    in_text = re.search(r"full_key: (\S+)", text)
+    key = getattr(cause, "full_key", None) or (in_text and in_text[1])
+    if not key:
+        return None
+    if "is not Optional" in text:
+        return f"{where}{key}: got null. {_wanted(key)}"
+    if isinstance(cause, ValidationError) or "could not be converted" in text:
+        reason = re.search(r"Value .*", text)
+        return f"{where}{key}: {(reason[0] if reason else text.splitlines()[0]).rstrip('.')}. {_wanted(key)}"
+    if key in _groups(folders) and key not in get_type_hints(Config):
+        return f"{where}{key} is a group, not a key. Choose from it in the defaults of a preset: `- {key}/NAME`."
+    return f"{where}{_renamed(key) or _no_such_key(key, arguments, folders)}"
+
+
+def _no_such_key(key: str, arguments: Sequence[str], folders: Sequence[Path]) -> str:
+    """Suggests a key beside the given one, or one of a similar name elsewhere."""
     parent, _, name = key.rpartition(".")
-    valid = _children(parent, arguments, conf)
-    said = f"{key}: there is no such key{f' in {parent}' if parent else ''}."
-    free_form = bool(parent) and _schema_at(parent) is None
-    if not difflib.get_close_matches(name, valid, cutoff=0.75):
-        keys = OmegaConf.to_container(_chosen(arguments, conf), resolve=False)
-        elsewhere: dict[str, str] = {}
-        for path in sorted(_all_keys(keys), key=lambda path: path.count(".")):
-            elsewhere.setdefault(path.rpartition(".")[2], path)
-        if close := difflib.get_close_matches(name, elsewhere, n=1, cutoff=1.0 if free_form else 0.7):
-            return f"{said} Did you mean {elsewhere[close[0]]}?"
+    keys = sorted(_all_keys(OmegaConf.to_container(_chosen(arguments, folders), resolve=False)), key=_depth)
+    beside = [path.rpartition(".")[2] for path in keys if path.rpartition(".")[0] == parent]
+    beside += [] if parent else _groups(folders)
+    # The keys below a _target_ are the arguments of a class, so further ones may be added.
+    free_form = bool(parent) and _section_at(parent) is None
+    message = f"{key}: there is no such key{f' in {parent}' if parent else ''}."
     adding = f" To add it, write +{key}=..." if free_form else ""
-    return f"{said} {nearest(name, valid)}{adding}" if valid else f"{said}{adding}"
+    if not difflib.get_close_matches(name, beside, cutoff=0.75):
+        elsewhere = {path.rpartition(".")[2]: path for path in reversed(keys)}  # the least deep one counts
+        if close := difflib.get_close_matches(name, elsewhere, n=1, cutoff=1.0 if free_form else 0.7):
+            return f"{message} Did you mean {elsewhere[close[0]]}?"
+    return f"{message} {nearest(name, beside)}{adding}" if beside else f"{message}{adding}"
 
 
-def _root(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-def _schema_at(path: str) -> type | None:
-    """The dataclass at a dotted path; None where the tree is free-form."""
-    kind: Any = Config
-    for name in path.split(".") if path else []:
-        if not dataclasses.is_dataclass(kind):
-            return None
-        kind = get_type_hints(kind).get(name)
-    return kind if dataclasses.is_dataclass(kind) else None  # type: ignore[return-value]
-
-
-def _wanted(key: str) -> str:
-    parent, _, name = key.rpartition(".")
-    kind = _schema_at(parent)
-    hint = get_type_hints(kind).get(name) if kind else None
-    if hint is None:
-        return ""
-    if dataclasses.is_dataclass(hint):
-        return _below(key)
-    text = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "").replace(" | None", " or null")
-    return f"Want {text}."
-
-
-def _below(section: str) -> str:
-    return f"Set keys below it, such as {section}.{first_key(section)}."
-
-
-def _children(path: str, arguments: Sequence[str], conf: Path) -> list[str]:
-    kind = _schema_at(path)
-    if kind is not None:
-        names = [field.name for field in dataclasses.fields(kind)]
-        return names + (groups([conf]) if not path else [])
-    # A free-form node: what the chosen groups put there.
-    node = OmegaConf.select(_chosen(arguments, conf), path)
-    return [str(key) for key in node] if isinstance(node, DictConfig) else []
+def _chosen(arguments: Sequence[str], folders: Sequence[Path]) -> DictConfig:
+    """The config of the presets that the command line chooses; the schema if they cannot be composed."""
+    choices = [text for text in arguments if "=" in text and text.lstrip("+").partition("=")[0] in _groups(folders)]
+    choices += [f"hydra.searchpath=[file://{folder.resolve()}]" for folder in folders[1:]]
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(folders[0]), version_base="1.3"), suppress(HydraException, OmegaConfBaseException):
+        return compose("train", choices)
+    return OmegaConf.structured(Config)
 
 
 def _all_keys(node: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted keys of plain data."""
-    if isinstance(node, dict):
-        for key, value in node.items():
-            yield f"{prefix}{key}"
-            yield from _all_keys(value, f"{prefix}{key}.")
+    """The dotted keys of plain data."""
+    for key, value in node.items() if isinstance(node, dict) else ():
+        yield f"{prefix}{key}"
+        yield from _all_keys(value, f"{prefix}{key}.")
 
 
-def _chosen(arguments: Sequence[str], conf: Path) -> DictConfig:
-    """What the groups that the command line chooses put together; the schema's defaults where they cannot."""
-    choices = [a for a in arguments if "=" in a and "." not in a.partition("=")[0] and not a.startswith("-")]
-    known = [choice for choice in choices if choice.lstrip("+").partition("=")[0] in groups([conf])]
-    searched = "".join(f"hydra.searchpath=[file://{folder.resolve()}]" for folder in _config_dirs(arguments))
-    for overrides in ([*known, searched] if searched else known, []):
-        GlobalHydra.instance().clear()
-        with initialize_config_dir(str(conf), version_base="1.3"), suppress(HydraException, OmegaConfBaseException):
-            return compose("train", overrides)
-    return OmegaConf.structured(Config)
+def _depth(key: str) -> int:
+    return key.count(".")
+
+
+def _check_section(node: DictConfig, kind: type, prefix: str) -> None:
+    hints = get_type_hints(kind)
+    for key in map(str, node):
+        if key not in hints:
+            raise ConfigError(_renamed(prefix + key) or f"{prefix}{key}: there is no such key. {nearest(key, hints)}")
+        if dataclasses.is_dataclass(hints[key]):
+            child = node._get_node(key)
+            if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
+                _check_section(child, hints[key], f"{prefix}{key}.")
+
+
+def _renamed(key: str) -> str | None:
+    return f"{key}: this key was renamed. Write {RENAMED_KEYS[key]} instead." if key in RENAMED_KEYS else None
+
+
+def _sections(kind: type, prefix: str = "") -> Iterator[tuple[str, type]]:
+    """The dataclasses of the schema below one, by dotted path."""
+    for name, hint in get_type_hints(kind).items():
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            yield f"{prefix}{name}", hint
+            yield from _sections(hint, f"{prefix}{name}.")
+
+
+def _section_at(path: str) -> Any:
+    """The dataclass of the schema at a dotted path; None for a key, and below a ``_target_``."""
+    return {"": Config, **dict(_sections(Config))}.get(path)
+
+
+def _wanted(key: str) -> str:
+    """The type of a key, or that a section has keys; ``""`` for a key that the schema does not have."""
+    if (section := _section_at(key)) is not None:
+        return f"Set keys below it, such as {key}.{dataclasses.fields(section)[0].name}."
+    parent, _, name = key.rpartition(".")
+    hint = get_type_hints(kind).get(name) if (kind := _section_at(parent)) is not None else None
+    text = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "").replace(" | None", " or null")
+    return f"Want {text}." if hint is not None else ""

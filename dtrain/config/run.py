@@ -1,10 +1,8 @@
-"""One run, one directory: its name, its frozen config, and whether a config may continue it.
+"""A run: its name, its directory with the saved config, which configs may resume it, and its command line.
 
-* The *identity* of a run is what its parameters mean: model, task, optimizer class and seed (and the data's fingerprint,
-  which the checkpoint holds). A difference there is another run and is refused.
-* Everything else may change when a run goes on; the change is printed, and the new config is kept.
-
-Only rank 0 writes here.
+* The *identity* of a run is model, task, optimizer class and seed (and the data's fingerprint, which the checkpoint
+  has). A config with another identity is refused.
+* Everything else may change when a run is resumed. The changes are printed, and the new config is saved.
 """
 
 from __future__ import annotations
@@ -19,18 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
 
-from dtrain.config.app import Composed, resolved
-from dtrain.config.errors import ConfigError, users_to_fix
+from dtrain.config.compose import Composed, resolved
+from dtrain.config.errors import HIDDEN, ConfigError, as_config_error, without_url_secrets
+from dtrain.config.renamed_keys import RENAMED_KEYS, rename_keys, rename_override
+from dtrain.config.schema import Config
 
 _CONFIG, _OVERRIDES = "config.yaml", "overrides.yaml"
 _SECRET = re.compile(r"(pass(word|wd)|secret|token|api_?key|credential)s?$", re.IGNORECASE)
-_HIDDEN = "<hidden>"
 _RESTORE = "Restore it, or use another run.dir."
-# user:password@ of a URL, and a signature or token behind its question mark
-_URL_SECRET = re.compile(
-    r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)|(?<=[?&])([\w-]*(?:sig|signature|token|key|secret|password)=)[^&\s'\"]+", re.I
-)
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,7 @@ class Run:
         dir: The run directory, absolute; it may not exist yet.
         config: The resolved config, secrets included.
         overrides: The command line it was composed from.
-        config_dirs: Folders of presets it was composed with.
+        config_dirs: Folders given with ``--config-dir``.
     """
 
     name: str
@@ -60,15 +56,15 @@ class Run:
         return cls(name, directory, config, composed.overrides, composed.config_dirs)
 
     def changes(self) -> list[str]:
-        """What this config changes in a run that was started before: ``train.max_steps: 50 -> 100``; [] for a new one.
+        """What this config changes in an existing run, such as ``train.max_steps: 50 -> 100``; [] for a new run.
 
         Raises:
-            ConfigError: If the directory belongs to another run; names every difference.
+            ConfigError: If the directory has a run of another identity; names every difference.
         """
         path = self.dir / _CONFIG
         if not path.exists():
             return []
-        saved = _mapping(path)
+        saved = rename_keys(_mapping(path))
         ours = without_secrets(self.config)
         forbidden = list(_differences(_identity(saved), _identity(ours)))
         if forbidden:
@@ -77,10 +73,10 @@ class Run:
                 + "".join(f"    {line}\n" for line in forbidden)
                 + "  Set another run.dir (or run.name), or go back to the values on the left."
             )
-        return list(_differences(saved, ours))
+        return list(_differences(saved, ours, OmegaConf.to_container(OmegaConf.structured(Config))))
 
     def save(self) -> None:
-        """Writes ``config.yaml`` (resolved, without secrets) and ``overrides.yaml`` (what it was composed from).
+        """Writes ``config.yaml`` (resolved, without secrets) and ``overrides.yaml`` (the command line). On rank 0 only.
 
         Raises:
             ConfigError: If they cannot be written.
@@ -93,21 +89,21 @@ class Run:
             ],
             "config_dirs": list(self.config_dirs),
         }
-        with users_to_fix(f"run.dir: {self.dir} cannot be written, choose another one"):
+        with as_config_error(f"run.dir: {self.dir} cannot be written, choose another one"):
             (self.dir / "logs").mkdir(parents=True, exist_ok=True)
-            _replace(self.dir / _CONFIG, yaml.safe_dump(without_secrets(self.config), sort_keys=False))
-            _replace(self.dir / _OVERRIDES, yaml.safe_dump(source, sort_keys=False))
+            for name, content in ((_CONFIG, without_secrets(self.config)), (_OVERRIDES, source)):
+                _replace(self.dir / name, yaml.safe_dump(content, sort_keys=False))
 
 
 def take(arguments: Sequence[str], **defaults: str) -> tuple[dict[str, str], list[str]]:
-    """Takes an entry point's own ``key=value`` options out of a command line.
+    """Separates an entry point's own ``key=value`` options from the other arguments.
 
     Args:
         arguments: The command line.
-        defaults: The options and their values where they are not given.
+        defaults: The options and their default values.
 
     Returns:
-        The options, and the arguments that are left.
+        The options, and the other arguments.
     """
     options, rest = dict(defaults), []
     for argument in arguments:
@@ -120,49 +116,51 @@ def take(arguments: Sequence[str], **defaults: str) -> tuple[dict[str, str], lis
 
 
 def is_run(directory: str) -> bool:
-    """Whether a directory, as a command line names it, holds a run that was started."""
+    """Whether a directory, as written on the command line, has a run."""
     return (_as_typed(directory) / _OVERRIDES).exists()
 
 
 def recompose(arguments: Sequence[str]) -> list[str]:
     """The command line of the run that ``run.dir=DIR`` names, with ``arguments`` applied on top.
 
-    A resolved config cannot take ``precision=bf16`` any more, so what is kept and composed anew is the command line.
+    The config is composed anew from the saved command line, because group choices such as ``precision=bf16`` cannot be
+    applied to a resolved config.
 
     Raises:
-        ConfigError: If ``run.dir`` is not given or holds no run, or the file that says how it was started is damaged.
+        ConfigError: If ``run.dir`` is not given or has no run, or ``overrides.yaml`` is damaged.
     """
-    given = dict(argument.split("=", 1) for argument in arguments if re.match(r"[\w.+~@/]+=", argument))
-    if "run.dir" not in given:
+    new = dict(argument.split("=", 1) for argument in arguments if re.match(r"[\w.+~@/]+=", argument))
+    if "run.dir" not in new:
         raise ConfigError("run.dir=DIR is missing: name the directory of the run.")
-    path = _as_typed(given["run.dir"]) / _OVERRIDES
+    path = _as_typed(new["run.dir"]) / _OVERRIDES
     if not path.exists():
-        raise ConfigError(f"run.dir: {path.parent} is no run directory (it has no {_OVERRIDES}).")
+        raise ConfigError(f"run.dir: {path.parent} is not a run directory (it has no {_OVERRIDES}).")
     saved = _mapping(path)
     overrides, config_dirs = (saved.get(key) for key in ("overrides", "config_dirs"))
     if not isinstance(overrides, list) or not isinstance(config_dirs, list):
         raise ConfigError(f"{path}: lacks the lists overrides and config_dirs. {_RESTORE}")
-    kept = [override for override in map(str, overrides) if override.partition("=")[0] not in given]
+    renamed = (rename_override(str(override)) for override in overrides)
+    old = [override for override in renamed if override.partition("=")[0] not in new]
     folders = [part for folder in config_dirs for part in ("--config-dir", str(folder))]
-    return [*folders, *kept, *arguments]
+    return [*folders, *old, *arguments]
 
 
 def recompose_if_run(arguments: list[str]) -> list[str]:
-    """The command line of the run in ``run.dir``, if there is one and no experiment is named; else as it is.
+    """``recompose``, if ``run.dir`` has a run and no experiment is chosen; otherwise the unchanged arguments.
 
     Raises:
-        ConfigError: If there is nothing but a ``run.dir``, and it holds no run.
+        ConfigError: If ``run.dir`` is the only argument and has no run.
     """
-    named = [argument.partition("=")[2] for argument in arguments if argument.startswith("run.dir=")]
-    chosen = any(argument.startswith("experiment=") for argument in arguments)
-    if not named or chosen or (len(arguments) > 1 and not is_run(named[0])):
+    dirs = [argument.partition("=")[2] for argument in arguments if argument.startswith("run.dir=")]
+    chooses = any(argument.startswith("experiment=") for argument in arguments)
+    if not dirs or chooses or (len(arguments) > 1 and not is_run(dirs[0])):
         return arguments
     return recompose(arguments)
 
 
 def _mapping(path: Path) -> dict[str, Any]:
-    """What a file of a run directory holds."""
-    with users_to_fix(f"{path} cannot be read; restore it, or use another run.dir"):
+    """The mapping in a YAML file of a run directory."""
+    with as_config_error(f"{path} cannot be read; restore it, or use another run.dir"):
         text = path.read_text(encoding="utf-8")
     try:
         content = yaml.safe_load(text)
@@ -174,16 +172,16 @@ def _mapping(path: Path) -> dict[str, Any]:
 
 
 def _as_typed(directory: str) -> Path:
-    """A path whose quotes were for Hydra."""
+    """A path without the quotes that Hydra needs."""
     return Path(directory.strip("'\"").replace("\\'", "'")).expanduser()
 
 
 def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy in which values of keys such as ``api_key``, ``password`` or ``token`` are hidden, and those in URLs."""
+    """A copy without secrets: values of keys such as ``api_key``, ``password`` or ``token``, and parts of URLs."""
 
     def clean(key: str, value: Any) -> Any:
         if _SECRET.search(key) and isinstance(value, str):
-            return _HIDDEN
+            return HIDDEN
         if isinstance(value, Mapping):
             return {str(k): clean(str(k), v) for k, v in value.items()}
         if isinstance(value, (list, tuple)):
@@ -193,17 +191,17 @@ def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: clean(key, value) for key, value in config.items()}
 
 
-def without_url_secrets(text: str) -> str:
-    """A text in which the passwords, signatures and tokens of its URLs are hidden."""
-    return _URL_SECRET.sub(lambda found: f"{found[1] or ''}{_HIDDEN}", text)
-
-
 def _digest(config: Mapping[str, Any]) -> str:
-    # Where a run is, how it is started and watched, and when it ends do not make it another run.
-    train = {key: value for key, value in config["train"].items() if not key.startswith("max_")}
-    apart = ("run", "launch", "tracker", "profile", "export", "faults")
-    kept = {key: value for key, value in config.items() if key not in apart} | {"train": train}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    # With the old names of renamed keys, so that the default name of a run survives a renaming.
+    config = rename_keys(config, {new: old for old, new in RENAMED_KEYS.items()})
+    # Place, launch, tracking and length of a run do not change its name.
+    # An empty list of hooks is left out, so that runs from before the key keep their names.
+    train = {
+        key: value for key, value in config["train"].items() if not key.startswith("max_") and (key != "hooks" or value)
+    }
+    ignored = ("run", "launch", "tracker", "profile", "export", "faults")
+    hashed = {key: value for key, value in config.items() if key not in ignored} | {"train": train}
+    return hashlib.sha256(json.dumps(hashed, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
 def _identity(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,18 +214,23 @@ def _identity(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
+def _differences(old: Any, new: Any, defaults: Any = None, path: str = "") -> Iterator[str]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key in {**old, **new}:
-            yield from _differences(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))
+            default = defaults.get(key) if isinstance(defaults, Mapping) else None
+            if (
+                key in old or new[key] != default
+            ):  # a key that is newer than the saved config, at its default, is no difference
+                yield from _differences(old.get(key), new.get(key), default, f"{path}.{key}" if path else str(key))
     elif old != new:
         yield f"{path}: {json.dumps(old, default=str)} -> {json.dumps(new, default=str)}"
 
 
 def _replace(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with aside.open("w", encoding="utf-8") as file:
+    # As distributed.atomic.replace_file, which config must not import.
+    staged = path.with_name(f".{path.name}.staged")
+    with staged.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        os.fsync(file.fileno())  # an empty file after a power cut would refuse the run
-    os.replace(aside, path)
+        os.fsync(file.fileno())  # a run with an empty file after a power cut could not be resumed
+    os.replace(staged, path)

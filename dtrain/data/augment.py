@@ -1,9 +1,9 @@
 """Augmentations of one sample: ``augment(sample, rng) -> sample`` on a dict of numpy arrays.
 
-The generator is keyed by (seed, epoch, sample), so what happens to a sample does not depend on who loads it. Each
-object here draws a fixed count of numbers, whatever they turn out to be, and leaves the arrays it was given alone.
-
-An augmentation that begins with a ``Cropper`` replaces the image's own size, and the loader crops while it decodes.
+* The generator is keyed by (seed, epoch, sample), so the result does not depend on the rank or worker that loads the
+  sample.
+* Each augmentation draws a fixed count of numbers and does not change its input arrays.
+* A ``Cropper`` at the start replaces the image's own size: the loader then crops while it decodes, which is cheaper.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
+from torch import Tensor
 
 from dtrain.data.crop import INTERPOLATIONS, Crop
 from dtrain.data.fields import DataError
@@ -23,31 +25,36 @@ from dtrain.data.fields import DataError
 Augment = Callable[[dict[str, Any], np.random.Generator], dict[str, Any]]
 
 MODES = ("zero", "reflect")
-# So often torchvision, too, draws an area and a shape before it takes what fits.
+# Attempts to draw a fitting area and aspect ratio before the fallback, as in torchvision.
 _ATTEMPTS = 10
+# RGB to luma and two colour axes (NTSC's YIQ), and back.
+_YIQ = np.array([[0.299, 0.587, 0.114], [0.595716, -0.274453, -0.321263], [0.211456, -0.522591, 0.311135]])
+_RGB = np.linalg.inv(_YIQ)
+
+Range = float | Sequence[float]
 
 
 class Compose:
     """Augmentations one after the other, all with the same generator.
 
     Args:
-        steps: In their order.
+        steps: The augmentations, in order.
 
     Raises:
-        ValueError: If one of them cannot be called.
+        ValueError: If one of them is not callable.
     """
 
     def __init__(self, steps: Sequence[Augment]) -> None:
         for step in steps:
             if not callable(step):
-                raise ValueError(f"Compose: got the step {step!r}, want callables (sample, rng) -> sample.")
-        # Flat, so that the first of all is seen.
+                raise ValueError(f"Compose: got step {step!r}, want a callable (sample, rng) -> sample.")
+        # Flattened, so that a crop at the start of a nested Compose is found.
         self.steps: tuple[Augment, ...] = tuple(
             inner for step in steps for inner in (step.steps if isinstance(step, Compose) else (step,))
         )
 
     def __call__(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        """What the last step returns."""
+        """The sample after the last step."""
         for step in self.steps:
             sample = step(sample, rng)
         return sample
@@ -64,7 +71,7 @@ class Cropper(ABC):
 
     @abstractmethod
     def crop(self, height: int, width: int, rng: np.random.Generator) -> Crop:
-        """The crop of an image of this size."""
+        """The crop of an image of this height and width."""
 
     def __call__(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         """The sample with its image, uint8 ``[height, width, 3]``, replaced by a new array."""
@@ -73,24 +80,16 @@ class Cropper(ABC):
         return {**sample, self.field: np.array(self.crop(height, width, rng).cut(image), order="C")}
 
 
-def begins_with(augment: Augment | None) -> tuple[Cropper | None, Augment | None]:
-    """The cropper that an augmentation begins with, and what follows it; None where there is none."""
-    steps = augment.steps if isinstance(augment, Compose) else (augment,)
-    if not steps or not isinstance(steps[0], Cropper):
-        return None, augment
-    return steps[0], Compose(steps[1:]) if len(steps) > 1 else None
-
-
 @dataclass(frozen=True)
 class RandomResizedCrop(Cropper):
-    """Cuts a window of random area and shape out of an image, and brings it to one size.
+    """Cuts a rectangle of random area and aspect ratio out of an image and resizes it.
 
-    The augmentation of the ImageNet recipes (Szegedy et al. 2015), with torchvision's way to choose the window.
+    The augmentation of the ImageNet recipes (Szegedy et al. 2015); the rectangle is chosen as in torchvision.
 
     Args:
-        size: Of the result in pixels: one number, or height and width.
-        scale: Least and largest share of the image's area.
-        ratio: Least and largest width over height.
+        size: Size of the result in pixels: one number, or height and width.
+        scale: Smallest and largest share of the image's area.
+        ratio: Smallest and largest aspect ratio, width over height.
         interpolation: ``"bilinear"`` or ``"bicubic"``; both antialiased.
         field: Name of the image.
 
@@ -120,7 +119,7 @@ class RandomResizedCrop(Cropper):
         object.__setattr__(self, "size", sides)
 
     def crop(self, height: int, width: int, rng: np.random.Generator) -> Crop:
-        """The first of ten random windows that fits; if none does, the largest of an allowed shape in the middle."""
+        """The first of ten random rectangles that fits; else the largest one of an allowed aspect ratio, in the middle."""
         down, right, *pairs = rng.random(2 + 2 * _ATTEMPTS).tolist()
         (least, largest), (tallest, widest) = self.scale, map(math.log, self.ratio)
         for area, shape in zip(pairs[::2], pairs[1::2], strict=True):
@@ -129,19 +128,19 @@ class RandomResizedCrop(Cropper):
             columns, rows = round(math.sqrt(pixels * aspect)), round(math.sqrt(pixels / aspect))
             if 0 < columns <= width and 0 < rows <= height:
                 top, left = int(down * (height - rows + 1)), int(right * (width - columns + 1))
-                return self._window(top, left, rows, columns)
+                return self._rectangle(top, left, rows, columns)
         aspect = min(max(width / height, self.ratio[0]), self.ratio[1])
         columns, rows = min(width, round(height * aspect)), min(height, round(width / aspect))
-        return self._window((height - rows) // 2, (width - columns) // 2, rows, columns)
+        return self._rectangle((height - rows) // 2, (width - columns) // 2, rows, columns)
 
-    def _window(self, top: int, left: int, height: int, width: int) -> Crop:
+    def _rectangle(self, top: int, left: int, height: int, width: int) -> Crop:
         rows, columns = self.size  # type: ignore[misc]
         return Crop(top, left, height, width, (rows, columns), interpolation=self.interpolation)
 
 
 @dataclass(frozen=True)
 class RandomCropFlip:
-    """Pads an image, cuts a window of its old size at a random place, and mirrors half of them.
+    """Pads an image, crops its old size at a random place, and mirrors it with probability 1/2.
 
     The augmentation of the CIFAR recipes (Lee et al. 2015, He et al. 2016).
 
@@ -187,10 +186,10 @@ class Flip:
 
     Args:
         field: Name of an array ``[height, width, ...]``.
-        probability: How often.
+        probability: Probability of mirroring.
 
     Raises:
-        ValueError: If ``probability`` is none.
+        ValueError: If ``probability`` is outside [0, 1].
     """
 
     field: str = "image"
@@ -207,16 +206,107 @@ class Flip:
         return {**sample, self.field: _mirrored(image) if mirrored else image.copy()}
 
 
-def image_of(sample: dict[str, Any], field: str) -> np.ndarray:
-    """The pixels of a field of a sample.
+@dataclass(frozen=True)
+class ColorJitter:
+    """Changes brightness, contrast, saturation and hue, in this order, each by a random amount.
+
+    The augmentation of Howard ("Some improvements on deep convolutional neural network based image classification",
+    2013) with the arguments of torchvision's class of this name. As in NVIDIA DALI's ``ColorTwist``, all four changes
+    are one affine map of the colours, an eighth of the time of torchvision's. Results differ from torchvision's in two
+    ways: values are clipped once at the end instead of after each change, and hue is rotated at constant luma in YIQ
+    instead of HSV. For torchvision's own results use ``TorchvisionTransform``.
+
+    Args:
+        brightness: The factor is drawn from ``[max(0, 1 - x), 1 + x]``, or from a range ``[low, high]``.
+        contrast: The same, relative to the image's mean luma.
+        saturation: The same, relative to each pixel's luma.
+        hue: The shift, as a share of the colour circle, is drawn from ``[-x, x]``, or from a range ``[low, high]``;
+            within [-0.5, 0.5].
+        field: Name of the image.
 
     Raises:
-        DataError: If it is missing, or no uint8 array ``[height, width, 3]``.
+        ValueError: If a range is impossible.
     """
+
+    brightness: Range = 0.0
+    contrast: Range = 0.0
+    saturation: Range = 0.0
+    hue: Range = 0.0
+    field: str = "image"
+
+    def __post_init__(self) -> None:
+        for name in ("brightness", "contrast", "saturation"):
+            object.__setattr__(self, name, _range(name, getattr(self, name), 1.0, (0.0, math.inf)))
+        object.__setattr__(self, "hue", _range("hue", self.hue, 0.0, (-0.5, 0.5)))
+
+    def __call__(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        """The sample with its image, uint8 ``[height, width, 3]``, replaced by a new array."""
+        image = image_of(sample, self.field)
+        drawn = rng.random(4).tolist()
+        ranges: Any = (self.brightness, self.contrast, self.saturation, self.hue)
+        factors = [low + (high - low) * number for (low, high), number in zip(ranges, drawn, strict=True)]
+        matrix = _affine(_mean_luma(image), *factors)
+        return {**sample, self.field: np.array(Image.fromarray(image).convert("RGB", matrix))}
+
+
+class TorchvisionTransform:
+    """Calls a transform of ``torchvision.transforms.v2``, or any similar callable, on one image.
+
+    Such transforms draw from torch's global generator. It is seeded from the sample's generator for the call and
+    restored afterwards, so that the result still depends on (seed, epoch, sample) only.
+
+    Args:
+        transform: Called with a uint8 tensor ``[3, height, width]``; returns another of any height and width. Leave out
+            ``ToDtype`` and ``Normalize``: images are transferred as uint8 and normalised on the device.
+        field: Name of the image.
+
+    Raises:
+        ValueError: If ``transform`` is not callable, or is a class.
+    """
+
+    def __init__(self, transform: Callable[[Tensor], Tensor], field: str = "image") -> None:
+        if isinstance(transform, type) or not callable(transform):
+            raise ValueError(
+                f"transform {transform!r}: want an object such as torchvision.transforms.v2.RandAugment()."
+            )
+        self.transform = transform
+        self.field = field
+
+    def __call__(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        """The sample with its image, uint8 ``[height, width, 3]``, replaced by a new array.
+
+        Raises:
+            DataError: If the transform returns anything else than uint8 ``[3, height, width]``.
+        """
+        image = torch.from_numpy(np.array(image_of(sample, self.field))).permute(2, 0, 1)
+        seed = int(rng.integers(2**63))
+        with torch.random.fork_rng(devices=[]):
+            # Not torch.manual_seed, which would also initialise CUDA in the worker.
+            torch.default_generator.manual_seed(seed)
+            changed = self.transform(image)
+        if not isinstance(changed, Tensor) or changed.dtype != torch.uint8 or changed.shape[:-2] != (3,):
+            got = f"{changed.dtype} {list(changed.shape)}" if isinstance(changed, Tensor) else type(changed).__name__
+            raise DataError(
+                f"the transform of {self.field!r} returns {got}, want uint8 [3, height, width]. Leave out ToDtype and "
+                "Normalize: images are normalised on the device, by the field's mean and std."
+            )
+        return {**sample, self.field: np.ascontiguousarray(changed.permute(1, 2, 0).numpy())}
+
+
+def begins_with(augment: Augment | None) -> tuple[Cropper | None, Augment | None]:
+    """Splits an augmentation into a ``Cropper`` at its start and the rest; None for a missing part."""
+    steps = augment.steps if isinstance(augment, Compose) else (augment,)
+    if not steps or not isinstance(steps[0], Cropper):
+        return None, augment
+    return steps[0], Compose(steps[1:]) if len(steps) > 1 else None
+
+
+def image_of(sample: dict[str, Any], field: str) -> np.ndarray:
+    """The pixels of a field of a sample; ``DataError`` unless it is a uint8 array ``[height, width, 3]``."""
     image = _array(sample, field)
     if image.dtype != np.uint8 or image.shape[2:] != (3,):
         raise DataError(
-            f"the augmentation wants {field!r} to be an image, uint8 [height, width, 3]; it is {image.dtype} "
+            f"the augmentation needs {field!r} to be an image, uint8 [height, width, 3]; got {image.dtype} "
             f"{list(image.shape)}."
         )
     return image
@@ -224,22 +314,22 @@ def image_of(sample: dict[str, Any], field: str) -> np.ndarray:
 
 def _array(sample: dict[str, Any], field: str) -> np.ndarray:
     if field not in sample:
-        raise DataError(f"the augmentation wants the field {field!r}, the sample has {', '.join(map(repr, sample))}.")
+        raise DataError(f"the augmentation needs the field {field!r}; the sample has {', '.join(map(repr, sample))}.")
     value = sample[field]
     if not isinstance(value, np.ndarray) or value.ndim < 2:
-        raise DataError(f"the augmentation wants {field!r} to be [height, width, ...], got {type(value).__name__}.")
+        raise DataError(f"the augmentation needs {field!r} to be [height, width, ...], got {type(value).__name__}.")
     return value
 
 
 def _mirrored(image: np.ndarray) -> np.ndarray:
     if image.dtype != np.uint8:
         return np.ascontiguousarray(image[:, ::-1])
-    # numpy moves these byte by byte; torch takes a fifteenth of its time.
+    # numpy mirrors uint8 byte by byte; torch takes a fifteenth of the time.
     return torch.from_numpy(np.require(image, requirements=["C", "W"])).flip(1).numpy()
 
 
 def _shift(image: np.ndarray, down: int, right: int) -> np.ndarray:
-    """The window of ``image`` that starts at (down, right), zero outside."""
+    """The rectangle of the image's size that starts at (down, right); zero outside the image."""
     out = np.zeros_like(image)
     height, width = image.shape[:2]
     rows, columns = max(height - abs(down), 0), max(width - abs(right), 0)
@@ -250,6 +340,36 @@ def _shift(image: np.ndarray, down: int, right: int) -> np.ndarray:
 
 
 def _reflected(length: int, shift: int) -> np.ndarray:
-    """Indices of the window of ``length`` that starts at ``shift``, mirrored at the first and the last element."""
+    """Indices of the range of ``length`` that starts at ``shift``, mirrored at the first and the last element."""
     index = np.abs(np.arange(shift, shift + length))
     return np.where(index >= length, 2 * (length - 1) - index, index)
+
+
+def _affine(luma: float, brightness: float, contrast: float, saturation: float, hue: float) -> Any:
+    """12 floats in Pillow's order: the rows of a 3 x 4 matrix (factors of red, green and blue, and an offset)."""
+    across, along = saturation * math.cos(2 * math.pi * hue), saturation * math.sin(2 * math.pi * hue)
+    turned = _RGB @ np.array([[1, 0, 0], [0, across, along], [0, -along, across]]) @ _YIQ
+    rows = np.empty((3, 4))
+    rows[:, :3] = brightness * contrast * turned
+    rows[:, 3] = brightness * (1 - contrast) * luma
+    return tuple(rows.ravel().tolist())
+
+
+def _mean_luma(image: np.ndarray) -> float:
+    height, width, _ = image.shape
+    # Columns first: numpy sums them twenty times as fast as both axes at once.
+    sums = image.reshape(height, -1).sum(0, dtype=np.uint32).reshape(width, 3).sum(0)
+    return float(_YIQ[0] @ sums) / max(1, height * width)
+
+
+def _range(name: str, value: Range, middle: float, limits: tuple[float, float]) -> tuple[float, float]:
+    low, high = limits
+    if isinstance(value, (int, float)):
+        least, largest = max(low, middle - value), middle + value
+    else:
+        least, largest = value if len(value) == 2 else (1.0, 0.0)
+    if not low <= least <= largest <= high or largest == math.inf:
+        raise ValueError(
+            f"{name} {value!r}: want a number, 0 or more, or [least, largest], within [{low:g}, {high:g}]."
+        )
+    return float(least), float(largest)

@@ -1,6 +1,12 @@
-"""The bytes of a member to a value, by the kind of its field. A closed table: nothing here can run what it reads.
+"""Decoders: the bytes of a member to a value, by the kind of its field.
 
-Arrays keep the type they were stored in; what travels in which dtype is decided by ``dtrain.data.wire``.
+* The table of decoders is closed: none of them can run code from the data (no pickle).
+* Arrays keep the dtype they were stored in; ``dtrain.data.batch`` decides the transfer dtype.
+* Every image file becomes uint8 RGB ``[height, width, 3]``. The format is recognised by the first bytes, never by the
+  extension, and the size in the header is checked before anything is decompressed.
+* JPEG is decoded by libjpeg-turbo (simplejpeg), directly into the batch where the size fits. Pillow decodes every other
+  format, and files that libjpeg-turbo rejects or warns of.
+* A crop is chosen between header and pixels, so that a large JPEG need not be decoded at full size.
 """
 
 from __future__ import annotations
@@ -12,39 +18,49 @@ import lzma
 import math
 import struct
 import tokenize
+import warnings
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import simplejpeg
 import torch
+from PIL import Image, UnidentifiedImageError
 
 from dtrain.data.crop import Crop
-from dtrain.data.fields import DataError, Field, SampleError
-from dtrain.data.image import decode_image
+from dtrain.data.fields import INT64, DataError, Field, SampleError
 
-__all__ = ["MAX_ARRAY_BYTES", "SampleError", "decode"]
-
-#: A compressed array may not unpack to more.
+#: Largest size in bytes of a compressed array after decompression.
 MAX_ARRAY_BYTES = 2**30
 _DTYPES = frozenset("?bBhHiIlLqQefdFD")
-# What numpy writes for bf16 (of ml_dtypes, or a tensor's .view(torch.int16).numpy().view("V2")): two bytes without a name.
+# numpy writes bf16 (of ml_dtypes, or a tensor's .view(torch.int16).numpy().view("V2")) as two bytes without a type
+# name.
 _BF16 = np.dtype("V2")
 _HEADER_READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-# What numpy and zipfile raise on damaged files.
-_DAMAGE = (
-    ValueError,
-    OSError,
-    EOFError,
-    KeyError,
-    RuntimeError,
-    struct.error,
-    zlib.error,
-    lzma.LZMAError,
-    zipfile.BadZipFile,
-)
-_INT64 = range(-(2**63), 2**63)
+# Observed errors of numpy, zipfile, Pillow and its libraries on damaged files.
+_DAMAGE = (ValueError, OSError, EOFError, LookupError, RuntimeError, struct.error, zlib.error)
+_ARRAY_DAMAGE = (*_DAMAGE, lzma.LZMAError, zipfile.BadZipFile)
+_BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
+_IMAGE_DAMAGE = (*_DAMAGE, SyntaxError, TypeError, ArithmeticError, *_BOMBS)
+#: Larger images are rejected as decompression bombs: a quarter GiB of RGB, the size from which Pillow warns.
+MAX_PIXELS = 89_478_485
+_JPEG = b"\xff\xd8\xff"
+# A short list, because some of Pillow's formats start other programs (EPS) or read other files.
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
+# Values of the EXIF orientation tag.
+_ORIENTATION = 0x0112
+_TURNS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
+    2: lambda pixels: pixels[:, ::-1],
+    3: lambda pixels: pixels[::-1, ::-1],
+    4: lambda pixels: pixels[::-1],
+    5: lambda pixels: pixels.swapaxes(0, 1),
+    6: lambda pixels: np.rot90(pixels, -1),
+    7: lambda pixels: np.rot90(pixels, 2).swapaxes(0, 1),
+    8: lambda pixels: np.rot90(pixels),
+}
 
 
 def decode(
@@ -56,20 +72,20 @@ def decode(
     """The value of one member.
 
     Args:
-        field: Says how to read it.
+        field: Declares how to read it.
         payload: The member's bytes.
-        out: uint8, ``[height, width, 3]``: where an image goes if it has that shape.
+        out: uint8, ``[height, width, 3]``: where an image is written if it has that shape.
         crop: ``crop(height, width)`` of an image, in place of the field's own.
 
     Returns:
         By kind: image, uint8 ``[height, width, 3]`` (``out`` itself if it fits); integer, an int in the range of int64;
-        text, a str; json, what it says; array, a writable array of native byte order in its stored type; raw, the same,
-        ``[length]``; bytes, a copy; custom, what the field's decoder returns. Arrays and custom values of the role image
-        are cropped too.
+        text, a str; json, the parsed value; array, a writable array of native byte order in its stored dtype; raw, the
+        same, ``[length]``; bytes, a copy; custom, the result of the field's decoder. Arrays and custom values of the
+        role image are cropped too.
 
     Raises:
-        SampleError: If the bytes are not what the field says. ``ValueError``, ``OSError`` and ``EOFError`` of a field's
-            own decoder count as that; anything else it raises passes through.
+        SampleError: If the bytes do not fit the field. ``ValueError``, ``OSError`` and ``EOFError`` of a field's own
+            decoder become this; its other errors are passed on.
         DataError: If a field's own decoder returns no pixels for the role image.
     """
     crop = crop or field.crop
@@ -89,7 +105,7 @@ def _integer(field: Field, payload: bytes | memoryview) -> int:
         value = int(bytes(payload))
     except ValueError:
         raise SampleError(f"field {field.name!r}: {_excerpt(payload)} is not an integer") from None
-    if value not in _INT64:
+    if value not in INT64:
         raise SampleError(f"field {field.name!r}: {_excerpt(payload)} does not fit into 64 bits")
     return value
 
@@ -104,19 +120,15 @@ def _text(field: Field, payload: bytes | memoryview) -> str:
 def _json(field: Field, payload: bytes | memoryview) -> Any:
     try:
         return json.loads(bytes(payload))
-    # Brackets nested by the thousand end in a RecursionError.
+    # Thousands of nested brackets raise a RecursionError.
     except (ValueError, RecursionError) as error:
         raise SampleError(f"field {field.name!r}: not JSON: {error}") from None
-
-
-def _bytes(field: Field, payload: bytes | memoryview) -> bytes:
-    return bytes(payload)
 
 
 def _array(field: Field, payload: bytes | memoryview) -> np.ndarray | torch.Tensor:
     try:
         array = _npz(payload) if payload[:2] == b"PK" else _npy(payload)
-    except _DAMAGE as error:
+    except _ARRAY_DAMAGE as error:
         raise SampleError(f"field {field.name!r}: not a readable array: {error}") from error
     if array.dtype == _BF16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
@@ -133,7 +145,7 @@ def _raw(field: Field, payload: bytes | memoryview) -> np.ndarray:
     if rest or field.length not in (None, numbers):
         wanted = "whole numbers" if field.length is None else f"{field.length} numbers"
         raise SampleError(f"field {field.name!r}: {len(payload)} bytes are not {wanted} of {field.dtype}")
-    # A copy, for the payload is read-only and may be a piece of something larger.
+    # A copy, because the payload is read-only and may be a view of a larger buffer.
     return np.frombuffer(payload, dtype).astype(dtype.newbyteorder("="))
 
 
@@ -158,31 +170,31 @@ _READERS: dict[str, Callable[[Field, bytes | memoryview], Any]] = {
     "json": _json,
     "array": _array,
     "raw": _raw,
-    "bytes": _bytes,
+    "bytes": lambda field, payload: bytes(payload),
     "custom": _custom,
 }
 
 
 def _npy(payload: bytes | memoryview) -> np.ndarray:
-    """An array in numpy's format; like ``np.load(allow_pickle=False)``, which parses every header anew."""
+    """An array in numpy's format; like ``np.load(allow_pickle=False)``, but repeated headers are parsed only once."""
     head = bytes(payload[:12])
     if head[:6] != b"\x93NUMPY" or len(head) < 12:
-        raise ValueError(f"starts with {head[:8]!r}, not as npy does")
+        raise ValueError(f"starts with {head[:8]!r}, which is not an npy header")
     # Version 1 has two bytes of header length, the later ones four.
     start = 10 if head[6] == 1 else 12
     end = start + int.from_bytes(head[8:start], "little")
     shape, fortran, dtype = _npy_header(bytes(payload[:end]))
     count = math.prod(shape)
     if len(payload) - end < count * dtype.itemsize:
-        raise ValueError(f"{dtype} {list(shape)} takes {count * dtype.itemsize} bytes, {len(payload) - end} are there")
+        raise ValueError(f"{dtype} {list(shape)} needs {count * dtype.itemsize} bytes, got {len(payload) - end}")
     flat = np.frombuffer(payload, dtype, count, end)
-    # A copy, for the payload is read-only and may be a piece of something larger. Only the byte order is made ours.
+    # A copy, because the payload is read-only and may be a view of a larger buffer; in native byte order.
     return flat.reshape(shape, order="F" if fortran else "C").astype(dtype.newbyteorder("="), order="C")
 
 
 @functools.lru_cache(maxsize=1024)
 def _npy_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    # Shards hold few different headers, and parsing one takes longer than reading a small array.
+    # Cached: shards contain few different headers, and parsing one takes longer than reading a small array.
     stream = io.BytesIO(header)
     version = np.lib.format.read_magic(stream)
     if version not in _HEADER_READERS:
@@ -192,7 +204,7 @@ def _npy_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     except (SyntaxError, TypeError, tokenize.TokenError, RecursionError) as error:
         raise ValueError(f"damaged header: {error}") from error
     if dtype.char not in _DTYPES and dtype != _BF16:
-        raise ValueError(f"dtype {dtype} is none of a tensor; store numbers")
+        raise ValueError(f"dtype {dtype} is not a dtype of tensors; store numbers")
     return shape, fortran, dtype
 
 
@@ -216,3 +228,157 @@ def _is_pixels(value: Any) -> bool:
 def _excerpt(payload: bytes | memoryview) -> str:
     text = bytes(payload[:24])
     return repr(text.decode("ascii", "backslashreplace")) + ("..." if len(payload) > 24 else "")
+
+
+def decode_image(
+    payload: bytes | memoryview,
+    crop: Callable[[int, int], Crop] | None = None,
+    out: np.ndarray | None = None,
+    exif: bool = False,
+    reduced: bool = False,
+) -> np.ndarray:
+    """The pixels of an image file.
+
+    Grey and palette images are expanded to three channels; alpha is dropped, not composited (as ``convert("RGB")``,
+    torchvision and webdataset's ``rgb8`` do); CMYK is converted as by Pillow; 16-bit samples keep their high byte. Of
+    an animation the first frame is taken. Flaws that libjpeg only warns of are accepted, as by other loaders (stray
+    bytes between segments are common in collections from the web); missing data is not.
+
+    Args:
+        payload: The file: JPEG, PNG, WebP, BMP, GIF, TIFF, PPM or AVIF.
+        crop: ``crop(height, width) -> Crop`` of the image, called once; None keeps all of it at its own size.
+        out: uint8, ``[height, width, 3]``. If the result has this shape it is written there; otherwise the content of
+            ``out`` is undefined afterwards.
+        exif: Rotate the image as its EXIF orientation says, before it is cropped.
+        reduced: Decode a JPEG that is not rotated at 1/2, 1/4 or 1/8 of its size if its crop allows that
+            (``Crop.reduction``).
+
+    Returns:
+        uint8, ``[height, width, 3]``, writable and contiguous: ``out`` itself if the shape fits, else a new array.
+
+    Raises:
+        SampleError: If the file is damaged, incomplete, of no known format or larger than ``MAX_PIXELS``.
+        TypeError: If ``out`` is not uint8.
+    """
+    if out is not None and out.dtype != np.uint8:
+        raise TypeError(f"out has dtype {out.dtype}, images are uint8.")
+    turn = _exif_turn(payload) if exif else None
+    is_jpeg = payload[:3] == _JPEG
+    shape = _jpeg_shape(payload) if reduced and is_jpeg and crop is not None and turn is None else None
+    chosen = crop(*shape) if crop is not None and shape is not None else None
+    factor = chosen.reduction if chosen is not None else 1
+    pixels = None
+    if shape is not None and factor > 1:
+        pixels = _decode_reduced(payload, shape, factor)
+    elif is_jpeg:
+        pixels = _decode_jpeg(payload, out if crop is None and turn is None else None)
+    if pixels is None:
+        pixels, factor = _decode_other(payload), 1
+        if shape not in (None, pixels.shape[:2]):
+            raise SampleError(f"not a readable image: its header says {shape}, the pixels are {pixels.shape[:2]}")
+    if turn is not None:
+        pixels = turn(pixels)
+    if crop is not None:
+        pixels = (chosen or crop(*pixels.shape[:2])).reduced(factor).cut(pixels)
+    if out is None or pixels is out or pixels.shape != out.shape:
+        return np.ascontiguousarray(pixels)
+    out[...] = pixels
+    return out
+
+
+def check_image(payload: bytes | memoryview) -> None:
+    """Raises ``SampleError`` unless the header is of a known format and at most ``MAX_PIXELS``."""
+    try:
+        with _quiet():
+            _open(payload).close()
+    except _IMAGE_DAMAGE as error:
+        raise _not_an_image(error, payload) from error
+
+
+def _decode_jpeg(payload: bytes | memoryview, out: np.ndarray | None) -> np.ndarray | None:
+    """RGB pixels, in ``out`` if they fit there; None if libjpeg-turbo reports an error or a warning."""
+    try:
+        if out is None or not out.flags.c_contiguous:
+            return simplejpeg.decode_jpeg(payload, "RGB") if _jpeg_shape(payload) else None
+        # The buffer's size limits the decompression, so the header need not be read first.
+        pixels = simplejpeg.decode_jpeg(payload, "RGB", buffer=out)
+    except ValueError:
+        return None
+    return out if pixels.shape == out.shape else pixels.copy()
+
+
+def _decode_reduced(payload: bytes | memoryview, shape: tuple[int, int], factor: int) -> np.ndarray | None:
+    """RGB pixels of a JPEG of ``shape`` at 1 / ``factor`` of its size, rounded up; None as ``_decode_jpeg``."""
+    height, width = (-(-side // factor) for side in shape)
+    try:
+        return simplejpeg.decode_jpeg(payload, "RGB", min_height=height, min_width=width, min_factor=factor)
+    except ValueError:
+        return None
+
+
+def _jpeg_shape(payload: bytes | memoryview) -> tuple[int, int] | None:
+    """Height and width; None if libjpeg-turbo rejects the header, or the image is too large."""
+    try:
+        height, width, _, _ = simplejpeg.decode_jpeg_header(payload)
+    except ValueError:
+        return None
+    return (int(height), int(width)) if int(height) * int(width) <= MAX_PIXELS else None
+
+
+def _decode_other(payload: bytes | memoryview) -> np.ndarray:
+    try:
+        with _quiet(), _open(payload) as image:
+            image.load()
+            return np.array(_to_rgb(image))
+    except _IMAGE_DAMAGE as error:
+        raise _not_an_image(error, payload) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    # Pillow warns of unusual metadata and of large images, once per worker and without naming the sample.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _open(payload: bytes | memoryview) -> Image.Image:
+    """An image, opened but not decoded, whose size was checked."""
+    image = Image.open(io.BytesIO(payload), formats=_formats())
+    if image.width * image.height > MAX_PIXELS:
+        raise SampleError(f"{image.width} x {image.height} pixels, more than the limit of {MAX_PIXELS}")
+    return image
+
+
+@functools.cache
+def _formats() -> tuple[str, ...]:
+    Image.init()
+    return tuple(name for name in _FORMATS if name in Image.OPEN)
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):
+        raise SampleError(f"Pillow mode {image.mode!r} has no fixed range to scale to 8 bits")
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        # convert() would clip at 255. PNG has at most 16 bits, even where Pillow holds them in 32.
+        return Image.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)).convert("RGB")
+    return image.convert("RGB")
+
+
+def _exif_turn(payload: bytes | memoryview) -> Callable[[np.ndarray], np.ndarray] | None:
+    # Most files have no EXIF data, and opening a file with Pillow takes several times as long as decoding a small image.
+    if payload[:3] == _JPEG and b"Exif\0\0" not in bytes(payload[:65_536]):
+        return None
+    try:
+        with _quiet(), _open(payload) as image:
+            return _TURNS.get(image.getexif().get(_ORIENTATION, 1))
+    except _IMAGE_DAMAGE as error:
+        raise _not_an_image(error, payload) from error
+
+
+def _not_an_image(error: Exception, payload: bytes | memoryview) -> SampleError:
+    if isinstance(error, SampleError):
+        return error
+    # Pillow's own message contains the address of an object, which differs each time.
+    reason = "of no known format" if isinstance(error, UnidentifiedImageError) else error
+    return SampleError(f"not a readable image ({len(payload)} bytes, starting {bytes(payload[:8])!r}): {reason}")

@@ -1,15 +1,12 @@
-"""scikit-learn's handwritten digits as shards or arrays: real data that needs no download.
+"""scikit-learn's handwritten digits as shards or arrays: a real data set that needs no download.
 
 1,797 images of 8 x 8 pixels (Alpaydin and Kaynak, 1998), grey values 0 to 16 times 15, as lossless PNG. The split is
-fixed: of every class one fifth is for testing.
+fixed: one fifth of every class is for testing.
 """
 
 from __future__ import annotations
 
 import io
-import os
-import shutil
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,8 @@ import numpy as np
 from PIL import Image
 
 from dtrain.config.cache_dir import cache_dir
-from dtrain.data.writer import Sample, sync_folder, write_shards
+from dtrain.data.writer import write_shards
+from dtrain.distributed.atomic import create_folder
 
 TRAIN_SAMPLES, TEST_SAMPLES = 1437, 360
 _SHARDS = {"train": 8, "test": 2}
@@ -29,31 +27,33 @@ def shard_dir() -> str:
 
 
 def prepare(directory: str | None = None) -> None:
-    """Makes ``train-{000000..000007}.tar`` and ``test-{000000..000001}.tar`` (png, cls) unless they are there.
+    """Writes ``train-{000000..000007}.tar`` and ``test-{000000..000001}.tar`` (png, cls) unless they exist.
 
-    Any number of processes may do this at once: each writes its own folder, the first to rename it wins.
+    Any number of processes may do this at once: each writes a folder of its own, and the first one to finish is kept.
 
     Args:
-        directory: Where to; None is ``shard_dir()``.
+        directory: The folder; None: ``shard_dir()``.
 
     Raises:
-        ModuleNotFoundError: If the shards are missing and so is scikit-learn; says what to install.
-        FileExistsError: If the folder is there and holds something else.
+        ModuleNotFoundError: If the shards and scikit-learn are missing; names the command that installs scikit-learn.
+        FileExistsError: If the folder exists with other content.
     """
     folder = Path(directory or shard_dir())
     if _is_whole(folder):
         return
     pixels, labels = _load()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = folder.parent / f".{folder.name}-{uuid.uuid4().hex}.partial"
-    try:
-        staging.mkdir()
+    with create_folder(folder) as staged:
         for split, rows in _split(labels).items():
-            samples = [_sample(row, pixels[row], labels[row]) for row in rows.tolist()]
-            write_shards(samples, staging, prefix=split, shards=_SHARDS[split])
-        _publish(staging, folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+            samples = [
+                {"__key__": f"digit_{row:04d}", "png": _png(pixels[row]), "cls": int(labels[row])}
+                for row in rows.tolist()
+            ]
+            write_shards(samples, staged, prefix=split, shards=_SHARDS[split])
+    if not _is_whole(folder):
+        raise FileExistsError(
+            f"{folder} exists with other content than the digits shards. Delete it or choose another folder."
+        )
 
 
 def arrays(split: str) -> dict[str, np.ndarray]:
@@ -67,28 +67,13 @@ def arrays(split: str) -> dict[str, np.ndarray]:
 
     Raises:
         ValueError: If there is no such split.
-        ModuleNotFoundError: If scikit-learn is missing; says what to install.
+        ModuleNotFoundError: If scikit-learn is missing; names the command that installs it.
     """
     if split not in _SHARDS:
         raise ValueError(f"split: got {split!r}, want one of {', '.join(_SHARDS)}.")
     pixels, labels = _load()
     rows = _split(labels)[split]
     return {"image": np.repeat(pixels[rows, :, :, np.newaxis], 3, axis=3), "label": labels[rows]}
-
-
-def _publish(staging: Path, folder: Path) -> None:
-    try:
-        # Fails if the folder exists and is not empty, so that nobody's files are lost.
-        os.rename(staging, folder)
-    except OSError as error:
-        if _is_whole(folder):
-            return
-        if folder.exists():
-            raise FileExistsError(
-                f"{folder} exists and holds something else than the digits shards. Delete it or choose another folder."
-            ) from error
-        raise
-    sync_folder(folder.parent)
 
 
 def _is_whole(folder: Path) -> bool:
@@ -101,7 +86,7 @@ def _load() -> tuple[np.ndarray, np.ndarray]:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "the digits demo takes its data from scikit-learn, which is not installed. Run: pip install 'dtrain[demo]' "
+            "the digits are part of scikit-learn, which is not installed. Run: pip install 'dtrain[demo]' "
             "(in a checkout: pip install -e '.[demo]').",
             name=error.name,
         ) from error
@@ -111,23 +96,19 @@ def _load() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _split(labels: np.ndarray) -> dict[str, np.ndarray]:
-    """Rows of each split, int64, shuffled; classes have the same shares in both."""
-    # RandomState, because its numbers are frozen over numpy's versions; default_rng's may change.
+    """Rows of each split, int64, shuffled; every class has the same share in both."""
+    # RandomState, because its numbers never change between numpy's versions; default_rng's may.
     shuffled = np.random.RandomState(0).permutation(len(labels))
     by_class = [shuffled[labels[shuffled] == label] for label in np.unique(labels)]
-    # A fifth of all, cut where the running total says, so that the rounding of ten classes does not add up.
+    # A fifth of all, from running totals, so that the rounding of ten classes does not add up.
     bounds = np.concatenate([[0], np.cumsum([len(rows) for rows in by_class])]) * TEST_SAMPLES // len(labels)
     test = np.concatenate([rows[:share] for rows, share in zip(by_class, np.diff(bounds), strict=True)])
     is_test = np.isin(shuffled, test)
     return {"train": shuffled[~is_test], "test": shuffled[is_test]}
 
 
-def _sample(row: int, pixels: np.ndarray, label: int) -> Sample:
-    return {"__key__": f"digit_{row:04d}", "png": _png(pixels), "cls": int(label)}
-
-
 def _png(pixels: np.ndarray) -> bytes:
     stream = io.BytesIO()
-    # Uncompressed: at 64 pixels nothing is lost, and the bytes do not depend on anyone's version of zlib.
+    # Uncompressed: nothing is lost at 64 pixels, and the bytes do not depend on the version of zlib.
     Image.fromarray(pixels).save(stream, "PNG", compress_level=0)
     return stream.getvalue()

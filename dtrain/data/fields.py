@@ -1,13 +1,13 @@
-"""What a sample is made of: the vocabulary of the public ``fields`` mapping.
+"""The fields of a sample, as declared by the public ``fields`` mapping.
 
-* A *field* is one member of each sample, found by its extension and handed to the task under a name.
-* Its *role* says what it is, which decides its wire dtype; common extensions imply one.
-* Its *kind* says how its bytes are read; it follows from the extension, unless the role or a decoder decides.
-* Rows of tokens for a language model are *raw* numbers: ``{"tok": {"name": "tokens", "dtype": "uint16", "length": 1025}}``
-  reads members of exactly 1025 little-endian uint16, without any header, and a task of 1024-token windows makes
-  ``tokens[:, :-1].long()`` and ``tokens[:, 1:].long()`` of them on the device.
-* A ``SampleError`` says that one sample's bytes are bad: the loader masks that sample. A ``DataError`` says that samples and
-  configuration do not go together. That, or anything else that goes wrong, ends the run.
+* A *field* is one member of each sample, found by its extension; the task reads it from the batch under its name.
+* Its *role* (image, feature, label, ...) decides its transfer dtype; common extensions imply a role.
+* Its *kind* decides how its bytes are decoded; it follows from the extension, or from a role, ``dtype`` or decoder.
+* Rows of tokens for a language model are *raw* numbers: ``{"tok": {"name": "tokens", "dtype": "uint16", "length":
+  1025}}`` reads members of exactly 1025 little-endian uint16, without any header. A task with a context of 1024 tokens
+  takes ``tokens[:, :-1].long()`` as input and ``tokens[:, 1:].long()`` as target, on the device.
+* A ``SampleError`` means that one sample's bytes are bad: the loader masks that sample. A ``DataError`` means that
+  samples and configuration do not fit each other; it ends the run, as every other error does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable, Iterable
+import importlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +27,7 @@ from dtrain.config.errors import Explained
 from dtrain.data.crop import Crop, whole
 from dtrain.precision.policy import ROLES
 
-#: How the bytes under an extension are read. Of ``left.jpg`` the last part counts, as in webdataset.
+#: Extension to kind. Of ``left.jpg`` the last part counts, as in webdataset.
 KINDS = {
     **dict.fromkeys(("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "pbm", "avif"), "image"),
     **dict.fromkeys(("cls", "cls2", "index", "inx", "id", "class", "count"), "integer"),
@@ -34,25 +36,26 @@ KINDS = {
     **dict.fromkeys(("npy", "npz"), "array"),
     "bin": "bytes",
 }
-#: Their content is a program: reading it would run it.
+#: Extensions of pickles, whose content is a program: loading one would run it.
 PICKLES = ("pyd", "pth", "pkl", "pickle", "pt", "joblib")
 _IMPLIED_ROLES = {"image": "image", "text": "text", "bytes": "bytes", "cls": "label", "cls2": "label", "class": "label"}
 _IMAGE_OPTIONS = ("size", "shorter_side", "mean", "std", "exif", "decode")
 DECODE = ("full", "reduced")
-#: What raw numbers can be; stored little-endian.
+INT64 = range(-(2**63), 2**63)
+#: Types of raw numbers, stored little-endian.
 RAW_DTYPES = ("uint8", "uint16", "uint32", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 
 
 class SampleError(ValueError):
-    """The bytes of one sample are not what its field says; the text is the reason."""
+    """One sample is bad: its bytes do not fit its field. The message is the reason."""
 
 
 class DataError(Explained, ValueError):
-    """Samples and what they are for do not go together: the fields, the wire, the task, the model."""
+    """Samples do not fit their fields, the transfer dtype, the task or the model."""
 
 
 class NoSuchField(DataError, KeyError):
-    """A batch was asked for a field that it does not have."""
+    """A batch has no field of this name."""
 
     __str__ = Exception.__str__  # not in quotes, as a KeyError
 
@@ -64,27 +67,26 @@ class Field:
     Args:
         ext: Extension in the shard, such as ``jpg``, ``seg.png``, or alternatives of one kind, ``jpg;jpeg;png``.
         name: Key of the batch.
-        role: One of ``dtrain.precision.policy.ROLES``; None takes the one that the extension implies, if it does and no
-            decoder makes something else of it.
-        size: Height and width in pixels that an image is resized to; None keeps its own. An augmentation that begins with
-            a crop (``dtrain.data.augment.Cropper``) replaces it.
-        shorter_side: Bring the image's shorter side to this many pixels, the other in proportion, and cut ``size`` from
-            the middle, as evaluations do (256 and 224). None resizes to ``size``, aspect ratio disregarded.
-        mean: Per channel, subtracted on the device from an image scaled to [0, 1].
-        std: Per channel, divides it after that.
+        role: One of ``dtrain.precision.policy.ROLES``; None: the role that the extension implies, if any and if there
+            is no decoder.
+        size: Height and width in pixels that an image is resized to; None keeps its own. An augmentation that starts
+            with a crop (``dtrain.data.augment.Cropper``) replaces it.
+        shorter_side: Resize the image's shorter side to this many pixels, the other in proportion, and cut ``size``
+            from the middle, as usual in evaluation (256 and 224). None resizes to ``size``, ignoring the aspect ratio.
+        mean: Mean of each channel, subtracted on the device from an image scaled to [0, 1].
+        std: Standard deviation of each channel, by which the image is then divided.
         decoder: ``decoder(payload: bytes) -> value`` in place of the built-in one.
-        exif: Turn an image as its EXIF orientation says.
-        decode: ``"full"``, or ``"reduced"``: a JPEG that is to become much smaller is decoded at 1/2, 1/4 or 1/8 of its
-            size, as long as that leaves two pixels for each one wanted. Whole photographs of 1 to 12 megapixels become 224
-            pixels wide in 20 to 30 % less time, those of 500 x 375 in the same; pixels differ by 0.4 to 1.0 grey levels
-            on average.
-        dtype: The member is a row of numbers without any header, little-endian, of this type (``RAW_DTYPES``): tokens of
-            a language model, for example. They keep their type on the way to the device.
-        length: How many numbers each row has: other members are bad samples. None takes what is there.
-        kind: How the bytes are read: one of the values of ``KINDS``, or ``"custom"``. Derived.
+        exif: Rotate an image as its EXIF orientation says.
+        decode: ``"full"``, or ``"reduced"``: a JPEG is decoded at 1/2, 1/4 or 1/8 of its size if that leaves two pixels
+            for each pixel of the result. For results of 224 pixels this saves 20 to 30 % of the time for photographs of 1
+            to 12 megapixels, and nothing for 500 x 375; pixels differ by 0.4 to 1.0 grey levels on average.
+        dtype: The member is a row of numbers without any header, little-endian, of this type (``RAW_DTYPES``), such as
+            tokens of a language model. They keep their type on the way to the device.
+        length: How many numbers each row has; a member of another length is a bad sample. None accepts any length.
+        kind: How the bytes are read: one of the values of ``KINDS``, ``"raw"`` or ``"custom"``. Derived.
 
     Raises:
-        ValueError: If a value is impossible, or the options do not go together; names the field.
+        ValueError: If a value is impossible, or options exclude each other; names the field.
     """
 
     ext: str
@@ -112,8 +114,8 @@ class Field:
             object.__setattr__(self, "role", self._implied_role(kind))
         if kind == "image" and self.role != "image":
             raise ValueError(
-                f"field {self.name!r}: .{self.ext} decodes to three colour channels, which suits the role image, not "
-                f"{self.role!r}. For masks or depth give a decoder; role: bytes hands over the file as it is."
+                f"field {self.name!r}: .{self.ext} decodes to three colour channels, which needs the role image, not "
+                f"{self.role!r}. For masks or depth set a decoder; role: bytes returns the file's bytes."
             )
         if self.role == "image" and kind not in ("image", "array", "custom"):
             raise ValueError(f"field {self.name!r}: role image, but .{self.ext} holds {kind}. Use another role.")
@@ -122,8 +124,8 @@ class Field:
             for option in _IMAGE_OPTIONS:
                 if getattr(self, option) != default[option]:
                     raise ValueError(
-                        f"field {self.name!r}: {option} is for the role image, it has {self.role!r}. Leave {option} "
-                        "out or declare role: image."
+                        f"field {self.name!r}: {option} needs the role image, got role {self.role!r}. Remove {option} or "
+                        "declare role: image."
                     )
         self._check_numbers()
 
@@ -134,7 +136,7 @@ class Field:
 
     @property
     def crop(self) -> Callable[[int, int], Crop] | None:
-        """``crop(height, width)`` of an image for its own ``size``; None where it has none."""
+        """``crop(height, width)`` that brings an image to ``size``; None without a size."""
         return None if self.size is None else functools.partial(whole, size=self.size, shorter_side=self.shorter_side)
 
     def _implied_role(self, kind: str) -> str | None:
@@ -151,29 +153,46 @@ class Field:
                     f"field {self.name!r}: extension {ext!r} matches no member. Write it in lower case, without the "
                     "leading dot, and alternatives with a semicolon between them: jpg;jpeg;png."
                 )
-            kinds.add(self._kind(ext))
+            kinds.add(self._kind_of(ext))
         if len(kinds) > 1:
             raise ValueError(
-                f"field {self.name!r}: {self.ext!r} mixes {' and '.join(sorted(kinds))}. Alternatives must be read in "
-                "the same way; give each its own field, or one decoder for all."
+                f"field {self.name!r}: {self.ext!r} mixes {' and '.join(sorted(kinds))}. Alternatives must be of one kind: "
+                "declare a field for each, or one decoder for all."
             )
         return kinds.pop()
 
-    def _kind(self, ext: str) -> str:
+    def _kind_of(self, ext: str) -> str:
         if self.dtype is not None:
             return "raw"
-        return _kind(self.name, ext, self.role) if self.decoder is None else "custom"
+        if self.decoder is not None:
+            return "custom"
+        last = _last(ext)
+        if last in PICKLES:
+            raise ValueError(
+                f"field {self.name!r}: .{ext} is a pickle, which can run any code when it is loaded; dtrain never loads one. "
+                "Store arrays as npy and other values as json, or set a decoder of your own."
+            )
+        if self.role in ("bytes", "text"):
+            return self.role
+        if last not in KINDS:
+            raise ValueError(
+                f"field {self.name!r}: no decoder for .{ext}{nearest(last, KINDS)} Set a decoder (decoder: "
+                "my_package.my_function), dtype: uint16 or similar for raw numbers, or role: bytes for the file's bytes."
+            )
+        return KINDS[last]
 
     def _check_raw(self) -> None:
         if self.dtype is None:
             if self.length is not None:
-                raise ValueError(f"field {self.name!r}: length {self.length} is for raw numbers. Add dtype: uint16.")
+                raise ValueError(f"field {self.name!r}: length {self.length} needs raw numbers. Add dtype: uint16.")
             return
         if self.dtype not in RAW_DTYPES:
             raise ValueError(f"field {self.name!r}: dtype {self.dtype!r} is unknown{nearest(self.dtype, RAW_DTYPES)}")
         if self.decoder is not None or self.role in ("image", "text", "bytes"):
             other = "a decoder of its own" if self.decoder is not None else f"role {self.role!r}"
-            raise ValueError(f"field {self.name!r} has dtype {self.dtype}, raw numbers, and {other}. Leave one out.")
+            raise ValueError(
+                f"field {self.name!r} has dtype {self.dtype}, raw numbers, and {other}. Remove one of them."
+            )
         if self.length is not None and self.length < 1:
             raise ValueError(f"field {self.name!r}: length {self.length}, want at least 1 number.")
 
@@ -182,8 +201,8 @@ class Field:
             raise ValueError(f"field {self.name!r}: size {list(self.size)}, want at least 1 pixel each way.")
         if self.shorter_side is not None and (self.size is None or self.shorter_side < max(self.size)):
             raise ValueError(
-                f"field {self.name!r}: shorter_side {self.shorter_side} with size {self.size and list(self.size)}. Give a "
-                "size that fits into it: the size is cut from the middle of what has that shorter side."
+                f"field {self.name!r}: shorter_side {self.shorter_side} with size {self.size and list(self.size)}. Set a size "
+                "that is not larger: it is cut from the middle of the image with that shorter side."
             )
         if self.decode not in DECODE:
             raise ValueError(
@@ -192,35 +211,111 @@ class Field:
         for option, values, low in (("mean", self.mean, 0.0), ("std", self.std, 1e-6)):
             if not all(low <= value <= 1 for value in values):
                 raise ValueError(
-                    f"field {self.name!r}: {option} {list(values)} is outside [{low:g}, 1]. Pixels count from 0 to 1 "
-                    "here; divide by 255 what was measured on 0 to 255."
+                    f"field {self.name!r}: {option} {list(values)} is outside [{low:g}, 1]. Pixels are scaled to [0, 1] "
+                    "first; divide values of the scale 0 to 255 by 255."
                 )
 
 
 def nearest(got: str, known: Iterable[str]) -> str:
-    """The end of an error message: the name that was probably meant, and all that there are."""
+    """The end of an error message: the most similar valid name, and all valid names."""
     names = list(known)
     match = difflib.get_close_matches(got, names, n=1)
     hint = f"; did you mean {match[0]!r}?" if match else "."
     return f"{hint} Known: {', '.join(names)}."
 
 
-def _kind(name: str, ext: str, role: str | None) -> str:
-    last = _last(ext)
-    if last in PICKLES:
-        raise ValueError(
-            f"field {name!r}: .{ext} is a pickle, which can run any code when it is read; dtrain never does. Store "
-            "arrays as npy and the rest as json, or give the field a decoder of your own."
-        )
-    if role in ("bytes", "text"):
-        return role
-    if last not in KINDS:
-        raise ValueError(
-            f"field {name!r}: no decoder for .{ext}{nearest(last, KINDS)} Give the field a decoder (decoder: "
-            "my_package.my_function), dtype: uint16 or the like for raw numbers, or role: bytes for the file as it is."
-        )
-    return KINDS[last]
-
-
 def _last(ext: str) -> str:
     return ext.rpartition(".")[2]
+
+
+def parse_fields(mapping: Mapping[str, Mapping[str, Any]]) -> tuple[Field, ...]:
+    """The fields of a public ``fields`` mapping, in its order.
+
+    Types are checked here, because the values may come from YAML; ``Field`` checks whether options fit each other.
+
+    Args:
+        mapping: Extension to options: ``name`` (required), and others of ``Field``. ``size`` may be one int for both
+            sides, ``decoder`` a callable, the dotted path of one, or a mapping with ``_target_``.
+
+    Raises:
+        ValueError: If there is no field, an option or a role is unknown (names the nearest), a value has the wrong
+            type, or two fields share a name or an extension.
+    """
+    if not mapping or not isinstance(mapping, Mapping):
+        raise ValueError(
+            f"data.fields is {repr(mapping) if mapping else 'empty'}. Declare what to read from each sample, for example "
+            "{jpg: {name: image, role: image, size: 224}, cls: {name: label}}."
+        )
+    fields = tuple(_parse_field(str(ext), options) for ext, options in mapping.items())
+    for kind, values in (
+        ("name", [field.name for field in fields]),
+        ("extension", [ext for field in fields for ext in field.extensions]),
+    ):
+        repeated = sorted({value for value in values if values.count(value) > 1})
+        if repeated:
+            raise ValueError(f"data.fields: two fields share the {kind} {repeated[0]!r}. Each needs its own.")
+    return fields
+
+
+def _parse_field(ext: str, options: Mapping[str, Any]) -> Field:
+    if not isinstance(options, Mapping):
+        raise ValueError(f"data.fields.{ext}: got {options!r}, want options such as {{name: image, role: image}}.")
+    known = [field.name for field in dataclasses.fields(Field) if field.init and field.name != "ext"]
+    for option in options:
+        if option not in known:
+            raise ValueError(f"data.fields.{ext}: option {option!r} is unknown{nearest(str(option), known)}")
+    values = {option: value for option, value in options.items() if value is not None}
+    if "name" not in values:
+        raise ValueError(f"data.fields.{ext} has no name. Give it one, such as name: image.")
+    for option in ("name", "role", "decode", "dtype"):
+        if option in values and not isinstance(values[option], str):
+            raise ValueError(f"data.fields.{ext}.{option}: got {values[option]!r}, want a word.")
+    if "size" in values:
+        size = values["size"]
+        sides = [size, size] if isinstance(size, int) else size
+        if not _is_list(sides, 2) or not all(type(side) is int for side in sides):
+            raise ValueError(f"data.fields.{ext}.size: got {size!r}, want pixels: an int, or [height, width].")
+        values["size"] = tuple(sides)
+    for option in ("mean", "std"):
+        if option in values:
+            values[option] = _rgb(ext, option, values[option])
+    for option in ("shorter_side", "length"):
+        if option in values and type(values[option]) is not int:
+            raise ValueError(f"data.fields.{ext}.{option}: got {values[option]!r}, want an int.")
+    if not isinstance(values.get("exif", False), bool):
+        raise ValueError(f"data.fields.{ext}.exif: got {values['exif']!r}, want true or false.")
+    if "decoder" in values:
+        values["decoder"] = _decoder(ext, values["decoder"])
+    return Field(ext, **values)
+
+
+def _rgb(ext: str, option: str, value: Any) -> tuple[float, float, float]:
+    if not (_is_list(value, 3) and all(type(number) in (int, float) and math.isfinite(number) for number in value)):
+        raise ValueError(f"data.fields.{ext}.{option}: got {value!r}, want three numbers, red, green and blue.")
+    return float(value[0]), float(value[1]), float(value[2])
+
+
+def _is_list(value: Any, length: int) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) == length
+
+
+def _decoder(ext: str, value: Any) -> Callable[[bytes], Any]:
+    where = f"data.fields.{ext}.decoder"
+    if isinstance(value, str):
+        module, _, attribute = value.rpartition(".")
+        if not module:
+            raise ValueError(f"{where}: got {value!r}, want a dotted path such as my_package.my_function.")
+        try:
+            value = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"{where}: {value!r} cannot be imported: {error}.") from error
+    elif isinstance(value, Mapping):
+        from hydra.utils import instantiate
+
+        value = instantiate(value)
+    if isinstance(value, type) or not callable(value):
+        raise ValueError(
+            f"{where}: got {value!r}, want a function of the member's bytes. An object of a class, or a function with "
+            "arguments, is built by _target_ (functions with _partial_: true)."
+        )
+    return value

@@ -1,9 +1,9 @@
-"""Mixup and cutmix: an image with another one of the training set in it, and a label that says how much of which.
+"""Mixup and cutmix: images mixed with another image of the training set, and labels as probabilities.
 
-* The *partner* of a sample comes next to it in the epoch's order (``EpochOrder.partners``): as a rule it is in the same
-  micro-batch, so that nothing is read twice. Where it is not, it is read for this alone.
-* Both are augmented as each is in its own row, and only then mixed. What is drawn depends on (seed, epoch, sample) only,
-  never on who builds the row or what else lies beside it.
+* The *partner* of a sample is its neighbour in the epoch's order (``EpochOrder.partners``). It is usually in the same
+  micro-batch, so that nothing is read twice; otherwise it is read for this purpose only.
+* Both images are augmented as in their own rows, then mixed. Random numbers depend on (seed, epoch, sample) only, not on
+  the worker or on other rows.
 * Images stay uint8. A label becomes the probability of each class: exactly the shares in which the pixels were mixed.
 """
 
@@ -19,20 +19,19 @@ import torch
 from torch import Tensor
 
 from dtrain.data.fields import DataError, Field
-from dtrain.data.permutation import hash64
-from dtrain.data.randomness import Randomness
+from dtrain.data.randomness import Randomness, hash64
 
-# Beside the uses of (seed, epoch) elsewhere, with which this one must not share a key.
+# Uses of (seed, epoch) need different keys: the order has 1 to 3, augmentation 4, generated samples 5.
 _MIXING = 6
-# Shares of a blend are so many parts: the sum of two weighted pixels then fits into 16 bits.
+# Shares of a blend are multiples of 1/256: the sum of two weighted pixels then fits into 16 bits.
 _PARTS = 256
 
 
 class Blend(NamedTuple):
-    """Mixup (Zhang et al. 2018): each pixel the weighted mean of both, rounded, so at most half a grey level off.
+    """Mixup (Zhang et al. 2018): each pixel is the weighted mean of both, rounded, so at most half a grey level off.
 
     Attributes:
-        parts: What the partner has, of 256.
+        parts: Weight of the partner, of 256.
     """
 
     parts: int
@@ -48,12 +47,12 @@ class Blend(NamedTuple):
 
 
 class Patch(NamedTuple):
-    """Cutmix (Yun et al. 2019): a rectangle of the partner, in the same place; what is outside the image is cut off.
+    """Cutmix (Yun et al. 2019): a rectangle of the partner replaces the same rectangle of the image, clipped at its border.
 
     Attributes:
-        side: Height and width, as shares of the image's.
-        down: Where its middle is, as a share of the height.
-        right: The same of the width.
+        side: Height and width of the rectangle, as shares of the image's.
+        down: Centre of the rectangle, as a share of the height.
+        right: Centre of the rectangle, as a share of the width.
     """
 
     side: float
@@ -75,19 +74,19 @@ class Patch(NamedTuple):
 
 @dataclass(frozen=True)
 class Mix:
-    """What is mixed, and how much: as timm's ``Mixup`` with ``mode="elem"``, a draw for each sample.
+    """Settings of mixup and cutmix; as timm's ``Mixup`` with ``mode="elem"``, one draw for each sample.
 
     Args:
-        classes: How many there are.
+        classes: Number of classes.
         mixup_alpha: A blend's share is drawn from Beta(alpha, alpha), in steps of 1/256; 0 for no mixup.
         cutmix_alpha: The area of a patch is drawn from Beta(alpha, alpha); 0 for no cutmix.
-        probability: How often a sample is mixed at all.
-        switch_probability: How often it is cutmix, where there are both.
+        probability: Probability that a sample is mixed at all.
+        switch_probability: Probability of cutmix instead of mixup, where both are on.
         image: Name of the image.
         label: Name of the class number, which becomes the probability of each class, fp32, shape ``[classes]``.
 
     Raises:
-        ValueError: If a number is impossible, or there is nothing to do.
+        ValueError: If a number is impossible, or neither mixup nor cutmix is on.
     """
 
     classes: int
@@ -100,7 +99,7 @@ class Mix:
 
     def __post_init__(self) -> None:
         if not isinstance(self.classes, int) or self.classes < 1:
-            raise ValueError(f"classes {self.classes!r}: want how many the labels count, as the model has them.")
+            raise ValueError(f"classes {self.classes!r}: want the number of classes, as in the model.")
         for name in ("probability", "switch_probability"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} {getattr(self, name)}: want a number from 0 to 1.")
@@ -111,7 +110,7 @@ class Mix:
             )
 
     def fields(self, fields: Sequence[Field]) -> tuple[Field, ...]:
-        """The fields of a source as they are after mixing: the label holds no class number any more.
+        """The fields of a source after mixing: the label holds probabilities instead of a class number.
 
         Raises:
             ValueError: If there is no such image or label.
@@ -119,14 +118,14 @@ class Mix:
         roles = {field.name: field.role for field in fields}
         if roles.get(self.image) != "image":
             images = [name for name, role in roles.items() if role == "image"]
-            raise ValueError(f"data.mix.image: {self.image!r} is none of the images: {', '.join(images) or 'none'}.")
+            raise ValueError(f"data.mix.image: {self.image!r} is not an image. Images: {', '.join(images) or 'none'}.")
         if self.label not in roles or roles[self.label] == "image":
             others = [name for name, role in roles.items() if role != "image"]
-            raise ValueError(f"data.mix.label: {self.label!r} is none of the labels: {', '.join(others) or 'none'}.")
+            raise ValueError(f"data.mix.label: {self.label!r} is not a label. Labels: {', '.join(others) or 'none'}.")
         return tuple(replace(field, role="target") if field.name == self.label else field for field in fields)
 
     def draw(self, rng: np.random.Generator) -> Blend | Patch | None:
-        """What is done to a sample; None if nothing."""
+        """The mixture for one sample; None if it is not mixed."""
         mixed, switch, down, right = rng.random(4).tolist()
         if mixed >= self.probability:
             return None
@@ -137,12 +136,7 @@ class Mix:
 
 
 class Mixer:
-    """Plans the mixtures of micro-batches; used in one worker.
-
-    Args:
-        mix: What is mixed.
-        seed: Key of what is drawn.
-    """
+    """Draws the mixtures of micro-batches in one worker."""
 
     def __init__(self, mix: Mix, seed: int) -> None:
         self._mix = mix
@@ -150,12 +144,12 @@ class Mixer:
         self._randomness = Randomness()
 
     def plan(self, epoch: int, samples: np.ndarray, partners: np.ndarray) -> Mixtures:
-        """What is to be done in one micro-batch.
+        """The mixtures of one micro-batch.
 
         Args:
             epoch: Number of the epoch.
-            samples: Number of each row's sample, int64, shape ``[rows]``; -1 where the row is masked.
-            partners: Number of each one's partner, int64, shape ``[rows]``; itself if it has none.
+            samples: Sample number of each row, int64, shape ``[rows]``; -1 where the row is masked.
+            partners: Sample number of each row's partner, int64, shape ``[rows]``; the sample itself if it has none.
         """
         keys = hash64(self._seed, epoch, _MIXING, samples)
         draws = [
@@ -169,7 +163,7 @@ class Mixtures:
     """The mixtures of one micro-batch.
 
     Attributes:
-        samples: Those of the rows, and after them partners that are in no row, int64, shape ``[rows + others]``.
+        samples: Samples to read: those of the rows, then partners that are in no row, int64, shape ``[rows + others]``.
     """
 
     def __init__(
@@ -184,20 +178,20 @@ class Mixtures:
         self._partners = [row_of.get(partner, row) for row, partner in enumerate(partners.tolist())]
 
     def repeat(self, sources: Sequence[int], rows: Sequence[int]) -> None:
-        """Makes each of ``rows`` what the row at its place in ``sources`` is; others than rows of the batch are left alone."""
+        """Copies the mixture of row ``sources[i]`` to row ``rows[i]``."""
         for source, row in zip(sources, rows, strict=True):
-            if row < self._rows:
+            if row < self._rows:  # the others are partners that are in no row
                 self._draws[row], self._partners[row] = self._draws[source], self._partners[source]
 
     def mixed(self, columns: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-        """The columns of the micro-batch: mixed, and without what is in no row. Changes images in place.
+        """The fields of the micro-batch, mixed and without the partners that are in no row. Changes images in place.
 
         Args:
-            columns: Of all ``samples``, by name.
-            keys: Of all ``samples``; empty where one is bad. Whose partner is bad stays as it is.
+            columns: Fields of all ``samples``, by name.
+            keys: Keys of all ``samples``; empty where one is bad. A row whose partner is bad is not mixed.
 
         Raises:
-            DataError: If labels are no class numbers; names the sample.
+            DataError: If labels are not class numbers; names the sample.
         """
         mix, rows = self._mix, self._rows
         numbers = self._class_numbers(columns[mix.label], keys)
@@ -207,7 +201,7 @@ class Mixtures:
             if draw is not None and keys[partner]:
                 shares[row] = draw.put(images[row], before[partner])
         own, others = numbers[:rows], numbers[self._partners]
-        shares[own == others] = 0  # all of it is of one class, exactly
+        shares[own == others] = 0  # both of one class: its probability is exactly 1, without rounding
         probabilities = np.zeros((rows, mix.classes), np.float32)
         probabilities[np.arange(rows), own] = 1 - shares
         probabilities[np.arange(rows), others] += shares
@@ -215,7 +209,7 @@ class Mixtures:
 
     def _class_numbers(self, labels: Any, keys: Sequence[str]) -> np.ndarray:
         if not isinstance(labels, Tensor) or labels.dim() != 1 or labels.is_floating_point():
-            got = f"{labels.dtype} {list(labels.shape)}" if isinstance(labels, Tensor) else "values that are no numbers"
+            got = f"{labels.dtype} {list(labels.shape)}" if isinstance(labels, Tensor) else "no numbers"
             raise DataError(
                 f"data.mix.label: {self._mix.label!r} holds {got}, want the number of a class for each row."
             )

@@ -1,16 +1,22 @@
-"""Where every sample of an epoch lies: a pure function, no state.
+"""Which sample is at which position of an epoch: a pure function without state.
 
-* The *line* is the epoch's shards, permuted, laid end to end: ``num_samples`` places.
-* A *lane* is one of K contiguous pieces of the line, equal to within one sample. A step draws ``G / K`` samples from
-  each, so slot *s* of the global batch belongs to lane ``s // (G / K)``.
-* A *window* is a few neighbouring shards inside a lane; samples are permuted within it, so that a rank keeps only
-  (its lanes x the window) shards open.
-* A *layout* is (G, K, committed steps). When G changes in mid-epoch, what remains is the tail of each lane; laid end to
-  end, these form a new, shorter line that the next layout cuts into lanes again. The list of layouts is all that a
-  checkpoint needs.
+* The *line* is the epoch's shards, permuted and concatenated: ``num_samples`` places.
+* A *lane* is one of K contiguous pieces of the line, equal to within one sample. A step takes ``G / K`` samples from
+  each lane, where G is the global batch size. So *slot* (row) *s* of the global batch belongs to lane ``s // (G / K)``.
+* A *shuffle window* is a few neighbouring shards inside a lane. Samples are permuted only within their window, so that a
+  rank needs no more than (its lanes x the window) shards open at a time.
+* A *layout* is (G, K, committed steps): how a part of the epoch was cut into lanes. If G changes in the middle of an epoch,
+  the uncommitted ends of all lanes are concatenated to a shorter line, and the next layout cuts this line into lanes. A
+  checkpoint stores the list of layouts.
 
-Nothing here reads the environment, a clock or a global generator, so parent and workers agree by construction, and the
-content of a global batch depends neither on ranks nor on workers.
+A position goes through three maps: (step, slot) -> place on the current line -> place on the first line -> sample::
+
+    _Cut.place        which place of the current line a slot draws at a step
+    _Cut.outer        the same place on the line before the last change of G, back to the first line
+    _shuffled         the permutation within the shuffle window
+
+Nothing here reads the environment, a clock or a global generator. Therefore parent and workers compute the same order, and
+the content of a global batch depends neither on ranks nor on workers.
 """
 
 from __future__ import annotations
@@ -21,19 +27,19 @@ from functools import cached_property
 
 import numpy as np
 
-from dtrain.data.permutation import hash64, permute
+from dtrain.data.randomness import hash64, permute
 
 SHUFFLES = ("window", "full", "none")
 TAILS = ("pad", "drop")
 DEFAULT_WINDOW = 8
 _MOST_DEFAULT_LANES = 64
-# Two uses of one (seed, epoch) must not share a key.
+# Each permutation needs its own key; two that share (seed, epoch) differ in this number.
 _SHARDS, _WINDOW, _FULL = 1, 2, 3
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a stretch of an epoch was cut: batch size, lanes, and how many steps of it were committed."""
+    """How a stretch of an epoch is cut: global batch size, number of lanes, and how many of its steps were committed."""
 
     global_batch_size: int
     lanes: int
@@ -42,7 +48,17 @@ class Layout:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides an epoch's order besides the shards and the layouts."""
+    """The settings that determine an epoch's order, together with the shards and the layouts.
+
+    Args:
+        seed: Seed of all permutations, an integer of 64 bits.
+        shuffle: ``"window"``, ``"full"`` (one permutation of all samples) or ``"none"`` (stored order).
+        window: Shards in a shuffle window; read for ``"window"`` only.
+        tail: ``"pad"`` fills the last global batch with masked slots, ``"drop"`` leaves its samples out.
+
+    Raises:
+        ValueError: If a value is impossible; names key and value.
+    """
 
     seed: int
     shuffle: str = "window"
@@ -61,12 +77,12 @@ class Recipe:
 
 
 def choose_lanes(global_batch_size: int, lanes: int | None, shuffle: str) -> int:
-    """The lanes of a layout: as asked, else the largest divisor of the global batch size up to 64.
+    """The number of lanes: ``lanes``, or by default the largest divisor of the global batch size up to 64.
 
-    Only a window shuffle has lanes; the other orders are one line.
+    Only a window shuffle has several lanes; the other orders have one.
 
     Raises:
-        ValueError: If ``lanes`` does not divide ``global_batch_size``.
+        ValueError: If ``lanes`` does not divide ``global_batch_size``; names a number that does.
     """
     if shuffle != "window":
         return 1
@@ -74,8 +90,8 @@ def choose_lanes(global_batch_size: int, lanes: int | None, shuffle: str) -> int
         return max(k for k in range(1, _MOST_DEFAULT_LANES + 1) if global_batch_size % k == 0)
     if lanes < 1 or global_batch_size % lanes:
         raise ValueError(
-            f"lanes: {lanes} does not divide the global batch size {global_batch_size}, but every lane gives an equal "
-            f"part of each step. Leave data.lanes unset for {choose_lanes(global_batch_size, None, shuffle)}."
+            f"data.lanes: got {lanes}, which does not divide the global batch size {global_batch_size}; every lane provides an "
+            f"equal share of each step. Set data.lanes=null to get {choose_lanes(global_batch_size, None, shuffle)}."
         )
     return lanes
 
@@ -85,13 +101,13 @@ class EpochOrder:
 
     Args:
         counts: Samples of each shard, int64, shape ``[num_shards]``.
-        recipe: Seed, shuffle, window and tail.
+        recipe: Seed, shuffle, shuffle window and tail.
         epoch: Number of the epoch, from 0.
-        layouts: How it was cut so far, oldest first; the last one is in force.
+        layouts: How the epoch was cut so far, oldest first; the last layout is the current one.
 
     Attributes:
-        first_step: Steps of the epoch that earlier layouts used up.
-        num_steps: Steps of the whole epoch, those included.
+        first_step: First step of the current layout: how many steps earlier layouts used.
+        num_steps: Steps of the whole epoch, including those of earlier layouts.
     """
 
     def __init__(self, counts: np.ndarray, recipe: Recipe, epoch: int, layouts: Sequence[Layout]) -> None:
@@ -106,48 +122,40 @@ class EpochOrder:
         self._line = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts[shards])])  # first place of each shard
         self._first_sample = (np.cumsum(counts) - counts)[shards]  # number of that shard's first sample
         self._cuts = [_Cut.whole(self.num_samples, self.layouts[0])]
+        # Each later layout cuts the rest of the layout before it.
         for layout in self.layouts[1:]:
             self._cuts.append(self._cuts[-1].rest(layout))
         self.first_step = sum(layout.steps for layout in self.layouts[:-1])
         self.num_steps = self.first_step + self._cuts[-1].num_steps(recipe.tail)
 
     def position(self, step: int) -> int:
-        """How many samples of the epoch the steps before ``step`` use."""
+        """Samples of the epoch in the steps before ``step``."""
         cut = self._cuts[-1]
         return self.num_samples - cut.num_samples + cut.used(step - self.first_step)
 
     def locate(self, steps: np.ndarray | int, slots: np.ndarray) -> np.ndarray:
-        """Maps places in global batches to samples.
+        """Maps positions to samples.
 
         Args:
             steps: Step of the epoch, int64, each in ``[first_step, num_steps)``; broadcast against ``slots``.
             slots: Slot of the global batch, int64, each in ``[0, global_batch_size)``, or -1 for a masked one.
 
         Returns:
-            Sample number over the shards as they were given, int64, of the broadcast shape; -1 where there is none: the slot
-            is masked, or past the end of the epoch.
+            Sample number (samples are counted over all shards, in the order of ``counts``), int64, of the broadcast
+            shape; -1 where the slot is masked or past the end of the epoch.
 
         Raises:
-            IndexError: If a step is not one of the layout in force, or a slot is none of its global batch.
+            IndexError: If a step does not belong to the current layout, or a slot is out of range; names the first one.
         """
         return self._samples(self._places(steps, slots))
 
     def partners(self, steps: np.ndarray | int, slots: np.ndarray) -> np.ndarray:
-        """The samples that those of ``locate`` are mixed with: places of the line pair up, two and two in each lane.
+        """The partner of each sample of ``locate`` for mixup and cutmix; arguments, result and errors as in ``locate``.
 
-        A window is permuted, so any other sample of it is as likely; but the two come one after the other, most often in
-        the same micro-batch. A sample keeps its partner when what remains of an epoch is cut anew.
-
-        Args:
-            steps: As in ``locate``.
-            slots: As in ``locate``.
-
-        Returns:
-            Sample numbers, int64, of the broadcast shape; -1 where ``locate`` finds none. The last sample of an odd lane has
-            the one before it; the only one of a lane has itself.
-
-        Raises:
-            IndexError: As ``locate``.
+        The samples of a lane form pairs of neighbours. Samples are permuted within a shuffle window, so the neighbour is a
+        random sample of that window; it is usually in the same micro-batch, so that mixing rarely reads an additional
+        sample. Partners do not change with the global batch size in the middle of an epoch. The last sample of a lane of
+        odd length has the sample before it; the only sample of a lane has itself.
         """
         place = self._places(steps, slots)
         filled = place >= 0
@@ -155,18 +163,13 @@ class EpochOrder:
         return self._samples(place)
 
     def shards_ahead(self, step: int, slots: np.ndarray, most: int) -> np.ndarray:
-        """The shards that some slots read at ``step`` and from then on, up to the end of their lanes.
-
-        Args:
-            step: Step of the epoch, in ``[first_step, num_steps)``.
-            slots: Slots of the global batch, int64, each in ``[0, global_batch_size)``.
-            most: How many shards at most.
+        """Up to ``most`` shards that these slots read from ``step`` on, up to the end of their lanes.
 
         Returns:
-            The shards as places in ``counts``, each once, those of all windows at ``step`` first, then about in the order
-            in which they are read, int64, shape ``[n]``.
+            Indices into ``counts``, without duplicates, int64, shape ``[n]``: first the shards of all shuffle windows in use
+            at ``step``, then the others roughly in the order in which they are read.
         """
-        if self.recipe.shuffle == "full":  # each is as near as any other
+        if self.recipe.shuffle == "full":  # any shard may be needed next
             return self._shards[:most]
         place = self._cuts[-1].place(np.asarray(step - self.first_step), np.asarray(slots, np.int64))
         place = place[place >= 0]
@@ -176,12 +179,13 @@ class EpochOrder:
         _, lane_end = self._cuts[0].lane_of(place)
         lanes = np.unique(np.stack([self._shard_at(begin), self._shard_at(lane_end - 1)], axis=1), axis=0)
         ahead = lanes[:, :1] + np.arange(min(most, len(self._shards)))
+        # Transposed: the first shard of every lane, then the second of every lane, and so on.
         nearest_first = ahead.T[(ahead <= lanes[:, 1:]).T]
         _, once = np.unique(nearest_first, return_index=True)
         return self._shards[nearest_first[np.sort(once)]][:most]
 
     def _places(self, steps: np.ndarray | int, slots: np.ndarray) -> np.ndarray:
-        """Places on the line, before they are shuffled; -1 where there is none."""
+        """Places on the first line, before shuffling; -1 where there is none."""
         steps, slots = np.asarray(steps, np.int64), np.asarray(slots, np.int64)
         _check_range("step", steps, self.first_step, self.num_steps)
         _check_range("slot", slots, -1, self.layouts[-1].global_batch_size)
@@ -194,7 +198,7 @@ class EpochOrder:
         return place
 
     def _samples(self, place: np.ndarray) -> np.ndarray:
-        """The samples that the shuffle puts at some places; -1 where there is none."""
+        """The samples that the shuffle puts at these places; -1 where there is none."""
         samples = np.full(place.shape, -1, np.int64)
         filled = place >= 0
         at = self._shuffled(place[filled])
@@ -203,7 +207,7 @@ class EpochOrder:
         return samples
 
     def _beside(self, place: np.ndarray) -> np.ndarray:
-        # Lanes of the first layout, as windows are: a sample must keep its partner.
+        # Lanes of the first layout, so that a sample keeps its partner when the batch size changes.
         start, end = self._cuts[0].lane_of(place)
         other = start + ((place - start) ^ 1)
         return np.where(other < end, other, np.maximum(other - 2, start))
@@ -217,7 +221,8 @@ class EpochOrder:
         return start + permute(place - start, end - start, hash64(self._key.astype(np.int64), start))
 
     def _window_of(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        # Windows belong to the first layout's lanes, also after a later cut: a sample must keep its place.
+        # Lanes of the first layout, even after a change of the batch size: if samples changed their places, a committed one
+        # could be drawn a second time.
         lane_start, lane_end = self._cuts[0].lane_of(place)
         lane_shard = self._shard_at(lane_start)
         number = (self._shard_at(place) - lane_shard) // self.recipe.window
@@ -226,29 +231,24 @@ class EpochOrder:
         return np.maximum(self._line[first], lane_start), np.minimum(self._line[last], lane_end)
 
     def _shard_at(self, place: np.ndarray) -> np.ndarray:
-        """Which shard of the line a place lies in."""
+        """Index into the permuted shards of the shard at each place."""
         return np.searchsorted(self._line, place, side="right") - 1
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """A line of ``num_samples`` places, cut into lanes.
-
-    Attributes:
-        starts: First place of each piece of this line on the line that it is a rest of, int64, shape ``[pieces]``.
-        offsets: First place of each piece on this line, and its end, int64, shape ``[pieces + 1]``.
-    """
+    """A line of ``num_samples`` places, cut into lanes."""
 
     layout: Layout
-    starts: np.ndarray
-    offsets: np.ndarray
+    starts: np.ndarray  # where each piece of this line starts on the previous line, int64, [pieces]
+    offsets: np.ndarray  # where each piece starts on this line, and the end, int64, [pieces + 1]
 
     @classmethod
     def whole(cls, num_samples: int, layout: Layout) -> _Cut:
         return cls(layout, np.zeros(1, np.int64), np.array([0, num_samples], np.int64))
 
     def rest(self, layout: Layout) -> _Cut:
-        """What this cut's committed steps leave: the tail of each lane, end to end."""
+        """The line of the samples that this layout's committed steps leave: the ends of all lanes, concatenated."""
         bounds = self._bounds(np.arange(self.layout.lanes + 1))
         starts = np.minimum(bounds[:-1] + self.layout.steps * self._per_lane, bounds[1:])
         return _Cut(layout, starts, np.concatenate([np.zeros(1, np.int64), np.cumsum(bounds[1:] - starts)]))
@@ -267,21 +267,25 @@ class _Cut:
 
     def used(self, steps: int) -> int:
         each = steps * self._per_lane
-        if each <= self.num_samples // self.layout.lanes:  # no lane has ended: what a training asks in every step
+        if each <= self.num_samples // self.layout.lanes:  # fast path for the usual case: no lane has ended
             return each * self.layout.lanes
         bounds = self._bounds(np.arange(self.layout.lanes + 1))
         return int(np.minimum(np.diff(bounds), each).sum())
 
     def place(self, steps: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        """Places on this line that slots draw at steps; -1 where the slot is masked or its lane has ended."""
         lane = slots // self._per_lane
         place = self._bounds(lane) + steps * self._per_lane + slots % self._per_lane
         return np.where((slots >= 0) & (place < self._bounds(lane + 1)), place, -1)
 
     def lane_of(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """First place and end of the lane that contains each place."""
+        # The inverse of _bounds: the last lane that starts at or before this place.
         lane = ((place + 1) * self.layout.lanes - 1) // self.num_samples
         return self._bounds(lane), self._bounds(lane + 1)
 
     def outer(self, place: np.ndarray) -> np.ndarray:
+        """The same places on the previous line."""
         piece = np.searchsorted(self.offsets, place, side="right") - 1
         return self.starts[piece] + place - self.offsets[piece]
 
@@ -289,7 +293,7 @@ class _Cut:
         return lane * self.num_samples // self.layout.lanes
 
 
-def _check_range(what: str, values: np.ndarray, low: int, end: int) -> None:
+def _check_range(name: str, values: np.ndarray, low: int, end: int) -> None:
     outside = values[(values < low) | (values >= end)]
     if outside.size:
-        raise IndexError(f"{what} {outside[0]} is outside [{low}, {end}) of this layout")
+        raise IndexError(f"{name} {outside[0]} is outside [{low}, {end}) of this layout")

@@ -1,56 +1,129 @@
-"""A shard where it lies: a file, or what a URL names.
+"""Opens a shard, a local file or a URL, and reads byte ranges.
 
-* A *stamp* is what a shard is recognised by: its size and its *version*, which stands for its content (modification time,
-  etag).
-* A *shard file* is an open shard; it gives ranges of bytes. Each is used by one thread.
+* A *stamp* identifies a shard's content: its size and a *version* (modification time, or a hash of the etag).
+* A *shard file* is an open shard. It reads byte ranges and is used by one thread.
+* URLs are read through fsspec. Transient network errors are retried, with growing pauses of random length, so that many
+  workers do not retry at the same time.
+* A URL may contain a password or a signature. Logs, hashes and names never do (``redacted``).
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import os
-from typing import NamedTuple, Protocol
+import random
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import fsspec
+from fsspec.registry import known_implementations
 
 from dtrain.config.errors import Explained
-from dtrain.data.remote import RemoteFile
-from dtrain.data.urls import is_url, shown
+
+_MAX_ATTEMPTS = 8
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 20.0  # seconds
+_STREAM_PIECE = 1 << 20
+# Forked workers have equal generators; the operating system's differ.
+_random = random.SystemRandom()
+
+_EXTRAS = {"s3": "dtrain[s3]", "s3a": "dtrain[s3]", "http": "dtrain[http]", "https": "dtrain[http]"}
+_PERMANENT_ERRORS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+_TRANSIENT_STATUS = frozenset((408, 425, 429))
+_CONTENT_KEYS = ("ETag", "etag", "md5Hash", "crc32c")
+_TIME_KEYS = ("LastModified", "last_modified", "Last-Modified", "updated", "mtime", "modified")
+
+# Never released. A forked worker that garbage-collects its copy would close the connections in it and remove them from
+# the epoll instance that it shares with its parent. The parent would then never see that its answers have arrived.
+_file_systems: set[Any] = set()
+
+_Result = TypeVar("_Result")
+_url = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_LOCAL_URL = "file://"
+_user_prefix = re.compile(r"^[^/@]*@")
+_password = re.compile(r"^([^/@:]*):[^/@]*@")
+_user_in_text = re.compile(r"(://)[^/\s'\"@]*@")
+_query_in_text = re.compile(r"(://[^\s'\"?#]*)[?#][^\s'\")]*")
+# An open connection transfers about 2 MiB in the time of one request. After a larger gap only a header is wanted.
+_MAX_GAP = 2 << 20
+_PIECE, _HEADERS = 8 << 20, 64 << 10
 
 
-class ShardChanged(Explained, RuntimeError):
-    """A shard is not what was indexed; the run cannot go on with it."""
+def open_shard(path: str) -> LocalFile | RemoteFile:
+    """Opens a shard.
 
-
-class Stamp(NamedTuple):
-    """What a shard is recognised by.
-
-    Attributes:
-        size: Bytes.
-        version: Of a file its modification time in nanoseconds, of a URL a number made of its etag, or else of the time
-            that the server tells; 0 if it tells neither.
+    Raises:
+        OSError: If it cannot be read.
+        ModuleNotFoundError: If a package is missing for this kind of URL; names the command that installs it.
     """
+    return RemoteFile(path) if is_url(path) else LocalFile(path)
 
-    size: int
-    version: int
+
+def stamp_of(path: str) -> Stamp:
+    """The current stamp of a shard; raises as ``open_shard``."""
+    if is_url(path):
+        shard = RemoteFile(path)
+        shard.close()
+        return shard.stamp()
+    status = os.stat(path)
+    return Stamp(status.st_size, status.st_mtime_ns)
+
+
+def check_unchanged(path: str, indexed: Stamp, file: ShardFile) -> None:
+    """Raises ``ShardChanged`` if an open shard does not have the stamp in its index."""
+    now = file.stamp()
+    if now.size != indexed.size:
+        begins = bytes(file.read(0, min(40, now.size)))
+        raise shard_changed(
+            path, f"has {now.size} bytes and starts with {begins!r}, its index says {indexed.size} bytes"
+        )
+    if now != indexed:
+        raise shard_changed(path, "was replaced")
+
+
+def shard_changed(path: str, change: str) -> ShardChanged:
+    """The error for a shard that changed after it was indexed; ``change`` is a predicate such as "has 10 bytes"."""
+    return ShardChanged(
+        f"shard {redacted(path)!r} {change}. It changed after it was indexed. Restore the old one and start the run again, or "
+        "start a new run on the new data."
+    )
 
 
 class ShardFile(Protocol):
     """An open shard."""
 
     def stamp(self) -> Stamp:
-        """Of what was opened."""
+        """The stamp of the open file."""
 
     def read(self, offset: int, size: int) -> bytes | memoryview:
-        """``size`` bytes from ``offset`` on; fewer only where the shard ends."""
+        """``size`` bytes at ``offset``; fewer only at the end of the shard."""
 
     def close(self) -> None:
-        """Ends its use."""
+        """Closes the file."""
+
+
+class Stamp(NamedTuple):
+    """Identifies the content of a shard.
+
+    Attributes:
+        size: Bytes.
+        version: For a file, its modification time in nanoseconds; for a URL, a number derived from its etag, else from
+            the time that the server reports; 0 if it reports neither.
+    """
+
+    size: int
+    version: int
+
+
+class ShardChanged(Explained, RuntimeError):
+    """A shard changed after it was indexed; the run cannot continue with it."""
 
 
 class LocalFile:
-    """A shard that is a file.
-
-    Raises:
-        OSError: If it cannot be opened.
-    """
+    """A shard that is a local file."""
 
     def __init__(self, path: str) -> None:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -61,9 +134,9 @@ class LocalFile:
         return Stamp(status.st_size, status.st_mtime_ns)
 
     def read(self, offset: int, size: int) -> bytes:
-        """``size`` bytes from ``offset`` on; fewer only where the file ends."""
+        """``size`` bytes at ``offset``; fewer only at the end of the file."""
         data = os.pread(self._descriptor, size, offset)
-        while len(data) < size:  # one call gives 2 GiB at most, and some file systems give less than was asked
+        while len(data) < size:  # one call reads at most 2 GiB, and some file systems return less
             more = os.pread(self._descriptor, size - len(data), offset + len(data))
             if not more:
                 break
@@ -75,57 +148,251 @@ class LocalFile:
         os.close(self._descriptor)
 
 
-class RemoteShard(RemoteFile):
-    """A shard that is named by URL."""
+class RemoteFile:
+    """One file behind a URL, open for reading ranges. Used by one thread.
+
+    Args:
+        url: A URL of any kind that fsspec knows.
+
+    Attributes:
+        size: Bytes.
+        version: A number derived from the file's etag, else from its time; 0 if the server reports neither.
+        md5: Base64 of its MD5, if the server reports it.
+
+    Raises:
+        OSError: If it cannot be found, or not be reached after several attempts.
+        ModuleNotFoundError: If a package is missing; names the command that installs it.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._files = fsspec_file_system(url)
+        self._file: Any = None
+        info = self._with_retries(lambda: self._files.info(url))
+        if info.get("type") == "directory" or info.get("size") is None:
+            reason = "it is a folder" if info.get("type") == "directory" else "the server does not report its size"
+            raise OSError(f"{redacted(url)} cannot be used as a shard: {reason}")
+        self.size = int(info["size"])
+        self.version = _version(info)
+        self.md5: str | None = info.get("Content-MD5")
 
     def stamp(self) -> Stamp:
-        """Size and version that the server told when it was opened."""
+        """Size and version as the server reported them when the file was opened."""
         return Stamp(self.size, self.version)
 
+    def read(self, offset: int, size: int) -> bytes:
+        """``size`` bytes at ``offset``; fewer only at the end of the file.
 
-def open_shard(path: str) -> LocalFile | RemoteShard:
-    """Opens a shard.
+        Raises:
+            NoRanges: If the server does not support range requests.
+            FileReplaced: If the server reports that the file was replaced.
+            OSError: If it fails after several attempts.
+        """
+        size = max(0, min(size, self.size - offset))
+        return self._with_retries(lambda: self._range(offset, size)) if size else b""
 
-    Raises:
-        OSError: If it cannot be read.
-        ModuleNotFoundError: If a package is missing for this kind of URL; names the command that installs it.
-    """
-    return RemoteShard(path) if is_url(path) else LocalFile(path)
+    def read_whole(self, take: Callable[[Iterator[bytes]], None]) -> None:
+        """Reads the whole file in one request, for servers without range requests.
+
+        Args:
+            take: Called with an iterator over the file's pieces; called again from the start after a failure.
+        """
+        self._with_retries(lambda: take(self._pieces()))
+
+    def close(self) -> None:
+        """Closes the connection."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _range(self, offset: int, size: int) -> bytes:
+        if self._file is None:
+            # Over HTTP the size saves a request. S3 makes this request for the etag, and later reads only that version.
+            options = {"size": self.size} if scheme(self._url) in ("http", "https") else {}
+            self._file = self._files.open(self._url, "rb", cache_type="none", **options)
+            if _version(self._file.details) not in (0, self.version):
+                raise FileReplaced(f"{redacted(self._url)} was replaced since it was first read")
+        try:
+            self._file.seek(offset)
+            data = self._file.read(size)
+        except ValueError as error:  # from fsspec if the server ignores the range
+            raise NoRanges(f"{redacted(self._url)}: the server does not support range requests") from error
+        except BaseException:
+            self.close()  # a broken connection cannot be used again
+            raise
+        if len(data) < size:
+            raise ConnectionError(f"got {len(data)} bytes instead of {size}")
+        return data
+
+    def _pieces(self) -> Iterator[bytes]:
+        received = 0
+        with self._files.open(self._url, "rb", block_size=0) as file:
+            while piece := file.read(_STREAM_PIECE):
+                received += len(piece)
+                yield piece
+        if received < self.size:
+            raise ConnectionError(f"got {received} bytes instead of {self.size}")
+
+    def _with_retries(self, call: Callable[[], _Result]) -> _Result:
+        for attempt in range(1, _MAX_ATTEMPTS + 1):
+            try:
+                return call()
+            except (NoRanges, FileReplaced):
+                raise
+            except _errors() as error:
+                if attempt == _MAX_ATTEMPTS or not _is_transient(error):
+                    # Without its cause, whose message contains the whole URL.
+                    raise _explained(self._url, error) from None
+            time.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (attempt - 1)) * _random.uniform(0.5, 1.0))
+        raise AssertionError("the last attempt returns or raises")
 
 
-def stamp_of(path: str) -> Stamp:
-    """The stamp of a shard as it is now.
-
-    Raises:
-        OSError: If it cannot be found.
-        ModuleNotFoundError: If a package is missing for this kind of URL; names the command that installs it.
-    """
-    if is_url(path):
-        shard = RemoteShard(path)
-        shard.close()
-        return shard.stamp()
-    status = os.stat(path)
-    return Stamp(status.st_size, status.st_mtime_ns)
+class NoRanges(OSError):
+    """The server does not support range requests."""
 
 
-def check_unchanged(path: str, indexed: Stamp, file: ShardFile) -> None:
-    """Compares a shard with the stamp in its index.
-
-    Raises:
-        ShardChanged: If it is another one.
-        OSError: If it cannot be read.
-    """
-    now = file.stamp()
-    if now.size != indexed.size:
-        begins = bytes(file.read(0, min(40, now.size)))
-        raise changed(path, f"has {now.size} bytes and begins with {begins!r}, its index says {indexed.size} bytes")
-    if now != indexed:
-        raise changed(path, "has been written again")
+class FileReplaced(OSError):
+    """The file was replaced after it was opened."""
 
 
-def changed(path: str, what: str) -> ShardChanged:
-    """The error that says so, and what to do."""
-    return ShardChanged(
-        f"shard {shown(path)!r} {what}. It changed after it was indexed. Put the old one back and start the run again, or "
-        "start a new run on the new data."
-    )
+class ReadAhead:
+    """A remote file for a walk over its headers: few requests, each of many bytes."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        self._file = file
+        self._at = 0
+        self._start, self._piece = 0, b""
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """Moves to a byte, counted from the start or, with ``os.SEEK_END``, from the end."""
+        self._at = offset + (self._file.size if whence == os.SEEK_END else 0)
+        return self._at
+
+    def read(self, size: int = -1, /) -> bytes:
+        """The next ``size`` bytes; fewer only at the end of the file."""
+        end = self._file.size if size < 0 else min(self._at + size, self._file.size)
+        if self._at < self._start or end > self._start + len(self._piece):
+            gap = self._at - (self._start + len(self._piece))
+            ahead = _PIECE if gap <= _MAX_GAP else _HEADERS
+            self._start, self._piece = self._at, self._file.read(self._at, max(end - self._at, ahead))
+        data = self._piece[self._at - self._start : end - self._start]
+        self._at += len(data)
+        return data
+
+
+def list_urls(pattern: str) -> list[str]:
+    """The URLs that match a glob, sorted; raises as ``open_shard``."""
+    files = fsspec_file_system(pattern)
+    try:
+        return sorted(files.unstrip_protocol(path) for path in files.glob(pattern))
+    except _errors() as error:
+        raise _explained(pattern, error) from None
+
+
+def check_known(url: str) -> None:
+    """Raises ``ValueError`` for a URL of a kind that fsspec does not know."""
+    if scheme(url) not in fsspec.available_protocols():
+        raise ValueError(f"{redacted(url)!r}: unknown kind of URL {scheme(url)}://. Use https://, s3:// or a path.")
+
+
+def fsspec_file_system(url: str) -> Any:
+    """fsspec's file system for a URL, without a cache of listings."""
+    check_known(url)
+    kind = scheme(url)
+    try:
+        files = fsspec.core.url_to_fs(url, use_listings_cache=False)[0]
+    except ImportError as error:
+        # fsspec's own advice for packages that dtrain has no extra for, such as "Please install gcsfs to access ...".
+        remedy = (
+            f"pip install '{_EXTRAS[kind]}'" if kind in _EXTRAS else known_implementations[kind].get("err", str(error))
+        )
+        raise ModuleNotFoundError(f"{kind}:// needs a package that is not installed ({error}): {remedy}") from error
+    _file_systems.add(files)
+    return files
+
+
+def is_url(path: str) -> bool:
+    """True for ``s3://bucket/x.tar``; False for paths."""
+    return _url.match(path) is not None
+
+
+def scheme(url: str) -> str:
+    """``s3`` of ``s3://bucket/x.tar``; empty for a path."""
+    found = _url.match(url)
+    return found.group(1).lower() if found else ""
+
+
+def local_path(path: str) -> str:
+    """The path in a ``file://`` URL; anything else unchanged."""
+    return path[len(_LOCAL_URL) :] if path.startswith(_LOCAL_URL) else path
+
+
+def absolute(path: str) -> str:
+    """A shard's absolute path, or its URL unchanged."""
+    return path if is_url(path) else os.path.abspath(path)
+
+
+def redacted(path: str) -> str:
+    """A path or URL without user, password and signature, for messages, names and logs."""
+    if not is_url(path):
+        return path
+    start, _, rest = path.partition("://")
+    if scheme(path) in ("http", "https"):
+        rest = _user_prefix.sub("", re.split(r"[?#]", rest, maxsplit=1)[0])
+    hidden = _password.sub(r"\1@", rest) if "@" in rest else rest
+    return f"{start}://{hidden}"
+
+
+def components(path: str) -> list[str]:
+    """The folders and the name of a path or URL, from the root or host on."""
+    return redacted(path).partition("://")[2].split("/") if is_url(path) else os.path.abspath(path).split(os.sep)
+
+
+def without_secrets(text: str) -> str:
+    """A message of another library, with the secrets removed from its URLs."""
+    return _query_in_text.sub(r"\1", _user_in_text.sub(r"\1", text))
+
+
+def _errors() -> tuple[type[BaseException], ...]:
+    """Exceptions that reading may raise; libraries that are not imported cannot raise any."""
+    found: list[type[BaseException]] = [OSError, asyncio.TimeoutError]
+    if "aiohttp" in sys.modules:
+        found.append(sys.modules["aiohttp"].ClientError)
+    if "botocore.exceptions" in sys.modules:
+        found.append(sys.modules["botocore.exceptions"].BotoCoreError)
+    return tuple(found)
+
+
+def _cause(error: BaseException) -> BaseException:
+    # fsspec's HTTP file system reports every failed HEAD request as "not found"; the real error is its cause.
+    return error.__cause__ if isinstance(error.__cause__, _errors()) else error
+
+
+def _is_transient(error: BaseException) -> bool:
+    error = _cause(error)
+    status = getattr(error, "status", None)
+    if isinstance(status, int):
+        return status >= 500 or status in _TRANSIENT_STATUS
+    botocore = sys.modules.get("botocore.exceptions")
+    if botocore is not None and isinstance(error, botocore.BotoCoreError):
+        return isinstance(error, (botocore.ConnectionError, botocore.HTTPClientError))
+    return not isinstance(error, (*_PERMANENT_ERRORS, ValueError))
+
+
+def _explained(url: str, error: BaseException) -> OSError:
+    error = _cause(error)
+    status = getattr(error, "status", None)
+    if isinstance(error, FileNotFoundError) or status in (404, 410):
+        return FileNotFoundError(f"{redacted(url)} does not exist")
+    if isinstance(error, PermissionError) or status in (401, 403):
+        return PermissionError(f"{redacted(url)}: access denied with the current credentials")
+    reason = f"HTTP {status}" if isinstance(status, int) else without_secrets(f"{type(error).__name__}: {error}")
+    return OSError(f"{redacted(url)} cannot be read: {reason}")
+
+
+def _version(info: dict[str, Any]) -> int:
+    values = (info.get(name) for name in (*_CONTENT_KEYS, *_TIME_KEYS))
+    mark = next((value for value in values if value), None)
+    if mark is None:
+        return 0
+    return int.from_bytes(hashlib.sha256(str(mark).encode()).digest()[:8], "big") >> 1

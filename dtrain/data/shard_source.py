@@ -1,34 +1,52 @@
-"""Samples of ``.tar`` shards: found through the index, read by position, decoded by the kind of each field."""
+"""Samples of ``.tar`` shards: found through the index, read by position, prefetched into the node cache.
+
+* A shard is read in place, or from its copy in the node cache where the policy says so. Until a large shard has its
+  copy, ranges are read in place, so that reading one sample does not wait for a whole shard.
+* All members of a sample are read at once if they are close together (``joint_reads``).
+* Shards in place are read with positioned reads, not memory-mapped: truncating a mapped file kills the process with a
+  bus error, while a short read is an exception that names the shard. Copies are mapped, because they never change.
+* The ``Prefetcher`` of each worker copies the shards that its rank needs next. Its errors are ignored: reading the
+  shard raises the same error with the name of a sample, and a shard that is never read need not end the run.
+"""
 
 from __future__ import annotations
 
+import resource
+import threading
+import warnings
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from dtrain.data.cache_policy import CachePolicy
 from dtrain.data.dataset_index import DatasetIndex
-from dtrain.data.decode import SampleError, decode
-from dtrain.data.fields import Field
+from dtrain.data.decode import decode
+from dtrain.data.fields import Field, SampleError
+from dtrain.data.node_cache import CachedShard, CacheFull, CachePolicy
+from dtrain.data.shard_file import NoRanges, ShardChanged, ShardFile, Stamp, check_unchanged, open_shard, redacted
 from dtrain.data.shards import expand
-from dtrain.data.source import Source
-from dtrain.data.storage import ShardReader, joint_reads
-from dtrain.data.urls import shown
+from dtrain.data.source import Reader, Source
 
-#: Larger members are not read: a worker and the batch each hold a copy.
+#: Larger members are not read: a worker and the batch would each hold a copy.
 MAX_MEMBER_BYTES = 2**30
+# Reading the headers between adjacent members is cheaper than another read.
+_MAX_GAP = 8192
+# One process reads at most 64 lanes x 8 shards in a shuffle window with the default settings.
+_MAX_OPEN = 512
+# Twice that: the current shards, and those after them.
+_PREFETCH_SHARDS = 2 * _MAX_OPEN
+# Copying a shard of this size takes less time than reading some dozens of its samples one by one.
+_SMALL_SHARD = 32 << 20
+_THREADS = 2  # of each worker; all workers of all ranks together use the whole network
+
+Wanted = tuple[str, Stamp]
 
 
 @dataclass(frozen=True)
 class ShardSource(Source):
-    """Shards and the members to read from each sample.
-
-    Args:
-        index: Where these members lie.
-        fields: The fields, a column of the index each.
-    """
+    """Shards, and the members to read from each sample: one column of the index for each field."""
 
     index: DatasetIndex
     fields: tuple[Field, ...]
@@ -48,9 +66,9 @@ class ShardSource(Source):
         Args:
             shards: Paths or URLs; each may be a brace pattern (``train-{00000..00009}.tar``) or a glob.
             fields: What to read from each sample.
-            rank: This process; ranks begin to index at different shards.
+            rank: This process, in ``[0, world_size)``; ranks start indexing at different shards.
             world_size: Number of processes.
-            policy: Which shards are read through the cache of the node; None for URLs and network file systems.
+            policy: Which shards are read through the node cache; None: URLs and network file systems.
 
         Raises:
             ValueError: If a pattern matches nothing or a shard is damaged.
@@ -60,16 +78,16 @@ class ShardSource(Source):
         index = DatasetIndex.build(expand(shards), extensions, rank=rank, world_size=world_size, policy=policy)
         return cls(index, tuple(fields))
 
-    def open(self, seed: int) -> ShardSamples:
-        """A reader; nothing in shards is drawn at random."""
-        return ShardSamples(self)
+    def open(self, seed: int) -> ShardSampleReader:
+        """A reader. Shards draw no random numbers, so ``seed`` is not used."""
+        return ShardSampleReader(self)
 
     def summary(self) -> str:
         """``1,000 samples in 10 shards``."""
         return f"{self.index.num_samples:,} samples in {len(self.index.shards):,} shards"
 
 
-class ShardSamples:
+class ShardSampleReader(Reader):
     """The reader of a ``ShardSource``."""
 
     decode = staticmethod(decode)
@@ -82,9 +100,9 @@ class ShardSamples:
         self._reader = ShardReader(index.shards, stamp=index.stamp, policy=policy)
 
     def find(self, epoch: int, samples: np.ndarray) -> Iterable[_Members]:
-        """Where the members of these samples lie."""
+        """Where the members of these samples are."""
         index = self._index
-        # All at once: looking up a number in an array costs more by itself than within many.
+        # One look-up for all: numpy's cost for a single number is that of many.
         shards = index.shards_of(samples)
         offsets, sizes = index.offsets[samples], index.sizes[samples]
         complete = (offsets >= 0).all(axis=1) & (sizes <= MAX_MEMBER_BYTES).all(axis=1)
@@ -92,12 +110,7 @@ class ShardSamples:
         return map(_Members, index.keys(samples), *(column.tolist() for column in columns))
 
     def fetch(self, record: _Members) -> list[memoryview]:
-        """The bytes of each member.
-
-        Raises:
-            SampleError: If the sample lacks a member, or one is too large.
-            ShardChanged: If the shard is not what was indexed.
-        """
+        """The bytes of each member."""
         if record.complete:
             return self._reader.members(record.shard, record.offsets, record.sizes, record.start, record.length)
         if -1 in record.offsets:
@@ -106,16 +119,16 @@ class ShardSamples:
         raise SampleError(f"has a member of {max(record.sizes)} bytes, more than the limit of {MAX_MEMBER_BYTES}")
 
     def check(self, record: _Members) -> None:
-        """Compares the shard of a sample with what was indexed."""
+        """Compares the sample's shard with its index."""
         self._reader.check(record.shard)
 
     def place(self, record: _Members) -> dict[str, Any]:
         """The shard's path, and the first byte of the sample's members; -1 if it has none."""
         offset = min((offset for offset in record.offsets if offset >= 0), default=-1)
-        return {"shard": shown(self._index.shards[record.shard]), "offset": offset}
+        return {"shard": redacted(self._index.shards[record.shard]), "offset": offset}
 
     def expect(self, ahead: Callable[[int], np.ndarray]) -> None:
-        """Has copies made of shards that lie far away."""
+        """Prefetches shards into the node cache."""
         self._reader.expect(ahead)
 
     def close(self) -> None:
@@ -124,7 +137,7 @@ class ShardSamples:
 
 
 class _Members(NamedTuple):
-    """A sample: its shard, first byte and length of each member, and of the one read that brings them all."""
+    """A sample: its shard, offset and size of each member, and first byte and length of the joint read."""
 
     key: str
     complete: bool
@@ -133,3 +146,241 @@ class _Members(NamedTuple):
     sizes: list[int]
     start: int
     length: int
+
+
+class ShardReader:
+    """Reads ranges of shards; at most ``max_open`` of them stay open, and the least recently used is closed first.
+
+    Args:
+        paths: The shards, paths or URLs.
+        max_open: None: enough for the default lanes and shuffle window, at most half of the process's limit on open files.
+        stamp: ``stamp(shard)`` when it was indexed. None: shards are read in place and not compared.
+        policy: Which shards are read through the node cache.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        max_open: int | None = None,
+        *,
+        stamp: Callable[[int], Stamp] | None = None,
+        policy: CachePolicy | None = None,
+    ) -> None:
+        self._paths = paths
+        self._max_open = _default_max_open() if max_open is None else max_open
+        self._stamp = stamp
+        self._policy = policy
+        self._open: OrderedDict[int, ShardFile] = OrderedDict()
+        self._waiting: set[int] = set()  # open in place until their copies exist
+        self._prefetcher: Prefetcher | None = None
+        self._warned = False
+
+    def members(
+        self, shard: int, offsets: Sequence[int], sizes: Sequence[int], start: int, length: int
+    ) -> list[memoryview]:
+        """The payloads of one sample's members, in one read if they are close together.
+
+        Args:
+            shard: Index of the shard in ``paths``.
+            offsets: First byte of each member.
+            sizes: Bytes of each member.
+            start: First byte of the joint read, from ``joint_reads``.
+            length: Its length; -1 reads each member on its own.
+        """
+        spans = zip(offsets, sizes, strict=True)
+        if length < 0:
+            return [memoryview(self.read(shard, offset, size)) for offset, size in spans]
+        data = memoryview(self.read(shard, start, length))
+        return [data[offset - start : offset - start + size] for offset, size in spans]
+
+    def read(self, shard: int, offset: int, size: int) -> bytes | memoryview:
+        """``size`` bytes of a shard at ``offset``.
+
+        Raises:
+            ShardChanged: If the shard cannot be read, or changed after it was indexed.
+            CacheFull: If it can only be read from a copy, and there is no room for one.
+        """
+        try:
+            file = self._file(shard)
+            try:
+                data = file.read(offset, size)
+            except NoRanges:
+                file = self._keep_open(shard, self._fetch_copy(shard))
+                data = file.read(offset, size)
+        except OSError as error:
+            raise ShardChanged(
+                f"shard {redacted(self._paths[shard])!r} cannot be read at offset {offset}: {error}. It was readable when the "
+                "run started. Make it readable and start the run again; it resumes from its last checkpoint."
+            ) from error
+        if len(data) < size:
+            raise ShardChanged(
+                f"shard {redacted(self._paths[shard])!r} has {file.stamp().size} bytes, its index says at least "
+                f"{offset + size}. It changed after it was indexed. Restore the old file, or start a new run on the new data."
+            )
+        return data
+
+    def check(self, shard: int) -> None:
+        """Compares an open shard with its index again: other bytes may have been written into the same file."""
+        file = self._open.get(shard)
+        if file is not None and self._stamp is not None:
+            check_unchanged(self._paths[shard], self._stamp(shard), file)
+
+    def expect(self, ahead: Callable[[int], np.ndarray]) -> None:
+        """Compares the open shards with their indexes, and prefetches those that are read next; see ``Reader.expect``.
+
+        Raises:
+            ShardChanged: If an open shard differs from its index.
+            CacheFull: If the cache cannot be used.
+        """
+        for shard in self._open:
+            self.check(shard)
+        if self._policy is None or self._stamp is None:
+            return
+        nearest_first = dict.fromkeys(ahead(_PREFETCH_SHARDS).tolist())
+        shards = [shard for shard in nearest_first if self._policy.applies_to(self._paths[shard])]
+        if shards and self._prefetcher is None:
+            self._prefetcher = Prefetcher(self._policy)
+        if self._prefetcher is not None:
+            self._prefetcher.want([(self._paths[shard], self._stamp(shard)) for shard in shards])
+
+    def close(self) -> None:
+        """Closes all shards."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+            self._prefetcher = None
+        while self._open:
+            self._open.popitem()[1].close()
+        self._waiting.clear()
+
+    def _file(self, shard: int) -> ShardFile:
+        file = self._open.get(shard)
+        if file is None:
+            return self._keep_open(shard, self._open_shard(shard))
+        self._open.move_to_end(shard)
+        if shard in self._waiting and (copy := self._copy(shard)) is not None:
+            return self._keep_open(shard, copy)
+        return file
+
+    def _keep_open(self, shard: int, file: ShardFile) -> ShardFile:
+        before = self._open.pop(shard, None)
+        if before is not None:
+            before.close()
+        elif len(self._open) >= self._max_open:
+            closed, oldest = self._open.popitem(last=False)
+            self._waiting.discard(closed)
+            oldest.close()
+        self._open[shard] = file
+        if isinstance(file, CachedShard):
+            self._waiting.discard(shard)
+        return file
+
+    def _open_shard(self, shard: int) -> ShardFile:
+        path = self._paths[shard]
+        if self._policy is not None and self._stamp is not None and self._policy.applies_to(path):
+            copy = self._copy(shard)
+            if copy is None and self._stamp(shard).size <= _SMALL_SHARD:
+                try:
+                    copy = self._fetch_copy(shard)
+                except CacheFull as error:
+                    if not self._warned:
+                        self._warned = True
+                        warnings.warn(f"{error} Until then, samples are read one by one.", stacklevel=2)
+            if copy is not None:
+                return copy
+            self._waiting.add(shard)
+        file = open_shard(path)
+        if self._stamp is not None:
+            try:
+                check_unchanged(path, self._stamp(shard), file)
+            except ShardChanged:
+                file.close()
+                raise
+        return file
+
+    def _copy(self, shard: int) -> CachedShard | None:
+        assert self._policy is not None
+        assert self._stamp is not None
+        return self._policy.cache.use(self._paths[shard], self._stamp(shard))
+
+    def _fetch_copy(self, shard: int) -> CachedShard:
+        assert self._policy is not None
+        assert self._stamp is not None
+        while (copy := self._copy(shard)) is None:  # another process may remove the copy before it is opened
+            self._policy.cache.fetch(self._paths[shard], self._stamp(shard))
+        return copy
+
+
+def joint_reads(offsets: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """First byte and length of the read that covers all members of each sample; length -1 where they are too far apart.
+
+    Args:
+        offsets: First byte of each member, int64, shape ``[samples, members]``.
+        sizes: Bytes of each member, of the same shape.
+    """
+    starts = offsets.min(axis=1)
+    lengths = (offsets + sizes).max(axis=1) - starts
+    return starts, np.where(lengths > sizes.sum(axis=1) + _MAX_GAP, -1, lengths)
+
+
+class Prefetcher:
+    """Copies shards into the node cache, in threads of its own, until it is closed.
+
+    It fetches no more ahead than this process's part of the cache, so that processes do not remove copies that others
+    are about to read.
+    """
+
+    def __init__(self, policy: CachePolicy) -> None:
+        self._cache = policy.cache
+        self._room = self._cache.max_bytes // policy.sharers
+        self._wanted: deque[Wanted] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._warned = False
+        # Daemon threads: an ending process does not wait for a download.
+        threads = [threading.Thread(target=self._work, name="prefetch", daemon=True) for _ in range(_THREADS)]
+        for thread in threads:
+            thread.start()
+
+    def want(self, shards: Sequence[Wanted]) -> None:
+        """Replaces the list of shards to fetch, in the order in which they are read."""
+        wanted: deque[Wanted] = deque()
+        room = self._room
+        for path, stamp in shards:
+            room -= stamp.size
+            if room < 0:
+                break
+            wanted.append((path, stamp))
+        with self._changed:
+            self._wanted = wanted
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Starts no more downloads. A running one ends with the process; another process continues it."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while (wanted := self._next()) is not None:
+            path, stamp = wanted
+            try:
+                if not self._cache.touch(path, stamp):
+                    self._cache.fetch(path, stamp, wait=False)
+            except CacheFull as error:
+                self.want([])
+                if not self._warned:
+                    self._warned = True
+                    warnings.warn(f"{error} Until then, samples are read one by one.", stacklevel=2)
+            except (OSError, ShardChanged):
+                continue
+
+    def _next(self) -> Wanted | None:
+        with self._changed:
+            while not self._wanted and not self._closed:
+                self._changed.wait()
+            return None if self._closed else self._wanted.popleft()
+
+
+def _default_max_open() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MAX_OPEN if soft == resource.RLIM_INFINITY else max(1, min(_MAX_OPEN, soft // 2))

@@ -1,9 +1,9 @@
-"""From what a user writes to a list of shards, and a name for each.
+"""Expands shard patterns to a list of shards, and names the shards.
 
 * A *pattern* is a path or URL, a brace pattern (``train-{00000..00009}.tar``) or a glob (``train-*.tar``).
-* A shard's *name* is what is left of its path when the folders that do not tell it apart are cut off.
+* A shard's *name* is the shortest end of its path that no other shard has.
 
-Files that are named must be there. URLs that are named are asked for when they are indexed, many at a time.
+Files must exist. URLs are checked when they are indexed, many at a time.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from collections.abc import Sequence
 
 from braceexpand import braceexpand
 
-from dtrain.data import remote
-from dtrain.data.urls import absolute, components, is_url, local_path, shown
+from dtrain.data import shard_file
+from dtrain.data.shard_file import absolute, components, is_url, local_path, redacted
 
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tar.lz4")
 _digits = re.compile(r"\d+")
 
 
 def expand(patterns: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str]:
-    """The shards that patterns stand for.
+    """The shards that match patterns.
 
     Args:
         patterns: One or several; ``~`` is the home folder.
 
     Returns:
-        Paths and URLs: in the order of the patterns, those of a glob sorted.
+        Paths and URLs, in the order of the patterns; those of a glob are sorted.
 
     Raises:
-        ValueError: If a pattern matches nothing, a shard is named twice, or is one of which samples cannot be reached
-            directly (pipes, compressed tars).
-        OSError: If a file that is named does not exist, or a folder cannot be listed.
+        ValueError: If a pattern matches nothing, a shard is named twice, or samples cannot be read from it by position
+            (pipes, compressed tars).
+        OSError: If a named file does not exist, or a folder cannot be listed.
         ModuleNotFoundError: If a package is missing for a kind of URL; names the command that installs it.
     """
     if isinstance(patterns, (str, os.PathLike)):
@@ -46,8 +46,8 @@ def expand(patterns: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
     twice = [path for path, times in Counter(map(absolute, paths)).items() if times > 1]
     if twice:
         raise ValueError(
-            f"shards: {shown(twice[0])!r} is named more than once ({len(twice)} such shards). Name each once: every "
-            "sample of an epoch is used exactly once."
+            f"shards: {redacted(twice[0])!r} is named more than once ({len(twice)} such shards). Name each shard once, because "
+            "every sample of an epoch is used exactly once."
         )
     return paths
 
@@ -55,15 +55,15 @@ def expand(patterns: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
 def names(paths: Sequence[str]) -> list[str]:
     """A name for each shard: the shortest suffix of its absolute path, in whole components, that no other shard has.
 
-    Of a URL, what stands behind ``?`` is no part of a name: it may be a signature, another one every day.
+    The query of a URL is not part of a name: it may be a signature that changes every day.
 
     Raises:
-        ValueError: If a path is there twice.
+        ValueError: If a path occurs twice.
     """
     parts = [components(path) for path in paths]
     twice = [path for path, times in Counter(map(tuple, parts)).items() if times > 1]
     if twice:
-        raise ValueError(f"shards: {'/'.join(twice[0])!r} is there twice.")
+        raise ValueError(f"shards: {'/'.join(twice[0])!r} occurs twice. Name each shard once.")
     found = [""] * len(paths)
     alike = list(range(len(paths)))
     length = 0
@@ -71,7 +71,7 @@ def names(paths: Sequence[str]) -> list[str]:
         length += 1
         for place in alike:
             found[place] = "/".join(parts[place][-length:])
-        # Paths whose shorter suffixes differed cannot agree in a longer one.
+        # Paths with different shorter suffixes cannot have the same longer one.
         times = Counter(found[place] for place in alike)
         alike = [place for place in alike if times[found[place]] > 1]
     return found
@@ -84,8 +84,10 @@ def _expand_one(pattern: str) -> list[str]:
         return [url for written in _in_braces(pattern) for url in _expand_url(written)]
     if os.path.isdir(pattern):
         example = os.path.join(pattern, "*.tar")
-        raise ValueError(f"shards: {pattern!r} is a folder, which {_contents(pattern)}. {example!r} means all of them.")
-    # Before anything is expanded, because a file may well be called a[1].tar.
+        raise ValueError(
+            f"shards: {pattern!r} is a folder, which {_contents(pattern)}. Write {example!r} for all of them."
+        )
+    # Before the expansion, because a file may be called a[1].tar.
     if os.path.exists(pattern):
         return [pattern]
     written = _in_braces(pattern)
@@ -107,18 +109,18 @@ def _in_braces(pattern: str) -> list[str]:
     except ValueError:
         opened, closed = pattern.count("{"), pattern.count("}")
         raise ValueError(
-            f"shards: {shown(pattern)!r} opens {opened} braces and closes {closed}. Write them in pairs, as in "
+            f"shards: {redacted(pattern)!r} opens {opened} braces and closes {closed}. Write them in pairs, as in "
             "{00000..00009}."
         ) from None
 
 
 def _expand_url(url: str) -> list[str]:
     found = [url]
-    if "*" in shown(url):
-        found = [path for path in remote.listed(url) if not path.endswith(".idx")]
+    if "*" in redacted(url):
+        found = [path for path in shard_file.list_urls(url) if not path.endswith(".idx")]
         if not found:
             raise ValueError(
-                f"shards: {shown(url)!r} matches nothing that may be listed. Correct it, or name them in braces."
+                f"shards: {redacted(url)!r} matches nothing that can be listed. Correct it, or write a brace pattern."
             )
     for path in found:
         _refuse_unreachable(path)
@@ -126,7 +128,7 @@ def _expand_url(url: str) -> list[str]:
 
 
 def _glob(pattern: str) -> list[str]:
-    # The indexes that dtrain keeps beside the shards would match `folder/*`.
+    # Index files of dtrain beside the shards would match `folder/*`.
     found = glob.iglob(pattern, recursive=True)
     return sorted(path for path in found if not path.endswith(".idx") and not os.path.isdir(path))
 
@@ -134,16 +136,16 @@ def _glob(pattern: str) -> list[str]:
 def _refuse_unreachable(path: str) -> None:
     if path.startswith("pipe:") or path == "-":
         raise ValueError(
-            f"shards: {path!r} is a pipe, in which samples cannot be reached directly; and a configuration never runs a "
-            "command here. Save its output to a file first."
+            f"shards: {path!r} is a pipe. Samples cannot be read from a pipe by position, and a configuration never runs a "
+            "command. Save its output to a file first."
         )
-    if shown(path).lower().endswith(_COMPRESSED):
+    if redacted(path).lower().endswith(_COMPRESSED):
         raise ValueError(
-            f"shards: {shown(path)!r} is compressed, so samples in it cannot be reached directly. Unpack it once, for example "
-            "with gunzip; images in a tar hardly get smaller by compression."
+            f"shards: {redacted(path)!r} is compressed, so samples cannot be read from it by position. Decompress it once, for "
+            "example with gunzip; compression hardly makes a tar of images smaller."
         )
     if is_url(path):
-        remote.check_known(path)
+        shard_file.check_known(path)
 
 
 def _nothing_there(pattern: str, written: Sequence[str], missing: Sequence[str]) -> ValueError | FileNotFoundError:
@@ -154,13 +156,13 @@ def _nothing_there(pattern: str, written: Sequence[str], missing: Sequence[str])
     kind: type[ValueError | FileNotFoundError]
     if len(missing) < len(written):
         kind = ValueError if glob.has_magic(path) else FileNotFoundError
-        what = f"stands for {len(written)} paths, and {len(missing)} of them match no file, the first {path!r}"
+        problem = f"expands to {len(written)} paths, and {len(missing)} of them match no file, the first {path!r}"
     elif glob.has_magic(path) or path != pattern:
-        kind, what = ValueError, "matches no file"
+        kind, problem = ValueError, "matches no file"
     else:
-        kind, what = FileNotFoundError, "does not exist"
+        kind, problem = FileNotFoundError, "does not exist"
     return kind(
-        f"shards: {pattern!r} {what} (looked in {os.path.abspath(folder)!r}, which {_contents(folder)})."
+        f"shards: {pattern!r} {problem} (looked in {os.path.abspath(folder)!r}, which {_contents(folder)})."
         f"{_guess(path, folder)} Correct it, or write the shards with `python -m dtrain.pack` first."
     )
 
@@ -174,11 +176,11 @@ def _contents(folder: str) -> str:
     if tars:
         return f"has {len(tars)} .tar files such as {tars[0]}"
     others = sorted(os.listdir(folder or "."))
-    return f"has no .tar file, but {', '.join(others[:3])}{' ...' * (len(others) > 3)}" if others else "is empty"
+    return f"has no .tar file but {', '.join(others[:3])}{' ...' * (len(others) > 3)}" if others else "is empty"
 
 
 def _guess(path: str, folder: str) -> str:
-    """What may be wrong with a name, from names in its folder that differ in their numbers only."""
+    """A hint from files in the same folder whose names differ from this one in their numbers only."""
     if glob.has_magic(path) or os.path.dirname(path) != folder:
         return ""
     name = os.path.basename(path)
@@ -188,4 +190,4 @@ def _guess(path: str, folder: str) -> str:
     for mine, theirs in zip(_digits.findall(name), _digits.findall(alike[0]), strict=True):
         if len(mine) != len(theirs):
             return f" {len(theirs)} digits instead of {len(mine)}?"
-    return f" The last one like it is {alike[-1]}."
+    return f" The last similar name is {alike[-1]}."

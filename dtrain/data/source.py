@@ -1,18 +1,19 @@
-"""Where samples come from.
+"""The interfaces of a sample source.
 
-* A *source* is a row of samples, numbered from 0, with the fields to read from each of them.
-* Its *index* cuts the row into shards, the pieces that the order shuffles, and says what identifies it: equal on all ranks.
-* A *reader* belongs to one worker. It finds samples by their numbers and fetches their fields *raw*: as the source holds
-  them. Making values of them is a step of its own, so that whoever builds a batch can say where a value is to go.
+* A *source* is a sequence of samples, numbered from 0, with the fields to read from each of them.
+* Its *index* divides the samples into shards, the units that the order shuffles, and identifies the data set: equal on
+  all ranks.
+* A *reader* belongs to one worker. It finds samples by number and fetches their fields *raw*, as the source stores
+  them. Decoding is a separate call, so that the caller can pass the memory that a value should be written to.
 
-Order, ranks, masks, augmentation, wire and state are the loader's, and the same for every source.
+Order, ranks, masks, augmentation, transfer and state belong to the loader and are the same for every source.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,132 +21,112 @@ from dtrain.data.crop import Crop
 from dtrain.data.fields import Field
 
 
-class Index(Protocol):
-    """What all ranks know about a source.
+class Index(ABC):
+    """The size and identity of a source, equal on all ranks.
 
     Attributes:
         counts: Samples of each shard, int64, shape ``[shards]``.
         num_samples: Samples of all shards.
-        fingerprint: Stands for everything that decides which sample a number means.
+        fingerprint: Hash of everything that the meaning of a sample number depends on.
+        labels: Entries of ``describe`` that ``difference`` compares, and their names in its sentence.
+        other_difference: The sentence of ``difference`` if only the fingerprints differ.
     """
 
     counts: np.ndarray
     num_samples: int
     fingerprint: str
+    labels: ClassVar[Mapping[str, str]]
+    other_difference: ClassVar[str]
 
+    @abstractmethod
     def keys(self, samples: np.ndarray) -> list[str]:
         """``<shard>/<key>`` of each of these samples."""
-        ...
 
+    @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """What identifies the source, for a checkpoint: a few numbers and the fingerprint."""
-        ...
+        """The identity of the source for a checkpoint: a few numbers and the fingerprint."""
 
     def difference(self, other: Mapping[str, Any]) -> str:
-        """How what another index described differs from this one, as a sentence; empty if it does not."""
-        ...
+        """How another index's description differs from this one's, as a sentence; empty if they are equal."""
+        mine = self.describe()
+        if other.get("fingerprint") == mine["fingerprint"]:
+            return ""
+        changes = [
+            f"{label} {other.get(name, 'unknown')} -> {mine[name]}"
+            for name, label in self.labels.items()
+            if other.get(name) != mine[name]
+        ]
+        return f"{', '.join(changes)}." if changes else self.other_difference
 
 
-def difference(mine: Mapping[str, Any], other: Mapping[str, Any], labels: Mapping[str, str], otherwise: str) -> str:
-    """How one description of an index differs from another, as a sentence; empty if their fingerprints are equal.
+class Reader(ABC):
+    """Reads samples in one worker."""
 
-    Args:
-        mine: What ``describe`` gives now.
-        other: What it gave before.
-        labels: The entries to compare, and what they are called.
-        otherwise: The sentence where only the fingerprints differ.
-    """
-    if other.get("fingerprint") == mine["fingerprint"]:
-        return ""
-    told = [
-        f"{label} {other.get(name, 'unknown')} -> {mine[name]}"
-        for name, label in labels.items()
-        if other.get(name) != mine[name]
-    ]
-    return f"{', '.join(told)}." if told else otherwise
-
-
-class Record(Protocol):
-    """A sample that was found."""
-
-    @property
-    def key(self) -> str:
-        """``<shard>/<key>``."""
-        ...
-
-
-class Reader(Protocol):
-    """Fetches samples; used in one worker."""
-
+    @abstractmethod
     def find(self, epoch: int, samples: np.ndarray) -> Iterable[Any]:
-        """The records of these samples, all looked up at once.
+        """Looks up samples, all at once; a record has at least the attribute ``key``, ``<shard>/<key>``.
 
         Args:
-            epoch: Number of the epoch that they are wanted for.
-            samples: Their numbers, int64, shape ``[n]``.
+            epoch: Number of the epoch.
+            samples: Sample numbers, int64, shape ``[n]``.
         """
-        ...
 
+    @abstractmethod
     def fetch(self, record: Any) -> Sequence[Any]:
         """The raw fields of a sample, in the order of the source's fields.
 
         Raises:
-            SampleError: If it lacks one, or is bad.
+            SampleError: If a field is missing or the sample is bad.
         """
-        ...
 
+    @abstractmethod
     def decode(
-        self,
-        field: Field,
-        raw: Any,
-        out: np.ndarray | None = None,
-        crop: Callable[[int, int], Crop] | None = None,
+        self, field: Field, raw: Any, /, out: np.ndarray | None = None, crop: Callable[[int, int], Crop] | None = None
     ) -> Any:
         """The value of a raw field.
 
         Args:
-            field: Which one.
-            raw: What ``fetch`` gave.
+            field: The field.
+            raw: The result of ``fetch`` for it.
             out: uint8, ``[height, width, 3]``: where an image may be written if it has that shape.
             crop: ``crop(height, width)`` of an image, in place of the field's own.
 
         Raises:
-            SampleError: If it is not what the field says.
+            SampleError: If the bytes do not fit the field.
         """
-        ...
+
+    @abstractmethod
+    def place(self, record: Any) -> dict[str, Any]:
+        """Where a sample is stored, for the log of bad samples: ``shard`` and ``offset``."""
 
     def check(self, record: Any) -> None:
-        """Asked before a sample is called bad: is what it came from still the same?
+        """Checks that the sample's file is still the indexed one; called before a sample counts as bad.
 
         Raises:
-            ShardChanged: If not.
+            ShardChanged: If the file changed.
         """
-        ...
-
-    def place(self, record: Any) -> dict[str, Any]:
-        """Where a sample lies, for the ledger of bad ones: ``shard`` and ``offset``."""
-        ...
+        return
 
     def expect(self, ahead: Callable[[int], np.ndarray]) -> None:
-        """Told from time to time what is read next, for sources that can prepare for it.
+        """Called from time to time, so that the reader can prefetch.
 
         Args:
-            ahead: Gives as many shards as it is asked for, of those that are read now and from now on, in about that
-                order, int64, shape ``[n]``; one may come twice.
+            ahead: ``ahead(n)`` returns up to ``n`` shards that are read now and next, roughly in that order, int64,
+                shape ``[n]``; a shard may occur twice.
         """
-        ...
+        return
 
     def close(self) -> None:
-        """Lets go of files."""
-        ...
+        """Closes files."""
+        return
 
 
 class Source(ABC):
-    """A row of samples. It travels to the workers, which open readers of their own.
+    """A sequence of samples; pickled and sent to the workers, each of which opens a reader.
 
     Attributes:
         fields: The fields to read from each sample.
-        index: What all ranks know about it.
+        index: How many samples there are, and the identity of the data set.
     """
 
     fields: tuple[Field, ...]
@@ -153,12 +134,8 @@ class Source(ABC):
 
     @abstractmethod
     def open(self, seed: int) -> Reader:
-        """A reader.
-
-        Args:
-            seed: Key of whatever the source draws at random.
-        """
+        """A reader; ``seed`` is for random numbers that the source itself draws."""
 
     @abstractmethod
     def summary(self) -> str:
-        """How much there is, for the banner."""
+        """How much data there is, for the banner."""

@@ -1,53 +1,369 @@
-"""How many workers: as asked, or with ``num_workers: auto`` as many as the data need, of the cores that there are.
+"""The worker processes of one rank.
 
-* *Needed* are so many that a micro-batch is ready whenever a fast step may ask for one, judged by building a few in this
-  process: decoding, augmentation and storage are the run's own.
-* *There* are the cores that this process may use, shared with the other ranks of the machine, less the one that trains.
-
-How many workers there are changes no batch and no order, so ranks that come to different numbers are as right as any.
+* Worker *w* of *n* builds the micro-batches *w*, *w* + *n*, ... of its rank, each as a whole (``MicroBatches``).
+  torch's DataLoader takes them from the workers in turn, which restores the sequence.
+* Workers are stateless: everything that they need is fixed in the parent before they start, and nothing is read from
+  the environment, so the start method does not matter.
+* The sequence continues from epoch to epoch, so that workers start once and prefetch across the end of an epoch
+  (``WorkerStream``).
+* With ``num_workers: auto`` their number follows from the time that a micro-batch takes to build and from the available
+  cores. It changes neither batches nor order, so ranks may have different numbers.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import math
+import multiprocessing
 import os
+import signal
 import statistics
+import sys
 import time
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-#: A micro-batch is to be ready every so many seconds: small models take no longer on a GPU.
+from dtrain.config.errors import Explained
+from dtrain.data.augment import Augment
+from dtrain.data.batch import Batch, IpcBatch, Transfer
+from dtrain.data.collate import Collator
+from dtrain.data.mixing import Mix
+from dtrain.data.order import EpochOrder
+from dtrain.data.position import Position
+from dtrain.data.source import Source
+from dtrain.distributed.process_exit import exit_with_parent
+
+#: Seconds in which a micro-batch should be ready: the step time of a small model on a GPU.
 READY_EVERY = 0.02
-_TIMED = 3
+_TIMED = 3  # micro-batches
+# A stop request is sent to the whole process group. Workers ignore it: the trainer still needs them to finish its step.
+_IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+_SETTLE_SECONDS = 0.03
+
+# Errors whose message is complete by itself. torch adds a traceback to the message of an error in a worker, which would
+# hide it in `status.json` and in the one-line report of other ranks.
+_SELF_EXPLANATORY = (Explained, ValueError)
+# Positions that are computed at once: a single one costs as much as a thousand in one call.
+_LOCATED_TOGETHER = 4096
+# Samples of the data set that are tried, after those of the global batch, to find the shapes of a micro-batch without
+# any good sample.
+_SPARE = 100
 
 
-def number_of_workers(asked: int | str, micro_batches: Iterable[Any]) -> tuple[int, str]:
-    """How many workers, and why if that was left open.
+class WorkerStream:
+    """The running workers of a loader. They end when the stream is closed or garbage-collected.
 
     Args:
-        asked: The number, or ``"auto"``.
-        micro_batches: Of this rank, some of which are built to choose.
+        dataset: The micro-batches.
+        loading: Options of torch's DataLoader.
+        start: Epoch and step of the first micro-batch.
+        steps: Steps of the first epoch, and of each later one.
+        micro_batches_per_step: Micro-batches of a step.
+    """
 
-    Returns:
-        The number, and the reason, for the banner; empty where it was asked for.
+    def __init__(
+        self,
+        dataset: MicroBatches,
+        loading: Mapping[str, Any],
+        start: tuple[int, int],
+        steps: tuple[int, int],
+        micro_batches_per_step: int,
+    ) -> None:
+        to_message: Callable[[Any], Any] = IpcBatch if loading["num_workers"] else _unchanged
+        loader = DataLoader(
+            dataset,
+            batch_size=None,
+            collate_fn=to_message,
+            worker_init_fn=functools.partial(_begin_worker, os.getpid()),
+            generator=torch.Generator(),  # else starting workers would draw from the run's global generator
+            **loading,
+        )
+        _let_threads_settle(loading)
+        with _signals_blocked(loading):
+            self._iterator: Iterator[Batch] | None = iter(loader)
+        # The finalizer holds torch's iterator. In a reference cycle the iterator would be collected after its queues,
+        # through which it sends the workers the request to end.
+        self._end_workers = weakref.finalize(self, _end_workers, self._iterator, os.getpid())
+        self._end_workers.atexit = False  # see _close_streams
+        self._epoch, self._step = start
+        self._micro_batch = 0
+        self._num_steps, self._later_steps = steps
+        self._micro_batches = micro_batches_per_step
+        _open_streams.add(self)
+
+    @property
+    def is_open(self) -> bool:
+        """False after ``close`` or a failure."""
+        return self._iterator is not None
+
+    @property
+    def at(self) -> tuple[int, int] | None:
+        """Epoch and step of the next micro-batch; None in the middle of a step."""
+        return None if self._micro_batch else (self._epoch, self._step)
+
+    def take(self) -> Batch:
+        """The next micro-batch; waits for the workers. On a failure, the stream is closed.
+
+        Raises:
+            Exception: Any error of a worker; the message of a ``ValueError`` or ``Explained`` has no traceback.
+        """
+        if self._iterator is None:
+            raise RuntimeError("the stream is closed.")
+        batch = None
+        try:
+            batch = next(self._iterator)
+        except _SELF_EXPLANATORY as error:
+            original = _without_traceback(error)
+            if original is None:
+                raise
+            raise original from error
+        finally:
+            if batch is None:  # the other workers would continue, and leave a gap where this one failed
+                self.close()
+        self._micro_batch += 1
+        if self._micro_batch == self._micro_batches:
+            self._micro_batch = 0
+            self._step += 1
+        if self._step == self._num_steps:
+            self._epoch, self._step, self._num_steps = self._epoch + 1, 0, self._later_steps
+        return batch
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self._iterator = None
+        self._end_workers()
+
+
+def worker_options(prefetch: int, start_method: str | None) -> dict[str, Any]:
+    """The options of torch's DataLoader that concern workers.
 
     Raises:
-        ValueError: If ``asked`` is neither.
+        ValueError: If an option is impossible; names key and value.
     """
-    if asked == "auto":
+    if prefetch < 1:
+        raise ValueError(f"data.prefetch: got {prefetch}, want at least 1 micro-batch.")
+    known = multiprocessing.get_all_start_methods()
+    if start_method not in (None, *known):
+        raise ValueError(
+            f"data.start_method: got {start_method!r}, want one of {', '.join(known)}, or null for Python's default."
+        )
+    return {"prefetch_factor": prefetch, "multiprocessing_context": start_method}
+
+
+_open_streams: weakref.WeakSet[WorkerStream] = weakref.WeakSet()
+
+
+# At exit Python sends SIGTERM to child processes and waits for them. Workers ignore SIGTERM, so end them before that.
+@atexit.register
+def _close_streams() -> None:
+    for stream in list(_open_streams):
+        stream.close()
+
+
+def _end_workers(iterator: Iterator[Batch], owner: int) -> None:
+    # Dropping the iterator does the same, but the traceback of an error may keep it alive.
+    shut_down = getattr(iterator, "_shutdown_workers", None)
+    if shut_down is not None and os.getpid() == owner:  # a forked copy of the stream does not own the workers
+        shut_down()
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def _without_traceback(error: Exception) -> Exception | None:
+    """A worker's error without the traceback in its message; None if the error is not from a worker."""
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    _, of_worker, message = str(error).rpartition(f"\n{name}: ")
+    return kind(message.strip()) if of_worker else None
+
+
+def _let_threads_settle(loading: Mapping[str, Any]) -> None:
+    # A gloo thread that releases a tensor owned by Python creates a thread state, under a lock of the interpreter and
+    # without the GIL. Before Python 3.12, a child forked at that moment waits for this lock for ever, before its first
+    # line (observed). Such threads exist for microseconds after a collective, as soon as this thread lets them run.
+    if loading["num_workers"] and _forks(loading) and sys.version_info < (3, 12):
+        time.sleep(_SETTLE_SECONDS)
+
+
+def _forks(loading: Mapping[str, Any]) -> bool:
+    return (loading["multiprocessing_context"] or multiprocessing.get_start_method()) == "fork"
+
+
+@contextmanager
+def _signals_blocked(loading: Mapping[str, Any]) -> Iterator[None]:
+    # Workers start with these signals blocked, else a signal during their start would end them.
+    if loading["num_workers"] and not _forks(loading):
+        resource_tracker.ensure_running()  # starting it later, inside this block, would unblock the signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begin_worker(trainer: int, worker: int) -> None:
+    exit_with_parent(trainer)
+    for number in _IGNORED_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED_SIGNALS)
+    # A spawned worker finalizes its interpreter, while the queue's thread may still pickle batches. If that thread
+    # returns from C++ then, the process aborts. Workers of the other start methods exit with os._exit anyway.
+    atexit.register(os._exit, 0)
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of every global batch that one rank builds, in micro-batches of ``micro_batch_size`` rows."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    rank: int
+    world_size: int
+
+    @classmethod
+    def of(cls, global_batch_size: int, micro_batch_size: int | None, rank: int, world_size: int) -> Share:
+        """The share of ``rank``; without a micro-batch size, one micro-batch holds all of it.
+
+        Raises:
+            ValueError: If the sizes do not fit each other; names sizes that do.
+        """
+        if global_batch_size < 1:
+            raise ValueError(f"train.global_batch_size: got {global_batch_size}, want at least one sample.")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank}, world_size {world_size}: want a rank in [0, world_size).")
+        rows = -(-global_batch_size // world_size)
+        micro = rows if micro_batch_size is None else micro_batch_size
+        # If ranks have unequal parts they need masked rows anyway; only then may the last micro-batch be short too.
+        if not 1 <= micro <= rows or (rows % micro and global_batch_size % world_size == 0):
+            fitting = [size for size in range(1, rows + 1) if rows % size == 0]
+            raise ValueError(
+                f"train.micro_batch_size: {micro} does not fit: each of {world_size} ranks has {rows} of the "
+                f"{global_batch_size} samples of a step. Sizes that fit: {', '.join(map(str, fitting))}. Or leave it "
+                "unset for the whole share at once."
+            )
+        return cls(global_batch_size, micro, rank, world_size)
+
+    @property
+    def micro_batches_per_step(self) -> int:
+        """Micro-batches of one step, equal on all ranks."""
+        rows = -(-self.global_batch_size // self.world_size)
+        return -(-rows // self.micro_batch_size)
+
+    def slots(self, micro_batches: np.ndarray) -> np.ndarray:
+        """The slots of the global batch that micro-batches hold: int64, shape ``[n, micro_batch_size]``.
+
+        Args:
+            micro_batches: Numbers of micro-batches in their step, int64, shape ``[n]``. Slots past the end of the share are -1.
+        """
+        start = self.rank * self.global_batch_size // self.world_size
+        end = (self.rank + 1) * self.global_batch_size // self.world_size
+        slots = start + micro_batches[:, np.newaxis] * self.micro_batch_size + np.arange(self.micro_batch_size)
+        return np.where(slots < end, slots, -1)
+
+
+class MicroBatches(IterableDataset[Batch]):
+    """The micro-batches of one rank from a position on, epoch after epoch without end; iterated in each worker."""
+
+    def __init__(
+        self,
+        source: Source,
+        position: Position,
+        share: Share,
+        transfer: Transfer,
+        augment: Augment | None = None,
+        mix: Mix | None = None,
+    ) -> None:
+        super().__init__()
+        self._source = source
+        self._position = copy(position)  # the trainer's changes with every commit
+        self._share = share
+        self._transfer = transfer
+        self._augment = augment
+        self._mix = mix
+
+    def __iter__(self) -> Iterator[Batch]:
+        worker = get_worker_info()
+        turn, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        collator = Collator(self._source, self._transfer, self._augment, self._position.recipe.seed, self._mix)
+        try:
+            position, per_step = copy(self._position), self._share.micro_batches_per_step
+            built = 0  # by all workers, in earlier epochs
+            while True:
+                epoch, order = position.epoch, position.order
+                numbers = range(position.step * per_step, order.num_steps * per_step)
+                mine = numbers[(turn - built) % workers :: workers]
+                built += len(numbers)
+                for step, samples, partners in self._located(epoch, order, mine, collator):
+                    yield collator.build(epoch, samples, functools.partial(self._spare, order, step), partners)
+                position.begin(epoch + 1)
+        finally:
+            collator.close()
+
+    def _located(
+        self, epoch: int, order: EpochOrder, micro_batches: range, collator: Collator
+    ) -> Iterator[tuple[int, np.ndarray, np.ndarray | None]]:
+        """Step, samples and partners of each of these micro-batches; also passes the next shards to the collator."""
+        together = max(1, _LOCATED_TOGETHER // self._share.micro_batch_size)
+        for first in range(0, len(micro_batches), together):
+            numbers = np.array(micro_batches[first : first + together])
+            steps, in_step = np.divmod(numbers, self._share.micro_batches_per_step)
+            slots = self._share.slots(in_step)
+            collator.expect(functools.partial(self._shards_ahead, epoch, order, int(steps[0])))
+            samples = order.locate(steps[:, np.newaxis], slots)
+            partners = [None] * len(numbers) if self._mix is None else order.partners(steps[:, np.newaxis], slots)
+            yield from zip(steps.tolist(), samples, partners, strict=True)
+
+    def _shards_ahead(self, epoch: int, order: EpochOrder, step: int, most: int) -> np.ndarray:
+        """The shards that this rank reads from a step on, and those of the first shuffle windows of the next epoch."""
+        slots = self._share.slots(np.arange(self._share.micro_batches_per_step))
+        slots = slots[slots >= 0]
+        shards = order.shards_ahead(step, slots, most)
+        following = copy(self._position)
+        lanes = np.unique(slots * following.layout.lanes // self._share.global_batch_size)
+        wanted = min(most - len(shards), len(lanes) * following.recipe.window)
+        if not wanted:
+            return shards
+        following.begin(epoch + 1)
+        return np.concatenate([shards, following.order.shards_ahead(0, slots, wanted)])
+
+    def _spare(self, order: EpochOrder, step: int) -> list[int]:
+        """Samples to take shapes from: those of the same global batch, then the first ones of the data set."""
+        samples = order.locate(step, np.arange(self._share.global_batch_size))
+        return [*samples[samples >= 0].tolist(), *range(min(_SPARE, self._source.index.num_samples))]
+
+
+def number_of_workers(requested: int | str, micro_batches: Iterable[Any]) -> tuple[int, str]:
+    """The number of workers, and the reason for the banner; for ``"auto"`` a few micro-batches are built and timed.
+
+    Raises:
+        ValueError: If ``requested`` is neither a number nor ``"auto"``.
+    """
+    if requested == "auto":
         return choose_workers(seconds_to_build(micro_batches), cores_per_rank())
-    if not isinstance(asked, int) or asked < 0:
-        raise ValueError(f"num_workers: got {asked!r}, want a number from 0 on, or auto.")
-    return asked, ""
+    if not isinstance(requested, int) or requested < 0:
+        raise ValueError(f"data.num_workers: got {requested!r}, want a number of at least 0, or auto.")
+    return requested, ""
 
 
 def cores_per_rank(environment: Mapping[str, str] = os.environ) -> int:
     """Cores of this machine for each of its ranks, at least 1.
 
     Args:
-        environment: ``LOCAL_WORLD_SIZE`` is set by torchrun, ``SLURM_CPUS_PER_TASK`` by SLURM, whose task torchrun is.
+        environment: ``LOCAL_WORLD_SIZE`` is set by torchrun; ``SLURM_CPUS_PER_TASK`` by SLURM for the task that runs
+            torchrun.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     granted = environment.get("SLURM_CPUS_PER_TASK", "")
@@ -57,7 +373,7 @@ def cores_per_rank(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def seconds_to_build(micro_batches: Iterable[Any]) -> float:
-    """What one of them takes here: the median of a few, without the first one, which opens files and fills caches."""
+    """Median seconds to build a micro-batch in this process, not counting the first, which opens files."""
     iterator, times = iter(micro_batches), []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in a worker
@@ -73,14 +389,11 @@ def seconds_to_build(micro_batches: Iterable[Any]) -> float:
 
 
 def choose_workers(seconds: float, cores: int) -> tuple[int, str]:
-    """How many workers, and why.
+    """The number of workers, and the reason for the banner; 0 where there is no core for a worker.
 
     Args:
-        seconds: To build a micro-batch.
-        cores: For this rank.
-
-    Returns:
-        The number, 0 where there is no core for one; and the reason, for the banner.
+        seconds: Seconds to build one micro-batch.
+        cores: Cores for this rank, one of which trains.
     """
     needed = max(1, math.ceil(seconds / READY_EVERY))
     number = min(needed, cores - 1)
@@ -88,4 +401,4 @@ def choose_workers(seconds: float, cores: int) -> tuple[int, str]:
     if number == needed:
         return number, f"{built}: enough for one every {1000 * READY_EVERY:.0f} ms"
     each = f"one every {1000 * seconds / number:.0f} ms" if number else "built between the steps"
-    return number, f"{built}: {each}, all that {cores} core{'s' * (cores > 1)} for each rank leave for it"
+    return number, f"{built}: {each}, limited by {cores} core{'s' * (cores > 1)} for each rank"

@@ -1,28 +1,36 @@
-"""Shards, written: all of a set or none, the same bytes on every run.
+"""Writes shards: all shards of a set or none, with the same bytes on every run.
 
-* A *set* is the shards of one prefix in one folder, ``train-000000.tar`` and on.
-* It is written into a hidden folder beside them and moved out at the end, so that an exception leaves nothing that a
-  pattern would match. A process that is killed leaves that hidden folder, which can be deleted.
-* Writing is webdataset's ``TarWriter``, with fixed owner and time, and the encoders of ``encode``.
+* A *set* is the shards of one prefix in one folder: ``train-000000.tar``, ``train-000001.tar``, ...
+* A set is written into a hidden folder inside its folder and moved at the end, so that after an exception no file
+  matches a pattern. If the process is killed, the hidden folder remains and can be deleted.
+* webdataset's ``TarWriter`` writes the tars, with fixed owner and time, and with the encoders below. They never pickle,
+  and never compress with a loss: a ``jpg`` has to be given as bytes.
 """
 
 from __future__ import annotations
 
+import io
+import json
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import webdataset
+from PIL import Image
 
-from dtrain.data.encode import check_key, encode
-from dtrain.data.index_store import load_or_build
+from dtrain.data.fields import PICKLES
+from dtrain.data.shard_index import load_or_build
+from dtrain.distributed.atomic import fsync_path, replace_file
 
 Sample = Mapping[str, Any]
+# ``skip_meta`` of webdataset/tariterators.py.
+_SKIPPED = re.compile(r"__[^/]*__($|/)")
 
 
 def write_shards(
@@ -34,16 +42,16 @@ def write_shards(
     per_shard: int | None = None,
     total: int | None = None,
 ) -> list[Path]:
-    """Writes samples as balanced shards: their sizes differ by one sample at most.
+    """Writes samples as balanced shards, whose sizes differ by one sample at most, and indexes them.
 
     Args:
-        samples: Dicts with ``__key__`` and, by extension, bytes or one of: ``cls`` an int, ``txt`` a str, ``json`` what
-            JSON knows, ``npy`` an array of numbers, ``png`` uint8 pixels ``[height, width]`` or ``[height, width, 3]``.
-            Other entries that start with an underscore are left out.
-        directory: Folder of the set; made if missing.
+        samples: Dicts with ``__key__`` and, by extension, bytes or one of: ``cls`` an int, ``txt`` a str, ``json``
+            values that JSON can hold, ``npy`` an array of numbers, ``png`` uint8 pixels ``[height, width]`` or
+            ``[height, width, 3]``. Other entries that start with an underscore are left out.
+        directory: Folder of the set; created if missing.
         prefix: First part of the shards' names.
-        shards: How many shards.
-        per_shard: Samples in a shard at most; give this or ``shards``.
+        shards: Number of shards.
+        per_shard: Largest number of samples in a shard; give this or ``shards``.
         total: Number of samples; needed for ``shards`` if ``samples`` has no length. Without it, ``per_shard`` fills
             one shard after the other and leaves the last one short.
 
@@ -51,7 +59,8 @@ def write_shards(
         The shards, in order.
 
     Raises:
-        ValueError: If sizes do not fit, or a sample cannot be stored; names its key.
+        ValueError: If sizes do not fit, ``prefix`` cannot be part of a file name, or a sample cannot be stored; names its
+            key.
         FileExistsError: If the folder has shards of that prefix.
     """
     if total is None and isinstance(samples, Sized):
@@ -59,16 +68,30 @@ def write_shards(
     if total is None and shards is not None:
         raise ValueError("shards= needs the number of samples: pass total= as well, or per_shard= instead.")
     sizes = balanced_sizes(total or 0, shards=shards, per_shard=per_shard)
-    with shard_set(directory, prefix) as writer:
+    check_prefix(prefix)
+    folder = Path(directory)
+    refuse_mixing(folder, prefix)
+    folder.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{prefix}-", suffix=".partial", dir=folder))
+    try:
         if total is None and per_shard is not None:
-            _fill(writer, iter(samples), per_shard)
+            number_of = _write_stream(staging, prefix, iter(samples), per_shard)
         else:
-            _fill_planned(writer, iter(samples), sizes)
-    return writer.paths
+            number_of = _write_planned(staging, prefix, iter(samples), sizes)
+        refuse_mixing(folder, prefix)
+        paths = [folder / shard_name(prefix, number) for number in range(number_of)]
+        for path in paths:
+            os.replace(staging / path.name, path)
+        fsync_path(folder)
+        for path in paths:
+            load_or_build(str(path))
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return paths
 
 
 def balanced_sizes(total: int, *, shards: int | None = None, per_shard: int | None = None) -> list[int]:
-    """How many samples go into each shard; they differ by one at most.
+    """The number of samples of each shard; they differ by one at most.
 
     Raises:
         ValueError: If not exactly one of ``shards`` and ``per_shard`` is given, or there are too few samples for it.
@@ -83,36 +106,40 @@ def balanced_sizes(total: int, *, shards: int | None = None, per_shard: int | No
     return [total * (number + 1) // number_of - total * number // number_of for number in range(number_of)]
 
 
-class ShardSet:
-    """The shards of one prefix while they are written; made by ``shard_set``.
+def write_shard(path: Path, samples: Iterable[Sample]) -> int:
+    """Writes one shard; after a failure ``path`` is as it was before.
 
-    Attributes:
-        paths: Where the shards will be once they are published, in order of writing.
+    Args:
+        path: Path of the shard; its folder must exist. An existing file is replaced.
+        samples: As for ``write_shards``.
+
+    Returns:
+        Number of samples written.
+
+    Raises:
+        ValueError: If a sample cannot be stored; names its key.
+        OSError: On a write failure.
     """
+    keys: set[str] = set()
+    # mtime=0: the bytes must not depend on when they were written.
+    with replace_file(path) as file, webdataset.TarWriter(file, mtime=0, encoder=encode) as tar:
+        for sample in samples:
+            check_key(sample.get("__key__"), keys)
+            tar.write(dict(sample))
+    return len(keys)
 
-    def __init__(self, directory: Path, prefix: str, staging: Path) -> None:
-        self.paths: list[Path] = []
-        self._directory = directory
-        self._prefix = prefix
-        self._staging = staging
 
-    def write(self, number: int, samples: Iterable[Sample]) -> int:
-        """Writes one shard.
+def encode(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """``__key__`` and the bytes of each member, by extension; the ``encoder`` of webdataset's ``TarWriter``.
 
-        Args:
-            number: Of the shard, from 0.
-            samples: As ``write_shards`` takes them.
-
-        Returns:
-            How many samples there were.
-
-        Raises:
-            ValueError: If a sample cannot be stored; names its key.
-        """
-        name = shard_name(self._prefix, number)
-        written = write_shard(self._staging / name, samples)
-        self.paths.append(self._directory / name)
-        return written
+    Raises:
+        ValueError: If there is no member, or one that cannot be stored; names the key.
+    """
+    key = sample["__key__"]
+    members = {ext: _encode_member(key, ext, value) for ext, value in sample.items() if not ext.startswith("_")}
+    if not members:
+        raise ValueError(f"sample {key!r} has no field.")
+    return {"__key__": key, **members}
 
 
 def shard_name(prefix: str, number: int) -> str:
@@ -120,92 +147,14 @@ def shard_name(prefix: str, number: int) -> str:
     return f"{prefix}-{number:06d}.tar"
 
 
-def write_shard(path: Path, samples: Iterable[Sample]) -> int:
-    """Writes one shard: aside, synced, then renamed, so that ``path`` is whole or absent.
-
-    Args:
-        path: Where to; its folder exists. What is there is replaced.
-        samples: As ``write_shards`` takes them.
-
-    Returns:
-        How many samples there were.
-
-    Raises:
-        ValueError: If a sample cannot be stored; names its key.
-        OSError: If the disk refuses.
-    """
-    keys: set[str] = set()
-    aside = path.with_name(f".{path.name}.aside")
-    try:
-        with open(aside, "wb") as file:
-            # mtime=0: the bytes must not depend on when they were written.
-            with webdataset.TarWriter(file, mtime=0, encoder=encode) as tar:
-                for sample in samples:
-                    check_key(sample.get("__key__"), keys)
-                    tar.write(dict(sample))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
-    return len(keys)
-
-
-@contextmanager
-def shard_set(directory: str | os.PathLike[str], prefix: str) -> Iterator[ShardSet]:
-    """Shards that are published together, then indexed, when the ``with`` block ends well; thrown away when it does not.
-
-    Args:
-        directory: Folder of the set; made if missing.
-        prefix: First part of the shards' names.
-
-    Raises:
-        ValueError: If ``prefix`` is no part of a file name.
-        FileExistsError: If the folder has shards of that prefix, at the start or at the end.
-    """
-    check_prefix(prefix)
-    folder = Path(directory)
-    refuse_mixing(folder, prefix)
-    folder.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{prefix}-", suffix=".partial", dir=folder))
-    try:
-        writer = ShardSet(folder, prefix, staging)
-        yield writer
-        refuse_mixing(folder, prefix)
-        for path in writer.paths:
-            os.replace(staging / path.name, path)
-        sync_folder(folder)
-        for path in writer.paths:
-            load_or_build(str(path))
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes sure that names in ``folder`` survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def check_prefix(prefix: str) -> None:
-    """Refuses what is no part of a file name.
-
-    Raises:
-        ValueError: If it is none.
-    """
+    """Raises ``ValueError`` for a prefix that cannot be part of a file name."""
     if not prefix or prefix.startswith(".") or set(prefix) & set("/\\\0*?[]{}"):
         raise ValueError(f"prefix {prefix!r}: want a plain name such as train.")
 
 
 def refuse_mixing(folder: Path, prefix: str) -> None:
-    """Refuses a folder that has shards of that name.
-
-    Raises:
-        FileExistsError: If it has.
-    """
+    """Raises ``FileExistsError`` if a folder already has shards of this prefix."""
     # A smaller new set would leave the last shards of an older one in place, and patterns would match both.
     old = sorted(folder.glob(f"{prefix}-*.tar"))
     if old:
@@ -215,20 +164,90 @@ def refuse_mixing(folder: Path, prefix: str) -> None:
         )
 
 
-def _fill(writer: ShardSet, samples: Iterator[Sample], per_shard: int) -> None:
+def _write_stream(folder: Path, prefix: str, samples: Iterator[Sample], per_shard: int) -> int:
+    """Fills one shard after the other; returns their number."""
     for number in count():
         first = list(islice(samples, 1))
         if number and not first:
-            return
-        writer.write(number, chain(first, islice(samples, per_shard - 1)))
+            break
+        write_shard(folder / shard_name(prefix, number), chain(first, islice(samples, per_shard - 1)))
+    return number
 
 
-def _fill_planned(writer: ShardSet, samples: Iterator[Sample], sizes: Sequence[int]) -> None:
+def _write_planned(folder: Path, prefix: str, samples: Iterator[Sample], sizes: Sequence[int]) -> int:
+    """Writes shards of these sizes; returns their number."""
     for number, size in enumerate(sizes):
-        written = writer.write(number, islice(samples, size))
+        written = write_shard(folder / shard_name(prefix, number), islice(samples, size))
         if written != size:
             raise ValueError(
                 f"shard {number} got {written} of {size} samples: there are fewer than total={sum(sizes)}."
             )
     if next(samples, None) is not None:
         raise ValueError(f"there are more samples than total={sum(sizes)}.")
+    return len(sizes)
+
+
+def check_key(key: Any, seen: set[str]) -> None:
+    """Raises ``ValueError`` for a ``__key__`` under which a sample could not be read again; adds it to ``seen``."""
+    if not isinstance(key, str) or not key:
+        raise ValueError(f"a sample has the __key__ {key!r}, want a non-empty string.")
+    if "." in key.rpartition("/")[2]:
+        raise ValueError(
+            f"key {key!r}: its last part has a dot, after which readers of shards expect the extension; samples would "
+            "be merged. Use an underscore instead."
+        )
+    if {"", ".", ".."} & set(key.split("/")) or "\0" in key:
+        raise ValueError(f"key {key!r}: want a relative name without empty parts, '.' and '..'.")
+    if _SKIPPED.match(key):
+        raise ValueError(f"key {key!r}: webdataset reserves names such as __name__ and skips them. Rename it.")
+    if key in seen:
+        raise ValueError(f"two samples of one shard have the key {key!r}. Keys must be unique.")
+    seen.add(key)
+
+
+def _encode_member(key: str, ext: str, value: Any) -> bytes:
+    if not ext or ext != ext.lower() or ext.startswith(".") or set(ext) & set("/\0"):
+        raise ValueError(f"sample {key!r}: extension {ext!r}, want lower case without the leading dot, such as jpg.")
+    last = ext.rpartition(".")[2]
+    if last in PICKLES:
+        raise ValueError(f"sample {key!r}: .{ext} is a pickle, which dtrain never writes or reads. Use npy or json.")
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value)
+    if isinstance(value, str):
+        return value.encode("utf-8")
+    if last not in _ENCODERS:
+        raise ValueError(f"sample {key!r}: no encoder for .{ext}. Pass bytes, or use one of {', '.join(_ENCODERS)}.")
+    try:
+        return _ENCODERS[last](value)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"sample {key!r}: .{ext} cannot be written: {error}") from error
+
+
+def _integer(value: Any) -> bytes:
+    if int(value) != value:
+        raise ValueError(f"{value!r} is not an integer")
+    return str(int(value)).encode()
+
+
+def _npy(value: Any) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, np.asarray(value), allow_pickle=False)
+    return stream.getvalue()
+
+
+def _png(value: Any) -> bytes:
+    pixels = np.asarray(value)
+    if pixels.dtype != np.uint8:
+        raise ValueError(f"pixels of dtype {pixels.dtype}, want uint8")
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, "PNG")
+    return stream.getvalue()
+
+
+# webdataset's own encoders would pickle arrays of objects and compress jpg with a loss.
+_ENCODERS: dict[str, Callable[[Any], bytes]] = {
+    **dict.fromkeys(("cls", "cls2", "index", "inx", "id", "class", "count"), _integer),
+    "json": lambda value: json.dumps(value).encode(),
+    "npy": _npy,
+    "png": _png,
+}

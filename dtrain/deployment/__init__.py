@@ -1,14 +1,22 @@
-"""Trained models outside training.
+"""Export of trained models, checks of the exported model, and loading for inference.
 
-* An *artefact* is a folder with everything that using the model needs, and no training config: the model in one of three
-  forms (weights with the way to build their model, a traced program, a compiled one), ``model.json`` (what it is, what it
-  takes in, where it comes from), ``report.json`` (how it compares with fp32).
-* Its weights are *folded* (BatchNorm merged into the convolution before it), then *cast*; modules that the config keeps
-  in fp32 are left out of both.
-* A *program* goes from rows as the loader hands them over to fp32 outputs, whatever the form.
-* The *reference* is the fp32 model on rows of the evaluation set. The *comparison* runs the artefact as it was read from
-  disk, in a fresh process, on the same rows. What is beyond *tolerance* is refused, and a *departure* says which module went
-  wrong first.
-* Its *cost* is measured beside the same weights in fp32, by *probes*: fresh processes, one an artefact, that take turns.
-* Only artefacts that this user exported, or that are harmless, have the *trust* to run without being asked for.
+An *artefact* is a folder with a model, ``model.json`` (its input, storage format and origin) and ``report.json`` (its
+differences from the fp32 model). Loading one needs no training config.
+
+An export loads a checkpoint in fp32, runs the model on rows of the evaluation set (the *reference*), folds BatchNorm into
+convolutions, casts the weights, writes the artefact, loads it in a process of its own, compares its outputs with the reference,
+measures latency, throughput and memory, and moves the folder into place. An artefact that differs from fp32 by more than the
+tolerance is refused.
+
+Files in reading order:
+
+* ``description``: the content of ``model.json``.
+* ``program``: the module that maps raw rows to fp32 outputs, and the image preprocessing in it.
+* ``fold_cast``: BatchNorm folding and half-precision weights.
+* ``formats``: how a program is stored: safetensors, pt2, AOTInductor, ONNX.
+* ``artefact``: writes, verifies and loads artefacts; decides which of them may run code.
+* ``reference``: inputs, fp32 outputs and metrics on rows of the evaluation set.
+* ``probe``: a process that runs one artefact and reports outputs, call times and peak memory.
+* ``compare``: errors of an artefact, the tolerance, and the first module that exceeds it.
+* ``benchmark``: latency, throughput and memory beside fp32; largest batch within a budget; ``dtrain.export measure``.
 """

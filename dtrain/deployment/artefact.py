@@ -1,42 +1,48 @@
-"""The artefact: a folder that is complete or not there, and how it is read back.
+"""Writes, verifies and loads artefacts, and decides which of them may run code.
 
-Reading one back may run code: a model that is stored as safetensors is built by its ``_target_``, a program for torch holds
-its own. ``trust`` says whose may.
+An artefact is a folder that is either complete or absent. Loading one may run code: a safetensors artefact builds its model
+by ``_target_``, and torch programs hold code. Without ``trust``, two kinds of artefacts are loaded:
+
+* those that this user exported: a *mark* for each is an empty file in dtrain's cache, named by the SHA-256 of its
+  ``model.json``, which holds the SHA-256 of the model. The mark stays with the cache and is not copied with the artefact.
+* *harmless* ones: a graph without code, or a model that is built only by calling subclasses of ``torch.nn.Module``.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from dtrain.config.cache_dir import cache_dir
 from dtrain.config.errors import ConfigError
 from dtrain.deployment.description import DESCRIPTION, Description
 from dtrain.deployment.formats import FORMATS
 from dtrain.deployment.program import Program
-from dtrain.deployment.trust import require_trusted
+from dtrain.distributed.atomic import replace_folder
 from dtrain.precision import Precision
 
 REPORT = "report.json"
 _OWN_FILES = {*(form.file for form in FORMATS.values()), DESCRIPTION, REPORT}
+_TRUST = "If you trust the origin of the artefact, add --trust."
 
 
 @dataclass(frozen=True)
 class Artefact:
-    """A model ready for use.
+    """A loaded model.
 
     Attributes:
-        description: Where it comes from and what it takes.
-        program: From rows to fp32 outputs, on the device.
-        device: Where it is.
-        warnings: What the user should know of this dtype on this device.
+        description: Content of ``model.json``.
+        program: Maps rows on the device to fp32 outputs.
+        device: Device that it is loaded on.
+        warnings: Warnings for the user about this dtype on this device.
     """
 
     description: Description
@@ -46,115 +52,176 @@ class Artefact:
 
     @torch.inference_mode()
     def outputs(self, rows: Tensor) -> Tensor:
-        """The model's outputs in fp32, on the device.
+        """Computes the model's outputs, fp32 on the artefact's device.
 
         Args:
-            rows: What the loader hands over: uint8 ``[rows, height, width, 3]`` for an image model, else the model's
-                argument itself; floats are cast.
+            rows: On any device: uint8 ``[rows, height, width, 3]`` for an image model, else the model's argument; floats are
+                cast to its dtype.
 
         Raises:
-            ConfigError: If a program without its model's code was made for other rows.
+            ConfigError: If a traced program was exported for rows of another dtype or shape.
         """
-        if self.description.format.traced and self.description.rows is not None:
+        if FORMATS[self.description.stored_as].traced and self.description.rows is not None:
             rows = self.description.rows.checked(rows)
         return self.program(rows.to(self.device))
 
 
-def check_place(out: Path) -> None:
-    """Looks whether an artefact may be written there: nothing lies there yet, or an empty folder, or an artefact.
+def load(folder: Path, device: torch.device | None, *, trust: bool = False) -> Artefact:
+    """Loads an artefact.
+
+    Args:
+        folder: The artefact.
+        device: Device to load it on; None for a GPU if there is one and the format runs on it, else the CPU.
+        trust: Also load artefacts of other users that may run any code: programs that hold code, and models with a
+            ``_target_`` that is not a subclass of ``torch.nn.Module``.
 
     Raises:
-        ConfigError: If something else does.
+        ConfigError: If the folder is not an artefact, its files do not match each other, it needs ``trust``, its
+            ``_target_`` cannot be imported, or the device does not support its dtype.
+    """
+    description, expected = read_description(folder)
+    form = FORMATS[description.stored_as]
+    path = folder / form.file
+    try:
+        found = _sha256(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error}). Export the run again.") from error
+    if found != expected:
+        raise ConfigError(f"{path} has SHA-256 {found}, {DESCRIPTION} says {expected}. Export the run again.")
+    if not trust:
+        _require_trusted(folder, description)
+    if device is None:
+        device = form.runs_on(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    warnings = Precision(description.dtype).apply(device) if form.in_torch else []
+    return Artefact(description, form.read(path, description, device), device, warnings)
+
+
+def read_description(folder: Path) -> tuple[Description, str]:
+    """Reads ``model.json``: the description, and the expected SHA-256 of the model's file.
+
+    Raises:
+        ConfigError: If the folder is not an artefact, or its ``model.json`` is damaged or of another version.
+    """
+    description, sha256 = Description.read(folder)
+    if description.stored_as not in FORMATS:
+        raise ConfigError(
+            f"{folder / DESCRIPTION} is damaged (stored_as {description.stored_as!r} is none of {', '.join(FORMATS)}). "
+            "Export the run again."
+        )
+    return description, sha256
+
+
+def write(folder: Path, program: Program, description: Description, example: Tensor | None) -> None:
+    """Writes the model and ``model.json`` into an existing folder.
+
+    Args:
+        folder: The folder.
+        program: The program, its weights cast.
+        description: Its description.
+        example: Example rows on the program's device; may be None for a format that is not traced.
+
+    Raises:
+        ConfigError: If the model cannot be stored in the format.
+        OSError: On a write failure.
+    """
+    form = FORMATS[description.stored_as]
+    form.write(program, example, folder / form.file)
+    description.write(folder, _sha256(folder / form.file))
+
+
+def check_place(out: Path) -> None:
+    """Checks that an artefact may be written to ``out``.
+
+    Raises:
+        ConfigError: If ``out`` exists and is neither an empty folder nor an artefact.
     """
     if not out.exists():
         return
     if not out.is_dir():
-        raise ConfigError(f"export.out: {out} is a file. Name a folder that does not exist yet.")
+        raise ConfigError(f"export.out: {out} is a file. Set export.out to a folder that does not exist yet.")
     names = {entry.name for entry in out.iterdir()}
     foreign = sorted(names - _OWN_FILES)
     if foreign or (names and DESCRIPTION not in names):
         raise ConfigError(
-            f"export.out: {out} exists and is not an artefact (it holds {(foreign or sorted(names))[0]}). Name a folder "
-            "that does not exist yet, or an artefact to replace."
+            f"export.out: {out} exists and is not an artefact (it contains {(foreign or sorted(names))[0]}). Set export.out "
+            "to a folder that does not exist yet, or to an artefact to replace."
         )
 
 
 @contextmanager
 def replacing(out: Path) -> Iterator[Path]:
-    """A folder beside ``out`` that takes its place when the block ends without an error; a link goes on leading there.
+    """Yields an empty folder that replaces ``out``, or the target of this link, when the block ends without an error.
 
     Raises:
-        ConfigError: If ``out`` is something else than an artefact, or the folder cannot be written.
+        ConfigError: If no artefact may be written to ``out``, or on a write failure; ``out`` is then unchanged.
     """
     check_place(out)
     out = out.resolve()
-    aside, replaced = (out.with_name(f".{out.name}.{os.getpid()}.{what}") for what in ("new", "old"))
     try:
-        shutil.rmtree(aside, ignore_errors=True)  # left by a process of the same number that was killed
-        aside.mkdir(parents=True)
-        yield aside
-        if out.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            os.rename(out, replaced)
-        os.rename(aside, out)
-        shutil.rmtree(replaced, ignore_errors=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with replace_folder(out) as staged:
+            yield staged
     except OSError as error:
-        if replaced.exists() and not out.exists():
-            os.rename(replaced, out)
-        raise ConfigError(f"export.out: {out} cannot be written ({error}).") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        raise ConfigError(
+            f"export.out: {out} cannot be written ({error}). Free some space or set another export.out."
+        ) from error
 
 
-def write(folder: Path, program: Program, description: Description, example: Tensor | None) -> None:
-    """Writes model and description.
-
-    Args:
-        folder: Where to; exists.
-        program: The cast model.
-        description: Of it.
-        example: Rows to trace it with; not needed for a format that is not traced.
-
-    Raises:
-        ConfigError: If it cannot be brought into the wanted form.
-        OSError: If the disk refuses.
-    """
-    path = folder / description.file
-    description.format.write(program, example, path)
-    description.write(folder, _digest(path))
-    path.chmod((folder / DESCRIPTION).stat().st_mode)  # safetensors lets nobody but the owner read its files
+def mark_trusted(folder: Path) -> None:
+    """Marks an artefact as exported by this user, so that ``load`` does not need ``trust``; needs a writable cache."""
+    with suppress(OSError):
+        mark = _mark(folder)
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
 
 
-def load(folder: Path, device: torch.device | None, *, trust: bool = False) -> Artefact:
-    """Reads an artefact and makes it ready.
+def _require_trusted(folder: Path, description: Description) -> None:
+    if _mark(folder).exists():
+        return
+    form = FORMATS[description.stored_as]
+    if form.holds_code:
+        raise ConfigError(f"{folder}: {form.file} is a program that holds code, which could do anything. {_TRUST}")
+    if not form.traced:  # a traced graph builds no model
+        _require_harmless(description.model, folder)
 
-    Args:
-        folder: The artefact.
-        device: Where to; None: to a GPU where there is one that it runs on, else to the CPU.
-        trust: Also run what could do anything and was not exported by this user: programs that bring their own code, and
-            a ``_target_`` that is not a class derived from ``torch.nn.Module``.
 
-    Raises:
-        ConfigError: If the folder is no artefact, its files do not agree, it needs ``trust``, its ``_target_`` cannot be
-            imported, or the device has no such arithmetic.
-    """
-    description, expected = Description.read(folder)
-    path = folder / description.file
+def _require_harmless(node: Any, folder: Path) -> None:
+    if isinstance(node, Mapping):
+        if "_target_" in node:
+            _require_module_class(str(node["_target_"]), folder)
+        for value in node.values():
+            _require_harmless(value, folder)
+    elif isinstance(node, str):
+        # OmegaConf resolves interpolations when the model is built, and the result may hold a _target_.
+        if "${" in node:
+            raise ConfigError(
+                f"{folder}: its model is built with the interpolation {node!r}, which could run anything. {_TRUST}"
+            )
+    elif isinstance(node, Sequence):
+        for value in node:
+            _require_harmless(value, folder)
+
+
+def _require_module_class(target: str, folder: Path) -> None:
     try:
-        found = _digest(path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error}). Export again.") from error
-    if found != expected:
-        raise ConfigError(f"{path} has SHA-256 {found}, {DESCRIPTION} says {expected}. Export again.")
-    if not trust:
-        require_trusted(folder, description)
-    if device is None:
-        device = description.format.runs_on(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    warnings = Precision(description.dtype).apply(device) if description.format.in_torch else []
-    return Artefact(description, description.format.read(path, description, device), device, warnings)
+        found = pkgutil.resolve_name(target)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"{folder}: its model is built by {target}, which cannot be imported ({error}). Install its package, or set "
+            "PYTHONPATH to the folder of its module."
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise ConfigError(
+            f"{folder}: its model is built by calling {target}, which is not a subclass of torch.nn.Module and could do "
+            f"anything. {_TRUST}"
+        )
 
 
-def _digest(path: Path) -> str:
+def _mark(folder: Path) -> Path:
+    return cache_dir() / "exported" / hashlib.sha256((folder / DESCRIPTION).read_bytes()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):

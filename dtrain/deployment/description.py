@@ -1,18 +1,15 @@
-"""``model.json``: what an artefact is, in which form it is stored, what goes in and where it comes from."""
+"""``model.json``: the model of an artefact, its input, its storage format and the run that it comes from."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from dtrain.config.errors import ConfigError
-from dtrain.deployment.folding import Pair
-from dtrain.deployment.formats import FORMATS
-from dtrain.deployment.formats.format import Format
-from dtrain.deployment.image_input import ImageInput
-from dtrain.deployment.program import RowSpec
+from dtrain.deployment.fold_cast import Pair
+from dtrain.deployment.program import ImageInput, RowSpec
 
 DTYPES = ("fp32", "bf16", "fp16")
 DESCRIPTION = "model.json"
@@ -21,21 +18,21 @@ _KIND, _VERSION = "dtrain-artefact", 3
 
 @dataclass(frozen=True)
 class Description:
-    """What ``model.json`` holds.
+    """The content of ``model.json``.
 
     Attributes:
-        stored_as: One of ``FORMATS``.
-        model: The config node that builds the model.
-        dtype: One of ``DTYPES``.
+        stored_as: Name of the storage format, a key of ``FORMATS``.
+        model: Config node that builds the model.
+        dtype: Dtype of the weights, one of ``DTYPES``.
         keep_fp32: Names of the modules that stay in fp32.
         folded: Pairs of convolution and BatchNorm that were merged.
-        input: What goes in; None where that is no image.
-        rows: Dtype and shape of what goes in; None where nobody saw any.
-        classes: Names of the outputs; None if nobody gave them any.
-        device: Type of the device that it was exported on.
+        input: Preprocessing of the image that the model takes; None if it takes something else.
+        rows: Dtype and shape of the model's input; None if unknown.
+        classes: Names of the outputs; None if the data set has no names.
+        device: Type of the device that the artefact was exported on.
         source: The run, the checkpoint's step and its metrics.
-        versions: Of dtrain, torch, and what else the format is made with.
-        channels_last: Layout of images and of convolutions' weights; torch's default if not.
+        versions: Versions of dtrain, torch and the packages of the format.
+        channels_last: Whether images and convolution weights are in channels_last layout.
     """
 
     stored_as: str
@@ -51,47 +48,28 @@ class Description:
     versions: dict[str, str]
     channels_last: bool = True
 
-    @property
-    def format(self) -> Format:
-        """The form in which the model is stored."""
-        return FORMATS[self.stored_as]
-
-    @property
-    def file(self) -> str:
-        """Name of the file that holds the model."""
-        return self.format.file
-
     def write(self, folder: Path, sha256: str) -> None:
-        """Writes ``model.json``.
-
-        Args:
-            folder: The artefact.
-            sha256: Of the file that holds the model.
+        """Writes ``model.json``; ``sha256`` is that of the model's file.
 
         Raises:
-            OSError: If the disk refuses.
+            OSError: On a write failure.
         """
-        content = {
-            "format": _KIND,
-            "version": _VERSION,
-            **vars(self),
-            "input": self.input and self.input.to_json(),
-            "rows": self.rows and vars(self.rows),
-            "sha256": sha256,
-        }
+        content = {"format": _KIND, "version": _VERSION, **asdict(self), "sha256": sha256}
         (folder / DESCRIPTION).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> tuple[Description, str]:
-        """What ``model.json`` says, and the SHA-256 that the file with the model should have.
+        """Reads ``model.json``: the description, and the expected SHA-256 of the model's file.
+
+        It does not check whether the storage format exists; ``artefact.read_description`` does.
 
         Raises:
-            ConfigError: If the folder is no artefact of this version.
+            ConfigError: If the folder is not an artefact, or its ``model.json`` is damaged or of another version.
         """
         path = folder / DESCRIPTION
         if not path.is_file():
             raise ConfigError(
-                f"{folder} is no artefact (it has no {DESCRIPTION}). Make one: python -m dtrain.export run.dir=DIR"
+                f"{folder} is not an artefact: it has no {DESCRIPTION}. Export one: python -m dtrain.export run.dir=DIR"
             )
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -101,16 +79,13 @@ class Description:
                     f"{path}: format {kind!r} version {version!r}; this dtrain reads {_KIND!r} version {_VERSION}. Export "
                     "the run again with this version."
                 )
-            for key, known in (("dtype", DTYPES), ("stored_as", tuple(FORMATS))):
-                if content[key] not in known:
-                    raise ValueError(f"{key} {content[key]!r} is none of {', '.join(known)}")
+            if content["dtype"] not in DTYPES:
+                raise ValueError(f"dtype {content['dtype']!r} is none of {', '.join(DTYPES)}")
             image, rows, classes = content["input"], content["rows"], content["classes"]
-            if classes is not None and not (
-                isinstance(classes, list) and all(isinstance(name, str) for name in classes)
-            ):
-                raise ValueError(f"classes {classes!r} is no list of names")
+            if classes is not None and [str(name) for name in classes] != classes:
+                raise ValueError(f"classes {classes!r} is not a list of names")
             description = cls(
-                stored_as=content["stored_as"],
+                stored_as=str(content["stored_as"]),
                 model=dict(content["model"]),
                 dtype=content["dtype"],
                 keep_fp32=[str(name) for name in content["keep_fp32"]],
@@ -128,3 +103,39 @@ class Description:
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} is damaged ({type(error).__name__}: {error}). Export the run again.") from error
+
+
+def export_summary(description: Description, report: dict[str, Any], *, file: str, holds_code: bool) -> dict[str, str]:
+    """Summarises an export for ``print_banner``.
+
+    Args:
+        description: Description of the artefact.
+        report: Content of ``report.json``.
+        file: Name of the model's file.
+        holds_code: Whether this file holds code, so that other users need ``--trust`` to load it.
+    """
+    source, comparison = description.source, report["comparison"]
+    before, after = report["bytes"]["fp32"], report["bytes"]["exported"]
+    lines = {
+        "from": f"step {source['checkpoint_step']} of {source['run']}, {source['weights']} weights",
+        "weights": f"{description.dtype}, {after:,} bytes, {after / before:.2f} of fp32"
+        + (f" (fp32 kept in {', '.join(description.keep_fp32)})" if description.keep_fp32 else ""),
+        "file": f"{file}, {report['bytes']['file']:,} bytes"
+        + (f", takes {description.rows}" if description.rows is not None else "")
+        + ("; holds code, so dtrain.predict needs --trust on other machines" if holds_code else ""),
+        "BatchNorm": f"not folded: {report['not_folded']}" if report["not_folded"] else f"{report['folded']} folded",
+    }
+    if report["became_zero"]:
+        lines["became zero"] = ", ".join(f"{name} ({count})" for name, count in report["became_zero"].items())
+    if comparison is None:
+        return lines | {"not compared": report["not_compared"]}
+    lines["outputs"] = (
+        f"max error {comparison['max_abs_error']:.2e}, mean {comparison['mean_abs_error']:.2e} (fp32 outputs up to "
+        f"{comparison['max_abs_output']:.3g}), {comparison['samples']} samples in a fresh process on {comparison['device']}"
+    )
+    if "top1_agreement" in comparison:
+        lines["top-1"] = f"{comparison['top1_agreement']:.2%} of the samples have the same best class as in fp32"
+    return lines | {
+        name: f"{values['exported']:.4f}, fp32 {values['fp32']:.4f} (difference {values['difference']:+.4f})"
+        for name, values in comparison["metrics"].items()
+    }

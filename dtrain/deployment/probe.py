@@ -1,60 +1,136 @@
-"""``python -m dtrain.deployment.probe SETUP``: a fresh process that holds one artefact and runs it when told to.
+"""Runs one artefact in a process of its own, which loads it from disk and reports outputs, call times and peak memory.
 
-One artefact a process, so that its memory is its own; told when, so that several take turns on one device. ``SETUP`` is
-JSON, and so is each line that comes in, ``{"batch", "seconds"}``, and that goes out, ``{"calls", "peak_bytes"}`` or
-``{"out_of_memory"}``. The first line to go out says that the artefact is loaded: ``{"threads", "warnings"}``.
+* ``Probe`` is the parent's side: it starts the process and sends requests. The process holds nothing but the artefact, so its
+  peak memory is that of the artefact. It computes only on request, so several probes can take turns on one device.
+* ``python -m dtrain.deployment.probe ARTEFACT DEVICE [--trust]`` is the process. It prints ``{"threads"}`` when the artefact is
+  loaded. Requests and replies are lines of JSON: ``{"batch", "seconds"}`` is answered by ``{"calls", "peak_bytes"}`` or
+  ``{"out_of_memory"}``; ``{"inputs", "outputs"}``, paths of safetensors files, by ``{}``.
+* *Memory* on a GPU is ``torch.cuda.max_memory_allocated``. On a CPU it is the size of the weights plus the growth of resident
+  memory after loading; for a runtime that copies the weights into its own layout, the growth since before loading. Memory of
+  Python, torch and the model's code does not count. It is only available on Linux.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import resource
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
 from dtrain.config.errors import ConfigError
 from dtrain.deployment import artefact
-from dtrain.deployment.artefact import Artefact
-from dtrain.deployment.model_memory import ModelMemory, let_allocations_fail
+from dtrain.deployment.formats import FORMATS
 from dtrain.deployment.program import RowSpec
-from dtrain.training.out_of_memory import is_out_of_memory
+from dtrain.training.memory import forget_peak, is_out_of_memory, peak_bytes, proc_bytes
+
+_STATUS, _MEMINFO = Path("/proc/self/status"), Path("/proc/meminfo")
+_OUTPUT_BATCH = 64  # rows of one forward of ``Probe.outputs``
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What a probe is started with.
+class Probe:
+    """A process that holds one artefact. A context manager: the process starts on entry and is killed on exit.
 
-    Attributes:
+    Args:
         folder: The artefact.
-        rows: What it takes.
-        device: Where it runs.
+        device: Device on which it runs.
         trust: As for ``artefact.load``.
-        memory_limit: Bytes beside those of the weights past which allocations in host memory fail; None: what is free.
     """
 
-    folder: str
-    rows: RowSpec
-    device: str
-    trust: bool = False
-    memory_limit: int | None = None
+    def __init__(self, folder: Path, device: torch.device, trust: bool = False) -> None:
+        self._folder = folder
+        self._command = [sys.executable, "-m", "dtrain.deployment.probe", str(folder), str(device)]
+        self._command += ["--trust"] * trust
 
-    @classmethod
-    def from_json(cls, text: str) -> Setup:
-        """What ``json.dumps(dataclasses.asdict(setup))`` gave."""
-        content = json.loads(text)
-        return cls(rows=RowSpec.from_json(content.pop("rows")), **content)
+    def __enter__(self) -> Probe:
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")
+        # So that the process can import the user's modules.
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        self._process = subprocess.Popen(
+            self._command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()  # closes the pipes
+        self._errors.close()
+
+    def wait_until_loaded(self) -> int:
+        """Waits until the artefact is loaded; call it once, first. Returns the number of torch's threads in the process.
+
+        Raises:
+            ConfigError: If the artefact cannot be loaded.
+        """
+        return int(self._reply()["threads"])
+
+    def run(self, batch: int, seconds: float) -> dict[str, Any]:
+        """Runs the artefact on batches of ``batch`` rows for ``seconds``, at least once.
+
+        Returns:
+            ``calls``, the seconds of each call, and ``peak_bytes``, None if the system does not report it; or only
+            ``out_of_memory``, the allocator's message.
+
+        Raises:
+            ConfigError: If the artefact fails.
+        """
+        return self._request({"batch": batch, "seconds": seconds}, batch)
+
+    def outputs(self, rows: Tensor) -> Tensor:
+        """Computes the artefact's outputs, fp32 on the CPU, as ``Artefact.outputs`` does.
+
+        Raises:
+            ConfigError: If the artefact fails.
+        """
+        with tempfile.TemporaryDirectory(prefix="dtrain-export-") as scratch:
+            inputs, outputs = (Path(scratch) / f"{name}.safetensors" for name in ("inputs", "outputs"))
+            safetensors.torch.save_file({"rows": rows.contiguous()}, inputs)
+            self._request({"inputs": str(inputs), "outputs": str(outputs)}, min(len(rows), _OUTPUT_BATCH))
+            return safetensors.torch.load_file(outputs)["rows"]
+
+    def _request(self, content: dict[str, Any], batch: int) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # the process has ended; _reply raises with its exit code
+            _send(self._process.stdin, content)
+        return self._reply(f" with {batch:,} rows")
+
+    def _reply(self, request: str = "") -> dict[str, Any]:
+        assert self._process.stdout is not None
+        if line := self._process.stdout.readline():
+            return dict(json.loads(line))
+        code = self._process.wait()
+        self._errors.seek(0)
+        output = "".join(f"    {line}\n" for line in self._errors.read().strip().splitlines()[-8:])
+        end = f"was killed by signal {-code}, perhaps out of memory" if code < 0 else f"ended with code {code}"
+        raise ConfigError(
+            f"export: {self._folder} fails{request} in a process of its own, which {end}.\n{output}".rstrip()
+        )
 
 
-def made_up(spec: RowSpec, batch: int) -> Tensor:
-    """``[batch, *spec.shape]``: one row of noise, repeated; zeros where integers may be tokens, of which nobody knows how
-    many there are."""
+def made_up_rows(spec: RowSpec, batch: int) -> Tensor:
+    """Input rows for a measurement: one row of noise, repeated.
+
+    Integers other than uint8 are zeros, because they may be tokens and the size of the vocabulary is unknown.
+
+    Returns:
+        Contiguous, in the dtype of ``spec``, ``[batch, *spec.shape]``.
+    """
     dtype: torch.dtype = getattr(torch, spec.dtype)
     generator = torch.Generator().manual_seed(0)
     if dtype.is_floating_point:
@@ -66,37 +142,58 @@ def made_up(spec: RowSpec, batch: int) -> Tensor:
     return row.expand(batch, *spec.shape).contiguous()
 
 
-class _Runner:
-    """An artefact and the memory that it takes."""
+class PeakMemory:
+    """Peak memory of a model since ``reset``.
 
-    def __init__(self, setup: Setup) -> None:
-        self._spec, self._device = setup.rows, torch.device(setup.device)
-        folder = Path(setup.folder)
-        self._artefact = self._load(setup)
+    Args:
+        device: Device of the model.
+        weights: Bytes of the model if it is already loaded, else 0.
+    """
+
+    def __init__(self, device: torch.device, weights: int) -> None:
+        self._device = device
+        self._baseline = 0
+        self.reset()
+        if device.type != "cuda":
+            self._baseline = peak_bytes(device) - weights
+
+    def reset(self) -> None:
+        """Restarts from the memory that is in use now, without memory that allocators cache."""
+        libc = ctypes.CDLL(None)
+        if self._device.type != "cuda" and hasattr(libc, "malloc_trim"):  # glibc only
+            libc.malloc_trim(0)
+        self._supported = forget_peak(self._device)
+
+    def peak_bytes(self) -> int | None:
+        """The peak in bytes; None on a CPU whose system does not report it."""
+        return max(peak_bytes(self._device) - self._baseline, 0) if self._supported else None
+
+
+class _Runner:
+    """The artefact in the probe's process, and its memory."""
+
+    def __init__(self, folder: Path, device: torch.device, trust: bool) -> None:
+        self._device = device
+        self._artefact = artefact.load(folder, device, trust=trust)
         description = self._artefact.description
-        if not description.format.in_torch:
-            # Only a second loading tells what the weights take: the first one, and a call, bring the runtime in as well.
-            self._artefact.outputs(made_up(self._spec, 1))
-            del self._artefact
-            self._memory = ModelMemory(self._device, 0)
-            self._artefact = self._load(setup)
+        form = FORMATS[description.stored_as]
+        assert description.rows is not None  # the parent starts no probe for other artefacts
+        self._spec = description.rows
+        if form.in_torch:
+            self._memory = PeakMemory(device, (folder / form.file).stat().st_size)
         else:
-            self._memory = ModelMemory(self._device, (folder / description.file).stat().st_size)
-        if self._device.type == "cpu":
-            let_allocations_fail(setup.memory_limit)
+            # Loading and calling it for the first time also loads the runtime, so it is loaded again to measure the weights.
+            self._artefact.outputs(made_up_rows(self._spec, 1))
+            del self._artefact
+            self._memory = PeakMemory(device, 0)
+            self._artefact = artefact.load(folder, device, trust=trust)
+        if device.type == "cpu":
+            _limit_to_free_memory()
         self._rows: Tensor | None = None
         self._peak: int | None = None
 
-    def _load(self, setup: Setup) -> Artefact:
-        return artefact.load(Path(setup.folder), self._device, trust=setup.trust)
-
-    @property
-    def warnings(self) -> list[str]:
-        """As ``Artefact.warnings``."""
-        return self._artefact.warnings
-
     def run(self, batch: int, seconds: float) -> dict[str, Any]:
-        """Runs a batch again and again, at least once."""
+        """Replies to ``Probe.run``."""
         try:
             if self._rows is None or len(self._rows) != batch:
                 self._prepare(batch)
@@ -110,45 +207,61 @@ class _Runner:
             return {"out_of_memory": (str(error) or type(error).__name__).splitlines()[0]}
         return {"calls": calls, "peak_bytes": self._peak}
 
+    def outputs(self, inputs: str, outputs: str) -> dict[str, Any]:
+        """Replies to ``Probe.outputs``."""
+        parts = safetensors.torch.load_file(inputs)["rows"].split(_OUTPUT_BATCH)
+        rows = torch.cat([self._artefact.outputs(part).cpu() for part in parts])
+        safetensors.torch.save_file({"rows": rows}, outputs)
+        return {}
+
     def _prepare(self, batch: int) -> None:
-        """Warms up, then looks how much memory one call takes: an allocator that serves many keeps some between them."""
+        """Warms up, then measures the memory of one call: an allocator keeps memory between several."""
         self._rows = None
-        self._memory.give_back()
-        self._rows = made_up(self._spec, batch)
+        self._rows = made_up_rows(self._spec, batch)
         self._call()
         self._memory.reset()
         self._call()
-        self._peak = self._memory.bytes()
+        self._peak = self._memory.peak_bytes()
 
     def _call(self) -> float:
-        """Seconds from rows in host memory to outputs on the device."""
+        """Seconds from rows in host memory to outputs on the device, synchronised."""
         assert self._rows is not None
-        begun = time.perf_counter()
+        started = time.perf_counter()
         self._artefact.outputs(self._rows)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return time.perf_counter() - begun
+        return time.perf_counter() - started
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serves until its input ends; returns the exit code."""
-    (setup,) = arguments
+    """Answers requests until standard input ends; returns the exit code."""
+    folder, device, *flags = arguments
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a model prints shall not get between the replies
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a model prints must not mix with the replies
     try:
-        runner = _Runner(Setup.from_json(setup))
-        _send(replies, {"threads": torch.get_num_threads(), "warnings": runner.warnings})
+        runner = _Runner(Path(folder), torch.device(device), "--trust" in flags)
+        _send(replies, {"threads": torch.get_num_threads()})
         for line in sys.stdin:
-            _send(replies, runner.run(**json.loads(line)))
+            request = json.loads(line)
+            _send(replies, runner.run(**request) if "batch" in request else runner.outputs(**request))
     except (ConfigError, RuntimeError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def _send(replies: TextIO, content: dict[str, Any]) -> None:
-    replies.write(json.dumps(content) + "\n")
-    replies.flush()
+def _limit_to_free_memory() -> None:
+    """Makes allocations beyond the free memory fail, so that the kernel does not kill a process for lack of memory."""
+    if not _MEMINFO.exists():
+        return
+    limit = proc_bytes(_STATUS, "VmData") + proc_bytes(_MEMINFO, "MemAvailable")
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def _send(stream: IO[str], content: dict[str, Any]) -> None:
+    stream.write(json.dumps(content) + "\n")
+    stream.flush()
 
 
 if __name__ == "__main__":

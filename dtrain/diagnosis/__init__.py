@@ -1,11 +1,15 @@
-"""What ``dtrain.doctor`` looks at.
+"""Measurements of ``python -m dtrain.doctor``: this machine, the communication between ranks, and a configured run.
 
-* A *finding* is one line: what was looked at, what it is, and, where it will hurt, what to do.
-* ``machine`` looks at one machine, ``precisions`` at what its device can compute, ``world`` and ``all_reduce`` at the ranks
-  together.
-* ``examination`` looks at a run: its disks (``storage``, ``saving``), its loader alone (``loader_rate``), its step alone and
-  both together (``subject``, ``step_rate``), ``traps``. From these numbers come ``verdict``, ``advice`` and ``account``, which
-  measure nothing.
+A *finding* (``dtrain.tracking.finding.Finding``) is one line of the result, with a remedy if it is a problem.
 
-Nothing here changes a setting or leaves a file; what must be tried is tried on a few numbers, or for a few seconds.
+Files in reading order:
+
+* ``machine``: hardware, software and limits of one machine; precisions of its device; versions of all ranks.
+* ``measure``: seconds of the loader, of an optimizer step and of an all-reduce.
+* ``disks``: speed of reading the shards and of writing a checkpoint.
+* ``judge``: which part limits a run, what to change, and known problems of its config.
+* ``examination``: measures a configured run part by part and formats the result.
+* ``numerics``: ``doctor numerics``, which audits the precision of a run.
+
+Nothing here trains a model, changes a setting or leaves a file.
 """

@@ -1,14 +1,14 @@
-"""A configured run, looked at part by part: its disks, its loader alone, its step alone, both together; and a verdict.
+"""Measures a configured run part by part: its disks, its loader, its step, loader and step together.
 
-Every rank takes part. A few steps are done with a learning rate of zero; in the run's directory nothing is read, and
-nothing stays.
+All ranks take part. The steps have a learning rate of zero, so they change no parameter. Nothing is read from the run
+directory, and no file is left there.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -19,54 +19,69 @@ import torch
 
 from dtrain.config.schema import Config
 from dtrain.data import Batch, ShardLoader
-from dtrain.data.device_copies import DeviceCopies
-from dtrain.diagnosis.account import about_parts, about_skips, about_verdict, samples_per_second
-from dtrain.diagnosis.advice import Facts, advise
-from dtrain.diagnosis.all_reduce import AllReduce
-from dtrain.diagnosis.finding import Finding
-from dtrain.diagnosis.loader_rate import LoaderRate, endless, loader_rate
+from dtrain.data.batch import DeviceCopies
+from dtrain.diagnosis.disks import CheckpointWrites, ShardReads, save_interval
+from dtrain.diagnosis.judge import (
+    Bottleneck,
+    Facts,
+    PartTimes,
+    advise,
+    check_checkpoint_folder,
+    check_config,
+    find_bottleneck,
+    save_stall,
+)
 from dtrain.diagnosis.machine import usable_cores
-from dtrain.diagnosis.saving import Saving, between_saves
-from dtrain.diagnosis.step_rate import Timed, of_each_rank, seconds_per_step
-from dtrain.diagnosis.storage import Reading
-from dtrain.diagnosis.subject import Subject
-from dtrain.diagnosis.traps import place_of_checkpoints, traps
-from dtrain.diagnosis.verdict import Times, Verdict, judge, save_stall
-from dtrain.distributed.collectives import decided_by_rank_zero, wait_for_all
+from dtrain.diagnosis.measure import (
+    AllReduce,
+    LoaderRate,
+    Timed,
+    endless_batches,
+    gather_values,
+    loader_rate,
+    seconds_per_step,
+)
+from dtrain.distributed.collectives import from_rank0, wait_for_all
 from dtrain.distributed.world import World
-from dtrain.training.out_of_memory import out_of_memory_explained
+from dtrain.tracking.finding import Finding
+from dtrain.training.build import build_run, build_step
+from dtrain.training.memory import out_of_memory_explained
+from dtrain.training.state import TrainState
 from dtrain.training.step import TrainStep
 
-# Buckets are laid out anew after the first backward, and a compiler may look at the first two.
-_WARM_UP = 3
+_WARM_UP = (
+    3  # steps: DDP rebuilds its buckets after the first backward, and torch.compile may recompile in the second step
+)
+_NO_LIMIT = 10**9  # of consecutive skips, which are reported but do not end an examination
 
 
 @dataclass(frozen=True)
 class Examination:
-    """What was found.
+    """Result of ``examine``.
 
     Attributes:
-        findings: In the order of printing; the verdict is the last.
-        verdict: What limits the run.
-        facts: What it was made from.
-        samples_per_second: Of the run, if it had only that part, and as it is.
-        advice: What to change.
+        findings: In the order of printing; the bottleneck is the last.
+        bottleneck: The part that limits the run.
+        facts: The basis of the advice.
+        samples_per_second: Of the run, of each part alone, and of the shards.
+        advice: Recommended changes, one line each.
     """
 
     findings: list[Finding]
-    verdict: Verdict
+    bottleneck: Bottleneck
     facts: Facts
     samples_per_second: dict[str, float]
     advice: list[str]
 
     def to_json(self) -> dict[str, Any]:
-        """All of it but the findings."""
+        """Everything but the findings."""
         facts = asdict(self.facts)
+        interval = facts["save_interval"]
         return {
-            "verdict": self.verdict.limit,
-            "gains": self.verdict.gains,
+            "bottleneck": self.bottleneck.part,
+            "gains": self.bottleneck.gains,
             "samples_per_second": self.samples_per_second,
-            "facts": facts | {"between_saves": _or_none(facts["between_saves"])},  # JSON knows no infinity
+            "facts": facts | {"save_interval": interval if math.isfinite(interval) else None},  # JSON has no infinity
             "advice": self.advice,
         }
 
@@ -78,89 +93,92 @@ def examine(
     all_reduce: AllReduce | None,
     *,
     seconds: float,
-    tell: Callable[[str], None],
+    on_message: Callable[[str], None],
 ) -> Examination:
-    """Collective. Measures a run and judges it.
+    """Collective. Measures a run and finds its bottleneck.
 
     Args:
-        cfg: Its config.
-        run_dir: Its directory, which need not exist.
+        cfg: The config of the run.
+        run_dir: The run directory; need not exist.
         world: The ranks.
-        all_reduce: How fast they sum; None in a world of one.
-        seconds: To spend on each measure, roughly.
-        tell: Is told what is measured next.
+        all_reduce: Measured speed of all-reduce; None with one rank.
+        seconds: Approximate duration of each measurement.
+        on_message: Called with a text before each measurement.
 
     Raises:
-        ConfigError: What the trainer would raise, on every rank.
+        ConfigError: On every rank, if the trainer would raise it.
     """
-    tell("building the run as the trainer does")
-    subject, warnings = Subject.build(cfg, world)
-    loader, rows = subject.loader, cfg.train.global_batch_size
+    on_message("building the run as the trainer does")
+    run, warnings = build_examined_run(cfg, world)
+    loader, rows = run.train_loader, cfg.train.global_batch_size
     with closing(loader):
-        tell("reading the shards as files")
-        reading = Reading.measure(loader.source, world, seconds / 3)
-        tell("the loader alone")
+        on_message("reading the shards as files")
+        reads = ShardReads.measure(loader.source, world, seconds / 3)
+        on_message("the loader alone")
         window, rate = _loader_alone(loader, seconds)
-        data = max(of_each_rank(rate.seconds, world)) * rows / world.size
+        data = max(gather_values(rate.seconds, world)) * rows / world.size
         with out_of_memory_explained(
             lambda: 1, rows=loader.rows_per_micro_batch, share=-(-rows // world.size), device=world.device
         ):
-            tell("the step alone, on one batch" + (", with and without communication" if world.size > 1 else ""))
-            step, compute, with_others = _step_alone(subject, window, seconds)
-            tell("loader and step together")
-            both = _together(subject, step, seconds)
-        tell("copying and writing a checkpoint")
-        saving = _save(subject, step, run_dir, seconds / 3)
+            on_message("the step alone, on one batch" + (", with and without communication" if world.size > 1 else ""))
+            step, compute, with_communication = _step_alone(run, world, window, seconds)
+            on_message("loader and step together")
+            together = _together(loader, world, step, seconds)
+        on_message("copying and writing a checkpoint")
+        writes = _save(replace(run, step=step), run_dir, seconds / 3)
 
-    times = Times(
+    times = PartTimes(
         data=data,
-        compute=min(max(compute), with_others),
-        step=with_others,
-        together=both,
-        at_once=loader.num_workers > 0,
+        compute=min(max(compute), with_communication),
+        step=with_communication,
+        together=together,
+        overlap=loader.num_workers > 0,
     )
-    between = between_saves(cfg.checkpoint, times.expected)
-    times = replace(times, save=save_stall(saving.copy, saving.write, between) * times.expected)
-    able_to_read = reading.samples_per_second if reading is not None else None
+    interval = save_interval(cfg.checkpoint, times.expected)
+    times = replace(times, save=save_stall(writes.copy, writes.write, interval) * times.expected)
+    read_rate = reads.samples_per_second if reads is not None else None
     facts = Facts(
         times=times,
         ranks=world.size,
         cores=max(usable_cores() // world.local_size, 1),
         device=world.device.type,
-        precision=subject.precision.name,
+        precision=run.precision.name,
         compiled=bool(cfg.train.compile),
         workers=loader.num_workers,
         waiting=rate.waiting,
         micro_batches=loader.micro_batches_per_step,
         rows=loader.rows_per_micro_batch,
-        reading=rows / able_to_read if able_to_read is not None else None,
-        gradient_bytes=subject.gradient_bytes(),
-        reducing=all_reduce.estimate(subject.gradient_bytes()) if all_reduce is not None else 0.0,
-        comm_dtype=cfg.parallel.comm_dtype,
+        read_seconds=rows / read_rate if read_rate is not None else None,
+        gradient_bytes=_gradient_bytes(run),
+        reduce_seconds=all_reduce.estimate(_gradient_bytes(run)) if all_reduce is not None else 0.0,
+        reduce_dtype=cfg.parallel.reduce_dtype,
         comm_hook=cfg.parallel.comm_hook is not None,
         unevenness=max(compute) / min(compute),
-        writing=saving.write,
-        between_saves=between,
+        write_seconds=writes.write,
+        save_interval=interval,
         memory=_memory(world.device),
     )
-    verdict = judge(times)
-    advice = advise(verdict, facts)
+    bottleneck = find_bottleneck(times)
+    advice = advise(bottleneck, facts)
     findings = [
         *(Finding("precision", warning, "warning") for warning in warnings),
-        *traps(cfg, world, loader, window, subject.optimizer),
-        *place_of_checkpoints(saving.folder, saving.nbytes, cfg.checkpoint.keep_last + 1),
-        *(reading.findings(rows / times.step) if reading is not None else []),
-        saving.finding(between),
-        *about_parts(facts, rate, rows),
-        *about_skips(step.step, step.applied_steps),
-        about_verdict(verdict, times, rows, advice),
+        *check_config(cfg, world, loader, window, run.optimizer),
+        *check_checkpoint_folder(writes.folder, writes.nbytes, cfg.checkpoint.keep_last + 1),
+        *(reads.findings(rows / times.step) if reads is not None else []),
+        writes.finding(interval),
+        *_parts(facts, rate, rows),
+        *_skips(step.step, step.applied_steps),
+        _bottleneck(bottleneck, times, rows, advice),
     ]
-    return Examination(findings, verdict, facts, samples_per_second(times, able_to_read, rows), advice)
+    return Examination(findings, bottleneck, facts, _samples_per_second(times, read_rate, rows), advice)
+
+
+# -- measurements
 
 
 def _loader_alone(loader: ShardLoader, seconds: float) -> tuple[list[Batch], LoaderRate]:
-    """Collective. The first window, and how fast the next ones come. Ends the loader's workers."""
-    batches = endless(loader)
+    """Collective. The first accumulation window, and the speed of the loader after it. Closes the workers."""
+    batches = endless_batches(loader)
     window = list(islice(batches, loader.micro_batches_per_step))
     wait_for_all()
     rate = loader_rate(loader, batches, seconds)
@@ -168,53 +186,150 @@ def _loader_alone(loader: ShardLoader, seconds: float) -> tuple[list[Batch], Loa
     return window, rate
 
 
-def _step_alone(subject: Subject, window: list[Batch], seconds: float) -> tuple[TrainStep, list[float], float]:
-    """Collective. The trainer's step, each rank's seconds of one without communication, and the slowest one's with it."""
-    world, micro_batches = subject.world, len(window)
+def build_examined_run(cfg: Config, world: World) -> tuple[TrainState, list[str]]:
+    """Collective. Builds the run, with a learning rate of zero and a step without communication; and precision warnings.
+
+    All kernels of the optimizer run and no parameter changes, so a step can be repeated on the same micro-batches.
+
+    Raises:
+        ConfigError: On every rank, if the trainer would raise it.
+    """
+    run, warnings = build_run(
+        cfg, Path(), world, with_eval_data=False, alone=True, schedule=_zero_rate, max_consecutive_skips=_NO_LIMIT
+    )
+    run.model.train()
+    return run, warnings
+
+
+def build_communicating_step(run: TrainState, world: World) -> TrainStep:
+    """Collective. The step as the trainer runs it, with DDP and the vote, for the model and optimizer of ``run``."""
+    return build_step(
+        run.cfg,
+        world,
+        model=run.model,
+        task=run.task,
+        optimizer=run.optimizer,
+        precision=run.precision,
+        ema=run.ema,
+        schedule=_zero_rate,
+        max_consecutive_skips=_NO_LIMIT,
+    )
+
+
+def _zero_rate(applied_steps: int) -> float:
+    return 0.0
+
+
+def _step_alone(
+    run: TrainState, world: World, window: list[Batch], seconds: float
+) -> tuple[TrainStep, list[float], float]:
+    """Collective. The step, its seconds without communication on each rank, and with it on the slowest rank."""
     to_device = DeviceCopies(world.device)
 
-    def held() -> Iterator[Batch]:
+    def window_on_device() -> Iterator[Batch]:
         return map(to_device, window)
 
-    alone = Timed(subject.step_alone(), held, micro_batches, _WARM_UP)
+    alone = Timed(run.step, window_on_device, len(window), _WARM_UP)
     if world.size == 1:
-        [taken] = seconds_per_step([alone], world, seconds)
-        return alone.step, taken, max(taken)
-    before = [] if subject.takes_turns else seconds_per_step([alone], world, seconds)
-    with_others = Timed(subject.step_with_others(), held, micro_batches, _WARM_UP)
-    rivals = [alone, with_others] if subject.takes_turns else [with_others]
-    own, everybodys = [*before, *seconds_per_step(rivals, world, seconds)]
-    return with_others.step, own, max(everybodys)
+        [per_rank] = seconds_per_step([alone], world, seconds)
+        return alone.step, per_rank, max(per_rank)
+    # With a static graph, hooks of DDP also run in a backward without DDP. The step without communication is then measured
+    # before DDP is built, instead of alternately.
+    alternate = not run.cfg.parallel.static_graph
+    before = [] if alternate else seconds_per_step([alone], world, seconds)
+    with_others = Timed(build_communicating_step(run, world), window_on_device, len(window), _WARM_UP)
+    variants = [alone, with_others] if alternate else [with_others]
+    without_communication, with_communication = [*before, *seconds_per_step(variants, world, seconds)]
+    return with_others.step, without_communication, max(with_communication)
 
 
-def _together(subject: Subject, step: TrainStep, seconds: float) -> float:
-    """Collective. Seconds of a step that waits for its batches, as the slowest rank sees them."""
-    loader, to_device = subject.loader, DeviceCopies(subject.world.device)
-    micro_batches, batches = loader.micro_batches_per_step, endless(loader)
-    started = max(1, math.ceil(loader.num_workers / micro_batches))  # when each worker has built one
-    training = Timed(step, lambda: map(to_device, islice(batches, micro_batches)), micro_batches, started)
-    [taken] = seconds_per_step([training], subject.world, seconds)
-    return max(taken)
+def _together(loader: ShardLoader, world: World, step: TrainStep, seconds: float) -> float:
+    """Collective. Seconds of a step that takes its batches from the loader, on the slowest rank."""
+    to_device = DeviceCopies(world.device)
+    micro_batches, batches = loader.micro_batches_per_step, endless_batches(loader)
+    warm_up = max(1, math.ceil(loader.num_workers / micro_batches))  # until each worker has made one micro-batch
+    training = Timed(step, lambda: map(to_device, islice(batches, micro_batches)), micro_batches, warm_up)
+    [per_rank] = seconds_per_step([training], world, seconds)
+    return max(per_rank)
 
 
-def _save(subject: Subject, step: TrainStep, run_dir: Path, seconds: float) -> Saving:
-    """Collective. Rank 0 copies a checkpoint, and writes as many bytes."""
+def _save(run: TrainState, run_dir: Path, seconds: float) -> CheckpointWrites:
+    """Collective. Rank 0 copies a checkpoint to host memory, and writes as many bytes."""
 
     def copy() -> list[float]:
         started = time.perf_counter()
-        checkpoint = subject.parts(step).checkpoint({})
-        taken = time.perf_counter() - started
-        return [sum(tensor.nbytes for group in checkpoint.tensors.values() for tensor in group.values()), taken]
+        checkpoint = run.checkpoint({})
+        duration = time.perf_counter() - started
+        return [sum(tensor.nbytes for group in checkpoint.tensors.values() for tensor in group.values()), duration]
 
-    nbytes, copied = decided_by_rank_zero(copy)
-    return Saving.measure(run_dir, int(nbytes), copied, seconds)
+    nbytes, copied = from_rank0(copy)
+    return CheckpointWrites.measure(run_dir, int(nbytes), copied, seconds)
 
 
-def _or_none(seconds: float) -> float | None:
-    return seconds if math.isfinite(seconds) else None
+def _gradient_bytes(run: TrainState) -> int:
+    """Bytes of the gradients that the ranks reduce in a step, in ``parallel.reduce_dtype``."""
+    numbers = sum(parameter.numel() for parameter in run.model.parameters() if parameter.requires_grad)
+    return numbers * (2 if run.cfg.parallel.reduce_dtype in ("bf16", "fp16") else 4)
 
 
 def _memory(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     return torch.cuda.max_memory_allocated(device) / torch.cuda.get_device_properties(device).total_memory
+
+
+def _samples_per_second(times: PartTimes, read_rate: float | None, rows: int) -> dict[str, float]:
+    seconds = {"data": times.data, "compute": times.compute, "step": times.step, "together": times.together}
+    rates = {name: rows / value for name, value in seconds.items()} | {"run": rows / times.actual}
+    return rates | ({"shards": read_rate} if read_rate is not None else {})
+
+
+# -- findings
+
+
+def _parts(facts: Facts, rate: LoaderRate, rows: int) -> Iterator[Finding]:
+    """Findings about each part alone, and about loader and step together; ``rate`` is that of rank 0."""
+    times = facts.times
+
+    def speed(seconds: float) -> str:
+        return f"{rows / seconds:,.0f} samples/s, {1e3 * seconds:,.1f} ms a step"
+
+    workers = f"{facts.workers} workers for each rank" if facts.workers else "no workers"
+    busy = f", busy {rate.busy:.0%} of the time" if rate.busy is not None else ""
+    bad = f"; {rate.bad} bad samples on rank 0" if rate.bad else ""
+    yield Finding("loader alone", f"{speed(times.data)} ({workers}{busy}){bad}")
+    if facts.ranks > 1:
+        communication = times.step - times.compute
+        yield Finding("step, no communication", speed(times.compute))
+        yield Finding(
+            "step alone",
+            f"{speed(times.step)} (communication {1e3 * communication:,.1f} ms, {communication / times.step:.0%}; "
+            f"{facts.gradient_bytes / 2**20:,.1f} MiB of gradients take {1e3 * facts.reduce_seconds:,.1f} ms without overlap)",
+        )
+    else:
+        yield Finding("step alone", speed(times.step))
+    yield Finding("both together", speed(times.together))
+
+
+def _skips(steps: int, applied: int) -> Iterator[Finding]:
+    """A warning if most steps were skipped: a skipped step takes less time in the optimizer."""
+    if applied < steps / 2:
+        yield Finding(
+            "skips",
+            f"{steps - applied} of {steps} steps were skipped, so the measured time of the optimizer is too short",
+            "warning",
+            "Losses or gradients are not finite: `python -m dtrain.doctor numerics` shows where",
+        )
+
+
+def _bottleneck(bottleneck: Bottleneck, times: PartTimes, rows: int, advice: Sequence[str]) -> Finding:
+    """The finding about the bottleneck, with the advice as its remedy."""
+    now = f"{rows / times.actual:,.0f} samples/s"
+    part = bottleneck.part
+    if part == "balanced":
+        text = f"balanced: loader and step take equally long, {now}"
+    elif part == "model":
+        text = f"model: {now}; the loader alone makes {rows / times.data:,.0f} samples/s"
+    else:
+        text = f"{part}: {now}, {bottleneck.gains[part]:.1f} times as many without it"
+    return Finding("bottleneck", text, "ok" if part in ("balanced", "model") else "warning", "\n".join(advice))

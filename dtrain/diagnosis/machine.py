@@ -1,4 +1,4 @@
-"""What one machine offers to training, and the traps that are known: each a finding."""
+"""Findings about one machine (hardware, software, limits), the precisions of its device, and the versions of all ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import shutil
 import socket
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -21,28 +23,32 @@ import torch.distributed as dist
 from dtrain import __version__
 from dtrain.config.cache_dir import cache_dir
 from dtrain.config.errors import ConfigError
-from dtrain.diagnosis.finding import Finding, size_text
 from dtrain.distributed.world import World
-from dtrain.tracking.wandb_login import wandb_mode
+from dtrain.precision import Precision
+from dtrain.precision.kernels import self_test
+from dtrain.tracking.finding import Finding, size_text
+from dtrain.tracking.sinks import wandb_mode
 
+SHARED_MEMORY = Path("/dev/shm")
+#: Values of ``precision`` to examine.
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 _PACKAGES = ("webdataset", "hydra-core", "omegaconf", "numpy", "safetensors", "simplejpeg", "Pillow", "wandb")
 _OLDEST_TORCH = (2, 9)
-SHARED_MEMORY = Path("/dev/shm")
-_LITTLE_SHM = 2**30
-# 64 lanes with windows of 8 shards keep so many files open, beside the shared memory of prefetched batches.
-_FEW_FILES = 4096
-_LITTLE_DISK = 2**30
+_MIN_SHARED_MEMORY = _MIN_CACHE = 2**30
+# 64 lanes with shuffle windows of 8 shards need hundreds of open files, and batches in shared memory need one per tensor.
+_MIN_OPEN_FILES = 4096
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def machine(world: World) -> list[Finding]:
+def examine_machine(world: World) -> list[Finding]:
     """All findings about this machine, in the order of printing."""
     return [
         *_versions(),
         *_devices(world),
         *_processors(world),
         *_memory_and_files(),
+        *_cache(),
         *_network(),
         *_slurm(),
     ]
@@ -51,29 +57,24 @@ def machine(world: World) -> list[Finding]:
 def _versions() -> Iterator[Finding]:
     yield Finding("python", f"{platform.python_version()} ({sys.executable})")
     yield Finding("dtrain", __version__)
-    if torch_version() < _OLDEST_TORCH:
-        yield Finding("torch", torch.__version__, "error", "dtrain needs torch >= 2.9: pip install -U torch")
-    else:
-        yield Finding("torch", torch.__version__)
+    too_old = tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST_TORCH
+    remedy = "dtrain needs torch >= 2.9: pip install -U torch" if too_old else ""
+    yield Finding("torch", torch.__version__, "error" if too_old else "ok", remedy)
     found = {name: _installed(name) for name in _PACKAGES}
     yield Finding("packages", ", ".join(f"{name} {number}" for name, number in found.items() if number))
     for name in (name for name, number in found.items() if not number):
         if name == "wandb":
-            yield Finding(name, "not installed", "warning", "pip install wandb, or train with tracker=none")
+            yield Finding(name, "not installed", "warning", "pip install wandb, or set tracker=none")
         else:
             yield Finding(name, "not installed", "error", f"pip install {name}")
     if not _installed("scikit-learn"):
-        yield Finding("scikit-learn", "not installed: no experiment=digits", "warning", "pip install 'dtrain[demo]'")
+        yield Finding(
+            "scikit-learn", "not installed; experiment=digits needs it", "warning", "pip install 'dtrain[demo]'"
+        )
     try:
         yield Finding("wandb mode", wandb_mode(None))
     except ConfigError as error:
-        yield Finding("wandb mode", str(error), "error", "Correct WANDB_MODE, run `wandb login`, or use tracker=none")
-
-
-def torch_version() -> tuple[int, int]:
-    """Major and minor."""
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
+        yield Finding("wandb mode", str(error), "error", "Correct WANDB_MODE, run `wandb login`, or set tracker=none")
 
 
 def _installed(name: str) -> str | None:
@@ -98,10 +99,10 @@ def _devices(world: World) -> Iterator[Finding]:
     elif built_for is not None:
         yield Finding(
             "CUDA",
-            f"torch is built for CUDA {built_for}, but sees no GPU",
+            f"torch is built for CUDA {built_for}, but finds no GPU",
             "warning",
-            "On a machine with GPUs: is the driver there (nvidia-smi), the container started with --gpus all, "
-            "CUDA_VISIBLE_DEVICES not empty?",
+            "On a machine with GPUs: check the driver (nvidia-smi), start the container with --gpus all, and check "
+            "CUDA_VISIBLE_DEVICES",
         )
     elif _NVIDIA_DRIVER.exists():
         yield Finding(
@@ -114,10 +115,15 @@ def _devices(world: World) -> Iterator[Finding]:
         yield Finding("CUDA", "none: training runs on the CPU, with gloo")
     if gpus > 1 and not world.launched:
         yield Finding(
-            "ranks", "", "ok", f"To use all GPUs: torchrun --standalone --nproc-per-node={gpus} -m dtrain.train"
+            "ranks",
+            f"1, with {gpus} GPUs",
+            "ok",
+            f"To use all GPUs: torchrun --standalone --nproc-per-node={gpus} -m dtrain.train",
         )
     if not dist.is_gloo_available():
-        yield Finding("gloo", "torch has none", "error", "Install a torch build with gloo; every run needs it")
+        yield Finding(
+            "gloo", "this torch build has no gloo", "error", "Install a torch build with gloo; every run needs it"
+        )
 
 
 def _processors(world: World) -> Iterator[Finding]:
@@ -127,30 +133,34 @@ def _processors(world: World) -> Iterator[Finding]:
     load = os.getloadavg()[0]
     if load > cores:
         yield Finding(
-            "load", f"{load:.1f} on {cores} cores: others compute here, what is measured is too slow", "warning", "Wait"
+            "load",
+            f"{load:.1f} on {cores} cores: other programs compute on this machine, so measurements are too slow",
+            "warning",
+            "Measure again when the machine is idle",
         )
-    given = os.environ.get("OMP_NUM_THREADS")
+    omp_num_threads = os.environ.get("OMP_NUM_THREADS")
     threads = torch.get_num_threads()
-    text = f"{threads} threads a process (OMP_NUM_THREADS={given or 'not set'}), processes here: {world.local_size}"
+    text = (
+        f"{threads} for each process (OMP_NUM_THREADS={omp_num_threads or 'not set'}), processes on this machine: "
+        f"{world.local_size}"
+    )
     share = max(cores // world.local_size, 1)
     if threads * world.local_size > cores:
         remedy = f"export OMP_NUM_THREADS={share}" if threads > share else "Start fewer processes on this machine"
-        yield Finding("threads", f"{text}: more than cores", "warning", remedy)
+        yield Finding("threads", f"{text}: more threads than cores", "warning", remedy)
     elif world.device.type == "cpu" and world.launched and threads == 1 and share > 1:
-        # torchrun sets one thread where the user has not said anything.
+        # torchrun sets OMP_NUM_THREADS=1 if it is not set.
         yield Finding(
-            "threads", f"{text}: cores stay idle", "warning", f"export OMP_NUM_THREADS={share} before torchrun"
+            "threads", f"{text}: some cores are idle", "warning", f"export OMP_NUM_THREADS={share} before torchrun"
         )
     else:
         yield Finding("threads", text)
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-    yield Finding(
-        "start method", f"{method} (data.start_method=forkserver, if workers hang after a library has forked)"
-    )
+    yield Finding("start method", f"{method} (set data.start_method=forkserver if workers hang)")
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: its affinity, and the quota that a container sets."""
+    """Number of cores that this process may use: its CPU affinity, limited by the quota of its container."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = _CGROUP_CPU.read_text().split()
@@ -163,38 +173,39 @@ def _memory_and_files() -> Iterator[Finding]:
     if SHARED_MEMORY.is_dir():
         usage = shutil.disk_usage(SHARED_MEMORY)
         text = f"{size_text(usage.free)} free of {size_text(usage.total)}"
-        if usage.free < _LITTLE_SHM:
+        if usage.free < _MIN_SHARED_MEMORY:
             yield Finding(
                 "/dev/shm",
-                f"{text}: data workers hand over batches here, and die of 'Bus error' when it is full",
+                f"{text}: data workers pass batches through it, and are killed with 'Bus error' when it is full",
                 "warning",
-                "Start the container with --ipc=host or --shm-size=8g; or data.num_workers=0",
+                "Start the container with --ipc=host or --shm-size=8g, or set data.num_workers=0",
             )
         else:
             yield Finding("/dev/shm", text)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    shown = _limit(soft)
-    if soft != resource.RLIM_INFINITY and soft < _FEW_FILES:
+    limit = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
+    if soft != resource.RLIM_INFINITY and soft < _MIN_OPEN_FILES:
         reachable = "65536" if hard == resource.RLIM_INFINITY else str(min(hard, 65536))
         yield Finding(
-            "open files", f"ulimit -n {shown}: many shards and workers need more", "warning", f"ulimit -n {reachable}"
+            "open files", f"ulimit -n {limit}: many shards and workers need more", "warning", f"ulimit -n {reachable}"
         )
     else:
-        yield Finding("open files", f"ulimit -n {shown}")
-    yield from _cache()
+        yield Finding("open files", f"ulimit -n {limit}")
 
 
 def _cache() -> Iterator[Finding]:
-    place = cache_dir().absolute()
-    existing = next(path for path in (place, *place.parents) if path.exists())
+    folder = cache_dir().absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):
             free = shutil.disk_usage(existing).free
     except OSError as error:
-        yield Finding("cache", f"{place} cannot be written ({error.strerror})", "error", "export DTRAIN_CACHE=FOLDER")
+        yield Finding("cache", f"{folder} cannot be written ({error.strerror})", "error", "export DTRAIN_CACHE=FOLDER")
         return
-    level, remedy = ("warning", "export DTRAIN_CACHE=FOLDER with more room") if free < _LITTLE_DISK else ("ok", "")
-    yield Finding("cache", f"{place}, {size_text(free)} free", level, remedy)
+    level, remedy = (
+        ("warning", "export DTRAIN_CACHE=FOLDER, on a disk with more space") if free < _MIN_CACHE else ("ok", "")
+    )
+    yield Finding("cache", f"{folder}, {size_text(free)} free", level, remedy)
 
 
 def _network() -> Iterator[Finding]:
@@ -204,9 +215,9 @@ def _network() -> Iterator[Finding]:
     except OSError:
         yield Finding(
             "host name",
-            f"{name} does not resolve: gloo looks itself up by it, and fails or waits",
+            f"{name} cannot be resolved: gloo finds its address by this name, so it fails or hangs",
             "warning",
-            "Add it to /etc/hosts, or export GLOO_SOCKET_IFNAME=INTERFACE (such as lo or eth0)",
+            "Add the name to /etc/hosts, or export GLOO_SOCKET_IFNAME=INTERFACE (such as lo or eth0)",
         )
     else:
         yield Finding("host name", f"{name}, {address}")
@@ -216,13 +227,59 @@ def _slurm() -> Iterator[Finding]:
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         where = shutil.which("sbatch")
-        yield Finding("SLURM", f"not in a job; sbatch is {where}" if where else "not here")
+        yield Finding("SLURM", f"not in a job; sbatch is {where}" if where else "not installed")
         return
     names = ("SLURM_JOB_NUM_NODES", "SLURM_NTASKS", "SLURM_CPUS_PER_TASK", "SLURM_GPUS_ON_NODE", "SLURM_RESTART_COUNT")
     known = ", ".join(f"{name.removeprefix('SLURM_')}={os.environ[name]}" for name in names if name in os.environ)
-    text = f"job {job}{': ' + known if known else ''}"
-    yield Finding("SLURM", text)
+    yield Finding("SLURM", f"job {job}{': ' + known if known else ''}")
 
 
-def _limit(value: int) -> str:
-    return "unlimited" if value == resource.RLIM_INFINITY else str(value)
+def examine_precisions(device: torch.device) -> list[Finding]:
+    """One finding for each precision on the device of this rank, and one for the operators that fp16 needs.
+
+    Applies each precision to this process, and fp32 at the end.
+    """
+    findings = []
+    for name in PRECISIONS:
+        subject = f"precision={name}"
+        try:
+            messages = Precision(name).apply(device)
+        except ConfigError as error:
+            findings.append(Finding(subject, str(error), "error", "Choose another precision on this machine"))
+            continue
+        findings += [Finding(subject, message.removeprefix(f"{subject}: "), "warning") for message in messages]
+        if not messages:
+            findings.append(
+                Finding(subject, f"computes in {str(Precision(name).compute_dtype).removeprefix('torch.')}")
+            )
+    Precision("fp32").apply(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the finding below has the same information
+        failed = [name for name, passed in asdict(self_test(device.type)).items() if not passed]
+    if failed:
+        text = f"{', '.join(failed)}: behaviour differs from torch 2.9 to 2.13, so slower code is used instead"
+        findings.append(Finding("fp16 operators", text, "warning", "Use the torch version of the constraints file"))
+    else:
+        findings.append(Finding("fp16 operators", "those of torch work as expected"))
+    return findings
+
+
+def ranks_agree(world: World) -> Finding:
+    """Collective. Whether all ranks have the same versions of dtrain, torch and Python."""
+    versions = f"dtrain {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    of_ranks: list[tuple[str, str]] = [("", "")] * world.size
+    dist.all_gather_object(of_ranks, (socket.gethostname(), versions))
+    others = {f"rank {rank} ({host})": text for rank, (host, text) in enumerate(of_ranks) if text != of_ranks[0][1]}
+    hosts = len({host for host, _ in of_ranks})
+    if not others:
+        return Finding(
+            "ranks",
+            f"{world.size} on {hosts} machine{'s' * (hosts > 1)}, {world.backend.split(':')[-1]}, equal versions",
+        )
+    rank, text = next(iter(others.items()))
+    return Finding(
+        "ranks",
+        f"{len(others)} of {world.size} have other versions: rank 0 has {of_ranks[0][1]}; {rank} has {text}",
+        "error",
+        "Use the same environment on all machines",
+    )

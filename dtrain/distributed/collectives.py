@@ -1,4 +1,7 @@
-"""What ranks tell each other outside the step: rank 0's decisions, everybody's problems, equal buffers."""
+"""Agreement between ranks outside of the training step: rank 0's decisions, errors of any rank, equal buffers.
+
+All functions are collective: every rank calls them, in the same order.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,24 @@ from dtrain.config.errors import ConfigError
 T = TypeVar("T")
 
 
-def decided_by_rank_zero(function: Callable[[], Any]) -> Any:
-    """Calls ``function`` on rank 0 and gives its result, which JSON must be able to hold, to every rank.
+def from_rank0(function: Callable[[], Any]) -> Any:
+    """Calls ``function`` on rank 0 and returns its result on every rank.
+
+    Args:
+        function: Its result can be represented in JSON.
 
     Raises:
         ConfigError: On every rank, if ``function`` raised it.
     """
-    answer: dict[str, Any] = {}
+    text = b""
     if dist.get_rank() == 0:
         try:
-            answer = {"result": function()}
+            text = json.dumps({"result": function()}).encode()
         except ConfigError as error:
-            answer = {"error": str(error)}
-    text = json.dumps(answer).encode()
+            text = json.dumps({"error": str(error)}).encode()
     size = torch.tensor([len(text)])
     dist.broadcast(size, src=0)
-    payload = torch.frombuffer(bytearray(text), dtype=torch.uint8) if dist.get_rank() == 0 else None
-    payload = payload if payload is not None else torch.empty(int(size), dtype=torch.uint8)
+    payload = torch.frombuffer(bytearray(text or int(size)), dtype=torch.uint8)
     dist.broadcast(payload, src=0)
     answer = json.loads(payload.numpy().tobytes())
     if "error" in answer:
@@ -39,10 +43,13 @@ def decided_by_rank_zero(function: Callable[[], Any]) -> Any:
     return answer["result"]
 
 
-def together(function: Callable[[], T]) -> T:
-    """Calls ``function`` on every rank; if it raises ``ConfigError`` on one, every rank raises that.
+def on_all_ranks(function: Callable[[], T]) -> T:
+    """Calls ``function`` on every rank and returns each rank's own result.
 
-    Without this a rank that, say, does not see a shard would end alone, while the others wait for it.
+    Without this, a rank that for example cannot read a shard would end alone while the others wait for it.
+
+    Raises:
+        ConfigError: On every rank, if ``function`` raised it on one; names the rank unless all have the same error.
     """
     result, problem = None, None
     try:
@@ -53,19 +60,19 @@ def together(function: Callable[[], T]) -> T:
     dist.all_gather_object(problems, problem)
     for rank, text in enumerate(problems):
         if text is not None:
-            everywhere = all(other == text for other in problems)
-            raise ConfigError(text if everywhere else f"rank {rank}: {text}")
+            same_everywhere = all(other == text for other in problems)
+            raise ConfigError(text if same_everywhere else f"rank {rank}: {text}")
     return result  # type: ignore[return-value]
 
 
 def wait_for_all() -> None:
-    """Returns on every rank when every rank has called it."""
+    """A barrier: returns on every rank when every rank has called it."""
     dist.all_reduce(torch.zeros(1))
 
 
 @torch.no_grad()
-def equalise_buffers(module: nn.Module) -> None:
-    """Gives every rank rank 0's buffers, such as BatchNorm statistics, which each rank updates from its own rows."""
+def broadcast_buffers(module: nn.Module) -> None:
+    """Copies rank 0's buffers, such as the BatchNorm statistics of its own rows, to all ranks."""
     if dist.get_world_size() > 1:
         for buffer in module.buffers():
             dist.broadcast(buffer, src=0)

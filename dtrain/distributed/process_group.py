@@ -1,54 +1,69 @@
-"""The process group of a run: joined once, left cleanly whether the run succeeds or fails.
+"""The process group of a run: joined once, and left cleanly whether the run succeeds or fails.
 
-* A rank that fails publishes so in the group's store before its connections close. The others, which only see their
-  collective break, look there and end with one line instead of a traceback of their own, so that the first traceback on
-  the screen is the one that matters.
-* A collective may take ``timeout_start`` while files are indexed and kernels compiled, and ``timeout_step`` from the
-  first finished step on.
-* gloo's threads free the tensors of their last collectives under the interpreter's lock. They are joined while there is an
-  interpreter: one that is torn down under them aborts the process (torch 2.9-2.13), after a run that was fine.
+* Errors: a rank that fails publishes its error in the group's store before it closes its connections. The other ranks,
+  whose collectives break, read the store and end with one line. So the only traceback is that of the rank that failed
+  first.
+* Time-outs: a collective may take ``parallel.timeout_start`` until the first step is done, while files are indexed and
+  kernels are compiled, and ``parallel.timeout_step`` afterwards.
+* gloo's threads free the tensors of their last collectives while holding the interpreter lock. They are joined before
+  the interpreter is torn down; otherwise they abort the process (torch 2.9-2.13), after a run that was successful.
+* Rendezvous: torchrun keeps one store over all restarts of its workers, without a prefix for each (torch 2.9-2.13). An
+  earlier attempt leaves addresses there, to which a faster rank would connect ("Gloo connectFullMesh failed"), and its
+  published failure. Restart counts cannot tell attempts apart, because every node's torchrun has its own. Instead each
+  rank registers a unique name, and rank 0 answers that name with a prefix for this attempt.
+* Network: NCCL finds the fast network itself; ``NCCL_DEBUG=WARN`` makes it report errors instead of hanging silently.
+  gloo uses the interface of this machine's own name. Where that is the loopback, as on Debian, other machines cannot
+  connect to it, so the interface that leads to them is set instead.
 """
 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import os
+import socket
+import struct
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-# Its functions have the default group of the moment at which they are imported as a default, and so keep its threads for ever;
-# DDP imports them. Now there is none.
+# The functions of this module bind the default group that exists when the module is first imported as a default
+# argument, and so keep its threads alive for ever. DDP imports it later; importing it here binds no group.
 import torch.distributed.nn.functional
 from torch.distributed import distributed_c10d as c10d
 
 from dtrain.config.errors import ConfigError, PeerFailed, PeerLost
-from dtrain.distributed.rendezvous import fresh_store
 from dtrain.distributed.world import World
 
 _LOST = (
-    "another rank is gone and has not said why: it was killed (SIGKILL; out of memory?), or its machine is. torchrun and the "
-    "system's log know. Start again: the run continues from its newest checkpoint."
+    "another rank is gone without an error message: it was killed (SIGKILL; out of memory?), or its machine is down. See the "
+    "output of torchrun and the system's log. Start again: the run continues from its newest checkpoint."
 )
 _FAILED = "dtrain/failed"
 _JOINED = "dtrain/joined"
 _ALL_JOINED = "dtrain/all_joined"
-# A peer publishes its failure before it closes its connections; only a killed one stays silent for longer.
-_PATIENCE = 2.0
+_RENDEZVOUS_POLL = 0.01  # seconds
+# A failing rank publishes its error before it closes its connections; only a killed one stays silent for longer.
+_WAIT_FOR_ERROR = 2.0
 _LINGER = 1.0
-# Whoever lets go of a gloo group last joins its threads. DDP would do so while it keeps the interpreter locked, and a thread
-# that waits for that lock would never end.
-_held: list[dist.ProcessGroup] = []
+# Dropping the last reference to a gloo group joins its threads. DDP would do so while holding the interpreter lock, and a
+# thread that waits for that lock would never end.
+_groups: list[dist.ProcessGroup] = []
+_NETWORK_VARIABLES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_")
+_UNUSED_ADDRESS = "192.0.2.1"  # reserved by RFC 5737, so only the default route leads there
+_UNUSED_PORT = 9  # nothing is sent
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 @contextmanager
 def process_group(timeout: float) -> Iterator[World]:
-    """Joins the ranks that the launcher started, or a world of one.
+    """Joins the ranks that the launcher started; without a launcher, a world of one.
 
     Args:
         timeout: Seconds that a collective may take, until ``set_timeout`` changes it.
@@ -57,82 +72,87 @@ def process_group(timeout: float) -> Iterator[World]:
         This rank's world.
 
     Raises:
-        PeerFailed: Instead of an error in a collective, if another rank failed first.
-        PeerLost: Instead of a broken connection, if no rank has failed.
-        ConfigError: If the environment cannot work.
+        PeerFailed: Instead of the error of a collective, if another rank failed first.
+        PeerLost: Instead of a broken connection, if no rank has published an error.
+        ConfigError: If the launcher's environment is incomplete or there are more ranks than GPUs.
     """
     world = World.of()
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # NCCL's flight recorder, for when the run hangs
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # NCCL's flight recorder, for reports of a hang
     limit = timedelta(seconds=timeout)
     # A store in memory: a world of one opens no port and cannot collide with another.
     store = fresh_store(world.rank, world.size, limit) if world.launched else dist.HashStore()
     dist.init_process_group(world.backend, store=store, rank=world.rank, world_size=world.size, timeout=limit)
     if world.size > 1:
         assert dist.group.WORLD is not None
-        _held.append(dist.group.WORLD)
+        _groups.append(dist.group.WORLD)
     try:
-        # A rank that failed at once would close its connections while others still make theirs, and they could not say why.
+        # A rank that fails at once would close its connections while others still open theirs, and its error would be
+        # lost.
         _wait_until_all_joined(world, limit)
         yield world
     except ConfigError:
-        _leave()  # raised on every rank alike, so nobody waits for this one
+        _leave()  # every rank raises it, so no rank waits for this one
         raise
     except BaseException as error:
-        first = _who_failed_first(world, error)
-        let_others_look(world)
+        first = _first_failure(world, error)
+        let_others_read(world)
         if world.device.type == "cuda":
             c10d._abort_process_group()  # destroying a NCCL group waits for its peers, and one of them is gone
         else:
             dist.destroy_process_group()
         if first is not None:
             raise PeerFailed(first) from None
-        if _lost_peer(error):
+        if _is_lost_connection(error):
             raise PeerLost(_LOST) from error
         raise
     else:
         _leave()
 
 
-def _leave() -> None:
-    """Where nothing is on its way any more; else threads would be waited for until their collective has timed out."""
-    dist.destroy_process_group()
-    if _held:
-        atexit.register(_join_threads)
-
-
-def _join_threads() -> None:
-    gc.collect()  # models in DDP, which hold the group, too
-    _held.clear()
-
-
 def set_timeout(seconds: float) -> None:
-    """From now on a collective of the default group may take so long."""
+    """Sets how long a collective of the default group may take from now on."""
     c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
 
 
-def failure() -> str | None:
-    """What the first rank that failed has published; None if no rank has, or the group is left."""
+def published_failure() -> str | None:
+    """The error that the first failing rank has published; None if there is none, or this rank has left the group."""
     try:
         store = c10d._get_default_store()
         return store.get(_FAILED).decode() if store.check([_FAILED]) else None
-    except (RuntimeError, ValueError):  # the machine that keeps the store is gone; this rank has left the group
+    except (RuntimeError, ValueError):  # the machine with the store is gone; this rank has left the group
         return None
 
 
 def publish_failure(text: str) -> str | None:
-    """Tells all ranks why the run fails, unless another one was first; returns what counts, None without a store."""
+    """Publishes why the run fails, unless another rank was first.
+
+    Returns:
+        The published text of the first rank; None if the store cannot be reached.
+    """
     try:
         return c10d._get_default_store().compare_set(_FAILED, "", text).decode()
     except RuntimeError:
         return None
 
 
-def let_others_look(world: World) -> None:
-    """Waits a moment, before a process ends with which the store ends."""
+def let_others_read(world: World) -> None:
+    """Waits a second if this process holds the store, so that the other ranks can read it before it ends."""
     if world.rank == 0 and world.size > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         time.sleep(_LINGER)
+
+
+def _leave() -> None:
+    """Leaves the group while no collective is running; gloo's threads would wait for one until its time-out."""
+    dist.destroy_process_group()
+    if _groups:
+        atexit.register(_join_threads)
+
+
+def _join_threads() -> None:
+    gc.collect()  # models in DDP hold the group, too
+    _groups.clear()
 
 
 def _wait_until_all_joined(world: World, limit: timedelta) -> None:
@@ -142,23 +162,143 @@ def _wait_until_all_joined(world: World, limit: timedelta) -> None:
     store.wait([_ALL_JOINED], limit)
 
 
-def _who_failed_first(world: World, error: BaseException) -> str | None:
-    """Publishes this rank's failure, unless it only follows from another's; returns the text of another one."""
-    deadline = time.monotonic() + (_PATIENCE if _is_collective(error) and world.size > 1 else 0)
-    while (first := failure()) is None and time.monotonic() < deadline:
+def _first_failure(world: World, error: BaseException) -> str | None:
+    """Publishes this rank's error; returns the text of another rank if that was first, else None."""
+    deadline = time.monotonic() + (_WAIT_FOR_ERROR if _is_from_collective(error) and world.size > 1 else 0)
+    while (first := published_failure()) is None and time.monotonic() < deadline:
         time.sleep(0.05)
     if first is None:
-        what = _LOST if _lost_peer(error) else f"{type(error).__name__}: {error}"
-        first = publish_failure(f"rank {world.rank} failed: {what}")
+        reason = _LOST if _is_lost_connection(error) else f"{type(error).__name__}: {error}"
+        first = publish_failure(f"rank {world.rank} failed: {reason}")
     return None if first is None or first.startswith(f"rank {world.rank} ") else first
 
 
-def _is_collective(error: BaseException) -> bool:
+def _is_from_collective(error: BaseException) -> bool:
     return isinstance(error, (dist.DistBackendError, dist.DistNetworkError)) or (
         isinstance(error, RuntimeError) and "gloo" in str(error).lower()
     )
 
 
-def _lost_peer(error: BaseException) -> bool:
+def _is_lost_connection(error: BaseException) -> bool:
     text = str(error).lower()
-    return _is_collective(error) and any(sign in text for sign in ("connection", "remote process", "broken pipe"))
+    return _is_from_collective(error) and any(sign in text for sign in ("connection", "remote process", "broken pipe"))
+
+
+# -- rendezvous
+
+
+def fresh_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """Collective. Connects to the store of the launcher's environment, below a prefix that no earlier attempt has used.
+
+    Args:
+        rank: This process.
+        world_size: Number of processes.
+        timeout: How long to wait for the other ranks.
+
+    Raises:
+        RuntimeError: If they do not arrive in time.
+    """
+    store = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))[0]
+    name = uuid.uuid4().hex
+    if rank == 0:
+        attempt = dist.PrefixStore(f"dtrain/{name}", store)
+        _answer_all(store, attempt, name, world_size, timeout)
+        return attempt
+    store.set(f"dtrain/hello/{rank}", name)
+    store.wait([f"dtrain/answer/{name}"], timeout)
+    attempt = dist.PrefixStore(f"dtrain/{store.get(f'dtrain/answer/{name}').decode()}", store)
+    attempt.add("arrived", 1)
+    return attempt
+
+
+def _answer_all(store: dist.Store, attempt: dist.Store, name: str, world_size: int, timeout: timedelta) -> None:
+    """Answers all registered names, those of an earlier attempt too, until every rank of this attempt has arrived."""
+    answered: set[str] = set()
+    deadline = time.monotonic() + timeout.total_seconds()
+    while attempt.add("arrived", 0) < world_size - 1:
+        for key in (f"dtrain/hello/{rank}" for rank in range(1, world_size)):
+            if store.check([key]) and (caller := store.get(key).decode()) not in answered:
+                store.set(f"dtrain/answer/{caller}", name)
+                answered.add(caller)
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"{attempt.add('arrived', 0) + 1} of {world_size} ranks arrived within {timeout.total_seconds():g} s "
+                "(parallel.timeout_start). Did the others fail to start? See their output."
+            )
+        time.sleep(_RENDEZVOUS_POLL)
+
+
+# -- network
+
+
+def settle_network(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Sets network variables of NCCL and gloo that the user has not set, and prints all of them once per machine.
+
+    Does nothing if all ranks are on one machine. Call it before the process group is made.
+    """
+    if environment.get("WORLD_SIZE", "1") == environment.get("LOCAL_WORLD_SIZE", "1"):
+        return
+    set_by_user = {name for name in environment if name.startswith(_NETWORK_VARIABLES)}
+    environment.setdefault("NCCL_DEBUG", "WARN")
+    if "GLOO_SOCKET_IFNAME" not in environment and (interface := interface_for_gloo(environment)):
+        environment["GLOO_SOCKET_IFNAME"] = interface
+    if environment.get("LOCAL_RANK") == "0":
+        print(f"network of {socket.gethostname()}: {_describe_network(environment, set_by_user)}", flush=True)
+
+
+def interface_for_gloo(environment: Mapping[str, str]) -> str | None:
+    """The network interface towards the other machines; None if gloo finds one itself, or none can be determined.
+
+    Args:
+        environment: ``MASTER_ADDR`` in it names one of the machines.
+    """
+    if not _is_loopback(_resolved(socket.gethostname()) or "127.0.0.1"):
+        return None
+    towards = (_resolved(environment.get("MASTER_ADDR", "")), _UNUSED_ADDRESS)
+    local = next((address for other in towards if other and (address := _source_address(other))), None)
+    return _interface_of(local) if local else None
+
+
+def _describe_network(environment: Mapping[str, str], set_by_user: set[str]) -> str:
+    """``GLOO_SOCKET_IFNAME=eth0, NCCL_SOCKET_IFNAME=ib0 (yours)``."""
+    return ", ".join(
+        f"{name}={value}{' (yours)' if name in set_by_user else ''}"
+        for name, value in sorted(environment.items())
+        if name.startswith(_NETWORK_VARIABLES)
+    )
+
+
+def _resolved(name: str) -> str | None:
+    try:
+        return socket.gethostbyname(name) if name else None
+    except OSError:
+        return None
+
+
+def _source_address(other: str) -> str | None:
+    """The address of this machine that packets to ``other`` carry; None for the loopback or without a route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((other, _UNUSED_PORT))
+        except OSError:
+            return None
+        address = str(probe.getsockname()[0])
+    return None if _is_loopback(address) else address
+
+
+def _interface_of(address: str) -> str | None:
+    """The interface with this address; None on other systems than Linux."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+            except OSError:  # it has no IPv4 address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.")

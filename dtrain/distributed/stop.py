@@ -1,46 +1,57 @@
-"""Requests to stop: signals, a STOP file, a time limit. They set a flag; when to stop is agreed in the vote of a step, or
-beside the micro-batches of an evaluation.
+"""Requests to stop: signals, a STOP file and time limits. The ranks agree when to stop, in the vote of a step.
 
-* A handler does nothing else, because a save or a collective inside a signal handler meets the training thread in the
+* A signal handler only sets a flag: a save or a collective inside a handler would interrupt the training thread in the
   middle of another one.
-* After SIGTERM a thread looks on, because torchrun also sends it to the peers of a rank that died, and kills what is left
-  after a time-out: a rank whose peer failed ends at once, and one that is not heard of any more says where it is before
-  it is killed.
+* After SIGTERM a thread watches for the failure of another rank. torchrun sends SIGTERM also to the peers of a failed
+  rank, and SIGKILL to those that remain after a time-out. A rank whose peer failed ends at once. A rank that does
+  not reach the next vote reports where it waits before it is killed.
+* A time limit (``run.max_hours``, the end of the SLURM allocation) requests a stop before it is reached. Time
+  is reserved for the longest interval measured between two checks (a step and a save, or a micro-batch of an
+  evaluation) and for writing the final checkpoint.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from dtrain.distributed.ending import end_process
-from dtrain.distributed.process_group import failure
-from dtrain.distributed.time_limit import TimeLimit
+from dtrain.config.errors import ConfigError
+from dtrain.distributed.process_exit import exit_now
+from dtrain.distributed.process_group import published_failure
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
-_GRACE = 1.5  # seconds that a rank has to end by itself when another one has failed
-_LOOK_FOR_FAILURE_EVERY = 0.5
-_BEFORE_THE_KILL = 5.0  # seconds: what it takes to say where all ranks are
-_LOOK_EVERY = 1.0  # seconds between two looks at the STOP file: it may lie on a slow network disk
+# Seconds:
+_GRACE = 1.5  # for a rank to end by itself after another one has failed
+_FAILURE_POLL = 0.5
+_REPORT_BEFORE_KILL = 5.0  # the time that a report of where all ranks wait takes
+_STOP_FILE_POLL = 1.0  # the file may be on a slow network disk
+_RESERVE = 60.0  # of an allocation, for closing the tracker and ending the processes; at most a tenth of what is left
+_SQUEUE_TIMEOUT = 20.0
+_TIME_LEFT = re.compile(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)$")  # squeue: [[days-]hours:]minutes:seconds
+logger = logging.getLogger("dtrain")
 
 
 class StopRequests:
-    """Notes what asks this run to stop, while it is entered.
+    """Collects requests to stop this run, inside its ``with`` block.
 
     Args:
-        stop_file: The file that asks for a stop; None on ranks that do not look for it.
-        peer_failed: Called, in a thread, with what another rank has published before this process is ended for it.
-        time_limit: When to stop unasked; None: never.
-        stuck: Called, in a thread, if torchrun is about to kill this process and the ranks have not agreed to stop; it
-            says where they wait.
+        stop_file: A file whose existence requests a stop; None on ranks that do not check it.
+        peer_failed: Called in a thread with the error of another rank, before this process is ended because of it.
+        time_limit: When to stop without a request; None: never.
+        stuck: Called in a thread with a reason, when torchrun is about to kill this process and the ranks have not
+            agreed to stop.
     """
 
     def __init__(
@@ -57,56 +68,61 @@ class StopRequests:
         self._stuck = stuck
         self._reason: str | None = None
         self._terminated = False
-        self._over = threading.Event()  # agreed, or left: whatever happens now, the training is not stuck
+        self._ended = threading.Event()  # the end is agreed, or the block was left: the training is not stuck
         self._left = threading.Event()
         self._interrupted = False
-        self._looked = float("-inf")
+        self._checked = float("-inf")
         self._pid = os.getpid()
-        self._before: dict[int, Any] = {}
+        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequests:
         for name in _SIGNALS:
             number = getattr(signal, name)
-            self._before[number] = signal.signal(number, self._note)
+            self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._over.set()
-        if error is None:  # else the thread stays: closing a tracker must not delay the end of a job that failed
+        self._ended.set()
+        # After an error the thread continues: closing a tracker must not delay the end of a failed job.
+        if error is None:
             self._left.set()
-        for number, handler in self._before.items():
-            # torchrun sends SIGTERM to the peers of a rank that failed: a checkpoint may still be on its way to the disk.
-            is_kept = error is not None and number == signal.SIGTERM
-            if handler is not None and not is_kept:  # what was not installed from Python cannot be put back
+        for number, handler in self._previous.items():
+            # torchrun sends SIGTERM to the peers of a failed rank, and a checkpoint may still be being written.
+            keep_ours = error is not None and number == signal.SIGTERM
+            if handler is not None and not keep_ours:  # None: not installed from Python, so it cannot be restored
                 signal.signal(number, handler)
 
     @property
     def reason(self) -> str | None:
-        """Why this rank wants to stop: a signal's name, the STOP file, a time limit; None if it does not."""
+        """Why this rank requests a stop: the name of a signal, the STOP file or a time limit; None if it does not."""
         if self._reason is None:
             now = time.monotonic()
-            if self._stop_file is not None and now - self._looked >= _LOOK_EVERY:
-                self._looked = now
-                if os.path.exists(self._stop_file):  # and not Path.exists, which raises where a network disk hiccups
+            if self._stop_file is not None and now - self._checked >= _STOP_FILE_POLL:
+                self._checked = now
+                if os.path.exists(self._stop_file):  # not Path.exists, which raises on errors of a network disk
                     self._reason = f"{self._stop_file.name} file"
             self._reason = self._reason or self._time_limit.reached(now)
         return self._reason
 
     def save_takes(self, seconds: Callable[[], float]) -> None:
-        """A stop has to leave time for a checkpoint, whose writing takes as long as ``seconds`` says when asked."""
+        """Sets how long the final checkpoint takes to write, for the time limits.
+
+        Args:
+            seconds: Called at each check.
+        """
         self._time_limit.save_seconds = seconds
 
     def consume(self) -> None:
-        """The run ends here, by agreement or at its last step: takes the STOP file away, lest the next start stop again."""
-        self._over.set()
+        """Marks the end of the run as agreed and deletes the STOP file, so that the next start does not stop again."""
+        self._ended.set()
         if self._stop_file is not None:
             try:
                 self._stop_file.unlink(missing_ok=True)
             except OSError as error:
                 sys.stderr.write(f"dtrain: {error}. Delete it by hand, or the next start will stop again.\n")
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a forked child has inherited this handler
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a forked child inherits the handler
             return
         name = signal.Signals(number).name
         if self._interrupted and number in (signal.SIGINT, signal.SIGTERM):
@@ -117,27 +133,132 @@ class StopRequests:
         self._reason = self._reason or name
         if number == signal.SIGTERM and not self._terminated:
             self._terminated = True
-            with suppress(RuntimeError):  # the interpreter is ending: it takes no more threads, and needs none
-                threading.Thread(target=self._look_on, args=(time.monotonic(),), name="stop", daemon=True).start()
+            with suppress(RuntimeError):  # at interpreter shutdown no thread can start, and none is needed
+                threading.Thread(target=self._watch, args=(time.monotonic(),), name="stop", daemon=True).start()
 
-    def _look_on(self, terminated_at: float) -> None:
-        patience = seconds_until_kill()
-        while (text := failure()) is None:
-            overdue = patience is not None and time.monotonic() - terminated_at > patience - _BEFORE_THE_KILL
-            if overdue and not self._over.is_set():
-                self._stuck(f"asked to stop, and not agreed within {time.monotonic() - terminated_at:.0f} s")
+    def _watch(self, terminated_at: float) -> None:
+        """Watches for another rank's failure, and for torchrun's SIGKILL."""
+        until_kill = seconds_until_kill()
+        while (text := published_failure()) is None:
+            elapsed = time.monotonic() - terminated_at
+            if until_kill is not None and elapsed > until_kill - _REPORT_BEFORE_KILL and not self._ended.is_set():
+                self._stuck(f"asked to stop, but the ranks did not agree within {elapsed:.0f} s")
                 return
-            if self._left.wait(_LOOK_FOR_FAILURE_EVERY):
+            if self._left.wait(_FAILURE_POLL):
                 return
-        # A rank inside a collective sees it break and ends in order; only one that is busy elsewhere is still there then.
+        # A rank in a collective gets an error and exits by itself; after this time only a rank in other code remains.
         time.sleep(_GRACE)
         self._peer_failed(text)
         sys.stderr.write(f"dtrain: ending at once because {text}\n")
-        end_process(1)
+        exit_now(1)
 
 
 def seconds_until_kill(environment: Mapping[str, str] = os.environ) -> float | None:
-    """How long after SIGTERM torchrun sends SIGKILL; None where torchrun did not start this process."""
+    """Seconds between torchrun's SIGTERM and its SIGKILL; None if torchrun did not start this process."""
     if "TORCHELASTIC_RUN_ID" not in environment:
         return None
     return float(environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or 30)
+
+
+# -- time limits
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A point in time by which the run must have ended.
+
+    Attributes:
+        name: What sets it, such as ``run.max_hours=2``.
+        at: Seconds of ``time.monotonic()``.
+    """
+
+    name: str
+    at: float
+
+
+class TimeLimit:
+    """Decides when to stop; rank 0 checks it in every step, and in every micro-batch of an evaluation.
+
+    Args:
+        limits: The earliest one counts.
+
+    Attributes:
+        save_seconds: Returns how long the final checkpoint takes to write; 0 while that is unknown.
+    """
+
+    def __init__(self, *limits: Limit) -> None:
+        self._limits = limits
+        self._checked: float | None = None
+        self._longest = 0.0
+        self.save_seconds: Callable[[], float] = lambda: 0.0
+
+    @classmethod
+    def of(cls, max_hours: float | None, rank: int = 0, environment: Mapping[str, str] = os.environ) -> TimeLimit:
+        """The limits of this start. Ranks other than 0 have none, so that one clock decides.
+
+        Args:
+            max_hours: ``run.max_hours``.
+            rank: This process.
+            environment: SLURM's variables in it describe the job.
+
+        Raises:
+            ConfigError: If ``max_hours`` is not above 0.
+        """
+        if max_hours is not None and not max_hours > 0:
+            raise ConfigError(f"run.max_hours: got {max_hours}, want a number above 0, or null for no limit.")
+        now, limits = time.monotonic(), []
+        if rank != 0:
+            return cls()
+        if max_hours is not None:
+            limits.append(Limit(f"run.max_hours={max_hours:g}", now + 3600 * max_hours))
+        left = slurm_seconds_left(environment)
+        if left is not None:
+            limits.append(Limit("end of the SLURM allocation", now + left - min(_RESERVE, 0.1 * left)))
+        return cls(*limits)
+
+    def reached(self, now: float) -> str | None:
+        """The name of the limit that leaves no time for another step; None if there is time.
+
+        Args:
+            now: ``time.monotonic()``.
+        """
+        if self._checked is not None:
+            self._longest = max(self._longest, now - self._checked)
+        self._checked = now
+        needed = self._longest + self.save_seconds()
+        return next((limit.name for limit in self._limits if now + needed >= limit.at), None)
+
+    def __str__(self) -> str:
+        """The limits and the hours left, for the banner; ``""`` without limits."""
+        now = time.monotonic()
+        return ", ".join(f"{limit.name} in {(limit.at - now) / 3600:.2f} h" for limit in self._limits)
+
+
+def slurm_seconds_left(environment: Mapping[str, str] = os.environ) -> float | None:
+    """Seconds until SLURM ends this job; None outside of a job, without a limit, or if SLURM does not answer.
+
+    Newer versions of SLURM set ``SLURM_JOB_END_TIME``; for others, ``squeue`` is called once.
+    """
+    if end := environment.get("SLURM_JOB_END_TIME"):
+        return float(end) - time.time()
+    if not (job := environment.get("SLURM_JOB_ID")):
+        return None
+    if "SLURM_ARRAY_TASK_ID" in environment:  # the id of one element can also mean the whole array
+        job = f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
+    try:
+        squeue = subprocess.run(
+            ["squeue", "--noheader", "--jobs", job, "--format=%L"],
+            capture_output=True,
+            text=True,
+            timeout=_SQUEUE_TIMEOUT,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("the end of SLURM job %s is not known: %s", job, error)
+        return None
+    match = _TIME_LEFT.match(squeue.stdout.strip())
+    if match is None:  # UNLIMITED, NOT_SET
+        logger.info("time left to SLURM job %s, as squeue prints it: %s", job, squeue.stdout.strip() or "nothing")
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

@@ -1,28 +1,38 @@
-"""Which rank this process is, and which device and backend it uses."""
+"""Rank, device and backend of this process, under torchrun or srun.
+
+``srun --ntasks-per-node=4 --gpus-per-node=4 python -m dtrain.train ...`` starts one process per task without torchrun.
+``join_srun`` translates SLURM's variables into torchrun's, so that the rest of dtrain reads only those.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 import torch
 
 from dtrain.config.errors import ConfigError
-from dtrain.distributed.srun import started_by_srun
+
+_FIRST_HOST = re.compile(r"(?:[^,\[]|\[[^\]]*\])+")
+_RANGES = re.compile(r"\[(\w+)[^\]]*\]")
+_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_FROM_SRUN = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+_OF_TORCHRUN = (*_FROM_SRUN, "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of a run, seen from one of them.
+    """The ranks of a run, as one of them sees them.
 
     Attributes:
         rank: This process, in ``[0, size)``.
         size: Number of processes.
         local_rank: This process among those of its machine.
-        local_size: Processes of this machine.
+        local_size: Number of processes of this machine.
         device: Where this rank computes.
-        backend: For ``torch.distributed``: ``gloo`` on CPUs; on GPUs NCCL, with gloo for what lies in host memory.
+        backend: For ``torch.distributed``: ``gloo`` on CPUs; on GPUs NCCL, and gloo for tensors in host memory.
         launched: Whether a launcher such as torchrun started this process.
     """
 
@@ -36,34 +46,37 @@ class World:
 
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> World:
-        """The world that torchrun describes in the environment; without torchrun a world of one.
+        """The world that torchrun's variables describe; a world of one without them.
 
         Raises:
-            ConfigError: If the environment is incomplete, or there are more ranks than GPUs on this machine.
+            ConfigError: If some of the variables are missing, or there are more ranks than GPUs on this machine.
         """
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        given = [name for name in names if name in environment]
-        if given and len(given) < len(names):
-            missing = [name for name in names if name not in environment]
+        present = [name for name in _OF_TORCHRUN if name in environment]
+        if present and len(present) < len(_OF_TORCHRUN):
+            missing = [name for name in _OF_TORCHRUN if name not in environment]
             raise ConfigError(
-                f"environment: {', '.join(given)} set, but not {', '.join(missing)}. Start with torchrun, which sets "
+                f"environment: {', '.join(present)} set, but not {', '.join(missing)}. Start with torchrun, which sets "
                 "them all, or unset them for a single process."
             )
-        rank, size, local_rank, local_size = (int(environment[name]) for name in names) if given else (0, 1, 0, 1)
+        values = (int(environment[name]) for name in _OF_TORCHRUN)
+        rank, size, local_rank, local_size = values if present else (0, 1, 0, 1)
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        # srun --gpus-per-task=1 shows each task a GPU of its own, which is the first that it sees.
+        # With srun --gpus-per-task=1 each task sees one GPU, its own, as number 0.
         place = (0, 1) if gpus == 1 and started_by_srun(environment) else (local_rank, local_size)
         device, backend = choose_device(*place, gpus)
-        return cls(rank, size, local_rank, local_size, device, backend, bool(given))
+        return cls(rank, size, local_rank, local_size, device, backend, bool(present))
 
 
 def choose_device(local_rank: int, local_size: int, gpus: int) -> tuple[torch.device, str]:
-    """One GPU a rank and NCCL where there are GPUs, else the CPU and gloo.
+    """One GPU per rank and NCCL where there are GPUs, else the CPU and gloo.
 
     Args:
         local_rank: This process among those of its machine.
-        local_size: Processes of this machine.
-        gpus: GPUs that this process sees.
+        local_size: Number of processes of this machine.
+        gpus: Number of GPUs that this process sees.
+
+    Returns:
+        The device, and the backend for ``torch.distributed``.
 
     Raises:
         ConfigError: If there are GPUs but fewer than ranks: two ranks on one GPU deadlock in NCCL.
@@ -76,3 +89,51 @@ def choose_device(local_rank: int, local_size: int, gpus: int) -> tuple[torch.de
             f"--nproc-per-node={gpus}, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU."
         )
     return torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+
+
+def process_cpu_count() -> int:
+    """Number of cores that this process may use, as ``os.process_cpu_count`` of Python 3.13 returns it."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# -- srun
+
+
+def join_srun(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Sets torchrun's variables in a task of an srun step with several tasks, unless torchrun or the user has set one.
+
+    Only the variables of a step are read: ``SLURM_NTASKS`` and ``SLURM_PROCID`` are also set in batch scripts and
+    interactive shells. A step of one task is left alone: it may be a single process, or a shell in which other
+    processes are started.
+
+    Args:
+        environment: Of this process. ``MASTER_ADDR`` and ``MASTER_PORT`` stay if set. If SLURM's variables are incomplete,
+            so are torchrun's, and ``World.of`` refuses them.
+    """
+    if not started_by_srun(environment) or any(name in environment for name in _OF_TORCHRUN):
+        return
+    ours = {name: environment[slurm] for name, slurm in _FROM_SRUN.items() if slurm in environment}
+    if {"SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"} <= environment.keys():
+        tasks = tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])
+        ours["LOCAL_WORLD_SIZE"] = str(tasks[int(environment["SLURM_NODEID"])])
+    # All tasks have to choose the same port without communicating; job and step separate runs on one machine.
+    job, step = int(environment.get("SLURM_JOB_ID", "0")), int(environment.get("SLURM_STEP_ID", "0"))
+    environment.setdefault("MASTER_PORT", str(20000 + (job + 101 * step) % 10000))
+    environment.setdefault("MASTER_ADDR", first_host(environment.get("SLURM_STEP_NODELIST", "localhost")))
+    environment.update(ours)
+
+
+def started_by_srun(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is one of several tasks of an srun step, and was not started by torchrun."""
+    return int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "TORCHELASTIC_RUN_ID" not in environment
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a SLURM node list: ``n07`` of ``n[07-09,12],gpu3``."""
+    first = _FIRST_HOST.match(nodelist)
+    return _RANGES.sub(r"\1", first.group()) if first else nodelist
+
+
+def tasks_per_node(notation: str) -> list[int]:
+    """The numbers in SLURM's notation: ``[4, 4, 2]`` of ``4(x2),2``."""
+    return [int(tasks) for tasks, times in _TASKS.findall(notation) for _ in range(int(times or 1))]

@@ -1,7 +1,10 @@
-"""Starting runs: on this machine under torchrun, or as SLURM jobs.
+"""Implementation of ``python -m dtrain.launch``: starts runs under torchrun on this machine, or as SLURM jobs.
 
-* A *point* is a run to start and the command line that means it anywhere; a sweep has several.
-* A *launcher* (``local``, ``slurm``) checks points, shows what it would start, and starts them.
+* A *job* is a run to start and the command line of ``dtrain.train`` that starts it from any directory. A sweep has several.
+* A *launcher*, ``local`` or ``slurm``, has three functions: ``check`` refuses jobs that cannot start, ``describe`` returns
+  their commands or scripts, ``launch`` starts them.
 
-Nothing here trains: torchrun and SLURM are the engines, and how a run ended is read from its ``status.json``.
+Files in reading order: ``job``, ``local``, ``job_script`` (with ``job_body.sh``, the shell code of every batch script),
+``slurm``, ``commands`` (``status``, ``tail``, ``stop`` and ``resume``). Training itself is in ``dtrain.train``; the
+result of a run is read from its ``status.json``.
 """

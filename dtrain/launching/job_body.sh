@@ -1,44 +1,45 @@
 # shellcheck shell=bash disable=SC2154
 
-# What every job of a run does: dtrain.launch ends its scripts with it, those in slurm/ source it. They set before:
-#   run_dir=DIR         of the run, on a file system that all nodes share
-#   python=FILE         the interpreter that has dtrain, on the nodes or in the container
-#   processes=N         on each node
-#   arguments=(...)     of dtrain.train
-#   srun_options=(...)  further options of srun
-#   container=(...)     what python is started with
-#   requeue=1           whether to ask for another allocation when this one was not enough
+# The body of every batch script. The scripts that dtrain.launch writes contain this code, those in slurm/ source this file.
+# They set these variables before:
+#   run_dir=DIR         the run directory, on a file system that all nodes share
+#   python=FILE         the Python interpreter that has dtrain, on the nodes or in the container
+#   processes=N         processes on each node
+#   arguments=(...)     arguments of dtrain.train
+#   srun_options=(...)  more options of srun
+#   container=(...)     command that starts python in a container; empty without one
+#   requeue=1           1: ask for another allocation if the run is not finished; 0: do not
 
 set -uo pipefail
 
-# The plain id of an array's last element means the whole array.
+# SLURM_JOB_ID of the last array element also names the whole array, so elements are named ARRAY_ELEMENT.
 job=$SLURM_JOB_ID
 [[ -n ${SLURM_ARRAY_TASK_ID:-} ]] && job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 
-# -- signals: first of all, because a USR1 that nobody handles kills this shell
-asked=0 cancelled=0
-# The run looks for this file about once a second, all ranks agree on a step, save, and end with exit code 0.
-trap 'asked=1; echo "time is nearly up: asking the run to stop"; touch "$run_dir/STOP"' USR1
-# scancel, or the time limit itself. SLURM tells torchrun too, so there is nothing to pass on; but a job that somebody
-# cancelled must not come back to life.
-trap 'if over_time; then asked=1; else cancelled=1; fi' TERM
+# -- signals: set up first, because an unhandled USR1 kills this shell
+stop_requested=0 cancelled=0
+# The run looks for this file about once a second. Then all ranks agree on a step, save, and exit with code 0.
+trap 'stop_requested=1; echo "the time limit is near: asking the run to stop"; touch "$run_dir/STOP"' USR1
+# TERM comes from scancel or from the time limit. SLURM sends it to torchrun, too, so it is not forwarded here; but a job
+# that a user cancelled must not be requeued.
+trap 'if over_time; then stop_requested=1; else cancelled=1; fi' TERM
 over_time() { [[ $(timeout 10 squeue --noheader --jobs="$job" --format=%r) == TimeLimit ]]; }
 
 # -- the allocation
-# How many there were before: of this job, and where requeue is forbidden of the jobs before it.
+# Number of earlier allocations: of this job and, where requeue is forbidden, of the jobs before it.
 starts=$((${DTRAIN_STARTS:-0} + ${SLURM_RESTART_COUNT:-0}))
 nodes=${SLURM_JOB_NUM_NODES:-1} cpus=${SLURM_CPUS_PER_TASK:-$processes}
 
-# -- the run's directory
+# -- the run directory
 on_all_nodes() { if ((nodes == 1)); then "$@"; else srun --ntasks-per-node=1 --export=ALL "$@"; fi; }
 if ! on_all_nodes test -d "$run_dir"; then
-  echo "error: $run_dir is not there on every node of $SLURM_JOB_NODELIST. run.dir must lie on a file system that all" \
+  echo "error: $run_dir does not exist on every node of $SLURM_JOB_NODELIST. run.dir must be on a file system that all" \
     "nodes share." >&2
   exit 1
 fi
 echo "$job" >"$run_dir/.job"
-# A request that an earlier start had no time to see would stop this one.
-((asked)) || rm -f "$run_dir/STOP"
+# A STOP file that an earlier start did not read must not stop this one.
+((stop_requested)) || rm -f "$run_dir/STOP"
 ((starts)) || rm -f "$run_dir/.requeue"
 newest_checkpoint() {
   local found=("$run_dir"/checkpoints/step-?????????)
@@ -49,40 +50,40 @@ checkpoint_before=$(newest_checkpoint)
 
 # -- nodes, processes, threads
 if ((nodes == 1)); then
-  endpoint=localhost:0 # any free port, so that two jobs on a node do not meet
+  endpoint=localhost:0 # a free port, so that two jobs on one node do not collide
 else
-  # The same on all nodes, so it cannot be any free one; the job id keeps two jobs apart.
+  # All nodes need the same port, so it cannot be a free one; ports of two jobs differ because their ids differ.
   endpoint=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):$((20000 + SLURM_JOB_ID % 10000))
 fi
-# torchrun would set 1, and each process left alone would take all cores of the node.
+# torchrun would set 1, and without a value each process would use all cores of the node.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus / processes > 1 ? cpus / processes : 1))}
-# For whoever signals the step and not this shell: torchrun passes these on (where it can: since torch 2.10) and would die
-# of the last two.
+# For signals that are sent to the step instead of this shell: torchrun forwards these to the ranks (torch >= 2.10), and
+# without this setting USR1 and USR2 would kill torchrun.
 export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2
 echo "job $job, restart $starts, on $SLURM_JOB_NODELIST: $nodes x $processes processes," \
   "OMP_NUM_THREADS=$OMP_NUM_THREADS, $run_dir"
 
 # -- train
-# In the background, because bash runs a trap only when it is not waiting for a foreground command.
-#   --ntasks-per-node=1    torchrun, which starts the processes
-#   --cpus-per-task        srun does not take it from the #SBATCH line since SLURM 22.05
-#   --kill-on-bad-exit=1   a torchrun that died ends the others at once; without it they wait for it
-#   --export=ALL           else a site's or user's --export=NONE would reach the ranks as an empty environment
-#   --rdzv-id              with the restart count: a new start must not meet what an old one left
-#   --max-restarts=0       restarts are SLURM's, without the node that was the reason
+# In the background, because bash does not run a trap while it waits for a foreground command.
+#   --ntasks-per-node=1    one torchrun on each node, which starts the processes
+#   --cpus-per-task        srun does not read it from the #SBATCH line since SLURM 22.05
+#   --kill-on-bad-exit=1   if one torchrun fails, the others end immediately instead of waiting for it
+#   --export=ALL           overrides --export=NONE of the site or the user, which would leave the ranks no environment
+#   --rdzv-id              with the restart count: a new start must not join the rendezvous of an old one
+#   --max-restarts=0       restarts are done by SLURM, which excludes a failed node
 srun --ntasks-per-node=1 --cpus-per-task="$cpus" --kill-on-bad-exit=1 --export=ALL "${srun_options[@]}" \
   "${container[@]}" "$python" -m torch.distributed.run --nnodes="$nodes" --nproc-per-node="$processes" \
   --max-restarts=0 --rdzv-backend=c10d --rdzv-endpoint="$endpoint" --rdzv-id="$SLURM_JOB_ID.$starts" \
   -m dtrain.train "${arguments[@]}" &
 srun_pid=$!
-# A trap ends `wait` early; the last one gets srun's own exit code.
+# A trap ends `wait` early, so wait until srun has ended; the last `wait` returns its exit code.
 while kill -0 "$srun_pid" 2>/dev/null; do wait "$srun_pid"; done
 wait "$srun_pid"
 code=$?
-trap 'asked=1' USR1
-rm -f "$run_dir/STOP" # where the run ended before it saw the request
+trap 'stop_requested=1' USR1
+rm -f "$run_dir/STOP" # the run may have ended before it read the file
 
-# -- what now? status.json tells, exit codes cannot: torchrun makes 1 of all but 0
+# -- the result: read from status.json, because torchrun exits with 1 for every exit code but 0
 status() { sed -n "s/.*\"$1\": *\"\{0,1\}\([^\",}]*\).*/\1/p" "$run_dir/status.json" | head -n 1; }
 state=none step=0 reason=
 if [[ $(cat "$run_dir/status.json" 2>/dev/null) != "$status_before" ]]; then
@@ -93,7 +94,8 @@ fail() {
   echo "$1" >&2
   exit "$((code ? code : 1))"
 }
-((cancelled)) && fail "cancelled: no new allocation"
+((cancelled)) && fail "the job was cancelled: no new allocation"
+# Number of allocations in a row without a new checkpoint.
 fruitless=$(cat "$run_dir/.requeue" 2>/dev/null || echo 0)
 [[ $(newest_checkpoint) == "$checkpoint_before" ]] && fruitless=$((fruitless + 1)) || fruitless=0
 case $state in
@@ -102,35 +104,35 @@ case $state in
     exit 0
     ;;
   stopped)
-    # Somebody wrote the STOP file by hand: that is a wish to stop, not to go on later.
-    if ((!asked)) && [[ $reason == STOP* ]]; then exit 0; fi
+    # A user wrote the STOP file, so the run must not be resumed automatically.
+    if ((!stop_requested)) && [[ $reason == STOP* ]]; then exit 0; fi
     ;;
-  running) ;; # killed before it could say anything: a node that died, preemption, out of memory
+  running) ;; # killed before it could write its state: a node failure, preemption, out of memory
   failed)
-    # Helps where a peer or a node died, or a disk was full; not where the same step fails again.
-    ((fruitless)) && fail "it failed without having saved anything new: no new allocation"
+    # A restart helps if another rank or a node failed, or a disk was full. It does not help if the same step fails again.
+    ((fruitless)) && fail "the run failed without a new checkpoint: no new allocation"
     ;;
   *)
-    # What began before may have met a bad node; what never began has a mistake in it.
-    ((starts)) || fail "it ended before the first step: no new allocation"
+    # A run that trained before may have met a bad node; a run that never trained has an error in its config.
+    ((starts)) || fail "the run ended before the first step: no new allocation"
     ;;
 esac
-# Starts that get no further than the one before would go on for ever.
-((fruitless >= 3)) && fail "no new checkpoint in $fruitless starts: no new allocation. Is its time too short?"
-((requeue)) || fail "no new allocation, as asked for; the same command goes on where it was"
+# Without this limit a run that makes no progress would be requeued for ever.
+((fruitless >= 3)) && fail "no new checkpoint in $fruitless allocations: no new allocation. Increase the time limit."
+((requeue)) || fail "no new allocation, because requeue is off. The same command resumes the run."
 
 # -- another allocation
 echo "$fruitless" >"$run_dir/.requeue"
-# Untrapped, so that the TERM which comes with the requeue ends this shell at once.
+# Without traps the TERM signal of the requeue ends this shell at once.
 trap - TERM USR1
 if scontrol requeue "$job"; then
-  sleep 60 # the requeue ends this shell; an exit before it would end the job
+  sleep 60 # the requeue ends this shell; if it exited before, the job would be complete
 fi
-# Some clusters forbid it: then a new job takes over, in an array a new array of this element.
+# Where requeue is forbidden, submit a new job; in an array, a new array with this element only.
 unset SLURM_RESTART_COUNT
 export DTRAIN_STARTS=$((starts + 1)) RUN_DIR=$run_dir
 next=$(sbatch --parsable --dependency="afterany:$SLURM_JOB_ID" \
-  ${SLURM_ARRAY_TASK_ID:+--array="$SLURM_ARRAY_TASK_ID"} "$0" "$@") || fail "and no new job either"
-next=${next%%;*}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID} # ";cluster" follows where there are several
+  ${SLURM_ARRAY_TASK_ID:+--array="$SLURM_ARRAY_TASK_ID"} "$0" "$@") || fail "submitting a new job failed, too"
+next=${next%%;*}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID} # with several clusters the output is ID;CLUSTER
 echo "$next" >"$run_dir/.job"
-echo "requeue is refused here: job $next goes on"
+echo "requeue is refused here: job $next continues the run"

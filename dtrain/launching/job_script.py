@@ -1,38 +1,55 @@
-"""The batch scripts of runs: what each asks of SLURM and starts, then ``job_body.sh``, the same for all runs."""
+"""Batch scripts for SLURM, and the presets that a job uses.
+
+A script has two parts: ``#SBATCH`` options and variables, written here, and ``job_body.sh``, which is the same for all
+runs. Presets are copied into the run directory when the job is submitted, because users may edit them while the job waits
+or between its allocations.
+"""
 
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from dtrain.config.errors import ConfigError
-from dtrain.launching.point import Point
-from dtrain.launching.presets import frozen_arguments
+from dtrain.config.compose import conf_dir
+from dtrain.config.errors import ConfigError, as_config_error
+from dtrain.launching.job import Job
 
+#: Name of the batch script in the run directory.
+SCRIPT = "job.sbatch"
 _BODY = Path(__file__).with_name("job_body.sh")
+_PRESETS = "presets"
+_REQUEUE_COMMENT = {
+    True: "The job asks for new allocations until the run is finished.",
+    False: "The job has one allocation.",
+}
+_OPTION_LISTS = {"extra": "options of sbatch, such as '--qos=high'", "srun": "options of srun, such as '--mpi=none'"}
 
 
-def job_script(point: Point) -> str:
-    """The script, complete: it can be read, edited and submitted by hand. Depends on the working directory.
+def job_script(job: Job) -> str:
+    """The complete batch script of a run. It can be read, edited and submitted by hand.
+
+    The result depends on the working directory.
 
     Raises:
-        ConfigError: If the keys of ``launch`` contradict each other.
+        ConfigError: If keys of ``launch`` contradict each other.
     """
-    launch = point.launch
-    body = _BODY.read_text().partition("\nset -uo pipefail\n")[2]  # without what it says to those who source it
+    launch = job.launch
+    # The comments before this line are for scripts that source job_body.sh.
+    body = _BODY.read_text().partition("\nset -uo pipefail\n")[2]
     return (
         "#!/bin/bash\n"
-        f"# Written by dtrain.launch. {_AGAIN[launch.requeue]} To start it again:\n"
-        f"#   sbatch {shlex.quote(str(script_path(point)))}\n"
+        f"# Written by dtrain.launch. {_REQUEUE_COMMENT[launch.requeue]} To start it again:\n"
+        f"#   sbatch {shlex.quote(str(script_path(job)))}\n"
         "#\n"
-        f"{_directives([_name(point.run.name), *_resources(point), *_output(log_path(point))])}"
+        f"{_directives([_job_name(job.run.name), *_resources(job), *_output(log_path(job))])}"
         "\n"
-        f"run_dir={shlex.quote(str(point.run.dir))}\n"
+        f"run_dir={shlex.quote(str(job.run.dir))}\n"
         f"python={shlex.quote(launch.python or sys.executable)}\n"
-        f"processes={processes(point)} # a node\n"
-        f"arguments=({_words(frozen_arguments(point))})\n"
+        f"processes={processes(job)} # on each node\n"
+        f"arguments=({_words(frozen_arguments(job))})\n"
         f"srun_options=({_words(launch.srun)})\n"
         f"container=({_words(launch.container)})\n"
         f"requeue={int(launch.requeue)}\n"
@@ -41,112 +58,96 @@ def job_script(point: Point) -> str:
     )
 
 
-def array_script(points: Sequence[Point], folder: Path) -> str:
-    """The script of a job array whose elements are these runs, ``launch.max_running`` of them at once.
+def array_script(jobs: Sequence[Job], folder: Path) -> str:
+    """The batch script of a job array with one element for each job, ``launch.max_running`` of them at a time.
 
     Args:
-        points: A sweep.
-        folder: Where the output of the elements goes.
+        jobs: The jobs of a sweep.
+        folder: Folder for the output of the elements.
 
     Raises:
-        ConfigError: If the runs ask for different things, which elements of an array cannot.
+        ConfigError: If the jobs ask for different resources.
     """
-    asked = [_resources(point) for point in points]
-    for other in asked[1:]:
-        if other != asked[0]:
-            differ = sorted(set(asked[0]) ^ set(other))
+    resources = [_resources(job) for job in jobs]
+    for other in resources[1:]:
+        if other != resources[0]:
+            differing = sorted(set(resources[0]) ^ set(other))
             raise ConfigError(
-                f"launch.max_running: the runs of one job array ask for the same, but these differ in "
-                f"{', '.join(differ)}. Leave launch.max_running out: then each run is a job of its own."
+                f"launch.max_running: all runs of a job array need the same resources, but these differ in "
+                f"{', '.join(differing)}. Remove launch.max_running; then each run is a job of its own."
             )
-    array = f"--array=0-{len(points) - 1}%{points[0].launch.max_running}"
+    array = f"--array=0-{len(jobs) - 1}%{jobs[0].launch.max_running}"
     return (
         "#!/bin/bash\n"
-        "# Written by dtrain.launch: a sweep. Each element is a run, and does what its own script says.\n"
+        "# Written by dtrain.launch: a sweep. Each element is one run and executes the script of that run.\n"
         "#\n"
-        f"{_directives([_name(folder.name), array, *asked[0], *_output(folder / array_log_name('%A', '%a'))])}"
+        f"{_directives([_job_name(folder.name), array, *resources[0], *_output(folder / array_log_name('%A', '%a'))])}"
         "\n"
-        f"scripts=({_words(str(script_path(point)) for point in points)})\n"
+        f"scripts=({_words(str(script_path(job)) for job in jobs)})\n"
         'exec bash "${scripts[SLURM_ARRAY_TASK_ID]}"\n'
     )
 
 
-def script_path(point: Point) -> Path:
-    """Where the script of a run is kept."""
-    return point.run.dir / "job.sbatch"
+def script_path(job: Job) -> Path:
+    """Path of the batch script of a run."""
+    return job.run.dir / SCRIPT
 
 
-def log_path(point: Point, job: str = "%j") -> Path:
-    """Where the output of a job goes."""
-    return point.run.dir / "logs" / f"slurm-{job}.out"
+def log_path(job: Job, job_id: str = "%j") -> Path:
+    """Path of the output of a SLURM job; sbatch replaces ``%j`` by the job id."""
+    return job.run.dir / "logs" / f"slurm-{job_id}.out"
 
 
-def array_log_name(job: str, element: int | str) -> str:
-    """The file of an element's output."""
-    return f"slurm-{job}_{element}.out"
+def array_log_name(array_id: str, element: int | str) -> str:
+    """File name of the output of an array element."""
+    return f"slurm-{array_id}_{element}.out"
 
 
-def processes(point: Point) -> int:
-    """Processes on each node.
+def processes(job: Job) -> int:
+    """Number of processes on each node.
 
     Raises:
-        ConfigError: If it is not given: this machine cannot know what the nodes have.
+        ConfigError: If ``launch.processes_per_node`` is not set: this machine cannot know how many GPUs the nodes have.
     """
-    if point.launch.processes_per_node is None:
-        raise ConfigError("launch.processes_per_node: launch=slurm needs a number. Set it to the GPUs that a node has.")
-    return point.launch.processes_per_node
+    if job.launch.processes_per_node is None:
+        raise ConfigError("launch.processes_per_node: launch=slurm needs a number. Set it to the GPUs of a node.")
+    return job.launch.processes_per_node
 
 
-def seconds(time: str) -> int | None:
-    """SLURM's notations of a time limit, such as ``90``, ``90:00``, ``1:30:00`` and ``1-12``, in seconds; None for others."""
-    days, dash, clock = time.rpartition("-")
-    parts = [*days.split("-"), *clock.split(":")] if dash else ["0", *clock.split(":")]
-    if not all(part.isdecimal() for part in parts) or not 2 <= len(parts) <= 4:
-        return None
-    numbers = [int(part) for part in parts]
-    if not dash and len(numbers) < 4:  # minutes come first, not hours
-        numbers.insert(1, 0)
-    day, hour, minute, second = (*numbers, 0, 0)[:4]
-    return ((24 * day + hour) * 60 + minute) * 60 + second
-
-
-_AGAIN = {True: "The job asks for new allocations until the run is finished.", False: "One allocation and no more."}
-
-
-def _cpus_per_process(point: Point) -> int:
-    if point.launch.cpus_per_process is not None:
-        return point.launch.cpus_per_process
-    workers = point.run.config["data"]["num_workers"]
+def _cpus_per_process(job: Job) -> int:
+    if job.launch.cpus_per_process is not None:
+        return job.launch.cpus_per_process
+    workers = job.run.config["data"]["num_workers"]
     if workers == "auto":
         raise ConfigError(
-            "launch.cpus_per_process: data.num_workers=auto uses the cores that there are, so it needs a number. Set it to "
-            "what a process may have, such as a node's cores divided by its GPUs."
+            "launch.cpus_per_process: data.num_workers=auto depends on the cores of the node, so launch=slurm needs a number. "
+            "Set it to the cores of a node divided by its GPUs, for example."
         )
     return 1 + int(workers)
 
 
-def _resources(point: Point) -> list[str]:
-    """What a run asks for; the same for all elements of an array."""
-    launch = point.launch
-    gpus = processes(point) if launch.gpus_per_node is None else launch.gpus_per_node
-    if 0 < gpus < processes(point):
+def _resources(job: Job) -> list[str]:
+    """The sbatch options of a run that are the same for all elements of an array."""
+    launch = job.launch
+    gpus = processes(job) if launch.gpus_per_node is None else launch.gpus_per_node
+    if 0 < gpus < processes(job):
         raise ConfigError(
-            f"launch.gpus_per_node: got {gpus} for launch.processes_per_node={processes(point)}. Each process needs a "
-            "GPU of its own; 0 trains on CPUs."
+            f"launch.gpus_per_node: got {gpus} for launch.processes_per_node={processes(job)}. Each process needs its own "
+            "GPU; set 0 to train on CPUs."
         )
-    cpus = _cpus_per_process(point) * processes(point)
-    allocation = seconds(launch.time)
+    cpus = _cpus_per_process(job) * processes(job)
+    allocation = time_limit_seconds(launch.time)
     if allocation is not None and allocation <= launch.stop_seconds:
         raise ConfigError(
             f"launch.time: got {launch.time}, which is not longer than launch.stop_seconds={launch.stop_seconds}: the run "
-            "would be asked to stop as soon as it starts. Give it more time, or less to stop in."
+            "would stop as soon as it starts. Increase launch.time, or decrease launch.stop_seconds."
         )
-    for name in ("extra", "srun"):
+    for name, wanted in _OPTION_LISTS.items():
         for option in getattr(launch, name):
             if not option.startswith("-") or "\n" in option:
-                raise ConfigError(f"launch.{name}: got {option!r}, want options of {_COMMAND[name]}.")
+                raise ConfigError(f"launch.{name}: got {option!r}, want {wanted}.")
     return [
-        # Without --ntasks-per-node=1: SLURM would take it for what the least number of nodes needs, and give no more.
+        # No --ntasks-per-node: with a range of nodes SLURM would compute the tasks from its minimum and never use more.
         f"--nodes={launch.nodes if launch.min_nodes is None else f'{launch.min_nodes}-{launch.nodes}'}",
         *([f"--gpus-per-node={gpus}"] if gpus else []),
         f"--cpus-per-task={cpus}",
@@ -155,24 +156,37 @@ def _resources(point: Point) -> list[str]:
         *([f"--account={launch.account}"] if launch.account else []),
         f"--chdir={shlex.quote(str(Path.cwd()))}",
         "--requeue" if launch.requeue else "--no-requeue",
-        # B: the batch shell alone is told. Without it the signal goes to torchrun, and what becomes of it there depends
-        # on torch's version and on how the cluster tracks processes.
+        # B: signals the batch shell only. Without it torchrun gets the signal, and its reaction depends on its version
+        # and on how the cluster tracks processes.
         f"--signal=B:USR1@{launch.stop_seconds}",
         *launch.extra,
     ]
 
 
-_COMMAND = {"extra": "sbatch, such as '--qos=high'", "srun": "srun, such as '--container-image=image.sqsh'"}
+def time_limit_seconds(time: str) -> int | None:
+    """A time limit in SLURM's notation, such as ``90``, ``90:00``, ``1:30:00`` or ``1-12``, in seconds.
+
+    None for other texts, such as ``UNLIMITED``.
+    """
+    days, dash, clock = time.rpartition("-")
+    parts = [*days.split("-"), *clock.split(":")] if dash else ["0", *clock.split(":")]
+    if not all(part.isdecimal() for part in parts) or not 2 <= len(parts) <= 4:
+        return None
+    numbers = [int(part) for part in parts]
+    if not dash and len(numbers) < 4:  # without days, one number is minutes and two are minutes:seconds
+        numbers.insert(1, 0)
+    day, hour, minute, second = (*numbers, 0, 0)[:4]
+    return ((24 * day + hour) * 60 + minute) * 60 + second
 
 
-def _name(name: str) -> str:
+def _job_name(name: str) -> str:
     return f"--job-name={shlex.quote(name)}"
 
 
 def _output(path: Path) -> list[str]:
-    # SLURM replaces patterns such as %j, and %% by %. Those of the file's name are meant.
+    # sbatch replaces patterns such as %j. Those in the file name are wanted; a % in the folder is escaped.
     folder = str(path.parent).replace("%", "%%")
-    # The same file over all restarts; without append each would empty it.
+    # append, because a requeued job writes to the same file and would otherwise empty it.
     return [f"--output={shlex.quote(f'{folder}/{path.name}')}", "--open-mode=append"]
 
 
@@ -183,3 +197,27 @@ def _directives(options: Iterable[str]) -> str:
 def _words(words: Iterable[str]) -> str:
     lines = "".join(f"  {shlex.quote(word)}\n" for word in words)
     return f"\n{lines}" if lines else ""
+
+
+def frozen_arguments(job: Job) -> list[str]:
+    """``job.arguments`` with the presets that :func:`freeze_presets` copies into the run directory."""
+    folder = job.run.dir / _PRESETS
+    config_dirs = [
+        part for number in range(len(job.run.config_dirs)) for part in ("--config-dir", str(folder / str(number)))
+    ]
+    return ["--config-path", str(folder / "conf"), *config_dirs, *job.overrides]
+
+
+def freeze_presets(job: Job) -> None:
+    """Copies the presets of dtrain and of the user into the run directory.
+
+    Raises:
+        ConfigError: If they cannot be written.
+    """
+    folder = job.run.dir / _PRESETS
+    with as_config_error("run.dir"):
+        if folder.exists():
+            shutil.rmtree(folder)
+        shutil.copytree(conf_dir(), folder / "conf")
+        for number, config_dir in enumerate(job.run.config_dirs):
+            shutil.copytree(config_dir, folder / str(number))

@@ -1,8 +1,8 @@
 """Runs on this machine, under torchrun as a child process.
 
-A stop is asked for with a STOP file in the run directory, not with a signal: torchrun up to 2.9 cannot be told to pass
-SIGUSR1 on, and whatever signal it passes on, it kills ranks that are still saving half a minute later. Once the ranks
-have agreed, saved and ended by themselves, torchrun simply ends, too.
+A run is stopped with a file ``STOP`` in its directory, not with a signal: torchrun 2.9 does not forward SIGUSR1, and
+30 seconds after it forwards any signal it kills ranks that are still saving. With the file, the ranks agree on a step,
+save and exit by themselves, and then torchrun exits, too.
 """
 
 from __future__ import annotations
@@ -19,143 +19,143 @@ from typing import Any
 
 import torch
 
-from dtrain.config.errors import ConfigError, users_to_fix
-from dtrain.distributed.world import choose_device
-from dtrain.launching.outcome import FAILED, STOPPED, Outcome, Verdict
-from dtrain.launching.point import Point
+from dtrain.config.errors import ConfigError, as_config_error
+from dtrain.distributed.world import choose_device, process_cpu_count
+from dtrain.launching.job import FAILED, STOPPED, Job, JobResult, StatusJudge
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def check(points: Sequence[Point]) -> None:
-    """Refuses what cannot work on this machine.
+def check(jobs: Sequence[Job]) -> None:
+    """Refuses jobs that cannot run on this machine.
 
     Raises:
-        ConfigError: If several nodes are asked for, or more processes than there are GPUs.
+        ConfigError: If a job has several nodes, or more processes than this machine has GPUs.
     """
-    for point in points:
-        if point.launch.nodes != 1:
+    for job in jobs:
+        if job.launch.nodes != 1:
             raise ConfigError(
-                f"launch.nodes: got {point.launch.nodes}, but launch=local starts processes on this machine only. "
+                f"launch.nodes: got {job.launch.nodes}, but launch=local starts processes on this machine only. "
                 "Set launch=slurm, or start torchrun on each node."
             )
-        wanted = processes(point)
+        wanted = processes(job)
         choose_device(wanted - 1, wanted, _gpus())
 
 
-def describe(points: Sequence[Point]) -> str:
-    """The commands that would be run, for a shell."""
-    return "".join(f"OMP_NUM_THREADS={_threads(processes(point))} {shlex.join(command(point))}\n" for point in points)
+def describe(jobs: Sequence[Job]) -> str:
+    """The shell commands that ``launch`` would run."""
+    return "".join(f"OMP_NUM_THREADS={_threads(processes(job))} {shlex.join(command(job))}\n" for job in jobs)
 
 
-def launch(points: Sequence[Point]) -> list[Outcome]:
-    """Trains the points one after the other; a stop request stops the one that runs, and no further one is started."""
-    outcomes: list[Outcome] = []
-    for point in points:
-        if any(outcome.code == STOPPED for outcome in outcomes):
-            outcomes.append(Outcome("not started", STOPPED))
+def launch(jobs: Sequence[Job]) -> list[JobResult]:
+    """Runs the jobs one after the other. A stop request stops the current job, and later jobs are not started."""
+    results: list[JobResult] = []
+    for job in jobs:
+        if any(result.code == STOPPED for result in results):
+            results.append(JobResult("not started", STOPPED))
         else:
-            outcomes.append(_train(point))
-    return outcomes
+            results.append(_train(job))
+    return results
 
 
-def processes(point: Point) -> int:
-    """How many processes to start: as given, else one for each GPU, or one on a machine without."""
-    return point.launch.processes_per_node or _gpus() or 1
+def processes(job: Job) -> int:
+    """Number of processes: ``launch.processes_per_node``, by default one for each GPU, or one without GPUs."""
+    return job.launch.processes_per_node or _gpus() or 1
 
 
-def command(point: Point) -> list[str]:
-    """The torchrun line of a point, with this interpreter."""
+def command(job: Job) -> list[str]:
+    """The torchrun command of a job, with the current Python interpreter."""
     return [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes(point)}"),
-        # None is the default, but the environment could say otherwise (PET_MAX_RESTARTS).
-        *("--max-restarts=0", f"--log-dir={_logs(point) / 'torchrun'}", *_tee(processes(point))),
-        *("-m", "dtrain.train", *point.arguments),
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes(job)}"),
+        # 0 is the default, but PET_MAX_RESTARTS in the environment could change it.
+        *("--max-restarts=0", f"--log-dir={_logs(job) / 'torchrun'}", *_tee(processes(job))),
+        *("-m", "dtrain.train", *job.arguments),
     ]
 
 
-def _train(point: Point) -> Outcome:
-    verdict = Verdict(point.run.dir)
-    with users_to_fix("run.dir"):
-        _logs(point).mkdir(parents=True, exist_ok=True)
-    sys.stderr.write(describe([point]))
+def _train(job: Job) -> JobResult:
+    judge = StatusJudge(job.run.dir)
+    with as_config_error("run.dir"):
+        _logs(job).mkdir(parents=True, exist_ok=True)
+    sys.stderr.write(describe([job]))
     sys.stderr.flush()
-    environment = os.environ | {"OMP_NUM_THREADS": _threads(processes(point))}
-    with _Agent(command(point), environment, point.run.dir / "STOP") as agent:
-        agent.wait()
-    outcome, why = verdict()
-    if outcome.code == FAILED:
-        sys.stderr.write(f"dtrain: error: {point.run.name} failed, {why}. What each rank says: {_logs(point)}\n")
-    return outcome
+    environment = os.environ | {"OMP_NUM_THREADS": _threads(processes(job))}
+    with _Torchrun(command(job), environment, job.run.dir / "STOP") as torchrun:
+        torchrun.wait()
+    result, reason = judge()
+    if result.code == FAILED:
+        sys.stderr.write(f"dtrain: error: {job.run.name} failed, {reason}. Logs of the ranks: {_logs(job)}\n")
+    return result
 
 
-class _Agent:
-    """torchrun, out of the reach of the terminal's signals; those to this process become a request to stop.
+class _Torchrun:
+    """A torchrun process that does not get the signals of the terminal.
 
-    The first signal of any kind asks the run to save and stop. A second SIGINT or SIGTERM ends it: torchrun passes
-    SIGTERM on, and kills what is left after its own time-out, 30 s.
+    The first signal to this process asks the run to save and stop. A second SIGINT or SIGTERM terminates torchrun, which
+    forwards SIGTERM to the ranks and kills them after 30 s.
     """
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], stop_file: Path) -> None:
         self._command = command
         self._environment = environment
         self._stop_file = stop_file
-        self._asked = False
+        self._stop_requested = False
         self._process: subprocess.Popen[bytes] | None = None
-        self._before: dict[signal.Signals, Any] = {}
+        self._previous_handlers: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> _Agent:
+    def __enter__(self) -> _Torchrun:
         for number in _SIGNALS:
-            # nohup's wish that the run outlives the terminal.
+            # nohup ignores SIGHUP so that the run outlives the terminal.
             if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                 continue
-            self._before[number] = signal.signal(number, self._note)
-        # A session of its own: Ctrl-C reaches every process of the terminal's, and torchrun would end at once.
+            self._previous_handlers[number] = signal.signal(number, self._on_signal)
+        # In a new session, because Ctrl-C signals every process of the terminal, and torchrun would exit at once.
         self._process = subprocess.Popen(self._command, env=self._environment, start_new_session=True)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
-        if self._asked:
-            # The run may have ended before it saw the request; the next start must not stop for it.
+        if self._stop_requested:
+            # The run may have ended before it read the request, which must not stop the next start.
             self._stop_file.unlink(missing_ok=True)
 
     def wait(self) -> int:
-        """torchrun's exit code, once it has ended."""
+        """Waits for torchrun; returns its exit code."""
         assert self._process is not None
         return self._process.wait()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if not self._asked:
-            self._asked = True
+        if not self._stop_requested:
+            self._stop_requested = True
             self._stop_file.touch()
-            text = f"{name}: asking the run to save and stop; once more, and torchrun ends it within half a minute"
+            text = (
+                f"{name}: the run will save and stop; a second signal ends it within 30 s without waiting for the save"
+            )
         elif number in (signal.SIGINT, signal.SIGTERM) and self._process is not None:
             self._process.terminate()
             text = f"{name} again: ending the run"
         else:
             return
-        # Not sys.stderr, which the interrupted code may be in the middle of writing to.
+        # os.write, because the interrupted code may be inside a write to sys.stderr.
         os.write(2, f"dtrain: {text}\n".encode())
 
 
-def _logs(point: Point) -> Path:
-    return point.run.dir / "logs"
+def _logs(job: Job) -> Path:
+    return job.run.dir / "logs"
 
 
 def _tee(processes: int) -> list[str]:
-    # Rank 0 keeps the terminal, for its progress line. Standard error is everybody's: through a file, a traceback would
-    # arrive after torchrun's own report. torchrun reads ranks of one digit only.
+    # Rank 0 writes to the terminal directly, for its progress line. Standard error of all ranks stays on the terminal:
+    # through a log file, a traceback would appear after the error report of torchrun. torchrun parses one-digit ranks only.
     ranks = ",".join(f"{rank}:1" for rank in range(1, min(processes, 10)))
     return [f"--tee={ranks}"] if ranks else []
 
 
 def _threads(processes: int) -> str:
-    """``OMP_NUM_THREADS`` of each process: the user's, else its share of the cores; torchrun would set 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // processes))
+    """``OMP_NUM_THREADS`` of each process: as in the environment, else cores / processes. torchrun would set 1."""
+    return os.environ.get("OMP_NUM_THREADS") or str(max(1, process_cpu_count() // processes))
 
 
 def _gpus() -> int:

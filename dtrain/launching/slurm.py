@@ -1,4 +1,8 @@
-"""Runs as SLURM jobs: written into the run directory, checked, submitted, all points of a sweep or none."""
+"""Runs as SLURM jobs: batch scripts are checked, written into the run directory and submitted.
+
+All jobs of a sweep are submitted, or none. The run directory holds ``job.sbatch``, the id of the newest job (``.job``) and
+``launch.json``: the job, the composed config and the version of the code.
+"""
 
 from __future__ import annotations
 
@@ -8,185 +12,285 @@ import shlex
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from dtrain.config.errors import ConfigError, users_to_fix
+import torch
+
+import dtrain
+from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.run import without_secrets
-from dtrain.launching.code_version import code_version
-from dtrain.launching.job_script import array_log_name, array_script, job_script, log_path, script_path
-from dtrain.launching.outcome import FINISHED, Outcome
-from dtrain.launching.point import Point
-from dtrain.launching.presets import freeze
-from dtrain.launching.queue import active_job, keep_job_id
-from dtrain.tracking.atomic import replacing
+from dtrain.distributed.atomic import replace_file
+from dtrain.launching.job import FINISHED, Job, JobResult
+from dtrain.launching.job_script import (
+    array_log_name,
+    array_script,
+    freeze_presets,
+    job_script,
+    log_path,
+    script_path,
+)
 from dtrain.tracking.console import print_banner
 
 _RECORD = "launch.json"
+_JOB_ID = ".job"
 
 
-def check(points: Sequence[Point]) -> None:
-    """Refuses what cannot be submitted.
+def check(jobs: Sequence[Job]) -> None:
+    """Refuses jobs that cannot be submitted.
 
     Raises:
-        ConfigError: If a script cannot be written for these keys, a secret would be in it, there is no SLURM here, or a
-            job already trains one of the runs.
+        ConfigError: If keys of ``launch`` contradict each other, a script would hold a secret, this machine has no SLURM,
+            or a run already has a job.
     """
-    if _is_array(points):
-        array_script(points, sweep_dir(points))
-    for point in points:
-        job_script(point)
-        for override in point.run.overrides:
+    if _is_array(jobs):
+        array_script(jobs, sweep_dir(jobs))
+    for job in jobs:
+        job_script(job)
+        for override in job.run.overrides:
             key, _, value = override.lstrip("+").partition("=")
             if "${" not in value and without_secrets({key: value}) != {key: value}:
                 raise ConfigError(
-                    f"{key}: its value would be written into the job's script. Put it into an environment variable, "
-                    f"which the job gets, and set '{key}=${{oc.env:NAME}}'."
+                    f"{key}: its value would be written into the batch script. Put it into an environment variable, "
+                    f"which the job inherits, and set '{key}=${{oc.env:NAME}}'."
                 )
-    if points[0].launch.dry_run:
+    if jobs[0].launch.dry_run:
         return
     require_sbatch()
-    for point in points:
-        refuse_second_job(point.run.dir)
+    for job in jobs:
+        refuse_second_job(job.run.dir)
 
 
-def describe(points: Sequence[Point]) -> str:
-    """The batch scripts; of an array the one that is submitted comes first."""
-    array = [array_script(points, sweep_dir(points))] if _is_array(points) else []
-    return "\n".join([*array, *map(job_script, points)])
+def describe(jobs: Sequence[Job]) -> str:
+    """The batch scripts; the script of a job array comes first."""
+    array = [array_script(jobs, sweep_dir(jobs))] if _is_array(jobs) else []
+    return "\n".join([*array, *map(job_script, jobs)])
 
 
-def launch(points: Sequence[Point]) -> list[Outcome]:
-    """Submits a job for each point, or one array; of a single point, prints what to look at.
+def launch(jobs: Sequence[Job]) -> list[JobResult]:
+    """Submits each job, or all jobs as one array. For a single job, prints the commands to watch and stop it.
 
     Raises:
-        ConfigError: If sbatch refuses one; those submitted before it are cancelled then.
+        ConfigError: If sbatch refuses a job; the jobs submitted before are cancelled.
     """
-    for point in points:
-        _write_script(point)
-    jobs = _submit_array(points) if _is_array(points) else _submit_each(points)
-    if len(points) == 1:
-        print_banner(f"submitted job {jobs[0]}", _what_to_look_at(points[0], jobs[0]))
-    return [Outcome(f"job {job}", FINISHED) for job in jobs]
+    for job in jobs:
+        _write_script(job)
+    ids = _submit_array(jobs) if _is_array(jobs) else _submit_each(jobs)
+    if len(jobs) == 1:
+        print_banner(f"submitted job {ids[0]}", _next_commands(jobs[0], ids[0]))
+    return [JobResult(f"job {job_id}", FINISHED) for job_id in ids]
 
 
 def submit(script: Path) -> str:
-    """Hands a script to sbatch; returns the job id.
+    """Submits a script; returns the job id.
 
     Raises:
-        ConfigError: If sbatch refuses it; says why in SLURM's words.
+        ConfigError: If sbatch refuses it; the message holds the output of sbatch.
     """
     done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ConfigError(
-            f"sbatch refused {script}, so nothing is submitted. It says:\n"
+            f"sbatch refused {script}, so no job was submitted:\n"
             + "".join(f"    {line}\n" for line in done.stderr.splitlines())
             + "  `sinfo -o '%P %l %D %G'` lists partitions with their time limits, nodes and GPUs; on a cluster without "
             "GPUs set launch.gpus_per_node=0."
         )
-    return done.stdout.strip().partition(";")[0]  # ";cluster" follows where there are several
+    return done.stdout.strip().partition(";")[0]  # with several clusters the output is ID;CLUSTER
 
 
 def require_sbatch() -> None:
     """Refuses a machine without SLURM.
 
     Raises:
-        ConfigError: If there is no sbatch on the path.
+        ConfigError: If ``sbatch`` is not on the path.
     """
     if shutil.which("sbatch") is None:
         raise ConfigError(
-            f"launch=slurm: there is no sbatch on the path of {socket.gethostname()}. Go to a login node of the cluster "
-            "(there it may take `module load slurm`), or look at the script with launch.dry_run=true."
+            f"launch=slurm: sbatch is not on the path of {socket.gethostname()}. Use a login node of the cluster (it may "
+            "need `module load slurm`), or print the script with launch.dry_run=true."
         )
 
 
-def _submit_each(points: Sequence[Point]) -> list[str]:
-    jobs: list[str] = []
-    try:
-        for point in points:
-            jobs.append(submit(script_path(point)))
-            _write_record(point, jobs[-1])
-    except BaseException:
-        if jobs:
-            subprocess.run(["scancel", *jobs], check=False)
-        raise
-    return jobs
-
-
-def _submit_array(points: Sequence[Point]) -> list[str]:
-    folder = sweep_dir(points)
-    with users_to_fix("run.dir"):
-        folder.mkdir(parents=True, exist_ok=True)
-        with replacing(folder / "array.sbatch") as handle:
-            handle.write(array_script(points, folder).encode())
-    array = submit(folder / "array.sbatch")
-    for element, point in enumerate(points):
-        job = f"{array}_{element}"
-        _write_record(point, job)
-        # All elements of an array write into one folder; each run shows its own where its logs are.
-        with users_to_fix("run.dir"):
-            log_path(point, job).symlink_to(folder / array_log_name(array, element))
-    return [f"{array}_{element}" for element in range(len(points))]
-
-
-def sweep_dir(points: Sequence[Point]) -> Path:
-    """Where the script and the output of a job array go: beside its runs; the same sweep has the same place."""
-    directories = [str(point.run.dir) for point in points]
-    digest = hashlib.sha256("\0".join(directories).encode()).hexdigest()[:8]
-    return points[0].run.dir.parent / f"sweep-{digest}"
-
-
-def _is_array(points: Sequence[Point]) -> bool:
-    return len(points) > 1 and points[0].launch.max_running is not None
-
-
-def _write_script(point: Point) -> None:
-    with users_to_fix("run.dir"):
-        # SLURM does not make the folder of a job's output, and without it the job dies without a word.
-        log_path(point).parent.mkdir(parents=True, exist_ok=True)
-        with replacing(script_path(point)) as handle:
-            handle.write(job_script(point).encode())
-    freeze(point)
-
-
-def _write_record(point: Point, job: str) -> None:
-    """Freezes into the run directory what was submitted: the job, the config, and which code it was composed with."""
-    record = {
-        "job": job,
-        "submitted": time.time(),
-        "host": socket.gethostname(),
-        "config_dirs": list(point.run.config_dirs),
-        "overrides": list(point.run.overrides),
-        "config": without_secrets(point.run.config),
-        "code": code_version(),
-    }
-    with users_to_fix("run.dir"), replacing(point.run.dir / _RECORD) as handle:
-        handle.write(json.dumps(record, indent=2).encode() + b"\n")
-    keep_job_id(point.run.dir, job)
-    if not (point.run.dir / "config.yaml").exists():  # else the run notes what has changed when it goes on
-        with users_to_fix("run.dir"):
-            point.run.save()
-
-
 def refuse_second_job(run_dir: Path) -> None:
-    """Refuses a run that has a job already.
+    """Refuses a run that already has a job.
 
     Raises:
-        ConfigError: Names the job.
+        ConfigError: If a job trains the run or waits in the queue; names the job.
     """
     if job := active_job(run_dir):
-        raise ConfigError(f"run.dir: {job} trains {run_dir} already. Let it, or end it first: scancel {job.id}")
+        raise ConfigError(f"run.dir: {run_dir} already has {job}. Wait until it ends, or cancel it: scancel {job.id}")
 
 
-def _what_to_look_at(point: Point, job: str) -> dict[str, str]:
-    directory = shlex.quote(str(point.run.dir))
+def sweep_dir(jobs: Sequence[Job]) -> Path:
+    """Folder for the script and the output of a job array, beside its runs. The same sweep has the same folder."""
+    directories = [str(job.run.dir) for job in jobs]
+    digest = hashlib.sha256("\0".join(directories).encode()).hexdigest()[:8]
+    return jobs[0].run.dir.parent / f"sweep-{digest}"
+
+
+def _is_array(jobs: Sequence[Job]) -> bool:
+    return len(jobs) > 1 and jobs[0].launch.max_running is not None
+
+
+def _write_script(job: Job) -> None:
+    with as_config_error("run.dir"):
+        # SLURM does not create the folder of a job's output; without it the job fails without any message.
+        log_path(job).parent.mkdir(parents=True, exist_ok=True)
+        with replace_file(script_path(job)) as handle:
+            handle.write(job_script(job).encode())
+    freeze_presets(job)
+
+
+def _submit_each(jobs: Sequence[Job]) -> list[str]:
+    ids: list[str] = []
+    try:
+        for job in jobs:
+            ids.append(submit(script_path(job)))
+            _write_record(job, ids[-1])
+    except BaseException:
+        if ids:
+            subprocess.run(["scancel", *ids], check=False)
+        raise
+    return ids
+
+
+def _submit_array(jobs: Sequence[Job]) -> list[str]:
+    folder = sweep_dir(jobs)
+    with as_config_error("run.dir"):
+        folder.mkdir(parents=True, exist_ok=True)
+        with replace_file(folder / "array.sbatch") as handle:
+            handle.write(array_script(jobs, folder).encode())
+    array_id = submit(folder / "array.sbatch")
+    ids = [f"{array_id}_{element}" for element in range(len(jobs))]
+    for element, (job, job_id) in enumerate(zip(jobs, ids, strict=True)):
+        _write_record(job, job_id)
+        # All elements of an array write into one folder; a link in each run directory points to its own output.
+        with as_config_error("run.dir"):
+            log_path(job, job_id).symlink_to(folder / array_log_name(array_id, element))
+    return ids
+
+
+def _write_record(job: Job, job_id: str) -> None:
+    record = {
+        "job": job_id,
+        "submitted": time.time(),
+        "host": socket.gethostname(),
+        "config_dirs": list(job.run.config_dirs),
+        "overrides": list(job.run.overrides),
+        "config": without_secrets(job.run.config),
+        "code": code_version(),
+    }
+    with as_config_error("run.dir"), replace_file(job.run.dir / _RECORD) as handle:
+        handle.write(json.dumps(record, indent=2).encode() + b"\n")
+    write_job_id(job.run.dir, job_id)
+    if not (job.run.dir / "config.yaml").exists():  # else dtrain.train records the changes when the run resumes
+        with as_config_error("run.dir"):
+            job.run.save()
+
+
+def _next_commands(job: Job, job_id: str) -> dict[str, str]:
+    directory = shlex.quote(str(job.run.dir))
     return {
-        "run": point.run.name,
-        "directory": str(point.run.dir),
+        "run": job.run.name,
+        "directory": str(job.run.dir),
         "status": f"python -m dtrain.launch status {directory}",
         "log": f"python -m dtrain.launch tail {directory}",
-        "stop": f"python -m dtrain.launch stop {directory}     it saves and ends",
-        "cancel": f"scancel {job}     it ends at once",
-        "go on": f"python -m dtrain.launch resume {directory}     from where it was",
+        "stop": f"python -m dtrain.launch stop {directory}     saves, then ends",
+        "cancel": f"scancel {job_id}     ends immediately",
+        "resume": f"python -m dtrain.launch resume {directory}",
     }
+
+
+# -- the job of a run
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """A job in the queue of SLURM, waiting or running.
+
+    Attributes:
+        id: Such as ``123``, or ``123_4`` for an element of an array.
+        state: Such as ``PENDING`` or ``RUNNING``.
+        reason: Why it waits, such as ``Priority``; the names of its nodes if it runs.
+    """
+
+    id: str
+    state: str
+    reason: str
+
+    @property
+    def has_nodes(self) -> bool:
+        """Whether the job has an allocation."""
+        return self.state not in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
+
+    def __str__(self) -> str:
+        """Such as ``job 123 PENDING (Priority)``."""
+        return f"job {self.id} {self.state} {self.reason if self.reason.startswith('(') else f'({self.reason})'}"
+
+
+def active_job(run_dir: Path) -> SlurmJob | None:
+    """The job of a run that waits or runs; None without one, or if this machine has no SLURM."""
+    job_id = read_job_id(run_dir)
+    if job_id is None or shutil.which("squeue") is None:
+        return None
+    done = subprocess.run(
+        ["squeue", "--noheader", "--format=%T %R", f"--jobs={job_id}"], capture_output=True, text=True, check=False
+    )
+    # squeue fails for a job that ended some minutes ago, because SLURM has deleted it from its queue.
+    state, _, reason = done.stdout.strip().partition(" ")
+    return SlurmJob(job_id, state, reason) if state else None
+
+
+def read_job_id(run_dir: Path) -> str | None:
+    """Id of the newest job of a run, which the launcher or a batch script wrote; None without one."""
+    path = run_dir / _JOB_ID
+    with as_config_error("run.dir"):
+        return path.read_text().strip() if path.exists() else None
+
+
+def write_job_id(run_dir: Path, job_id: str) -> None:
+    """Stores the id of the newest job of a run.
+
+    Raises:
+        ConfigError: If it cannot be written.
+    """
+    with as_config_error("run.dir"), replace_file(run_dir / _JOB_ID) as handle:
+        handle.write(f"{job_id}\n".encode())
+
+
+# -- the version of the code
+
+
+def code_version() -> dict[str, Any]:
+    """Versions of dtrain, torch and Python, and the git commits of dtrain and of the working directory.
+
+    Returns:
+        ``{"dtrain", "torch", "python", "git": {checkout: {"commit", "modified"}}}``; ``modified`` is True if the checkout
+        has uncommitted changes.
+    """
+    checkouts = {_git(folder, "rev-parse", "--show-toplevel") for folder in (Path(dtrain.__file__).parent, Path.cwd())}
+    return {
+        "dtrain": dtrain.__version__,
+        "torch": torch.__version__,
+        "python": sys.executable,
+        "git": {
+            checkout: {
+                "commit": _git(Path(checkout), "rev-parse", "HEAD"),
+                "modified": bool(_git(Path(checkout), "status", "--porcelain")),
+            }
+            for checkout in sorted(filter(None, checkouts))
+        },
+    }
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Output of git; None if git is not installed, or the folder is not a checkout that this user may read."""
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

@@ -1,4 +1,8 @@
-"""Optimizers that torch has not by itself, and groups of parameters; everything else comes in by `_target_`."""
+"""Optimizers that torch does not have, and parameter groups. Any torch optimizer is used by naming it in
+``optimizer._target_``.
+
+Files: ``groups`` (parameter groups by name pattern), ``muon`` (Muon for matrices, AdamW for the rest).
+"""
 
 from dtrain.optimizers.muon import MuonWithAdamW
 

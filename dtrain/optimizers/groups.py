@@ -1,4 +1,4 @@
-"""Parameters by what an optimizer does with them."""
+"""Parameter groups: which parameters are trained, and which have weight decay."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-#: Stands for all parameters of fewer than two dimensions: those of norms, and biases.
+#: Pattern for all parameters with fewer than two dimensions: biases and the weights of normalisation layers.
 VECTORS = "vectors"
 
 
@@ -18,10 +18,10 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def matching(parameters: dict[str, nn.Parameter], patterns: Sequence[str]) -> set[str]:
-    """Names that match one of ``patterns`` (fnmatch), or ``VECTORS``.
+    """Names that match at least one of ``patterns``: fnmatch patterns, or ``VECTORS``.
 
     Raises:
-        ValueError: If a pattern matches no name; gives some.
+        ValueError: If a pattern matches no parameter; names some parameters.
     """
     if isinstance(patterns, str):
         raise ValueError(f"got the text {patterns!r}, want a list of patterns, such as [{VECTORS}].")
@@ -41,14 +41,14 @@ def matching(parameters: dict[str, nn.Parameter], patterns: Sequence[str]) -> se
 
 
 def decay_groups(model: nn.Module, no_decay: Sequence[str]) -> list[dict[str, Any]]:
-    """Two parameter groups: those with the optimizer's weight decay, and those with none.
+    """Two parameter groups: with the optimizer's weight decay, and without weight decay.
 
     Args:
         model: The model.
-        no_decay: Patterns of the names of the second group; ``vectors`` are norms and biases.
+        no_decay: Name patterns of parameters without weight decay; ``vectors`` for biases and normalisation layers.
 
     Returns:
-        As torch's optimizers take them; a group that would be empty is left out.
+        Groups for a torch optimizer; an empty group is left out.
 
     Raises:
         ValueError: If a pattern matches nothing.

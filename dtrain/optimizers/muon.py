@@ -1,7 +1,7 @@
-"""Muon for the matrices inside a network, AdamW for all else, as one optimizer.
+"""Muon for the matrices inside a network and AdamW for all other parameters, as one optimizer.
 
-Muon (Jordan et al. 2024) replaces the momentum of a matrix by the nearest orthogonal one. torch's own takes nothing but
-matrices, and embeddings, output layers, convolutions, norms and biases are better off with AdamW.
+Muon (Jordan et al. 2024) orthogonalises the momentum of each matrix. ``torch.optim.Muon`` accepts matrices only; embeddings,
+output layers, convolutions, normalisation layers and biases are trained with AdamW.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from dtrain.optimizers.groups import matching, trainable
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Both with the same learning rate and weight decay: Muon's updates are scaled to the size of AdamW's (Liu et al. 2025,
-    "Muon is scalable for LLM training").
+    """Muon and AdamW with the same learning rate and weight decay.
+
+    Muon's updates are scaled to the size of AdamW's (Liu et al. 2025, "Muon is scalable for LLM training").
 
     Args:
-        model: The model. Its trainable matrices, but those of ``nn.Embedding``, are Muon's.
+        model: The model. Muon trains its trainable matrices except those of ``nn.Embedding``.
         lr: Learning rate.
-        weight_decay: Of matrices; parameters of fewer than two dimensions have none.
-        momentum: Muon's.
-        betas: AdamW's.
-        adamw: Patterns (fnmatch) of the names of matrices that are AdamW's, such as ``head.*``.
+        weight_decay: Weight decay of parameters with at least two dimensions; the others have none.
+        momentum: Momentum of Muon.
+        betas: Betas of AdamW.
+        adamw: Patterns (fnmatch) of the names of matrices trained with AdamW instead, such as ``head.*``.
 
     Raises:
-        ValueError: If Muon gets no matrix, or a pattern matches nothing.
+        ValueError: If no matrix is left for Muon, or a pattern matches nothing.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             outside = name in with_adamw or id(parameter) in embeddings or parameter.dim() != 2
             (vectors if parameter.dim() < 2 else decayed if outside else inner).append(parameter)
         if not inner:
-            raise ValueError("Muon: the model has no matrix inside that it could take. Use optimizer=adamw.")
+            raise ValueError("Muon: the model has no matrix for Muon to train. Use optimizer=adamw.")
         self._muon = torch.optim.Muon(
             inner, lr=lr, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"
         )
@@ -62,14 +63,14 @@ class MuonWithAdamW(torch.optim.Optimizer):
             betas=tuple(betas),  # type: ignore[arg-type]
         )
         super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {})
-        self._share()
+        self._share_state()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """One step of both.
+        """Runs one step of Muon and AdamW.
 
         Raises:
-            ValueError: If there is a closure.
+            ValueError: If a closure is passed.
         """
         if closure is not None:
             raise ValueError("Muon: a closure is not supported. Call step() after backward().")
@@ -79,9 +80,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.load_state_dict``."""
         super().load_state_dict(state_dict)
-        self._share()
+        self._share_state()
 
-    def _share(self) -> None:
-        """Lets both work on this optimizer's groups and state, which are those that schedules and checkpoints know."""
+    def _share_state(self) -> None:
+        """Makes both use this optimizer's groups and state, which learning-rate schedules and checkpoints access."""
         self._muon.param_groups, self._adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
         self._muon.state = self._adamw.state = self.state

@@ -1,1 +1,11 @@
-"""What ``python -m dtrain.pack`` makes shards of, and how they are written: planned first, then by several processes."""
+"""Implementation of ``python -m dtrain.pack``: writes tar shards from images, arrays and text, and indexes shards.
+
+Files in reading order:
+
+* ``command``: parts of all packing commands: splits, shard sizes, the preset that is written beside the shards.
+* ``staging``: a data set while it is packed; interrupted commands resume, and shards appear only when all are written.
+* ``pool``: jobs on several processes.
+* ``images``, ``arrays``, ``text``: one file for each kind of source; ``tokenizers`` belongs to ``text``.
+* ``indexing``: ``pack index``.
+* ``standard_library``: a text corpus that every machine has, for examples and tests.
+"""

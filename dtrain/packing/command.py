@@ -1,42 +1,61 @@
-"""What the commands that pack have in common: their options, what they leave out, what they tell."""
+"""Parts of all packing commands: options, splits, shard sizes, skipped files, and the preset of the packed data.
+
+* *Shares* are the splits taken from the samples of a source: name to fraction. The samples that they leave go to the split
+  named ``prefix``.
+* *Bounds* are the positions where shards begin, int64, shape ``[shards + 1]``: shard ``n`` has the samples ``bounds[n]`` to
+  ``bounds[n + 1]``. Sizes are bytes in the tar file, with headers and padding.
+* The *preset* is a Hydra config beside the shards, so that users do not have to type ``data.fields`` on a command line.
+"""
 
 from __future__ import annotations
 
+import glob
 import json
-import os
+import shlex
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 
-from dtrain.packing.progress import progress
-from dtrain.packing.sizes import ShardSize
-from dtrain.packing.unfinished import BadFile, Make, Unfinished, Written
+from dtrain.data.writer import balanced_sizes
+from dtrain.distributed.atomic import replace_file
+from dtrain.distributed.world import process_cpu_count
+from dtrain.packing.staging import BadFile, SampleProducer, StagedDataset, Written
+from dtrain.tracking.console import progress
 
-# Less than this is written sooner than another process has started.
+#: Model and task for the printed training command where only the user can choose them.
+USERS_MODEL_AND_TASK = "model=YOURS task=YOURS"
+
+# For less than this, starting another process takes longer than writing the data.
 _BYTES_PER_PROCESS = 64 << 20
-#: At the end of the command that trains, where only the user knows.
-YOUR_OWN = "model=YOURS task=YOURS"
+_TAR_BLOCK = 512
+_PRESET = Path("conf/data/packed.yaml")
+# Split names that become `data.eval` of the preset, in order of priority.
+_EVAL_SPLITS = ("val", "valid", "validation", "test")
 
 
-class Command:
+class PackCommand:
     """One packing command while it runs.
 
     Args:
-        options: As parsed; those that all packing commands have.
-        default_size: Of the shards.
-        console: For progress and what is left out.
+        options: The parsed command line; only options that all packing commands have are read.
+        default_size: Shard size if the user gives none.
+        console: Where progress and skipped files are shown.
 
     Attributes:
         destination: Folder of the shards.
-        prefix: Name of the split that gets what the others leave.
-        shares: The others: name to share.
-        size: Of the shards.
-        bad_files: How many were left out before writing began.
+        prefix: Name of the split that gets all samples that no other split takes.
+        shares: Name to fraction of each other split.
+        size: Shard size.
+        skipped: Number of files skipped before writing began.
+
+    Raises:
+        ValueError: If ``--processes`` is less than 1.
     """
 
     def __init__(self, options: Namespace, default_size: ShardSize, console: Console) -> None:
@@ -45,19 +64,19 @@ class Command:
         self.shares: dict[str, float] = dict(options.split)
         if options.val is not None:
             self.shares["val"] = options.val
-        asked = options.shards, options.samples_per_shard, options.shard_mb
-        self.size = default_size if asked == (None, None, None) else ShardSize(*asked)
-        self.bad_files = 0
+        size = options.shards, options.samples_per_shard, options.shard_mb
+        self.size = default_size if size == (None, None, None) else ShardSize(*size)
+        self.skipped = 0
         if options.processes is not None and options.processes < 1:
             raise ValueError(f"--processes {options.processes}: want at least 1.")
         self._processes: int | None = options.processes
         self._seed: int = options.seed
         self._skip_bad: bool = getattr(options, "bad", "error") == "skip"
         self._console = console
-        self._began = time.perf_counter()
+        self._started = time.perf_counter()
 
     def plan(self, **facts: Any) -> dict[str, Any]:
-        """All that decides the shards' bytes: ``facts`` and the common options."""
+        """Everything that determines the bytes of the shards: ``facts`` and the common options."""
         return {
             **facts,
             "prefix": self.prefix,
@@ -66,40 +85,178 @@ class Command:
             "shard_size": {name: value for name, value in vars(self.size).items() if value is not None},
         }
 
-    def on_bad(self, path: Path, reason: str) -> None:
-        """Tells of a file that is left out.
+    def on_bad_file(self, path: Path, reason: str) -> None:
+        """Counts and prints a file that is skipped.
 
         Raises:
-            BadFile: If none is to be.
+            BadFile: If ``--bad skip`` was not given.
         """
         if not self._skip_bad:
             raise BadFile(path, reason)
-        self.bad_files += 1
-        self._tell_left_out(f"left out {path}: {reason}")
+        self.skipped += 1
+        self._print_skipped(f"skipped {path}: {reason}")
 
     def processes(self, work: int) -> int:
-        """How many to use for as much work as writing so many bytes."""
+        """Number of processes to use for work that takes as long as writing ``work`` bytes."""
         if self._processes is not None:
             return self._processes
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return max(min(cores, work // _BYTES_PER_PROCESS), 1)
+        return max(min(process_cpu_count(), work // _BYTES_PER_PROCESS), 1)
 
     def write(
-        self, work: Unfinished, split: str, cut: np.ndarray, make: Callable[[int, int], Make], total_bytes: int
+        self,
+        dataset: StagedDataset,
+        split: str,
+        bounds: np.ndarray,
+        make_producer: Callable[[int, int], SampleProducer],
+        total_bytes: int,
     ) -> Written:
-        """``Unfinished.write`` with a progress bar."""
-        with progress(self._console, f"{split} samples", int(cut[-1])) as tick:
+        """``StagedDataset.write`` with a progress bar."""
+        with progress(self._console, f"{split} samples", int(bounds[-1])) as on_progress:
             processes = self.processes(total_bytes)
-            return work.write(split, cut, make, processes, tick, self._tell_left_out, self._skip_bad)
+            return dataset.write(
+                split, bounds, make_producer, processes, on_progress, self._print_skipped, self._skip_bad
+            )
 
-    def summarise(self, written: Mapping[str, Written], *more: str) -> None:
-        """Prints what was written, and how long it took."""
+    def print_summary(self, written: Mapping[str, Written], *more: str) -> None:
+        """Prints samples and shards of each split, further facts, and the duration."""
         for split, its in written.items():
             print(f"{self.destination}/{split}-*.tar: samples: {its.samples:,}, shards: {its.shards:,}")
-        print(", ".join([*more, f"{time.perf_counter() - self._began:.1f} s"]))
+        print(", ".join([*more, f"{time.perf_counter() - self._started:.1f} s"]))
 
-    def _tell_left_out(self, line: str) -> None:
+    def _print_skipped(self, line: str) -> None:
         self._console.print(line, markup=False)
+
+
+@dataclass(frozen=True)
+class ShardSize:
+    """Shard size as the user gave it; exactly one attribute is set.
+
+    Attributes:
+        shards: Number of shards of each split.
+        samples: Maximum number of samples in a shard.
+        megabytes: Approximate size of a shard in million bytes; samples are never cut.
+    """
+
+    shards: int | None = None
+    samples: int | None = None
+    megabytes: float | None = None
+
+    def bounds(self, count: int, sample_bytes: np.ndarray | int) -> np.ndarray:
+        """Where the shards of a split begin.
+
+        Shards differ by at most one sample; with ``megabytes`` by about the bytes of one sample.
+
+        Args:
+            count: Number of samples of the split.
+            sample_bytes: Size of each sample in a tar file, int64, shape ``[count]``, or one size for all samples.
+
+        Returns:
+            The bounds, int64, shape ``[shards + 1]``.
+
+        Raises:
+            ValueError: If the size is not positive, or there are fewer samples than shards.
+        """
+        if self.megabytes is None:
+            return _cumulative(balanced_sizes(count, shards=self.shards, per_shard=self.samples))
+        if not self.megabytes > 0:
+            raise ValueError(f"--shard-mb {self.megabytes}: want more than 0.")
+        if isinstance(sample_bytes, int):
+            shards = -(-count * sample_bytes // round(self.megabytes * 1e6))
+            return _cumulative(balanced_sizes(count, shards=min(max(shards, 1), max(count, 1))))
+        ends = np.cumsum(sample_bytes)
+        total = int(ends[-1]) if count else 0
+        shards = max(-(-total // round(self.megabytes * 1e6)), 1)
+        inner = np.searchsorted(ends, np.arange(1, shards) * (total / shards))
+        # np.unique, because a sample larger than a shard would otherwise be followed by empty shards.
+        return np.unique(np.concatenate([[0], inner, [count]])).astype(np.int64)
+
+
+def _cumulative(sizes: list[int]) -> np.ndarray:
+    return np.cumsum([0, *sizes], dtype=np.int64)
+
+
+def tar_bytes(payload: np.ndarray | int) -> np.ndarray | int:
+    """Size of a tar member with a payload of so many bytes: header, payload and padding."""
+    return _TAR_BLOCK + -(-payload // _TAR_BLOCK) * _TAR_BLOCK
+
+
+def check_shares(prefix: str, shares: Mapping[str, float]) -> None:
+    """Checks the splits of a command.
+
+    Raises:
+        ValueError: If a share is not positive, the shares leave nothing for ``prefix``, or ``prefix`` has a share.
+    """
+    if not 0 <= sum(shares.values()) < 1 or not all(share > 0 for share in shares.values()) or prefix in shares:
+        raise ValueError(
+            f"splits {dict(shares)} and {prefix!r}: want different names, and shares above 0 that sum to less than 1."
+        )
+
+
+def permutation(count: int, seed: int | list[int]) -> np.ndarray:
+    """The numbers below ``count`` in random order, int64, shape ``[count]``."""
+    # RandomState, because its sequence is the same in all numpy versions; that of default_rng may change.
+    return np.random.RandomState(seed).permutation(count)
+
+
+def assign_to_splits(shuffled: np.ndarray, prefix: str, shares: Mapping[str, float]) -> dict[str, np.ndarray]:
+    """Assigns each sample to one split.
+
+    Args:
+        shuffled: Numbers of the samples in random order, int64, shape ``[samples]``.
+        prefix: Name of the split that gets the samples that the shares leave.
+        shares: Name to fraction of each other split.
+
+    Returns:
+        The sample numbers of each split, int64, sorted.
+    """
+    assigned, start = {}, 0
+    for name, share in shares.items():
+        count = round(share * len(shuffled))
+        assigned[name] = np.sort(shuffled[start : start + count])
+        start += count
+    return {prefix: np.sort(shuffled[start:]), **assigned}
+
+
+def write_preset(destination: Path, fields: Mapping[str, Mapping[str, Any]]) -> None:
+    """Writes ``conf/data/packed.yaml`` with the shards of a folder and their fields, and prints the fields.
+
+    Args:
+        destination: Folder of the shards.
+        fields: The value of ``data.fields``.
+    """
+    splits = sorted({path.name.rpartition("-")[0] for path in destination.glob("*-??????.tar")})
+    train = "train" if "train" in splits else splits[0]
+    evaluated = next((name for name in _EVAL_SPLITS if name in splits and name != train), None)
+    folder = destination.resolve()
+    shards = glob.escape(str(folder))
+    # JSON is valid YAML, and it quotes any character that a path can have.
+    lines = [
+        f"# {', '.join(splits)}: written by `python -m dtrain.pack`. Use: --config-dir {folder / 'conf'} data=packed",
+        f"train: {json.dumps(f'{shards}/{train}-*.tar')}",
+        f"eval: {json.dumps(f'{shards}/{evaluated}-*.tar' if evaluated else None)}",
+        "fields:",
+        *(f"  {json.dumps(extension)}: {_as_yaml(options)}" for extension, options in fields.items()),
+        "num_workers: 2",
+    ]
+    path = destination / _PRESET
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replace_file(path) as file:
+        file.write("\n".join([*lines, ""]).encode())
+    print(f"data.fields, in {path}:")
+    print("\n".join(f"  {extension}: {_as_yaml(options)}" for extension, options in fields.items()))
+
+
+def print_train_command(destination: Path, model_and_task: str) -> None:
+    """Prints the command that trains on the packed data."""
+    print("to train on these shards:")
+    print(
+        f"  torchrun --standalone --nproc-per-node=2 -m dtrain.train --config-dir "
+        f"{shlex.quote(str(destination / 'conf'))} data=packed {model_and_task} train.max_epochs=1"
+    )
+
+
+def _as_yaml(options: Mapping[str, Any]) -> str:
+    return f"{{{', '.join(f'{name}: {value}' for name, value in options.items())}}}"
 
 
 def as_json(value: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""``python -m dtrain.pack index``: where every sample of many shards lies, found ahead of training."""
+"""``python -m dtrain.pack index``: indexes shards before training does."""
 
 from __future__ import annotations
 
@@ -12,38 +12,27 @@ from functools import partial
 import numpy as np
 from rich.console import Console
 
-from dtrain.data import index_store, shards
-from dtrain.data.shard_error import ShardError
-from dtrain.data.urls import shown
-from dtrain.packing.progress import progress
-from dtrain.packing.workers import Tick, run
+from dtrain.data import shard_index, shards
+from dtrain.data.shard_file import redacted
+from dtrain.data.tar import ShardError
+from dtrain.packing.pool import OnProgress, run
+from dtrain.tracking.console import progress
 
-# Starting another process takes as long as indexing some dozens of shards.
+# Starting another process takes about as long as indexing this many shards.
 _SHARDS_PER_PROCESS = 64
 _SHARDS_PER_JOB = 8
 
 
-@dataclass(frozen=True)
-class _Looked:
-    """What is told of a shard: little enough to come from another process."""
-
-    samples: int = 0
-    payload: int = 0
-    members: Mapping[str, int] = field(default_factory=dict)
-    doubts: tuple[str, ...] = ()
-    error: str = ""
-
-
-def index(patterns: Sequence[str], processes: int | None, console: Console) -> None:
-    """Indexes shards and prints what they hold.
+def index_shards(patterns: Sequence[str], processes: int | None, console: Console) -> None:
+    """Runs ``pack index PATTERN...``: indexes shards and prints a summary of their contents.
 
     Args:
-        patterns: As ``dtrain.data.shards.expand`` takes them.
-        processes: How many look at shards; None chooses by their number.
-        console: For progress and what is damaged.
+        patterns: Paths, globs and brace patterns, as ``dtrain.data.shards.expand`` takes them.
+        processes: Number of processes; None chooses it by the number of shards.
+        console: Where progress, warnings and errors are shown.
 
     Raises:
-        ValueError: If a pattern matches nothing, or shards are damaged, once all were looked at.
+        ValueError: If a pattern matches nothing, or shards are damaged; raised after all shards were read.
         OSError: If a shard cannot be read.
     """
     paths = shards.expand(patterns)
@@ -53,39 +42,50 @@ def index(patterns: Sequence[str], processes: int | None, console: Console) -> N
         raise ValueError(f"--processes {processes}: want at least 1.")
     start = time.perf_counter()
     samples, payload, damaged, members = 0, 0, 0, Counter[str]()
-    jobs = (partial(_look, paths[first : first + _SHARDS_PER_JOB]) for first in range(0, len(paths), _SHARDS_PER_JOB))
-    with progress(console, "shards", len(paths)) as tick:
-        looks = (looked for some in run(jobs, processes, tick) for looked in some)
-        for path, looked in zip(paths, looks, strict=True):
-            samples += looked.samples
-            payload += looked.payload
-            members.update(looked.members)
-            for doubt in looked.doubts:
-                console.print(f"shard {shown(path)!r}: {doubt}", markup=False)
-            if looked.error:
+    jobs = (partial(_index, paths[first : first + _SHARDS_PER_JOB]) for first in range(0, len(paths), _SHARDS_PER_JOB))
+    with progress(console, "shards", len(paths)) as on_progress:
+        contents = (content for results in run(jobs, processes, on_progress) for content in results)
+        for path, content in zip(paths, contents, strict=True):
+            samples += content.samples
+            payload += content.payload
+            members.update(content.members)
+            for warning in content.warnings:
+                console.print(f"shard {redacted(path)!r}: {warning}", markup=False)
+            if content.error:
                 damaged += 1
-                console.print(f"pack: error: {looked.error}", markup=False)
+                console.print(f"pack: error: {content.error}", markup=False)
     seconds = time.perf_counter() - start
     print(f"shards: {len(paths):,}, samples: {samples:,}, {payload / 1e9:,.3f} GB")
     print(", ".join(f"{extension} {count:,}" for extension, count in members.most_common()))
     print(f"{seconds:.1f} s, {members.total() / seconds:,.0f} members/s")
     if damaged:
-        raise ValueError(f"{damaged} of {len(paths)} shards are damaged; they were named above.")
+        raise ValueError(f"{damaged} of {len(paths)} shards are damaged; they are listed above.")
 
 
-def _look(paths: Sequence[str], tick: Tick) -> list[_Looked]:
-    looked = []
+@dataclass(frozen=True)
+class _ShardContent:
+    """Summary of one shard; small, because it is sent between processes."""
+
+    samples: int = 0
+    payload: int = 0  # bytes
+    members: Mapping[str, int] = field(default_factory=dict)  # extension to number of members
+    warnings: tuple[str, ...] = ()
+    error: str = ""
+
+
+def _index(paths: Sequence[str], on_progress: OnProgress) -> list[_ShardContent]:
+    contents = []
     for path in paths:
-        looked.append(_look_at(path))
-        tick(1)
-    return looked
+        contents.append(_index_one(path))
+        on_progress(1)
+    return contents
 
 
-def _look_at(path: str) -> _Looked:
+def _index_one(path: str) -> _ShardContent:
     try:
-        index = index_store.load_or_build(path)
+        index = shard_index.load_or_build(path)
     except ShardError as error:
-        return _Looked(error=str(error))
+        return _ShardContent(error=str(error))
     counts = np.bincount(index.member_extension, minlength=len(index.extensions)).tolist()
     members = dict(zip(index.extensions, counts, strict=True))
-    return _Looked(index.num_samples, int(index.member_size.sum()), members, tuple(index.doubts))
+    return _ShardContent(index.num_samples, int(index.member_size.sum()), members, tuple(index.doubts))

@@ -1,4 +1,4 @@
-"""The Python standard library's own source as a corpus: some megabytes of real text on every machine, without a download."""
+"""The source code of the Python standard library as a text corpus: a few megabytes that every machine has."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from pathlib import Path
 
 from dtrain.config.cache_dir import cache_dir
 
-#: Bytes that a row predicts.
+#: Number of targets of a row; a token is a byte.
 LENGTH = 256
-_NOT_THE_LIBRARY = ("site-packages", "dist-packages", "test")
+_EXCLUDED = ("site-packages", "dist-packages", "test")
 
 
 def prepare(directory: str | None = None) -> None:
-    """Packs ``train-*.tar`` and ``val-*.tar`` with ``python -m dtrain.pack text`` unless they are there: rows of bytes.
+    """Packs the library as rows of bytes with ``python -m dtrain.pack text``, unless the shards exist.
 
-    A hundredth of the files is held out. What the library holds differs a little between versions of Python.
+    The split ``val`` gets one percent of the files, ``train`` all others. The text differs slightly between versions of
+    Python.
 
     Args:
-        directory: Where to; None is ``standard_library`` in dtrain's cache directory.
+        directory: Folder of the shards; None is ``standard_library`` in dtrain's cache directory.
 
     Raises:
-        FileNotFoundError: If this Python has no source files.
-        OSError: If packing fails; says why.
+        FileNotFoundError: If this Python was installed without source files.
+        OSError: If packing fails; the message holds the reason.
     """
     folder = Path(directory or cache_dir() / "standard_library")
     if (folder / "dataset.json").exists():
@@ -39,18 +40,18 @@ def prepare(directory: str | None = None) -> None:
 
 
 def _sources() -> list[str]:
-    """The library's modules, and its packages without their tests."""
+    """Glob patterns of the modules and packages of the library, without its tests."""
     library = Path(sysconfig.get_path("stdlib"))
     packages = [
         entry
         for entry in sorted(os.listdir(library))
-        if entry not in _NOT_THE_LIBRARY and (library / entry / "__init__.py").exists()
+        if entry not in _EXCLUDED and (library / entry / "__init__.py").exists()
     ]
     patterns = [str(library / "*.py"), *(str(library / package / "**/*.py") for package in packages)]
     sources = [pattern for pattern in patterns if glob.glob(pattern, recursive=True)]
     if not sources:
         raise FileNotFoundError(
-            f"{library} has no source files. Install those of this Python, or pack a text of your own: python -m dtrain.pack "
-            "text SRC DST."
+            f"{library} has no source files. Install a Python with its standard library, or pack another text: python -m "
+            "dtrain.pack text SRC DST --length N."
         )
     return sources

@@ -1,90 +1,83 @@
-"""Text to tokens: bytes, which need nothing, or the vocabularies of tiktoken and of Hugging Face's tokenizers."""
+"""Tokenizers: bytes, which need no package, and the vocabularies of tiktoken and of Hugging Face's tokenizers."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+# Usual names of the end-of-text token, in order of priority.
+_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
-@dataclass(frozen=True)
 class Tokenizer:
-    """A vocabulary.
+    """A tokenizer; pickled as its specification, without the vocabulary.
 
     Args:
         spec: ``bytes``, ``tiktoken:NAME`` or ``tokenizers:FILE``.
-        end: Name of the token that ends a document, for a file that calls it otherwise than most do.
+        end_token: Name of the end-of-text token, for a ``tokenizers:FILE`` that has none of the usual names.
 
     Attributes:
-        vocab_size: Tokens are below it.
-        end_of_text: The token that ends a document.
-        identity: Tells this vocabulary from others, wherever its file lies.
+        vocab_size: Size of the vocabulary; every token is below it.
+        end_of_text: The token that follows each document.
+        identity: The specification; for a file, a hash of its content instead of its path.
 
     Raises:
-        ValueError: If there is no such tokenizer.
-        ModuleNotFoundError: If its package is missing; says what to install.
-        OSError: If its file cannot be read.
+        ValueError: If the specification is invalid, or the vocabulary has no end-of-text token.
+        ModuleNotFoundError: If the package of the tokenizer is missing; names the pip command.
+        OSError: If the vocabulary cannot be read.
     """
 
-    spec: str
-    end: str | None = None
-    vocab_size: int = field(init=False)
-    end_of_text: int = field(init=False)
-    identity: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        kind, _, name = self.spec.partition(":")
-        if self.spec == "bytes":
-            facts: tuple[int, int, str] = 257, 256, "bytes"
-        elif kind == "tiktoken" and name:
-            encoding = _tiktoken(name)
-            facts = encoding.n_vocab, encoding.eot_token, self.spec
-        elif kind == "tokenizers" and name:
-            facts = self._of_file(name)
+    def __init__(self, spec: str, end_token: str | None = None) -> None:
+        self._spec = spec
+        self._kind, _, self._name = spec.partition(":")
+        self.vocab_size: int
+        self.end_of_text: int
+        self.identity: str
+        if spec == "bytes":
+            self.vocab_size, self.end_of_text, self.identity = 257, 256, spec
+        elif self._kind == "tiktoken" and self._name:
+            encoding = _tiktoken(self._name)
+            self.vocab_size, self.end_of_text, self.identity = encoding.n_vocab, encoding.eot_token, spec
+        elif self._kind == "tokenizers" and self._name:
+            vocabulary = _from_file(self._name).get_vocab(with_added_tokens=True)
+            self.vocab_size = max(vocabulary.values()) + 1
+            self.end_of_text = self._find_end(vocabulary, [end_token] if end_token else _END_OF_TEXT)
+            self.identity = f"tokenizers:{hashlib.sha256(Path(self._name).read_bytes()).hexdigest()[:16]}"
         else:
-            raise ValueError(f"--tokenizer {self.spec!r}: want bytes, tiktoken:NAME (such as gpt2) or tokenizers:FILE.")
-        for attribute, value in zip(("vocab_size", "end_of_text", "identity"), facts, strict=True):
-            object.__setattr__(self, attribute, value)
+            raise ValueError(f"--tokenizer {spec!r}: want bytes, tiktoken:NAME (such as gpt2) or tokenizers:FILE.")
 
     @property
     def dtype(self) -> str:
-        """The smallest raw dtype that holds all tokens."""
+        """The smallest dtype for all tokens: ``uint16`` or ``uint32``."""
         return "uint16" if self.vocab_size <= 1 << 16 else "uint32"
 
     def encode(self, text: str) -> np.ndarray:
-        """The tokens of a text, ``[tokens]`` of ``dtype``; what looks like a special token is text."""
-        kind, _, name = self.spec.partition(":")
+        """The tokens of a text, shape ``[tokens]``; names of special tokens in it are encoded as plain text."""
         tokens: Sequence[int] | np.ndarray
-        if kind == "bytes":
+        if self._kind == "bytes":
             tokens = np.frombuffer(text.encode(), np.uint8)
-        elif kind == "tiktoken":
-            tokens = _tiktoken(name).encode_ordinary(text)
+        elif self._kind == "tiktoken":
+            tokens = _tiktoken(self._name).encode_ordinary(text)
         else:
-            tokens = _from_file(name).encode(text, add_special_tokens=False).ids
+            tokens = _from_file(self._name).encode(text, add_special_tokens=False).ids
         return np.asarray(tokens, self.dtype)
 
-    def _of_file(self, name: str) -> tuple[int, int, str]:
-        tokenizer = _from_file(name)
-        ends = [self.end] if self.end else _ENDS
-        known = [token for token in ends if tokenizer.token_to_id(token) is not None]
+    def _find_end(self, vocabulary: Mapping[str, int], names: Sequence[str]) -> int:
+        known = [name for name in names if name in vocabulary]
         if not known:
             raise ValueError(
-                f"--tokenizer {self.spec!r} has no token {' or '.join(ends)}. Name the one that ends a document: "
+                f"--tokenizer {self._spec!r} has no token {' or '.join(names)}. Name its token that ends a document: "
                 "--end-of-text TOKEN."
             )
-        size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        digest = hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16]
-        return size, tokenizer.token_to_id(known[0]), f"tokenizers:{digest}"
+        return vocabulary[known[0]]
 
 
-# Kept, because a worker encodes many pieces and building one takes seconds.
+# Cached, because a worker encodes many pieces, and loading a vocabulary takes seconds.
 @functools.cache
 def _tiktoken(name: str) -> Any:
     try:
@@ -95,8 +88,8 @@ def _tiktoken(name: str) -> Any:
         return tiktoken.get_encoding(name)
     except OSError as error:
         raise OSError(
-            f"--tokenizer tiktoken:{name}: its vocabulary is not on this machine and cannot be downloaded ({error}). Set "
-            "TIKTOKEN_CACHE_DIR to a folder that has it."
+            f"--tokenizer tiktoken:{name}: the vocabulary is not on this machine and cannot be downloaded ({error}). Set "
+            "TIKTOKEN_CACHE_DIR to a folder that holds it."
         ) from error
 
 
@@ -109,7 +102,7 @@ def _from_file(name: str) -> Any:
     content = Path(name).read_text("utf-8")
     try:
         return tokenizers.Tokenizer.from_str(content)
-    except Exception as error:  # its Rust core raises nothing narrower
+    except Exception as error:  # the Rust library raises plain Exception
         raise ValueError(f"--tokenizer tokenizers:{name}: not a tokenizer.json: {error}.") from error
 
 

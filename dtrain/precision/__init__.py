@@ -1,4 +1,18 @@
-"""Precision: one policy object, the cross-rank gradient scaler, the vote."""
+"""Precision: a run computes in fp32, tf32, bf16 or fp16, and all its ranks skip the same steps.
+
+In reading order:
+
+* ``policy``: transfer dtypes, autocast, loss scaling and hardware checks of each precision; modules that stay in fp32.
+* ``loss_scale``: the dynamic loss scale of fp16.
+* ``gradients``: the gradients of one rank: their list and their norm; checking and unscaling for ``grad_scaler``.
+* ``vote``: one all-reduce of control data per step, after which all ranks take the same decision.
+* ``grad_scaler``: skips on all ranks alike in hand-written training loops; replaces ``torch.amp.GradScaler``.
+* ``comm_hooks``: the dtype in which DDP reduces gradients; a guard around users' communication hooks.
+* ``skip_diagnosis``: names the module, parameter and sample that caused a series of skipped steps.
+* ``autocast_check``: names the modules of an fp32 run that compute in 16 bits.
+* ``kernels``, ``modules``: helpers: private torch operators behind a self-test, and walks over modules.
+* ``audit``: for ``doctor numerics``: dtypes, FLOPs and value ranges of every module, and advised settings.
+"""
 
 from dtrain.precision.grad_scaler import CrossRankGradScaler
 from dtrain.precision.policy import Precision

@@ -1,12 +1,13 @@
-"""What DDP's all-reduce of gradients carries: another dtype, or whatever a hook of the user's makes of them.
+"""How DDP all-reduces gradients: in another dtype, or by a user's communication hook.
 
-* The *wire dtype* is what travels. Gradients are divided by the number of ranks before they are cast, so that the wire
-  holds nothing larger than their mean, and come back in their own dtype.
-* A *hook* is a DDP communication hook, ``hook(state, bucket) -> Future``. One that compresses may lose an infinity, or
-  remember it for ever, so a guard looks at the gradients before the hook does.
+* The *reduce dtype* is the dtype in which gradients are summed over the ranks. They are divided by the number of ranks
+  before they are cast to it, so that nothing larger than their mean has to fit, and are cast back afterwards.
+* A *hook* is a DDP communication hook, ``hook(state, bucket) -> Future``. A compressing hook may hide an infinity from the
+  overflow check, or keep it in its state for all later steps. ``HookGuard`` therefore checks the gradients before
+  the hook gets them.
 """
 
-# Annotations have to be objects here: DDP compares those of a hook with its own, and a string is none of them.
+# No `from __future__ import annotations`: DDP compares a hook's annotations with types, and strings would not be equal.
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtrain.config.errors import ConfigError
 
-#: What ``parallel.comm_dtype`` may be.
-COMM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: The values of ``parallel.reduce_dtype``.
+REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 
@@ -29,52 +30,58 @@ Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 def reduce_in(model: DistributedDataParallel, dtype: torch.dtype) -> None:
     """Makes ``model`` average its gradients in ``dtype``, on any backend.
 
-    * ``float32`` is at least that: gradients of 16 bits are averaged in fp32, those of 64 bits in fp64.
-    * ``bfloat16`` halves the bytes and keeps 8 bits of each gradient. Its range is that of fp32: nothing overflows.
+    * ``float32`` is a lower bound: 16-bit gradients are averaged in fp32, 64-bit ones in fp64.
+    * ``bfloat16`` halves the bytes and keeps 8 bits of each mantissa. It has the range of fp32, so nothing overflows.
     * ``float16`` halves the bytes and keeps 11 bits. A scaled gradient whose mean is above 65504 becomes infinite on
-      every rank, so that the loss scale settles below ``65504 / largest gradient`` for the whole run; without a loss
-      scale, gradients below 6e-8 become zero. Prefer bf16 unless the three bits matter.
+      every rank, so the loss scale stays below ``65504 / largest gradient`` for the whole run. Without a loss scale,
+      gradients below 6e-8 become zero. Prefer bf16 unless the three bits matter.
 
-    torch's ``fp16_compress_hook`` casts first, so that it overflows ``world size`` times earlier, and its
-    ``bf16_compress_hook`` refuses gloo.
+    torch's own hooks differ: ``fp16_compress_hook`` casts before it divides, so it overflows ``world size`` times
+    earlier, and ``bf16_compress_hook`` refuses gloo.
+
+    Args:
+        model: The wrapped model.
+        dtype: One of ``REDUCE_DTYPES``.
 
     Raises:
         ConfigError: If a parameter is complex and ``dtype`` has 16 bits.
     """
     trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     if dtype != torch.float32 and any(own.is_complex for own in trained):
-        raise ConfigError(f"parallel.comm_dtype: a parameter is complex and has no form in {dtype}. Leave it at fp32.")
-    if any(_on_wire(own, dtype) != own for own in trained):
-        model.register_comm_hook(_Wire(dtype, model.process_group), _average)
+        raise ConfigError(
+            f"parallel.reduce_dtype: a parameter is complex and cannot be reduced in {dtype}. Leave it at fp32."
+        )
+    if any(_reduced_dtype(own, dtype) != own for own in trained):
+        model.register_comm_hook(_ReduceDtype(dtype, model.process_group), _cast_for_reduce)
 
 
 def bytes_per_step(model: DistributedDataParallel, dtype: torch.dtype) -> int:
-    """Bytes that DDP has all ranks agree on in a step: gradients in the wire dtype, and buffers that it broadcasts.
+    """Bytes that DDP communicates per step: gradients in the reduce dtype, and the buffers that it broadcasts.
 
-    Each number is counted once. A ring sends and receives ``2 (ranks - 1) / ranks`` times that on every rank.
+    Each value is counted once. A ring all-reduce sends and receives ``2 (ranks - 1) / ranks`` times as much on every rank.
 
     Args:
         model: The wrapped model.
-        dtype: As for ``reduce_in``; a hook of the user's may send less.
+        dtype: As for ``reduce_in``; a user's hook may send less.
     """
     ignored = set(model.parameters_to_ignore)
     trained = (p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored)
-    gradients = sum(p.numel() * _on_wire(p.dtype, dtype).itemsize for p in trained)
+    gradients = sum(p.numel() * _reduced_dtype(p.dtype, dtype).itemsize for p in trained)
     return gradients + (sum(buffer.nbytes for buffer in model.modules_buffers) if model.broadcast_buffers else 0)
 
 
 class HookGuard:
-    """Registers a user's hook with ``model`` and looks at the gradients before the hook gets them.
+    """Registers a user's communication hook with ``model`` and checks the gradients before the hook gets them.
 
-    What is not finite is noted and replaced by zero: the hook's memory stays clean on every rank, and the step is
-    skipped for what was noted.
+    Values that are not finite set a flag, for which the step is skipped, and are replaced by zero, so that the state of
+    the hook stays finite on every rank.
 
     Args:
         model: The wrapped model.
         hook: A DDP communication hook.
-        state: Its first argument. If the state remembers what a skipped step left (error feedback), it may have a
-            method ``forget(skip)`` that drops it where ``skip`` (bool tensor, shape ``[]``, on the device) is true;
-            torch's ``PowerSGDState`` needs none.
+        state: Its first argument. A state that accumulates something of skipped steps (error feedback) may have a method
+            ``forget(skip)`` that drops it where ``skip`` (bool tensor, shape ``[]``, on the device) is true. torch's
+            ``PowerSGDState`` is handled without one.
     """
 
     def __init__(self, model: DistributedDataParallel, hook: Hook, state: Any = None) -> None:
@@ -85,16 +92,16 @@ class HookGuard:
         model.register_comm_hook(state, self._checked)
 
     def flag(self) -> Tensor:
-        """Whether this rank's gradients were not finite since it was last asked; bool, shape ``[]``, on the device."""
+        """Whether this rank's gradients were not finite since the last call: bool, shape ``[]``, on the device."""
         bad, self._bad = self._bad, torch.zeros_like(self._bad)
         return bad
 
     @torch.no_grad()
     def reset(self, skip: Tensor) -> None:
-        """Makes the hook forget the gradients of a skipped step; the same on every rank, without waiting for the device.
+        """Drops from the hook's state what a skipped step left there; does not wait for the device.
 
         Args:
-            skip: bool, shape ``[]``.
+            skip: bool, shape ``[]``; equal on all ranks.
         """
         if isinstance(self._state, PowerSGDState):
             self._reset_power_sgd(self._state, skip)
@@ -103,21 +110,22 @@ class HookGuard:
 
     def _checked(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         gradients = bucket.buffer()
-        # The largest magnitude is NaN if one of them is.
+        # The inf-norm is NaN if any gradient is.
         self._bad = self._bad | ~torch.linalg.vector_norm(gradients, torch.inf).isfinite()
         torch.nan_to_num_(gradients, nan=0.0, posinf=0.0, neginf=0.0)
         future = self._hook(state, bucket)
         if gradients.device.type == "cpu":
-            # gloo runs callbacks in threads of its own: the collectives that they start, as PowerSGD's do, would meet
-            # those of the next bucket in another order on each rank.
+            # gloo runs callbacks in its own threads. Collectives that they start, as PowerSGD's do, could be matched with
+            # those of the next bucket, in a different order on each rank.
             future.wait()
         return future
 
     def _reset_power_sgd(self, state: PowerSGDState, skip: Tensor) -> None:
-        # The error of a gradient that was never applied, at a scale that is not the next one's.
+        # The error feedback belongs to a gradient that was not applied, and to a loss scale that will change.
         for error in state.error_dict.values():
             error.masked_fill_(skip, 0)
-        # Finite gradients whose product overflowed leave a Q that every later step starts from. P is made of Q.
+        # Finite gradients whose product overflowed leave a Q that is not finite, from which every later step would start.
+        # P is computed from Q.
         for number, factor in state.q_memory_dict.items():
             if number not in self._starts or self._starts[number].shape != factor.shape:
                 generator = torch.Generator().manual_seed(number)
@@ -126,22 +134,23 @@ class HookGuard:
 
 
 @dataclass(frozen=True)
-class _Wire:
+class _ReduceDtype:
     dtype: torch.dtype
     group: dist.ProcessGroup
 
 
-def _on_wire(own: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+def _reduced_dtype(own: torch.dtype, dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(own, dtype) if dtype == torch.float32 else dtype
 
 
-def _average(wire: _Wire, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _cast_for_reduce(reduce: _ReduceDtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     gradients = bucket.buffer()
-    dtype = _on_wire(gradients.dtype, wire.dtype)
+    dtype = _reduced_dtype(gradients.dtype, reduce.dtype)
     exact = gradients.to(torch.promote_types(gradients.dtype, dtype))
-    message = exact.div_(wire.group.size()).to(dtype)
+    # Divided before the cast: a mean that fits the dtype must not overflow as a sum.
+    message = exact.div_(reduce.group.size()).to(dtype)
 
-    def arrived(reduced: torch.futures.Future[list[Tensor]]) -> Tensor:
+    def cast_back(reduced: torch.futures.Future[list[Tensor]]) -> Tensor:
         return gradients.copy_(reduced.value()[0])
 
-    return dist.all_reduce(message, group=wire.group, async_op=True).get_future().then(arrived)
+    return dist.all_reduce(message, group=reduce.group, async_op=True).get_future().then(cast_back)

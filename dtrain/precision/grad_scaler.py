@@ -1,12 +1,15 @@
-"""A gradient scaler whose inf checks are all-reduced, so that every rank skips the same steps.
+"""A gradient scaler whose overflow checks are all-reduced, so that every rank skips the same steps.
 
-``torch.amp.GradScaler`` has no collective: as soon as a gradient is not averaged by DDP (parameters outside its
-buckets, sharded gradients, several optimizers, local SGD), one rank skips a step that another takes, their scales drift
-apart, and gradients of different scale are averaged. Here each optimizer's local 0/1 flag is summed over the process
-group and every rank acts on ``sum > 0``. The methods and state keys are those of ``torch.amp.GradScaler``.
+``torch.amp.GradScaler`` has no collective. As soon as a gradient is not averaged by DDP (parameters outside its buckets,
+sharded gradients, several optimizers, local SGD), one rank skips a step that another takes, their scales drift apart, and
+gradients of different scale are averaged. ``CrossRankGradScaler`` has the same methods and state keys, and sums the
+overflow flags of all ranks before each optimizer step.
 
-* A *round* is what one optimizer goes through between two updates: unscaled, then stepped.
-* A *flag* is this rank's finding, exactly 0.0 or 1.0; the *decision* is what the ranks make of their flags.
+* The *flag* of a rank is 1.0 if one of its gradients is not finite, else 0.0. The *decision* is 1.0 if any rank's flag is.
+* A *round* of an optimizer lasts from one ``update()`` to the next: it is unscaled, then stepped.
+
+dtrain's own training loop does not use this class but the vote (``dtrain.precision.vote``), which also carries losses and
+stop requests. Both share ``Agreement`` and ``LossScale``.
 """
 
 from __future__ import annotations
@@ -24,14 +27,24 @@ from torch import Tensor
 
 from dtrain.config.errors import ConfigError
 from dtrain.precision import kernels
+from dtrain.precision.gradients import check_and_unscale_, copy_to_device, local_gradients, refuse_unscalable
+from dtrain.precision.kernels import prefill_momentum
 from dtrain.precision.loss_scale import LossScale, LossScaleState
-from dtrain.precision.momentum import prefill_momentum
-from dtrain.precision.nonfinite import check_and_unscale_, local_gradients, refuse_unscalable, sent
-from dtrain.precision.peers import Peers
+from dtrain.precision.vote import Agreement, equal_scales
+
+_DIFFERENT_SCALES = (
+    "CrossRankGradScaler: the ranks' loss scales differ, so gradients of different scale were averaged. Load the "
+    "scaler's state through load_state_dict on every rank, and give update() the same new_scale everywhere"
+)
 
 
 class CrossRankGradScaler:
-    """``torch.amp.GradScaler`` whose ranks decide together.
+    """``torch.amp.GradScaler`` whose ranks agree on which steps to skip.
+
+    ``step`` and ``load_state_dict`` are collective over ``process_group``. With a fused optimizer the host never waits for
+    the device: the optimizer's kernel reads the decision. With other optimizers it waits for one number a step.
+
+    Every rank steps equally often. A rank that has run out of inputs scales a zero and steps without gradients.
 
     Args:
         device: Device type of the loss, ``"cuda"`` or ``"cpu"``.
@@ -40,22 +53,15 @@ class CrossRankGradScaler:
         backoff_factor: The scale is multiplied by this after ``hysteresis`` overflowing updates.
         growth_interval: Clean updates between two growths.
         hysteresis: Overflowing updates until the scale backs off (Megatron-LM's meaning; 1 is torch's behaviour).
-        min_scale: The scale never falls below; without a floor torch's scale decays to zero and then lets NaN through.
-        max_scale: The scale never grows above.
-        process_group: Every rank that shares the scale; None is the default group, or no group where none exists.
+        min_scale: Lower bound. torch has none: its scale decays to zero, and then lets NaN through.
+        max_scale: Upper bound.
+        process_group: All ranks that share the scale; None is the default group, or this process alone where there is
+            none.
         enabled: False makes every method a pass-through, as in torch.
 
     Raises:
         ValueError: If a factor, interval or bound is impossible; names both values. If scaling is enabled for a device
             that is not there, or ``process_group`` does not contain this rank.
-
-    Attributes:
-        peers: The ranks that share the scale.
-
-    ``step`` and ``load_state_dict`` are collective over ``process_group``. With a fused optimizer nothing waits for the
-    device: the decision is handed to its kernel. Others wait for one number a step.
-
-    Uneven inputs: every rank steps equally often. Under torch's ``Join`` see ``dtrain.precision.join``.
     """
 
     def __init__(
@@ -72,22 +78,22 @@ class CrossRankGradScaler:
         enabled: bool = True,
     ) -> None:
         self._enabled = enabled
-        self.peers = Peers(process_group, torch.device(device))
-        # On the host until the first loss shows where it belongs.
+        self._agreement = Agreement(process_group)
+        # On the host until the first loss shows on which of several devices the scale belongs.
         host = torch.device("cpu")
         self._loss_scale = LossScale(
             host, init_scale, growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale
         )
         self._placed = False
         self._rounds: dict[torch.optim.Optimizer, _Round] = {}
-        # Optimizers that can be scaled: whether their own kernel takes the decision.
+        # Optimizers that passed refuse_unscalable(), and whether their own kernel reads the decision.
         self._takes_found_inf: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         if enabled and torch.device(device).type == "cuda" and not torch.cuda.is_available():
             raise ConfigError(
                 f"CrossRankGradScaler: device={device!r}, but CUDA is not available. Pass the device type of the loss, "
                 "or enabled=False to train without gradient scaling"
             )
-        if enabled and self.peers.count < 1:
+        if enabled and self._agreement.size < 1:
             raise ConfigError("CrossRankGradScaler: process_group does not contain this rank")
 
     def scale(self, outputs: Any) -> Any:
@@ -98,14 +104,14 @@ class CrossRankGradScaler:
             if not self._placed:
                 self._loss_scale.to(outputs.device)
                 self._placed = True
-            return outputs * sent(self._loss_scale.scale, outputs.device)
+            return outputs * copy_to_device(self._loss_scale.scale, outputs.device)
         if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes)):
             scaled = map(self.scale, outputs)
             return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
         raise ValueError(f"scale: got {type(outputs).__name__}, want a tensor or an iterable of tensors")
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divides the gradients of ``optimizer`` by the scale in place and notes whether any is not finite.
+        """Divides the gradients of ``optimizer`` by the scale in place and records whether any is not finite.
 
         Raises:
             RuntimeError: If called twice for one optimizer since the last ``update``, or after its ``step``.
@@ -119,23 +125,26 @@ class CrossRankGradScaler:
             self._takes_found_inf[optimizer] = _takes_found_inf(optimizer, self._loss_scale.scale.device)
             # A wrapper such as PostLocalSGDOptimizer does not initialise its base class, and has no place for hooks.
             if hasattr(optimizer, "_optimizer_step_pre_hooks"):
-                optimizer.register_step_pre_hook(_OnlyOurs(weakref.ref(self)))
+                optimizer.register_step_pre_hook(_StepGuard(weakref.ref(self)))
         if optimizer in self._rounds:
             done = "step()" if self._rounds[optimizer].stepped else "unscale_()"
             raise RuntimeError(f"unscale_() was called after {done} of the same optimizer: call update() in between")
-        scale, may_shrink = self._loss_scale.scale, self._loss_scale.min_scale < 1
-        self._rounds[optimizer] = _Round(check_and_unscale_(local_gradients(optimizer), scale, recheck=may_shrink))
+        scale = self._loss_scale.scale
+        # Dividing by a scale below 1 may overflow.
+        recheck = self._loss_scale.min_scale < 1
+        self._rounds[optimizer] = _Round(check_and_unscale_(local_gradients(optimizer), scale, recheck))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Collective. Steps ``optimizer`` if no rank saw a non-finite gradient; unscales first if that was not done.
+        """Collective. Steps ``optimizer`` if no rank found a non-finite gradient; unscales first if that was not done.
 
         Every rank of the process group calls it equally often, whether or not its parameters have gradients.
 
         Returns:
-            What ``optimizer.step`` returned; None where it was not called.
+            The result of ``optimizer.step``; None if it was not called.
 
         Raises:
-            RuntimeError: If called twice since the last ``update``, given a closure, or the ranks' scales differ.
+            RuntimeError: If called twice since the last ``update`` or with a closure. On every rank, if the ranks' scales
+                differ.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -150,7 +159,7 @@ class CrossRankGradScaler:
         if round_.stepped:
             raise RuntimeError("step() was called twice for the same optimizer: call update() in between")
         on_device = self._takes_found_inf[optimizer] and prefill_momentum(optimizer)
-        round_.found_inf = self.peers.decide(round_.found_inf, self._loss_scale.scale, on_device)
+        round_.found_inf = self._decision(round_.found_inf, on_device)
         round_.stepped = round_.stepping = True
         try:
             if on_device:
@@ -160,10 +169,10 @@ class CrossRankGradScaler:
             round_.stepping = False
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Adapts the scale to what the steps since the last update found; ends the iteration.
+        """Grows or backs off the scale by the decisions since the last update; ends the iteration.
 
         Args:
-            new_scale: Replaces the scale instead; the same on every rank.
+            new_scale: Replaces the scale instead; must be the same on every rank.
 
         Raises:
             RuntimeError: If no step was taken, or an optimizer was unscaled but not stepped.
@@ -185,55 +194,45 @@ class CrossRankGradScaler:
             self._loss_scale.update(reduce(torch.maximum, decisions))
         self._rounds.clear()
 
-    def follow(self, optimizers: int = 1) -> None:
-        """Collective. Takes part in the steps and the update of the other ranks without having gradients itself.
-
-        Args:
-            optimizers: How many the others step before they update.
-        """
-        if not self._enabled:
-            return
-        scale = self._loss_scale.scale
-        decisions = [self.peers.decide(torch.zeros_like(scale), scale, False) for _ in range(optimizers)]
-        self._loss_scale.update(reduce(torch.maximum, decisions))
-
     def get_scale(self) -> float:
-        """The scale (1.0 when disabled). Synchronises with the device."""
+        """The scale; 1.0 when disabled. Waits for the device."""
         return float(self._loss_scale.scale.item()) if self._enabled else 1.0
 
     def get_growth_factor(self) -> float:
-        """What the scale is multiplied by when it grows."""
+        """The factor by which the scale grows."""
         return self._loss_scale.growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Changes the growth factor; above 1."""
-        self._loss_scale.configure(growth_factor=new_factor)
+        scale = self._loss_scale
+        scale.configure(new_factor, scale.backoff_factor, scale.growth_interval)
 
     def get_backoff_factor(self) -> float:
-        """What the scale is multiplied by when it backs off."""
+        """The factor by which the scale backs off."""
         return self._loss_scale.backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Changes the backoff factor; between 0 and 1."""
-        self._loss_scale.configure(backoff_factor=new_factor)
+        scale = self._loss_scale
+        scale.configure(scale.growth_factor, new_factor, scale.growth_interval)
 
     def get_growth_interval(self) -> int:
-        """Clean updates between two growths."""
+        """The number of clean updates after which the scale grows."""
         return self._loss_scale.growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Changes the growth interval; at least 1."""
-        self._loss_scale.configure(growth_interval=new_interval)
+        scale = self._loss_scale
+        scale.configure(scale.growth_factor, scale.backoff_factor, new_interval)
 
     def is_enabled(self) -> bool:
-        """Whether gradients are scaled at all."""
+        """Whether this scaler scales gradients."""
         return self._enabled
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's five keys: ``scale growth_factor backoff_factor growth_interval _growth_tracker``; ``{}`` if off.
+        """torch's keys ``scale growth_factor backoff_factor growth_interval _growth_tracker``; ``{}`` when disabled.
 
-        With a hysteresis above 1 also ``_hysteresis_tracker``, which torch's scaler ignores. Synchronises with the
-        device.
+        With a hysteresis above 1 also ``_hysteresis_tracker``, which torch's scaler ignores. Waits for the device.
         """
         return self._loss_scale.state_dict() if self._enabled else {}
 
@@ -248,22 +247,41 @@ class CrossRankGradScaler:
         """
         if not self._enabled:
             return
-        if self.peers.count == 1:
+        if self._agreement.size == 1:
             self._loss_scale.load_state_dict(state_dict)
             return
-        state, refusal = None, None
-        if self.peers.is_first:
-            # Raised only once the others know, who would wait for this rank's state otherwise.
-            try:
-                state = LossScaleState.from_dict(state_dict)
-            except ValueError as error:
-                refusal = error
-        state = self.peers.first_state(state)
-        if refusal is not None:
-            raise refusal
-        if state is None:
-            raise ConfigError("CrossRankGradScaler: rank 0 was given no gradient scaler's state; its error says why")
+        state: LossScaleState | ConfigError
+        try:
+            state = LossScaleState.from_dict(state_dict)
+        except ConfigError as error:
+            state = error  # raised below, on every rank, if this is rank 0
+        try:
+            # Not a broadcast, in which rank 0 would not notice that the others are absent.
+            state = self._agreement.gather(state)[0]
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"CrossRankGradScaler.load_state_dict is collective over {self._agreement.size} ranks and not all of them "
+                "took part. Call it on every rank; all but rank 0 may pass None"
+            ) from error
+        if isinstance(state, ConfigError):
+            raise state
         self._loss_scale.load(state)
+
+    def _decision(self, flag: Tensor, on_device: bool) -> Tensor:
+        """Collective. The decision of all ranks: exactly 1.0 or 0.0, fp32, shape ``[]``."""
+        if self._agreement.size == 1:
+            return flag
+        scale = self._loss_scale.scale.double()
+        payload = torch.stack([flag.double(), scale, scale.square()])
+        self._agreement.sum_payload(payload)
+        flags, total, squares = payload.unbind()
+        agree = equal_scales(self._agreement.size, total, squares)
+        if on_device and agree.device.type != "cpu":
+            torch._assert_async(agree, _DIFFERENT_SCALES)  # the only check that does not wait for the device
+        elif not agree.item():
+            raise RuntimeError(_DIFFERENT_SCALES)
+        # Not the sum: fused kernels compare with 1.0, so that 2.0 (two ranks overflowed) would mean "step".
+        return (flags > 0).float()
 
     def _require_scaled(self, method: str) -> None:
         if not self._placed:
@@ -276,22 +294,14 @@ class CrossRankGradScaler:
 
 @dataclass
 class _Round:
-    """One optimizer since the last update.
-
-    Attributes:
-        found_inf: This rank's flag; once stepped, the decision. fp32, shape ``[]``.
-        stepped: Whether ``step`` was called.
-        stepping: Whether ``step`` is running.
-    """
-
-    found_inf: Tensor
-    stepped: bool = False
-    stepping: bool = False
+    found_inf: Tensor  # this rank's flag; after ``step`` the decision: fp32, shape []
+    stepped: bool = False  # ``step`` was called
+    stepping: bool = False  # ``step`` is running
 
 
 @dataclass(frozen=True)
-class _OnlyOurs:
-    """Called by an optimizer before each of its steps: what the scaler unscaled, nobody else steps."""
+class _StepGuard:
+    """Step pre-hook of an optimizer: refuses a step that does not come from the scaler that unscaled the gradients."""
 
     scaler: weakref.ref[CrossRankGradScaler]
 
@@ -307,23 +317,22 @@ class _OnlyOurs:
 
 
 def _takes_found_inf(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Whether the optimizer's own kernel can be told to skip by a flag on ``device``."""
+    """Whether the optimizer's own kernel skips the step if a flag on ``device`` is 1.0."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     if "grad_scaler" in inspect.signature(optimizer.step).parameters:
-        # An older contract: such an optimizer asks torch's scaler, and would not look at the flag.
-        return False
+        return False  # torch's older contract: the optimizer calls the scaler that is passed to it and ignores the flag
     types = {parameter.device.type for group in optimizer.param_groups for parameter in group["params"]}
-    # torch's optimizers copy the flag to the host without waiting for it.
-    arrives = "cpu" not in types or device.type == "cpu"
-    return arrives and all(kernels.self_test(type_).fused_skip for type_ in types)
+    # For parameters on the CPU torch copies the flag to the host without waiting for it, so it would be read too early.
+    readable = "cpu" not in types or device.type == "cpu"
+    return readable and all(kernels.self_test(type_).fused_skip for type_ in types)
 
 
 def _step_unless(
     found_inf: Tensor, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> float | None:
-    """Steps a fused optimizer, which leaves everything as it is where ``found_inf`` is 1."""
-    # A `grad_scale` that the user set on the optimizer counts; the loss scale is divided out already.
+    """Steps a fused optimizer, whose kernel changes nothing if ``found_inf`` is 1."""
+    # A `grad_scale` that the user set on the optimizer still applies; the loss scale is divided out already.
     optimizer.grad_scale = getattr(optimizer, "grad_scale", None)  # type: ignore[attr-defined]
     optimizer.found_inf = found_inf  # type: ignore[attr-defined]
     try:

@@ -1,7 +1,9 @@
-"""torch's private operators for scaled gradients: trusted on a device only after they passed a test there.
+"""torch's private operators for scaled gradients and fused optimizers, each used only after it passed a self-test.
 
-The operators are those of ``torch.amp.GradScaler``, but torch promises nothing about them. Where one does not behave as
-in torch 2.9 to 2.13, the code that wants it takes a slower path, and the test says so.
+* ``self_test(device_type)`` tries the operators that ``torch.amp.GradScaler`` uses, once per process. They are private, so
+  torch may change them. Where one does not behave as in torch 2.9 to 2.13, a slower path is used, with a warning.
+* ``prefill_momentum(optimizer)`` works around fused SGD, which leaves its momentum uninitialised if its first step is
+  skipped on the device.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ _SLOWER = {
 
 @dataclass(frozen=True)
 class Kernels:
-    """Which operators behave.
+    """Which operators passed the self-test on a device type.
 
     Attributes:
         check_and_unscale: ``torch._amp_foreach_non_finite_check_and_unscale_``.
@@ -38,7 +40,7 @@ class Kernels:
 
 @cache
 def self_test(device_type: str) -> Kernels:
-    """Tries each operator on a few numbers, once a process; waits for the device. Warns of those that fail."""
+    """Tries each operator on a few numbers, once per process; waits for the device. Warns about those that fail."""
     tests: dict[str, Callable[[str], bool]] = {
         "check_and_unscale": _check_and_unscale_works,
         "update_scale": _update_scale_works,
@@ -48,11 +50,38 @@ def self_test(device_type: str) -> Kernels:
     for name, passed in results.items():
         if not passed:
             warnings.warn(
-                f"torch {torch.__version__} on {device_type}: {name} does not behave as dtrain knows it, so "
-                f"{_SLOWER[name]}",
+                f"torch {torch.__version__} on {device_type}: {name} failed dtrain's self-test, so {_SLOWER[name]}. "
+                "Training is correct, but slower",
                 stacklevel=2,
             )
     return Kernels(**results)
+
+
+def prefill_momentum(optimizer: torch.optim.Optimizer) -> bool:
+    """Gives fused SGD a zero momentum buffer for every gradient that has none yet.
+
+    torch's fused SGD allocates its momentum buffers without initialising them and lets the kernel fill them in the first
+    step. If that step is skipped on the device, the second one would train on whatever the memory held.
+
+    A first step from zeros equals torch's first step (``0 * momentum + gradient``), except with dampening, which torch
+    applies from the second step on.
+
+    Returns:
+        Whether the optimizer may now be stepped with ``found_inf`` on the device. False where dampening makes the first
+        step differ: the host then has to decide.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return True
+    for group in optimizer.param_groups:
+        if not group["fused"] or group["momentum"] == 0:
+            continue
+        for parameter in group["params"]:
+            if parameter.grad is None or optimizer.state[parameter].get("momentum_buffer") is not None:
+                continue
+            if group["dampening"] != 0:
+                return False
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
+    return True
 
 
 def _passes(test: Callable[[str], bool], device_type: str) -> bool:
@@ -60,7 +89,7 @@ def _passes(test: Callable[[str], bool], device_type: str) -> bool:
         with torch.no_grad():
             return test(device_type)
     except (AttributeError, RuntimeError, TypeError):
-        # Renamed, removed, or with other arguments.
+        # The operator was renamed or removed, or takes other arguments.
         return False
 
 

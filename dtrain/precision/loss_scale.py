@@ -1,11 +1,11 @@
-"""The loss scale: what it is, when it grows and when it backs off, all of it on the device.
+"""The dynamic loss scale of fp16; it grows and backs off on the device.
 
-* The *scale* multiplies the loss, so that small gradients do not vanish in fp16.
-* An *overflow* is an optimizer step in which some rank found a gradient that is not finite.
-* The *growth tracker* counts the clean steps since the last growth or overflow, as in torch; the *hysteresis tracker*
-  the overflows that are still tolerated before the scale backs off, as in Megatron-LM.
+* The *scale* multiplies the loss, so that small gradients do not become zero in fp16.
+* An *overflow* is an optimizer step in which some rank found a gradient that is not finite; a *clean* step has none.
+* The *growth tracker* counts clean steps since the last growth or overflow, as in torch.
+* The *hysteresis tracker* counts the overflows that are still tolerated before the scale backs off, as in Megatron-LM.
 
-Nothing here talks to other ranks: equal states that see equal overflows stay equal.
+Nothing here communicates: ranks with equal states that see equal overflows stay equal.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class LossScaleState:
     """A loss scale as plain numbers, checked.
 
     Args:
-        scale: The scale, finite and above 0.
+        scale: Finite, above 0.
         growth_factor: Above 1.
         backoff_factor: Between 0 and 1.
         growth_interval: Clean steps until the scale grows, at least 1.
         growth_tracker: Clean steps so far, at least 0.
-        hysteresis_tracker: Overflows until the scale backs off, at least 0; None where the writer kept none, as torch.
+        hysteresis_tracker: Overflows until the scale backs off, at least 0; None if the state has none, as torch's.
 
     Raises:
         ConfigError: If a number is out of its range; names it.
@@ -49,10 +49,8 @@ class LossScaleState:
     hysteresis_tracker: int | None = None
 
     def __post_init__(self) -> None:
-        _require(math.isfinite(self.scale) and self.scale > 0, "scale", self.scale, "a finite number above 0")
-        _require(
-            math.isfinite(self.growth_factor) and self.growth_factor > 1, "growth_factor", self.growth_factor, "> 1"
-        )
+        _require(0 < self.scale < math.inf, "scale", self.scale, "a finite number above 0")
+        _require(1 < self.growth_factor < math.inf, "growth_factor", self.growth_factor, "> 1")
         _require(0 < self.backoff_factor < 1, "backoff_factor", self.backoff_factor, "between 0 and 1")
         _require(self.growth_interval >= 1, "growth_interval", self.growth_interval, ">= 1")
         _require(self.growth_tracker >= 0, "_growth_tracker", self.growth_tracker, ">= 0")
@@ -61,10 +59,10 @@ class LossScaleState:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any] | None) -> LossScaleState:
-        """Reads the state of a ``torch.amp.GradScaler`` or of dtrain's own.
+        """Reads the ``state_dict()`` of a ``torch.amp.GradScaler`` or of dtrain's scalers.
 
         Raises:
-            ConfigError: If ``state`` is not one; says what is missing or wrong.
+            ConfigError: If it is not one; names what is missing or wrong.
         """
         if not isinstance(state, Mapping):
             raise ConfigError(
@@ -73,7 +71,7 @@ class LossScaleState:
         if not state:
             raise ConfigError(
                 "gradient scaler state: got an empty dict, which is what a disabled scaler saves. The checkpoint is of "
-                "a run without gradient scaling: start the scaler afresh instead of loading it"
+                "a run without gradient scaling: start with a new scaler instead of loading this state"
             )
         missing = [key for key in _TORCH_KEYS if key not in state]
         if missing:
@@ -89,36 +87,23 @@ class LossScaleState:
             raise ConfigError(f"gradient scaler state: a value is not a number ({error}); got {dict(state)}") from error
         return cls(scale, growth_factor, backoff_factor, growth_interval, growth_tracker, hysteresis_tracker)
 
-    def to_dict(self) -> dict[str, Any]:
-        """torch's five keys, and ``_hysteresis_tracker``, which torch ignores, where there is one."""
-        state: dict[str, Any] = {
-            "scale": self.scale,
-            "growth_factor": self.growth_factor,
-            "backoff_factor": self.backoff_factor,
-            "growth_interval": self.growth_interval,
-            "_growth_tracker": self.growth_tracker,
-        }
-        if self.hysteresis_tracker is not None:
-            state["_hysteresis_tracker"] = self.hysteresis_tracker
-        return state
-
 
 class LossScale:
     """A dynamic loss scale on a device.
 
     Args:
-        device: Where the scale lives; all tensors of an update must be there.
+        device: Device of the scale, and of the tensors that ``update`` gets.
         init: First scale.
         growth_factor: The scale is multiplied by this after ``growth_interval`` clean steps in a row.
         backoff_factor: The scale is multiplied by this on an overflow once the hysteresis is used up.
         growth_interval: Clean steps between two growths.
-        hysteresis: Overflows until the scale backs off. Only a growth restores it, as in Megatron-LM's
-            ``DynamicGradScaler``: until then every further overflow backs off. 1 is torch's behaviour.
-        min_scale: The scale never falls below.
-        max_scale: The scale never grows above.
+        hysteresis: Overflows until the scale backs off. Every further overflow backs off too, until a growth restores the
+            hysteresis, as in Megatron-LM's ``DynamicGradScaler``. 1 is torch's behaviour.
+        min_scale: Lower bound of the scale.
+        max_scale: Upper bound of the scale.
 
     Attributes:
-        scale: fp32, shape ``[]``; updated in place; the same tensor until ``to``.
+        scale: fp32, shape ``[]``; updated in place, so it stays the same tensor until ``to()``.
         growth_tracker: int32, shape ``[]``.
         hysteresis_tracker: int32, shape ``[]``.
 
@@ -145,13 +130,10 @@ class LossScale:
         self.hysteresis = hysteresis
         self.min_scale = min_scale
         self.max_scale = max_scale
-        self.growth_factor = growth_factor
-        self.backoff_factor = backoff_factor
-        self.growth_interval = growth_interval
         self.scale = torch.full((), init, dtype=torch.float32, device=device)
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self.hysteresis_tracker = torch.full((), hysteresis, dtype=torch.int32, device=device)
-        self.configure()
+        self.configure(growth_factor, backoff_factor, growth_interval)
 
     @torch.no_grad()
     def update(self, found_inf: Tensor) -> None:
@@ -161,12 +143,12 @@ class LossScale:
             found_inf: Shape ``[]``, on the scale's device; anything but 0 (or false) is an overflow.
         """
         if self.hysteresis == 1 and kernels.self_test(self.scale.device.type).update_scale:
-            # One kernel instead of sixteen.
+            # One kernel instead of sixteen, but without hysteresis.
             factors = (self.growth_factor, self.backoff_factor, self.growth_interval)
             torch._amp_update_scale_(self.scale, self.growth_tracker, found_inf.float(), *factors)
             self.scale.clamp_(self.min_scale, self.max_scale)
             return
-        # In-place operations with Python numbers: those travel as arguments of kernels, and nothing is copied.
+        # In-place operations with Python numbers: those are passed as kernel arguments, so nothing is copied to the device.
         overflow = found_inf != 0
         self.growth_tracker.add_(1).masked_fill_(overflow, 0)
         grow = self.growth_tracker >= self.growth_interval
@@ -180,71 +162,58 @@ class LossScale:
 
     @torch.no_grad()
     def set(self, scale: float | Tensor) -> None:
-        """Replaces the scale; a tensor (one element, any device) without waiting for it. Clamped as on loading."""
+        """Replaces the scale, clamped to the bounds; a tensor (one element, any device) without waiting for it."""
         if isinstance(scale, Tensor):
             self.scale.copy_(scale.reshape(())).clamp_(self.min_scale, self.max_scale)
         else:
-            _require(math.isfinite(scale) and scale > 0, "scale", scale, "a finite number above 0")
+            _require(0 < scale < math.inf, "scale", scale, "a finite number above 0")
             self.scale.fill_(self._clamped(scale))
 
-    def configure(
-        self,
-        growth_factor: float | None = None,
-        backoff_factor: float | None = None,
-        growth_interval: int | None = None,
-    ) -> None:
-        """Changes the given factors from the next update on.
+    def configure(self, growth_factor: float, backoff_factor: float, growth_interval: int) -> None:
+        """Sets the factors and the interval, from the next update on.
 
         Raises:
             ConfigError: If one is impossible; names it.
         """
-        checked = LossScaleState(
-            1.0,
-            self.growth_factor if growth_factor is None else growth_factor,
-            self.backoff_factor if backoff_factor is None else backoff_factor,
-            self.growth_interval if growth_interval is None else growth_interval,
-        )
-        self.growth_factor = checked.growth_factor
-        self.backoff_factor = checked.backoff_factor
-        self.growth_interval = checked.growth_interval
-        # torch's kernel waits for the tracker to equal the interval: one already beyond a shortened one never would.
+        LossScaleState(1.0, growth_factor, backoff_factor, growth_interval)  # checks them
+        self.growth_factor = growth_factor
+        self.backoff_factor = backoff_factor
+        self.growth_interval = growth_interval
+        # torch's kernel grows when the tracker equals the interval; a tracker beyond a shortened interval never would.
         self.growth_tracker.clamp_(max=self.growth_interval - 1)
 
     def to(self, device: torch.device) -> None:
-        """Moves the state to ``device``; the tensors are new ones then."""
+        """Moves the state to ``device``; ``scale`` and the trackers may be new tensors afterwards."""
         self.scale = self.scale.to(device)
         self.growth_tracker = self.growth_tracker.to(device)
         self.hysteresis_tracker = self.hysteresis_tracker.to(device)
 
     def load(self, state: LossScaleState) -> None:
-        """Takes over ``state``; a scale outside ``[min_scale, max_scale]`` is clamped with a warning."""
+        """Loads ``state``; a scale outside ``[min_scale, max_scale]`` is clamped with a warning."""
         self.scale.fill_(self._clamped(state.scale))
         self.growth_tracker.fill_(state.growth_tracker)
         tracker = self.hysteresis if state.hysteresis_tracker is None else state.hysteresis_tracker
         self.hysteresis_tracker.fill_(min(tracker, self.hysteresis))
         self.configure(state.growth_factor, state.backoff_factor, state.growth_interval)
 
-    def state(self) -> LossScaleState:
-        """The present state as numbers. Synchronises with the device."""
-        return LossScaleState(
-            float(self.scale.item()),
-            self.growth_factor,
-            self.backoff_factor,
-            self.growth_interval,
-            int(self.growth_tracker.item()),
-            # With a hysteresis of 1 the state is torch's own, key for key.
-            int(self.hysteresis_tracker.item()) if self.hysteresis > 1 else None,
-        )
-
     def state_dict(self) -> dict[str, Any]:
-        """torch's five keys, and ``_hysteresis_tracker`` where there is a hysteresis. Synchronises with the device."""
-        return self.state().to_dict()
+        """torch's five keys, and ``_hysteresis_tracker`` if there is a hysteresis. Waits for the device."""
+        state: dict[str, Any] = {
+            "scale": float(self.scale.item()),
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "_growth_tracker": int(self.growth_tracker.item()),
+        }
+        if self.hysteresis > 1:
+            state["_hysteresis_tracker"] = int(self.hysteresis_tracker.item())
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Loads ``state_dict()`` or that of a ``torch.amp.GradScaler``. Not collective.
+        """Loads a ``state_dict()`` of this class or of ``torch.amp.GradScaler``. Not collective.
 
         Raises:
-            ConfigError: If ``state`` is not a scaler's state; says why.
+            ConfigError: If ``state`` is not a scaler's state; names what is missing or wrong.
         """
         self.load(LossScaleState.from_dict(state))
 

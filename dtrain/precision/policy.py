@@ -1,26 +1,38 @@
-"""The precision of a run: one object that answers, so that nobody else compares precision strings.
+"""The precision policy of a run: transfer dtypes, autocast, loss scaling, fp32 modules. Other code reads its attributes.
 
 * The *compute dtype* is what autocast uses in matmul and convolution.
-* A *wire dtype* is what a loader worker hands over; it follows from a field's *role* and the compute dtype.
-* The *fp32 mode* is how fp32 matmul and convolution are computed: ``ieee``, or ``tf32`` with its 10-bit mantissa.
-  ``fp32`` means IEEE fp32 everywhere. cuDNN convolutions use TF32 unless told otherwise, so every preset but ``tf32``
-  turns it off in both matmul and convolution; ``tf32`` turns both on.
+* The *transfer dtype* of a field is the dtype in which a loader worker sends it to the trainer. It follows from the field's
+  *role* and the compute dtype.
+* The *fp32 mode* is how fp32 matmul and convolution are computed: ``ieee``, or ``tf32`` with a 10-bit mantissa. cuDNN uses
+  TF32 in convolutions by default; every precision but ``tf32`` turns it off in both matmul and convolution.
+* *Kept* modules (``precision.keep_fp32``) compute in fp32 inside a lower-precision run. The class of a kept module is
+  replaced by a subclass, as in FSDP2 and ``torch.nn.utils.parametrize``. Its ``forward`` disables autocast and casts
+  floating-point inputs to fp32. Parameter names, hooks, ``isinstance``, deep copies and ``torch.compile`` are unaffected.
+  Its outputs are fp32; the next autocast operation casts them down again.
+
+A parent that reads its child's weights instead of calling it (``nn.MultiheadAttention`` and its ``out_proj``) bypasses the
+child's ``forward``: keep the parent.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import cache
+from itertools import chain
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dtrain.config.errors import ConfigError
-from dtrain.precision.full_precision import keep_in_fp32
+from dtrain.precision.modules import refuse_scripted
 
-#: What a field can be. Only ``feature`` follows the compute dtype on the wire; images travel as uint8.
+#: The roles of fields. Images are transferred as uint8, features in the compute dtype, all others in the dtype they have.
 ROLES = ("image", "feature", "label", "target", "coord", "weight", "id", "text", "bytes")
 
 _COMPUTE = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -32,10 +44,10 @@ class Precision:
 
     Args:
         name: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
-        keep_fp32: fnmatch patterns of module names that compute in fp32 whatever the run's precision.
+        keep_fp32: fnmatch patterns of names of modules that compute in fp32 in every precision.
 
     Raises:
-        ConfigError: If ``name`` is none of the four.
+        ConfigError: If ``name`` is none of the four; names the nearest one. If ``keep_fp32`` is a string.
     """
 
     name: str
@@ -48,7 +60,7 @@ class Precision:
             )
         if isinstance(self.keep_fp32, str):
             raise ConfigError(f"precision.keep_fp32: got the string {self.keep_fp32!r}, want a list of patterns")
-        # A config hands over a list; a tuple keeps the policy hashable and picklable for the loader's workers.
+        # A config contains a list; a tuple makes the policy hashable.
         object.__setattr__(self, "keep_fp32", tuple(self.keep_fp32))
 
     @classmethod
@@ -68,30 +80,31 @@ class Precision:
 
     @property
     def scales_gradients(self) -> bool:
-        """True in fp16 only: bf16 and fp32 have the same exponent range."""
+        """Whether gradients need a loss scale: in fp16 only, since bf16 has the exponent range of fp32."""
         return self.compute_dtype == torch.float16
 
-    def wire_dtype(self, role: str) -> torch.dtype | None:
-        """The dtype in which a worker hands over a field of that role; None where it keeps the dtype it has.
+    def transfer_dtype(self, role: str) -> torch.dtype | None:
+        """The dtype in which a loader worker sends a field of that role; None where the field keeps its dtype.
 
-        Coordinates, targets, weights and ids never follow the compute dtype: bf16 turns box edge 1333.3 into 1336 and
-        token 50257 into 50176.
+        Coordinates, targets, weights and ids never follow the compute dtype: bf16 rounds a box edge of 1333.3 to 1336 and
+        token 50257 to 50176.
 
         Raises:
-            ConfigError: If ``role`` is not one of ``ROLES``.
+            ConfigError: If ``role`` is not one of ``ROLES``; names the nearest one.
         """
         if role not in ROLES:
             raise ConfigError(f"role: got {role!r}, want one of {', '.join(ROLES)}.{_hint(role, ROLES)}")
         return {"image": torch.uint8, "feature": self.compute_dtype}.get(role)
 
     def autocast(self, device_type: str) -> torch.autocast:
-        """Autocast in the compute dtype; disabled where that is fp32. Works as context manager and as decorator.
+        """Autocast in the compute dtype; disabled if that is fp32. Works as context manager and as decorator.
 
         Args:
             device_type: ``"cpu"``, ``"cuda"`` or another type that autocast knows.
 
         Raises:
-            ConfigError: If there is no such device here. ``torch.autocast`` would only warn, and compute in fp32.
+            ConfigError: If autocast does not know the type, or no such device is available. ``torch.autocast`` itself
+                would only warn, and compute in fp32.
         """
         if self.compute_dtype == torch.float32:
             return torch.autocast(device_type, enabled=False)
@@ -99,33 +112,26 @@ class Precision:
         return torch.autocast(device_type, dtype=self.compute_dtype)
 
     def wrap_keep_fp32(self, module: nn.Module) -> list[str]:
-        """Makes the submodules whose names match ``keep_fp32`` compute in fp32; parameter names stay as they are.
-
-        Apply it to the bare model, before DDP or ``torch.compile`` prefix its names.
-
-        Returns:
-            Names of the matching submodules, in the module's order.
-
-        Raises:
-            ConfigError: If a pattern matches no submodule; names near ones.
-        """
+        """``keep_in_fp32(module, self.keep_fp32)``; call it with the bare model, whose names have no prefixes."""
         return keep_in_fp32(module, self.keep_fp32)
 
     def apply(self, device: torch.device) -> list[str]:
-        """Sets the fp32 mode of this process, checks that ``device`` can compute in this precision.
+        """Checks that ``device`` can compute in this precision and sets the fp32 mode of this process.
 
         Returns:
-            Warnings for the banner, such as fp16 on a CPU without fp16 kernels.
+            Warnings, one line each, such as for fp16 on a CPU without fp16 kernels.
 
         Raises:
-            ConfigError: If the device has no such arithmetic; names the device and what it can do.
+            ConfigError: If the device lacks such arithmetic; names the device and the precisions that it has.
         """
         self._require_device(device.type)
-        said = self._check_cuda(device) if device.type == "cuda" else []
-        if device.type == "cpu":
-            said = self._check_cpu()
+        found: list[str] = []
+        if device.type == "cuda":
+            found = self._check_cuda(device)
+        elif device.type == "cpu":
+            found = self._check_cpu()
         _set_fp32_mode(self.fp32_mode)
-        return said
+        return found
 
     def _require_device(self, device_type: str) -> None:
         if not torch.amp.is_autocast_available(device_type):
@@ -142,7 +148,7 @@ class Precision:
         if override in ("0", "1") and override != str(int(self.fp32_mode == "tf32")):
             raise ConfigError(
                 f"precision={self.name} wants {self.fp32_mode} fp32 arithmetic, but NVIDIA_TF32_OVERRIDE={override} in "
-                "the environment forces the other: unset it"
+                "the environment forces the opposite. Unset that variable"
             )
         with torch.cuda.device(device):
             native_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -151,27 +157,92 @@ class Precision:
                 f"precision=bf16: {name} has no bf16 arithmetic (compute capability 8.0 or newer has). It can do "
                 "precision=fp16 and precision=fp32"
             )
-        # bf16 and TF32 came with the same generation.
+        # bf16 and TF32 arrived with the same GPU generation (Ampere).
         if self.fp32_mode == "tf32" and not native_bf16:
             return [f"precision=tf32: {name} has no TF32 units; it computes in IEEE fp32"]
         return []
 
     def _check_cpu(self) -> list[str]:
+        # torch has no public way to ask whether a CPU has 16-bit kernels.
         if self.fp32_mode == "tf32":
             return ["precision=tf32: TF32 is for GPUs; on this CPU the run computes in fp32"]
         if self.compute_dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
             return [
                 "precision=fp16: this CPU has no fp16 kernels, so matmul and convolution are 10 to 35 times slower "
-                "than in fp32; on a CPU use it for tests only, or take precision=bf16"
+                "than in fp32. Use it on this CPU for tests only, or set precision=bf16"
             ]
         if self.compute_dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return ["precision=bf16: this CPU has no bf16 kernels, so it will be slower than precision=fp32"]
         return []
 
 
+def keep_in_fp32(module: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Makes the submodules whose qualified names match one of ``patterns`` (fnmatch) compute in fp32.
+
+    Calling it again with the same patterns changes nothing.
+
+    Returns:
+        Names of the matching submodules, in the module's order.
+
+    Raises:
+        ConfigError: If a pattern matches no submodule (names near ones), or matches a ScriptModule.
+    """
+    named: dict[str, nn.Module] = {name: child for name, child in module.named_modules() if name}
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in named):
+            model = type(module).__name__
+            raise ConfigError(
+                f"precision.keep_fp32: {pattern!r} matches no submodule of {model}. {_near_names(pattern, named)}"
+            )
+    kept = [name for name in named if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    for name in kept:
+        child = named[name]
+        refuse_scripted(child, name, "precision.keep_fp32")
+        if not isinstance(child, _KeptInFp32):
+            child.__class__ = _kept_class(type(child))  # type: ignore[arg-type]
+    return kept
+
+
+class _KeptInFp32:
+    """Marks the classes that ``_kept_class`` creates."""
+
+
+@cache
+def _kept_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of ``cls`` that computes in fp32; always the same, so that modules of one class keep one class."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        device_type = _device_type(chain(self.parameters(), args, kwargs.values()))
+        with torch.autocast(device_type, enabled=False):
+            return cls.forward(self, *_cast_up(args), **_cast_up(kwargs))
+
+    return type(cls.__name__, (_KeptInFp32, cls), {"forward": forward, "__module__": cls.__module__})
+
+
+def _device_type(values: Iterable[Any]) -> str:
+    return next((value.device.type for value in values if isinstance(value, Tensor)), "cpu")
+
+
+def _cast_up(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+    if type(value) is dict:
+        return {key: _cast_up(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_cast_up, value))
+    if type(value) in (list, tuple):
+        return type(value)(map(_cast_up, value))
+    return value
+
+
+def _near_names(pattern: str, names: Mapping[str, object]) -> str:
+    near = get_close_matches(pattern.replace("*", ""), list(names), n=5, cutoff=0.4) or list(names)[:5]
+    return f"Near names: {', '.join(near)}" if near else "It has no submodules"
+
+
 def _set_fp32_mode(mode: str) -> None:
-    # torch keeps two sets of knobs and raises where one is read while the other says something else; torch.compile and
-    # `cudnn.flags()` still read the old one. So both are set: the old first, since it overwrites the new.
+    # torch has an old and a new set of switches and raises if one is read while they disagree; torch.compile and
+    # `cudnn.flags()` still read the old set. So set both, the old one first, because setting it overwrites the new one.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Please use the new API settings")
         torch.set_float32_matmul_precision("high" if mode == "tf32" else "highest")
@@ -179,7 +250,7 @@ def _set_fp32_mode(mode: str) -> None:
     torch.backends.cuda.matmul.fp32_precision = mode
     torch.backends.cudnn.conv.fp32_precision = mode  # type: ignore[attr-defined]
     torch.backends.cudnn.rnn.fp32_precision = mode  # type: ignore[attr-defined]
-    # oneDNN can compute fp32 in bf16 when told to. No preset means that.
+    # oneDNN can compute fp32 convolutions in bf16; no precision of dtrain allows that.
     torch.backends.mkldnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
     torch.backends.mkldnn.rnn.fp32_precision = "ieee"  # type: ignore[attr-defined]
 

@@ -1,42 +1,52 @@
-"""The vote: one small SUM all-reduce a step, after which every rank knows, and decides, the same.
+"""The vote: one all-reduce of control data a step, after which every rank takes the same decision.
 
-The *word* is a float64 vector. What decides (overflow, count) is 0/1 flags and exact integers, never raw norms or losses:
-with MAX a NaN on any rank but the first is lost, and a NaN in a SUM would hide the rest of the word.
+* The *payload* is the float64 vector that the ranks sum: overflow flag, loss scale, squared gradient norm, loss sum and
+  count, sums and counts of the metrics, and values from the host (stop and save requests, sample counts, bytes).
+* An *overflow* is a loss, count or gradient norm that is not finite, or the flag of a guarded communication hook. An
+  overflow on one rank makes all ranks *skip* the update: no rank changes parameters, optimizer state or buffers.
+* The *decision* (skip or not, factor for the gradients) is computed from the summed payload, so it is equal on all ranks.
+* The *step statistics* are the summed payload as Python numbers, for logs, schedules and stop requests.
+* An *agreement* is the process group that sums the payload; ``CrossRankGradScaler`` uses the same class.
 
-On a GPU all arithmetic stays there, and the host reads the word a step later. On a CPU there is nothing to wait for, and the
-same arithmetic is done in Python floats (``host_vote``).
+Flags are summed as 0/1, counts as exact integers. The norm, losses and counts of a rank that overflowed are replaced by
+zero first, because a SUM with NaN is NaN on all ranks. A MAX is not used: it loses the NaN of every rank but the first.
+
+On a GPU the arithmetic stays on the device and the host reads the payload one step later. On a CPU the same arithmetic is
+done in Python floats, bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import nan, sqrt
-from typing import NamedTuple
+from math import isfinite, nan, sqrt
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.config.errors import ConfigError
 
-# The word: overflow, scale, its square, norm, loss sum, count; sum and count of each metric; what only the host knows.
+# The payload: overflow, scale, squared scale, squared norm, loss sum, count; (sum, count) of each metric; stop, save,
+# samples, bad samples, bytes.
 _HEAD, _HOST = 6, 5
 
 
-def word_bytes(metrics: int) -> int:
-    """Size of the word, with so many metrics of the task."""
+def payload_bytes(metrics: int) -> int:
+    """Size in bytes of the payload of a task with that many metrics."""
     return 8 * (_HEAD + 2 * metrics + _HOST)
 
 
 class Decision(NamedTuple):
-    """What a step depends on: on the device, equal on all ranks, each of shape ``[]``.
+    """Whether a step is skipped, and how its gradients are rescaled; equal on all ranks. Tensors of shape ``[]``.
 
     Attributes:
-        skip: bool: no rank moves its parameters.
-        overflowed: bool: some rank's loss or gradients were not finite.
-        coefficient: fp32: multiplied with the gradients it gives those of the mean loss, unscaled and clipped; without
-            meaning in a skip. None if it is known to be 1.
+        skip: bool: no rank updates its parameters.
+        overflowed: bool: at least one rank has an overflow.
+        coefficient: fp32: multiplying the gradients by it gives the gradient of the mean loss, unscaled and clipped.
+            Meaningless if the step is skipped. None: 1.
     """
 
     skip: Tensor
@@ -44,23 +54,23 @@ class Decision(NamedTuple):
     coefficient: Tensor | None
 
 
-@dataclass(slots=True)  # not frozen, which would take as long as all the rest of reading a word
-class Tally:
-    """A step's vote as numbers, equal on all ranks.
+@dataclass(slots=True)  # one per step; a frozen dataclass takes as long to create as everything else in step_stats()
+class StepStats:
+    """The summed payload of a step as numbers, equal on all ranks.
 
     Attributes:
-        overflow: Ranks whose loss or gradients were not finite.
-        grad_norm: Norm of all gradients, those that the ranks share counted once; still multiplied by the loss scale. NaN
-            if any rank overflowed.
-        loss_scale: The scale that the gradients carry.
-        loss_sum: Sum of the losses over all valid rows (or tokens); without the ranks that overflowed.
-        count: Valid rows (or tokens).
-        metrics: (sum, count) of each of the task's metrics.
-        stop: Ranks that ask for a stop.
-        save: Ranks that ask for a checkpoint.
-        samples: Valid samples.
-        bad: Samples masked because they could not be read.
-        bytes: What the loaders handed over.
+        overflow: Number of ranks whose loss, count or gradients were not finite.
+        grad_norm: Norm of all gradients, still multiplied by the loss scale. Gradients that all ranks share count once.
+            NaN if any rank overflowed.
+        loss_scale: Loss scale of the gradients.
+        loss_sum: Sum of the losses over all valid rows (or tokens), without the ranks that overflowed.
+        count: Number of valid rows (or tokens), without the ranks that overflowed.
+        metrics: (sum, count) of each metric of the task.
+        stop: Number of ranks that request a stop.
+        save: Number of ranks that request a checkpoint.
+        samples: Number of valid samples.
+        bad: Number of samples that were masked because they could not be read.
+        bytes: Bytes of the batches that the loaders of all ranks delivered.
     """
 
     overflow: int
@@ -77,31 +87,30 @@ class Tally:
 
     @property
     def applied(self) -> bool:
-        """Whether the step moves the parameters: no rank overflowed, and there was something to learn from."""
+        """Whether the step updates the parameters: no rank overflowed, and there was at least one valid row."""
         return self.overflow == 0 and self.count > 0
 
 
-def tally(word: Sequence[float], world_size: int, metrics: Sequence[str]) -> Tally:
-    """A summed word as numbers.
+def step_stats(payload: Sequence[float], world_size: int, metrics: Sequence[str]) -> StepStats:
+    """Reads a summed payload.
 
     Args:
-        word: From the vote of all ranks.
-        world_size: How many they are.
-        metrics: Names of the task's metrics.
+        payload: Sum of the payloads of all ranks.
+        world_size: Number of ranks.
+        metrics: Names of the task's metrics, in the order in which they were added.
 
     Raises:
-        ConfigError: If the ranks do not have one loss scale.
+        ConfigError: If the ranks have different loss scales.
     """
-    overflow, scale, scale_squared, square, loss_sum, count = word[:_HEAD]
-    stop, save, samples, bad, nbytes = word[-_HOST:]
-    # Cauchy-Schwarz: equality holds only if all scales are equal.
-    if abs(world_size * scale_squared / scale**2 - 1) > 1e-9:
+    overflow, scale, scale_squared, square, loss_sum, count = payload[:_HEAD]
+    stop, save, samples, bad, nbytes = payload[-_HOST:]
+    if not equal_scales(world_size, scale, scale_squared):
         raise ConfigError(
             f"the loss scales of the {world_size} ranks differ (mean {scale / world_size:g}). "
             "Was the scale or the scaler's state changed on one rank only? Start again from the last checkpoint."
         )
-    pairs = word[_HEAD:-_HOST]
-    return Tally(
+    pairs = payload[_HEAD:-_HOST]
+    return StepStats(
         overflow=int(overflow),
         grad_norm=sqrt(square) if not overflow else nan,
         loss_scale=scale / world_size,
@@ -116,32 +125,83 @@ def tally(word: Sequence[float], world_size: int, metrics: Sequence[str]) -> Tal
     )
 
 
-def sum_over_ranks(word: Tensor) -> None:
-    """Collective, in place."""
-    # What dist.all_reduce calls, whose own Python takes as long as packing the word.
-    dist.distributed_c10d._get_default_group().allreduce([word]).wait()
+def equal_scales(ranks: int, total: Any, squares: Any) -> Any:
+    """Whether all ranks have the same scale: a bool, or a bool tensor of shape ``[]``.
+
+    Args:
+        ranks: Number of ranks.
+        total: Sum of the ranks' scales: a float, or a tensor of shape ``[]``.
+        squares: Sum of the squares of the ranks' scales, likewise.
+    """
+    # Cauchy-Schwarz: ranks * squares >= total ** 2, and they are equal only if all scales are. 1e-9 is for rounding.
+    return ranks * squares <= total * total * (1 + 1e-9)
+
+
+class Agreement:
+    """A process group that sums small control payloads, so that its ranks decide alike.
+
+    The group is looked up at each use: a gradient scaler may be created before the process group is.
+
+    Args:
+        group: The ranks; None is the default group, or this process alone where there is none.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group; -1 if this process is not one of them."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return 1
+        return dist.get_world_size(self._group)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Collective. The picklable values of all ranks. Needs a process group."""
+        values = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def sum_payload(self, payload: Tensor) -> None:
+        """Collective. Replaces ``payload`` by its sum over the ranks, in place. Needs a process group."""
+        group = self._group or dist.group.WORLD
+        assert group is not None, "no process group"
+        # The method that dist.all_reduce() calls. On gloo the Python around it takes 15 to 20 us of CPU time a step (51
+        # against 71 us on 2 ranks, torch 2.13), more than all other arithmetic of the vote.
+        group.allreduce([payload]).wait()
+
+
+def make_vote(device: torch.device, world_size: int) -> Vote:
+    """The vote of ``world_size`` ranks for gradients on ``device``: tensor arithmetic, or Python floats on a CPU."""
+    return _HostVote(world_size) if device.type == "cpu" else Vote(device, world_size)
 
 
 class Vote:
-    """Adds up, sums, decides and tells; arithmetic on the device.
+    """The vote of one rank, step after step, with its arithmetic on the device.
+
+    Per step: ``add()`` for each micro-batch, ``overflow()``, ``all_reduce()``, ``decide()``; later ``step_stats()``.
 
     Args:
-        device: Where gradients are.
-        world_size: Ranks that vote.
+        device: Where the gradients are.
+        world_size: Number of ranks that vote; above 1 a default process group must exist.
+
+    Attributes:
+        payload: The last summed payload, float64, shape ``[6 + 2 * metrics + 5]``. On a CPU the list ``numbers`` instead.
     """
 
     def __init__(self, device: torch.device, world_size: int) -> None:
         self._world_size = world_size
+        self._agreement = Agreement()
         self._device = device
         self._sums: Tensor | None = None
-        # Pinned, so that sending it to a GPU does not wait for the GPU.
+        # Page-locked, so that copying it to a GPU does not wait for the GPU.
         self._host = torch.zeros(_HOST, dtype=torch.float64, pin_memory=device.type == "cuda")
         self._host_values = self._host.numpy()
         self._copy = _HostCopy(device)
-        self.word = torch.empty(0)
+        self.payload = torch.empty(0)
 
     def add(self, values: Sequence[Tensor | float]) -> None:
-        """What a micro-batch brings is added to that of the others of its window.
+        """Adds the values of a micro-batch to those of its accumulation window.
 
         Args:
             values: Loss sum and count, then sum and count of each metric: numbers, or tensors of shape ``[]``.
@@ -150,10 +210,10 @@ class Vote:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def overflow(self, norm: Tensor) -> Tensor:
-        """Whether gradient norm, loss sum or count of the window is not finite on this rank: bool, shape ``[]``."""
+        """Whether the gradient norm, loss sum or count of the window is not finite on this rank: bool, shape ``[]``."""
         return torch.cat([norm.reshape(1), self._window_sums.narrow(0, 0, 2)]).isfinite().all().logical_not()
 
-    def cast(
+    def all_reduce(
         self,
         overflow: Tensor,
         norm: Tensor,
@@ -166,55 +226,65 @@ class Vote:
         nbytes: int,
         own_norm: Tensor | None = None,
     ) -> None:
-        """Collective. Says what the window was; afterwards ``word`` is what all ranks said, and the next window begins.
+        """Collective. Sums the payloads of all ranks and begins the next accumulation window.
 
         Args:
             overflow: bool, shape ``[]``: this rank's loss or gradients are not finite.
-            norm: Shape ``[]``: norm of the gradients that all ranks have alike.
+            norm: Shape ``[]``: norm of the gradients that are equal on all ranks.
             scale: Shape ``[]``: this rank's loss scale.
-            stop: This rank was asked to stop.
-            save: This rank wants a checkpoint.
+            stop: Whether this rank requests a stop.
+            save: Whether this rank requests a checkpoint.
             samples: Valid samples of this rank's window.
-            bad: Its bad samples.
-            nbytes: Its bytes on the wire.
+            bad: Samples of that window that could not be read.
+            nbytes: Bytes of the batches that the loader delivered for it.
             own_norm: Shape ``[]``: norm of the gradients that only this rank has; None if there are none.
         """
-        self._host_values[:] = (stop, save, samples, bad, nbytes)
+        self._sum_over_ranks(overflow, norm, scale, own_norm, (stop, save, samples, bad, nbytes))
+
+    def _sum_over_ranks(
+        self, overflow: Tensor, norm: Tensor, scale: Tensor, own_norm: Tensor | None, host_values: tuple[int, ...]
+    ) -> None:
+        self._host_values[:] = host_values
         scale = scale.double()
         head = torch.stack([overflow.double(), scale, scale * scale])
+        # Every rank contributes its share of the common norm, so that the sum over ranks counts it once.
         square = norm.double().square() / self._world_size
         if own_norm is not None:
             square = square + own_norm.double().square()
-        readable = torch.cat([square.reshape(1), self._window_sums]).masked_fill(overflow, 0)
+        # A value that is not finite would make the sums of all ranks NaN. The flag reports it.
+        finite = torch.cat([square.reshape(1), self._window_sums]).masked_fill(overflow, 0)
         self._sums = None
-        self.word = torch.cat([head, readable, self._host.to(self._device, non_blocking=True)])
+        self.payload = torch.cat([head, finite, self._host.to(self._device, non_blocking=True)])
         if self._world_size > 1:
-            sum_over_ranks(self.word)
-        self._copy.start(self.word)
+            self._agreement.sum_payload(self.payload)
+        self._copy.start(self.payload)
 
     def decide(self, scale: Tensor, nominal: int, clip_norm: float | None) -> Decision:
-        """What every rank does with its gradients, from what all have said; on the device.
+        """The decision of all ranks, computed from the summed payload; does not wait for the device.
 
         Args:
             scale: Shape ``[]``: the loss scale.
-            nominal: Rows that the sums of gradients were divided by.
+            nominal: Number of rows that the loss sums were divided by before the backward.
             clip_norm: Largest norm of the gradient of the mean loss; None does not clip.
         """
-        overflow, _, _, square, _, count, *_ = self.word.unbind()
+        overflow, _, _, square, _, count, *_ = self.payload.unbind()
         overflowed = overflow > 0
         skip = overflowed | (count == 0)
+        # The gradients are those of scale * loss sum / nominal; wanted is that of loss sum / count. In a skip the count
+        # may be 0, and the 1 only avoids an infinity.
         coefficient = nominal / count.masked_fill(skip, 1) / scale
         if clip_norm is not None:
+            # 1e-6 as in torch.nn.utils.clip_grad_norm_.
             coefficient = coefficient * (clip_norm / (square.sqrt() * coefficient + 1e-6)).clamp(max=1)
         return Decision(skip, overflowed, coefficient.float())
 
-    def tally(self, metrics: Sequence[str]) -> Tally:
-        """The word as numbers; waits for it.
+    def step_stats(self, metrics: Sequence[str]) -> StepStats:
+        """The summed payload as numbers; waits until it has arrived on the host.
 
         Raises:
-            ConfigError: If the ranks do not have one loss scale.
+            ConfigError: If the ranks have different loss scales.
         """
-        return tally(self._copy.wait(), self._world_size, metrics)
+        return step_stats(self._copy.wait(), self._world_size, metrics)
 
     @property
     def _window_sums(self) -> Tensor:
@@ -224,30 +294,85 @@ class Vote:
     def _number(self, value: Tensor | float) -> Tensor:
         if isinstance(value, Tensor):
             return value.detach().double()
+        # Not torch.tensor(): filling on the device needs no copy from the host.
         return torch.full((), value, dtype=torch.float64, device=self._device)
 
 
 class _HostCopy:
-    """The word on its way to the host: copied without waiting, waited for when it is read."""
+    """Copies the payload to host memory; waits for the device only when it is read."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
-        self._word: Tensor | None = None
+        self._payload: Tensor | None = None
         self._copied: torch.cuda.Event | None = None
 
-    def start(self, word: Tensor) -> None:
+    def start(self, payload: Tensor) -> None:
         if not self._on_cuda:
-            self._word = word
+            self._payload = payload
             return
-        if self._word is None or self._word.shape != word.shape:
-            self._word = torch.empty(word.shape, dtype=word.dtype, pin_memory=True)
+        if self._payload is None or self._payload.shape != payload.shape:
+            self._payload = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=True)
             self._copied = torch.cuda.Event()
-        self._word.copy_(word, non_blocking=True)
+        self._payload.copy_(payload, non_blocking=True)
         assert self._copied is not None
         self._copied.record()
 
     def wait(self) -> list[float]:
-        assert self._word is not None
+        assert self._payload is not None
         if self._copied is not None:
             self._copied.synchronize()
-        return self._word.tolist()
+        return self._payload.tolist()
+
+
+class _HostVote(Vote):
+    """``Vote`` in Python floats: the same operations in the same order, so the same bits.
+
+    Kept beside the tensor version because reading a CPU tensor is free, while each small tensor operation takes about a
+    microsecond: in a world of one a vote takes 8 us instead of 98, and a step of a small MLP 180 us less (torch 2.13).
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._agreement = Agreement()
+        self._bools = (torch.tensor(False), torch.tensor(True))
+        self._window: list[float] = []
+        self.numbers: list[float] = []
+
+    def add(self, values: Sequence[Tensor | float]) -> None:
+        numbers = [float(value.item() if isinstance(value, Tensor) else value) for value in values]
+        self._window = [a + b for a, b in zip(self._window, numbers, strict=True)] if self._window else numbers
+
+    def overflow(self, norm: Tensor) -> Tensor:
+        loss_sum, count, *_ = self._window
+        return self._bools[not (isfinite(norm.item()) and isfinite(loss_sum) and isfinite(count))]
+
+    def _sum_over_ranks(
+        self, overflow: Tensor, norm: Tensor, scale: Tensor, own_norm: Tensor | None, host_values: tuple[int, ...]
+    ) -> None:
+        overflowed, factor = overflow.item(), scale.item()
+        shared, own = norm.item(), own_norm.item() if own_norm is not None else 0.0
+        # Not **, which raises OverflowError where a float64 product becomes infinite.
+        square = shared * shared / self._world_size + own * own
+        sums, self._window = self._window, []
+        finite = [0.0] * (1 + len(sums)) if overflowed else [square, *sums]
+        numbers = [overflowed, factor, factor * factor, *finite, *host_values]
+        if self._world_size == 1:
+            self.numbers = list(map(float, numbers))
+            return
+        # torch.tensor() takes three times as long as numpy (3.3 against 1.2 us).
+        payload = torch.from_numpy(np.array(numbers, dtype=np.float64))
+        self._agreement.sum_payload(payload)
+        self.numbers = payload.tolist()
+
+    def decide(self, scale: Tensor, nominal: int, clip_norm: float | None) -> Decision:
+        overflow, _, _, square, _, count, *_ = self.numbers
+        overflowed = overflow > 0
+        skip = overflowed or count == 0
+        coefficient = nominal / (1 if skip else count) / scale.item()
+        if clip_norm is not None:
+            coefficient *= min(1.0, clip_norm / (sqrt(square) * coefficient + 1e-6))
+        factor = torch.scalar_tensor(coefficient, dtype=torch.float32) if coefficient != 1 else None
+        return Decision(self._bools[skip], self._bools[overflowed], factor)
+
+    def step_stats(self, metrics: Sequence[str]) -> StepStats:
+        return step_stats(self.numbers, self._world_size, metrics)

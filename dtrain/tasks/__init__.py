@@ -1,8 +1,11 @@
-"""Small reference tasks; everything else comes in by `_target_`."""
+"""Reference tasks. A task is any object called as ``task(model, batch) -> Output``, named in ``task._target_``.
+
+Files in reading order: ``losses`` (losses per row), ``classification``, ``regression`` (values, image fitting),
+``language_modelling``, ``textbook`` (generated problems with known answers).
+"""
 
 from dtrain.tasks.classification import Classification
-from dtrain.tasks.image_fitting import ImageFitting
 from dtrain.tasks.language_modelling import LanguageModelling
-from dtrain.tasks.regression import Regression
+from dtrain.tasks.regression import ImageFitting, Regression
 
 __all__ = ["Classification", "ImageFitting", "LanguageModelling", "Regression"]

@@ -1,4 +1,4 @@
-"""Language modelling: the next token, cross-entropy over all valid tokens of the global batch."""
+"""Language modelling: next-token cross-entropy over all valid tokens of the global batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dtrain.data import Batch
 from dtrain.tasks.losses import softmax_cross_entropy
 from dtrain.training.task import Output
 
-_BYTES = 256  # tokens below it are bytes, where nothing else is said
+_BYTES = 256  # without bytes_per_token, tokens below 256 are bytes and the others are special tokens
 logger = logging.getLogger("dtrain")
 
 
@@ -21,11 +21,12 @@ class LanguageModelling:
     """Cross-entropy between ``model(row[:-1])``, logits ``[rows, length, vocabulary]``, and ``row[1:]``.
 
     Args:
-        tokens: The field with rows of ``length + 1`` tokens, an integer dtype, as ``python -m dtrain.pack text`` makes them.
-        ignore: A token, such as padding, that is not predicted and not counted.
-        bytes_per_token: Bytes of text that a token stands for on average; None: tokens are bytes, those from 256 on none.
-        sample: After evaluations, this text is continued by the model, logged and kept with the run; None: not.
-        sample_bytes: By how many bytes.
+        tokens: Name of the field with rows of ``length + 1`` tokens, an integer dtype, as ``dtrain.pack text`` writes.
+        ignore: Token, such as padding, that is excluded from loss and count.
+        bytes_per_token: Average number of bytes of text per token. None: the tokens are bytes, and tokens from 256 on count
+            as no bytes.
+        sample: Prompt that the model continues after each evaluation; the text is logged and kept with the run. None: off.
+        sample_bytes: Number of bytes to generate.
     """
 
     counts = "tokens"
@@ -40,8 +41,8 @@ class LanguageModelling:
     ) -> None:
         if sample is not None and bytes_per_token is not None:
             raise ValueError(
-                f"task.sample: got {sample!r}, and bytes_per_token {bytes_per_token}. Only text of bytes is sampled: set one "
-                "of them to null."
+                f"task.sample: got {sample!r}, and bytes_per_token {bytes_per_token}. Samples need byte "
+                "tokens: set one of the two to null."
             )
         self._tokens = tokens
         self._ignore = ignore
@@ -50,7 +51,7 @@ class LanguageModelling:
         self._sample_bytes = sample_bytes
 
     def __call__(self, model: nn.Module, batch: Batch) -> Output:
-        """Loss and count are those of tokens. Metrics: ``accuracy`` and ``bits_per_byte``."""
+        """Returns the loss summed over tokens, their count, and the metrics ``accuracy`` and ``bits_per_byte``."""
         tokens = batch[self._tokens].long()
         targets = tokens[:, 1:]
         logits = model(tokens[:, :-1])
@@ -68,20 +69,20 @@ class LanguageModelling:
         return Output(loss_sum, count, metrics)
 
     def conclude(self, model: nn.Module, metrics: Mapping[str, float]) -> dict[str, float]:
-        """What an evaluation says beside its sums: ``perplexity``.
+        """Metrics computed from the totals of an evaluation: ``perplexity``.
 
         Args:
-            model: The bare model.
-            metrics: Of the evaluation.
+            model: The unwrapped model.
+            metrics: Metrics of the evaluation.
         """
-        # Beyond that a float has no exponential, and a perplexity no meaning.
+        # exp() of more than about 709 overflows a float64.
         return {"perplexity": math.exp(min(metrics["loss"], 700.0))}
 
     def illustrate(self, model: nn.Module, evaluation: Mapping[str, float], samples: Iterable[Batch]) -> dict[str, str]:
-        """What a run shows after an evaluation: ``sample``, where one is asked for.
+        """Text logged after an evaluation: ``sample``, if a prompt is configured.
 
         Raises:
-            ValueError: If the model cannot generate.
+            ValueError: If the model has no method ``generate``.
         """
         if self._sample is None:
             return {}
@@ -90,16 +91,16 @@ class LanguageModelling:
         return {"sample": text}
 
     def sample(self, model: nn.Module) -> str:
-        """The text ``sample``, continued by a model that has ``generate(tokens, count)``.
+        """The prompt ``sample`` and its continuation by the model's method ``generate(tokens, count)``.
 
         Raises:
-            ValueError: If it has not.
+            ValueError: If the model has no such method.
         """
         generate = getattr(model, "generate", None)
         if generate is None:
             raise ValueError(
                 f"task.sample: {type(model).__name__} has no generate(tokens, count). Set task.sample=null, or use a model "
-                "that has, such as dtrain.models.GPT."
+                "that has this method, such as dtrain.models.GPT."
             )
         device = next(model.parameters()).device
         prompt = torch.tensor([list((self._sample or "").encode())], device=device)

@@ -1,7 +1,7 @@
-"""Classification losses that stay exact at extreme logits, in fp32 whatever autocast says, one number a row.
+"""Losses per row, computed in fp32 regardless of autocast.
 
-Rows are not averaged: a task sums those of its valid rows. Nothing here subtracts two large numbers to get a small one,
-which is what turns a confident, correct prediction into a loss of 0 or NaN.
+The functions return one loss per row and do not average: a task sums the losses of its valid rows. They never subtract
+two large numbers to obtain a small one, so confident predictions give neither a loss of exactly 0 nor NaN.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from dtrain.data.fields import DataError
 
 
 def softmax_cross_entropy(
@@ -21,14 +23,14 @@ def softmax_cross_entropy(
         targets: Class numbers, an integer dtype, shape ``[rows]``; or probabilities, a floating dtype, of the shape of
             ``logits``.
         label_smoothing: Weight of the uniform distribution mixed into the targets, in [0, 1) (Szegedy et al. 2016).
-        z_loss: Weight of ``logsumexp(logits) ** 2``, which keeps logits from drifting away (Chowdhery et al. 2022,
-            PaLM, with 1e-4).
+        z_loss: Weight of ``logsumexp(logits) ** 2``, which limits the size of the logits (Chowdhery et al. 2022,
+            PaLM: 1e-4).
 
     Returns:
         Loss of each row, fp32, shape ``[rows]``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit; names both. If a weight is out of its range.
+        ValueError: If shapes or dtypes do not fit; names both. If a weight is out of range.
     """
     _require_weights(label_smoothing, z_loss)
     hard = not targets.is_floating_point()
@@ -53,18 +55,18 @@ def softmax_cross_entropy(
 
 
 def binary_cross_entropy(logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
-    """Cross-entropy of ``sigmoid(logits)`` against labels that are each true or false.
+    """Binary cross-entropy of ``sigmoid(logits)`` against independent labels.
 
     Args:
-        logits: Floating, shape ``[rows]``, or ``[rows, labels]`` for several labels a row.
+        logits: Floating, shape ``[rows]``, or ``[rows, labels]`` for several labels per row.
         targets: Of the shape of ``logits``: bool, integers 0 and 1, or probabilities.
-        label_smoothing: Weight of 1/2 mixed into the targets, in [0, 1).
+        label_smoothing: Weight of the value 1/2 mixed into the targets, in [0, 1).
 
     Returns:
-        Loss of each row, its mean over the labels, fp32, shape ``[rows]``.
+        Loss of each row, averaged over its labels, fp32, shape ``[rows]``.
 
     Raises:
-        ValueError: If the shapes differ; names both. If ``label_smoothing`` is out of its range.
+        ValueError: If the shapes differ; names both. If ``label_smoothing`` is out of range.
     """
     _require_weights(label_smoothing, 0.0)
     if targets.shape != logits.shape or logits.dim() == 0:
@@ -75,13 +77,37 @@ def binary_cross_entropy(logits: Tensor, targets: Tensor, *, label_smoothing: fl
     with torch.autocast(logits.device.type, enabled=False):
         logits = logits.float()
         targets = targets.float() * (1 - label_smoothing) + label_smoothing / 2
-        # Both terms are positive: the usual `logits * (1 - targets) - logsigmoid(logits)` cancels at confident logits.
+        # Both terms are positive. The common form `logits * (1 - targets) - logsigmoid(logits)` suffers from cancellation
+        # for large logits.
         losses = targets * F.softplus(-logits) + (1 - targets) * F.softplus(logits)
     return losses if losses.dim() == 1 else losses.flatten(1).mean(dim=1)
 
 
+def squared_error(prediction: Tensor, target: Tensor, task: str) -> Tensor:
+    """Elementwise squared error, computed in fp32 regardless of autocast.
+
+    Args:
+        prediction: A floating dtype, any shape.
+        target: Same shape as ``prediction``.
+        task: Name of the task, for the error message.
+
+    Returns:
+        fp32, same shape.
+
+    Raises:
+        DataError: If the shapes differ; names both. (torch would broadcast ``[8, 1]`` and ``[8]`` to ``[8, 8]``.)
+    """
+    if prediction.shape != target.shape:
+        raise DataError(
+            f"{task}: the model returns {list(prediction.shape)} and the target is {list(target.shape)}. The shapes "
+            "must be equal: reshape the output in the model, or the target in the data."
+        )
+    with torch.autocast(prediction.device.type, enabled=False):
+        return (prediction.float() - target.float()).square()
+
+
 def _weighted_sum(weights: Tensor, log_p: Tensor) -> Tensor:
-    # A class masked by a logit of -inf has log_p -inf, and 0 * -inf would be NaN.
+    # A class masked by a logit of -inf has log_p = -inf, and 0 * -inf is NaN.
     return (weights * log_p.masked_fill(weights == 0, 0)).sum(dim=-1)
 
 

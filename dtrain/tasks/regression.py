@@ -1,20 +1,25 @@
-"""Regression: mean squared error over the valid rows."""
+"""Regression tasks with squared error: values of any shape, and the pixels of one image."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
+import torch
 from torch import nn
 
 from dtrain.data import Batch
-from dtrain.tasks.squared_error import squared_error
-from dtrain.training.task import Output
+from dtrain.tasks.losses import squared_error
+from dtrain.training.task import Output, png
 
 
 class Regression:
-    """Squared error between ``model(batch[input])`` and ``batch[target]``; the loss of a row is the mean over its values.
+    """Mean squared error between ``model(batch[input])`` and ``batch[target]``.
+
+    The loss of a row is the mean over its values.
 
     Args:
-        input: The field that the model takes.
-        target: The field with the values, shape ``[rows, ...]``. Role ``target`` keeps it in fp32 on the way.
+        input: Name of the field passed to the model.
+        target: Name of the field with the target values, shape ``[rows, ...]``. Role ``target`` (transfer dtype fp32).
     """
 
     def __init__(self, input: str = "x", target: str = "y") -> None:
@@ -22,7 +27,7 @@ class Regression:
         self._target = target
 
     def __call__(self, model: nn.Module, batch: Batch) -> Output:
-        """Metric: ``mae``, the mean absolute error.
+        """Returns the loss and the metric ``mae``, the mean absolute error.
 
         Raises:
             ValueError: If prediction and target differ in shape; names both.
@@ -32,3 +37,59 @@ class Regression:
         count = batch.valid.sum()
         absolute = errors.detach().sqrt().mean(dim=1).masked_fill(masked, 0).sum()
         return Output(errors.mean(dim=1).masked_fill(masked, 0).sum(), count, {"mae": (absolute, count)})
+
+
+_MAX_PIXELS = 16_000_000  # larger pictures are not logged
+
+
+class ImageFitting:
+    """Fits one image: a network maps the coordinates of a pixel to its value.
+
+    A row of the batch is a part of the image, such as one line of pixels.
+
+    Args:
+        coordinates: Name of the field passed to the model, ``[rows, 2, height, width]``. Role ``coord``
+            (transfer dtype fp32).
+        pixels: Name of the field with the pixel values, in [0, 1], ``[rows, channels, height, width]``.
+    """
+
+    counts = "pixels"
+
+    def __init__(self, coordinates: str = "coordinates", pixels: str = "pixels") -> None:
+        self._coordinates = coordinates
+        self._pixels = pixels
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Output:
+        """Returns the squared error summed over pixel values, their count, and the metric ``accuracy``.
+
+        Accuracy is the share of values on the correct side of 0.5.
+
+        Raises:
+            ValueError: If prediction and image differ in shape; names both.
+        """
+        predicted, pixels = model(batch[self._coordinates]), batch[self._pixels]
+        errors = squared_error(predicted, pixels, "image fitting").flatten(1)
+        count = batch.valid.sum() * errors.shape[1]
+        right = ((predicted > 0.5) == (pixels > 0.5)).flatten(1).sum(dim=1)
+        masked = ~batch.valid
+        accuracy = (right.masked_fill(masked, 0).sum(), count)
+        return Output(errors.sum(dim=1).masked_fill(masked, 0).sum(), count, {"accuracy": accuracy})
+
+    def illustrate(
+        self, model: nn.Module, evaluation: Mapping[str, float], samples: Iterable[Batch]
+    ) -> dict[str, bytes]:
+        """PNG logged after an evaluation: ``fit``, the target image with the fitted one to its right.
+
+        Rows of the batch are stacked vertically in stored order. Empty if the image has neither 1 nor 3 channels, or too many
+        pixels.
+        """
+        strips, pixels = [], 0
+        for batch in samples:
+            both = torch.cat([batch[self._pixels].float(), model(batch[self._coordinates]).float()], dim=-1)[
+                batch.valid
+            ]
+            pixels += both.numel()
+            if both.shape[1] not in (1, 3) or pixels > _MAX_PIXELS:
+                return {}
+            strips.append(both.permute(0, 2, 3, 1).flatten(0, 1).cpu())
+        return {"fit": png(torch.cat(strips).squeeze(2).numpy())} if strips else {}

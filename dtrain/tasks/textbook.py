@@ -1,6 +1,6 @@
-"""Textbook problems whose answer is known: samples drawn from a function, for ``dtrain.data.Generated``; and a picture.
+"""Generated problems with known answers, for ``dtrain.data.Generated``.
 
-Functions of a sample take its number, which they leave alone, and a generator keyed by (seed, epoch, sample).
+Each function that generates a sample takes the sample's number (unused) and a generator seeded from (seed, epoch, sample).
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ def sine(sample: int, rng: np.random.Generator, points: int = 1) -> Sample:
 
 
 def checkerboard(size: int = 512, frequency: int = 8) -> Sample:
-    """A square of black and white fields, line by line.
+    """A checkerboard image; each sample is one line of pixels.
 
     Args:
-        size: Pixels of a side.
-        frequency: Fields along a side.
+        size: Number of pixels per side.
+        frequency: Number of squares per side.
 
     Returns:
         ``coordinates``, x and y in [-1, 1], fp32 ``[size, 2, 1, size]``, and ``pixels``, 0 or 1, fp32 ``[size, 1, 1, size]``.
 
     Raises:
-        ValueError: If there are more fields than pixels, or none.
+        ValueError: If ``frequency`` is not in ``[1, size]``.
     """
     if not 1 <= frequency <= size:
         raise ValueError(f"checkerboard: got frequency {frequency} and size {size}, want 1 <= frequency <= size.")

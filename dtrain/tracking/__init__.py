@@ -1,15 +1,27 @@
-"""What a run reports: metrics and the places that they go to."""
+"""Records of a run: metrics, status, media and logs, and the trackers that show them. Only rank 0 writes shared files.
+
+In reading order:
+
+* ``records``: the record of one logged step, and ``metrics.jsonl``.
+* ``sinks``: the destinations of records and media; sinks that run in a background thread.
+* ``console``, ``wandb_sink``, ``tensorboard_sink``: the sinks besides ``metrics.jsonl``.
+* ``run_dir``: ``status.json``, the ranks' logs, recording of failures, safe reading of run directories.
+* ``finding``: one line of a diagnosis, for ``dtrain.doctor`` and ``dtrain.report``.
+* ``evaluation_results``: results of ``dtrain.evaluate`` as text, JSON and pictures.
+* ``history``: a run directory as data, for reports.
+"""
 
 from dtrain.tracking.console import print_banner
-from dtrain.tracking.meter import Meter
+from dtrain.tracking.run_dir import close_rank_log, failures_recorded, open_rank_log, read_status, write_status
 from dtrain.tracking.sinks import NullSinks, Sinks, build_sinks, tracker_mode
-from dtrain.tracking.status import read_status, write_status
 
 __all__ = [
-    "Meter",
     "NullSinks",
     "Sinks",
     "build_sinks",
+    "close_rank_log",
+    "failures_recorded",
+    "open_rank_log",
     "print_banner",
     "read_status",
     "tracker_mode",

@@ -1,49 +1,61 @@
-"""What a person sees of a run: one moving line in a terminal, plain lines in a log file.
+"""Console output: the banner, the progress line of a run, and progress bars of other commands.
 
-Both show the same text, made from the records that also go to metrics.jsonl. Plain lines are written with one call
-each, because under torchrun several processes share a file and Python's ``print`` writes text and newline apart.
+* A run shows one progress line in a terminal, and plain lines in a log file. Both show the same text, made from the
+  records that also go to metrics.jsonl.
+* Plain lines are written with one call each: under torchrun several processes share a file, and Python's ``print``
+  writes text and newline separately.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
-from rich.table import Column
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column, Table
 from rich.text import Text
 
-from dtrain.tracking.record import Record
+from dtrain.tracking.records import Record
 
-#: A terminal is redrawn at most so often: drawing costs a millisecond, and nobody reads faster.
+#: A terminal is redrawn at most this often, because drawing takes a millisecond.
 SECONDS_BETWEEN_REDRAWS = 0.1
+#: Called with the number of items done since the last call.
+OnProgress = Callable[[int], None]
+_SECONDS_BETWEEN_LINES = 10.0
+_UNLIMITED = 1 << 16  # columns of a table; rich would otherwise cut it to the width of the terminal
 
 
 class ConsoleSink(Protocol):
-    """A sink that a person reads."""
+    """The sink that a person reads."""
 
     def log(self, record: Record) -> None:
         """Shows one record."""
 
     def note(self, text: str) -> None:
-        """Shows a sentence without disturbing what is there; any thread may call."""
-
-    def media(self, step: int, name: str, path: Path) -> None:
-        """Does nothing: they are to be looked at elsewhere."""
+        """Shows a sentence without disturbing the progress line; any thread may call."""
 
     def finish(self, state: str, reason: str | None = None) -> None:
-        """Says how the run ended."""
+        """Ends the output. The entry point prints how the run ended."""
 
 
 def console_sink(total_steps: int | None = None, stream: TextIO | None = None) -> ConsoleSink:
     """The sink that suits ``stream``: a progress line in a terminal, plain lines elsewhere.
 
     Args:
-        total_steps: Attempted steps at which the run ends; None if nobody knows.
+        total_steps: Attempted steps at which the run ends; None if unknown.
         stream: Where to write; standard output by default.
     """
     stream = stream or sys.stdout
@@ -55,7 +67,7 @@ def console_sink(total_steps: int | None = None, stream: TextIO | None = None) -
 
 
 def print_banner(title: str, rows: Mapping[str, str], stream: TextIO | None = None) -> None:
-    """Prints a title and under it ``rows`` as an aligned table; the lines of a longer value stay in its column.
+    """Prints a title, and ``rows`` as an aligned table below it; a value may have several lines.
 
     Args:
         title: The first line; bold in a terminal.
@@ -70,6 +82,24 @@ def print_banner(title: str, rows: Mapping[str, str], stream: TextIO | None = No
     Console(file=stream or sys.stdout, highlight=False).print(text, soft_wrap=True)
 
 
+def align_rows(rows: Sequence[Sequence[str]], numbers: Container[int] = ()) -> str:
+    """Rows as lines with aligned columns, two spaces apart, for a terminal or a pipe; no line is cut or coloured.
+
+    Args:
+        rows: Cells of each row; the heading, if there is one, is the first row.
+        numbers: Indexes of columns that are aligned to the right.
+    """
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for column in range(max(map(len, rows), default=0)):
+        table.add_column(justify="right" if column in numbers else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))  # not str, in which rich looks for markup
+    console = Console(width=_UNLIMITED, color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(table)
+    return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
+
+
 class PlainLines:
     """A line for each record, for log files and pipes."""
 
@@ -79,7 +109,7 @@ class PlainLines:
         self._eta = Eta(total_steps)
 
     def log(self, record: Record) -> None:
-        """Writes the training part and the evaluation part of ``record``, each as a line if it is there."""
+        """Writes one line for the training metrics of ``record`` and one for its evaluation metrics, if it has them."""
         at = _step(record, self._total)
         eta = self._eta.after(record)
         if has_training(record):
@@ -91,11 +121,8 @@ class PlainLines:
         """Writes ``text`` as a line."""
         self._write(text)
 
-    def media(self, step: int, name: str, path: Path) -> None:
-        """Does nothing: they are to be looked at elsewhere."""
-
     def finish(self, state: str, reason: str | None = None) -> None:
-        """Says nothing: who ends the run says how."""
+        """Does nothing."""
 
     def _write(self, line: str) -> None:
         self._stream.write(line + "\n")
@@ -103,14 +130,14 @@ class PlainLines:
 
 
 class ProgressLine:
-    """A bar that moves, with the newest record beside it; evaluations and notes scroll away above it."""
+    """A progress bar with the newest record beside it; evaluations and notes are printed above it."""
 
     def __init__(self, terminal: Console, total_steps: int | None) -> None:
         self._terminal = terminal
         self._total = total_steps
         self._eta = Eta(total_steps)
         self._drawn = float("-inf")
-        # Redrawn by hand: a refreshing thread would take the interpreter from the loop ten times a second.
+        # Redrawn explicitly: a refresh thread would take the interpreter lock from the loop ten times a second.
         self._progress = Progress(
             TextColumn("step {task.description}", markup=False),
             BarColumn(bar_width=12, table_column=Column(min_width=12)),
@@ -122,12 +149,12 @@ class ProgressLine:
         self._task: TaskID | None = None
 
     def log(self, record: Record) -> None:
-        """Moves the line and prints the evaluation part of ``record``, if it has one, above it."""
+        """Updates the line, and prints the evaluation metrics of ``record``, if it has any, above it."""
         at = _step(record, self._total)
         if self._task is None:
             self._task = self._progress.add_task(at, total=self._total, eta="", text="")
             self._progress.start()
-            # rich hides the cursor until it is told to stop; a killed run would leave the terminal without one.
+            # rich hides the cursor until its end; a killed run would leave the terminal without one.
             self._terminal.show_cursor(True)
         eta = self._eta.after(record)
         step = int(record["step"])
@@ -140,26 +167,23 @@ class ProgressLine:
             self._drawn = now
 
     def note(self, text: str) -> None:
-        """Prints ``text`` above the line."""
+        """Prints ``text`` above the progress line."""
         self._terminal.print(Text(text), soft_wrap=True)
 
-    def media(self, step: int, name: str, path: Path) -> None:
-        """Does nothing: they are to be looked at elsewhere."""
-
     def finish(self, state: str, reason: str | None = None) -> None:
-        """Leaves the line as it is and gives the terminal back."""
+        """Keeps the line as it is and releases the terminal."""
         self._progress.stop()
 
 
 class Eta:
-    """Time until the last step, from the steps since this process's first record, evaluations and saves included."""
+    """Estimates the time until the last step from the steps since the first record, evaluations and saves included."""
 
     def __init__(self, total_steps: int | None) -> None:
         self._total = total_steps
         self._first: tuple[int, float] | None = None
 
     def after(self, record: Record) -> str:
-        """The time that remains after ``record`` as h:mm:ss, or "" while nobody can tell."""
+        """The time left after ``record`` as h:mm:ss; ``""`` while it is unknown."""
         step, now = int(record["step"]), float(record["time"])
         if self._first is None:
             self._first = (step, now)
@@ -171,12 +195,12 @@ class Eta:
 
 
 def has_training(record: Record) -> bool:
-    """True if ``record`` says something about training steps, and not only about an evaluation."""
+    """Whether ``record`` has metrics of training steps, and not only of an evaluation."""
     return any(name.startswith(("train/", "time/", "throughput/")) for name in record)
 
 
 def training_text(record: Record) -> str:
-    """The parts of ``record`` that a person watches, two spaces apart; parts that it lacks are left out."""
+    """The most important training metrics of ``record``, two spaces apart; those that it lacks are left out."""
     parts = []
     if "epoch" in record:
         parts.append(f"epoch {_number(record['epoch'])}")
@@ -198,11 +222,12 @@ def training_text(record: Record) -> str:
 
 
 def evaluation_text(record: Record) -> str:
-    """The ``eval/`` metrics of ``record``, two spaces apart; "" if it has none."""
+    """The ``eval/`` metrics of ``record``, two spaces apart; ``""`` if it has none."""
     return "  ".join(
         f"{name.removeprefix('eval/')} {_number(value)}"
         for name, value in record.items()
-        if name.startswith("eval/") and (value or not isinstance(value, int))  # nothing bad is not worth a word
+        if name.startswith("eval/")
+        and (value or not isinstance(value, int))  # a count of zero bad samples is not shown
     )
 
 
@@ -212,3 +237,54 @@ def _number(value: float | int) -> str:
 
 def _step(record: Record, total: int | None) -> str:
     return f"{record['step']}/{total}" if total is not None else f"{record['step']}"
+
+
+# -- progress bars of other commands
+
+
+@contextmanager
+def progress(console: Console, description: str, total: int) -> Iterator[OnProgress]:
+    """Shows the progress of the block: a bar in a terminal, elsewhere a line every ten seconds.
+
+    Args:
+        console: The output.
+        description: The items, such as ``train samples``.
+        total: Number of items.
+
+    Yields:
+        A function to call with the number done since the last call.
+    """
+    if not console.is_terminal:
+        yield _ProgressLog(console, description, total).advance
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+class _Rate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text(f"{speed:,.0f}/s" if speed else "", style="progress.data.speed")
+
+
+class _ProgressLog:
+    """``train samples: 12,000 of 50,000, 1,234/s, 31 s left``."""
+
+    def __init__(self, console: Console, description: str, total: int) -> None:
+        self._console, self._description, self._total = console, description, total
+        self._done = 0
+        self._started = self._printed = time.monotonic()
+
+    def advance(self, count: int) -> None:
+        self._done += count
+        now = time.monotonic()
+        if now - self._printed < _SECONDS_BETWEEN_LINES:
+            return
+        self._printed = now
+        rate = self._done / (now - self._started)
+        left = f"{(self._total - self._done) / rate:,.0f} s left" if rate else "time left unknown"
+        self._console.print(
+            f"{self._description}: {self._done:,} of {self._total:,}, {rate:,.0f}/s, {left}", markup=False
+        )

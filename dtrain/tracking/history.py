@@ -1,31 +1,74 @@
-"""What a run directory tells about its run, finished or not, whole or damaged: for reading, never for resuming.
+"""Reads run directories for display: metrics, status and config of finished, running and damaged runs.
 
-What is missing or cannot be read is a *gap*: a sentence for the reader instead of an error. The directory may be somebody
-else's, so nothing in it can make reading fail, or take for ever.
+* A *record* is a line of metrics.jsonl that holds a JSON object with a finite ``step``.
+* A *column* is one metric over the records that have it, as arrays.
+* A *gap* is a sentence about a missing or damaged file, instead of an error.
+
+A run directory may belong to somebody else. Only regular files of a plausible size are read, YAML is limited to what dtrain
+writes, and no content can raise an error. Nothing here is used to resume a run.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import yaml
 
-from dtrain.tracking.columns import Columns, read_columns
-from dtrain.tracking.run_files import may_be_read
-from dtrain.tracking.status import read_status
+from dtrain.config.renamed_keys import rename_keys
+from dtrain.tracking.run_dir import bounded_lines, may_be_read, read_status
+
+#: The value in ``differences`` of a run that does not have the key.
+ABSENT = object()
 
 _METRICS, _CONFIG, _OVERRIDES, _STATUS = "metrics.jsonl", "config.yaml", "overrides.yaml", "status.json"
-#: What a run may leave that ends, or waits, before it has written anything else.
-_BEGUN = (".lock", ".job", "logs/torchrun")
-_LARGEST, _DEEPEST_YAML = 200_000, 50  # bytes, levels; a config has a few thousand, and five
-_WORTH_PROCESSES = 50_000_000  # bytes of metrics, which one process reads in half a second
+_FIRST_FILES = (".lock", ".job", "logs/torchrun")  # a queued run, or one that failed early, has nothing else
+_DIRECTORY_DEPTH = 4  # levels searched for runs, as in sweeps/lr=0.1/seed=2
+_MAX_BYTES, _MAX_YAML_DEPTH = 200_000, 50  # a config of dtrain has a few thousand bytes and five levels
+_PARALLEL_BYTES = 50_000_000  # of metrics.jsonl; one process reads so many in half a second
+_BLOCK = 2_000  # records parsed at a time: few enough to stay in the processor's caches
+_BLOCK_BYTES = 2**24  # limits a block where the lines are long
+_MAX_ABS = 1e100  # larger values count as not finite: float32 ends at 1e38, and sums must not overflow
+_PLAIN_TYPES = {int, float, type(None)}
+
+
+def run_directories(paths: Sequence[Path]) -> list[Path]:
+    """Replaces each directory that is not a run by the runs below it.
+
+    Args:
+        paths: Run directories, or directories with runs up to four levels below them.
+
+    Returns:
+        Run directories, in the order of ``paths``.
+
+    Raises:
+        ValueError: If a path is not a directory, or there is no run in it or below it.
+    """
+    return [directory for path in paths for directory in _runs_of(path)]
+
+
+def read_all(paths: Sequence[Path]) -> list[History]:
+    """Reads run directories, each once, with unique labels. Large ones are read in several processes.
+
+    Raises:
+        ValueError: If a path is not a run directory.
+    """
+    unique = list({path.resolve(): path for path in paths}.values())
+    labels = list(map(printable, _labels([path.resolve() for path in unique])))
+    processes = min(len(unique), os.cpu_count() or 1)
+    if processes > 1 and sum(map(_metrics_size, unique)) > _PARALLEL_BYTES:
+        with ProcessPoolExecutor(processes) as pool:
+            return list(pool.map(History.read, unique, labels))
+    return list(map(History.read, unique, labels))
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,13 +76,13 @@ class History:
     """One run.
 
     Attributes:
-        path: Its directory.
-        label: What to call it among the others.
-        columns: Its metrics.
-        status: status.json; empty without one.
+        path: Run directory.
+        label: Name of the run among the others.
+        columns: Metrics.
+        status: Content of status.json; empty if it is missing or damaged.
         config: Dotted key to value.
-        overrides: The command line that it was started with.
-        gaps: What is missing or damaged.
+        overrides: Command line of the first start.
+        gaps: Sentences about what is missing or damaged.
     """
 
     path: Path
@@ -55,77 +98,247 @@ class History:
         """Reads a run directory.
 
         Raises:
-            ValueError: If there is no such directory, or nothing of a run in it.
+            ValueError: If ``path`` is not a directory, or has no file of a run.
         """
         if not path.is_dir():
-            raise ValueError(f"{path} is no directory. Name the directory of a run (run.dir).")
+            raise ValueError(f"{path} is not a directory. Name the directory of a run (run.dir).")
         if not is_run(path):
-            raise ValueError(f"{path} holds no run: none of {_METRICS}, {_CONFIG}, {_STATUS} is there.")
+            raise ValueError(f"{path} holds no run: none of {_METRICS}, {_CONFIG}, {_STATUS} exists.")
         gaps: list[str] = []
         columns = read_columns(path / _METRICS, gaps)
-        status = _status(path, gaps)
-        config = _mapping(path / _CONFIG, gaps)
-        source = _mapping(path / _OVERRIDES, gaps).get("overrides")
-        overrides = [str(item) for item in source] if isinstance(source, list) else []
-        return cls(path, label, columns, status, dict(_flat(config)), overrides, gaps)
+        status = _read_status(path, gaps)
+        config = rename_keys(_read_yaml(path / _CONFIG, gaps))
+        overrides = _read_yaml(path / _OVERRIDES, gaps).get("overrides")
+        command = [str(item) for item in overrides] if isinstance(overrides, list) else []
+        return cls(path, label, columns, status, dict(flatten(config)), command, gaps)
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values of a metric, float64, shape ``[n]`` each; empty where the run does not have it."""
+        """Steps and values of a metric, float64, shape ``[n]`` each; empty if the run does not have it."""
         return (self.columns.steps, self.columns.steps) if name == "step" else self.columns.series(name)
+
+    def last(self, name: str) -> float:
+        """Last value of a metric; NaN if there is none or it was not finite."""
+        values = self.series(name)[1]
+        return float(values[-1]) if len(values) else math.nan
 
     def has(self, name: str) -> bool:
         """Whether any record has the metric."""
         return name in self.columns.values
 
     def names(self, prefix: str) -> list[str]:
-        """Metrics whose names begin so, in order of appearance."""
+        """Metrics whose names start with ``prefix``, in order of appearance."""
         return [name for name in self.columns.values if name.startswith(prefix)]
 
     @property
     def restarts(self) -> np.ndarray:
-        """Steps of the first records after a restart, float64, shape ``[restarts that have a record]``."""
+        """Step of the first record after each restart, float64, shape ``[n]``."""
         steps, count = self.series("time/restarts")
         return steps[np.diff(count, prepend=0.0) > 0]
 
 
 def is_run(path: Path) -> bool:
-    """Whether a directory is that of a run, even of one that ended before its first step or waits in a queue."""
-    return any((path / name).exists() for name in (_METRICS, _CONFIG, _STATUS, *_BEGUN))
-
-
-def read_all(paths: Sequence[Path]) -> list[History]:
-    """The runs in these directories, each once, with labels that tell them apart; long ones in several processes.
-
-    Raises:
-        ValueError: If one is no run directory.
-    """
-    unique = list({path.resolve(): path for path in paths}.values())
-    labels = list(map(printable, _labels([path.resolve() for path in unique])))
-    processes = min(len(unique), os.cpu_count() or 1)
-    if processes > 1 and sum(map(_metrics_size, unique)) > _WORTH_PROCESSES:
-        with ProcessPoolExecutor(processes) as pool:
-            return list(pool.map(History.read, unique, labels))
-    return list(map(History.read, unique, labels))
+    """Whether a directory is a run directory, also of a queued run or one that failed before its first step."""
+    return any((path / name).exists() for name in (_METRICS, _CONFIG, _STATUS, *_FIRST_FILES))
 
 
 def printable(text: str) -> str:
-    """A text on one line that does nothing to a terminal or a font: question marks for what is no visible sign."""
-    return "".join(sign if sign.isprintable() else "?" for sign in text)
-
-
-#: Stands in ``differences`` where a run does not have the key.
-ABSENT = object()
+    """The text on one line, with a question mark for each control or invisible character."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def differences(runs: Sequence[History]) -> dict[str, list[Any]]:
-    """Config keys that are not equal in all runs, sorted, with each run's value or ``ABSENT``; ``run.dir`` is left out."""
+    """Config keys that differ between runs, except ``run.dir``, sorted, with each run's value or ``ABSENT``."""
     keys = sorted({key for run in runs for key in run.config} - {"run.dir"})
     values = {key: [run.config.get(key, ABSENT) for run in runs] for key in keys}
-    return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
+    # An empty list, such as train.hooks, does not differ from its absence in a run of an earlier version.
+    compared = {key: [ABSENT if value in ([], {}) else value for value in row] for key, row in values.items()}
+    return {key: row for key, row in values.items() if any(value != compared[key][0] for value in compared[key])}
+
+
+def flatten(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of each leaf of nested mappings; an empty mapping is a leaf."""
+    for key, value in node.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """The metrics of a run.
+
+    Attributes:
+        steps: Step of each record, float64, shape ``[records]``.
+        values: Metric to the indices of its records (int64, ascending, shape ``[n]``) and its values (float64, shape
+            ``[n]``, NaN for values that were not finite).
+    """
+
+    steps: np.ndarray = field(default_factory=lambda: np.empty(0))
+    values: Mapping[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+
+    def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and values of a metric, float64, shape ``[n]`` each; empty if the run does not have it."""
+        if name not in self.values:
+            return np.empty(0), np.empty(0)
+        rows, values = self.values[name]
+        return self.steps[rows], values
+
+    def in_common(self, *names: str) -> list[np.ndarray]:
+        """Values of several metrics in the records that have all of them, float64, shape ``[n]`` each."""
+        if any(name not in self.values for name in names):
+            return [np.empty(0) for _ in names]
+        common = self.values[names[0]][0]
+        for name in names[1:]:
+            common = np.intersect1d(common, self.values[name][0], assume_unique=True)
+        return [self.values[name][1][np.searchsorted(self.values[name][0], common)] for name in names]
+
+
+def read_columns(path: Path, gaps: list[str]) -> Columns:
+    """Reads a metrics.jsonl. Lines that are not records are counted and left out.
+
+    Args:
+        path: The file. It may be missing, truncated, or still being written.
+        gaps: Receives a sentence about what is missing or damaged.
+    """
+    steps: list[np.ndarray] = []
+    parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+    bad: list[int] = []
+    line_count, record_count, complete = 0, 0, True
+    if not may_be_read(path, gaps, f"no {path.name}: nothing was logged yet"):
+        return Columns()
+    try:
+        with path.open("rb") as file:
+            for block in _blocks(file):
+                records = []
+                for number, line in enumerate(block, line_count + 1):
+                    record = _parse_record(line)
+                    if record is not None:
+                        records.append(record)
+                    elif line.strip():
+                        bad.append(number)
+                for name, rows, values in _columns_of(records):
+                    parts.setdefault(name, []).append((rows + record_count, values))
+                steps.append(np.array([record["step"] for record in records], np.float64))
+                line_count, record_count = line_count + len(block), record_count + len(records)
+                complete = block[-1].endswith(b"\n")
+    except OSError as error:
+        gaps.append(f"{path.name} cannot be read ({error})")
+        return Columns()
+    if bad == [line_count] and not complete:
+        gaps.append(f"{path.name}: the last line is incomplete, as after a crash; it is left out")
+    elif bad:
+        gaps.append(f"{path.name}: lines that are not records are left out: {len(bad)}, the first is line {bad[0]}")
+    elif not record_count:
+        gaps.append(f"{path.name} is empty: nothing was logged yet")
+    return Columns(np.concatenate([np.empty(0), *steps]), _concatenate(parts))
+
+
+def as_float(value: object) -> float:
+    """A value of any type as a float; NaN if it is not a finite number, or beyond 1e100."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return math.nan
+    try:
+        return float(value) if abs(value) <= _MAX_ABS else math.nan
+    except OverflowError:  # an integer that no float can hold
+        return math.nan
+
+
+def _blocks(file: BinaryIO) -> Iterator[list[bytes]]:
+    block: list[bytes] = []
+    nbytes = 0
+    for line in bounded_lines(file):
+        block.append(line)
+        nbytes += len(line)
+        if len(block) == _BLOCK or nbytes > _BLOCK_BYTES:
+            yield block
+            block, nbytes = [], 0
+    if block:
+        yield block
+
+
+def _parse_record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and math.isfinite(as_float(record.get("step"))) else None
+
+
+def _columns_of(records: Sequence[dict[str, Any]]) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """(metric, rows, values) of a block of records; a metric may come several times."""
+    # Records with the same keys form one table, which numpy converts ten times as fast as single values.
+    rows_of_keys: dict[tuple[str, ...], list[int]] = {}
+    for row, record in enumerate(records):
+        rows_of_keys.setdefault(tuple(record), []).append(row)
+    for names, numbers in rows_of_keys.items():
+        rows = np.array(numbers)
+        table = [list(records[row].values()) for row in numbers]
+        if set(map(type, chain.from_iterable(table))) <= _PLAIN_TYPES:
+            values = _as_array(table)
+            yield from ((name, rows, values[:, column]) for column, name in enumerate(names))
+            continue
+        for column, name in enumerate(names):
+            numeric = [_is_number(line[column]) for line in table]
+            if any(numeric):
+                yield name, rows[numeric], np.array([as_float(line[column]) for line in table])[numeric]
+
+
+def _as_array(table: list[list[Any]]) -> np.ndarray:
+    try:
+        return np.array(table, np.float64)
+    except OverflowError:  # an integer that no float can hold
+        return np.array([[as_float(value) for value in line] for line in table])
+
+
+def _concatenate(parts: Mapping[str, list[tuple[np.ndarray, np.ndarray]]]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    shared: dict[bytes, np.ndarray] = {}  # most metrics are in the same records, so their row arrays are equal
+    joined = {}
+    for name, blocks in parts.items():
+        rows, values = (np.concatenate(arrays) for arrays in zip(*blocks, strict=True))
+        order = np.argsort(rows, kind="stable")
+        rows, values = rows[order], values[order]
+        joined[name] = shared.setdefault(rows.tobytes(), rows), np.where(np.abs(values) <= _MAX_ABS, values, np.nan)
+    return joined
+
+
+def _is_number(value: object) -> bool:
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+def _runs_of(path: Path) -> list[Path]:
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a directory. Name the directory of a run (run.dir), or one that holds runs.")
+    if found := [path] if is_run(path) else list(_runs_below(path, _DIRECTORY_DEPTH)):
+        return found
+    raise ValueError(
+        f"{path} holds no run, in it or up to {_DIRECTORY_DEPTH} levels below it: no {_CONFIG}, {_METRICS} or {_STATUS}. "
+        "Name the directory of a run (run.dir), or one that holds runs."
+    )
+
+
+def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
+    if depth == 0:
+        return
+    for path in sorted(folder.glob("[!.]*")):
+        if not _may_be_searched(path):
+            continue
+        if is_run(path):
+            yield path  # folders below a run belong to that run
+        else:
+            yield from _runs_below(path, depth - 1)
+
+
+def _may_be_searched(path: Path) -> bool:
+    # Links are not followed: they may lead in a circle, or to the same runs again.
+    try:
+        return not path.is_symlink() and path.is_dir() and os.access(path, os.R_OK | os.X_OK)
+    except OSError:  # a file server that does not answer, or /proc
+        return False
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:
-    """The shortest ends of paths that tell them apart: ``run``, or ``a/run`` and ``b/run``."""
+    """The shortest unique end of each path: ``run``, or ``a/run`` and ``b/run``."""
     labels: dict[Path, str] = {}
     for parts in range(1, max((len(path.parts) for path in paths), default=0) + 1):
         ends = {path: "/".join(path.parts[-parts:]) for path in paths}
@@ -139,8 +352,8 @@ def _metrics_size(path: Path) -> int:
     return metrics.stat().st_size if metrics.is_file() else 0
 
 
-def _status(run_dir: Path, gaps: list[str]) -> dict[str, Any]:
-    if not may_be_read(run_dir / _STATUS, gaps, f"no {_STATUS}: how the run ended is not known", _LARGEST):
+def _read_status(run_dir: Path, gaps: list[str]) -> dict[str, Any]:
+    if not may_be_read(run_dir / _STATUS, gaps, f"no {_STATUS}: the state of the run is unknown", _MAX_BYTES):
         return {}
     try:
         return read_status(run_dir) or {}
@@ -149,20 +362,20 @@ def _status(run_dir: Path, gaps: list[str]) -> dict[str, Any]:
         return {}
 
 
-def _mapping(path: Path, gaps: list[str]) -> dict[str, Any]:
-    if not may_be_read(path, gaps, f"no {path.name}", _LARGEST):
+def _read_yaml(path: Path, gaps: list[str]) -> dict[str, Any]:
+    if not may_be_read(path, gaps, f"no {path.name}", _MAX_BYTES):
         return {}
     try:
         text = path.read_text(encoding="utf-8")
-        if refused := _refused(text):
-            gaps.append(f"{path.name} {refused}, which dtrain does not write; it is left out")
+        if reason := _unsafe_yaml(text):
+            gaps.append(f"{path.name} {reason}, which dtrain does not write; it is left out")
             return {}
         content = yaml.safe_load(text)
     except OSError as error:
         gaps.append(f"{path.name} cannot be read ({error})")
         return {}
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also not UTF-8, or the 31st of February
-        gaps.append(f"{path.name} is no YAML ({next(iter(str(error).splitlines()), '')})")
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, or the 31st of February
+        gaps.append(f"{path.name} is not valid YAML ({next(iter(str(error).splitlines()), '')})")
         return {}
     if not isinstance(content, dict):
         gaps.append(f"{path.name} holds no mapping")
@@ -170,8 +383,8 @@ def _mapping(path: Path, gaps: list[str]) -> dict[str, Any]:
     return content
 
 
-def _refused(text: str) -> str:
-    """What in this YAML would keep its reader for ever, or break it; ``""`` if nothing does."""
+def _unsafe_yaml(text: str) -> str:
+    """Why loading this YAML could exhaust memory or raise an unexpected error; ``""`` if it is safe."""
     depth = 0
     for event in yaml.parse(text):
         if isinstance(event, yaml.AliasEvent):  # a few lines of aliases of aliases are a billion values
@@ -179,14 +392,6 @@ def _refused(text: str) -> str:
         if getattr(event, "tag", None) is not None:  # `!!bool maybe` is a KeyError, `!!int ""` an IndexError
             return "has YAML tags"
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _DEEPEST_YAML:
-            return f"is nested more than {_DEEPEST_YAML} levels deep"
+        if depth > _MAX_YAML_DEPTH:
+            return f"is nested more than {_MAX_YAML_DEPTH} levels deep"
     return ""
-
-
-def _flat(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in node.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

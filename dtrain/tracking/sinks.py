@@ -1,43 +1,60 @@
-"""Where a run's records go: metrics.jsonl always, a terminal or log always, wandb and TensorBoard if the run asks for it.
+"""Destinations of a run's records: metrics.jsonl and the console always, wandb and TensorBoard if the config has them.
 
-* A *sink* takes records, one for each logged step, and *media*: pictures and texts that were written to files.
-* Rank 0 has :class:`Sinks`, the other ranks have :class:`NullSinks`, so that the loop reads the same on every rank.
-* A sink that fails is reported once and takes no other one down.
+* A *sink* takes records, one per logged step, and *media*: pictures and texts that were written to files.
+* Rank 0 has :class:`Sinks`; the other ranks have :class:`NullSinks`, which do nothing.
+* wandb and TensorBoard are *slow sinks*: each runs in a thread of its own, and the training only puts records into a
+  bounded queue. An error ends the thread and not the run.
+* A sink that fails is reported once and does not affect the others.
 """
 
 from __future__ import annotations
 
+import configparser
 import logging
+import netrc
+import os
+import queue
+import re
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
 
 from dtrain.config.errors import ConfigError
-from dtrain.tracking.background import BackgroundSink
+from dtrain.distributed.atomic import replace_file
 from dtrain.tracking.console import ConsoleSink, console_sink
-from dtrain.tracking.jsonl import JsonlSink, cut_after
-from dtrain.tracking.media import cut_media_after, write_media
-from dtrain.tracking.record import Record
-from dtrain.tracking.wandb_login import wandb_mode
+from dtrain.tracking.records import JsonlSink, Record, cut_after
 
 if TYPE_CHECKING:
     from dtrain.config.schema import TrackerConfig
 
-#: What ``tracker.name`` may be, and the packages that each needs.
+#: Values of ``tracker.name``, and the packages that each needs.
 TRACKERS: dict[str, tuple[str, ...]] = {
     "none": (),
     "wandb": ("wandb",),
     "tensorboard": ("tensorboard",),
     "both": ("wandb", "tensorboard"),
 }
+#: Seconds to wait for a slow sink to open at the start; to end; and to end after a failure, when other processes are
+#: waiting.
+OPEN_TIMEOUT, FINISH_TIMEOUT, FINISH_TIMEOUT_AFTER_FAILURE = 5.0, 65.0, 10.0
+#: Largest number of records in the queue of a slow sink; further ones are dropped. metrics.jsonl has them.
+QUEUE_SIZE = 10_000
+WANDB_MODES = ("online", "offline", "disabled")
+_WANDB_SYNONYMS = {"run": "online", "dryrun": "offline"}  # that wandb accepts in WANDB_MODE
+_WANDB_SERVER = "https://api.wandb.ai"
+_PNG = b"\x89PNG\r\n\x1a\n"
+_MEDIA_NAME = re.compile(r"\w[\w.-]*")
+_MEDIA_FILE = re.compile(r"step-(\d+)\.(png|txt)")
 logger = logging.getLogger("dtrain")
 
 
 class Sink(Protocol):
-    """A place that records go to."""
+    """A destination of records and media."""
 
     def log(self, record: Record) -> None:
         """Takes one record."""
@@ -46,11 +63,11 @@ class Sink(Protocol):
         """Takes a picture (``.png``) or a text (``.txt``)."""
 
     def finish(self, state: str, reason: str | None = None) -> None:
-        """Ends with the state that status.json has, and why; no record comes after it."""
+        """Ends with the state and reason that status.json has. No record follows."""
 
 
 class NullSinks:
-    """What ranks other than 0 have: takes everything, keeps nothing."""
+    """The sinks of ranks other than 0: does nothing."""
 
     def log(self, record: Record) -> None:
         """Does nothing."""
@@ -70,91 +87,66 @@ class Sinks:
 
     Args:
         media: The folder of pictures and texts.
-        console: The sink that a person reads; it also gets the notes.
-        others: Further sinks, in the order in which they get a record; they get it before the console.
+        console: The sink for a person; it also shows notes.
+        others: Further sinks. They get a record in this order, before the console does.
     """
 
     def __init__(self, media: Path, console: ConsoleSink, *others: Sink) -> None:
         self._folder = media
         self._console = console
-        self._all: tuple[Sink, ...] = (*others, console)
-        self._refused: set[str] = set()
+        self._others = others
+        self._all: tuple[Sink | ConsoleSink, ...] = (*others, console)
+        self._reported: set[str] = set()
         self._finishing = threading.Lock()
         self._finished = False
 
     def log(self, record: Record) -> None:
-        """Hands one record to every sink."""
+        """Passes one record to every sink."""
         for sink in self._all:
-            self._or_said(f"a record could not be written to {type(sink).__name__}", partial(sink.log, record))
+            self._report_errors(f"a record could not be written to {type(sink).__name__}", partial(sink.log, record))
 
     def media(self, step: int, name: str, content: bytes | str) -> None:
-        """Writes a picture or a text to ``media/<name>/step-000000050.png`` (``.txt``), and hands it to every sink.
-
-        Args:
-            step: Attempted steps before it.
-            name: What it shows: letters, digits, ``_``, ``-`` and ``.``.
-            content: The bytes of a PNG file, or text.
+        """Writes a picture or a text to ``media/<name>/step-000000050.png`` (``.txt``), and passes it to the sinks.
 
         Raises:
-            ValueError: If the name cannot be a folder's, or the bytes are no PNG.
+            ValueError: As :func:`write_media`.
         """
-        self._or_said(f"media/{name} could not be written", partial(self._media, step, name, content))
+        self._report_errors(f"media/{name} could not be written", partial(self._media, step, name, content))
 
     def note(self, text: str) -> None:
-        """Shows a sentence to a person, without disturbing the progress line."""
+        """Shows a sentence on the console, without disturbing the progress line."""
         try:
             self._console.note(text)
-        except OSError:  # nobody reads the output any more; what follows from that is another record's story
+        except OSError:  # the reader of the output is gone
             logger.warning("not shown: %s", text)
 
     def finish(self, state: str, reason: str | None = None) -> None:
-        """Ends every sink, at the first call; blocks until they have what they were given, for about a minute at most.
+        """Ends every sink, at the first call. Blocks until they have written everything, for about a minute at most.
 
         Any thread may call; a second call waits for the first.
 
         Args:
-            state: ``finished``, ``stopped`` or ``failed``, as in status.json. wandb sends an alert if it is ``failed``.
+            state: ``finished``, ``stopped`` or ``failed``, as in status.json. For ``failed`` wandb sends an alert.
             reason: Why, for a person; without secrets.
         """
         with self._finishing:
             for sink in () if self._finished else self._all:
-                self._or_said(f"{type(sink).__name__} could not end", partial(sink.finish, state, reason))
+                self._report_errors(f"{type(sink).__name__} could not end", partial(sink.finish, state, reason))
             self._finished = True
 
     def _media(self, step: int, name: str, content: bytes | str) -> None:
         path = write_media(self._folder, step, name, content)
-        for sink in self._all:
+        for sink in self._others:
             sink.media(step, name, path)
 
-    def _or_said(self, what: str, function: Callable[[], None]) -> None:
+    def _report_errors(self, problem: str, function: Callable[[], None]) -> None:
         try:
             function()
         except OSError as error:
-            if what not in self._refused:
-                self._refused.add(what)
-                logger.warning("%s (%s)", what, error)
-                self.note(f"WARNING: {what} ({error}). This is said once.")
-
-
-def tracker_mode(tracker: TrackerConfig) -> str:
-    """Where wandb would send this run: ``online``, ``offline`` or ``disabled`` (also for a tracker without wandb).
-
-    Looks at the config, the environment and the user's files only, so every rank can ask and gets the same answer.
-
-    Raises:
-        ConfigError: If the tracker or its mode is unknown, its package is missing, or ``online`` is asked for without
-            a login.
-    """
-    if tracker.name not in TRACKERS:
-        raise ConfigError(f"tracker.name: got {tracker.name!r}; known are {', '.join(TRACKERS)}.")
-    packages = TRACKERS[tracker.name]
-    for package in packages:
-        if find_spec(package) is None:
-            raise ConfigError(
-                f"tracker={tracker.name}: the package {package} is not installed. Run `pip install {package}`, or use "
-                "tracker=none."
-            )
-    return wandb_mode(tracker.mode) if "wandb" in packages else "disabled"
+            if problem not in self._reported:
+                self._reported.add(problem)
+                logger.warning("%s (%s)", problem, error)
+                self.note(f"WARNING: {problem} ({error}). Further errors of this kind are not shown.")
 
 
 def build_sinks(
@@ -167,17 +159,17 @@ def build_sinks(
     evaluation_due: bool = False,
     total_steps: int | None = None,
 ) -> Sinks:
-    """Opens the sinks of a run; rank 0 alone calls it.
+    """Opens the sinks of a run; only rank 0 calls it.
 
     Args:
         tracker: The group ``tracker`` of the config.
         run_dir: The run's directory; it exists.
         run_name: The name that wandb shows.
         config: The resolved config, without secrets, in plain containers.
-        resumed_step: Step of the checkpoint that the run continues from; 0 for a start from nothing. Lines of
-            metrics.jsonl after it are dropped, and media.
-        evaluation_due: Whether the evaluation at that step is still to come: a line of it is dropped, too.
-        total_steps: Attempted steps at which the run ends, if known; for the progress line.
+        resumed_step: Step of the checkpoint that the run resumes from; 0 for a new start. Records and media after it
+            are deleted.
+        evaluation_due: Whether the evaluation at that step will run again; then its record is deleted, too.
+        total_steps: Attempted steps at which the run ends, for the progress line; None if unknown.
 
     Raises:
         ConfigError: As :func:`tracker_mode`, before anything is written.
@@ -186,20 +178,23 @@ def build_sinks(
     mode = tracker_mode(tracker)
     metrics, media = run_dir / "metrics.jsonl", run_dir / "media"
     console = console_sink(total_steps)
-    # A run that starts from nothing may log an evaluation at step 0 again, so not even step 0 is kept then.
+    # A new start may log an evaluation at step 0 again, so a record of step 0 is deleted, too.
     kept = resumed_step if resumed_step > 0 else -1
     if dropped := cut_after(metrics, (kept, not evaluation_due)):
-        console.note(f"{metrics}: {dropped} lines after step {resumed_step} dropped; what they tell is done again.")
+        console.note(f"{metrics}: {dropped} lines after step {resumed_step} dropped; these steps are repeated.")
     cut_media_after(media, kept)
     others: list[Sink] = [JsonlSink(metrics)]
-    # Both are imported where they are used: they cost a second that a run without them should not pay.
+    # Both are imported where they are used: importing them takes a second.
     if mode != "disabled":
         from dtrain.tracking import wandb_sink
 
+        earlier = media_files(media)
         others.append(
             BackgroundSink(
                 "wandb",
-                lambda: wandb_sink.WandbSink(tracker, mode, run_dir, run_name, config, resumed_step, console.note),
+                lambda: wandb_sink.WandbSink(
+                    tracker, mode, run_dir, run_name, config, resumed_step, console.note, earlier
+                ),
                 errors=wandb_sink.ERRORS,
                 note=console.note,
                 if_unfinished=f"Send the rest later: wandb sync {run_dir / 'wandb'}",
@@ -217,3 +212,211 @@ def build_sinks(
             )
         )
     return Sinks(media, console, *others)
+
+
+# -- slow sinks
+
+
+class BackgroundSink:
+    """Runs a slow sink in a thread.
+
+    Args:
+        name: The sink's name in notes.
+        open: Makes the sink; called in the thread.
+        errors: Errors that end the sink with one line; other errors end it with their traceback.
+        note: Shows a sentence to a person; called from any thread.
+        if_unfinished: Advice for a sink that did not end in time.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        open: Callable[[], Sink],
+        *,
+        errors: tuple[type[Exception], ...],
+        note: Callable[[str], None],
+        if_unfinished: str = "",
+    ) -> None:
+        self._name = name
+        self._open = open
+        self._errors = errors
+        self._note = note
+        self._if_unfinished = if_unfinished
+        self._queue: queue.Queue[Callable[[Sink], None] | None] = queue.Queue(QUEUE_SIZE)
+        self._full = False
+        self._opened = threading.Event()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+        # wandb starts processes. A loader worker that is forked at that moment inherits the pipes on which Python waits
+        # for them, and keeps them open, so that wandb hangs until the loader ends (observed). After this wait wandb has
+        # started its processes, or is waiting for its server.
+        self._opened.wait(OPEN_TIMEOUT)
+
+    def log(self, record: Record) -> None:
+        """Puts one record into the queue; never blocks."""
+        self._put(lambda sink: sink.log(record))
+
+    def media(self, step: int, name: str, path: Path) -> None:
+        """Puts a picture or text into the queue; never blocks."""
+        self._put(lambda sink: sink.media(step, name, path))
+
+    def finish(self, state: str, reason: str | None = None) -> None:
+        """Waits until the sink has sent or stored everything, or until the time-out."""
+        deadline = time.monotonic() + (FINISH_TIMEOUT_AFTER_FAILURE if state == "failed" else FINISH_TIMEOUT)
+        for item in (lambda sink: sink.finish(state, reason), None):
+            self._put(item, deadline)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            self._note(f"{self._name}: did not end in time. {self._if_unfinished}".rstrip())
+
+    def _put(self, item: Callable[[Sink], None] | None, deadline: float | None = None) -> None:
+        if not self._thread.is_alive():
+            return
+        try:
+            if deadline is None:
+                self._queue.put_nowait(item)
+            else:
+                self._queue.put(item, timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Full:
+            if not self._full:
+                self._note(
+                    f"{self._name}: {QUEUE_SIZE} records are waiting; further ones are dropped. metrics.jsonl has all."
+                )
+            self._full = True
+
+    def _work(self) -> None:
+        try:
+            sink = self._open()
+            self._opened.set()
+            while (call := self._queue.get()) is not None:
+                call(sink)
+        except self._errors as error:
+            reason = " ".join(str(error).split())
+            self._note(f"{self._name}: {reason}. The run continues without it; metrics.jsonl has everything.")
+        finally:
+            self._opened.set()
+
+
+# -- media
+
+
+def write_media(folder: Path, step: int, name: str, content: bytes | str) -> Path:
+    """Writes a picture or a text atomically.
+
+    Args:
+        folder: ``<run.dir>/media``; created if it does not exist.
+        step: Attempted steps so far.
+        name: A folder name such as ``confusion``: letters, digits, ``_``, ``-`` and ``.``.
+        content: The bytes of a PNG file, or text.
+
+    Returns:
+        The file, ``<folder>/<name>/step-000000050.png`` or ``.txt``.
+
+    Raises:
+        ValueError: If the name is not a valid folder name, or the content is neither a PNG file nor text.
+        OSError: On a write failure.
+    """
+    if not _MEDIA_NAME.fullmatch(name):
+        raise ValueError(f"media: got the name {name!r}, want letters, digits, _, - and . only, as in 'confusion'.")
+    if not isinstance(content, (bytes, str)):
+        raise ValueError(
+            f"media {name!r}: got a {type(content).__name__}, want the bytes of a PNG file or a text. "
+            "dtrain.training.task.png converts an array."
+        )
+    if isinstance(content, bytes) and not content.startswith(_PNG):
+        raise ValueError(f"media {name!r}: got bytes that begin with {content[:8]!r}, want those of a PNG file.")
+    suffix, data = ("txt", content.encode()) if isinstance(content, str) else ("png", content)
+    path = folder / name / f"step-{step:09d}.{suffix}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replace_file(path) as file:
+        file.write(data)
+    return path
+
+
+def media_files(folder: Path) -> list[tuple[int, str, Path]]:
+    """Step, name and file of all media."""
+    found = ((_MEDIA_FILE.fullmatch(path.name), path) for path in sorted(folder.glob("*/step-*")))
+    return [(int(match[1]), path.parent.name, path) for match, path in found if match]
+
+
+def cut_media_after(folder: Path, step: int) -> None:
+    """Deletes media of later steps, which a resumed run is about to repeat."""
+    for at, _, path in media_files(folder):
+        if at > step:
+            path.unlink()
+
+
+# -- mode of wandb: from the environment and the user's files; does not import wandb or use the network
+
+
+def tracker_mode(tracker: TrackerConfig) -> str:
+    """The mode of wandb: ``online``, ``offline`` or ``disabled`` (also for a tracker without wandb).
+
+    Raises:
+        ConfigError: If the tracker or its mode is unknown, its package is missing, or ``online`` is set without a
+            login.
+    """
+    if tracker.name not in TRACKERS:
+        raise ConfigError(f"tracker.name: got {tracker.name!r}; known are {', '.join(TRACKERS)}.")
+    packages = TRACKERS[tracker.name]
+    for package in packages:
+        if find_spec(package) is None:
+            raise ConfigError(
+                f"tracker={tracker.name}: the package {package} is not installed. Run `pip install {package}`, or use "
+                "tracker=none."
+            )
+    return wandb_mode(tracker.mode) if "wandb" in packages else "disabled"
+
+
+def wandb_mode(configured: str | None, environ: Mapping[str, str] = os.environ) -> str:
+    """``online``, ``offline`` or ``disabled``: 1. ``tracker.mode``, 2. WANDB_MODE, 3. ``online`` with a login, 4. ``offline``.
+
+    Args:
+        configured: ``tracker.mode``; None: the environment decides.
+        environ: The environment.
+
+    Raises:
+        ConfigError: If the mode is unknown, or it is ``online`` without an API key for the server, which wandb would ask
+            the user to type.
+    """
+    key, value = ("tracker.mode", configured) if configured else ("WANDB_MODE", environ.get("WANDB_MODE"))
+    login = wandb_logged_in(environ)
+    if not value:
+        return "online" if login else "offline"
+    mode = _WANDB_SYNONYMS.get(value, value)
+    if mode not in WANDB_MODES:
+        raise ConfigError(f"{key}: got {value!r}; known are {', '.join(WANDB_MODES)}.")
+    if mode == "online" and not login:
+        raise ConfigError(
+            f"{key}={value}, but there is no API key for {wandb_server(environ)}. Run `wandb login`, set WANDB_API_KEY, or "
+            "use tracker.mode=offline and upload later with `wandb sync`."
+        )
+    return mode
+
+
+def wandb_logged_in(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the environment or the netrc file has an API key for the server."""
+    if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    files = [environ["NETRC"]] if environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    host = urlsplit(wandb_server(environ)).netloc
+    for file in files:
+        try:
+            entry = netrc.netrc(str(Path(file).expanduser())).authenticators(host)
+        except (OSError, netrc.NetrcParseError):  # wandb could not read this file either
+            continue
+        if entry and entry[2]:
+            return True
+    return False
+
+
+def wandb_server(environ: Mapping[str, str] = os.environ) -> str:
+    """The server's URL: WANDB_BASE_URL, or that of ``wandb login --host``, or wandb's own."""
+    if url := environ.get("WANDB_BASE_URL"):
+        return url.rstrip("/")
+    settings = configparser.ConfigParser(interpolation=None)
+    try:
+        settings.read(Path(environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser() / "settings")
+    except configparser.Error:
+        return _WANDB_SERVER
+    return settings.get("default", "base_url", fallback=_WANDB_SERVER).rstrip("/")

@@ -1,7 +1,7 @@
 """TensorBoard as a sink: ``tensorboard --logdir runs`` shows a run under the names of metrics.jsonl.
 
-Each start adds a file of events to ``<run.dir>/tensorboard``. TensorBoard lets go of what earlier files have from the step
-on at which a later one says that it begins, so a step that was trained again is there once.
+Each start adds an event file to ``<run.dir>/tensorboard``. A later file states the step at which it begins, and
+TensorBoard ignores what earlier files have from that step on. So a repeated step is shown once.
 """
 
 from __future__ import annotations
@@ -14,28 +14,27 @@ import yaml
 from PIL import Image
 from torch.utils.tensorboard import SummaryWriter
 
-from dtrain.tracking.record import Record
+from dtrain.tracking.records import Record
 
-#: Seconds of records that a killed run may lose here.
-_FLUSH_EVERY = 10
+_FLUSH_SECONDS = 10  # a killed run loses at most so much here
 
 
 class TensorBoardSink:
     """Writes event files.
 
     Args:
-        folder: Where to; made if it is not there.
-        config: Shown as a text: the resolved config, without secrets, in plain containers.
-        resumed_step: The last step of earlier starts that counts; 0 for a start from nothing.
+        folder: Created if it does not exist.
+        config: Shown as text: the resolved config, without secrets, in plain containers.
+        resumed_step: The last valid step of earlier starts; 0 for a new start.
 
     Raises:
-        OSError: Here and later, if the disk refuses.
+        OSError: Here and in all methods, on a write failure.
     """
 
     def __init__(self, folder: Path, config: dict[str, Any], resumed_step: int) -> None:
-        # A start from nothing may log an evaluation at step 0 again.
+        # A new start may log an evaluation at step 0 again.
         begins = resumed_step + 1 if resumed_step > 0 else 0
-        self._writer = SummaryWriter(str(folder), purge_step=begins, flush_secs=_FLUSH_EVERY)
+        self._writer = SummaryWriter(str(folder), purge_step=begins, flush_secs=_FLUSH_SECONDS)
         self._text("config", yaml.safe_dump(config, sort_keys=False), begins)
 
     def log(self, record: Record) -> None:
@@ -54,9 +53,9 @@ class TensorBoardSink:
                 self._writer.add_image(f"media/{name}", np.asarray(picture.convert("RGB")), step, dataformats="HWC")
 
     def finish(self, state: str, reason: str | None = None) -> None:
-        """Writes what is left."""
+        """Writes the rest and closes the file."""
         self._writer.close()
 
     def _text(self, name: str, text: str, step: int) -> None:
-        # TensorBoard reads texts as Markdown; indented they are code, whatever they hold.
+        # TensorBoard renders texts as Markdown; indentation makes them code blocks, which are shown as they are.
         self._writer.add_text(name, "".join(f"    {line}\n" for line in text.splitlines()), step)

@@ -1,38 +1,45 @@
-"""wandb as a sink: one run identity over all restarts.
+"""wandb as a sink: one wandb run over all restarts, with each record once.
 
-* The *run id* is made once and kept in ``wandb/run-id``; every start, offline or not, uses it.
-* A *piece* is the directory that wandb makes for one start. A restart trains some steps again; records that the pieces
-  (offline) or the server (online) have already are not sent a second time. Those that they lack, since a killed wandb
-  loses the newest, are sent from metrics.jsonl. Records are told apart by their marks, since the evaluation at a step may
-  come in a later start than the step.
+* The *run id* is generated once and kept in ``wandb/run-id``; every start uses it, online or offline.
+* wandb keeps each start in a *piece*: a directory ``wandb/run-*`` or ``wandb/offline-run-*``. A resumed run repeats
+  some steps. Records that wandb already has are not sent again; those that it lacks are sent from metrics.jsonl and the
+  media folder.
+* The newest record that wandb has: online, the server reports its step. Offline, ``wandb/sent.json`` has it for the
+  pieces that were closed. A killed wandb loses its newest records, so an offline piece that was not closed is moved to
+  ``wandb/killed/`` and its records are sent again.
 
-It may hang and raise: ``BackgroundSink`` keeps that from the training.
+The sink may block and raise; ``BackgroundSink`` keeps that away from the training.
 """
 
 from __future__ import annotations
 
 import html
-import math
+import json
+import os
+import platform
 import secrets
-from collections.abc import Callable
+import subprocess
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import wandb
 
-from dtrain.tracking.atomic import replacing
-from dtrain.tracking.jsonl import read_records
-from dtrain.tracking.provenance import provenance
-from dtrain.tracking.record import Mark, Record, mark
-from dtrain.tracking.wandb_log import last_mark
+from dtrain import __version__
+from dtrain.distributed.atomic import replace_file
+from dtrain.tracking.records import Mark, Record, mark, read_records
 
 if TYPE_CHECKING:
     from dtrain.config.schema import TrackerConfig
 
-#: What this sink may raise.
+#: Errors that this sink may raise.
 ERRORS = (wandb.Error, OSError, ValueError)
-#: Seconds that wandb may take to reach its server, and to send what is left at the end.
+#: Seconds for wandb to reach its server, and to send the rest at the end.
 TIMEOUT = 30
+_GIT_TIMEOUT = 10.0  # seconds: git may have to read every file of a checkout on a slow disk
+_NOTHING: Mark = (-1, False)
 
 
 class WandbSink:
@@ -44,14 +51,15 @@ class WandbSink:
         run_dir: The run's directory; wandb writes to ``wandb/`` in it.
         run_name: The name that wandb shows.
         config: The resolved config, without secrets, in plain containers.
-        resumed_step: The last step that metrics.jsonl has from earlier starts.
+        resumed_step: The last step of earlier starts in metrics.jsonl.
         note: Shows a sentence to a person.
+        media: Step, name and file of the media of earlier starts.
 
     Attributes:
         run_id: The run's identity, eight hexadecimal digits.
 
     Raises:
-        wandb.Error, OSError, ValueError: Here and later, if wandb cannot go on.
+        wandb.Error, OSError, ValueError: Here and in all methods, if wandb cannot continue.
     """
 
     def __init__(
@@ -63,10 +71,15 @@ class WandbSink:
         config: dict[str, Any],
         resumed_step: int,
         note: Callable[[str], None],
+        media: Sequence[tuple[int, str, Path]] = (),
     ) -> None:
-        directory = run_dir / "wandb"
-        self.run_id = _run_id(directory)
-        pieces = list(directory.glob("*run-*/*.wandb"))  # and not that of this start
+        self._folder = run_dir / "wandb"
+        self._folder.mkdir(exist_ok=True)
+        self.run_id = _run_id(self._folder)
+        sent, closed = _read_sent(self._folder)
+        for piece in self._folder.glob("offline-run-*"):
+            if piece.name not in closed and not list(piece.glob("*.synced")):
+                _set_aside(piece)
         self._run = wandb.init(
             id=self.run_id,
             name=run_name,
@@ -79,62 +92,79 @@ class WandbSink:
             config=config | {"provenance": provenance(Path.cwd())},
             settings=_settings(),
         )
-        self._kept = _kept(pieces, mode, self._run.starting_step - 1)
-        for record in read_records(run_dir / "metrics.jsonl"):
-            if record["step"] <= resumed_step:
-                self.log(record)
-        place = self._run.url if mode == "online" else f"offline in {directory}"
+        self._closed = closed
+        self._sent = self._newest = max(sent, (self._run.starting_step - 1, False))
+        self._send_earlier(run_dir / "metrics.jsonl", resumed_step, media)
+        place = self._run.url if mode == "online" else f"offline in {self._folder}"
         note(f"wandb: {place}, run id {self.run_id}")
 
     def log(self, record: Record) -> None:
-        """Sends one record, if wandb does not have it."""
-        if mark(record) > self._kept:
-            self._send(dict(record), int(record["step"]))
+        """Sends one record, unless wandb has it already."""
+        self._send(mark(record), dict(record))
 
     def media(self, step: int, name: str, path: Path) -> None:
-        """Sends a picture or a text of an evaluation, if wandb does not have that."""
-        if (step, True) > self._kept:
+        """Sends a picture or a text of an evaluation, unless wandb has it already."""
+        if (step, True) > self._sent:
             text = path.suffix == ".txt"
             shown = wandb.Html(_page(path.read_text(encoding="utf-8"))) if text else wandb.Image(str(path))
-            self._send({f"media/{name}": shown}, step)
+            self._send((step, True), {f"media/{name}": shown})
 
     def finish(self, state: str, reason: str | None = None) -> None:
-        """Waits until wandb has sent or stored everything; a failure is an alert."""
+        """Waits until wandb has sent or stored everything. A failure is an alert."""
         if state == "failed":
             self._run.alert(f"{self._run.name} failed", reason or "for an unknown reason", level="ERROR")
+        piece = Path(self._run.dir).parent.name
         self._run.finish(exit_code=1 if state == "failed" else 0)
-        # Offline, finish returns before the file is written; the end of wandb's own process is the proof that it is.
+        # Offline, finish returns before the file is written; it is complete when wandb's own process has ended.
         wandb.teardown()
+        with replace_file(self._folder / "sent.json") as file:
+            file.write(json.dumps({"newest": self._newest, "closed": [*self._closed, piece]}).encode())
 
-    def _send(self, values: dict[str, Any], step: int) -> None:
-        # wandb gathers what has the same step in one row, and needs no other axis than the step itself. A server takes no
-        # row before the one that a resumed run starts with: there a late evaluation stands one step further.
-        self._run.log(values, step=max(step, self._run.starting_step))
+    def _send_earlier(self, metrics: Path, resumed_step: int, media: Sequence[tuple[int, str, Path]]) -> None:
+        """Sends records and media of earlier starts that wandb lacks, in the order of their marks."""
+        files = deque(sorted(media))
+        for record in read_records(metrics):
+            if record["step"] > resumed_step:
+                break
+            while files and (files[0][0], True) < mark(record):
+                self.media(*files.popleft())
+            self.log(record)
+        for file in files:
+            self.media(*file)
+
+    def _send(self, at: Mark, values: dict[str, Any]) -> None:
+        if at <= self._sent:
+            return
+        # wandb merges values of the same step into one row. A server accepts no row before the first step of a resumed
+        # run, so a late evaluation is sent with the next step.
+        self._run.log(values, step=max(at[0], self._run.starting_step))
+        self._newest = max(self._newest, at)
 
 
-def _run_id(directory: Path) -> str:
-    """The id kept in ``directory``, made now if there is none."""
-    directory.mkdir(exist_ok=True)
-    path = directory / "run-id"
+def _run_id(folder: Path) -> str:
+    """The id in ``folder``, generated if there is none."""
+    path = folder / "run-id"
     if not path.exists():
-        with replacing(path) as handle:
-            handle.write(secrets.token_hex(4).encode() + b"\n")
+        with replace_file(path) as file:
+            file.write(secrets.token_hex(4).encode() + b"\n")
     return path.read_text(encoding="utf-8").strip()
 
 
-def _kept(pieces: list[Path], mode: str, on_server: int) -> Mark:
-    """The newest record that wandb has.
+def _read_sent(folder: Path) -> tuple[Mark, list[str]]:
+    """The newest record of all closed pieces, and their names."""
+    try:
+        content = json.loads((folder / "sent.json").read_text(encoding="utf-8"))
+        step, is_evaluation = content["newest"]
+        return (int(step), bool(is_evaluation)), [str(name) for name in content["closed"]]
+    except FileNotFoundError:
+        return _NOTHING, []
 
-    Args:
-        pieces: The files of earlier starts.
-        mode: Of this start.
-        on_server: Online, the last step that the server has: the online pieces may hold a little more than they could send.
-    """
-    found = {(on_server, False)}
-    for piece in pieces:
-        until = on_server if mode == "online" and not piece.parent.name.startswith("offline-") else math.inf
-        found.add(last_mark(piece, until) or (-1, False))
-    return max(found)
+
+def _set_aside(piece: Path) -> None:
+    """Moves the piece of a killed start to where ``wandb sync`` does not look; nothing is deleted."""
+    folder = piece.parent / "killed"
+    folder.mkdir(exist_ok=True)
+    piece.rename(folder / piece.name)
 
 
 def _page(text: str) -> str:
@@ -143,11 +173,60 @@ def _page(text: str) -> str:
 
 def _settings() -> wandb.Settings:
     settings = wandb.Settings(
-        console="off",  # capture would wrap the streams under the progress line; the run directory has the logs anyway
+        console="off",  # capturing would wrap the streams of the progress line; the run directory has the logs anyway
         silent=True,
         init_timeout=TIMEOUT,
-        x_disable_meta=True,  # it holds the command line, and with that any secret of an override
+        x_disable_meta=True,  # it contains the command line, and with that any secret of an override
     )
     if hasattr(settings, "finish_timeout"):  # wandb >= 0.31; older ones may wait longer at the end
         settings.finish_timeout = TIMEOUT
     return settings
+
+
+# -- provenance
+
+
+def provenance(folder: Path) -> dict[str, str | bool]:
+    """Versions of dtrain, torch and Python, the device, and the git commit of the user's code, for reproducing the run.
+
+    Args:
+        folder: The user's project, such as the working directory.
+
+    Returns:
+        ``commit`` and ``dirty`` (tracked files differ from it) of ``folder``; ``dtrain_commit`` and ``dtrain_dirty`` of
+        a checkout of dtrain; left out without git or without a repository.
+    """
+    found: dict[str, str | bool] = {
+        "dtrain": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+    }
+    found |= git_state(folder)
+    package = Path(__file__).resolve().parents[2]
+    if (package / ".git").exists():  # else it is installed, perhaps inside another repository
+        found |= {f"dtrain_{name}": value for name, value in git_state(package).items()}
+    return found
+
+
+def git_state(folder: Path) -> dict[str, str | bool]:
+    """``commit`` and ``dirty`` of the repository that contains ``folder``; empty without a repository or git."""
+    command = ["git", "-C", str(folder), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",  # names of files and branches are arbitrary bytes
+            timeout=_GIT_TIMEOUT,
+            check=False,
+            env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},  # read-only
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    lines = done.stdout.splitlines()
+    commits = [line.split()[-1] for line in lines if line.startswith("# branch.oid ")]
+    if done.returncode != 0 or not commits or commits[0] == "(initial)":
+        return {}
+    return {"commit": commits[0], "dirty": any(not line.startswith("#") for line in lines)}

@@ -1,124 +1,236 @@
-"""From config nodes to objects: precision, model, optimizer, schedule, all on this rank's device."""
+"""Builds a run from its config: ``build_run`` connects data, model, optimizer and step.
+
+``dtrain.train``, ``dtrain.doctor`` and ``dtrain.doctor numerics`` call ``build_run``, ``dtrain.evaluate`` calls
+``build_for_evaluation``, and ``dtrain.export`` calls ``build_model``. They share the function that builds a part.
+
+The order matters:
+
+1. the precision policy, because the loaders ask it for transfer dtypes;
+2. the loaders, because the length of an epoch decides the schedule;
+3. the model, changed in place (``prepare_model``, ``keep_fp32``), then a copy of it for the EMA;
+4. the optimizer over the model's parameters, and only then DDP, the last wrapper.
+"""
 
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from hydra.errors import InstantiationException
-from hydra.utils import get_object, instantiate
+from hydra.utils import get_object
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from dtrain.config.errors import ConfigError, users_to_fix
-from dtrain.config.missing_target import why_missing
-from dtrain.config.schema import LossScaleConfig, ParallelConfig, PrecisionConfig, TrainConfig
+from dtrain.config.errors import ConfigError, as_config_error
+from dtrain.config.instantiate import by_target
+from dtrain.config.schema import Config, LossScaleConfig, ParallelConfig, PrecisionConfig, TrainConfig
+from dtrain.data import ShardLoader
+from dtrain.data.randomness import be_deterministic, seed_generators
+from dtrain.distributed.collectives import on_all_ranks
 from dtrain.distributed.world import World
 from dtrain.optimizers.groups import decay_groups, trainable
 from dtrain.precision import Precision
-from dtrain.precision.comm_hooks import COMM_DTYPES, HookGuard, reduce_in
+from dtrain.precision.comm_hooks import REDUCE_DTYPES, HookGuard, reduce_in
 from dtrain.precision.loss_scale import LossScale
-from dtrain.training.execution import (
+from dtrain.training.checkpoints import Checkpoint, Checkpoints
+from dtrain.training.loaders import check_same_data, eval_loader, prepare_data, train_loader
+from dtrain.training.model_setup import (
     checkpoint_activations,
     compile_in_place,
     synchronise_batchnorm,
     use_channels_last,
 )
-from dtrain.training.schedule import Lengths
+from dtrain.training.schedule import Lengths, schedule_horizon
+from dtrain.training.state import TrainState, load_weights
+from dtrain.training.step import TrainStep
+from dtrain.training.task import Task
+from dtrain.training.tensor_copies import Ema
 
 
-def by_target(key: str, node: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls the ``_target_`` of a config node with the node's other keys.
+def build_run(
+    cfg: Config,
+    run_dir: Path,
+    world: World,
+    *,
+    prepared: bool = True,
+    data_ranks: int | None = None,
+    with_eval_data: bool = True,
+    alone: bool = False,
+    schedule: Callable[[int], float] | None = None,
+    max_consecutive_skips: int | None = None,
+) -> tuple[TrainState, list[str]]:
+    """Collective. Builds everything that trains. The defaults are the run as ``dtrain.train`` executes it.
 
     Args:
-        key: The node's place in the config, for errors.
-        node: The node.
-        args: Passed on.
-        kwargs: Passed on; they win over the node's keys.
+        cfg: The composed config.
+        run_dir: The run's directory; it need not exist, and nothing is written to it.
+        world: The ranks.
+        prepared: False leaves out ``prepare_model``, for tools that observe single modules.
+        data_ranks: In one process: load the data and scale the loss as one of this many ranks would. None: the world's size.
+        with_eval_data: False builds no evaluation loader.
+        alone: True builds a step without DDP and without a vote among the ranks; see ``build_step``.
+        schedule: Used instead of that of the config.
+        max_consecutive_skips: Used instead of that of the config.
+
+    Returns:
+        The run, and warnings about the precision on this device.
 
     Raises:
-        ConfigError: If there is no ``_target_``, nothing of that name can be imported, or it does not take these keys or
-            refuses a value (``ValueError``).
-        Exception: What else the target itself raises, or its module while it is imported.
+        ConfigError: On every rank, if any part of the config cannot work.
     """
-    if not isinstance(node, DictConfig) or "_target_" not in node:
-        raise ConfigError(f"{key}: has no _target_. Name a class or function, such as {key}._target_=package.Class.")
-    try:
-        return instantiate(node, *args, _convert_="all", **kwargs)
-    except InstantiationException as error:
-        cause = error.__cause__
-        if cause is not None and "Error locating target" not in str(error):
-            if isinstance(cause, TypeError) and cause.__traceback__ is not None and cause.__traceback__.tb_next is None:
-                # Raised by the call, before anything inside ran.
-                raise ConfigError(f"{key}: {node._target_} does not take these keys: {cause}.") from error
-            if isinstance(cause, ValueError) and not isinstance(cause, ConfigError):
-                raise ConfigError(f"{key}: {cause}") from cause
-            raise cause from None
-        raised = cause
-        while raised is not None and raised.__cause__ is not None:
-            raised = raised.__cause__
-        if raised is not None and not isinstance(raised, (ImportError, AttributeError, ValueError)):
-            raise raised from None  # by a module while it was imported
-        # Of a target inside this node only Hydra's message says the name.
-        named = re.search(r"Error locating target '([^']*)'", str(error))
-        target = named[1] if named else str(node._target_)
-        where = f"{key}._target_" if target == node._target_ else f"{key}, a _target_ inside"
-        reason = why_missing(target)
-        if not reason:  # it is there, but nothing that can be called
-            raise ConfigError(f"{where}: {target!r}: {str(error).splitlines()[0]}.") from error
-        raise ConfigError(f"{where}: {target!r} cannot be imported: {reason}") from error
+    data_world = world if data_ranks is None else replace(world, size=data_ranks)
+    precision, warnings = on_all_ranks(lambda: build_precision(cfg.precision, world.device))
+
+    # -- data
+    prepare_data(cfg.data)
+    train_data = on_all_ranks(lambda: train_loader(cfg, data_world, precision))
+    eval_data = on_all_ranks(lambda: eval_loader(cfg, data_world, precision)) if with_eval_data else None
+    check_same_data(train_data, eval_data)
+
+    # -- model. Seeded immediately before, so that the initial weights do not depend on earlier random numbers.
+    if cfg.train.deterministic:
+        be_deterministic()
+    seed_generators(world.device, cfg.run.seed)
+    model = on_all_ranks(lambda: build_model(cfg.model, world.device, cfg.train.channels_last))
+    if prepared:
+        model = prepare_model(model, cfg.train, cfg.parallel, world)
+    precision.wrap_keep_fp32(model)
+    # After everything that changes the model, so that the copy has it; before DDP, which cannot be copied.
+    with as_config_error("train.ema_decay"):
+        ema = Ema(model, cfg.train.ema_decay) if cfg.train.ema_decay is not None else None
+    task: Task = on_all_ranks(lambda: by_target("task", cfg.task))
+    optimizer = on_all_ranks(lambda: build_optimizer(cfg.optimizer, model))
+
+    # -- step
+    if schedule is None:
+        horizon = schedule_horizon(cfg.train, train_data)
+        schedule = build_schedule(
+            cfg.schedule, Lengths(horizon, train_data.steps_per_epoch, cfg.train.global_batch_size)
+        )
+    step = build_step(
+        cfg,
+        replace(world, size=1) if alone else world,
+        model=model,
+        task=task,
+        optimizer=optimizer,
+        precision=precision,
+        ema=ema,
+        schedule=schedule,
+        loss_ranks=data_ranks,
+        max_consecutive_skips=max_consecutive_skips or cfg.train.max_consecutive_skips,
+    )
+    run = TrainState(
+        cfg=cfg,
+        run_dir=run_dir,
+        train_loader=train_data,
+        eval_loader=eval_data,
+        step=step,
+        checkpoints=Checkpoints.of(run_dir, cfg.checkpoint),
+    )
+    return run, warnings
+
+
+def build_step(
+    cfg: Config,
+    world: World,
+    *,
+    model: nn.Module,
+    task: Task,
+    optimizer: torch.optim.Optimizer,
+    precision: Precision,
+    ema: Ema | None,
+    schedule: Callable[[int], float],
+    loss_ranks: int | None = None,
+    max_consecutive_skips: int | None = None,
+) -> TrainStep:
+    """Wraps the model in DDP and makes the optimizer step. It can be called again for the same model.
+
+    Args:
+        cfg: The composed config.
+        world: The ranks that average gradients and vote. A world of one has no DDP.
+        model: The bare model.
+        task: As ``TrainStep`` takes it; likewise ``optimizer``, ``precision``, ``ema`` and ``schedule``.
+        loss_ranks: Scale the loss as one of this many ranks would; None: the world's size.
+        max_consecutive_skips: This many skipped steps in a row end the run; None: the default of ``TrainStep``.
+
+    Raises:
+        ConfigError: If the parallel or loss scale options cannot work.
+    """
+    wrapped, guard = wrap(model, cfg.parallel, world, cfg.train.deterministic)
+    return TrainStep(
+        wrapped,
+        task,
+        optimizer,
+        world=world,
+        precision=precision,
+        loss_scale=build_loss_scale(cfg.precision.loss_scale, precision, world.device),
+        nominal=max(cfg.train.global_batch_size // (loss_ranks or 1), 1),
+        schedule=schedule,
+        clip_norm=cfg.train.clip_norm,
+        ema=ema,
+        guard=guard,
+        seed=cfg.run.seed,
+        max_consecutive_skips=max_consecutive_skips,
+    )
+
+
+@dataclass(frozen=True)
+class EvaluationParts:
+    """The parts for evaluating a checkpoint: the bare model has its weights, ``weights`` is ``ema`` or ``raw``."""
+
+    precision: Precision
+    loader: ShardLoader
+    model: nn.Module
+    weights: str
+    task: Task
+
+
+def build_for_evaluation(cfg: Config, world: World, checkpoint: Checkpoint, weights: str) -> EvaluationParts:
+    """Collective. Builds the parts for evaluating a checkpoint; call ``prepare_data`` before.
+
+    Args:
+        cfg: The composed config; ``data.eval`` is set.
+        world: The ranks.
+        checkpoint: The checkpoint.
+        weights: ``ema``, ``raw``, or ``""``: the moving average if the checkpoint has one.
+
+    Raises:
+        ConfigError: On every rank, if model, task or data cannot be built, or the checkpoint is of another model.
+    """
+    precision, _ = on_all_ranks(lambda: build_precision(cfg.precision, world.device))
+    loader = on_all_ranks(lambda: eval_loader(cfg, world, precision))
+    assert loader is not None  # data.eval is set
+    check_same_data(None, loader)
+    model = on_all_ranks(lambda: build_model(cfg.model, world.device, cfg.train.channels_last))
+    loaded = on_all_ranks(lambda: load_weights(model, checkpoint, weights))
+    precision.wrap_keep_fp32(model)
+    return EvaluationParts(precision, loader, model, loaded, on_all_ranks(lambda: by_target("task", cfg.task)))
 
 
 def build_precision(cfg: PrecisionConfig, device: torch.device) -> tuple[Precision, list[str]]:
-    """The precision policy, put in force for this process.
-
-    Returns:
-        The policy, and what a user should be warned of.
+    """Makes the precision policy and applies it to this process; returns it with warnings for the user.
 
     Raises:
-        ConfigError: If the device cannot compute in it.
+        ConfigError: If the device does not support the precision.
     """
-    with users_to_fix("precision"):
+    with as_config_error("precision"):
         precision = Precision(cfg.name, tuple(cfg.keep_fp32))
         return precision, precision.apply(device)
 
 
-def build_loss_scale(cfg: LossScaleConfig, precision: Precision, device: torch.device) -> LossScale | None:
-    """The loss scale; None where the precision does not scale gradients.
-
-    Raises:
-        ConfigError: If a factor, interval or bound is impossible.
-    """
-    if not precision.scales_gradients:
-        return None
-    with users_to_fix("precision.loss_scale"):
-        return LossScale(
-            device,
-            init=cfg.init,
-            growth_factor=cfg.growth_factor,
-            backoff_factor=cfg.backoff_factor,
-            growth_interval=cfg.growth_interval,
-            hysteresis=cfg.hysteresis,
-            min_scale=cfg.min,
-            max_scale=cfg.max,
-        )
-
-
 def build_model(node: Any, device: torch.device, channels_last: bool = True) -> nn.Module:
-    """The bare model on its device.
+    """Builds the bare model on its device.
 
-    Args:
-        node: The config node.
-        device: The device.
-        channels_last: Weights of convolutions get the layout that fast kernels want, as images have it.
+    With ``channels_last`` the weights of convolutions get the memory layout of images, which fast kernels need.
 
     Raises:
-        ConfigError: If it is no module, or already wrapped for several devices.
+        ConfigError: If the target does not return a module, or returns one that is already wrapped for several devices.
     """
     model = by_target("model", node)
     if isinstance(model, (DataParallel, DistributedDataParallel)):
@@ -134,80 +246,77 @@ def build_model(node: Any, device: torch.device, channels_last: bool = True) -> 
     return model
 
 
-def equip(model: nn.Module, train: TrainConfig, parallel: ParallelConfig, world: World) -> nn.Module:
-    """The model as it is to run in training: what ``dtrain.training.execution`` does to it where the config asks for it.
+def prepare_model(model: nn.Module, train: TrainConfig, parallel: ParallelConfig, world: World) -> nn.Module:
+    """Applies SyncBatchNorm, activation checkpointing and ``torch.compile`` to the bare model, as far as they are set.
+
+    Returns:
+        The model; it is another object only if the model itself is a BatchNorm.
 
     Raises:
-        ConfigError: If a pattern matches no module, or this device cannot do it.
+        ConfigError: If a pattern matches no module, or this device does not support an option.
     """
     if parallel.sync_batchnorm:
         model = synchronise_batchnorm(model, world)
     checkpoint_activations(model, train.checkpoint_activations)
-    what = OmegaConf.to_container(train.compile) if isinstance(train.compile, ListConfig) else train.compile
-    compile_in_place(model, what)  # type: ignore[arg-type]
+    option = OmegaConf.to_container(train.compile) if isinstance(train.compile, ListConfig) else train.compile
+    compile_in_place(model, option)  # type: ignore[arg-type]
     return model
 
 
-def build_optimizer(node: Any, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
-    """The optimizer over the model's trainable parameters; fused where its class has it and the config is silent.
+def build_optimizer(node: Any, model: nn.Module) -> torch.optim.Optimizer:
+    """Builds the optimizer over the model's trainable parameters; fused by default where its class supports it.
 
-    A target with an argument ``model`` gets the model, to make groups of its own. The node's key ``no_decay`` is not for the
-    target: see ``decay_groups``.
+    A target with an argument ``model`` gets the model and makes its own parameter groups. The node's key ``no_decay`` is not
+    passed to the target: see ``decay_groups``.
 
     Raises:
-        ConfigError: If nothing is trainable, or a pattern matches nothing.
+        ConfigError: If nothing is trainable, a pattern matches nothing, or the target refuses its arguments.
     """
     parameters: list[Any] = list(trainable(model).values())
     if not parameters:
         raise ConfigError("model: it has no parameter that requires a gradient, so there is nothing to train.")
     if not isinstance(node, DictConfig) or "_target_" not in node:
-        return by_target("optimizer", node)  # which says so
+        return by_target("optimizer", node)  # raises
     node = node.copy()
     with open_dict(node):
         no_decay = node.pop("no_decay", None)
     if no_decay is not None:
-        with users_to_fix("optimizer.no_decay"):
+        with as_config_error("optimizer.no_decay"):
             parameters = decay_groups(model, no_decay)
-    takes = _arguments(node._target_)
-    if "model" in takes:
+    arguments = _argument_names(node._target_)
+    if "model" in arguments:
         if no_decay is not None:
             raise ConfigError(
                 f"optimizer.no_decay: {node._target_} makes its own groups of parameters. Set it to null."
             )
-        with users_to_fix("optimizer"):
+        with as_config_error("optimizer"):
             optimizer = by_target("optimizer", node, model=model)
     else:
-        fused = {"fused": True} if "fused" in takes and not {"fused", "foreach", "_partial_"} & set(node) else {}
+        fused = {"fused": True} if "fused" in arguments and not {"fused", "foreach", "_partial_"} & set(node) else {}
         try:
             optimizer = by_target("optimizer", node, parameters, **fused)
-        except TypeError as error:  # as torch says that a number is none
-            given = ", ".join(f"{key}={value}" for key, value in node.items() if key != "_target_")
-            raise ConfigError(f"optimizer: {error}. One of its values is wrong: {given}.") from error
+        except TypeError as error:  # torch raises it for a value that is no number
+            values = ", ".join(f"{key}={value}" for key, value in node.items() if key != "_target_")
+            raise ConfigError(f"optimizer: {error}. One of its values is wrong: {values}.") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer: {node._target_} returns {type(optimizer).__name__}, want a torch Optimizer.")
     return optimizer
 
 
-def _arguments(target: str) -> set[str]:
-    """Names of what a class or function takes; empty if it cannot be imported, which ``by_target`` says."""
-    with suppress(ValueError, ImportError, InstantiationException):
-        return set(inspect.signature(get_object(target)).parameters)
-    return set()
-
-
 def build_schedule(node: Any, lengths: Lengths) -> Callable[[int], float]:
-    """The learning-rate schedule: a factor for a number of applied steps.
+    """Builds the learning-rate schedule: a factor for a number of applied steps.
 
-    Args:
-        node: The config node; durations in it, such as ``5 epochs``, become steps.
-        lengths: Of the run; its horizon is used where the node's ``horizon`` is null.
+    Durations in the config node ``schedule``, such as ``5 epochs``, become steps; ``horizon=null`` becomes that of the run.
+
+    Raises:
+        ConfigError: If it cannot be built or cannot be called.
     """
     if isinstance(node, DictConfig):
         plain = OmegaConf.to_container(node, resolve=True)
         node = OmegaConf.create(lengths.in_steps(plain))
         if node.get("horizon") is None:
             node.horizon = lengths.horizon
-    with users_to_fix("schedule"):
+    with as_config_error("schedule"):
         schedule = by_target("schedule", node)
     if not callable(schedule):
         raise ConfigError(
@@ -216,26 +325,48 @@ def build_schedule(node: Any, lengths: Lengths) -> Callable[[int], float]:
     return schedule
 
 
+def build_loss_scale(cfg: LossScaleConfig, precision: Precision, device: torch.device) -> LossScale | None:
+    """Makes the loss scale; None where the precision does not scale gradients.
+
+    Raises:
+        ConfigError: If a factor, interval or bound is impossible.
+    """
+    if not precision.scales_gradients:
+        return None
+    with as_config_error("precision.loss_scale"):
+        return LossScale(
+            device,
+            init=cfg.init,
+            growth_factor=cfg.growth_factor,
+            backoff_factor=cfg.backoff_factor,
+            growth_interval=cfg.growth_interval,
+            hysteresis=cfg.hysteresis,
+            min_scale=cfg.min,
+            max_scale=cfg.max,
+        )
+
+
 def wrap(
     model: nn.Module, parallel: ParallelConfig, world: World, deterministic: bool
 ) -> tuple[nn.Module, HookGuard | None]:
-    """The model as the step runs it: in DDP where there are several ranks.
+    """Wraps the bare model in DDP if there are several ranks.
 
-    DDP lays its buckets out anew after the first backward of a process. From three ranks on that changes the order of
-    summation, so a resumed run would differ in the last bit; only a search for unused parameters keeps the layout.
+    With ``deterministic`` a resumed run equals an uninterrupted one bit for bit.
 
     Returns:
-        The model, and for the step to ask: what guards ``parallel.comm_hook``, where there is one.
+        The wrapped model, and the guard of ``parallel.comm_hook``, if there is one, for the step's vote.
 
     Raises:
-        ConfigError: If ``parallel.comm_dtype`` is none, or there is a hook as well.
+        ConfigError: If ``parallel.reduce_dtype`` is unknown, or a communication hook is set as well or cannot be used.
     """
-    if parallel.comm_dtype not in COMM_DTYPES:
-        raise ConfigError(f"parallel.comm_dtype: got {parallel.comm_dtype!r}, want one of {', '.join(COMM_DTYPES)}.")
-    if parallel.comm_hook is not None and parallel.comm_dtype != "fp32":
+    if parallel.reduce_dtype not in REDUCE_DTYPES:
         raise ConfigError(
-            f"parallel: got comm_dtype={parallel.comm_dtype} and a comm_hook, which decides by itself what is sent. Set "
-            "one of them."
+            f"parallel.reduce_dtype: got {parallel.reduce_dtype!r}, want one of {', '.join(REDUCE_DTYPES)}."
+        )
+    if parallel.comm_hook is not None and parallel.reduce_dtype != "fp32":
+        raise ConfigError(
+            f"parallel: got reduce_dtype={parallel.reduce_dtype} and a comm_hook, which decides itself in which dtype it sends "
+            "gradients. Set one of them."
         )
     if world.size == 1:
         return model, None
@@ -243,14 +374,16 @@ def wrap(
         model,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         bucket_cap_mb=parallel.bucket_cap_mb,
+        # DDP rebuilds its buckets after the first backward of a process. From three ranks on that changes the order of
+        # summation, so a resumed run would differ in the last bit. A search for unused parameters keeps the layout.
         find_unused_parameters=parallel.find_unused_parameters or deterministic,
         static_graph=parallel.static_graph and not deterministic,
         gradient_as_bucket_view=parallel.gradient_as_bucket_view,
     )
     if parallel.comm_hook is None:
-        reduce_in(ddp, COMM_DTYPES[parallel.comm_dtype])
+        reduce_in(ddp, REDUCE_DTYPES[parallel.reduce_dtype])
         return ddp, None
-    # The node is the hook and its state, as torch's register_comm_hook takes them; the bucket comes later.
+    # The node names the hook and its state, as torch's register_comm_hook takes them; DDP adds the bucket in each call.
     hook = by_target("parallel.comm_hook", parallel.comm_hook, _partial_=True)
     if inspect.isclass(hook.func) or hook.args or not set(hook.keywords) <= {"state"}:
         raise ConfigError(
@@ -258,3 +391,10 @@ def wrap(
             "hook(state, bucket), and its state, which may be a _target_ with options of its own."
         )
     return ddp, HookGuard(ddp, hook.func, hook.keywords.get("state"))
+
+
+def _argument_names(target: str) -> set[str]:
+    """Arguments of a class or function; empty if it cannot be imported, which ``by_target`` then reports."""
+    with suppress(ValueError, ImportError, InstantiationException):
+        return set(inspect.signature(get_object(target)).parameters)
+    return set()

@@ -1,49 +1,69 @@
-"""The checkpoints of a run: which to continue from, and which stay.
+"""Checkpoint folders: their format, their verification, the choice of one to resume from, and retention.
 
-* A *checkpoint* is a folder ``step-000000050``, whole or absent (``checkpoint``). The newest may be torn by a power cut, so
-  reading falls back to the one before.
-* Nothing old is deleted before something new is safe.
+* A *checkpoint* is a folder ``step-000000050`` with safetensors files, ``state.json`` and ``manifest.json``. The manifest has
+  the size and SHA-256 of each of the other files. Nothing is pickled.
+* A checkpoint is *whole or absent*: its folder is staged, synced and renamed. A disk may still lose data in a power cut, so
+  reading verifies the manifest and falls back to the previous checkpoint.
+* *Retention* deletes an old checkpoint only after the new one is safe on disk.
 
-Rank 0 writes. Reading is decided by rank 0 and done by every rank.
+Rank 0 writes, and chooses the checkpoint to read. Every rank reads it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
 
 from dtrain.config.errors import ConfigError
 from dtrain.config.schema import CheckpointConfig
-from dtrain.training.checkpoint import (
-    BadCheckpoint,
-    Checkpoint,
-    metrics_of,
-    put_back_replaced,
-    read_folder,
-    verify_folder,
-    write_folder,
-)
+from dtrain.distributed.atomic import replace_folder, restore_replaced
 
+_FORMAT = 1
 _NAME = re.compile(r"step-(\d{9})$")
 logger = logging.getLogger("dtrain")
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """The content of a checkpoint.
+
+    Attributes:
+        tensors: File stem to named tensors, such as ``{"model": {...}, "optimizer": {...}, "ema": {...}}``.
+        state: Everything else, as JSON values.
+    """
+
+    tensors: dict[str, dict[str, Tensor]]
+    state: dict[str, Any]
+
+
+class BadCheckpoint(ConfigError):
+    """A checkpoint that is incomplete or altered."""
+
+
 class Checkpoints:
-    """The checkpoints of a run.
+    """The checkpoints of one run.
 
     Args:
-        directory: ``<run.dir>/checkpoints``.
-        keep_last: How many of the newest stay.
-        best: Metric whose best checkpoint stays, too; None keeps none for it.
+        directory: ``<run.dir>/checkpoints``. It need not exist yet.
+        keep_last: Number of newest checkpoints to keep.
+        best: Metric whose best checkpoint is kept as well; None: no such checkpoint.
         best_mode: ``"max"`` or ``"min"``.
-        keep_every: Those whose step is divisible by it stay for good; None keeps none for that.
+        keep_every: Checkpoints whose step is divisible by it are never deleted; None: no such checkpoints.
 
     Raises:
-        ValueError: If ``keep_last``, ``keep_every`` or ``best_mode`` is impossible.
+        ConfigError: If ``keep_last``, ``keep_every`` or ``best_mode`` is impossible.
     """
 
     def __init__(
@@ -55,11 +75,11 @@ class Checkpoints:
         keep_every: int | None = None,
     ) -> None:
         if keep_last < 1:
-            raise ValueError(f"checkpoint.keep_last: got {keep_last}, want at least 1.")
+            raise ConfigError(f"checkpoint.keep_last: got {keep_last}, want at least 1.")
         if keep_every is not None and keep_every < 1:
-            raise ValueError(f"checkpoint.keep_every: got {keep_every}, want at least 1, or null to keep none for it.")
+            raise ConfigError(f"checkpoint.keep_every: got {keep_every}, want at least 1, or null.")
         if best_mode not in ("max", "min"):
-            raise ValueError(f"checkpoint.best_mode: got {best_mode!r}, want max or min.")
+            raise ConfigError(f"checkpoint.best_mode: got {best_mode!r}, want max or min.")
         self.directory = directory
         self._keep_last = keep_last
         self._keep_every = keep_every
@@ -68,24 +88,24 @@ class Checkpoints:
 
     @classmethod
     def of(cls, run_dir: Path, cfg: CheckpointConfig) -> Checkpoints:
-        """Those of a run, kept as its config says."""
+        """The checkpoints in ``run_dir``, with the retention of ``cfg``."""
         return cls(run_dir / "checkpoints", cfg.keep_last, cfg.best, cfg.best_mode, cfg.keep_every)
 
     def choose(self, which: str) -> int:
-        """The step of a checkpoint by name.
+        """The step of a checkpoint, chosen by name and verified.
 
         Args:
-            which: ``best``, ``latest``, a step; or ``""``: the best where one is kept, else the latest.
+            which: ``best``, ``latest``, a step; or ``""``: the best if the run keeps one, else the latest.
 
         Raises:
-            ConfigError: If there is no such checkpoint, or it is broken; names those there are.
+            ConfigError: If there is no such checkpoint, or it is broken; names the existing ones.
         """
         steps = self.steps()
         step = int(which) if which.isdecimal() else self.best_step() if which in ("", "best") else None
         if which == "latest" or (which == "" and step is None):
             step, problems = self.newest_good()
             for problem in problems:
-                logger.warning("passed over a broken checkpoint: %s", problem)
+                logger.warning("skipped a broken checkpoint: %s", problem)
         if step not in steps:
             raise ConfigError(
                 f"checkpoint={which or 'latest'}: {self.directory} has "
@@ -96,21 +116,21 @@ class Checkpoints:
         return step
 
     def to_resume(self, mode: str) -> tuple[int | None, list[str]]:
-        """Where a start continues, as ``run.resume`` says.
+        """Chooses the checkpoint that a start resumes from.
 
         Args:
-            mode: ``"auto"``: the newest whole checkpoint, if there is one; ``"must"``: it must exist; ``"never"``: none
-                may exist.
+            mode: ``run.resume``: ``"auto"``: the newest whole checkpoint, if there is one; ``"must"``: it must exist;
+                ``"never"``: none may exist.
 
         Returns:
-            The step, or None for a start from nothing, and a line for each broken checkpoint that was passed over.
+            The step, or None for a new run, and a line for each broken checkpoint that was skipped.
 
         Raises:
-            ConfigError: If the mode does not fit what there is, or all there is is broken.
+            ConfigError: If the mode does not allow the existing checkpoints, or all of them are broken.
         """
         if mode not in ("auto", "must", "never"):
             raise ConfigError(f"run.resume: got {mode!r}, want auto, must or never.")
-        put_back_replaced(self.directory)  # a save may have been killed between its two renames
+        restore_replaced(self.directory)  # a save may have been killed between its two renames
         if mode == "never":
             if self.steps():
                 raise ConfigError(f"run.resume=never, but {self.directory} holds checkpoints. Use another run.dir.")
@@ -119,13 +139,13 @@ class Checkpoints:
         if step is None and (problems or mode == "must"):
             found = "\n".join(f"    {problem}" for problem in problems) or "    there is none"
             raise ConfigError(
-                f"{self.directory} has no checkpoint to continue from:\n{found}\n  Restore one, or start afresh in "
+                f"{self.directory} has no checkpoint to resume from:\n{found}\n  Restore one, or start a new run in "
                 "another run.dir."
             )
-        return step, [f"passed over a broken checkpoint: {problem}" for problem in problems]
+        return step, [f"skipped a broken checkpoint: {problem}" for problem in problems]
 
     def steps(self) -> list[int]:
-        """Steps of the checkpoints there are, oldest first; not checked."""
+        """Steps of the existing checkpoints, oldest first; not verified."""
         if not self.directory.is_dir():
             return []
         return sorted(int(match[1]) for entry in self.directory.iterdir() if (match := _NAME.match(entry.name)))
@@ -135,23 +155,28 @@ class Checkpoints:
         return self.directory / f"step-{step:09d}"
 
     def save(self, step: int, checkpoint: Checkpoint) -> Path:
-        """Writes a checkpoint and then deletes those that need not stay.
+        """Writes a checkpoint, then deletes those that retention does not keep.
 
-        A later one is there only if it is broken, so that the run went on from an earlier one; one of the same step also if
-        its evaluation was still due. They are deleted, or replaced.
+        A checkpoint of a later step is deleted: it was broken, and the run resumed from an earlier one. A checkpoint of the
+        same step is replaced: it was saved on a stop request, before the evaluation of that step.
 
         Args:
-            step: Attempted step that it was taken after.
-            checkpoint: Tensors on the CPU; ``state["metrics"]`` is where ``best`` is looked up.
+            step: Attempted step after which it was taken.
+            checkpoint: Tensors on the CPU; ``state["metrics"]`` has the ``best`` metric, if it was evaluated.
+
+        Returns:
+            The folder.
 
         Raises:
-            OSError: If it cannot be written; those before are untouched.
+            OSError: If it cannot be written; earlier checkpoints are untouched.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        for left_over in self.directory.glob(".step-*"):  # of a save that was killed
-            shutil.rmtree(left_over, ignore_errors=True)
+        # Unfinished folders of a save that was killed.
+        for leftover in self.directory.glob(".step-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
         target = self.path(step)
-        write_folder(target, checkpoint)
+        _write_folder(target, checkpoint)
+        # Not before: until the new folder is synced and renamed, an old checkpoint may be the only intact one.
         self._delete_old(step)
         return target
 
@@ -164,10 +189,10 @@ class Checkpoints:
         verify_folder(self.path(step))
 
     def newest_good(self) -> tuple[int | None, list[str]]:
-        """The newest checkpoint that is whole, and what is wrong with newer ones.
+        """Finds the newest whole checkpoint.
 
         Returns:
-            Its step, or None if there is none, and a line for each broken one.
+            Its step, or None if there is none, and a line for each newer one that is broken.
         """
         problems = []
         for step in reversed(self.steps()):
@@ -180,40 +205,115 @@ class Checkpoints:
         return None, problems
 
     def load(self, step: int) -> Checkpoint:
-        """Reads a checkpoint as it is: ``verify`` comes first, on one rank.
+        """Reads a checkpoint without verifying checksums; call ``verify`` on one rank before.
 
         Raises:
             BadCheckpoint: If it cannot be read or is of another format.
         """
-        return read_folder(self.path(step))
+        return _read_folder(self.path(step))
 
     def best_step(self) -> int | None:
-        """The step with the best value of the ``best`` metric; None if none has it. The later one wins a tie."""
+        """The step with the best value of the ``best`` metric; None without one. The latest one of equal values."""
         ranked = self._ranked()
         return max(ranked)[1] if ranked else None
 
     def improved_by(self, metrics: Mapping[str, float]) -> bool:
-        """Whether a checkpoint with these metrics would be the best one there is."""
+        """Whether a checkpoint with these metrics would be the best of all existing ones."""
         value = self._value(metrics)
         return value is not None and all(value >= other for other, _ in self._ranked())
 
     def _ranked(self) -> list[tuple[float, int]]:
-        """Value, higher is better, and step of those that have the ``best`` metric."""
+        """(value, step) of the checkpoints that have the ``best`` metric; a higher value is better."""
         return [
-            (value, step) for step in self.steps() if (value := self._value(metrics_of(self.path(step)))) is not None
+            (value, step)
+            for step in self.steps()
+            if (value := self._value(_saved_metrics(self.path(step)))) is not None
         ]
 
     def _value(self, metrics: Mapping[str, float]) -> float | None:
-        """The ``best`` metric, higher is better; None if it is not there or not finite."""
+        """The ``best`` metric, higher is better; None if it is missing or not finite."""
         value = metrics.get(self._best or "")
         return self._sign * value if value is not None and math.isfinite(value) else None
 
     def _delete_old(self, saved: int) -> None:
         steps = self.steps()
-        stay = {self.best_step(), *[step for step in steps if step <= saved][-self._keep_last :]}
+        keep = {self.best_step(), *[step for step in steps if step <= saved][-self._keep_last :]}
         if self._keep_every is not None:
-            stay.update(step for step in steps if step % self._keep_every == 0)
+            keep.update(step for step in steps if step % self._keep_every == 0)
         for step in steps:
-            if step > saved or step not in stay:
-                # A folder that cannot be deleted is a matter of disk space, not of the run.
+            if step > saved or step not in keep:
+                # A folder that cannot be deleted costs disk space; it is no reason to end the run.
                 shutil.rmtree(self.path(step), ignore_errors=True)
+
+
+def verify_folder(folder: Path) -> None:
+    """Compares the size and SHA-256 of each file of a checkpoint with its manifest.
+
+    Raises:
+        BadCheckpoint: If a file is missing or differs; names it.
+    """
+    for name, expected in _manifest(folder).items():
+        try:
+            found = _size_and_hash(folder / name)
+        except OSError as error:
+            raise BadCheckpoint(f"{folder}: {name} cannot be read ({error})") from error
+        if found != expected:
+            raise BadCheckpoint(f"{folder}: {name} is {found}, the manifest says {expected}")
+
+
+def _write_folder(folder: Path, checkpoint: Checkpoint) -> None:
+    with replace_folder(folder) as staged:
+        for name, tensors in checkpoint.tensors.items():
+            _write_tensors(staged / f"{name}.safetensors", tensors)
+        (staged / "state.json").write_text(json.dumps({"format": _FORMAT, **checkpoint.state}, indent=1))
+        manifest = {path.name: _size_and_hash(path) for path in sorted(staged.iterdir())}
+        (staged / "manifest.json").write_text(json.dumps(manifest, indent=1))
+
+
+def _read_folder(folder: Path) -> Checkpoint:
+    try:
+        state = json.loads((folder / "state.json").read_text())
+        files = [folder / name for name in _manifest(folder) if name.endswith(".safetensors")]
+        tensors = {file.stem: safetensors.torch.load_file(file) for file in files}
+    except (OSError, ValueError, SafetensorError) as error:
+        raise BadCheckpoint(f"{folder} cannot be read: {error}") from error
+    if state.get("format") != _FORMAT:
+        raise BadCheckpoint(f"{folder} has format {state.get('format')!r}, this version of dtrain reads {_FORMAT}.")
+    return Checkpoint(tensors, state)
+
+
+def _saved_metrics(folder: Path) -> Mapping[str, float]:
+    """The metrics that a checkpoint was saved with; empty if its state.json is damaged."""
+    path = folder / "state.json"
+    try:
+        # Verified, since one flipped digit could make a "best" checkpoint that no later one ever surpasses.
+        whole = _size_and_hash(path) == _manifest(folder)[path.name]
+        metrics: Mapping[str, float] = json.loads(path.read_text())["metrics"] if whole else {}
+    except (OSError, ValueError, KeyError):
+        return {}
+    return metrics
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        if not isinstance(manifest, dict) or "state.json" not in manifest:
+            raise ValueError("it lists no state.json")
+    except (OSError, ValueError) as error:
+        raise BadCheckpoint(f"{folder}: manifest.json cannot be read ({error})") from error
+    return manifest
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    try:
+        safetensors.torch.save_file(tensors, path)
+    except SafetensorError as error:  # raised instead of OSError, also for a full disk
+        raise OSError(f"{path}: {error}") from error
+
+
+def _size_and_hash(path: Path) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return {"size": path.stat().st_size, "sha256": digest.hexdigest()}

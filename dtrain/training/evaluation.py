@@ -1,7 +1,9 @@
 """Evaluation: sums and counts over all ranks, each sample once, without gradients.
 
-Nothing is fetched from the device before the end, and nothing is kept of a micro-batch but its sums, so that memory does not
-grow with their number. An evaluation inside a run can be left: whether some rank is asked to stop is agreed beside it.
+* ``evaluate`` runs a task over one epoch of a loader. It reads nothing from the device before the end, and adds micro-batches
+  up, so its memory does not grow with their number.
+* ``evaluate_run`` is an evaluation during training: of the averaged weights if there are any, and interruptible by a stop
+  request. The ranks agree on an interruption by an all-reduce that no rank waits for.
 """
 
 from __future__ import annotations
@@ -15,15 +17,49 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtrain.data import ShardLoader
-from dtrain.data.device_copies import DeviceCopies
+from dtrain.data.batch import DeviceCopies
+from dtrain.data.randomness import seed_generators
+from dtrain.distributed.collectives import broadcast_buffers
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
-from dtrain.training.result import Evaluation, NotFinite
-from dtrain.training.task import ConcludingTask, Output, Task, checked
+from dtrain.training.state import TrainState
+from dtrain.training.task import ConcludingTask, Evaluation, NotFinite, Output, Task, require_output
 
 
 class Interrupted(Exception):
-    """All ranks have left an evaluation, because one of them is asked to stop."""
+    """All ranks leave an evaluation because one of them has a stop request."""
+
+
+def evaluate_run(run: TrainState, stop: Callable[[], bool], *, stopping: bool = False) -> Evaluation | None:
+    """Collective. Evaluates a run in training; ``data.eval`` is set.
+
+    Args:
+        run: The run.
+        stop: Whether this rank has a stop request; called in every micro-batch.
+        stopping: Whether the ranks have already agreed to stop; then nothing is evaluated.
+
+    Returns:
+        The result; None if a stop request interrupted it.
+    """
+    assert run.eval_loader is not None
+    # Each rank has updated buffers such as BatchNorm statistics from its own rows; all must evaluate the same model.
+    broadcast_buffers(run.model)
+    # A task that draws random numbers gets the same ones on resume.
+    seed_generators(run.world.device, run.cfg.run.seed, run.step.step, run.world.rank)
+    if stopping:
+        return None
+    try:
+        return evaluate(
+            run.ema.averaged() if run.ema is not None else run.model,
+            run.task,
+            run.eval_loader,
+            world=run.world,
+            precision=run.precision,
+            epoch=run.totals.evaluations,
+            stop=stop,
+        )
+    except Interrupted:
+        return None
 
 
 @torch.inference_mode()
@@ -42,22 +78,22 @@ def evaluate(
 
     Args:
         model: The bare model: there are no gradients to average, and DDP's forward would be a collective.
-        task: Gives loss sum, count, metrics and tables of a micro-batch.
+        task: Returns loss sum, count, metrics and tables of a micro-batch.
         loader: This rank's part of the evaluation set, padded and masked.
         world: The ranks.
-        precision: Autocast.
-        epoch: Counting evaluations up lets the loader's workers go on to the next one.
-        progress: Called with (micro-batches done, all of them).
-        stop: Whether this rank is asked to stop; asked for in every micro-batch. None: it runs to its end.
+        precision: Provides autocast.
+        epoch: Epoch of the loader. Counting it up in each evaluation keeps the loader's workers alive.
+        progress: Called with (micro-batches done, all micro-batches).
+        stop: Whether this rank has a stop request; called in every micro-batch. None: no interruption.
 
     Returns:
-        ``loss`` and each metric of the task as sum / count over all ranks, ``samples``: how many valid ones there were,
-        and ``bad_samples``; what the task concludes from it; the task's tables.
+        ``loss`` and each metric of the task as sum / count over all ranks, ``samples`` (valid ones) and ``bad_samples``; the
+        metrics of ``ConcludingTask.conclude``; the task's tables.
 
     Raises:
-        Interrupted: On every rank before the same micro-batch, if ``stop`` was true on one of them.
-        NotFinite: On every rank, if the loss is not finite; it holds the result.
-        TypeError: If the task returns something else than an ``Output``.
+        Interrupted: On every rank before the same micro-batch, if ``stop()`` was true on one of them.
+        NotFinite: On every rank, if the loss is not finite; it has the result.
+        TypeError: If the task does not return an ``Output``.
         ValueError: If the task's metrics or tables differ between micro-batches or ranks, or no sample can be read.
     """
     was_training = model.training
@@ -74,14 +110,14 @@ def evaluate(
             samples += sum(1 for key in batch.sample_keys if key)
             bad += len(batch.bad)
             with precision.autocast(world.device.type):
-                sums.add(checked(task(model, to_device(batch))))
+                sums.add(require_output(task(model, to_device(batch))))
             if progress is not None:
                 progress(number + 1, total)
         result = sums.over_all_ranks(samples, bad)
         if not math.isfinite(result["loss"]):
             raise NotFinite(
-                f"evaluation: the loss is {result['loss']} over {result['samples']} samples. Has the run diverged, or does the "
-                "task return no valid rows for this data?",
+                f"evaluation: the loss is {result['loss']} over {result['samples']} samples. Either the run diverged, "
+                "or the task returns no valid rows for this data: check train/loss, data.eval and data.fields.",
                 result,
             )
         if isinstance(task, ConcludingTask):
@@ -93,35 +129,30 @@ def evaluate(
 
 
 class _StopVote:
-    """Whether some rank is asked to stop, known one micro-batch later, so that nobody waits for the answer.
-
-    Args:
-        stop: Whether this rank is.
-        world: The ranks.
-    """
+    """Whether any rank has a stop request; known one micro-batch later, so that no rank waits for the all-reduce."""
 
     def __init__(self, stop: Callable[[], bool], world: World) -> None:
         self._stop = stop
         self._alone = world.size == 1
-        self._asked = torch.zeros(1, dtype=torch.int32)
+        self._requests = torch.zeros(1, dtype=torch.int32)
         self._work: dist.Work | None = None
 
     def agreed(self) -> bool:
-        """Collective, as often on every rank. What the ranks said at the call before; alone, what this one says now."""
+        """Collective. Whether any rank had a request in the previous call; in a world of one, in this call."""
         if self._alone:
             return self._stop()
         if self._work is not None:
             self._work.wait()
-            if self._asked.item():
+            if self._requests.item():
                 return True
-        # On the host, where gloo adds up beside whatever the GPUs do.
-        self._asked = torch.tensor([self._stop()], dtype=torch.int32)
-        self._work = dist.all_reduce(self._asked, async_op=True)
+        # On the host: gloo reduces while the GPUs compute.
+        self._requests = torch.tensor([self._stop()], dtype=torch.int32)
+        self._work = dist.all_reduce(self._requests, async_op=True)
         return False
 
 
 class _Sums:
-    """What micro-batches add up to, on the device: pairs of sum and count in fp64, tables in int64."""
+    """Sums of micro-batches on the device: pairs of sum and count in fp64, tables in int64."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -138,7 +169,7 @@ class _Sums:
         elif (found := _layout(sorted(output.metrics), tables)) != (before := _layout(self._names, self._tables)):
             raise ValueError(
                 f"the task returned {found}, before that {before}. Every micro-batch must have the same metrics and "
-                "tables; a sum and a count of 0 are fine."
+                "tables; a sum and a count of 0 are allowed."
             )
         pairs = [(output.loss_sum, output.count), *(output.metrics[name] for name in self._names)]
         self._pairs += torch.stack([self._float64(value) for pair in pairs for value in pair])
@@ -146,7 +177,7 @@ class _Sums:
             self._tables[name] += table.to(self._device)
 
     def over_all_ranks(self, samples: int, bad: int) -> Evaluation:
-        """Collective."""
+        """Collective. The result of all ranks."""
         layouts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(layouts, _layout(self._names, self._tables))
         for rank, layout in enumerate(layouts):
@@ -172,6 +203,6 @@ class _Sums:
 
 
 def _layout(metrics: list[str], tables: Mapping[str, Tensor]) -> str:
-    """Of what a task returned; the texts are equal if the sums can be added."""
+    """A text that is equal for outputs that can be added."""
     shapes = "".join(f", table {name} {list(table.shape)}" for name, table in tables.items())
     return f"metrics {metrics}{shapes}"

@@ -1,35 +1,39 @@
-"""From the data config to this rank's loaders."""
+"""Builds this rank's loaders, and finds the class names, from the data config."""
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
-from dtrain.config.errors import ConfigError, users_to_fix
+from dtrain.config.errors import ConfigError, as_config_error
+from dtrain.config.instantiate import by_target
 from dtrain.config.schema import Config, DataConfig
-from dtrain.data import ShardLoader
-from dtrain.data.cache_policy import CachePolicy
-from dtrain.data.field_options import parse_fields
-from dtrain.data.fields import Field
+from dtrain.data import ShardLoader, shards
+from dtrain.data.datasets import value_fields
+from dtrain.data.fields import Field, parse_fields
 from dtrain.data.mixing import Mix
-from dtrain.data.sample_source import value_fields
-from dtrain.distributed.collectives import decided_by_rank_zero
+from dtrain.data.node_cache import CachePolicy
+from dtrain.distributed.collectives import from_rank0
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
-from dtrain.training.build import by_target
+
+_CLASSES = "classes.json"
 
 
 def prepare_data(data: DataConfig) -> None:
-    """Collective. Rank 0 calls ``data.prepare``, if there is one, while the others wait."""
+    """Collective. Rank 0 calls ``data.prepare``, if it is set, while the others wait."""
 
     def call() -> None:
-        with users_to_fix("data.prepare"):
+        with as_config_error("data.prepare"):
             by_target("data.prepare", data.prepare)
 
     if data.prepare is not None:
-        decided_by_rank_zero(call)
+        from_rank0(call)
 
 
 def train_loader(cfg: Config, world: World, precision: Precision) -> ShardLoader:
@@ -63,42 +67,58 @@ def eval_loader(cfg: Config, world: World, precision: Precision) -> ShardLoader 
 
 
 def check_same_data(train: ShardLoader | None, evaluation: ShardLoader | None) -> None:
-    """Collective. Ranks that see other data would draw samples twice or never, and end an epoch at different steps.
+    """Collective. Checks that all ranks index the same data.
 
-    Args:
-        train: This rank's training loader, if there is one.
-        evaluation: Its evaluation loader, if there is one.
+    Otherwise they would use samples twice or never, and end an epoch at different steps.
 
     Raises:
-        ConfigError: On every rank, if one of them has other data than rank 0; says in what they differ.
+        ConfigError: On every rank, if the data of a rank differ from those of rank 0; names the differences.
     """
-    mine = {
+    own = {
         f"data.{split}": loader.index.describe()
         for split, loader in (("train", train), ("eval", evaluation))
         if loader is not None
     }
-    everybodys: list[dict[str, dict[str, Any]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everybodys, mine)
-    for rank, theirs in enumerate(everybodys):
-        for split, first in everybodys[0].items():
-            unlike = [f"{name} {first[name]} and {its}" for name, its in theirs[split].items() if its != first[name]]
-            if unlike:
+    all_ranks: list[dict[str, dict[str, Any]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(all_ranks, own)
+    for rank, other in enumerate(all_ranks):
+        for split, first in all_ranks[0].items():
+            differences = [f"{name} {first[name]} and {it}" for name, it in other[split].items() if it != first[name]]
+            if differences:
                 raise ConfigError(
-                    f"{split}: ranks 0 and {rank} see other data: {', '.join(unlike)}. Give every node the same shards, "
+                    f"{split}: ranks 0 and {rank} see other data: {', '.join(differences)}. Give every node the same shards, "
                     "under the same names."
                 )
 
 
 def declared_fields(data: DataConfig) -> tuple[Field, ...]:
-    """The fields, as the evaluation's loader reads them, or the training's where there is none.
+    """The fields that the evaluation loader reads, or the training loader without ``data.eval``.
 
     Raises:
         ConfigError: If a field is impossible.
     """
-    with users_to_fix("data.fields"):
+    with as_config_error("data.fields"):
         fields = _plain(data.fields)
         named = data.eval or (None if OmegaConf.is_missing(data, "train") else data.train)
         return value_fields(fields) if isinstance(named, DictConfig) else parse_fields(fields)
+
+
+def class_names(data: DataConfig) -> list[str] | None:
+    """Reads ``classes.json``, which ``dtrain.pack imagefolder`` writes beside the shards.
+
+    Args:
+        data: The config. The file beside ``data.train`` has priority over that beside ``data.eval``.
+
+    Returns:
+        The name of each label; None without such a file.
+
+    Raises:
+        ConfigError: If the file is no readable list of names.
+    """
+    for pattern in (None if OmegaConf.is_missing(data, "train") else data.train, data.eval):
+        if (file := _classes_file(pattern)) is not None:
+            return _read_classes(file)
+    return None
 
 
 def _loader(cfg: Config, world: World, precision: Precision, split: str, **order: object) -> ShardLoader:
@@ -118,7 +138,7 @@ def _loader(cfg: Config, world: World, precision: Precision, split: str, **order
         "seed": cfg.run.seed,
         "precision": precision,
         "max_bad": None,  # the vote adds up all ranks
-        "wire": data.wire,
+        "transfer": data.transfer,
         "on_overflow": data.on_overflow,
         "channels_last": cfg.train.channels_last,
         "prefetch": data.prefetch,
@@ -126,17 +146,17 @@ def _loader(cfg: Config, world: World, precision: Precision, split: str, **order
         "pin_memory": world.device.type == "cuda",
         **order,
     }
-    with users_to_fix(f"data.{split}"):
+    with as_config_error(f"data.{split}"):
         if isinstance(named, DictConfig):
             dataset = by_target(f"data.{split}", named)
             return ShardLoader.over(dataset, _plain(data.fields), shard_size=data.shard_size, **options)
         policy = CachePolicy.of(data.storage, data.cache.dir, data.cache.max_gb)
-        shards = named if isinstance(named, str) else list(named)
-        return ShardLoader(shards, _plain(data.fields), policy=policy, **options)
+        patterns = named if isinstance(named, str) else list(named)
+        return ShardLoader(patterns, _plain(data.fields), policy=policy, **options)
 
 
 def _mix(node: Any) -> Mix:
-    with users_to_fix("data.mix"):
+    with as_config_error("data.mix"):
         mix = by_target("data.mix", node)
     if not isinstance(mix, Mix):
         raise ConfigError(f"data.mix: {node._target_} gives {type(mix).__name__}, want a dtrain.data.mixing.Mix.")
@@ -144,7 +164,7 @@ def _mix(node: Any) -> Mix:
 
 
 def _plain(fields: object) -> dict[str, dict[str, object]]:
-    """The fields as plain data; a decoder by ``_target_`` becomes the object it names."""
+    """The fields as plain data, with decoders built by their ``_target_``."""
     if not isinstance(fields, DictConfig):
         return dict(fields)  # type: ignore[call-overload]
     plain = OmegaConf.to_container(fields, resolve=True)
@@ -153,3 +173,23 @@ def _plain(fields: object) -> dict[str, dict[str, object]]:
         if isinstance(options, dict) and isinstance(options.get("decoder"), dict):
             options["decoder"] = by_target(f"data.fields.{ext!s}.decoder", fields[ext].decoder)
     return plain  # type: ignore[return-value]
+
+
+def _classes_file(pattern: Any) -> Path | None:
+    # Class names are optional, and the shards may be deleted after the training.
+    with suppress(ValueError, OSError):
+        paths = shards.expand(pattern if isinstance(pattern, str) else list(pattern or []))
+        file = Path(paths[0]).parent / _CLASSES
+        if file.is_file():
+            return file
+    return None
+
+
+def _read_classes(path: Path) -> list[str]:
+    try:
+        names = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON ({error}). Correct or delete it.") from error
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{path} is not a list of class names. Correct or delete it.")
+    return names

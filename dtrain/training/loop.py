@@ -1,11 +1,12 @@
-"""The loop: window, vote, step, commit; log, evaluate, save and stop where all ranks agree to.
+"""The training loop: accumulate, vote, apply or skip, commit; all ranks log, evaluate, save and stop at the same steps.
 
-Everything that decides when something happens is equal on all ranks: the attempted step, the loader's position, and what
-the vote of an earlier step said. The outcome of a step is settled in the next one, after its backward is queued, so that
-a GPU is never waited for; where something depends on it (a save, an evaluation, the end), it is settled at once.
-
-An evaluation that a stop interrupts leaves no trace but that it is *due*: the checkpoint says so, and the next start does it
-before its first step.
+* Only values that are equal on all ranks decide when something happens: the attempted step, the loader's position, and the vote
+  of an earlier step. So no rank waits in a collective that another rank skips.
+* A step is *settled* (its outcome is read) after the backward of the next step is queued, so that the host never waits for a
+  GPU. Before a save, an evaluation and the end of the run, which depend on the outcome, it is settled at once.
+* A step is *committed* when its optimizer update is queued: from then on the loader's position counts its samples as used.
+* An evaluation that was interrupted by a stop request is *due*: the checkpoint records this, and a resumed run begins with
+  the evaluation.
 """
 
 from __future__ import annotations
@@ -19,91 +20,81 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtrain.config.errors import ConfigError, users_to_fix
+from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.data import Batch
-from dtrain.data.bad_samples import BadSampleBudget
-from dtrain.data.device_copies import DeviceCopies
-from dtrain.data.ledger import Ledger
-from dtrain.distributed.collectives import equalise_buffers
+from dtrain.data.batch import DeviceCopies
+from dtrain.data.sample_log import BadSampleBudget, SampleLog
 from dtrain.distributed.hang import BACKSTOP, Place
 from dtrain.distributed.process_group import set_timeout
 from dtrain.distributed.stop import StopRequests
-from dtrain.precision.lowered import LoweredModules
-from dtrain.tracking.sinks import NullSinks, Sinks
-from dtrain.training.checkpoints import Checkpoints
-from dtrain.training.compiler_log import CompilerLog
-from dtrain.training.evaluation import Interrupted, evaluate
-from dtrain.training.illustration import Illustrations
-from dtrain.training.journal import Journal
-from dtrain.training.measures import Measures, Timing
-from dtrain.training.out_of_memory import out_of_memory_explained
-from dtrain.training.parts import Parts
-from dtrain.training.profiler import StepProfiler
-from dtrain.training.refusals import refuse_mean
-from dtrain.training.result import Evaluation
-from dtrain.training.saves import Saves
-from dtrain.training.seed import seed_generators
-from dtrain.training.spans import DATA, span
-from dtrain.training.step import Outcome
-from dtrain.training.sync_guard import host_syncs_announced
+from dtrain.precision.autocast_check import AutocastCheck
+from dtrain.training.checkpoint_manager import CheckpointManager
+from dtrain.training.checks import check_mean_loss
+from dtrain.training.evaluation import evaluate_run
+from dtrain.training.hooks import Hooks
+from dtrain.training.memory import out_of_memory_explained
+from dtrain.training.metrics import StepMetrics, Timing
+from dtrain.training.profiler import DATA, StepProfiler, profiler_label
+from dtrain.training.run_logger import RunLogger
+from dtrain.training.state import TrainState
+from dtrain.training.step import StepOutcome
+from dtrain.training.task import Evaluation
 
 logger = logging.getLogger("dtrain")
+_no_warning: AbstractContextManager[None] = nullcontext()
 
 
 class Loop:
     """Trains until the last step, a stop request or an error.
 
     Args:
-        parts: The objects of the run, restored from a checkpoint if there is one.
+        run: The run, restored from a checkpoint if there is one.
         last_step: Attempted step after which the run is finished.
-        checkpoints: Where checkpoints go.
-        sinks: Where records go.
-        stop: Requests to stop.
+        run_logger: Writes records, status and notes.
+        stop: Stop requests of this rank.
+        hooks: User code to call; its ``on_start`` has been called.
 
     Raises:
-        ConfigError: If ``train.log_every`` is impossible.
+        ConfigError: If ``train.log_every``, ``train.eval_every`` or a limit of bad samples is impossible.
     """
 
     def __init__(
-        self, parts: Parts, last_step: int, checkpoints: Checkpoints, sinks: Sinks | NullSinks, stop: StopRequests
+        self, run: TrainState, last_step: int, run_logger: RunLogger, stop: StopRequests, hooks: Hooks | None = None
     ) -> None:
-        # Read once: a node of OmegaConf takes 35 microseconds to say what a key is.
-        self._log_every = parts.cfg.train.log_every
-        self._eval_every = parts.cfg.train.eval_every
-        self._save_every = parts.cfg.checkpoint.every_steps
+        # Read once: reading a key of an OmegaConf node takes 35 microseconds.
+        self._log_every = run.cfg.train.log_every
+        self._eval_every = run.cfg.train.eval_every
+        self._save_every = run.cfg.checkpoint.every_steps
         if self._log_every < 1:
             raise ConfigError(f"train.log_every: got {self._log_every}, want at least 1.")
         if self._eval_every is not None and self._eval_every < 0:
             raise ConfigError(
                 f"train.eval_every: got {self._eval_every}, want a number of steps, 0 for the end only, or null for each epoch."
             )
-        self._parts = parts
+        self._run = run
         self._last_step = last_step
-        self._journal = Journal(parts, last_step, sinks)
-        self._saves = Saves(parts, checkpoints, self._journal)
+        self._run_logger = run_logger
+        self._hooks = hooks or Hooks()
+        self._checkpoints = CheckpointManager(run, run_logger)
         self._stop = stop
-        stop.save_takes(lambda: self._saves.seconds)
-        progress = parts.progress
-        self._measures = Measures(parts)
-        self._ledger = Ledger(parts.run_dir / "logs", parts.world.rank, parts.cfg.data.record_keys)
-        self._profiler = StepProfiler.of(
-            parts.cfg.profile, parts.step.step, parts.run_dir, parts.world, self._journal.note
-        )
-        self._compiler = CompilerLog(parts.model, self._journal.note)
-        self._illustrations = Illustrations(parts, self._journal.media)
-        self._to_device = DeviceCopies(parts.world.device)
+        # A time limit must leave room for the final checkpoint, whose duration is known from the earlier ones.
+        stop.save_takes(lambda: self._checkpoints.seconds)
+        self._metrics = StepMetrics(run)
+        self._sample_log = SampleLog(run.run_dir / "logs", run.world.rank, run.cfg.data.record_keys)
+        self._profiler = StepProfiler.of(run.cfg.profile, run.step.step, run.run_dir, run.world, run_logger.note)
+        self._to_device = DeviceCopies(run.world.device)
         self._window = _Window()
-        data = parts.cfg.data
-        with users_to_fix("data"):
+        data, totals = run.cfg.data, run.totals
+        with as_config_error("data"):
             self._bad_samples = BadSampleBudget(
-                data.max_bad, data.max_bad_consecutive, bad=progress.bad_samples, samples=progress.samples
+                data.max_bad, data.max_bad_consecutive, bad=totals.bad_samples, samples=totals.samples
             )
         self._last_bad: dict[str, Any] = {}
         self._timing: Timing | None = None  # of the step that is not settled yet
-        self._unlogged: Outcome | None = None  # the last settled step, if no record has it yet
+        self._unlogged: StepOutcome | None = None  # the last settled step, if no record includes it yet
         self._clock = time.monotonic()
-        self._first_step = parts.step.step
-        self._stopping = self._save_asked = False
+        self._first_step = run.step.step
+        self._stopping = self._save_requested = False
 
     def run(self) -> tuple[str, str | None]:
         """Runs the loop.
@@ -113,228 +104,249 @@ class Loop:
 
         Raises:
             TooManySkips, TooManyBadSamples, ConfigError: On every rank at the same step.
+            OutOfMemory: On the rank whose memory is exhausted.
         """
-        step, loader = self._parts.step, self._parts.train_loader
-        self._parts.model.train()
-        self._journal.status()
-        epoch_ended = True  # none is open
+        step, loader = self._run.step, self._run.train_loader
+        self._run.model.train()
+        self._run_logger.status()
+        epoch_ended = True  # no iterator is open
         try:
             with self._out_of_memory_explained():
-                if self._parts.progress.evaluation_due:
+                if self._run.totals.evaluation_due:
                     self._evaluate_and_save(epoch_ended)
-                    # A save has set what a step may take, and this start has not done its first one.
-                    set_timeout(self._parts.cfg.parallel.timeout_start)
+                    # The save has set the time-out of later steps, and the first step of this start is still to come.
+                    set_timeout(self._run.cfg.parallel.timeout_start)
                 while step.step < self._last_step and not self._stopping:
                     if epoch_ended:
                         batches = iter(loader)
                     if self._profiler is not None:
                         self._profiler.before(step.step + 1)
-                    self._measures.begin()
-                    with self._syncs_announced():
+                    self._metrics.begin()
+                    with self._warn_on_host_sync():
                         self._accumulate(batches)
-                    self._settle()  # the step before: its vote is in by now
-                    with self._syncs_announced():
-                        step.apply(stop=self._stop.reason is not None, save=self._saves.is_due())
+                    # Settles the previous step, whose vote has ended while forward and backward of this step were queued.
+                    self._settle()
+                    with self._warn_on_host_sync():
+                        # Requests are part of the vote, because all ranks must act on them at the same step.
+                        step.apply(stop=self._stop.reason is not None, save=self._checkpoints.is_due())
                     epoch_ended = self._commit()
                     if self._profiler is not None:
                         self._profiler.after(step.step)
                     if step.step == self._first_step + 1:
-                        set_timeout(self._parts.cfg.parallel.timeout_step + BACKSTOP)
+                        # The first step of a start loads kernels and compiles; later ones may take less time.
+                        set_timeout(self._run.cfg.parallel.timeout_step + BACKSTOP)
                     self._evaluate_and_save(epoch_ended)
-                return self._end()
+                state, reason = self._end()
         finally:
-            self._ledger.close()
-            self._compiler.close()
+            self._sample_log.close()
+            self._run_logger.close()
             if self._profiler is not None:
                 self._profiler.close()
+        self._hooks.call("on_end", self._run, state)
+        return state, reason
 
     def place(self) -> Place:
-        """Where this rank is, for whoever watches it from another thread."""
-        step, train, held_out = self._parts.step, self._parts.train_loader, self._parts.eval_loader
-        disk = time.monotonic() if self._saves.waits_for_disk else 0.0  # has a time-out of its own
-        moved = (step.step, train.samples_handed, held_out.samples_handed if held_out is not None else 0, disk)
-        return Place(step.step + 1, list(self._window.keys), moved)
-
-    def _out_of_memory_explained(self) -> AbstractContextManager[None]:
-        parts = self._parts
-        return out_of_memory_explained(
-            lambda: parts.step.step + 1,
-            rows=parts.train_loader.rows_per_micro_batch,
-            share=-(-parts.cfg.train.global_batch_size // parts.world.size),
-            device=parts.world.device,
-        )
+        """The progress of this rank, for the hang detection, which calls this in another thread."""
+        step, loaders = self._run.step, (self._run.train_loader, self._run.eval_loader)
+        # Waiting for the disk is not a hang and has its own time-out. While it lasts, the clock counts as progress.
+        disk = time.monotonic() if self._checkpoints.waits_for_disk else 0.0
+        progress = (step.step, disk, *(loader.samples_handed for loader in loaders if loader is not None))
+        return Place(step.step + 1, list(self._window.keys), progress)
 
     # -- one step
 
-    def _syncs_announced(self) -> AbstractContextManager[None]:
-        # The first steps load kernels and allocate, which waits for the device and is no news.
-        early = self._parts.step.step < self._first_step + self._log_every
-        return nullcontext() if early else host_syncs_announced(self._parts.world.device)
-
     def _accumulate(self, batches: Iterator[Batch]) -> None:
-        parts, window = self._parts, self._take_window(batches)
-        if parts.step.step or parts.precision.compute_dtype != torch.float32:
-            parts.step.accumulate(window, parts.train_loader.micro_batches_per_step)
+        run, window = self._run, self._next_window(batches)
+        if run.step.step or run.precision.compute_dtype != torch.float32:
+            run.step.accumulate(window, run.train_loader.micro_batches_per_step)
             return
-        with LoweredModules(parts.model, parts.world.device.type) as lowered:
-            parts.step.accumulate(window, parts.train_loader.micro_batches_per_step)
+        # The first window of an fp32 run: the model may contain casts or autocast regions.
+        with AutocastCheck(run.model, run.world.device.type) as lowered:
+            run.step.accumulate(window, run.train_loader.micro_batches_per_step)
         for line in lowered.warnings():
             logger.warning(line)
-            self._journal.note(line)
+            self._run_logger.note(line)
 
-    def _take_window(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The next window's micro-batches, on the device."""
+    def _next_window(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yields the next window's micro-batches, on the device."""
+        run = self._run
         self._window = _Window()
-        for number in range(self._parts.train_loader.micro_batches_per_step):
-            asked = time.monotonic()
-            with span(DATA):
+        for number in range(run.train_loader.micro_batches_per_step):
+            started = time.monotonic()
+            with profiler_label(DATA):
                 batch = next(batches)
-            self._window.waited += time.monotonic() - asked
+            self._window.waited += time.monotonic() - started
             self._window.keys += [key for key in batch.sample_keys if key]
             self._window.bad += batch.bad
             batch = self._to_device(batch)
-            parts = self._parts
-            if parts.step.step == number == 0:
-                refuse_mean(parts.task, parts.model, batch, parts.precision, parts.world.device)
-                for line in parts.train_loader.wire.suggestions(batch):
-                    self._journal.note(line)
-            first = parts.step.step == self._first_step and number == 0
-            if first and (problem := self._measures.count_work(batch)):
-                self._journal.note(problem)
+            if run.step.step == number == 0:
+                check_mean_loss(run.task, run.model, batch, run.precision, run.world.device)
+                for line in run.train_loader.transfer.suggestions(batch):
+                    self._run_logger.note(line)
+            first = run.step.step == self._first_step and number == 0
+            if first and (problem := self._metrics.count_flops(batch)):
+                self._run_logger.note(problem)
             yield batch
 
     def _commit(self) -> bool:
-        """The optimizer step is done (or queued): the position moves. True if that was the epoch's last step."""
-        loader, progress, window = self._parts.train_loader, self._parts.progress, self._window
+        """Moves the loader's position by the step that was just queued. Returns whether that ended the epoch."""
+        loader, totals, window = self._run.train_loader, self._run.totals, self._window
         epoch, _ = loader.position
         used = loader.commit()
-        self._ledger.write(self._parts.step.step, window.keys, window.bad)
+        # After the commit, so that the log of used samples never has a step that a resumed run repeats.
+        self._sample_log.write(self._run.step.step, window.keys, window.bad)
         self._last_bad = window.bad[-1] if window.bad else self._last_bad
         now = time.monotonic()
-        progress.samples += used
+        totals.samples += used
         seconds = now - self._clock
-        progress.seconds += seconds
-        self._timing = Timing(used, seconds, window.waited, self._measures.own_time())
+        totals.seconds += seconds
+        self._timing = Timing(used, seconds, window.waited, self._metrics.own_time())
         self._clock = now
         return loader.position[0] != epoch
 
     def _settle(self) -> None:
-        """Reads the outcome of the last step, if that was not done, and logs it; obeys what was voted."""
-        outcome, timing = self._parts.step.settle(), self._timing
+        """Reads the outcome of the last step, unless that was done already, and acts on it."""
+        outcome, timing = self._run.step.settle(), self._timing
         if outcome is None or timing is None:
             return
-        self._measures.add(outcome, timing)
-        tally = outcome.tally
-        self._stopping |= tally.stop > 0
-        self._save_asked |= tally.save > 0
+        self._metrics.add(outcome, timing)
+        stats = outcome.stats
+        self._stopping |= stats.stop > 0
+        self._save_requested |= stats.save > 0
         self._unlogged = outcome
+        self._hooks.call("on_step", self._run, outcome)
         if outcome.step % self._log_every == 0 or outcome.step == self._last_step:
             self._log(outcome)
-        self._bad_samples.count(tally.samples, tally.bad, self._last_bad)
+        # Sums over all ranks, so the budget is exceeded on every rank at the same step.
+        self._bad_samples.count(stats.samples, stats.bad, self._last_bad)
 
-    def _log(self, outcome: Outcome) -> None:
-        self._saves.are_safe(wait=False)
-        self._journal.logged(self._position() | self._measures.record(outcome))
+    def _log(self, outcome: StepOutcome) -> None:
+        self._checkpoints.is_safe(wait=False)
+        self._run_logger.record_step(self._position() | self._metrics.record(outcome))
         self._unlogged = None
-        self._compiler.tell()
 
-    # -- what does not happen in every step
+    # -- evaluation, checkpoints and the end
 
     def _evaluate_and_save(self, epoch_ended: bool) -> None:
-        every, step, progress = self._eval_every, self._parts.step.step, self._parts.progress
-        last, late = step >= self._last_step, progress.evaluation_due
-        evaluation: Evaluation | None = None
+        every, step = self._eval_every, self._run.step.step
+        last, due = step >= self._last_step, self._run.totals.evaluation_due
+        evaluation = None
         metrics: dict[str, float] = {}
         improved = False
-        if late or last or (epoch_ended if every is None else every > 0 and step % every == 0):
+        if due or last or (epoch_ended if every is None else every > 0 and step % every == 0):
             evaluation = self._evaluate()
-            if progress.evaluation_due:
-                return
+            if self._run.totals.evaluation_due:
+                return  # interrupted: the checkpoint that the stop saves records that it is due
             metrics = evaluation.record() if evaluation is not None else {}
-            improved = self._saves.is_best(metrics)
-        if late or last or improved or self._save_asked or (self._save_every and step % self._save_every == 0):
+            improved = self._checkpoints.is_best(metrics)
+        if due or last or improved or self._save_requested or (self._save_every and step % self._save_every == 0):
             self._save(metrics, final=last)
         if evaluation is not None:
             with self._clock_stopped():
-                self._illustrations.after(evaluation, last=last)
+                self._run_logger.media.after(evaluation, last=last)
 
     def _evaluate(self) -> Evaluation | None:
-        """None without data to evaluate on, or if a stop came first: then it is still due."""
-        parts, progress, step = self._parts, self._parts.progress, self._parts.step.step
-        progress.evaluation_due = False
-        if parts.eval_loader is None:
+        """The result; None without evaluation data, or if a stop request interrupted it, which makes it due."""
+        run, totals = self._run, self._run.totals
+        totals.evaluation_due = False
+        if run.eval_loader is None:
             return None
         self._settle()
         with self._clock_stopped():
-            equalise_buffers(parts.model)
-            # A task that draws numbers finds the same, whatever this start has done before.
-            seed_generators(parts.world.device, parts.cfg.run.seed, step, parts.world.rank)
-            try:
-                if self._stopping:
-                    raise Interrupted
-                result = evaluate(
-                    parts.ema.averaged() if parts.ema is not None else parts.model,
-                    parts.task,
-                    parts.eval_loader,
-                    world=parts.world,
-                    precision=parts.precision,
-                    epoch=progress.evaluations,
-                    stop=lambda: self._stop.reason is not None,
+            result = evaluate_run(run, lambda: self._stop.reason is not None, stopping=self._stopping)
+            if result is None:
+                self._stopping = totals.evaluation_due = True
+                self._run_logger.note(
+                    f"The evaluation after step {run.step.step} was interrupted by a stop request. It runs first on resume."
                 )
-            except Interrupted:
-                self._stopping = progress.evaluation_due = True
-                self._journal.note(f"The evaluation after step {step} is left to the next start, which begins with it.")
                 return None
-            progress.evaluations += 1
+            totals.evaluations += 1
             metrics = result.record()
-            self._journal.record(self._position() | metrics)
-            logger.info("step %d: %s", step, metrics)
+            self._run_logger.record(self._position() | metrics)
+            logger.info("step %d: %s", run.step.step, metrics)
+            self._hooks.call("on_evaluation", run, result)
         return result
 
     def _save(self, metrics: dict[str, float], *, final: bool) -> None:
-        self._settle()
+        self._settle()  # the outcome changes counters that are part of the checkpoint
         with self._clock_stopped():
-            self._saves.save(metrics, final=final)
-            self._save_asked = False
-            self._journal.status()
+            self._checkpoints.save(metrics, final=final)
+            self._save_requested = False
+            self._run_logger.status()
+            self._call_on_save()
 
-    @contextmanager
-    def _clock_stopped(self) -> Iterator[None]:
-        """What happens inside is not part of a step."""
-        started = time.monotonic()
-        yield
-        self._clock += time.monotonic() - started
+    def _call_on_save(self) -> None:
+        self._hooks.call("on_save", self._run, self._run.checkpoints.path(self._run.step.step))
 
     def _end(self) -> tuple[str, str | None]:
         self._settle()
         if self._unlogged is not None:
             self._log(self._unlogged)
-        self._measures.end()
+        self._metrics.end()
         self._stop.consume()
-        if self._parts.step.step >= self._last_step and not self._parts.progress.evaluation_due:
+        if self._run.step.step >= self._last_step and not self._run.totals.evaluation_due:
             return "finished", None
-        reasons: list[str | None] = [None] * self._parts.world.size
+        reasons: list[str | None] = [None] * self._run.world.size
         dist.all_gather_object(reasons, self._stop.reason)
-        self._saves.save_last()
-        self._journal.status()
-        heard = [f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason]
-        return "stopped", ", ".join(heard)
+        if self._checkpoints.save_last():
+            self._call_on_save()
+        self._run_logger.status()
+        return "stopped", ", ".join(f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason)
 
     def _position(self) -> dict[str, float | int]:
-        """Where the run is; the last step is settled, and the next one not committed."""
-        step, loader = self._parts.step, self._parts.train_loader
+        """The fields of a record that describe the position; only valid between settling a step and committing the next."""
+        step, loader = self._run.step, self._run.train_loader
         epoch, samples = loader.position
         return {
             "step": step.step,
             "applied_steps": step.applied_steps,
             "epoch": epoch + samples / loader.index.num_samples,
-            "samples": self._parts.progress.samples,
+            "samples": self._run.totals.samples,
             "time": time.time(),
         }
 
+    @contextmanager
+    def _clock_stopped(self) -> Iterator[None]:
+        """Excludes the time of the block from the time of steps."""
+        started = time.monotonic()
+        yield
+        self._clock += time.monotonic() - started
+
+    def _warn_on_host_sync(self) -> AbstractContextManager[None]:
+        # The first steps load kernels and allocate memory, so they wait for the device in any case.
+        early = self._run.step.step < self._first_step + self._log_every
+        return _no_warning if early else warn_on_host_sync(self._run.world.device)
+
+    def _out_of_memory_explained(self) -> AbstractContextManager[None]:
+        run = self._run
+        return out_of_memory_explained(
+            lambda: run.step.step + 1,
+            rows=run.train_loader.rows_per_micro_batch,
+            share=-(-run.cfg.train.global_batch_size // run.world.size),
+            device=run.world.device,
+        )
+
+
+def warn_on_host_sync(device: torch.device) -> AbstractContextManager[None]:
+    """Warns of operations in the block that make the host wait for a GPU, with their line (torch's sync debug mode).
+
+    With a fused optimizer dtrain's own step does not wait. A task that calls ``.item()`` does. On a CPU nothing happens.
+    """
+    return _sync_debug_mode() if device.type == "cuda" else _no_warning
+
+
+@contextmanager
+def _sync_debug_mode() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
 
 class _Window:
-    """What the loader handed over for a step, and how long the loop waited for it."""
+    """Samples of one accumulation window on this rank, and the seconds that the loop waited for them."""
 
     def __init__(self) -> None:
         self.keys: list[str] = []

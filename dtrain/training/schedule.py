@@ -1,8 +1,11 @@
-"""Learning-rate schedules: a factor for each number of applied steps, without a state of their own.
+"""Learning-rate schedules, and the length of a run in attempted steps.
 
-A schedule is any callable ``schedule(applied_steps) -> factor`` that is built with a ``horizon`` in steps. In its config node
-a duration may be a number of steps, or text: ``500 steps``, ``5 epochs``, ``50_000 samples`` or ``5 %`` of the horizon
-(after big_vision, where every duration takes such units).
+* A *schedule* is any callable ``schedule(applied_steps) -> factor`` that is built with a ``horizon`` in steps. It has no
+  state, and only applied steps advance it.
+* A *duration* in its config node is a number of steps, or text: ``500 steps``, ``5 epochs``, ``50_000 samples`` or ``5 %`` of
+  the horizon (after big_vision, where every duration takes such units).
+* The *horizon* is the number of steps that the schedule is laid out for; the *last step* is where the run ends. Both are
+  equal on all ranks and known before the first step.
 """
 
 from __future__ import annotations
@@ -13,12 +16,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dtrain.config.errors import ConfigError
+from dtrain.config.schema import TrainConfig
+from dtrain.data import ShardLoader
+
 _DURATION = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:[eE]\d+)?)\s*(steps?|epochs?|samples?|%)\s*")
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long a run and its parts are.
+    """Lengths that durations are converted with.
 
     Args:
         horizon: Steps of the run.
@@ -46,6 +53,37 @@ class Lengths:
         if isinstance(value, (list, tuple)):
             return [self.in_steps(item) for item in value]
         return value
+
+
+def schedule_horizon(train: TrainConfig, loader: ShardLoader) -> int:
+    """Steps that the learning-rate schedule is laid out for: ``max_epochs`` in steps, else ``max_steps``.
+
+    ``max_epochs`` has priority, so that a run that ``max_steps`` cuts short follows the curve of the whole run.
+
+    Raises:
+        ConfigError: If neither is set, or one is below 1.
+    """
+    for key in ("max_steps", "max_epochs"):
+        value = getattr(train, key)
+        if value is not None and value < 1:
+            raise ConfigError(f"train.{key}: got {value}, want at least 1, or null for no such limit.")
+    if train.max_epochs is not None:
+        return train.max_epochs * loader.steps_per_epoch
+    if train.max_steps is not None:
+        return train.max_steps
+    raise ConfigError("train.max_steps and train.max_epochs are both null. Set at least one: it ends the run.")
+
+
+def last_step(train: TrainConfig, loader: ShardLoader, step: int) -> int:
+    """The attempted step after which the run is finished: the lower of the limits ``max_steps`` and ``max_epochs``.
+
+    ``loader`` is at the committed position, after ``step`` attempted steps.
+    """
+    limits = [train.max_steps] if train.max_steps is not None else []
+    if train.max_epochs is not None:
+        later_epochs = train.max_epochs - loader.position[0] - 1
+        limits.append(step + loader.steps_left + later_epochs * loader.steps_per_epoch if later_epochs >= 0 else step)
+    return min(limits)
 
 
 @dataclass(frozen=True)
@@ -126,7 +164,7 @@ class WarmupSteps(WarmupConstant):
         horizon: Steps of the run.
         warmup: Steps that warm up.
         milestones: Steps after which the rate falls, ascending.
-        factor: What it is multiplied by each time.
+        factor: Multiplied with the rate at each milestone.
 
     Raises:
         ValueError: If the milestones do not ascend.

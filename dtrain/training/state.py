@@ -1,61 +1,260 @@
-"""What of a run goes into a checkpoint, and how it comes back: everything or nothing."""
+"""The state of a run: collects the content of a checkpoint, and restores all of it or nothing.
+
+* ``TrainState`` has the objects of a run. ``checkpoint`` copies their state to the host, ``restore`` loads it.
+* ``RunTotals`` are counts and times over all starts of the run.
+* Model and optimizer state are stored by parameter name, so they do not depend on the order of parameters. Hyper-parameters
+  stay those of the config.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dtrain import __version__
 from dtrain.config.errors import ConfigError
-from dtrain.training.checkpoint import Checkpoint
+from dtrain.config.schema import Config
+from dtrain.data import ShardLoader
+from dtrain.distributed.world import World
+from dtrain.precision import Precision
+from dtrain.training.checkpoints import Checkpoint, Checkpoints
+from dtrain.training.schedule import last_step
+from dtrain.training.step import TrainStep
+from dtrain.training.task import Task
+from dtrain.training.tensor_copies import Ema
 
-_SHOWN = 5
-_FEW = 16  # numbers that a group may hold in a tensor
-# What torch's optimizers make in the first step of a run only, and look for in every later one.
+_MAX_PROBLEMS = 5  # differences that one message lists
+_MAX_NUMBERS = 16  # in a tensor of a parameter group that is stored as JSON
+# State that torch's optimizers create in the first step of a run only, and expect in every later one.
 _STATE_OF_OPTIONS: tuple[tuple[type[torch.optim.Optimizer], str, str], ...] = (
-    (torch.optim.Adam, "amsgrad", "max_exp_avg_sq"),  # and AdamW, which is one
+    (torch.optim.Adam, "amsgrad", "max_exp_avg_sq"),  # AdamW is a subclass
     (torch.optim.RMSprop, "centered", "grad_avg"),
     (torch.optim.RMSprop, "momentum", "momentum_buffer"),
 )
 
 
+@dataclass(kw_only=True)
+class TrainState:
+    """The objects of a run. Hooks get it as ``run``.
+
+    Attributes:
+        cfg: The composed config.
+        run_dir: The run's directory.
+        train_loader: This rank's training loader.
+        eval_loader: This rank's evaluation loader; None without ``data.eval``.
+        step: Executes optimizer steps; has the model, task, optimizer, EMA, precision and ranks.
+        checkpoints: Where the run is saved.
+        totals: Counts and times over all starts.
+    """
+
+    cfg: Config
+    run_dir: Path
+    train_loader: ShardLoader
+    eval_loader: ShardLoader | None
+    step: TrainStep
+    checkpoints: Checkpoints
+    totals: RunTotals = field(default_factory=lambda: RunTotals())
+
+    def __post_init__(self) -> None:
+        self._initial_groups = group_values(self.optimizer)  # before the optimizer changes them
+
+    @property
+    def world(self) -> World:
+        """Rank, number of ranks and device."""
+        return self.step.world
+
+    @property
+    def precision(self) -> Precision:
+        """The precision policy."""
+        return self.step.precision
+
+    @property
+    def model(self) -> nn.Module:
+        """The bare model, without DDP."""
+        return self.step.bare_model
+
+    @property
+    def task(self) -> Task:
+        """The task."""
+        return self.step.task
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer."""
+        return self.step.optimizer
+
+    @property
+    def ema(self) -> Ema | None:
+        """The averaged weights; None without ``train.ema_decay``."""
+        return self.step.ema
+
+    @property
+    def last_step(self) -> int:
+        """Attempted step after which the run is finished; read it after ``restore``."""
+        return last_step(self.cfg.train, self.train_loader, self.step.step)
+
+    def checkpoint(self, metrics: dict[str, float]) -> Checkpoint:
+        """Copies the whole state to the host. The last step is settled. Only rank 0 needs a checkpoint.
+
+        Args:
+            metrics: Metrics of the evaluation at this step; empty without one.
+        """
+        tensors, values = optimizer_state(self.optimizer, self.model)
+        groups = {"model": host_copy(self.model.state_dict()), "optimizer": host_copy(tensors)}
+        if self.ema is not None:
+            groups["ema"] = host_copy(self.ema.averaged().state_dict())
+        scale = self.step.loss_scale
+        state: dict[str, Any] = {
+            "counters": self.step.state_dict(),
+            "optimizer": values,
+            "optimizer_groups": changed_groups(self.optimizer, self._initial_groups),
+            "loss_scale": scale.state_dict() if scale is not None else None,
+            "loader": self.train_loader.state_dict(),
+            "progress": asdict(self.totals),
+            "metrics": metrics,
+            "versions": {"dtrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        }
+        return Checkpoint(groups, state)
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Loads a checkpoint; every rank calls it.
+
+        Raises:
+            ConfigError: If it is from another model, optimizer or data set; names the differences.
+        """
+        state = checkpoint.state
+        # The loader first: it compares the data set's fingerprint, before any tensor is changed.
+        try:
+            self.train_loader.load_state_dict(state["loader"])
+        except ValueError as error:
+            raise ConfigError(f"data: {error}") from error
+        load_module(self.model, checkpoint.tensors["model"], "the checkpoint")
+        tensors = checkpoint.tensors["optimizer"]
+        load_optimizer(self.optimizer, self.model, tensors, state["optimizer"], state["optimizer_groups"])
+        if self.ema is not None:
+            # Without an average in the checkpoint (train.ema_decay was null) it starts from the weights.
+            load_module(self.ema.module, checkpoint.tensors.get("ema", checkpoint.tensors["model"]), "the checkpoint")
+        if self.step.loss_scale is not None and state["loss_scale"] is not None:
+            self.step.loss_scale.load_state_dict(state["loss_scale"])
+            scale = self.cfg.precision.loss_scale  # how it adapts is config, which may change between starts
+            self.step.loss_scale.configure(
+                growth_factor=scale.growth_factor,
+                backoff_factor=scale.backoff_factor,
+                growth_interval=scale.growth_interval,
+            )
+        self.step.load_state_dict(state["counters"])
+        self.totals = RunTotals(**state["progress"])
+
+
+@dataclass
+class RunTotals:
+    """Counts and times of a run over all its starts.
+
+    Attributes:
+        samples: Committed samples.
+        seconds: Time spent in the loop.
+        skipped_steps: Attempted steps that were not applied.
+        bad_samples: Samples that could not be read.
+        evaluations: Finished evaluations.
+        evaluation_due: Whether a stop interrupted the evaluation of the last step, so that it must run on resume.
+        restarts: Starts that resumed an unfinished run.
+        lost_seconds: Training time that was not saved and had to be repeated.
+        down_seconds: Time between two starts, in which no process trained.
+    """
+
+    samples: int = 0
+    seconds: float = 0.0
+    skipped_steps: int = 0
+    bad_samples: int = 0
+    evaluations: int = 0
+    evaluation_due: bool = False
+    restarts: int = 0
+    lost_seconds: float = 0.0
+    down_seconds: float = 0.0
+
+    def add_restart(self, status: Mapping[str, Any] | None, now: float | None = None) -> None:
+        """Adds the cost of the interruption before this start; call it after ``restore``.
+
+        Args:
+            status: Content of the previous start's status.json; None without one.
+            now: Unix time in seconds; None: the current time.
+        """
+        if status is None:
+            return
+        self.restarts, self.lost_seconds, self.down_seconds = (
+            status.get(name, 0) for name in ("restarts", "lost_seconds", "down_seconds")
+        )
+        if status["state"] == "finished":  # the run was extended, not interrupted
+            return
+        self.restarts += 1
+        self.lost_seconds += max(0.0, status.get("trained_seconds", 0.0) - self.seconds)
+        self.down_seconds += max(0.0, (time.time() if now is None else now) - status["time"])
+
+    def interruptions(self) -> str:
+        """A line for the banner; ``""`` without restarts."""
+        if not self.restarts:
+            return ""
+        return (
+            f"{self.restarts}, with {self.lost_seconds:.0f} s of training to repeat and {self.down_seconds:.0f} s between the "
+            "starts"
+        )
+
+    def times(self) -> dict[str, Any]:
+        """The fields of status.json from which the next start computes the cost of an interruption."""
+        return {
+            "restarts": self.restarts,
+            "lost_seconds": round(self.lost_seconds, 3),
+            "down_seconds": round(self.down_seconds, 3),
+            "trained_seconds": round(self.seconds, 3),
+        }
+
+
 def host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the CPU that share no memory, as safetensors wants them."""
-    # From a GPU all at once into page-locked memory, which torch keeps for the next time.
+    """Copies tensors to the CPU; the copies share no memory, as safetensors requires."""
+    # One wait for all copies. torch caches the page-locked memory for the next call.
     copies = {name: tensor.detach().to("cpu", copy=True, non_blocking=True) for name, tensor in tensors.items()}
     if any(tensor.is_cuda for tensor in tensors.values()):
         torch.cuda.synchronize()
     return {name: copy.contiguous() for name, copy in copies.items()}
 
 
-def load_module(module: nn.Module, tensors: Mapping[str, Tensor], what: str) -> None:
-    """Copies parameters and buffers into a module.
-
-    Args:
-        module: The bare module.
-        tensors: Its ``state_dict`` as it was saved.
-        what: Names the source in the error.
+def load_module(module: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
+    """Copies parameters and buffers of a saved ``state_dict`` into a bare module; ``source`` names it in errors.
 
     Raises:
         ConfigError: If names or shapes differ, before anything is copied; names the first few.
     """
+    if problems := weight_problems(module, tensors):
+        raise ConfigError(
+            f"{source} is of another model: {problems}. Use the model config that it was saved with, or another run.dir."
+        )
+    module.load_state_dict(dict(tensors))
+
+
+def weight_problems(
+    module: nn.Module, tensors: Mapping[str, Tensor], may_lack: Callable[[str], bool] = lambda name: False
+) -> str:
+    """The first few differences in names and shapes between a saved ``state_dict`` and a module; ``""`` if there are none.
+
+    ``may_lack(name)`` is true for the names of the module that ``tensors`` may lack.
+    """
     own = module.state_dict()
-    problems = [f"{name} is missing" for name in own if name not in tensors]
+    problems = [f"{name} is missing" for name in own if name not in tensors and not may_lack(name)]
     problems += [f"{name} is unknown to this model" for name in tensors if name not in own]
     problems += [
         f"{name} has shape {list(tensors[name].shape)}, the model has {list(own[name].shape)}"
         for name in own
         if name in tensors and tensors[name].shape != own[name].shape
     ]
-    if problems:
-        more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise ConfigError(
-            f"{what} is of another model: {'; '.join(problems[:_SHOWN])}{more}. Use the model config that it was saved "
-            "with, or another run.dir."
-        )
-    module.load_state_dict(dict(tensors))
+    more = f" and {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else ""
+    return "; ".join(problems[:_MAX_PROBLEMS]) + more
 
 
 def load_weights(module: nn.Module, checkpoint: Checkpoint, weights: str) -> str:
@@ -63,14 +262,14 @@ def load_weights(module: nn.Module, checkpoint: Checkpoint, weights: str) -> str
 
     Args:
         module: The bare module.
-        checkpoint: Where from.
-        weights: ``ema``, ``raw``, or ``""``: the moving average where there is one.
+        checkpoint: The checkpoint.
+        weights: ``ema``, ``raw``, or ``""``: the moving average if the checkpoint has one.
 
     Returns:
-        ``ema`` or ``raw``.
+        The loaded weights: ``ema`` or ``raw``.
 
     Raises:
-        ConfigError: If there are none of that kind, or they are of another model.
+        ConfigError: If the checkpoint has no such weights, or they are of another model.
     """
     if weights not in ("", "ema", "raw"):
         raise ConfigError(f"weights: got {weights!r}, want ema or raw.")
@@ -84,13 +283,13 @@ def load_weights(module: nn.Module, checkpoint: Checkpoint, weights: str) -> str
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The optimizer's state by parameter name, so that it does not depend on the order of parameters.
+    """The optimizer's state by parameter name.
 
     Returns:
-        Tensors ``<parameter>/<key>``, and the values that are not tensors under the same names.
+        Tensors under ``<parameter>/<key>``, and other values under such names.
 
     Raises:
-        ConfigError: If the optimizer keeps something that JSON cannot hold; names it.
+        ConfigError: If the optimizer keeps a value that JSON cannot represent; names it.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
@@ -106,19 +305,21 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple
 
 
 def group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What each parameter group holds beside its parameters and its learning rate, which the schedule sets; plain values,
-    and tensors of a few numbers as ``{"tensor": numbers, "dtype": name}``."""
+    """The values of each parameter group except its parameters and ``lr``, which the schedule sets.
+
+    Small tensors become ``{"tensor": numbers, "dtype": name}``, for JSON.
+    """
     return [{k: _as_json(v) for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
 
 
-def changed_groups(optimizer: torch.optim.Optimizer, built: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the optimizer itself has put into its groups since they were ``built``, as Prodigy does with its step size.
+def changed_groups(optimizer: torch.optim.Optimizer, initial: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The values of parameter groups that the optimizer itself changed since ``initial``, such as Prodigy's step size.
 
-    Everything else in a group is config, and may change when a run goes on.
+    All other values of a group are config, which may change between starts.
     """
     return [
         {key: _plain(optimizer, key, value) for key, value in now.items() if key not in before or value != before[key]}
-        for now, before in zip(group_values(optimizer), built, strict=True)
+        for now, before in zip(group_values(optimizer), initial, strict=True)
     ]
 
 
@@ -129,11 +330,11 @@ def load_optimizer(
     values: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Puts back what ``optimizer_state`` and ``changed_groups`` took; hyper-parameters stay those of the config.
+    """Restores an optimizer from ``optimizer_state`` and ``changed_groups``; hyper-parameters stay those of the config.
 
     Raises:
-        ConfigError: If the state is of parameters or groups that this optimizer does not have, or it lacks what an option
-            that was switched on needs.
+        ConfigError: If the state is of parameters or groups that this optimizer does not have, or an option is on that was
+            off when the state was saved.
     """
     if any(groups) and len(groups) != len(optimizer.param_groups):
         raise ConfigError(
@@ -153,14 +354,14 @@ def load_optimizer(
             )
         parameter = ours[number[name]]
         if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
-            # Fused kernels walk parameter and state in memory order, so a channels_last weight needs such a state.
+            # Fused kernels walk parameter and state in memory order, so a channels_last weight needs channels_last state.
             value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         state.setdefault(number[name], {})[key] = value
     _refuse_new_options(optimizer, state)
-    # torch's own loader knows which state lives on the device and which on the host.
+    # torch's load_state_dict puts each state on the device or on the host, as the optimizer needs it.
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     for group, changed in zip(optimizer.param_groups, groups, strict=False):
-        group.update({key: _as_it_was(value, group.get(key)) for key, value in changed.items()})
+        group.update({key: _from_json(value, group.get(key)) for key, value in changed.items()})
 
 
 def _refuse_new_options(optimizer: torch.optim.Optimizer, state: Mapping[int, Mapping[str, Any]]) -> None:
@@ -172,24 +373,24 @@ def _refuse_new_options(optimizer: torch.optim.Optimizer, state: Mapping[int, Ma
             for kind, option, key in _STATE_OF_OPTIONS:
                 if isinstance(optimizer, kind) and group[option] and saved and key not in saved:
                     raise ConfigError(
-                        f"optimizer.{option}: got {group[option]}, but the run was begun without it: "
+                        f"optimizer.{option}: got {group[option]}, but the run was started without it: "
                         f"{type(optimizer).__name__} needs a {key} that the checkpoint does not have. Set it back, or "
                         "start a new run with these weights (run.weights_from)."
                     )
 
 
 def _as_json(value: Any) -> Any:
-    # Some optimizers, such as timm's Lamb, count in a tensor.
-    if isinstance(value, Tensor) and value.numel() <= _FEW:
+    # Some optimizers, such as timm's Lamb, keep a step count in a tensor.
+    if isinstance(value, Tensor) and value.numel() <= _MAX_NUMBERS:
         return {"tensor": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
     return value
 
 
-def _as_it_was(value: Any, built: Any) -> Any:
-    """The inverse of ``_as_json``; a tensor comes to where the optimizer has made its own."""
+def _from_json(value: Any, initial: Any) -> Any:
+    """The inverse of ``_as_json``; a tensor is put on the device of ``initial``."""
     if not _is_tensor(value):
         return value
-    device = built.device if isinstance(built, Tensor) else None
+    device = initial.device if isinstance(initial, Tensor) else None
     return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]), device=device)
 
 
@@ -202,5 +403,5 @@ def _plain(optimizer: torch.optim.Optimizer, place: str, value: Any) -> Any:
         return value
     raise ConfigError(
         f"optimizer: {type(optimizer).__name__} keeps {place} as {type(value).__name__}. A checkpoint holds tensors, "
-        "numbers, strings and null, so this optimizer could not continue. Use another one."
+        "numbers, strings and null, so this optimizer could not be restored. Use another one."
     )

@@ -1,16 +1,16 @@
-"""One optimizer step, from the micro-batches of a window to moved (or unmoved) parameters.
+"""One optimizer step, from the micro-batches of an accumulation window to updated (or unchanged) parameters.
 
-* A *window* is the micro-batches of one step. Gradients are summed over it; DDP averages them over the ranks in the
-  backward of its last micro-batch.
-* After that backward the ranks *vote*: one all-reduce carries overflow flags, gradient norm, loss sum and count, stop
-  requests. From the same word every rank takes the same decision: apply the step, or leave the parameters alone.
-* With a fused optimizer on a GPU the decision stays there: the host queues the step and reads the word one step later, in
-  ``settle``, always waiting for it and never polling, so that all ranks learn it at the same step.
+* An *accumulation window* is the micro-batches of one step. Gradients are summed over it; DDP averages them over the ranks in
+  the backward of its last micro-batch.
+* After that backward the ranks *vote*: one all-reduce carries overflow flags, gradient norm, loss sum and count, stop and
+  save requests. From the same sums every rank takes the same decision: update the parameters, or *skip* the step.
+* With a fused optimizer on a GPU the decision stays on the device. The host queues the step and reads the result of the vote
+  one step later, in ``settle``. It waits for the result instead of polling, so that all ranks read it at the same step.
 
-Order of the arithmetic: the loss sum of a micro-batch is multiplied by ``world / nominal * loss scale``, where nominal is
-the global batch size; gradients are then multiplied once, by ``nominal / count / loss scale * clip coefficient``, where
-count is that of all valid rows of the global batch. The result is the gradient of the mean over all valid rows for any
-split into ranks and micro-batches.
+Arithmetic: the loss sum of a micro-batch is multiplied by ``world / nominal * loss scale``, where nominal is the global batch
+size; gradients are then multiplied once by ``nominal / count / loss scale * clip coefficient``, where count is the number of
+valid rows in the global batch. The result is the gradient of the mean over all valid rows, for any split into ranks and
+micro-batches.
 """
 
 from __future__ import annotations
@@ -23,70 +23,76 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dtrain.config.errors import ConfigError, Explained, users_to_fix
+from dtrain.config.errors import ConfigError, Explained, as_config_error
 from dtrain.data import Batch
+from dtrain.data.randomness import seed_generators
 from dtrain.distributed.world import World
 from dtrain.precision import Precision, kernels
 from dtrain.precision.comm_hooks import HookGuard
-from dtrain.precision.diagnosis import SkipDiagnosis
-from dtrain.precision.host_vote import HostVote
+from dtrain.precision.gradients import drop_gradients, local_gradients, norm_of, refuse_unscalable
+from dtrain.precision.kernels import prefill_momentum
 from dtrain.precision.loss_scale import LossScale
-from dtrain.precision.momentum import prefill_momentum
-from dtrain.precision.nonfinite import drop_gradients, local_gradients, norm_of, refuse_unscalable
-from dtrain.precision.vote import Tally, Vote
-from dtrain.training.buffers import BufferGuard
-from dtrain.training.ema import Ema
-from dtrain.training.refusals import AveragedBackward, refuse_model, refuse_scale
-from dtrain.training.seed import seed_generators
-from dtrain.training.spans import BACKWARD, FORWARD, OPTIMIZER, VOTE, span
-from dtrain.training.task import Output, Task, checked
+from dtrain.precision.skip_diagnosis import SkipDiagnosis
+from dtrain.precision.vote import StepStats, make_vote
+from dtrain.training.checks import AveragedBackward, check_loss_scale, check_model
+from dtrain.training.profiler import BACKWARD, FORWARD, OPTIMIZER, VOTE, profiler_label
+from dtrain.training.task import Output, Task, require_output
+from dtrain.training.tensor_copies import BufferGuard, Ema
 
 
 class TooManySkips(Explained, RuntimeError):
-    """So many steps in a row were skipped that the run is not learning any more."""
+    """More steps in a row were skipped than ``train.max_consecutive_skips`` allows."""
 
 
-@dataclass(slots=True)  # made in every step, and frozen ones take long to make
-class Outcome:
-    """A settled step, equal on all ranks.
+@dataclass(slots=True)  # not frozen: one is made in every step, and frozen ones are slow to construct
+class StepOutcome:
+    """The result of a step, equal on all ranks.
 
     Attributes:
         step: Number of the attempted step, from 1.
         applied_steps: Applied steps up to and including it.
         lr: Learning rate of the first parameter group.
         grad_norm: Norm of the gradient of the mean loss before clipping; NaN if the step was skipped for an overflow.
-        tally: What was voted.
+        stats: Sums over all ranks (loss, count, metrics, samples, bad samples, requests), and whether the step was applied.
     """
 
     step: int
     applied_steps: int
     lr: float
     grad_norm: float
-    tally: Tally
+    stats: StepStats
 
 
 class TrainStep:
-    """Runs windows and optimizer steps.
+    """Executes accumulation windows and optimizer steps.
 
     Args:
         model: The model, wrapped in DDP if there are several ranks.
-        task: Gives the loss sum and the count of a micro-batch.
-        optimizer: Its parameters' gradients are what the vote is about.
+        task: Returns the loss sum and the count of a micro-batch.
+        optimizer: Over parameters of the model.
         world: The ranks.
-        precision: Autocast of forward and loss.
-        loss_scale: The scale of the gradients; None where they are not scaled.
+        precision: Provides autocast for forward and loss.
+        loss_scale: Scale of the gradients; None where they are not scaled.
         nominal: Rows of a full global batch.
         schedule: Learning-rate factor for a number of applied steps.
-        clip_norm: Largest norm of the gradient of the mean loss; None does not clip.
-        ema: Moving average that follows the applied steps.
-        guard: Of the communication hook that may lose an overflow, or remember one.
-        seed: Seeds dropout and the like, together with step, micro-batch and rank.
-        max_consecutive_skips: So many skipped steps in a row raise ``TooManySkips`` on every rank. None is 50 with a
-            loss scale, which needs some to find its level, and 10 without.
+        clip_norm: Maximum norm of the gradient of the mean loss; None does not clip.
+        ema: Averaged weights, updated after applied steps; None without.
+        guard: Guard of a communication hook that may hide an overflow or carry it into later steps; None without.
+        seed: Seeds random operations such as dropout, together with step, micro-batch and rank.
+        max_consecutive_skips: This many skipped steps in a row raise ``TooManySkips`` on every rank. None is 50 with a
+            loss scale, which skips steps until it has adapted, and 10 without.
+
+    Attributes:
+        model: The argument.
+        bare_model: The model without DDP.
+        task: The argument; may be replaced between steps.
+        step: Attempted steps so far.
+        applied_steps: Settled steps that were not skipped.
+        consecutive_skips: Skipped steps since the last applied one.
 
     Raises:
-        ConfigError: If ``clip_norm`` or ``max_consecutive_skips`` is impossible, the model averages gradients in a way
-            of its own, ``loss_scale`` is a scaler, or the optimizer's gradients cannot be scaled.
+        ConfigError: If ``clip_norm`` or ``max_consecutive_skips`` is impossible, the model averages gradients itself,
+            ``loss_scale`` is a gradient scaler, or the optimizer's gradients cannot be scaled.
     """
 
     def __init__(
@@ -106,90 +112,99 @@ class TrainStep:
         seed: int = 0,
         max_consecutive_skips: int | None = None,
     ) -> None:
-        refuse_model(model)
-        refuse_scale(loss_scale)
-        with users_to_fix("optimizer"):
+        check_model(model)
+        check_loss_scale(loss_scale)
+        with as_config_error("optimizer"):
             refuse_unscalable(optimizer)
-        self._model = model
-        self._task = task
-        self._optimizer = optimizer
-        self._world = world
-        self.loss_scale = loss_scale
-        self._nominal = nominal
-        self._schedule = schedule
-        self._clip_norm = clip_norm
-        self._ema = ema
-        self._guard = guard
-        self._seed = seed
         if max_consecutive_skips is None:
             max_consecutive_skips = 50 if loss_scale is not None else 10
         if max_consecutive_skips < 1:
             raise ConfigError(f"train.max_consecutive_skips: got {max_consecutive_skips}, want at least 1, or null.")
         if clip_norm is not None and not clip_norm > 0:
             raise ConfigError(f"train.clip_norm: got {clip_norm}, want a number above 0, or null for no clipping.")
+        self.model = model
+        self.bare_model: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+        self.task = task
+        self.optimizer = optimizer
+        self.world = world
+        self.precision = precision
+        self.loss_scale = loss_scale
+        self.ema = ema
+        self._nominal = nominal
+        self._schedule = schedule
+        self._clip_norm = clip_norm
+        self._guard = guard
+        self._seed = seed
         self._max_skips = max_consecutive_skips
-        on_host = world.device.type == "cpu"
-        self._vote: Vote | HostVote = HostVote(world.size) if on_host else Vote(world.device, world.size)
+        self._vote = make_vote(world.device, world.size)
         self._scale = loss_scale.scale if loss_scale is not None else torch.ones((), device=world.device)
         self._share = torch.full((), world.size / nominal, device=world.device)
         self._autocast = precision.autocast(world.device.type)
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        # On a CPU there is nothing to wait for: the host decides.
+        # On a CPU reading the vote costs nothing, so the host decides.
         self._decides_on_device = (
             world.device.type == "cuda"
             and getattr(optimizer, "_step_supports_amp_scaling", False)
             and kernels.self_test(world.device.type).fused_skip
         )
-        bare = model.module if isinstance(model, DistributedDataParallel) else model
-        # Parameters that DDP was told to leave alone are this rank's own: of the one logical norm each rank has a part.
+        bare = self.bare_model
+        # Parameters that DDP ignores differ between ranks: each rank has another part of the global gradient.
         ignored = getattr(model, "parameters_to_ignore", ()) if bare is not model else ()
         self._own_parameters = [p for name, p in bare.named_parameters() if name in ignored]
         self._buffers = BufferGuard(bare)
         self._averaged = AveragedBackward(model)
         self._diagnosis = SkipDiagnosis(bare)
         self._metric_names: list[str] = []
-        self._local = _Local()
+        self._window_counts = _WindowCounts()
         self._unapplied = self._unsettled = False
         self._first_window = True
         self.step = 0
         self.applied_steps = 0
         self.consecutive_skips = 0
 
-    # -- one step: accumulate, settle the one before, apply
+    # -- one step: accumulate, settle the previous step, apply
 
     def accumulate(self, window: Iterable[Batch], micro_batches: int) -> None:
-        """Forward and backward of every micro-batch of a window; the last backward averages over the ranks.
+        """Forward and backward of each micro-batch of an accumulation window; the last backward averages over the ranks.
 
         Args:
             window: The micro-batches, on the device.
-            micro_batches: How many they are, equal on all ranks.
+            micro_batches: Their number, equal on all ranks.
 
         Raises:
-            TypeError: If the task returns something else than an ``Output``.
+            TypeError: If the task does not return an ``Output``.
             RuntimeError: If the window has another number of micro-batches, or its last backward was not averaged.
         """
-        self._buffers.keep()
+        # A skipped step must also restore BatchNorm's running statistics, which the forward changes.
+        self._buffers.save()
         done = 0
         for number, batch in enumerate(window):
-            seed_generators(self._world.device, self._seed, self.step, number, self._world.rank)
-            watched = self._diagnosis.micro_batch(self.step + 1, number, batch.sample_keys)
-            with self._sync(last=number == micro_batches - 1), watched:
-                with span(FORWARD), self._autocast:
-                    output = checked(self._task(self._model, batch))
+            # Seeded from the position, not from a saved generator state: a resumed run draws the same dropout, and no
+            # generator state is needed in checkpoints.
+            seed_generators(self.world.device, self._seed, self.step, number, self.world.rank)
+            observed = self._diagnosis.micro_batch(self.step + 1, number, batch.sample_keys)
+            with self._sync(last=number == micro_batches - 1), observed:
+                with profiler_label(FORWARD), self._autocast:
+                    output = require_output(self.task(self.model, batch))
+                # Added up on the device: the vote sends one sum for the whole accumulation window.
                 self._add(output)
                 self._diagnosis.loss(output.loss_sum)
-                with span(BACKWARD):
+                with profiler_label(BACKWARD):
+                    # The factor is the incoming gradient of the backward, so no scaled copy of the loss is in the graph.
                     output.loss_sum.backward(self._factor())
-            self._local.add(batch)
+            self._window_counts.add(batch)
             done += 1
         self._first_window = False
         if done != micro_batches:
-            # The backward that averages over the ranks was not the last one.
-            raise RuntimeError(f"accumulate(): the window had {done} micro-batches, not {micro_batches} as was said.")
+            # The averaging backward was not the last one, so the ranks' gradients may differ.
+            raise RuntimeError(f"accumulate(): got {done} micro-batches, want micro_batches={micro_batches}.")
         self._unapplied = done > 0
 
-    def settle(self) -> Outcome | None:
-        """The outcome of the last applied-for step, waiting for it if need be; None if it was asked for already.
+    def settle(self) -> StepOutcome | None:
+        """Reads the vote of the last step; waits for the device if necessary.
+
+        Returns:
+            The outcome; None if there is no step whose outcome was not read yet.
 
         Raises:
             TooManySkips: On every rank, after too many skipped steps in a row.
@@ -197,30 +212,38 @@ class TrainStep:
         if not self._unsettled:
             return None
         self._unsettled = False
-        tally = self._vote.tally(self._metric_names)
-        self.applied_steps += tally.applied
-        self.consecutive_skips = 0 if tally.applied else self.consecutive_skips + 1
+        # These sums are equal on all ranks, so every rank takes the same decisions from them.
+        stats = self._vote.step_stats(self._metric_names)
+        self.applied_steps += stats.applied
+        self.consecutive_skips = 0 if stats.applied else self.consecutive_skips + 1
+        # After a skip the next steps are observed, to name the module and the samples with the first non-finite value.
         self._diagnosis.follow(self.consecutive_skips)
-        lr = float(self._optimizer.param_groups[0]["lr"])
-        mean = self._nominal / tally.count / tally.loss_scale if tally.count else 0.0
-        outcome = Outcome(self.step, self.applied_steps, lr, tally.grad_norm * mean, tally)
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        # The norm in the vote is that of the gradient of scale * sum / nominal; the outcome has that of the mean loss.
+        mean = self._nominal / stats.count / stats.loss_scale if stats.count else 0.0
+        outcome = StepOutcome(self.step, self.applied_steps, lr, stats.grad_norm * mean, stats)
         if self.consecutive_skips >= self._max_skips:
-            raise TooManySkips(self._why_so_many_skips(tally))
+            raise TooManySkips(self._skip_report(stats))
         return outcome
 
     def apply(self, *, stop: bool = False, save: bool = False) -> None:
-        """Collective. Votes, then moves the parameters or leaves them alone.
+        """Collective. Votes, then updates the parameters or skips the step.
 
         Args:
-            stop: This rank was asked to stop.
-            save: This rank wants a checkpoint.
+            stop: Whether this rank requests a stop.
+            save: Whether this rank requests a checkpoint.
+
+        Raises:
+            RuntimeError: If the previous step is not settled, or no window was accumulated.
         """
         if self._unsettled:
-            raise RuntimeError("apply(): settle() the step before first, it decides this step's learning rate.")
+            raise RuntimeError("apply(): call settle() first, this step's learning rate depends on the previous step.")
         if not self._unapplied:
             raise RuntimeError("apply() without a window: call accumulate() first.")
         self._unapplied = False
-        gradients = local_gradients(self._optimizer)
+
+        # -- this rank's gradients. A norm that is not finite is the overflow flag, so one pass over them gives both.
+        gradients = local_gradients(self.optimizer)
         norm = self._norm(gradients)
         overflow = self._vote.overflow(norm)
         own = [p.grad for p in self._own_parameters if p.grad is not None]
@@ -229,110 +252,114 @@ class TrainStep:
             norm = self._norm([gradient for gradient in gradients if id(gradient) not in own_ids])
         if self._guard is not None:
             overflow = overflow | self._guard.flag()
-        local, self._local = self._local, _Local()
-        with span(VOTE):
-            self._vote.cast(
+
+        # -- vote. Stop and save requests are part of it, so all ranks receive them at the same step.
+        counts, self._window_counts = self._window_counts, _WindowCounts()
+        with profiler_label(VOTE):
+            self._vote.all_reduce(
                 overflow,
                 norm,
                 self._scale,
                 stop=stop,
                 save=save,
-                samples=local.samples,
-                bad=local.bad,
-                nbytes=local.nbytes,
+                samples=counts.samples,
+                bad=counts.bad,
+                nbytes=counts.nbytes,
                 own_norm=self._norm(own) if own else None,
             )
         skip, overflowed, coefficient = self._vote.decide(self._scale, self._nominal, self._clip_norm)
-        for group, base in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
+
+        # -- update. The previous step is settled, so the schedule can use the number of applied steps.
+        for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base * self._schedule(self.applied_steps)
-        with span(OPTIMIZER):
+        with profiler_label(OPTIMIZER):
             if gradients and coefficient is not None:
+                # Unscaling, the division by the count and clipping in one multiplication.
                 torch._foreach_mul_(gradients, coefficient)
             self._optimize(skip)
+
+        # -- everything else that a skipped step must leave unchanged
         self._buffers.restore(skip)
         if self._guard is not None:
             self._guard.reset(skip)
-        drop_gradients(self._optimizer)
-        if self._ema is not None:
-            self._ema.update(skip)
+        drop_gradients(self.optimizer)
+        if self.ema is not None:
+            self.ema.update(skip)
         if self.loss_scale is not None:
+            # ``overflowed``, not ``skip``: a step without valid rows is skipped too, but its cause is not the scale.
             self.loss_scale.update(overflowed)
         self.step += 1
         self._unsettled = True
 
-    @property
-    def wrapped(self) -> nn.Module:
-        """The model as it is run: in DDP if there are several ranks."""
-        return self._model
-
     # -- state
 
     def state_dict(self) -> dict[str, int]:
-        """Counters, for a checkpoint. Settle first."""
+        """The counters, for a checkpoint; call ``settle`` before."""
         return {"step": self.step, "applied_steps": self.applied_steps, "consecutive_skips": self.consecutive_skips}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continues after ``state``."""
+        """Restores the counters."""
         self.step = state["step"]
         self.applied_steps = state["applied_steps"]
         self.consecutive_skips = state["consecutive_skips"]
         self._diagnosis.follow(self.consecutive_skips)
 
-    def _why_so_many_skips(self, tally: Tally) -> str:
-        """Collective."""
+    def _skip_report(self, stats: StepStats) -> str:
+        """Collective. The message of ``TooManySkips``, equal on all ranks."""
         streak = f"{self.consecutive_skips} steps in a row were skipped, the last one is step {self.step}: "
-        if not tally.overflow:
-            return f"{streak}none had a valid row. All samples are masked or bad: look at data.train and data.fields."
-        origin = "\n".join(self._diagnosis.findings(self._world.size))
+        if not stats.overflow:
+            return f"{streak}none had a valid row. All samples are masked or bad: check data.train and data.fields."
+        origin = "\n".join(self._diagnosis.findings(self.world.size))
         instead = ", or try precision=bf16" if self.loss_scale is not None else ""
         return (
-            f"{streak}a loss or gradient was not finite, at a loss scale of {tally.loss_scale:g}.\n{origin}\n"
-            f"Look at these samples, lower optimizer.lr, set train.clip_norm{instead}."
+            f"{streak}a loss or gradient was not finite, at a loss scale of {stats.loss_scale:g}.\n{origin}\n"
+            f"Check these samples, lower optimizer.lr, set train.clip_norm{instead}."
         )
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
-        return norm_of(gradients) if gradients else torch.zeros((), device=self._world.device)
+        return norm_of(gradients) if gradients else torch.zeros((), device=self.world.device)
 
     def _sync(self, last: bool) -> AbstractContextManager[None]:
-        if not isinstance(self._model, DistributedDataParallel):
+        if not isinstance(self.model, DistributedDataParallel):
             return nullcontext()
         if last:
             return self._averaged
-        if self._model.static_graph and self._first_window:
-            # DDP learns the graph in its first backward, which has to average; what is averaged twice stays the same.
+        if self.model.static_graph and self._first_window:
+            # DDP records the graph in its first backward, which must average gradients. Averaging equal gradients again in
+            # the last micro-batch does not change them.
             return nullcontext()
-        return self._model.no_sync()
+        return self.model.no_sync()
 
     def _add(self, output: Output) -> None:
         names = sorted(output.metrics)
         if self._metric_names and names != self._metric_names:
             raise ValueError(
                 f"the task returned the metrics {names}, before that {self._metric_names}. Every micro-batch must have "
-                "the same ones, since all ranks add them up; count 0 says that there is nothing to add."
+                "the same metrics, because all ranks add them up. Return a count of 0 where there is nothing to add."
             )
         self._metric_names = names
         pairs = ((output.loss_sum, output.count), *(output.metrics[name] for name in names))
         self._vote.add([value for pair in pairs for value in pair])
 
     def _factor(self) -> Tensor:
-        """What a loss sum is multiplied by."""
+        """The factor of a loss sum: world / nominal, times the loss scale."""
         return self._scale * self._share if self.loss_scale is not None else self._share
 
     def _optimize(self, skip: Tensor) -> None:
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         if not (self._decides_on_device and prefill_momentum(optimizer)):
-            if not skip.item():  # on a GPU with an optimizer that is not fused, the one wait of the step
+            if not skip.item():  # on a GPU with an optimizer that is not fused: the only host sync of the step
                 optimizer.step()
             return
-        # The contract of fused optimizers (torch.amp.GradScaler): the kernel skips if found_inf is exactly 1.0.
+        # The contract between torch.amp.GradScaler and fused optimizers: the kernel skips if found_inf is exactly 1.0.
         optimizer.grad_scale, optimizer.found_inf = None, skip.float()  # type: ignore[attr-defined]
         optimizer.step()
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
 
 @dataclass
-class _Local:
-    """What this rank's loader handed over for a window."""
+class _WindowCounts:
+    """This rank's sample counts of one accumulation window."""
 
     samples: int = 0
     bad: int = 0
@@ -341,4 +368,4 @@ class _Local:
     def add(self, batch: Batch) -> None:
         self.samples += len(batch.sample_keys) - batch.sample_keys.count("")
         self.bad += len(batch.bad)
-        self.nbytes += batch.wire_bytes
+        self.nbytes += batch.transfer_bytes

@@ -1,34 +1,41 @@
-"""What a task returns: sums and counts, never means.
+"""For authors of tasks: ``Output``, the protocols of a task, ``Evaluation``, and ``png``.
 
-A task is any object with ``__call__(model, batch) -> Output``; there is no base class. It runs under autocast, computes
-its loss in fp32 and leaves masked rows (``batch.valid`` false) out of both the sums and the counts. The trainer adds
-the sums over micro-batches and ranks and divides once, so that a step's loss is the mean over all valid samples of the
-global batch for any split. What is no single number, such as a confusion matrix, is a table of counts; evaluations alone
-ask for it.
+* A *task* is any object with ``__call__(model, batch) -> Output``; there is no base class. It runs under autocast, computes
+  its loss in fp32 and leaves masked rows (``batch.valid`` false) out of both the sums and the counts.
+* An ``Output`` has *sums and counts*, never means. The trainer adds them up over micro-batches and ranks and divides once, so
+  that a step's loss is the mean over all valid samples of the global batch for any split.
+* A *table* is a tensor of counts, such as a confusion matrix. Only evaluations add tables up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
+from dtrain.config.errors import ConfigError
 from dtrain.data import Batch
 
 
 @dataclass(frozen=True)
 class Output:
-    """One micro-batch's result.
+    """The result of one micro-batch.
 
     Args:
         loss_sum: Sum of the losses of the valid rows (or tokens), fp32, shape ``[]``, with gradient.
         count: How many rows (or tokens) were summed; an int or an integer tensor of shape ``[]``. Zero is allowed.
         metrics: ``{name: (sum, count)}``, each a number or a tensor of shape ``[]``.
         tables: ``{name: counts}``, int64 tensors whose shape is the same for every micro-batch. An evaluation adds them up
-            over micro-batches and ranks. In training (``model.training``) nobody looks at them: leave them out there.
+            over micro-batches and ranks. Training ignores them: leave them out where ``model.training`` is true.
+
+    Raises:
+        TypeError: If ``loss_sum`` or a table has another type, dtype or shape.
     """
 
     loss_sum: Tensor
@@ -51,24 +58,25 @@ class Output:
             if not isinstance(table, Tensor) or table.dtype != torch.int64:
                 kind = table.dtype if isinstance(table, Tensor) else type(table).__name__
                 raise TypeError(
-                    f"Output.tables[{name!r}]: got {kind}, want an int64 tensor of counts. A sum of other numbers is a metric."
+                    f"Output.tables[{name!r}]: got {kind}, want an int64 tensor of counts. Return sums of other numbers as "
+                    "metrics."
                 )
 
 
 class Task(Protocol):
-    """From a model and a batch to a sum of losses."""
+    """Computes the summed loss of a model on a batch."""
 
     def __call__(self, model: nn.Module, batch: Batch) -> Output:
-        """Runs the model on ``batch`` and sums its loss over ``batch.valid`` rows.
+        """Runs the model on ``batch`` and sums its loss over the rows where ``batch.valid`` is true.
 
-        Before the first step of a run it is called three more times, to see that its sums add up.
+        Before the first step of a run it is called three more times, to check that its sums add up.
         """
         ...
 
 
 @runtime_checkable
 class ConcludingTask(Protocol):
-    """A task that has something to say after an evaluation which is no sum over samples, such as a perplexity."""
+    """A task with evaluation metrics that are no sums over samples, such as a perplexity."""
 
     def conclude(self, model: nn.Module, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """Called on every rank after each evaluation, in evaluation mode, without gradients, under autocast.
@@ -78,13 +86,68 @@ class ConcludingTask(Protocol):
             metrics: Of the evaluation, over all ranks.
 
         Returns:
-            More metrics; equal on all ranks.
+            Further metrics, equal on all ranks.
         """
         ...
 
 
-def checked(output: object) -> Output:
-    """What a task returned, if it is an ``Output``.
+@runtime_checkable
+class IllustratingTask(Protocol):
+    """A task that draws pictures or writes texts after an evaluation, such as a plot of the fitted function."""
+
+    def illustrate(
+        self, model: nn.Module, evaluation: Evaluation, samples: Iterable[Batch]
+    ) -> Mapping[str, bytes | str]:
+        """Called on rank 0 alone, in evaluation mode, without gradients, under autocast.
+
+        Args:
+            model: The bare model. The other ranks do not run it, so it must not call collectives.
+            evaluation: The result, with the task's tables.
+            samples: The whole evaluation set in stored order, on the device, for any number of ranks. It is read lazily:
+                iterate over as few batches as needed.
+
+        Returns:
+            Name to content: the bytes of a PNG file, or a text. Names consist of letters, digits, ``_``, ``-`` and ``.``.
+        """
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation(Mapping[str, float]):
+    """The result of an evaluation, equal on all ranks; as a mapping it is its metrics.
+
+    Attributes:
+        metrics: ``loss``, the task's metrics, ``samples``, ``bad_samples``, and the metrics of ``ConcludingTask.conclude``.
+        tables: The task's tables, summed over all valid samples of all ranks: int64, on the CPU.
+    """
+
+    metrics: Mapping[str, float]
+    tables: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> float:
+        return self.metrics[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.metrics)
+
+    def __len__(self) -> int:
+        return len(self.metrics)
+
+    def record(self) -> dict[str, float]:
+        """The metrics under their names in metrics.jsonl."""
+        return {f"eval/{name}": value for name, value in self.metrics.items()}
+
+
+class NotFinite(ConfigError):
+    """The loss of an evaluation is infinite or NaN; ``evaluation`` is the result."""
+
+    def __init__(self, message: str, evaluation: Evaluation) -> None:
+        super().__init__(message)
+        self.evaluation = evaluation
+
+
+def require_output(output: object) -> Output:
+    """Returns the argument if it is an ``Output``.
 
     Raises:
         TypeError: If it is something else, such as a mean.
@@ -92,6 +155,23 @@ def checked(output: object) -> Output:
     if isinstance(output, Output):
         return output
     raise TypeError(
-        f"the task returned {type(output).__name__}, want a dtrain.training.task.Output: loss_sum, which is the sum over "
-        "the valid rows and not their mean, count and metrics."
+        f"the task returned {type(output).__name__}, want a dtrain.training.task.Output with loss_sum (the sum over the "
+        "valid rows, not their mean), count and metrics."
     )
+
+
+def png(pixels: np.ndarray) -> bytes:
+    """Encodes an array as a PNG file, for ``IllustratingTask.illustrate``.
+
+    Args:
+        pixels: Grey, shape ``[height, width]``, or RGB, ``[height, width, 3]``; uint8, or floating in [0, 1], where values
+            outside are clipped.
+
+    Returns:
+        The bytes of the file.
+    """
+    if pixels.dtype != np.uint8:
+        pixels = (np.nan_to_num(pixels).clip(0, 1) * 255).round().astype(np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()

@@ -1,10 +1,10 @@
-"""The weights that a new run begins with, when they are those of another: all of them, or what a name map says.
+"""Initial weights of a new run, taken from another run.
 
-* ``run.weights_from`` is for the same model: every name and shape must fit.
-* ``run.warm_start`` is for another one: names are rewritten, some are left out, and the rest must fit. What keeps its
-  initialisation is asked for by name, never guessed.
+* ``run.weights_from`` is for the same model: all names and shapes must be equal.
+* ``run.warm_start`` is for another model: ``rename`` rewrites names, ``skip`` leaves out names, and the rest must fit. Only a
+  parameter that ``skip`` names keeps its initialisation.
 
-Only weights are taken, the moving average where there is one: optimizer, schedule, loss scale and data begin anew.
+Only weights are loaded, the moving average if there is one; optimizer, schedule, loss scale and data start from the beginning.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from torch import Tensor, nn
 
 from dtrain.config.errors import ConfigError
 from dtrain.config.schema import RunConfig
-from dtrain.distributed.collectives import decided_by_rank_zero, together
-from dtrain.training.checkpoint import verify_folder
-from dtrain.training.checkpoints import Checkpoints
-
-_SHOWN = 5
+from dtrain.distributed.collectives import from_rank0, on_all_ranks
+from dtrain.training.checkpoints import Checkpoints, verify_folder
+from dtrain.training.state import weight_problems
 
 
 @dataclass(frozen=True)
@@ -32,28 +30,24 @@ class StartingWeights:
     """Weights that fit a model.
 
     Attributes:
-        tensors: By the model's names; a name that is not there keeps its initialisation.
-        said: Where they are from, and how many kept their initialisation.
+        tensors: Weights by the model's names; the other parameters keep their initialisation.
+        description: For the banner: the source, and the number of the other parameters.
     """
 
     tensors: dict[str, Tensor]
-    said: str
+    description: str
 
     def load(self, *modules: nn.Module) -> None:
-        """Copies them into the model, and into its moving average."""
+        """Copies them into each of ``modules``: the model, and the EMA's copy of it."""
         for module in modules:
-            module.load_state_dict(self.tensors, strict=False)  # what it leaves out was asked for
+            module.load_state_dict(self.tensors, strict=False)  # missing names are those of run.warm_start.skip
 
 
 def starting_weights(run: RunConfig, model: nn.Module) -> StartingWeights | None:
-    """Collective. What ``run.weights_from`` or ``run.warm_start`` asks for; None if neither does.
-
-    Args:
-        run: The config.
-        model: The bare module, whose names and shapes decide what fits.
+    """Collective. Reads the weights of ``run.weights_from`` or ``run.warm_start`` for the bare model; None if neither is set.
 
     Raises:
-        ConfigError: On every rank, if there are no weights at that path, they are broken, or they do not fit.
+        ConfigError: On every rank, if there are no weights at the path, or they are damaged or do not fit.
     """
     warm = run.warm_start
     if run.weights_from is not None and warm.path is not None:
@@ -63,12 +57,12 @@ def starting_weights(run: RunConfig, model: nn.Module) -> StartingWeights | None
     key, path = ("run.weights_from", run.weights_from) if warm.path is None else ("run.warm_start.path", warm.path)
     if path is None:
         return None
-    file = Path(decided_by_rank_zero(lambda: str(_find(key, Path(path).expanduser()))))
-    return together(lambda: _fitted(key, file, model, dict(warm.rename), list(warm.skip)))
+    file = Path(from_rank0(lambda: str(_find(key, Path(path).expanduser()))))
+    return on_all_ranks(lambda: _fitted(key, file, model, dict(warm.rename), list(warm.skip)))
 
 
 def _find(key: str, path: Path) -> Path:
-    """The file of weights that a run directory, a checkpoint's folder or the file itself stands for; checked."""
+    """The weights file of a run directory, of a checkpoint's folder, or the file itself; verified."""
     if path.is_file():
         return path
     folder = path
@@ -97,28 +91,18 @@ def _fitted(key: str, file: Path, model: nn.Module, rename: Mapping[str, str], s
             raise ConfigError(f"run.warm_start.rename: {renamed[new]} and {name} both become {new}.")
         renamed[new] = name
 
-    def left_out(name: str) -> bool:
+    def skipped(name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in skip)
 
-    own = model.state_dict()
-    tensors = {new: loaded[name] for new, name in renamed.items() if not left_out(new)}
-    problems = [f"{name} is missing there" for name in own if name not in tensors and not left_out(name)]
-    problems += [f"{name} is unknown to this model" for name in tensors if name not in own]
-    problems += [
-        f"{name} has shape {list(tensor.shape)}, the model has {list(own[name].shape)}"
-        for name, tensor in tensors.items()
-        if name in own and tensor.shape != own[name].shape
-    ]
-    if problems:
-        more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    tensors = {new: loaded[name] for new, name in renamed.items() if not skipped(new)}
+    if problems := weight_problems(model, tensors, may_lack=skipped):
         raise ConfigError(
-            f"{key}: the weights in {file} do not fit: {'; '.join(problems[:_SHOWN])}{more}. run.warm_start.rename rewrites "
-            "their names, run.warm_start.skip leaves out names of either side."
+            f"{key}: the weights in {file} do not fit: {problems}. run.warm_start.rename rewrites their names, "
+            "run.warm_start.skip leaves out names of the file and of the model."
         )
-    kept = len(own) - len(tensors)
-    return StartingWeights(
-        tensors, f"with the weights of {file}" + (f", {kept} of {len(own)} left out" if kept else "")
-    )
+    total = len(model.state_dict())
+    left_out = f", {total - len(tensors)} of {total} left out" if len(tensors) < total else ""
+    return StartingWeights(tensors, f"with the weights of {file}{left_out}")
 
 
 def _renamed(name: str, rename: Mapping[str, str]) -> str:

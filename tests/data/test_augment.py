@@ -1,15 +1,37 @@
-"""Augmentations: numpy's own padding and torchvision's loop are the oracles; what came in stays as it was."""
+"""Augmentations. Oracles: numpy's padding, torchvision's crop loop, Pillow's enhancers, ``colorsys`` and float64."""
 
+from __future__ import annotations
+
+import colorsys
+import io
 import math
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
+import simplejpeg
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from PIL import Image, ImageEnhance
 
-from dtrain.data.augment import Compose, Flip, RandomCropFlip, RandomResizedCrop, begins_with
+from dtrain.config.compose import conf_dir
+from dtrain.config.instantiate import by_target
+from dtrain.data import ShardLoader
+from dtrain.data.augment import (
+    ColorJitter,
+    Compose,
+    Flip,
+    RandomCropFlip,
+    RandomResizedCrop,
+    TorchvisionTransform,
+    begins_with,
+)
 from dtrain.data.crop import Crop, resize
+from tests.refusals import refused
+from tests.shards import write_tar
 
 
 def image(height=6, width=5, seed=0):
@@ -215,25 +237,234 @@ def test_other_fields_can_be_named():
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "names"),
     [
-        (lambda: RandomCropFlip(padding=-1), "padding -1"),
-        (lambda: RandomCropFlip(mode="wrap"), "zero, reflect"),
-        (lambda: Flip(probability=1.5), "probability 1.5"),
-        (lambda: Flip("pixels")({"image": image()}, np.random.default_rng(0)), "'pixels', the sample has 'image'"),
-        (lambda: Flip()({"image": "text"}, np.random.default_rng(0)), "got str"),
-        (lambda: RandomResizedCrop(0), "size 0"),
-        (lambda: RandomResizedCrop([1, 2, 3]), "height, width"),
-        (lambda: RandomResizedCrop(4, scale=(0, 1)), "scale"),
-        (lambda: RandomResizedCrop(4, scale=(0.5, 1.5)), "up to 1"),
-        (lambda: RandomResizedCrop(4, ratio=(2, 1)), "ratio"),
-        (lambda: RandomResizedCrop(4, ratio=(1, float("inf"))), "ratio"),
-        (lambda: RandomResizedCrop(4, interpolation="nearest"), "bilinear, bicubic"),
-        (lambda: RandomResizedCrop(4)({"image": np.zeros((9, 9))}, np.random.default_rng(0)), r"float64 \[9, 9\]"),
-        (lambda: Compose([Flip(), "flip"]), "'flip'"),
-        (lambda: RandomCropFlip(mode="reflect")({"image": image(4, 9)}, np.random.default_rng(0)), "too small"),
+        (lambda: RandomCropFlip(padding=-1), ["padding -1"]),
+        (lambda: RandomCropFlip(mode="wrap"), ["zero, reflect"]),
+        (lambda: Flip(probability=1.5), ["probability 1.5"]),
+        (lambda: Flip("pixels")({"image": image()}, np.random.default_rng(0)), ["'pixels'", "has 'image'"]),
+        (lambda: Flip()({"image": "text"}, np.random.default_rng(0)), ["got str"]),
+        (lambda: RandomResizedCrop(0), ["size 0"]),
+        (lambda: RandomResizedCrop([1, 2, 3]), ["height, width"]),
+        (lambda: RandomResizedCrop(4, scale=(0, 1)), ["scale"]),
+        (lambda: RandomResizedCrop(4, scale=(0.5, 1.5)), ["up to 1"]),
+        (lambda: RandomResizedCrop(4, ratio=(2, 1)), ["ratio"]),
+        (lambda: RandomResizedCrop(4, ratio=(1, float("inf"))), ["ratio"]),
+        (lambda: RandomResizedCrop(4, interpolation="nearest"), ["bilinear, bicubic"]),
+        (lambda: RandomResizedCrop(4)({"image": np.zeros((9, 9))}, np.random.default_rng(0)), ["float64 [9, 9]"]),
+        (lambda: Compose([Flip(), "flip"]), ["'flip'"]),
+        (lambda: RandomCropFlip(mode="reflect")({"image": image(4, 9)}, np.random.default_rng(0)), ["too small"]),
     ],
 )
-def test_mistakes_are_named(make, says):
-    with pytest.raises(ValueError, match=says):
+def test_mistakes_are_named(make, names):
+    with refused(ValueError, *names):
         make()
+
+
+def noise(height=9, width=7, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def changed(pixels, seed=0, **options):
+    return ColorJitter(**options)({"image": pixels, "label": 3}, np.random.default_rng(seed))["image"]
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.4, 1.0, 1.7])
+@pytest.mark.parametrize(
+    ("name", "enhancer"),
+    [
+        ("brightness", ImageEnhance.Brightness),
+        ("contrast", ImageEnhance.Contrast),
+        ("saturation", ImageEnhance.Color),
+    ],
+)
+def test_each_factor_does_what_pillows_enhancer_does(name, enhancer, factor):
+    for seed in range(5):
+        pixels = noise(seed=seed)
+        expected = np.asarray(enhancer(Image.fromarray(pixels)).enhance(factor))
+        # Pillow rounds the greys, and drops what is behind the point.
+        assert np.abs(changed(pixels, **{name: (factor, factor)}).astype(int) - expected).max() <= 2
+
+
+@pytest.mark.parametrize("turns", [-0.5, -0.21, 0.0, 0.1, 0.3])
+def test_a_hue_is_turned_in_the_direction_of_colorsys_at_the_luma_it_had(turns):
+    values = np.random.default_rng(0).integers(100, 156, (9, 7, 3), dtype=np.uint8)  # what is turned stays in range
+    got = changed(values, hue=(turns, turns)).astype(float)
+    for before, after in zip(values.reshape(-1, 3), got.reshape(-1, 3), strict=True):
+        y, i, q = colorsys.rgb_to_yiq(*before)
+        angle = -2 * np.pi * turns
+        turned = i * np.cos(angle) - q * np.sin(angle), i * np.sin(angle) + q * np.cos(angle)
+        chroma = np.array(colorsys.rgb_to_yiq(*after)) - (y, *turned)
+        assert np.abs(chroma).max() < 1.5
+    red = np.full((1, 1, 3), (150, 100, 100), np.uint8)
+    hue = colorsys.rgb_to_hsv(*(changed(red, hue=(turns, turns))[0, 0] / 255))[0]
+    assert abs((hue - turns + 0.5) % 1 - 0.5) < 0.08  # YIQ and HSV mean nearly the same by an angle
+
+
+@pytest.mark.parametrize("turns", [-0.4, 0.25])
+def test_greys_have_no_hue(turns):
+    grey = np.repeat(np.arange(0, 250, 5, dtype=np.uint8).reshape(10, 5, 1), 3, axis=2)
+    np.testing.assert_array_equal(changed(grey, hue=(turns, turns), saturation=(0.2, 0.2)), grey)
+
+
+def test_changes_come_in_a_fixed_order_each_on_top_of_the_one_before():
+    options = {"brightness": (1.1, 1.1), "contrast": (0.6, 0.6), "saturation": (1.2, 1.2), "hue": (0.2, 0.2)}
+    start = one_by_one = np.random.default_rng(0).integers(100, 156, (9, 7, 3), dtype=np.uint8)  # nothing is clipped
+    for name, limits in options.items():
+        one_by_one = changed(one_by_one, **{name: limits})
+    assert np.abs(changed(start, **options).astype(int) - one_by_one).max() <= 2
+
+
+def test_factors_are_drawn_evenly_from_their_range():
+    grey = np.full((1, 1, 3), 100, np.uint8)
+    rng = np.random.default_rng(0)
+    jitter = ColorJitter(brightness=0.4)
+    seen = [int(jitter({"image": grey}, rng)["image"][0, 0, 0]) for _ in range(1000)]
+    assert 60 <= min(seen) < 63
+    assert 137 < max(seen) <= 140
+    assert 98 < np.mean(seen) < 102
+
+
+def test_what_is_off_draws_its_number_all_the_same():
+    after = set()
+    for options in ({}, {"hue": 0.1}, {"brightness": 0.3, "saturation": (0.5, 2)}):
+        rng = np.random.default_rng(0)
+        ColorJitter(**options)({"image": noise()}, rng)
+        after.add(rng.random())
+    assert len(after) == 1
+    np.testing.assert_array_equal(changed(noise()), noise())
+
+
+def test_what_came_in_stays_as_it_was_and_the_same_key_gives_the_same_colours():
+    jitter = ColorJitter(0.4, 0.4, 0.4, 0.1)
+    pixels = noise()
+    before = pixels.copy()
+    one = jitter({"image": pixels, "label": 3}, np.random.default_rng(5))
+    other = pickle.loads(pickle.dumps(jitter))({"image": pixels}, np.random.default_rng(5))
+    np.testing.assert_array_equal(one["image"], other["image"])
+    np.testing.assert_array_equal(pixels, before)
+    assert not np.shares_memory(one["image"], pixels)
+    assert one["image"].flags.writeable
+    assert one["label"] == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"brightness": -0.1}, ["brightness -0.1"]),
+        ({"contrast": (0.5, 0.2)}, ["contrast"]),
+        ({"saturation": (0.5, 1, 2)}, ["saturation"]),
+        ({"brightness": float("inf")}, ["brightness inf"]),
+        ({"brightness": float("nan")}, ["brightness nan"]),
+        ({"hue": 0.6}, ["hue 0.6", "[-0.5, 0.5]"]),
+    ],
+)
+def test_impossible_ranges_are_refused(options, names):
+    with refused(ValueError, *names):
+        ColorJitter(**options)
+
+
+def test_only_images_have_colours():
+    with refused(ValueError, "'image'", "float32 [3, 3]"):
+        changed(np.zeros((3, 3), np.float32))
+
+
+def rows_shuffled(pixels):
+    """As torchvision's do: takes ``[3, height, width]`` and draws from the generator that everyone shares."""
+    assert pixels.dtype == torch.uint8
+    assert pixels.shape[0] == 3
+    return pixels[:, torch.randperm(pixels.shape[1])]
+
+
+def test_a_transform_draws_from_the_samples_own_generator_and_leaves_torchs_alone():
+    augment = TorchvisionTransform(rows_shuffled)
+    results = []
+    for state in (0, 1):
+        torch.manual_seed(state)
+        before = torch.get_rng_state()
+        results.append(augment({"image": image(), "label": 7}, np.random.default_rng(5)))
+        assert torch.equal(torch.get_rng_state(), before)
+    np.testing.assert_array_equal(results[0]["image"], results[1]["image"])
+    assert results[0]["label"] == 7
+    others = {augment({"image": image()}, np.random.default_rng(key))["image"].tobytes() for key in range(20)}
+    assert len(others) > 10
+
+
+def test_channels_are_last_before_and_after():
+    pixels = image()
+    result = TorchvisionTransform(lambda tensor: tensor[:, 1:, :3])({"image": pixels}, np.random.default_rng(0))
+    np.testing.assert_array_equal(result["image"], pixels[1:, :3])
+    assert result["image"].flags.c_contiguous
+
+
+def test_a_transform_that_writes_in_place_does_not_reach_what_came_in():
+    pixels = image()
+    before = pixels.copy()
+    result = TorchvisionTransform(lambda tensor: tensor.zero_())({"image": pixels}, np.random.default_rng(0))
+    assert not result["image"].any()
+    np.testing.assert_array_equal(pixels, before)
+
+
+def test_a_failing_transform_leaves_torchs_generator_as_it_was():
+    def fail(tensor):
+        torch.rand(3)
+        raise RuntimeError("inside")
+
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="inside"):
+        TorchvisionTransform(fail)({"image": image()}, np.random.default_rng(0))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("transform", "got"),
+    [
+        (lambda tensor: tensor / 255, "float32 [3, 6, 5]"),
+        (lambda tensor: tensor[:1], "uint8 [1, 6, 5]"),
+        (lambda tensor: tensor[None], "uint8 [1, 3, 6, 5]"),
+        (lambda tensor: tensor.numpy(), "ndarray"),
+    ],
+)
+def test_what_is_no_image_any_more_is_refused_with_what_to_do(transform, got):
+    with refused(ValueError, key="", got=got, remedy="Leave out ToDtype and Normalize"):
+        TorchvisionTransform(transform)({"image": image()}, np.random.default_rng(0))
+
+
+def test_a_class_in_place_of_an_object_is_told_apart():
+    with refused(ValueError, key="", remedy="want an object such as"):
+        TorchvisionTransform(torch.nn.Identity)
+
+
+def smooth(height: int, width: int) -> bytes:
+    y, x = np.mgrid[:height, :width]
+    pixels = np.stack([y * 255 // height, x * 255 // width, (x + y) * 255 // (height + width)], axis=-1)
+    return simplejpeg.encode_jpeg(pixels.astype(np.uint8), quality=95)
+
+
+def test_the_imagenet_preset_crops_at_random_to_train_and_shows_the_middle_to_evaluate(tmp_path: Path) -> None:
+    config = OmegaConf.create({"data": OmegaConf.load(conf_dir() / "data" / "imagenet.yaml")})
+    preset = OmegaConf.merge(config, {"data": {"image_size": 224}}).data
+    files = [smooth(300, 400), smooth(500, 260), smooth(100, 90)]
+    shard = write_tar(tmp_path / "a.tar", [(f"s{n}", {"jpg": file, "cls": b"1"}) for n, file in enumerate(files)])
+    fields = OmegaConf.to_container(preset.fields, resolve=True)
+    augment = by_target("data.augment", preset.augment)
+    seen = {}
+    for use in ("train", "eval"):
+        loader = ShardLoader(
+            [shard],
+            fields,
+            global_batch_size=3,
+            num_workers=0,
+            shuffle="none",
+            augment=augment if use == "train" else None,
+        )
+        seen[use] = next(loader.epoch(0))["image"].numpy()
+    assert seen["train"].shape == seen["eval"].shape == (3, 224, 224, 3)
+    assert not np.array_equal(seen["train"], seen["eval"])
+    for shown, file in zip(seen["eval"], files, strict=True):
+        image = Image.open(io.BytesIO(file))
+        scale = 256 / min(image.size)
+        image = image.resize((int(image.width * scale), int(image.height * scale)), Image.Resampling.BILINEAR)
+        left, top = round((image.width - 224) / 2), round((image.height - 224) / 2)
+        middle = np.asarray(image.crop((left, top, left + 224, top + 224)))
+        assert np.abs(shown.astype(int) - middle).max() <= 3

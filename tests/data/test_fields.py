@@ -1,13 +1,15 @@
-"""Fields: what follows from an extension, which options go together, what is refused and how."""
+"""Fields: what follows from an extension, which options go together, what a config may say, what is refused."""
 
+import json
 import pickle
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 
-from dtrain.data.field_options import parse_fields
-from dtrain.data.fields import Field
+from dtrain.data.fields import Field, parse_fields
 from dtrain.precision.policy import ROLES
+from tests.refusals import refused
 
 
 def one(ext, **options):
@@ -61,37 +63,40 @@ def test_any_member_can_be_handed_over_as_bytes_or_text():
 
 
 @pytest.mark.parametrize(
-    ("mapping", "says"),
+    ("mapping", "parts"),
     [
-        ({"jpg": {"name": "x", "role": "imgae"}}, "did you mean 'image'"),
-        ({"jpg": {"name": ""}}, "has no name"),
-        ({"jpgg": {"name": "x"}}, "did you mean 'jpg'"),
-        ({".jpg": {"name": "x"}}, "without the leading dot"),
-        ({"JPG": {"name": "x"}}, "lower case"),
-        ({"jpg;;png": {"name": "x"}}, "semicolon"),
-        ({"jpg;cls": {"name": "x"}}, "mixes image and integer"),
-        ({"jpg": {"name": "x", "size": 0}}, "at least 1 pixel"),
-        ({"jpg": {"name": "x", "mean": [123.7, 116.3, 103.5]}}, "divide by 255"),
-        ({"jpg": {"name": "x", "std": [0, 1, 1]}}, "divide by 255"),
-        ({"npy": {"name": "x", "size": 4}}, "size is for the role image"),
-        ({"cls": {"name": "x", "exif": True}}, "exif is for the role image"),
-        ({"jpg": {"name": "x", "shorter_side": 256}}, "shorter_side 256 with size None"),
-        ({"jpg": {"name": "x", "shorter_side": 223, "size": 224}}, "cut from the middle"),
-        ({"jpg": {"name": "x", "decode": "half"}}, "full, reduced"),
-        ({"cls": {"name": "x", "decode": "reduced"}}, "decode is for the role image"),
-        ({"tok": {"name": "x"}}, "dtype: uint16 or the like"),
-        ({"tok": {"name": "x", "dtype": "int17"}}, "did you mean 'int16'"),
-        ({"tok": {"name": "x", "dtype": "object"}}, "dtype 'object' is unknown"),
-        ({"tok": {"name": "x", "length": 4}}, "Add dtype"),
-        ({"tok": {"name": "x", "dtype": "uint16", "length": 0}}, "at least 1 number"),
-        ({"tok": {"name": "x", "dtype": "uint16", "role": "text"}}, "role 'text'"),
-        ({"tok": {"name": "x", "dtype": "uint16", "decoder": "json.loads"}}, "decoder of its own"),
-        ({"png": {"name": "x", "role": "target"}}, "decoder"),
-        ({"txt": {"name": "x", "role": "image"}}, "holds text"),
+        ({"jpg": {"name": "x", "role": "imgae"}}, ["'x'", "'imgae'", "did you mean 'image'"]),
+        ({"jpg": {"name": ""}}, ["'jpg'", "name: image"]),
+        ({"jpgg": {"name": "x"}}, ["'x'", ".jpgg", "did you mean 'jpg'"]),
+        ({".jpg": {"name": "x"}}, ["'x'", "'.jpg'", "without the leading dot"]),
+        ({"JPG": {"name": "x"}}, ["'x'", "'JPG'", "lower case"]),
+        ({"jpg;;png": {"name": "x"}}, ["'x'", "''", "semicolon"]),
+        ({"jpg;cls": {"name": "x"}}, ["'jpg;cls'", "image and integer", "one decoder"]),
+        ({"jpg": {"name": "x", "size": 0}}, ["'x'", "size [0, 0]", "at least 1 pixel"]),
+        (
+            {"jpg": {"name": "x", "mean": [123.7, 116.3, 103.5]}},
+            ["'x'", "mean [123.7, 116.3, 103.5]", "[0, 1]", "by 255"],
+        ),
+        ({"jpg": {"name": "x", "std": [0, 1, 1]}}, ["'x'", "std [0.0, 1.0, 1.0]", "1e-06", "by 255"]),
+        ({"npy": {"name": "x", "size": 4}}, ["'x'", "size", "None", "role: image"]),
+        ({"cls": {"name": "x", "exif": True}}, ["'x'", "exif", "'label'", "role: image"]),
+        ({"jpg": {"name": "x", "shorter_side": 256}}, ["'x'", "shorter_side 256", "size None"]),
+        ({"jpg": {"name": "x", "shorter_side": 223, "size": 224}}, ["shorter_side 223", "size [224, 224]"]),
+        ({"jpg": {"name": "x", "decode": "half"}}, ["'x'", "decode 'half'", "full, reduced"]),
+        ({"cls": {"name": "x", "decode": "reduced"}}, ["'x'", "decode", "'label'", "role: image"]),
+        ({"tok": {"name": "x"}}, ["'x'", ".tok", "decoder", "dtype: uint16", "role: bytes"]),
+        ({"tok": {"name": "x", "dtype": "int17"}}, ["'x'", "'int17'", "did you mean 'int16'"]),
+        ({"tok": {"name": "x", "dtype": "object"}}, ["'x'", "'object'", "uint16"]),
+        ({"tok": {"name": "x", "length": 4}}, ["'x'", "length 4", "Add dtype"]),
+        ({"tok": {"name": "x", "dtype": "uint16", "length": 0}}, ["'x'", "length 0", "at least 1"]),
+        ({"tok": {"name": "x", "dtype": "uint16", "role": "text"}}, ["'x'", "uint16", "role 'text'"]),
+        ({"tok": {"name": "x", "dtype": "uint16", "decoder": "json.loads"}}, ["'x'", "uint16", "decoder"]),
+        ({"png": {"name": "x", "role": "target"}}, ["'x'", ".png", "'target'", "decoder", "role: bytes"]),
+        ({"txt": {"name": "x", "role": "image"}}, ["'x'", ".txt", "text"]),
     ],
 )
-def test_options_that_do_not_go_together_are_refused_with_what_to_do(mapping, says):
-    with pytest.raises(ValueError, match=says):
+def test_options_that_exclude_each_other_are_refused_with_the_remedy(mapping, parts):
+    with refused(ValueError, *parts):
         parse_fields(mapping)
 
 
@@ -106,7 +111,7 @@ def test_a_pickle_is_refused_unless_the_user_decodes_it(ext, role):
 def test_what_a_decoder_returns_has_no_implied_role():
     assert one("cls", decoder=len).role is None
     assert one("jpg", decoder=len).role is None
-    with pytest.raises(ValueError, match="declare role: image"):
+    with refused(ValueError, key="role", remedy="declare role: image"):
         one("jpg", decoder=len, size=4)
 
 
@@ -116,6 +121,72 @@ def test_fields_travel_to_workers():
 
 
 def test_a_field_made_in_code_is_checked_too():
-    with pytest.raises(ValueError, match="role 'pixels' is unknown"):
+    with refused(ValueError, "role", "'pixels'"):
         Field("jpg", "image", role="pixels")
     assert np.array_equal(Field("jpg", "image").mean, [0.5] * 3)
+
+
+def make_decoder(decoder):
+    return parse_fields({"flac": {"name": "x", "decoder": decoder}})[0].decoder
+
+
+def test_the_public_example_becomes_two_fields():
+    image, label = parse_fields(
+        {"jpg": {"name": "image", "role": "image", "size": 224}, "cls": {"name": "label", "role": "label"}}
+    )
+    assert (image.ext, image.name, image.role, image.size, image.kind) == ("jpg", "image", "image", (224, 224), "image")
+    assert (image.mean, image.std, image.exif, image.decoder) == ((0.5,) * 3, (0.5,) * 3, False, None)
+    assert (label.ext, label.name, label.role, label.size, label.kind) == ("cls", "label", "label", None, "integer")
+
+
+def test_a_hydra_config_is_taken_as_it_is():
+    config = OmegaConf.create(
+        {"jpg;png": {"name": "image", "size": [4, 6], "mean": [0.1, 0.2, 0.3], "std": [1, 0.5, 0.25], "exif": True}}
+    )
+    (field,) = parse_fields(config)
+    assert (field.size, field.mean, field.std, field.exif) == ((4, 6), (0.1, 0.2, 0.3), (1.0, 0.5, 0.25), True)
+    assert field.extensions == ("jpg", "png")
+
+
+@pytest.mark.parametrize(
+    ("mapping", "parts"),
+    [
+        ({}, ["data.fields", "empty", "{jpg: {name: image"]),
+        ("jpg", ["data.fields", "'jpg'", "{jpg: {name: image"]),
+        ({"jpg": {"name": "x", "sise": 4}}, ["data.fields.jpg", "'sise'", "did you mean 'size'"]),
+        ({"jpg": {"role": "image"}}, ["data.fields.jpg", "name: image"]),
+        ({"jpg": {"name": 3}}, ["data.fields.jpg.name", "3", "a word"]),
+        ({"jpg": "image"}, ["data.fields.jpg", "'image'", "{name: image, role: image}"]),
+        ({"jpg": {"name": "x"}, "png": {"name": "x"}}, ["data.fields", "name 'x'"]),
+        ({"jpg": {"name": "x"}, "png;jpg": {"name": "y"}}, ["data.fields", "extension 'jpg'"]),
+        *(
+            ({"jpg": {"name": "x", "size": size}}, ["data.fields.jpg.size", repr(size), "an int, or"])
+            for size in ([1, 2, 3], 2.5, True, "224")
+        ),
+        ({"jpg": {"name": "x", "mean": 0.5}}, ["data.fields.jpg.mean", "0.5", "three numbers"]),
+        ({"jpg": {"name": "x", "std": [float("nan"), 1, 1]}}, ["data.fields.jpg.std", "nan", "three numbers"]),
+        ({"jpg": {"name": "x", "exif": "yes"}}, ["data.fields.jpg.exif", "'yes'", "true or false"]),
+        (
+            {"jpg": {"name": "x", "shorter_side": 256.0, "size": 224}},
+            ["data.fields.jpg.shorter_side", "256.0", "an int"],
+        ),
+        ({"jpg": {"name": "x", "decode": True}}, ["data.fields.jpg.decode", "True", "a word"]),
+        ({"tok": {"name": "x", "dtype": "uint16", "length": "9"}}, ["data.fields.tok.length", "'9'", "an int"]),
+        ({"npy": {"name": "x", "decoder": "nowhere"}}, ["data.fields.npy.decoder", "'nowhere'", "dotted path"]),
+        ({"npy": {"name": "x", "decoder": "no.such.module"}}, ["data.fields.npy.decoder", "'no.such.module'"]),
+        ({"npy": {"name": "x", "decoder": "json.no_such"}}, ["data.fields.npy.decoder", "'json.no_such'"]),
+        ({"npy": {"name": "x", "decoder": 3}}, ["data.fields.npy.decoder", "3", "a function"]),
+        ({"npy": {"name": "x", "decoder": "decimal.Decimal"}}, ["data.fields.npy.decoder", "Decimal", "_target_"]),
+    ],
+)
+def test_a_mistake_is_refused_with_its_key_and_value(mapping, parts):
+    with refused(ValueError, *parts):
+        parse_fields(mapping)
+
+
+def test_a_decoder_is_a_callable_a_path_or_a_target():
+    assert make_decoder(json.loads) is json.loads
+    assert make_decoder("json.loads") is json.loads
+    partial = {"_target_": "numpy.frombuffer", "_partial_": True, "dtype": "int16"}
+    decoder = make_decoder(partial)
+    assert decoder(b"\1\0\2\0").tolist() == [1, 2]

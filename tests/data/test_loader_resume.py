@@ -14,29 +14,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.data import Batch, ShardLoader
-from tests.data.shards_for_tests import (
+from tests.refusals import refused
+from tests.shards import (
     IMAGE,
     LABEL,
     UNEVEN,
     close,
-    epoch_of,
     global_batches,
-    keys_of,
-    loader_of,
-    ranks_of,
+    make_loader,
+    make_ranks,
+    read_epoch,
     stored_keys,
     stored_members,
+    valid_keys,
     write_numbered,
 )
 
 
-@pytest.fixture(scope="module")
-def uneven(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return write_numbered(tmp_path_factory.mktemp("uneven"), UNEVEN)
-
-
 def test_loading_while_an_iterator_is_open_is_refused(uneven: list[str]) -> None:
-    loader = loader_of(uneven)
+    loader = make_loader(uneven)
     state = loader.state_dict()
     batches = iter(loader)
     next(batches)
@@ -49,11 +45,11 @@ def test_loading_while_an_iterator_is_open_is_refused(uneven: list[str]) -> None
 
 
 def test_what_was_handed_over_before_a_state_was_loaded_cannot_be_committed(uneven: list[str]) -> None:
-    loader = loader_of(uneven)
+    loader = make_loader(uneven)
     state = loader.state_dict()
     next(iter(loader))
     loader.load_state_dict(state)
-    with pytest.raises(RuntimeError, match="handed 0"):
+    with refused(RuntimeError, "received 0"):
         loader.commit()
 
 
@@ -81,7 +77,7 @@ def test_killed_anywhere_and_resumed_anyhow_an_epoch_is_each_sample_once(
     for (world, batch, parts), steps in legs:
         rows = -(-batch // world)
         micro = max(1, rows // parts) if batch % world else rows
-        ranks = ranks_of(
+        ranks = make_ranks(
             uneven, world, global_batch_size=batch, micro_batch_size=micro, shuffle=shuffle, tail=tail, window=2
         )
         if state is not None:
@@ -92,16 +88,16 @@ def test_killed_anywhere_and_resumed_anyhow_an_epoch_is_each_sample_once(
             break  # what was left is less than one of the new batches, and dropped
         assert tail == "drop" or ranks[0].position[1] == len(used)
         of_rank = [list(itertools.islice(steps_committed(loader), steps)) for loader in ranks]
-        used += keys_of(batch for rank in of_rank for step in rank for batch in step)
+        used += valid_keys(batch for rank in of_rank for step in rank for batch in step)
         states = [kept(loader.state_dict()) for loader in ranks]
         assert all(other == states[0] for other in states)  # equal on all ranks
         state = states[0]
         if state["epoch"] == 1:
             break
     else:
-        ranks = ranks_of(uneven, 1, global_batch_size=1, shuffle=shuffle, tail=tail)
+        ranks = make_ranks(uneven, 1, global_batch_size=1, shuffle=shuffle, tail=tail)
         ranks[0].load_state_dict(state)
-        used += keys_of(batch for step in epoch_of(ranks[0]) for batch in step)
+        used += valid_keys(batch for step in read_epoch(ranks[0]) for batch in step)
         assert len(used) == 47
     assert len(set(used)) == len(used)
     assert tail == "drop" or sorted(used) == sorted(stored_keys(uneven))
@@ -121,10 +117,10 @@ def test_resumed_at_every_step_the_same_batches_follow_also_in_the_next_epoch(
     uneven: list[str], num_workers: int
 ) -> None:
     options = {"global_batch_size": 12, "window": 2}
-    whole = [batch for epoch in (0, 1) for batch in global_batches([loader_of(uneven, **options)], epoch)]
-    interrupted = loader_of(uneven, **options)
+    whole = [batch for epoch in (0, 1) for batch in global_batches([make_loader(uneven, **options)], epoch)]
+    interrupted = make_loader(uneven, **options)
     for step in range(4):
-        ranks = ranks_of(uneven, 2, num_workers=num_workers, **options)
+        ranks = make_ranks(uneven, 2, num_workers=num_workers, **options)
         for loader in ranks:
             loader.load_state_dict(kept(interrupted.state_dict()))
         assert global_batches(ranks) + global_batches(ranks) == whole[step:]
@@ -137,9 +133,9 @@ def test_the_first_batch_after_a_resume_needs_the_bytes_of_its_samples_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shards = write_numbered(tmp_path, [40, 25, 60], image=True)
-    interrupted = loader_of(shards, IMAGE | LABEL)
+    interrupted = make_loader(shards, IMAGE | LABEL)
     list(itertools.islice(steps_committed(interrupted), 11))
-    loader = loader_of(shards, IMAGE | LABEL)
+    loader = make_loader(shards, IMAGE | LABEL)
     loader.load_state_dict(interrupted.state_dict())
     read, opened = [0], []
     pread, open_file = os.pread, os.open
@@ -153,7 +149,7 @@ def test_the_first_batch_after_a_resume_needs_the_bytes_of_its_samples_only(
     monkeypatch.setattr(
         os, "open", lambda path, *more, **options: opened.append(path) or open_file(path, *more, **options)
     )
-    keys = keys_of(next(steps_committed(loader)))
+    keys = valid_keys(next(steps_committed(loader)))
     monkeypatch.undo()
     members = [stored_members(shards)[key].values() for key in keys]
     # From the first byte of a sample's first field to the last of its last one, the header between them included.
@@ -164,30 +160,30 @@ def test_the_first_batch_after_a_resume_needs_the_bytes_of_its_samples_only(
 
 
 def test_a_run_of_other_defaults_keeps_what_it_had_and_what_was_asked_for_counts(uneven: list[str]) -> None:
-    old = loader_of(uneven, global_batch_size=12, lanes=3, window=1)
+    old = make_loader(uneven, global_batch_size=12, lanes=3, window=1)
     next(steps_committed(old))
     state = kept(old.state_dict())
     rest, second = global_batches([old]), global_batches([old], 1)
-    default = loader_of(uneven, global_batch_size=12)
+    default = make_loader(uneven, global_batch_size=12)
     default.load_state_dict(state)
     assert [global_batches([default]), global_batches([default], 1)] == [rest, second]
-    asked = loader_of(uneven, global_batch_size=12, lanes=6, window=2)
+    asked = make_loader(uneven, global_batch_size=12, lanes=6, window=2)
     asked.load_state_dict(state)
     assert global_batches([asked]) == rest  # an epoch ends as it was begun
-    assert global_batches([asked]) == global_batches([loader_of(uneven, global_batch_size=12, lanes=6, window=2)], 1)
+    assert global_batches([asked]) == global_batches([make_loader(uneven, global_batch_size=12, lanes=6, window=2)], 1)
 
 
 def test_another_shuffle_begins_with_the_next_epoch(uneven: list[str]) -> None:
-    old = loader_of(uneven, shuffle="full", tail="drop")
+    old = make_loader(uneven, shuffle="full", tail="drop")
     next(steps_committed(old))
-    new = loader_of(uneven, shuffle="none")
+    new = make_loader(uneven, shuffle="none")
     new.load_state_dict(kept(old.state_dict()))
     assert global_batches([new]) == global_batches([old])
     assert list(itertools.chain(*global_batches([new]))) == stored_keys(uneven)
 
 
 def test_the_state_of_a_large_data_set_is_a_few_numbers(uneven: list[str]) -> None:
-    loader = loader_of(uneven)
+    loader = make_loader(uneven)
     next(steps_committed(loader))
     state = loader.state_dict()
     assert {name: state[name] for name in ("version", "seed", "shuffle", "window", "tail", "epoch", "position")} == {
@@ -208,12 +204,12 @@ def test_the_state_of_a_large_data_set_is_a_few_numbers(uneven: list[str]) -> No
 def test_a_changed_data_set_is_refused_with_the_difference(
     tmp_path: Path, uneven: list[str], change: Any, message: str
 ) -> None:
-    state = loader_of(uneven).state_dict()
-    other = loader_of(write_numbered(tmp_path, change(list(UNEVEN))))
-    with pytest.raises(ValueError, match=rf"the data set changed.*{message}.*old shards, or start a new run"):
+    state = make_loader(uneven).state_dict()
+    other = make_loader(write_numbered(tmp_path, change(list(UNEVEN))))
+    with refused(ValueError, "the data set changed", message, "start a new run"):
         other.load_state_dict(state)
 
 
 def test_moved_shards_are_the_same_data_set(tmp_path: Path, uneven: list[str]) -> None:
     moved = write_numbered(tmp_path / "elsewhere", UNEVEN)
-    loader_of(moved).load_state_dict(loader_of(uneven).state_dict())
+    make_loader(moved).load_state_dict(make_loader(uneven).state_dict())

@@ -13,20 +13,21 @@ import pytest
 import torch
 import webdataset
 
-from dtrain.data.bad_samples import TooManyBadSamples
-from dtrain.data.storage import ShardChanged
+from dtrain.data.sample_log import TooManyBadSamples
+from dtrain.data.shard_file import ShardChanged
 from dtrain.data.writer import write_shards
-from tests.data.shards_for_tests import (
+from tests.refusals import refused
+from tests.shards import (
     IMAGE,
     LABEL,
     close,
-    epoch_of,
     global_batches,
     jpeg,
-    keys_of,
-    loader_of,
+    make_loader,
+    make_ranks,
     npy,
-    ranks_of,
+    read_epoch,
+    valid_keys,
     write_numbered,
     write_tar,
 )
@@ -53,13 +54,15 @@ def test_bad_samples_keep_their_position_on_every_topology(tmp_path: Path) -> No
     torn, whole = torn_shards(tmp_path / "torn", bad), torn_shards(tmp_path / "whole", [])
     options = {"fields": IMAGE | LABEL, "global_batch_size": 8, "max_bad": None}
     bad_keys = {f"shard-{number // 20}.tar/sample{number:05d}" for number in bad}
-    expected = [[key for key in step if key not in bad_keys] for step in global_batches([loader_of(whole, **options)])]
+    expected = [
+        [key for key in step if key not in bad_keys] for step in global_batches([make_loader(whole, **options)])
+    ]
     for world, num_workers in ((1, 0), (3, 0), (2, 2)):
-        ranks = ranks_of(torn, world, num_workers=num_workers, **options)
+        ranks = make_ranks(torn, world, num_workers=num_workers, **options)
         assert global_batches(ranks) == expected
         assert sum(loader.bad_samples for loader in ranks) == len(bad)
         named = [
-            line["key"] for loader in ranks for step in epoch_of(loader, 0) for batch in step for line in batch.bad
+            line["key"] for loader in ranks for step in read_epoch(loader, 0) for batch in step for line in batch.bad
         ]
         assert sorted(named) == sorted(bad_keys)
         close(ranks)
@@ -67,25 +70,23 @@ def test_bad_samples_keep_their_position_on_every_topology(tmp_path: Path) -> No
 
 def test_a_run_of_bad_samples_longer_than_a_batch_is_survived(tmp_path: Path) -> None:
     shards = torn_shards(tmp_path, range(5, 30))
-    loader = loader_of(shards, IMAGE | LABEL, global_batch_size=4, shuffle="none", max_bad=None)
-    steps = epoch_of(loader)
-    assert len(keys_of(itertools.chain(*steps))) == 15
+    loader = make_loader(shards, IMAGE | LABEL, global_batch_size=4, shuffle="none", max_bad=None)
+    steps = read_epoch(loader)
+    assert len(valid_keys(itertools.chain(*steps))) == 15
     assert all(batch["image"].shape == (4, 8, 8, 3) for step in steps for batch in step)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_more_bad_samples_than_the_budget_allows_end_the_run(tmp_path: Path, num_workers: int) -> None:
     shards = torn_shards(tmp_path, range(0, 40, 2))
-    loader = loader_of(shards, IMAGE | LABEL, global_batch_size=1, max_bad=5, num_workers=num_workers)
-    with pytest.raises(
-        TooManyBadSamples, match=r"6 of \d+ samples could not be read, more than data\.max_bad=5.*shard-.*sample000"
-    ):
+    loader = make_loader(shards, IMAGE | LABEL, global_batch_size=1, max_bad=5, num_workers=num_workers)
+    with refused(TooManyBadSamples, "data.max_bad=5", "6 of ", "", "sample000"):
         list(loader)
     loader.close()
 
 
 def test_masked_rows_are_no_samples_to_the_budget(tmp_path: Path) -> None:
-    loader = loader_of(torn_shards(tmp_path, range(20)), IMAGE | LABEL, global_batch_size=100, max_bad=0.3)
+    loader = make_loader(torn_shards(tmp_path, range(20)), IMAGE | LABEL, global_batch_size=100, max_bad=0.3)
     with pytest.raises(TooManyBadSamples, match="20 of 40 samples"):
         list(loader)
 
@@ -93,26 +94,24 @@ def test_masked_rows_are_no_samples_to_the_budget(tmp_path: Path) -> None:
 def test_a_row_of_bad_samples_ends_the_run_where_the_share_would_forgive_it(tmp_path: Path) -> None:
     shards = torn_shards(tmp_path, [3, 11, *range(24, 33)])
     options = {"global_batch_size": 1, "shuffle": "none", "max_bad": 0.5}
-    with pytest.raises(
-        TooManyBadSamples, match=r"7 samples in a row .*max_bad_consecutive=6 .*shard-1\.tar/sample00030"
-    ):
-        list(loader_of(shards, IMAGE | LABEL, max_bad_consecutive=6, **options))
+    with refused(TooManyBadSamples, "max_bad_consecutive=6", "7 samples in a row", "", "shard-1.tar/sample00030"):
+        list(make_loader(shards, IMAGE | LABEL, max_bad_consecutive=6, **options))
     for limit in (9, None):
-        assert len(keys_of(loader_of(shards, IMAGE | LABEL, max_bad_consecutive=limit, **options))) == 29
+        assert len(valid_keys(make_loader(shards, IMAGE | LABEL, max_bad_consecutive=limit, **options))) == 29
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("change", [os.unlink, lambda path: os.truncate(path, 700)], ids=["vanishes", "shrinks"])
 def test_a_shard_that_changes_during_the_run_is_named(tmp_path: Path, num_workers: int, change: Any) -> None:
     shards = write_numbered(tmp_path, [30] * 4)
-    loader = loader_of(shards, shuffle="none", num_workers=num_workers)
+    loader = make_loader(shards, shuffle="none", num_workers=num_workers)
     batches = iter(loader)
     next(batches)
     change(shards[3])
-    with pytest.raises(ShardChanged, match=r"shard-003\.tar"):
+    with refused(ShardChanged, "shard-003.tar"):
         list(batches)
     # What other workers hold is not handed over as if nothing were missing.
-    with pytest.raises(RuntimeError, match="an error ended its workers"):
+    with refused(RuntimeError, "a worker failed", "epoch()"):
         next(batches)
     loader.close()
 
@@ -120,8 +119,8 @@ def test_a_shard_that_changes_during_the_run_is_named(tmp_path: Path, num_worker
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_images_of_different_sizes_are_refused_naming_both(tmp_path: Path, num_workers: int) -> None:
     samples = [("small", {"jpg": jpeg(0, 8, 8)}), ("large", {"jpg": jpeg(0, 16, 8)})]
-    loader = loader_of([write_tar(tmp_path / "a.tar", samples)], IMAGE, num_workers=num_workers, shuffle="none")
-    with pytest.raises(ValueError, match=r"a\.tar/large.*a\.tar/small.*size: 224"):
+    loader = make_loader([write_tar(tmp_path / "a.tar", samples)], IMAGE, num_workers=num_workers, shuffle="none")
+    with refused(ValueError, "a.tar/large", "a.tar/small", "size: 224"):
         list(loader)
     loader.close()
 
@@ -130,7 +129,7 @@ def test_images_of_different_sizes_are_refused_naming_both(tmp_path: Path, num_w
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_the_wire_carries_bytes_for_pixels_and_half_for_features(tmp_path: Path, num_workers: int) -> None:
+def test_transfer_carries_bytes_for_pixels_and_half_for_features(tmp_path: Path, num_workers: int) -> None:
     sound = np.random.default_rng(0).normal(size=(8, 4000)).astype(np.float32)
     boxes = np.array([[1333.3, 0.1, 7.0, 1e4]], np.float32)
     samples = [
@@ -146,7 +145,7 @@ def test_the_wire_carries_bytes_for_pixels_and_half_for_features(tmp_path: Path,
     }
     sent = {}
     for precision in ("fp32", "bf16", "fp16"):
-        loader = loader_of(
+        loader = make_loader(
             shards, fields, global_batch_size=8, shuffle="none", precision=precision, num_workers=num_workers
         )
         (batch,) = loader
@@ -156,7 +155,7 @@ def test_the_wire_carries_bytes_for_pixels_and_half_for_features(tmp_path: Path,
         assert torch.equal(batch["sound"], torch.from_numpy(sound).to(compute))
         assert torch.equal(batch["box"], torch.from_numpy(np.stack([boxes + i for i in range(8)])))
         assert batch["token"].tolist() == [50257] * 8
-        sent[precision] = batch.wire_bytes
+        sent[precision] = batch.transfer_bytes
         arrived = batch.to("cpu")
         assert (arrived["image"].dtype, arrived["image"].shape) == (compute, (8, 3, 64, 64))
         assert arrived["image"].is_contiguous(memory_format=torch.channels_last)
@@ -171,11 +170,11 @@ def test_a_feature_that_fp16_cannot_hold_is_named_clamped_or_sent_in_fp32(tmp_pa
     shards = [write_tar(tmp_path / "a.tar", samples)]
     fields = {"npy": {"name": "depth", "role": "feature"}}
     options = {"precision": "fp16", "global_batch_size": 2, "shuffle": "none", "num_workers": num_workers}
-    with pytest.raises(ValueError, match=r"sample 'a\.tar/1': field 'depth' holds 100000, .*data\.on_overflow=fp32"):
-        list(loader_of(shards, fields, **options))
-    (batch,) = loader_of(shards, fields, on_overflow="clamp", **options)
+    with refused(ValueError, "field 'depth'", "100000", "data.on_overflow=fp32", "'a.tar/1'"):
+        list(make_loader(shards, fields, **options))
+    (batch,) = make_loader(shards, fields, on_overflow="clamp", **options)
     assert (batch["depth"].dtype, batch["depth"].tolist()) == (torch.float16, [[1, 0], [1, 65504]])
-    (batch,) = loader_of(shards, fields, on_overflow="fp32", **options)
+    (batch,) = make_loader(shards, fields, on_overflow="fp32", **options)
     assert (batch["depth"].dtype, batch["depth"].tolist()) == (torch.float32, [[1, 0], [1, 1e5]])
 
 
@@ -188,7 +187,7 @@ def test_a_sample_is_augmented_alike_everywhere_and_anew_in_every_epoch(tmp_path
 
     def augmented(world: int, num_workers: int, **options: Any) -> dict[str, tuple[int, bytes]]:
         found = {}
-        ranks = ranks_of(shards, world, fields=IMAGE | LABEL, augment=shift, num_workers=num_workers, **options)
+        ranks = make_ranks(shards, world, fields=IMAGE | LABEL, augment=shift, num_workers=num_workers, **options)
         for loader in ranks:
             for batch in loader.epoch(options.get("epoch", 0)):
                 for row, key in enumerate(batch.sample_keys):
@@ -201,7 +200,7 @@ def test_a_sample_is_augmented_alike_everywhere_and_anew_in_every_epoch(tmp_path
     assert len(alone) == 27
     assert augmented(3, 0, global_batch_size=5, micro_batch_size=1) == alone
     assert augmented(1, 2, global_batch_size=9, shuffle="none") == alone
-    loader = loader_of(shards, IMAGE | LABEL, augment=shift)
+    loader = make_loader(shards, IMAGE | LABEL, augment=shift)
     second = {
         key: int(label)
         for batch in loader.epoch(1)
@@ -240,7 +239,7 @@ def test_webdataset_and_the_loader_find_the_same_keys_and_bytes(tmp_path: Path, 
         (f"{Path(sample['__url__']).name}/{sample['__key__']}", *(sample[ext] for ext in extensions))
         for sample in webdataset.WebDataset(shards, shardshuffle=False)
     ]
-    loader = loader_of(shards, {ext: {"name": ext, "role": "bytes"} for ext in extensions}, shuffle="none")
+    loader = make_loader(shards, {ext: {"name": ext, "role": "bytes"} for ext in extensions}, shuffle="none")
     ours = [
         (key, *(batch[ext][row] for ext in extensions))
         for batch in loader
@@ -260,6 +259,6 @@ def test_halves_that_were_packed_travel_bit_for_bit(tmp_path: Path, kept: torch.
     shards = [write_tar(tmp_path / "a.tar", [(f"{row}", {"npy": npy(one)}) for row, one in enumerate(bits)])]
     fields = {"npy": {"name": "x", "role": role}}
     precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}[kept]
-    (batch,) = loader_of(shards, fields, precision=precision, shuffle="none")
+    (batch,) = make_loader(shards, fields, precision=precision, shuffle="none")
     assert batch["x"].dtype == kept
     assert torch.equal(batch["x"].view(torch.int16), values.view(torch.int16))

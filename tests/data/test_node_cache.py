@@ -1,4 +1,4 @@
-"""A copy is whole or absent, made once, never more than there is room for, and readable as long as somebody reads it."""
+"""Cached copies are whole or absent, fetched once, within the size limit, readable while open; and what is cached."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import threading
@@ -18,23 +19,19 @@ from typing import Any
 
 import pytest
 
-from dtrain.data import node_cache, remote
-from dtrain.data.node_cache import CacheFull, NodeCache
+from dtrain.data import node_cache, shard_file
+from dtrain.data.node_cache import CacheFull, CachePolicy, NodeCache
 from dtrain.data.shard_file import LocalFile, ShardChanged, Stamp, stamp_of
-from tests.data.http_for_tests import FileServer, serving
+from tests.data.http_server import FileServer, serving
+from tests.refusals import refused
+from tests.shards import write_patterns
 
 SIZE = 50_000
 
 
 @pytest.fixture
 def shards(tmp_path: Path) -> list[str]:
-    paths = []
-    for number in range(5):
-        path = tmp_path / "data" / f"{number}.tar"
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(bytes((number + place) % 251 for place in range(SIZE)))
-        paths.append(str(path))
-    return paths
+    return write_patterns(tmp_path / "data", 5, SIZE)
 
 
 @pytest.fixture
@@ -45,7 +42,7 @@ def cache(tmp_path: Path) -> NodeCache:
 @pytest.fixture
 def server(tmp_path: Path, shards: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
     pytest.importorskip("aiohttp", reason="http needs aiohttp: pip install 'dtrain[http]'")
-    monkeypatch.setattr(remote, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(shard_file, "_FIRST_PAUSE", 0.01)
     with serving(tmp_path / "data") as server:
         yield server
 
@@ -91,7 +88,7 @@ def test_the_copies_used_longest_ago_make_room(cache: NodeCache, shards: list[st
     for number, path in enumerate(shards[:3]):
         cache.fetch(path, stamp_of(path))
         os.utime(cache._place(path, stamp_of(path)), ns=(number, number))
-    assert cache.keep(shards[0], stamp_of(shards[0]))
+    assert cache.touch(shards[0], stamp_of(shards[0]))
     cache.fetch(shards[3], stamp_of(shards[3]))
     assert [content(cache, path) is not None for path in shards] == [True, False, True, True, False]
 
@@ -116,7 +113,7 @@ def test_a_cache_that_cannot_be_used_is_named_with_the_key_to_set(
     cache, stamp = NodeCache(tmp_path / "file" / "cache", max_bytes), stamp_of(shards[0])
     calls = [lambda: cache.use(shards[0], stamp), lambda: cache.fetch(shards[0], stamp)]
     for call in calls if max_bytes else [*calls, lambda: cache.max_bytes]:
-        with pytest.raises(CacheFull, match=r"file/cache' cannot be used: .*Not a directory.*Set data\.cache\.dir to"):
+        with refused(CacheFull, "file/cache'", "Not a directory", "data.cache.dir"):
             call()
 
 
@@ -134,7 +131,7 @@ def test_a_copy_that_is_removed_stays_readable_to_whoever_has_it(cache: NodeCach
 
 def test_a_shard_larger_than_the_cache_is_refused_with_the_keys_to_set(tmp_path: Path, shards: list[str]) -> None:
     cache = NodeCache(tmp_path / "cache", SIZE - 1)
-    with pytest.raises(CacheFull, match=r"no room for .*0\.tar.*Set data\.cache\.dir .* or raise data\.cache\.max_gb"):
+    with refused(CacheFull, "no room for", "0.tar", "data.cache.dir", "data.cache.max_gb"):
         cache.fetch(shards[0], stamp_of(shards[0]))
     assert in_folder(cache) == []
 
@@ -165,7 +162,7 @@ def test_a_disk_that_fills_up_is_one_clear_error_and_leaves_nothing(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CacheFull, match=r"has no room for .*0\.tar"):
+    with refused(CacheFull, "no room for", "0.tar"):
         cache.fetch(shards[0], stamp_of(shards[0]))
     assert in_folder(cache) == []
 
@@ -173,10 +170,10 @@ def test_a_disk_that_fills_up_is_one_clear_error_and_leaves_nothing(
 def test_a_shard_that_changed_is_never_copied(cache: NodeCache, shards: list[str]) -> None:
     indexed = stamp_of(shards[0])
     os.utime(shards[0], ns=(1, 1))
-    with pytest.raises(ShardChanged, match=r"0\.tar' has been written again.*after it was indexed"):
+    with refused(ShardChanged, "0.tar'", "was replaced"):
         cache.fetch(shards[0], indexed)
     Path(shards[0]).write_bytes(b"<html>gone</html>")
-    with pytest.raises(ShardChanged, match=r"has 17 bytes and begins with b'<html>gone</html>'"):
+    with refused(ShardChanged, "17 bytes", "b'<html>gone</html>'"):
         cache.fetch(shards[0], indexed)
     assert in_folder(cache) == []
 
@@ -186,7 +183,7 @@ def test_a_shard_that_changes_while_it_is_copied_is_never_published(
 ) -> None:
     read = LocalFile.read
     monkeypatch.setattr(LocalFile, "read", lambda self, *at: (os.utime(shards[0], ns=(1, 1)), read(self, *at))[1])
-    with pytest.raises(ShardChanged, match="has been written again"):
+    with pytest.raises(ShardChanged, match="was replaced"):
         cache.fetch(shards[0], stamp_of(shards[0]))
     assert in_folder(cache) == []
 
@@ -297,7 +294,7 @@ def test_a_server_without_ranges_is_copied_as_a_whole(cache: NodeCache, server: 
 def test_a_page_in_place_of_a_shard_is_refused_with_what_it_says(cache: NodeCache, server: FileServer) -> None:
     stamp = stamp_of(server.url("0.tar"))
     server.page = b"<html>Sign in to the portal</html>"
-    with pytest.raises(ShardChanged, match=r"begins with b'<html>Sign in to the portal</html>'"):
+    with refused(ShardChanged, key="", got="b'<html>Sign in to the portal</html>'"):
         cache.fetch(server.url("0.tar"), stamp)
 
 
@@ -307,5 +304,90 @@ def test_bytes_are_compared_with_the_md5_that_a_server_tells(
     right = base64.b64encode(hashlib.md5(Path(shards[0]).read_bytes()).digest()).decode()
     monkeypatch.setattr(LocalFile, "md5", right, raising=False)
     assert cache.fetch(shards[0], stamp_of(shards[0]))
-    with pytest.raises(ShardChanged, match="do not have the MD5"):
+    with pytest.raises(ShardChanged, match="MD5"):
         cache.fetch(shards[1], stamp_of(shards[1]))
+
+
+@pytest.mark.parametrize(
+    ("storage", "network", "far"),
+    [
+        ("auto", {"data"}, True),
+        ("auto", set(), False),
+        ("auto", {"data", "cache"}, False),  # nothing would be gained
+        ("fast", {"data"}, False),
+        ("slow", set(), True),
+        ("slow", {"data", "cache"}, True),
+    ],
+)
+def test_files_are_copied_where_that_helps(
+    storage: str, network: set[str], far: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("data", "cache"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.setattr(node_cache, "is_network", lambda folder: Path(folder).name in network)
+    policy = CachePolicy(storage, str(tmp_path / "cache"))
+    assert policy.applies_to(str(tmp_path / "data" / "x.tar")) is far
+    assert policy.applies_to("s3://bucket/x.tar")
+
+
+def test_a_cache_that_is_not_there_yet_lies_where_it_will_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Path] = []
+    monkeypatch.setattr(node_cache, "is_network", lambda folder: asked.append(Path(folder)) or len(asked) == 1)
+    assert CachePolicy(folder=str(tmp_path / "not" / "there")).applies_to("/data/x.tar")
+    assert asked == [Path("/data"), tmp_path]
+
+
+def test_the_cache_is_in_the_users_own_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path))
+    monkeypatch.setenv("HOME", "/home/me")
+    assert CachePolicy().cache.folder == tmp_path / "shards"
+    assert CachePolicy(folder="~/scratch").cache.folder == Path("/home/me/scratch")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_policy_travels_to_workers(tmp_path: Path) -> None:
+    policy = CachePolicy("slow", str(tmp_path), 1.5, 2)
+    assert policy.cache.max_bytes == 1_500_000_000
+    assert pickle.loads(pickle.dumps(policy)) == policy
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"storage": "nfs"}, ["data.storage", "got 'nfs'", "auto, fast, slow"]),
+        ({"max_gb": 0.0}, ["data.cache.max_gb", "got 0.0", "number above 0"]),
+    ],
+)
+def test_an_impossible_policy_is_refused_with_what_is_possible(options: dict[str, object], names: list[str]) -> None:
+    with refused(ValueError, *names):
+        CachePolicy(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "network"),
+    [("nfs4", True), ("lustre", True), ("fuse.gcsfuse", True), ("ext4", False), ("overlay", False), ("fuseblk", False)],
+)
+def test_the_type_of_the_mount_decides(
+    kind: str, network: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = os.stat(tmp_path).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    listing = tmp_path / "mountinfo"
+    listing.write_text(
+        "22 27 0:999 / /proc rw,relatime - proc proc rw\n"
+        f"36 35 {number} / /with\\040space rw,noatime master:1 shared:2 - {kind} host:/export rw,vers=4.2\n"
+    )
+    monkeypatch.setattr(node_cache, "_MOUNTS", listing)
+    node_cache.is_network.cache_clear()
+    assert node_cache.is_network(tmp_path) is network
+    node_cache.is_network.cache_clear()
+
+
+def test_what_cannot_be_known_is_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_cache, "_MOUNTS", tmp_path / "none")
+    node_cache.is_network.cache_clear()
+    assert not node_cache.is_network(tmp_path)
+    assert not node_cache.is_network(tmp_path / "not" / "there")
+    node_cache.is_network.cache_clear()

@@ -11,15 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtrain.data.datasets import SampleIndex
 from dtrain.data.order import Layout, Recipe, choose_lanes
 from dtrain.data.position import Position
-from dtrain.data.sample_index import SampleIndex
+from tests.refusals import refused
 
 SAMPLES = 47
 INDEX = SampleIndex("numbers", SAMPLES, shard_size=5)
 
 
-def position_of(batch: int = 6, lanes: int | None = None, **options: Any) -> Position:
+def make_position(batch: int = 6, lanes: int | None = None, **options: Any) -> Position:
     """As a loader makes it: what is not given is a default."""
     recipe = Recipe(0, **options)
     layout = Layout(batch, choose_lanes(batch, lanes, recipe.shuffle))
@@ -27,7 +28,7 @@ def position_of(batch: int = 6, lanes: int | None = None, **options: Any) -> Pos
 
 
 def resumed(state: dict[str, Any], batch: int = 6, lanes: int | None = None, **options: Any) -> Position:
-    position = position_of(batch, lanes, **options)
+    position = make_position(batch, lanes, **options)
     position.load_state_dict(state)
     return position
 
@@ -38,7 +39,7 @@ def kept(position: Position) -> dict[str, Any]:
     return state
 
 
-def step_of(position: Position) -> list[int]:
+def next_step(position: Position) -> list[int]:
     """The samples of the next step, which is then committed."""
     order = position.order
     samples = order.locate(position.step, np.arange(order.layouts[-1].global_batch_size))
@@ -47,27 +48,27 @@ def step_of(position: Position) -> list[int]:
     return taken
 
 
-def rest_of(position: Position) -> list[list[int]]:
+def remaining_steps(position: Position) -> list[list[int]]:
     """The steps that are left of the epoch, committed."""
-    return [step_of(position) for _ in range(position.steps_left)]
+    return [next_step(position) for _ in range(position.steps_left)]
 
 
 def test_it_counts_samples_and_after_the_last_step_the_next_epoch_begins() -> None:
-    position = position_of()
+    position = make_position()
     counted = []
     for _ in range(9):
         counted.append((position.epoch, position.step, position.samples, position.steps_left))
-        step_of(position)
+        next_step(position)
     assert counted == [*((0, step, 6 * step, 8 - step) for step in range(8)), (1, 0, 0, 8)]
 
 
 def test_an_epoch_can_be_begun_from_anywhere() -> None:
-    position, straight = position_of(), position_of()
+    position, straight = make_position(), make_position()
     for epoch in (0, 1):
-        assert len(rest_of(straight)) == 8, epoch
-    step_of(position)
+        assert len(remaining_steps(straight)) == 8, epoch
+    next_step(position)
     position.begin(2)
-    assert (position.samples, rest_of(position)) == (0, rest_of(straight))
+    assert (position.samples, remaining_steps(position)) == (0, remaining_steps(straight))
 
 
 @settings(deadline=None, max_examples=150)
@@ -82,13 +83,13 @@ def test_at_any_batch_sizes_one_after_the_other_an_epoch_is_each_sample_once(
     state: dict[str, Any] | None = None
     used: list[int] = []
     for batch, steps in [*legs, (1, SAMPLES)]:
-        position = position_of(batch, shuffle=shuffle, tail=tail)
+        position = make_position(batch, shuffle=shuffle, tail=tail)
         if state is not None:
             position.load_state_dict(state)
         if position.epoch == 1:
             break  # what was left is less than one of the new batches, and dropped
         assert position.samples == len(used)
-        used += [sample for _ in range(min(steps, position.steps_left)) for sample in step_of(position)]
+        used += [sample for _ in range(min(steps, position.steps_left)) for sample in next_step(position)]
         state = kept(position)
         if position.epoch == 1:
             break
@@ -98,73 +99,73 @@ def test_at_any_batch_sizes_one_after_the_other_an_epoch_is_each_sample_once(
 
 @pytest.mark.parametrize("step", range(8))
 def test_from_a_state_the_same_steps_follow_also_in_the_next_epoch(step: int) -> None:
-    whole = position_of()
+    whole = make_position()
     for _ in range(step):
-        step_of(whole)
+        next_step(whole)
     again = resumed(kept(whole))
     assert kept(again) == kept(whole)
-    assert [rest_of(again), rest_of(again)] == [rest_of(whole), rest_of(whole)]
+    assert [remaining_steps(again), remaining_steps(again)] == [remaining_steps(whole), remaining_steps(whole)]
 
 
 def test_at_another_batch_size_the_rest_is_cut_as_the_shuffle_it_was_begun_with_does() -> None:
-    old = position_of(shuffle="full")
-    step_of(old)
-    state, rest = kept(old), list(chain(*rest_of(old)))
+    old = make_position(shuffle="full")
+    next_step(old)
+    state, rest = kept(old), list(chain(*remaining_steps(old)))
     new = resumed(state, 12, 4)
-    steps = rest_of(new)
+    steps = remaining_steps(new)
     assert [len(step) for step in steps] == [12, 12, 12, 5]
     assert list(chain(*steps)) == rest  # the old line in larger steps
     assert new.order.recipe.shuffle == "window"  # from the next epoch on
 
 
 def test_a_rest_that_fills_no_batch_of_the_new_size_is_dropped_at_once() -> None:
-    old = position_of(tail="drop")
+    old = make_position(tail="drop")
     for _ in range(6):
-        step_of(old)
+        next_step(old)
     new = resumed(kept(old), 12, tail="drop")
     assert (new.epoch, new.samples, new.steps_left) == (1, 0, 3)
 
 
 def test_restarts_that_used_nothing_leave_no_trace_in_the_state() -> None:
-    position = position_of()
-    step_of(position)
+    position = make_position()
+    next_step(position)
     state = kept(position)
     for batch in (5, 9, 4, 6):
         flapping = resumed(state, batch)
         state = kept(flapping)
         assert len(state["layouts"]) == (1 if batch == 6 else 2)
-    assert rest_of(flapping) == rest_of(position)
+    assert remaining_steps(flapping) == remaining_steps(position)
 
 
 def test_defaults_stay_as_they_were_and_what_is_asked_for_begins_with_the_next_epoch() -> None:
-    old = position_of(12, 3, window=1)
-    step_of(old)
-    state, rest, second = kept(old), rest_of(old), rest_of(old)
+    old = make_position(12, 3, window=1)
+    next_step(old)
+    state, rest, second = kept(old), remaining_steps(old), remaining_steps(old)
     default, asked = resumed(state, 12), resumed(state, 12, 6, window=2)
     assert kept(asked) == kept(default) == state
-    assert [rest_of(default), rest_of(default)] == [rest, second]
-    assert [rest_of(asked), (asked.order.recipe.window, asked.order.layouts)] == [rest, (2, (Layout(12, 6),))]
+    assert [remaining_steps(default), remaining_steps(default)] == [rest, second]
+    assert [remaining_steps(asked), (asked.order.recipe.window, asked.order.layouts)] == [rest, (2, (Layout(12, 6),))]
 
 
 def test_in_an_epoch_of_which_nothing_was_used_begins_what_is_asked_for() -> None:
-    old = position_of(12, 3, window=1)
-    rest_of(old)
-    state, begun = kept(old), position_of(6, 2, shuffle="window", window=2)
+    old = make_position(12, 3, window=1)
+    remaining_steps(old)
+    state, begun = kept(old), make_position(6, 2, shuffle="window", window=2)
     begun.begin(1)
-    assert rest_of(resumed(state, 6, 2, window=2)) == rest_of(begun)
+    assert remaining_steps(resumed(state, 6, 2, window=2)) == remaining_steps(begun)
 
 
 def test_another_shuffle_has_defaults_of_its_own() -> None:
-    old = position_of(shuffle="full", window=2)
-    step_of(old)
+    old = make_position(shuffle="full", window=2)
+    next_step(old)
     new = resumed(kept(old))
-    rest_of(new)
+    remaining_steps(new)
     assert (new.order.recipe, new.order.layouts) == (Recipe(0), (Layout(6, 6),))
 
 
 def test_a_state_is_a_few_numbers() -> None:
-    position = position_of()
-    step_of(position)
+    position = make_position()
+    next_step(position)
     assert kept(position) == {
         "version": 1, "data": INDEX.describe(), "seed": 0, "shuffle": "window", "window": 8, "tail": "pad",
         "epoch": 0, "position": 6, "layouts": [[6, 6, 1]],
@@ -172,20 +173,22 @@ def test_a_state_is_a_few_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "parts"),
     [
-        ({"seed": 7}, r"seed: the state was saved with 7, this loader has 0\. Continue with seed=7"),
-        ({"version": 99}, r"not a state of this loader: version 99 \(want 1\), missing keys: none"),
-        ({"layouts": None, "epoch": None}, "missing keys: epoch, layouts"),
-        ({"data": SampleIndex("numbers", 48).describe()}, r"the data set changed .*samples 48 -> 47.* start a new run"),
-        ({"shuffle": "often"}, "shuffle: got 'often'"),
+        ({"seed": 7}, ["seed", "7", "0", "seed=7", "new run"]),
+        ({"version": 99}, ["version 99", "1", "missing keys: none"]),
+        ({"layouts": None, "epoch": None}, ["missing keys: epoch, layouts"]),
+        ({"data": SampleIndex("numbers", 48).describe()}, ["data set changed", "samples 48 -> 47", "new run"]),
+        ({"shuffle": "often"}, ["shuffle", "'often'", "window, full, none"]),
     ],
 )
-def test_what_is_no_state_of_these_data_is_refused_and_the_position_stays(change: dict[str, Any], message: str) -> None:
-    position = position_of(window=3)
-    step_of(position)
+def test_what_is_no_state_of_these_data_is_refused_and_the_position_stays(
+    change: dict[str, Any], parts: list[str]
+) -> None:
+    position = make_position(window=3)
+    next_step(position)
     before = kept(position)
-    state = {name: value for name, value in (kept(position_of()) | change).items() if value is not None}
-    with pytest.raises(ValueError, match=message):
+    state = {name: value for name, value in (kept(make_position()) | change).items() if value is not None}
+    with refused(ValueError, *parts):
         position.load_state_dict(state)
     assert kept(position) == before

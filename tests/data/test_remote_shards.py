@@ -11,25 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.data import ShardLoader, dataset, remote, storage
-from dtrain.data.cache_policy import CachePolicy
-from dtrain.data.storage import ShardChanged
-from tests.data.http_for_tests import FileServer, serving
-from tests.data.shards_for_tests import UNEVEN, epoch_of, loader_of, write_numbered
+from dtrain.data import ShardLoader, shard_file, shard_source, workers
+from dtrain.data.node_cache import CachePolicy
+from dtrain.data.shard_file import ShardChanged
+from tests.data.http_server import FileServer, serving
+from tests.shards import UNEVEN, make_loader, read_epoch, write_numbered
 
 aiohttp = pytest.importorskip("aiohttp", reason="http needs aiohttp: pip install 'dtrain[http]'")
 URLS = "shard-{000..005}.tar"
 
 
 @pytest.fixture
-def shards(tmp_path: Path) -> list[str]:
-    return write_numbered(tmp_path / "data", UNEVEN)
-
-
-@pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(remote, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(shard_file, "_FIRST_PAUSE", 0.01)
     return tmp_path / "cache"
 
 
@@ -41,7 +36,7 @@ def server(cache: Path, shards: list[str]) -> Iterator[FileServer]:
 
 def keys(loader: ShardLoader) -> list[list[str]]:
     try:
-        return [batch.sample_keys for step in epoch_of(loader) for batch in step]
+        return [batch.sample_keys for step in read_epoch(loader) for batch in step]
     finally:
         loader.close()
 
@@ -51,14 +46,14 @@ def test_shards_behind_a_server_give_the_batches_of_local_ones(
     server: FileServer, shards: list[str], workers: int
 ) -> None:
     server.failures = [503, "short", "good", 500] * 3
-    far, near = loader_of(server.url(URLS), num_workers=workers), loader_of(shards)
+    far, near = make_loader(server.url(URLS), num_workers=workers), make_loader(shards)
     assert far.index.fingerprint == near.index.fingerprint
     assert keys(far) == keys(near)
 
 
 def test_a_server_without_ranges_is_good_enough(server: FileServer, shards: list[str]) -> None:
     server.ranges = False
-    assert keys(loader_of(server.url(URLS))) == keys(loader_of(shards))
+    assert keys(make_loader(server.url(URLS))) == keys(make_loader(shards))
 
 
 def test_samples_come_one_by_one_where_there_is_no_room_for_copies(
@@ -66,15 +61,15 @@ def test_samples_come_one_by_one_where_there_is_no_room_for_copies(
 ) -> None:
     policy = CachePolicy(folder=str(cache / "small"), max_gb=1e-9)
     with pytest.warns(UserWarning, match="no room for"):
-        assert keys(loader_of(server.url(URLS), policy=policy)) == keys(loader_of(shards))
+        assert keys(make_loader(server.url(URLS), policy=policy)) == keys(make_loader(shards))
     assert not list((cache / "small").glob("*"))
 
 
 def test_a_second_rank_finds_what_the_first_one_fetched(server: FileServer) -> None:
     for rank in range(2):
-        loader_of(server.url(URLS), rank=rank, world_size=2)
+        make_loader(server.url(URLS), rank=rank, world_size=2)
     fetched = server.requests.total()
-    first, second = (loader_of(server.url(URLS), rank=rank, world_size=2) for rank in range(2))
+    first, second = (make_loader(server.url(URLS), rank=rank, world_size=2) for rank in range(2))
     keys(first)
     after_first = server.requests.total()
     keys(second)
@@ -87,12 +82,12 @@ def test_a_second_rank_finds_what_the_first_one_fetched(server: FileServer) -> N
 def test_a_shard_that_vanishes_or_is_replaced_is_named_without_secrets(
     server: FileServer, shards: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage.Prefetcher, "want", lambda self, shards: None)
+    monkeypatch.setattr(shard_source.Prefetcher, "want", lambda self, shards: None)
     for change, message in (
         (lambda path: os.unlink(path), r"shard-004\.tar does not exist"),
-        (lambda path: path.write_bytes(b"<html>"), r"has 6 bytes and begins with b'<html>'"),
+        (lambda path: path.write_bytes(b"<html>"), r"has 6 bytes and starts with b'<html>'"),
     ):
-        loader = loader_of(f"{server.url('shard-004.tar')}?token=secret", shuffle="none")
+        loader = make_loader(f"{server.url('shard-004.tar')}?token=secret", shuffle="none")
         change(Path(shards[4]))
         with pytest.raises(ShardChanged, match=message) as caught:
             keys(loader)
@@ -106,7 +101,7 @@ def test_pack_index_knows_urls(server: FileServer, cache: Path, capsys: pytest.C
     assert pack.main(["index", server.url(URLS)]) == 0
     assert "shards: 6, samples: 47" in capsys.readouterr().out
     before = server.requests.total()
-    loader_of(server.url(URLS))
+    make_loader(server.url(URLS))
     assert server.requests.total() == before
 
 
@@ -114,7 +109,7 @@ def test_slow_storage_needs_few_reads_and_no_sample_waits_for_its_own(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = write_numbered(tmp_path / "slow", [100] * 12)
-    near = keys(loader_of(paths, global_batch_size=64, policy=CachePolicy("fast")))
+    near = keys(make_loader(paths, global_batch_size=64, policy=CachePolicy("fast")))
     reads = Value("i", 0)
     slow: set[int] = set()
     real_open, real_pread = os.open, os.pread
@@ -139,7 +134,7 @@ def test_slow_storage_needs_few_reads_and_no_sample_waits_for_its_own(
 
     monkeypatch.setattr(os, "open", slow_open)
     monkeypatch.setattr(os, "pread", slow_pread)
-    far = loader_of(paths, global_batch_size=64, num_workers=2, policy=CachePolicy("slow"))
+    far = make_loader(paths, global_batch_size=64, num_workers=2, policy=CachePolicy("slow"))
     reads.value = 0
     assert keys(far) == near
     assert reads.value <= 0.05 * 1200
@@ -149,10 +144,10 @@ def test_workers_are_told_the_shards_of_their_rank_up_to_the_next_epochs_first(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[set[int]] = []
-    monkeypatch.setattr(storage.ShardReader, "expect", lambda self, ahead: told.append(set(ahead(1000).tolist())))
-    monkeypatch.setattr(dataset, "_LOCATED_TOGETHER", 12)
+    monkeypatch.setattr(shard_source.ShardReader, "expect", lambda self, ahead: told.append(set(ahead(1000).tolist())))
+    monkeypatch.setattr(workers, "_LOCATED_TOGETHER", 12)
     paths = write_numbered(tmp_path / "data", [10] * 40)
-    loader = loader_of(paths, global_batch_size=12, lanes=4, window=2, rank=1, world_size=2)
+    loader = make_loader(paths, global_batch_size=12, lanes=4, window=2, rank=1, world_size=2)
     read: list[set[int]] = []
     for epoch in range(2):
         for batch in itertools.islice(loader.epoch(epoch), None if epoch == 0 else 4):

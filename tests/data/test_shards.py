@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dtrain.data.shards import expand, names
+from tests.refusals import refused
 
 
 @pytest.fixture
@@ -58,39 +59,31 @@ def test_wrong_number_of_digits_is_guessed(folder: Path) -> None:
 
 
 def test_missing_shards_of_a_range_are_counted_and_the_last_is_named(folder: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="stands for 5 paths, and 2 of them match no file") as caught:
+    with refused(FileNotFoundError, "5 paths", "2 of them", "'train-000003.tar'", "train-000002.tar"):
         expand("train-{000000..000004}.tar")
-    assert "the first 'train-000003.tar'" in str(caught.value)
-    assert "The last one like it is train-000002.tar." in str(caught.value)
 
 
 def test_missing_named_shard_is_a_file_not_found(folder: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"'train-7\.tar' does not exist .* 6 digits instead of 1\?"):
+    with refused(FileNotFoundError, "'train-7.tar'", "does not exist", "6 digits instead of 1?"):
         expand("train-7.tar")
 
 
 def test_glob_without_a_match_says_what_is_there_instead(folder: Path) -> None:
     (folder / "sub").mkdir()
     (folder / "sub" / "notes.txt").touch()
-    with pytest.raises(
-        ValueError, match=r"matches no file \(looked in .*sub', which has no \.tar file, but notes\.txt\)"
-    ):
+    with refused(ValueError, "'sub/*.tar'", "sub', which has no .tar file but notes.txt"):
         expand("sub/*.tar")
-    with pytest.raises(
-        ValueError, match=r"matches no file \(looked in .*, which has 4 \.tar files such as eval-0\.tar\)"
-    ):
+    with refused(ValueError, "'nowhere/*/x-*.tar'", "has 4 .tar files such as eval-0.tar"):
         expand("nowhere/*/x-*.tar")
 
 
 def test_empty_folder_is_called_empty(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="which is empty"):
+    with refused(ValueError, "*.tar", "is empty"):
         expand(str(tmp_path / "*.tar"))
 
 
 def test_folder_is_refused_with_the_pattern_to_write(folder: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"is a folder, which has 4 \.tar files such as eval-0\.tar\. '.*/\*\.tar' means"
-    ):
+    with refused(ValueError, "is a folder", "4 .tar files such as eval-0.tar", f"'{folder}/*.tar'"):
         expand(str(folder))
 
 
@@ -101,25 +94,25 @@ def test_shard_named_twice_is_refused(folder: Path, patterns: list[str]) -> None
 
 
 @pytest.mark.parametrize(
-    ("pattern", "remedy"),
+    ("pattern", "parts"),
     [
-        ("pipe:cat x.tar", "Save its output to a file"),
-        ("-", "Save its output to a file"),
-        ("train-{0..9}.tar.gz", "gunzip"),
-        ("TRAIN.TGZ", "gunzip"),
-        ("https://me:secret@host/x.tar.gz?sig=1", "'https://host/x.tar.gz' is compressed"),
-        ("tape://robot/x.tar", "nothing is known about tape://"),
-        ("x{0..3.tar", "opens 1 braces and closes 0"),
+        ("pipe:cat x.tar", ["'pipe:cat x.tar'", "pipe", "a file first"]),
+        ("-", ["'-'", "pipe", "a file first"]),
+        ("train-{0..9}.tar.gz", ["'train-{0..9}.tar.gz'", "compressed", "gunzip"]),
+        ("TRAIN.TGZ", ["'TRAIN.TGZ'", "compressed", "gunzip"]),
+        ("https://me:secret@host/x.tar.gz?sig=1", ["'https://host/x.tar.gz'", "compressed", "gunzip"]),
+        ("tape://robot/x.tar", ["'tape://robot/x.tar'", "https://, s3:// or a path"]),
+        ("x{0..3.tar", ["'x{0..3.tar'", "1 braces", "{00000..00009}"]),
     ],
 )
-def test_what_cannot_be_indexed_is_refused_with_the_remedy(folder: Path, pattern: str, remedy: str) -> None:
-    with pytest.raises(ValueError, match=remedy):
+def test_what_cannot_be_indexed_is_refused_with_the_remedy(folder: Path, pattern: str, parts: list[str]) -> None:
+    with refused(ValueError, *parts):
         expand(pattern)
 
 
 def test_compressed_shard_found_by_a_glob_is_refused_too(folder: Path) -> None:
     (folder / "train-000003.tar.gz").touch()
-    with pytest.raises(ValueError, match=r"'train-000003\.tar\.gz' is compressed"):
+    with refused(ValueError, "'train-000003.tar.gz'", "compressed"):
         expand("train-*")
 
 
@@ -139,24 +132,24 @@ def test_globs_of_urls_are_listed_where_the_file_system_can() -> None:
     for name in ("b.tar", "a.tar", "a.tar.idx"):
         files.pipe_file(f"/glob/{name}", b"")
     assert expand("memory://glob/*") == ["memory:///glob/a.tar", "memory:///glob/b.tar"]
-    with pytest.raises(ValueError, match=r"'memory://glob/x-\*' matches nothing that may be listed"):
+    with refused(ValueError, "'memory://glob/x-*'", "brace pattern"):
         expand("memory://glob/x-*")
 
 
 def test_url_named_twice_is_refused_without_its_secrets() -> None:
-    with pytest.raises(ValueError, match=r"'https://host/x\.tar' is named more than once"):
+    with refused(ValueError, "'https://host/x.tar'", "more than once"):
         expand(["https://host/x.tar?sig=1"] * 2)
 
 
 def test_urls_have_names_as_paths_have_and_signatures_are_none() -> None:
     urls = ["https://h/a/000.tar?sig=1", "https://h/b/000.tar?sig=2", "s3://bucket/001.tar"]
     assert names(urls) == ["a/000.tar", "b/000.tar", "001.tar"]
-    with pytest.raises(ValueError, match="there twice"):
+    with refused(ValueError, "'h/x'", "once"):
         names(["https://h/x?file=1", "https://h/x?file=2"])
 
 
 def test_empty_list_is_refused() -> None:
-    with pytest.raises(ValueError, match="empty list"):
+    with refused(ValueError, "shards", "train-*.tar"):
         expand([])
 
 
@@ -181,5 +174,5 @@ def test_no_name_is_the_suffix_of_another_shards_path() -> None:
 
 
 def test_names_of_equal_paths_are_refused() -> None:
-    with pytest.raises(ValueError, match="there twice"):
+    with refused(ValueError, "'/a/x.tar'", "once"):
         names(["/a/x.tar", "/a/../a/x.tar"])

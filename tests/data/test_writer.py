@@ -1,14 +1,21 @@
-"""What the writer wrote, read by ``tarfile`` and by webdataset; what it leaves behind when something goes wrong."""
+"""Written shards as ``tarfile`` and webdataset read them; failures leave nothing behind; encoders."""
 
+from __future__ import annotations
+
+import io
+import json
 import tarfile
+from typing import Any
 
 import numpy as np
 import pytest
 import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
-from dtrain.data.writer import balanced_sizes, write_shards
+from dtrain.data.writer import balanced_sizes, check_key, encode, write_shards
+from tests.refusals import refused
 
 
 def samples(count):
@@ -72,17 +79,17 @@ def test_the_same_samples_give_the_same_bytes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("sample", "says"),
+    ("sample", "names"),
     [
-        ({"cls": 1}, "__key__ None"),
-        ({"__key__": "../up", "cls": 1}, "relative name"),
-        ({"__key__": "x"}, "no field"),
-        ({"__key__": "x", "meta.pkl": b"\x80\x04."}, "pickle"),
-        ({"__key__": "x", "npy": np.array([{}])}, "'x': .npy cannot be written"),
+        ({"cls": 1}, ["__key__ None"]),
+        ({"__key__": "../up", "cls": 1}, ["relative name"]),
+        ({"__key__": "x"}, ["no field"]),
+        ({"__key__": "x", "meta.pkl": b"\x80\x04."}, ["pickle"]),
+        ({"__key__": "x", "npy": np.array([{}])}, ["'x': .npy cannot be written"]),
     ],
 )
-def test_what_cannot_be_read_again_is_refused_and_nothing_is_left(tmp_path, sample, says):
-    with pytest.raises(ValueError, match=says):
+def test_what_cannot_be_read_again_is_refused_and_nothing_is_left(tmp_path, sample, names):
+    with refused(ValueError, *names):
         write_shards([{"__key__": "good", "cls": 1}, sample], tmp_path, per_shard=1)
     assert files(tmp_path) == []
 
@@ -94,7 +101,7 @@ def test_members_are_named_by_key_and_extension(tmp_path):
 
 
 def test_keys_must_differ_within_a_shard(tmp_path):
-    with pytest.raises(ValueError, match="two samples of one shard have the key 'x'"):
+    with refused(ValueError, "the key 'x'", "two samples"):
         write_shards([{"__key__": "x", "cls": 1}] * 2, tmp_path, shards=1)
 
 
@@ -119,7 +126,7 @@ def test_a_wrong_total_is_found_and_nothing_is_left(tmp_path, total):
 def test_old_shards_are_never_mixed_with_new_ones(tmp_path):
     old = write_shards(samples(4), tmp_path, shards=4)
     before = [path.read_bytes() for path in old]
-    with pytest.raises(FileExistsError, match=r"4 shards of that name already, such as train-000000\.tar"):
+    with refused(FileExistsError, "4 shards", "train-000000.tar"):
         write_shards(samples(2), tmp_path, shards=2)
     assert [path.read_bytes() for path in old] == before
     write_shards(samples(2), tmp_path, prefix="val", shards=1)
@@ -137,20 +144,20 @@ def test_shards_that_appear_meanwhile_are_not_overwritten(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "names"),
     [
-        ({}, "want one of them"),
-        ({"shards": 1, "per_shard": 1}, "want one of them"),
-        ({"shards": 0}, "at least 1"),
-        ({"per_shard": -1}, "at least 1"),
-        ({"shards": 6}, "Ask for 5 or fewer"),
-        ({"shards": 1, "prefix": "a/b"}, "plain name"),
-        ({"shards": 1, "prefix": "{0..9}"}, "plain name"),
-        ({"shards": 1, "prefix": ""}, "plain name"),
+        ({}, ["want one of them"]),
+        ({"shards": 1, "per_shard": 1}, ["want one of them"]),
+        ({"shards": 0}, ["at least 1"]),
+        ({"per_shard": -1}, ["at least 1"]),
+        ({"shards": 6}, ["Ask for 5 or fewer"]),
+        ({"shards": 1, "prefix": "a/b"}, ["plain name"]),
+        ({"shards": 1, "prefix": "{0..9}"}, ["plain name"]),
+        ({"shards": 1, "prefix": ""}, ["plain name"]),
     ],
 )
-def test_impossible_sizes_and_names_are_refused(tmp_path, options, says):
-    with pytest.raises(ValueError, match=says):
+def test_impossible_sizes_and_names_are_refused(tmp_path, options, names):
+    with refused(ValueError, *names):
         write_shards(samples(5), tmp_path, **options)
     assert files(tmp_path) == []
 
@@ -158,3 +165,74 @@ def test_impossible_sizes_and_names_are_refused(tmp_path, options, says):
 def test_a_stream_needs_its_length_for_a_number_of_shards(tmp_path):
     with pytest.raises(ValueError, match="pass total="):
         write_shards(iter(samples(5)), tmp_path, shards=2)
+
+
+def test_values_are_encoded_by_extension() -> None:
+    pixels = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+    row = {
+        "__key__": "folder.x/key",
+        "__url__": "not a member",
+        "cls": np.int64(7),
+        "txt": "ä",
+        "json": {"a": [1, None]},
+        "npy": np.arange(3, dtype=np.float16),
+        "png": pixels,
+        "left.png": pixels[..., 0],
+        "jpg": b"as it is",
+        "mp3": memoryview(b"as it is"),
+    }
+    value = encode(row)
+    assert value.pop("__key__") == "folder.x/key"
+    assert set(value) == {ext for ext in row if not ext.startswith("_")}
+    assert value["cls"] == b"7"
+    assert value["txt"].decode() == "ä"
+    assert json.loads(value["json"]) == {"a": [1, None]}
+    array = np.load(io.BytesIO(value["npy"]))
+    assert (array.dtype, array.tolist()) == (np.float16, [0, 1, 2])
+    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(value["png"]))), pixels)
+    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(value["left.png"]))), pixels[..., 0])
+    assert value["jpg"] == value["mp3"] == b"as it is"
+
+
+def stored(sample: dict[str, Any]) -> dict[str, Any]:
+    """As the writer does it."""
+    check_key(sample.get("__key__"), set())
+    return encode(sample)
+
+
+@pytest.mark.parametrize(
+    ("sample", "names"),
+    [
+        ({"cls": 1}, ["__key__ None"]),
+        ({"__key__": "", "cls": 1}, ["__key__ ''"]),
+        ({"__key__": 3, "cls": 1}, ["__key__ 3"]),
+        ({"__key__": "img_0.5", "cls": 1}, ["has a dot"]),
+        ({"__key__": "/etc/passwd", "cls": 1}, ["relative name"]),
+        ({"__key__": "../up", "cls": 1}, ["relative name"]),
+        ({"__key__": "a//b", "cls": 1}, ["relative name"]),
+        ({"__key__": "__meta__/x", "cls": 1}, ["skips them"]),
+        ({"__key__": "x"}, ["no field"]),
+        ({"__key__": "x", "CLS": 1}, ["lower case"]),
+        ({"__key__": "x", ".cls": 1}, ["leading dot"]),
+        ({"__key__": "x", "pyd": {}}, ["pickle"]),
+        ({"__key__": "x", "meta.pkl": b"\x80\x04."}, ["pickle"]),
+        ({"__key__": "x", "pth": b""}, ["pickle"]),
+        ({"__key__": "x", "npy": np.array([{}])}, ["'x': .npy cannot be written"]),
+        ({"__key__": "x", "cls": 1.5}, ["not an integer"]),
+        ({"__key__": "x", "cls": [1]}, ["'x': .cls cannot be written"]),
+        ({"__key__": "x", "json": {1, 2}}, ["'x': .json cannot be written"]),
+        ({"__key__": "x", "png": np.ones((2, 2))}, ["float64"]),
+        ({"__key__": "x", "jpg": np.ones((2, 2, 3), np.uint8)}, ["no encoder for .jpg"]),
+    ],
+)
+def test_what_cannot_be_read_again_is_refused(sample: dict[str, Any], names: list[str]) -> None:
+    with refused(ValueError, *names):
+        stored(sample)
+
+
+def test_the_second_of_two_equal_keys_is_refused() -> None:
+    seen: set[str] = set()
+    check_key("x", seen)
+    with refused(ValueError, "the key 'x'", "two samples"):
+        check_key("x", seen)
+    check_key("y", seen)

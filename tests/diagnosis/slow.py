@@ -1,4 +1,4 @@
-"""Parts of a run that are slow on purpose, for ``_target_``."""
+"""Parts of a run that are slow on purpose; configs of tests name them as ``_target_``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dtrain.training.task import Output
 
 
 class SleepyAugmentation:
-    """Leaves a sample as it is, after a while."""
+    """Sleeps and returns the sample unchanged."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -27,7 +27,7 @@ class SleepyAugmentation:
 
 
 class SleepyModel(nn.Module):
-    """One linear layer, after a while."""
+    """Sleeps, then applies one linear layer."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         super().__init__()
@@ -41,14 +41,14 @@ class SleepyModel(nn.Module):
 
 
 def sleepy_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Averages as DDP does, after a while."""
+    """Sleeps, then averages as DDP does."""
     time.sleep(state["seconds"])
     summed = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
     return summed.get_future().then(lambda future: future.value()[0])
 
 
 class FailsOnRankOne(Classification):
-    """A task with a mistake that only one rank meets."""
+    """A task that fails on rank 1 only."""
 
     def __call__(self, model: nn.Module, batch: Batch) -> Output:
         if dist.get_rank() == 1:
@@ -56,11 +56,11 @@ class FailsOnRankOne(Classification):
         return super().__call__(model, batch)
 
 
-#: How often ``counting_hook`` was called in this process.
+#: One entry for each call of ``counting_hook`` in this process.
 calls: list[int] = []
 
 
 def counting_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Averages as DDP does, and counts."""
+    """Records the call and averages as DDP does."""
     calls.append(bucket.index())
     return sleepy_hook({"seconds": 0.0}, bucket)

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dtrain.config.errors import ConfigError
-from dtrain.distributed.collectives import decided_by_rank_zero, equalise_buffers, together, wait_for_all
+from dtrain.distributed.collectives import broadcast_buffers, from_rank0, on_all_ranks, wait_for_all
 from tests.ranks import run_ranks
 
 
@@ -15,7 +15,7 @@ def _raise(text: str) -> None:
 
 def test_rank_zero_decides_for_all() -> None:
     def rank(number: int) -> object:
-        return decided_by_rank_zero(lambda: {"from": number, "nested": [1, None, "é"]})
+        return from_rank0(lambda: {"from": number, "nested": [1, None, "é"]})
 
     assert run_ranks(3, rank) == [{"from": 0, "nested": [1, None, "é"]}] * 3
 
@@ -23,7 +23,7 @@ def test_rank_zero_decides_for_all() -> None:
 def test_rank_zero_s_error_is_everybody_s() -> None:
     def rank(number: int) -> str:
         try:
-            decided_by_rank_zero(lambda: _raise("no such thing"))
+            from_rank0(lambda: _raise("no such thing"))
         except ConfigError as error:
             return str(error)
         return "nothing raised"
@@ -34,7 +34,7 @@ def test_rank_zero_s_error_is_everybody_s() -> None:
 def test_one_rank_s_problem_is_raised_on_all_and_names_the_rank() -> None:
     def rank(number: int) -> str:
         try:
-            together(lambda: _raise("shard missing") if number == 1 else number)
+            on_all_ranks(lambda: _raise("shard missing") if number == 1 else number)
         except ConfigError as error:
             return str(error)
         return "nothing raised"
@@ -43,14 +43,14 @@ def test_one_rank_s_problem_is_raised_on_all_and_names_the_rank() -> None:
 
 
 def test_together_returns_each_rank_its_own_result() -> None:
-    assert run_ranks(2, lambda number: together(lambda: number)) == [0, 1]
+    assert run_ranks(2, lambda number: on_all_ranks(lambda: number)) == [0, 1]
 
 
 def test_buffers_are_rank_zero_s_afterwards() -> None:
     def rank(number: int) -> list[float]:
         norm = nn.BatchNorm1d(2)
         norm.running_mean.fill_(float(number + 1))
-        equalise_buffers(norm)
+        broadcast_buffers(norm)
         wait_for_all()
         return norm.running_mean.tolist()
 
@@ -60,6 +60,6 @@ def test_buffers_are_rank_zero_s_afterwards() -> None:
 def test_nothing_here_needs_more_than_one_rank() -> None:
     def rank(number: int) -> object:
         assert dist.get_world_size() == 1
-        return decided_by_rank_zero(lambda: 5), together(lambda: torch.ones(1).item())
+        return from_rank0(lambda: 5), on_all_ranks(lambda: torch.ones(1).item())
 
     assert run_ranks(1, rank) == [(5, 1.0)]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dtrain.config.schema import ParallelConfig
 from dtrain.distributed import hang
 from dtrain.distributed.hang import HangWatch, Place
-from dtrain.distributed.process_group import failure, process_group
+from dtrain.distributed.process_group import process_group, published_failure
 from dtrain.distributed.world import World
 from tests.ranks import RanksFailed, run_ranks
 
@@ -24,7 +24,7 @@ def asleep_in_code_of_its_own() -> None:
     time.sleep(30)
 
 
-def test_every_rank_says_where_it_waits_though_only_one_is_stuck(
+def test_every_rank_reports_where_it_waits_even_if_only_one_is_stuck(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def rank(number: int) -> None:
@@ -39,10 +39,10 @@ def test_every_rank_says_where_it_waits_though_only_one_is_stuck(
     with pytest.raises(RanksFailed) as failed:
         run_ranks(2, rank, init=False)
     assert all("ended with code 1" in report for report in failed.value.reports.values())
-    said = capfd.readouterr().err
-    assert said.count("dtrain: the run hangs (rank 0: nothing has moved for 0.5 s)") == 1
-    assert "  rank 0, step 7: in all_reduce (distributed_c10d.py:" in said
-    assert "  rank 1, step 7: in asleep_in_code_of_its_own (test_hang.py:" in said
+    message = capfd.readouterr().err
+    assert message.count("dtrain: the run hangs (rank 0: nothing has moved for 0.5 s)") == 1
+    assert "  rank 0, step 7: in all_reduce (distributed_c10d.py:" in message
+    assert "  rank 1, step 7: in asleep_in_code_of_its_own (test_hang.py:" in message
     for number in (0, 1):
         report = (tmp_path / f"hang-rank-{number:05d}.txt").read_text()
         assert f'last samples: ["s/{number}"]' in report
@@ -59,13 +59,13 @@ def test_the_limit_of_a_step_counts_from_the_first_finished_step_on(tmp_path: Pa
     assert declared == ["nothing has moved for 0.5 s"]
 
 
-def test_a_run_that_moves_or_is_over_or_has_failed_does_not_hang(tmp_path: Path) -> None:
+def test_a_run_that_moves_or_has_ended_or_failed_does_not_hang(tmp_path: Path) -> None:
     assert declarations(tmp_path, lambda clock: Place(1, [], clock)) == []
     assert declarations(tmp_path, lambda clock: Place(1, [], 0), leave=True) == []
     assert declarations(tmp_path, lambda clock: Place(1, [], 0), fail=True) == []
 
 
-def test_a_hang_that_two_threads_declare_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_hang_that_two_threads_declare_is_reported_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def rank(number: int) -> None:
         with process_group(20) as world, watching(tmp_path, world) as watch:
             for why in ("no move", "asked to stop"):
@@ -78,13 +78,11 @@ def test_a_hang_that_two_threads_declare_is_told_once(tmp_path: Path, capfd: pyt
 
 
 def test_a_process_that_was_suspended_has_not_hung(tmp_path: Path) -> None:
-    # It moves at each fourth look, and is suspended for 100 s between two moves.
+    # It moves at each fourth poll, and is suspended for 100 s between two moves.
     assert declarations(tmp_path, lambda clock: Place(1, [], int(clock % 100 / 0.2)), suspended_at=2) == []
 
 
-def test_a_hang_ends_the_process_though_the_disk_refuses_to_record_it(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hang_ends_the_process_even_on_a_write_failure(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def rank(number: int) -> None:
         def failed(text: str) -> None:
             raise OSError(28, "No space left on device")
@@ -97,9 +95,9 @@ def test_a_hang_ends_the_process_though_the_disk_refuses_to_record_it(
     with pytest.raises(RanksFailed) as failed:
         run_ranks(1, rank, init=False)
     assert "ended with code 1" in failed.value.reports[0]
-    said = capfd.readouterr().err
-    assert "dtrain: no stacks: " in said
-    assert "dtrain: the run hangs" in said
+    message = capfd.readouterr().err
+    assert "dtrain: stacks could not be written: " in message
+    assert "dtrain: the run hangs" in message
 
 
 def declarations(
@@ -111,12 +109,12 @@ def declarations(
     fail: bool = False,
     suspended_at: int = 0,
 ) -> list[str]:
-    """What a watch declares within a hundred looks, by a clock that a look moves by 0.05 s.
+    """What a watch declares within a hundred polls, by a clock that a poll moves by 0.05 s.
 
     Args:
         where: By that clock.
-        until: The clock stands in the eyes of ``where`` from then on.
-        suspended_at: The look before which the clock leaps by 100 s.
+        until: ``where`` sees the clock stand still from then on.
+        suspended_at: The poll before which the clock jumps by 100 s.
     """
 
     def rank(number: int) -> list[str]:
@@ -138,7 +136,7 @@ def declarations(
                 watch.__exit__(None, None, None)
             if fail:
                 dist.distributed_c10d._get_default_store().set("dtrain/failed", "rank 3 failed")
-                assert failure() is not None
+                assert published_failure() is not None
             watch._watch(lambda: where(min(clock[0], until)))
             return declared
 

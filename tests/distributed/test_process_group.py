@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,15 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dtrain.config.errors import PeerFailed
-from dtrain.distributed.process_group import process_group, set_timeout
+from dtrain.distributed.process_group import (
+    fresh_store,
+    interface_for_gloo,
+    process_group,
+    publish_failure,
+    published_failure,
+    set_timeout,
+    settle_network,
+)
 from tests.ranks import RanksFailed, run_ranks
 
 
@@ -63,7 +73,7 @@ def test_a_rank_that_was_killed_is_named_as_the_reason_instead_of_a_broken_conne
 
     with pytest.raises(RanksFailed) as failed:
         run_ranks(2, rank, init=False)
-    assert "dtrain.config.errors.PeerLost: another rank is gone and has not said why" in failed.value.reports[0]
+    assert "dtrain.config.errors.PeerLost: another rank is gone without an error message" in failed.value.reports[0]
 
 
 @pytest.mark.slow
@@ -83,7 +93,7 @@ def test_a_collective_ends_after_the_time_out_of_a_step() -> None:
 
 
 @pytest.mark.parametrize("rounds", [5, pytest.param(50, marks=pytest.mark.slow)])
-def test_ranks_end_though_they_leave_right_after_a_collective(rounds: int) -> None:
+def test_ranks_end_if_they_leave_right_after_a_collective(rounds: int) -> None:
     """Every other time they hung, where DDP was the last to let go of the group."""
 
     def rank(number: int) -> bool:
@@ -143,3 +153,117 @@ def test_threads_of_gloo_end_before_the_interpreter_does(digits: Path, tmp_path:
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("threads of gloo: 0") == 2
+
+
+# -- rendezvous
+
+
+SOON = timedelta(seconds=20)
+
+
+def in_two_attempts(rank: int, attempt: object) -> list[object]:
+    """Runs ``attempt`` twice in processes that keep one store, as torchrun's restarts do."""
+    assert callable(attempt)
+    # As an agent does: the store belongs to neither attempt.
+    server = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=rank == 0, timeout=SOON)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    results = [attempt(), attempt()]
+    server.set(f"done/{rank}", "")
+    if rank == 0:  # the server ends with it, and the others have to be done by then
+        server.wait([f"done/{other}" for other in range(int(os.environ["WORLD_SIZE"]))])
+    return results
+
+
+def test_a_restarted_attempt_sees_nothing_of_the_one_before() -> None:
+    def rank(number: int) -> list[object]:
+        def attempt() -> object:
+            store = fresh_store(number, 3, SOON)
+            seen = store.check(["left behind"])
+            store.set(f"looked/{number}", "")
+            store.wait([f"looked/{other}" for other in range(3)])
+            store.set("left behind", "poison")
+            return seen
+
+        return in_two_attempts(number, attempt)
+
+    assert run_ranks(3, rank, init=False) == [[False, False]] * 3
+
+
+def test_the_failure_of_an_attempt_does_not_end_the_next_one() -> None:
+    def rank(number: int) -> list[object]:
+        def attempt() -> object:
+            with process_group(20):
+                before = published_failure()
+                dist.barrier()
+                publish_failure("rank 1 failed: the first attempt")
+                return before
+
+        return in_two_attempts(number, attempt)
+
+    assert run_ranks(2, rank, init=False) == [[None, None]] * 2
+
+
+def test_missing_ranks_are_counted() -> None:
+    def rank(number: int) -> str:
+        server = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, timeout=SOON)
+        server.set("dtrain/hello/1", "a rank of an attempt that is over")
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        with pytest.raises(RuntimeError) as raised:
+            fresh_store(0, 3, timedelta(seconds=0.2))
+        return str(raised.value)
+
+    assert "1 of 3 ranks arrived within 0.2 s" in run_ranks(1, rank, init=False)[0]
+
+
+# -- network
+
+
+TWO_MACHINES = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+
+
+def test_nothing_is_set_if_all_ranks_are_on_one_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    for environment in ({}, TWO_MACHINES | {"LOCAL_WORLD_SIZE": "4"}):
+        before = dict(environment)
+        settle_network(environment)
+        assert environment == before
+    assert capsys.readouterr().out == ""
+
+
+def test_what_the_user_has_set_stays_and_all_of_it_is_printed_once_a_machine(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    users = {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "eth7"}
+    environment = TWO_MACHINES | users
+    settle_network(environment)
+    assert environment == TWO_MACHINES | users
+    shown = "GLOO_SOCKET_IFNAME=eth7 (yours), NCCL_DEBUG=INFO (yours), NCCL_SOCKET_IFNAME=ib0 (yours)"
+    assert capsys.readouterr().out == f"network of {socket.gethostname()}: {shown}\n"
+    settle_network(environment | {"LOCAL_RANK": "1"})
+    assert capsys.readouterr().out == ""
+
+
+def test_nccl_debug_is_warn_unless_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = TWO_MACHINES | {"GLOO_SOCKET_IFNAME": "eth0"}
+    settle_network(environment)
+    assert environment["NCCL_DEBUG"] == "WARN"
+
+
+def test_no_interface_is_set_if_the_machines_name_resolves_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.1.2.3")
+    assert interface_for_gloo({"MASTER_ADDR": "elsewhere"}) is None
+
+
+def test_an_interface_is_set_if_the_machines_name_resolves_to_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine without a network nothing can be told, and nothing is set."""
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    assert interface_for_gloo({"MASTER_ADDR": "elsewhere"}) in {None} | {name for _, name in socket.if_nameindex()} - {
+        "lo"
+    }
+
+
+def test_unresolvable_names_are_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(name: str) -> str:
+        raise socket.gaierror
+
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
+    assert interface_for_gloo({"MASTER_ADDR": "elsewhere"}) != "lo"

@@ -16,9 +16,11 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from dtrain.config.errors import ConfigError
 from dtrain.distributed import stop as module
-from dtrain.distributed.stop import StopRequests
+from dtrain.distributed.stop import Limit, StopRequests, TimeLimit, slurm_seconds_left
 from tests.ranks import run_ranks
+from tests.refusals import refused
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2]
 
@@ -48,7 +50,7 @@ def test_a_signal_sets_a_flag_and_nothing_else(number: signal.Signals) -> None:
     assert in_a_rank(work) == [None, number.name]
 
 
-def test_the_first_reason_is_the_one_that_is_told() -> None:
+def test_the_first_reason_counts() -> None:
     def work() -> str | None:
         with StopRequests(None) as stop:
             send(signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
@@ -69,7 +71,7 @@ def test_the_first_reason_is_the_one_that_is_told() -> None:
     ],
     ids=lambda value: "+".join(number.name for number in value) if isinstance(value, list) else str(value),
 )
-def test_int_is_polite_once_and_then_ends_at_once(
+def test_the_first_sigint_requests_a_stop_and_the_next_one_ends_at_once(
     signals: list[signal.Signals], code: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     child = os.fork()
@@ -123,7 +125,7 @@ def test_a_forked_child_ignores_what_its_parent_listens_to() -> None:
     assert in_a_rank(work) == ["42", None]
 
 
-def test_the_handlers_of_before_are_put_back_and_after_an_error_all_but_that_of_term() -> None:
+def test_previous_handlers_are_restored_except_that_of_sigterm_after_an_error() -> None:
     def work() -> bool:
         def mine(number: int, frame: FrameType | None) -> None: ...
 
@@ -161,7 +163,7 @@ def test_term_after_an_error_does_not_cut_off_what_is_written_in_the_background(
     assert (tmp_path / "checkpoint").exists()
 
 
-def test_a_handler_that_python_does_not_know_is_no_obstacle() -> None:
+def test_a_handler_that_was_not_installed_from_python_is_replaced() -> None:
     def work() -> bool:
         import faulthandler
 
@@ -185,7 +187,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     monkeypatch.undo()
 
 
-def test_the_stop_file_is_looked_at_once_a_second_at_most(
+def test_the_stop_file_is_checked_at_most_once_a_second(
     tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[float] = []
@@ -220,7 +222,7 @@ def test_the_stop_file_is_a_reason_until_it_is_consumed_and_only_on_the_rank_tha
     assert StopRequests(path).reason is None
 
 
-def test_a_stop_file_that_cannot_be_taken_away_is_said_and_ends_nothing(
+def test_a_stop_file_that_cannot_be_deleted_is_reported_and_ends_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "STOP").mkdir()
@@ -248,7 +250,7 @@ def test_term_ends_a_rank_at_once_if_another_one_has_published_its_failure() -> 
     assert os.waitstatus_to_exitcode(status) == 1
 
 
-def test_term_is_polite_as_long_as_no_rank_has_failed() -> None:
+def test_sigterm_requests_a_stop_while_no_rank_has_failed() -> None:
     def work() -> str | None:
         with StopRequests(None) as stop:
             send(signal.SIGTERM)
@@ -275,15 +277,15 @@ def test_term_ends_a_rank_whose_peer_publishes_its_failure_only_later() -> None:
 
 
 @pytest.mark.parametrize("agreed", [False, True])
-def test_before_torchrun_kills_it_a_rank_that_has_not_agreed_to_stop_says_where_it_is(
+def test_a_rank_that_has_not_agreed_to_stop_reports_before_torchrun_kills_it(
     agreed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(module._BEFORE_THE_KILL))  # at once, that is
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(module._REPORT_BEFORE_KILL))  # at once, that is
 
     def work() -> list[str]:
-        said: list[str] = []
-        with StopRequests(None, stuck=said.append) as stop:
+        messages: list[str] = []
+        with StopRequests(None, stuck=messages.append) as stop:
             if agreed:
                 stop.consume()
             send(signal.SIGTERM)
@@ -293,14 +295,100 @@ def test_before_torchrun_kills_it_a_rank_that_has_not_agreed_to_stop_says_where_
                     thread.join()
         for thread in looking_on:
             thread.join()
-        return said
+        return messages
 
-    said = in_a_rank(work)
-    assert bool(said) != agreed
-    assert all("asked to stop, and not agreed within" in text for text in said)
+    messages = in_a_rank(work)
+    assert bool(messages) != agreed
+    assert all("asked to stop, but the ranks did not agree within" in text for text in messages)
 
 
 def test_only_torchrun_is_known_to_kill() -> None:
     assert module.seconds_until_kill({}) is None
     assert module.seconds_until_kill({"TORCHELASTIC_RUN_ID": "one"}) == 30
     assert module.seconds_until_kill({"TORCHELASTIC_RUN_ID": "one", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}) == 7
+
+
+# -- time limits
+
+
+def test_a_limit_is_noticed_as_early_as_the_longest_look_and_the_save_need() -> None:
+    limit = TimeLimit(Limit("far", 1000.0), Limit("near", 100.0))
+    seconds = [0.0]
+    limit.save_seconds = lambda: seconds[0]
+    assert [limit.reached(now) for now in (0.0, 10.0, 40.0, 45.0)] == [None] * 4  # the longest gap is 30
+    assert limit.reached(69.0) is None
+    assert limit.reached(70.0) == "near"
+    seconds[0] = 10.0
+    assert limit.reached(61.0) == "near"
+    assert limit.reached(59.0) is None
+
+
+def test_max_hours_is_a_reason_to_stop_on_rank_zero_alone() -> None:
+    environment: dict[str, str] = {}
+    first, other = (TimeLimit.of(1e-9, rank, environment) for rank in (0, 1))
+    assert StopRequests(None, time_limit=first).reason == "run.max_hours=1e-09"
+    assert StopRequests(None, time_limit=other).reason is None
+    assert StopRequests(None, time_limit=TimeLimit.of(1.0, 0, environment)).reason is None
+
+
+def test_a_wrong_time_limit_is_refused() -> None:
+    with refused(ConfigError, "run.max_hours", "got 0", "want"):
+        TimeLimit.of(0, 1, {})
+
+
+@pytest.mark.parametrize(
+    ("answer", "seconds"),
+    [
+        ("7:05", 425),
+        ("1:00:00", 3600),
+        ("2-03:04:05", 2 * 86400 + 3 * 3600 + 245),
+        ("0:09", 9),
+        ("UNLIMITED", None),
+        ("NOT_SET", None),
+        ("", None),
+    ],
+)
+def test_slurm_is_asked_for_the_time_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, seconds: float | None
+) -> None:
+    a_squeue(tmp_path, f"echo '{answer}'")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert slurm_seconds_left({"SLURM_JOB_ID": "17"}) == seconds
+    assert (tmp_path / "asked").read_text().split() == ["--noheader", "--jobs", "17", "--format=%L"]
+
+
+def test_an_array_element_asks_for_itself_and_not_for_the_whole_array(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_squeue(tmp_path, "echo 1:00")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    job = {"SLURM_JOB_ID": "17", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "3"}
+    assert slurm_seconds_left(job) == 60
+    assert "17_3" in (tmp_path / "asked").read_text()
+
+
+def test_no_limit_is_set_if_slurm_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_squeue(tmp_path, "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert slurm_seconds_left({"SLURM_JOB_ID": "17"}) is None
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert slurm_seconds_left({"SLURM_JOB_ID": "17"}) is None
+
+
+def test_squeue_is_not_called_outside_of_a_job_or_if_the_end_is_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def nobody(*args: object, **kwargs: object) -> None:
+        raise AssertionError("squeue was asked")
+
+    monkeypatch.setattr(subprocess, "run", nobody)
+    left = slurm_seconds_left({"SLURM_JOB_ID": "17", "SLURM_JOB_END_TIME": str(int(time.time()) + 3600)})
+    assert left == pytest.approx(3600, abs=60)
+    assert slurm_seconds_left({}) is None
+
+
+def a_squeue(folder: Path, answers: str) -> None:
+    """An executable in the place of SLURM's, which notes how it was called."""
+    script = folder / "squeue"
+    script.write_text(f'#!/bin/sh\necho "$@" > {folder}/asked\n{answers}\n')
+    script.chmod(0o755)

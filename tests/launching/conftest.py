@@ -9,27 +9,27 @@ from pathlib import Path
 
 import pytest
 
-# Read when tests are collected, before a fixture takes every SLURM_ variable out of the environment.
+# Read at collection, because a fixture removes every SLURM_ variable from the environment.
 _SETTINGS = {name: value for name, value in os.environ.items() if name.startswith("SLURM_BED_")}
 
 
 @pytest.fixture
 def bed(slurm: Path) -> Path:
-    """The folder of the scripts that start and harm the cluster."""
+    """The folder of the scripts that start the cluster and crash its nodes."""
     return slurm
 
 
 @pytest.fixture(scope="session")
 def slurm(_own_environment: None) -> Iterator[Path]:
-    """A SLURM of three nodes on this machine, in the environment of this process; the folder of its scripts."""
+    """Starts a SLURM with three nodes on this machine and sets its environment; the folder of its scripts."""
     place = os.environ.get("DTRAIN_TEST_SLURM_BED")
     if not place:
-        pytest.skip("no cluster: DTRAIN_TEST_SLURM_BED names no folder with a start.sh that starts one")
+        pytest.skip("no cluster: set DTRAIN_TEST_SLURM_BED to a folder with a start.sh that starts one")
     if shutil.which("slurmctld", path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None:
-        pytest.skip("no SLURM here: apt-get install slurmctld slurmd slurm-client munge")
+        pytest.skip("SLURM is not installed: apt-get install slurmctld slurmd slurm-client munge")
     scripts = Path(place).resolve()
     with tempfile.TemporaryDirectory(prefix="slurm-") as state:
-        # Ports of its own, below the ephemeral ones, for another cluster on this machine.
+        # Ports by process id, below the ephemeral range, so that several clusters can run on this machine.
         own = {"SLURM_BED_DIR": state, "SLURM_BED_PORT": str(17000 + os.getpid() % 150 * 100)}
         environment = os.environ | own | _SETTINGS
         subprocess.run(["bash", str(scripts / "start.sh")], env=environment, check=True, timeout=120)

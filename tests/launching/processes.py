@@ -1,4 +1,4 @@
-"""Processes of a run, found from outside."""
+"""Finds the processes of a run in /proc."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 
 def rank_processes(mark: str) -> list[int]:
-    """Pids of the ranks whose command line holds ``mark``; neither torchrun nor the loader's workers."""
+    """Pids of the ranks whose command line contains ``mark``; without torchrun and the workers of the loader."""
     lines = {pid: _command(pid) for pid in map(int, filter(str.isdigit, os.listdir("/proc")))}
     torchruns = {pid for pid, line in lines.items() if "torch.distributed.run" in line and mark in line}
     return [pid for pid, line in lines.items() if mark in line and pid not in torchruns and _parent(pid) in torchruns]
 
 
 def launcher_process(mark: str) -> int:
-    """Pid of the ``dtrain.launch`` whose command line holds ``mark``; not of the srun that started it."""
+    """Pid of the ``dtrain.launch`` whose command line contains ``mark``; not of the srun that started it."""
     lines = {pid: _command(pid) for pid in map(int, filter(str.isdigit, os.listdir("/proc")))}
     (pid,) = (p for p, line in lines.items() if line.startswith(f"{sys.executable} -m dtrain.launch") and mark in line)
     return pid

@@ -1,76 +1,91 @@
-"""Commands on runs of this machine; those on jobs are in test_slurm.py."""
+"""Commands for runs on this machine; those for SLURM jobs are tested in test_slurm.py."""
 
 from __future__ import annotations
 
+import fcntl
+import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from dtrain import launch
-from dtrain.launching.commands import COMMANDS, newest_log
-from dtrain.tracking.status import write_status
-from tests.launching.test_standing import make_run, trained
+from dtrain.launching.commands import COMMANDS, newest_log, status_table
+from dtrain.tracking.run_dir import is_trained, write_status
 from tests.runs import status, train_on
 
 
-def test_a_run_is_asked_to_stop_with_the_file_that_it_looks_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def make_run(run_dir: Path, state: str | None, config: dict[str, Any], *records: dict[str, float]) -> Path:
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
+    (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    if state:
+        write_status(run_dir, state, int(records[-1]["step"]) if records else 0, "SIGTERM", last_step=40)
+    return run_dir
+
+
+@contextmanager
+def trained(run_dir: Path) -> Iterator[None]:
+    with (run_dir / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def test_stop_writes_the_stop_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "a", "running", {})
     with trained(run):
         assert launch.main(["stop", str(run)]) == 0
     assert (run / "STOP").exists()
-    assert "asked to save and stop" in capsys.readouterr().out
+    assert f"{run}: the run will save and stop" in capsys.readouterr().out
 
 
-def test_a_run_that_nobody_trains_cannot_be_stopped_and_its_next_start_is_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stop_of_a_run_without_a_process_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "a", "running", {})
     assert launch.main(["stop", str(run)]) == launch.FAILED
-    assert f"{run}: nothing trains it" in capsys.readouterr().err
+    assert f"{run}: no process trains this run" in capsys.readouterr().err
     assert not (run / "STOP").exists()
 
 
-def test_the_status_of_runs_is_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "a", "finished", {}, {"step": 40, "train/loss": 0.5})
     assert launch.main(["status", str(run)]) == 0
-    assert "40/40  0.5         finished" in capsys.readouterr().out
+    assert capsys.readouterr().out.splitlines()[1].split() == ["a", "40/40", "0.5", "finished"]
 
 
-def test_a_report_beside_the_runs_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_beside_the_runs_are_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "a", "finished", {}, {"step": 40, "train/loss": 0.5})
     (tmp_path / "report.html").touch()
     assert launch.main(["status", str(run), str(tmp_path / "report.html")]) == 0
-    assert "40/40  0.5         finished" in capsys.readouterr().out
+    assert capsys.readouterr().out.splitlines()[1].split() == ["a", "40/40", "0.5", "finished"]
 
 
-def test_a_misspelt_command_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_command_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert launch.main(["statu", "runs/1"]) == launch.FAILED
     assert "there is no command 'statu'. Did you mean 'status'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_directory_that_is_missing_or_not_given_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
+def test_a_missing_directory_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert launch.main([command]) == launch.FAILED
-    assert "name the directory of a run" in capsys.readouterr().err
+    assert f"{command}: give the directory of a run" in capsys.readouterr().err
     assert launch.main([command, str(tmp_path / "nowhere")]) == launch.FAILED
-    assert f"{tmp_path / 'nowhere'} is no directory" in capsys.readouterr().err
+    assert f"{command}: {tmp_path / 'nowhere'} is not a directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_directory_that_holds_no_run_is_told(
+def test_commands_refuse_a_directory_without_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     assert launch.main([command, str(tmp_path)]) == launch.FAILED
     assert str(tmp_path) in capsys.readouterr().err
 
 
-def test_a_log_is_that_of_the_newest_job_or_else_of_rank_0(tmp_path: Path) -> None:
+def test_the_log_is_that_of_the_newest_job_or_of_rank_0(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     logs.mkdir()
     (logs / "rank-00000.log").touch()
@@ -81,7 +96,7 @@ def test_a_log_is_that_of_the_newest_job_or_else_of_rank_0(tmp_path: Path) -> No
     assert newest_log(tmp_path) == logs / "slurm-12.out"
 
 
-def test_a_log_is_followed(tmp_path: Path) -> None:
+def test_tail_follows_the_log(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank-00000.log").write_text("first\n")
     process = subprocess.Popen(
@@ -99,9 +114,7 @@ def test_a_log_is_followed(tmp_path: Path) -> None:
         process.wait()
 
 
-def test_a_run_that_a_script_of_the_users_submitted_is_not_started_on_this_machine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_refuses_a_run_of_the_users_batch_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "a", "stopped", {}, {"step": 3})
     (run / ".job").write_text("12\n")
     assert launch.main(["resume", str(run)]) == launch.FAILED
@@ -119,3 +132,83 @@ def test_a_run_is_resumed_as_it_was_started(tmp_path: Path, digits: Path) -> Non
     assert launch.main(["resume", str(run)]) == 0
     assert status(run)["step"] == 6
     assert "lr: 0.01" in (run / "config.yaml").read_text()
+
+
+# -- the table of `status`
+
+
+def test_the_table_shows_varied_settings_and_last_metrics(tmp_path: Path) -> None:
+    first = make_run(
+        tmp_path / "a",
+        "finished",
+        {"optimizer": {"lr": 0.1}, "launch": {"time": "1"}},
+        {"step": 10, "train/loss": 2.0},
+        {"step": 40, "train/loss": 0.123456, "eval/accuracy": 0.5},
+    )
+    second = make_run(
+        tmp_path / "bcd", "stopped", {"optimizer": {"lr": 0.3}, "launch": {"time": "2"}}, {"step": 10, "train/loss": 3}
+    )
+    assert status_table([first, second]).splitlines() == [
+        "run  step    lr  train/loss  eval/accuracy  state",
+        "a    40/40  0.1      0.1235            0.5  finished",
+        "bcd  10/40  0.3           3              -  stopped: SIGTERM",
+    ]
+
+
+def test_many_settings_and_long_reasons_keep_the_table_readable(tmp_path: Path) -> None:
+    runs = [
+        make_run(tmp_path / name, "stopped", {"data": {f"key{number}": f"{name}{number}" for number in range(50)}})
+        for name in "ab"
+    ]
+    for run in runs:
+        write_status(run, "failed", 0, "long " * 100)
+    assert max(map(len, status_table(runs).splitlines())) < 220
+
+
+def test_a_directory_of_runs_lists_its_runs(tmp_path: Path) -> None:
+    (tmp_path / "sweep").mkdir()
+    for name in "ab":
+        make_run(tmp_path / "sweep" / name, "finished", {}, {"step": 40})
+    assert [line.split()[0] for line in status_table([tmp_path]).splitlines()] == ["run", "a", "b"]
+
+
+def test_a_run_that_has_not_started_is_listed(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", None, {"run": {"seed": 1}})
+    assert status_table([run]).splitlines()[1].split() == ["a", "-", "-", "not", "started"]
+
+
+def test_a_killed_run_differs_from_a_running_one(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", "running", {}, {"step": 3, "train/loss": 1.0})
+    (run / ".lock").touch()
+    assert not is_trained(run)
+    assert "killed" in status_table([run])
+    with trained(run):
+        assert is_trained(run)
+        assert "running" in status_table([run])
+    assert not is_trained(run)
+
+
+def test_the_step_of_a_running_run_is_its_newest_logged_step(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", "running", {}, {"step": 3})
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7}\n')
+    assert "7/40" in status_table([run])
+
+
+def test_control_characters_in_the_files_of_a_run_are_not_printed(tmp_path: Path) -> None:
+    bell, red = "\a", "\x1b[31m"
+    runs = [
+        make_run(tmp_path / f"{name}{red}", None, {f"task{red}": f"{name}{bell}"}, {"step": 1, f"eval/a{bell}": 1.0})
+        for name in "ab"
+    ]
+    for run in runs:
+        write_status(run, "failed", 1, f"{red}all of it\rgone")
+    text = status_table(runs)
+    assert all(line.isprintable() for line in text.splitlines())
+    assert "failed: ?[31mall of it" in text
+    assert len(text.splitlines()) == 3
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no run"):
+        status_table([tmp_path])

@@ -8,10 +8,16 @@ from pathlib import Path
 import pytest
 
 from dtrain.config.errors import ConfigError
-from dtrain.launching.job_script import array_script, job_script, seconds
-from dtrain.launching.point import Point
-from dtrain.launching.presets import frozen_arguments
-from tests.launching.points import single, sweep
+from dtrain.launching.job import Job
+from dtrain.launching.job_script import (
+    array_script,
+    freeze_presets,
+    frozen_arguments,
+    job_script,
+    time_limit_seconds,
+)
+from tests.launching.compose import single, sweep
+from tests.refusals import refused
 
 GOLDEN = Path(__file__).parent / "golden" / "job.sbatch"
 # As printed by: python -m dtrain.launch launch.dry_run=true ARGUMENTS
@@ -37,7 +43,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "cwd", classmethod(lambda cls: cls("/home/me/project")))
 
 
-def digits(*arguments: str) -> Point:
+def digits(*arguments: str) -> Job:
     return single("launch=slurm", "experiment=digits", *arguments)
 
 
@@ -46,7 +52,7 @@ def directives(*arguments: str) -> list[str]:
     return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
 
 
-def test_the_script_changes_only_on_purpose() -> None:
+def test_the_script_is_the_golden_file() -> None:
     assert job_script(single(*ARGUMENTS)) == GOLDEN.read_text()
 
 
@@ -57,14 +63,14 @@ def test_the_script_is_clean_shell() -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_bash_hands_over_every_argument_as_it_was_typed(tmp_path: Path) -> None:
-    point = single(*ARGUMENTS, "train.max_steps=1", "+model.note='it\\'s $HOME `x` \"quoted\"'")
-    script = job_script(point).partition("set -uo pipefail")[0] + 'printf "%s\\0" "$run_dir" "${arguments[@]}"\n'
+def test_bash_passes_every_argument_unchanged(tmp_path: Path) -> None:
+    job = single(*ARGUMENTS, "train.max_steps=1", "+model.note='it\\'s $HOME `x` \"quoted\"'")
+    script = job_script(job).partition("set -uo pipefail")[0] + 'printf "%s\\0" "$run_dir" "${arguments[@]}"\n'
     printed = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
-    assert printed.split("\0")[:-1] == [str(point.run.dir), *frozen_arguments(point)]
+    assert printed.split("\0")[:-1] == [str(job.run.dir), *frozen_arguments(job)]
 
 
-def test_a_process_gets_a_gpu_and_cores_for_its_loader() -> None:
+def test_resources_follow_from_processes_and_workers() -> None:
     asked = directives("launch.processes_per_node=4", "data.num_workers=3")
     assert "--gpus-per-node=4" in asked
     assert "--cpus-per-task=16" in asked
@@ -72,13 +78,9 @@ def test_a_process_gets_a_gpu_and_cores_for_its_loader() -> None:
     assert not any("gpu" in line for line in directives("launch.gpus_per_node=0"))
     auto = ("launch.processes_per_node=4", "data.num_workers=auto")
     assert "--cpus-per-task=24" in directives(*auto, "launch.cpus_per_process=6")
-    with pytest.raises(
-        ConfigError, match=r"launch\.cpus_per_process: data\.num_workers=auto uses the cores that there are"
-    ):
-        directives(*auto)
 
 
-def test_a_range_of_nodes_and_no_second_allocation_are_asked_for_in_slurms_words() -> None:
+def test_min_nodes_and_requeue_become_options_of_sbatch() -> None:
     script = job_script(digits("launch.nodes=4", "launch.min_nodes=2", "launch.requeue=false"))
     assert "#SBATCH --nodes=2-4\n" in script
     assert "#SBATCH --no-requeue\n" in script
@@ -92,7 +94,7 @@ def test_a_range_of_nodes_and_no_second_allocation_are_asked_for_in_slurms_words
         ("launch.srun=['--container-image=my image.sqsh']",),
     ],
 )
-def test_a_container_is_put_around_the_interpreter_that_is_in_it(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_the_interpreter_runs_in_the_container(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     script = job_script(digits(f"run.dir={tmp_path}", "launch.python=/opt/python", *arguments))
     srun = tmp_path / "srun"
     srun.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" >{tmp_path}/words\n')
@@ -107,45 +109,56 @@ def test_a_container_is_put_around_the_interpreter_that_is_in_it(tmp_path: Path,
         assert before[-4:] == ["apptainer", "exec", "--nv", "my image.sif"]
 
 
-def test_an_array_runs_the_script_of_the_point_that_its_number_names(tmp_path: Path) -> None:
-    points = sweep(
+def test_an_array_element_runs_the_script_of_its_run(tmp_path: Path) -> None:
+    jobs = sweep(
         "launch=slurm", "experiment=digits", f"run.dir='{tmp_path}/a b'", "launch.max_running=2", "run.seed=1,2,3"
     )
-    script = array_script(points, tmp_path / "50%a")
+    script = array_script(jobs, tmp_path / "50%a")
     assert "#SBATCH --array=0-2%2\n" in script
     assert f"#SBATCH --output={tmp_path}/50%%a/slurm-%A_%a.out\n" in script
-    for number, point in enumerate(points):
-        point.run.dir.mkdir()
-        (point.run.dir / "job.sbatch").write_text(f"echo {number}\n")
+    for number, job in enumerate(jobs):
+        job.run.dir.mkdir()
+        (job.run.dir / "job.sbatch").write_text(f"echo {number}\n")
         ran = subprocess.run(
             ["bash", "-c", script], env={"SLURM_ARRAY_TASK_ID": str(number)}, capture_output=True, text=True, check=True
         )
         assert ran.stdout == f"{number}\n"
 
 
-def test_elements_of_an_array_cannot_ask_for_different_things(tmp_path: Path) -> None:
-    points = sweep("launch=slurm", "experiment=digits", "launch.max_running=2", "launch.time=10,20", "run.seed=1,2")
-    with pytest.raises(ConfigError, match=r"launch\.max_running: .* differ in --time=10, --time=20"):
-        array_script(points, tmp_path)
+def test_an_array_of_runs_with_different_resources_is_refused(tmp_path: Path) -> None:
+    jobs = sweep("launch=slurm", "experiment=digits", "launch.max_running=2", "launch.time=10,20", "run.seed=1,2")
+    with refused(ConfigError, "launch.max_running", "--time=10, --time=20", "Remove launch.max_running"):
+        array_script(jobs, tmp_path)
 
 
-def test_percent_signs_in_the_directory_are_not_taken_for_patterns() -> None:
+def test_percent_signs_in_the_directory_are_escaped() -> None:
     assert "--output=/r/50%%j/logs/slurm-%j.out" in directives("run.dir=/r/50%j")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "names"),
     [
-        (("launch.gpus_per_node=1", "launch.processes_per_node=2"), r"launch\.gpus_per_node: got 1 for .*=2"),
-        (("launch.processes_per_node=null",), r"launch\.processes_per_node: launch=slurm needs a number"),
-        (("launch.extra=[qos]",), r"launch\.extra: got 'qos'"),
-        (("launch.time=00:02:00",), r"launch\.time: got 00:02:00, which is not longer than launch\.stop_seconds=120"),
-        (("launch.srun=[image.sqsh]",), r"launch\.srun: got 'image.sqsh', want options of srun"),
+        (
+            ("launch.gpus_per_node=1", "launch.processes_per_node=2"),
+            ("launch.gpus_per_node", "got 1", "launch.processes_per_node=2", "set 0"),
+        ),
+        (
+            ("launch.processes_per_node=null",),
+            ("launch.processes_per_node", "launch=slurm needs a number", "Set it to"),
+        ),
+        (("data.num_workers=auto",), ("launch.cpus_per_process", "data.num_workers=auto", "Set it to")),
+        (("launch.extra=[qos]",), ("launch.extra", "got 'qos'", "options of sbatch")),
+        (("launch.srun=[image.sqsh]",), ("launch.srun", "got 'image.sqsh'", "options of srun")),
+        (
+            ("launch.time=00:02:00",),
+            ("launch.time", "got 00:02:00", "launch.stop_seconds=120", "Increase launch.time"),
+        ),
     ],
 )
-def test_keys_that_contradict_each_other_are_refused(arguments: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_contradicting_keys_are_refused(arguments: tuple[str, ...], names: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as refusal:
         directives(*arguments)
+    assert [name for name in names if name not in str(refusal.value)] == []
 
 
 @pytest.mark.parametrize(
@@ -162,5 +175,26 @@ def test_keys_that_contradict_each_other_are_refused(arguments: tuple[str, ...],
         ("1:2:3:4", None),
     ],
 )
-def test_a_time_limit_means_what_slurm_says(time: str, expected: int | None) -> None:
-    assert seconds(time) == expected
+def test_time_limits_are_parsed_as_slurm_does(time: str, expected: int | None) -> None:
+    assert time_limit_seconds(time) == expected
+
+
+def test_presets_edited_after_the_submission_do_not_change_the_run(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    (mine / "experiment").mkdir(parents=True)
+    preset = mine / "experiment" / "e.yaml"
+    preset.write_text("# @package _global_\ndefaults:\n  - digits\nrun: {seed: 7}\n")
+    job = single("--config-dir", str(mine), "experiment=e", f"run.dir='{tmp_path}/my run'")
+    job.run.dir.mkdir()
+    freeze_presets(job)
+    preset.write_text("# @package _global_\ndefaults:\n  - digits\nrun: {seed: 8}\n")
+    again = single(*frozen_arguments(job))
+    assert again.run.dir == job.run.dir
+    ours, theirs = ({key: value for key, value in run.config.items() if key != "run"} for run in (job.run, again.run))
+    assert ours == theirs
+    assert again.run.config["run"]["seed"] == 7
+    # The presets of dtrain are frozen, too.
+    (job.run.dir / "presets" / "conf" / "precision" / "fp32.yaml").write_text("name: bf16\n")
+    assert single(*frozen_arguments(job)).run.config["precision"]["name"] == "bf16"
+    freeze_presets(job)
+    assert single(*frozen_arguments(job)).run.config["precision"]["name"] == "fp32"

@@ -1,4 +1,4 @@
-"""The launcher's jobs on a real SLURM."""
+"""Jobs of the launcher on a real SLURM."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from dtrain import launch
-from dtrain.distributed.srun import first_host
-from tests.launching.jobs import (
+from dtrain.distributed.world import first_host
+from tests.launching.processes import rank_processes
+from tests.launching.slurm_jobs import (
     TWO_NODES,
     digits_run,
     ended,
@@ -27,7 +28,6 @@ from tests.launching.jobs import (
     submit,
     wait,
 )
-from tests.launching.processes import rank_processes
 from tests.runs import metrics, records, status, torchrun, weights
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("slurm", "digits")]
@@ -47,20 +47,20 @@ def ledger(run_dir: Path) -> dict[int, list[str]]:
     return {step: sorted(found) for step, found in keys.items()}
 
 
-def test_a_job_that_needs_three_allocations_ends_as_if_nobody_had_stopped_it(tmp_path: Path) -> None:
+def test_a_run_in_three_allocations_equals_an_uninterrupted_run(tmp_path: Path) -> None:
     run_dir, options = tmp_path / "a place", ("data.record_keys=true", "tracker=wandb")
     job = submit(run_dir, *options, pausing(21, 41))
     for stops, step in enumerate((21, 41), start=1):
-        wait(paused(run_dir, step), told=lambda: output(job))
+        wait(paused(run_dir, step), details=lambda: output(job))
         slurm("scancel", "--signal=USR1", "--batch", job)
-        wait(restarted(job, stops), told=lambda: output(job))
+        wait(restarted(job, stops), details=lambda: output(job))
     assert ended(job) == "COMPLETED"
     assert status(run_dir)["state"] == "finished"
     assert not (run_dir / "STOP").exists()
-    said = output(job)
-    assert said.count("state stopped") == 2
-    assert "restart 2, on" in said
-    # one run for wandb, too: three pieces under one id
+    printed = output(job)
+    assert printed.count("state stopped") == 2
+    assert "restart 2, on" in printed
+    # wandb has one run: three offline folders with one id.
     ids = {path.name.rpartition("-")[2] for path in (run_dir / "wandb").glob("offline-run-*")}
     assert ids == {(run_dir / "wandb" / "run-id").read_text().strip()}
     assert len(list((run_dir / "wandb").glob("offline-run-*"))) == 3
@@ -75,8 +75,8 @@ def test_a_job_that_needs_three_allocations_ends_as_if_nobody_had_stopped_it(tmp
     assert set(Counter(key for keys in ledger(run_dir).values() for key in keys).values()) == {6}
 
 
-def test_a_time_limit_is_kept_without_being_killed_for_it(tmp_path: Path) -> None:
-    """More than a minute of steps, in allocations of a minute: the run itself knows when its time ends."""
+def test_a_run_stops_before_its_time_limit(tmp_path: Path) -> None:
+    """The steps take more than a minute, the allocation has one minute, and the run knows its time limit."""
     shape = ("launch.processes_per_node=1", "launch.time=1", "launch.stop_seconds=1")
     job = submit(tmp_path, pausing(*range(2, 11)), "train.max_steps=12", shape=shape)
     assert ended(job, 300) == "COMPLETED"
@@ -107,7 +107,7 @@ def test_a_cancelled_job_stays_cancelled(tmp_path: Path) -> None:
     assert field(job, "Restarts") == "0"
 
 
-def test_a_run_that_a_person_stops_is_not_requeued(tmp_path: Path) -> None:
+def test_a_run_with_a_stop_file_of_the_user_is_not_requeued(tmp_path: Path) -> None:
     job = submit(tmp_path, pausing(6))
     wait(paused(tmp_path, 6))
     (tmp_path / "STOP").touch()
@@ -116,69 +116,69 @@ def test_a_run_that_a_person_stops_is_not_requeued(tmp_path: Path) -> None:
     assert status(tmp_path)["state"] == "stopped"
 
 
-def test_a_killed_rank_is_replaced_by_a_requeue(tmp_path: Path) -> None:
+def test_a_killed_rank_requeues_the_job(tmp_path: Path) -> None:
     job = submit(tmp_path, "checkpoint.every_steps=10", pausing(26))
     wait(paused(tmp_path, 26))
     os.kill(rank_processes(str(tmp_path))[1], signal.SIGKILL)
-    wait(restarted(job, 1), told=lambda: output(job))
+    wait(restarted(job, 1), details=lambda: output(job))
     assert ended(job) == "COMPLETED"
     assert status(tmp_path)["state"] == "finished"
 
 
-def test_a_cancelled_step_is_started_again(tmp_path: Path) -> None:
+def test_a_cancelled_step_requeues_the_job(tmp_path: Path) -> None:
     job = submit(tmp_path, "checkpoint.every_steps=10", pausing(16))
     wait(paused(tmp_path, 16))
-    slurm("scancel", f"{job}.1")  # step 0 has looked for the run directory
-    wait(restarted(job, 1), told=lambda: output(job))
+    slurm("scancel", f"{job}.1")  # step 0 checked the run directory
+    wait(restarted(job, 1), details=lambda: output(job))
     assert ended(job) == "COMPLETED"
     steps = [record["step"] for record in records(tmp_path) if "train/loss" in record]
     assert steps == list(range(1, status(tmp_path)["step"] + 1))
 
 
 @pytest.mark.parametrize("name", ["TERM", "USR1"])
-def test_a_signal_to_the_step_saves_and_the_job_goes_on(tmp_path: Path, name: str) -> None:
-    """TERM is what preemption sends; both come to every torchrun, and the first that ends must not take others along."""
+def test_a_signal_to_the_step_saves_and_requeues(tmp_path: Path, name: str) -> None:
+    """Preemption sends TERM. Every torchrun gets the signal, and the first one that exits must not end the others."""
     job = submit(tmp_path, "checkpoint.every_steps=null", "checkpoint.every_minutes=null", pausing(11))
     wait(paused(tmp_path, 11))
     slurm("scancel", f"--signal={name}", job)
-    wait(restarted(job, 1), told=lambda: output(job))
+    wait(restarted(job, 1), details=lambda: output(job))
     assert ended(job) == "COMPLETED"
-    said = output(job)
-    assert "restart 0: state stopped" in said
-    assert "starts        after step" in said
-    assert "trained again" not in said
+    printed = output(job)
+    assert "restart 0: state stopped" in printed
+    assert "starts        after step" in printed
+    assert "trained again" not in printed
 
 
-@pytest.mark.parametrize("fewer", [False, True], ids=["another takes its place", "the others go on alone"])
-def test_a_node_that_is_taken_away_ends_nothing(tmp_path: Path, bed: Path, fewer: bool) -> None:
+@pytest.mark.parametrize("fewer", [False, True], ids=["another node replaces it", "fewer nodes continue"])
+def test_a_run_survives_the_failure_of_a_node(tmp_path: Path, bed: Path, fewer: bool) -> None:
     shape = ("launch.nodes=3", "launch.min_nodes=2") if fewer else ("launch.nodes=2",)
     job = submit(tmp_path, "checkpoint.every_steps=10", pausing(16), shape=shape)
-    wait(paused(tmp_path, 16), told=lambda: output(job))
+    wait(paused(tmp_path, 16), details=lambda: output(job))
     try:
         subprocess.run(["bash", str(bed / "crash-node.sh"), "n2"], check=True)
-        wait(restarted(job, 1), told=lambda: output(job))
+        wait(restarted(job, 1), details=lambda: output(job))
         assert ended(job) == "COMPLETED"
     finally:
         subprocess.run([Path(os.environ["SLURM_BED_DIR"]) / "start-node.sh", "n2"], check=True)
         wait(lambda: "n2" in slurm("sinfo", "-h", "-N", "-t", "idle", "-o", "%N"))
-    said = output(job)
-    assert f"restart 0, on {'n[1-3]' if fewer else 'n[1-2]'}: " in said
-    assert "restart 1, on n[1,3]: 2 x 1 processes" in said
+    printed = output(job)
+    assert f"restart 0, on {'n[1-3]' if fewer else 'n[1-2]'}: " in printed
+    assert "restart 1, on n[1,3]: 2 x 1 processes" in printed
     steps = [record["step"] for record in records(tmp_path) if "train/loss" in record]
     assert steps == list(range(1, status(tmp_path)["step"] + 1))
 
 
-def test_without_requeue_a_killed_rank_ends_the_job_and_says_which(tmp_path: Path) -> None:
+def test_without_requeue_a_killed_rank_fails_the_job(tmp_path: Path) -> None:
     job = submit(tmp_path, "launch.requeue=false", "checkpoint.every_steps=10", pausing(26))
     wait(paused(tmp_path, 26))
     os.kill(rank_processes(str(tmp_path))[1], signal.SIGKILL)
     assert ended(job) == "FAILED"
-    said = output(job)
-    assert "exitcode  : -9" in said or "Signal 9 (SIGKILL)" in said
-    assert "no new allocation, as asked for" in said
+    printed = output(job)
+    assert "exitcode  : -9" in printed or "Signal 9 (SIGKILL)" in printed
+    assert "no new allocation, because requeue is off" in printed
 
 
-def test_where_requeue_is_forbidden_a_new_job_takes_over(tmp_path: Path) -> None:
+def test_where_requeue_is_forbidden_a_new_job_continues(tmp_path: Path) -> None:
     job = submit(tmp_path, 'launch.extra=["--no-requeue"]', pausing(11))
     wait(paused(tmp_path, 11))
     slurm("scancel", "--signal=USR1", "--batch", job)
@@ -186,12 +186,12 @@ def test_where_requeue_is_forbidden_a_new_job_takes_over(tmp_path: Path) -> None
     following = (tmp_path / ".job").read_text().strip()
     assert following != job
     assert ended(following) == "COMPLETED"
-    assert f"requeue is refused here: job {following} goes on" in output(job)
+    assert f"requeue is refused here: job {following} continues the run" in output(job)
     assert "restart 1, on" in output(following)
     assert status(tmp_path)["state"] == "finished"
 
 
-def test_a_directory_that_one_node_does_not_see_is_named_before_anything_starts(tmp_path: Path, bed: Path) -> None:
+def test_a_run_directory_missing_on_one_node_is_an_error(tmp_path: Path, bed: Path) -> None:
     place = Path(os.environ["SLURM_BED_DIR"])
     if (place / "ns").read_text().strip() == "no":
         pytest.skip("the nodes of this cluster have no file systems of their own")
@@ -204,7 +204,7 @@ def test_a_directory_that_one_node_does_not_see_is_named_before_anything_starts(
         assert ended(job) == "FAILED"
     finally:
         subprocess.run([*node, "umount", str(tmp_path)], check=True)
-    assert f"error: {run_dir} is not there on every node of n[1-2]" in output(job)
+    assert f"error: {run_dir} does not exist on every node of n[1-2]" in output(job)
     assert "Traceback" not in output(job)
 
 
@@ -223,9 +223,9 @@ def test_a_run_that_always_fails_is_not_requeued(tmp_path: Path) -> None:
     job = submit(tmp_path, "task.input=nothing")
     assert ended(job) == "FAILED"
     assert field(job, "Restarts") == "0"
-    said = output(job)
-    assert said.index("dtrain: rank ") < said.index("ChildFailedError")
-    assert "no new allocation" in said
+    printed = output(job)
+    assert printed.index("dtrain: rank ") < printed.index("ChildFailedError")
+    assert "no new allocation" in printed
 
 
 @pytest.mark.parametrize("nodelist", ["n1", "n[2-3],n1", "gpu[007-009,12],login", "rack[2,4]n[10-11]"])
@@ -237,7 +237,7 @@ def test_a_second_job_for_the_same_run_is_refused(tmp_path: Path, capsys: pytest
     job = submit(tmp_path, 'launch.extra=["--hold"]')
     try:
         assert launch.main(["launch=slurm", *TWO_NODES, *digits_run(), f"run.dir={tmp_path}"]) == 1
-        assert f"job {job} PENDING (JobHeldUser) trains" in capsys.readouterr().err
+        assert f"run.dir: {tmp_path} already has job {job} PENDING (JobHeldUser)" in capsys.readouterr().err
     finally:
         subprocess.run(["scancel", job], check=True)
 
@@ -252,17 +252,17 @@ def test_a_second_job_for_the_same_run_is_refused(tmp_path: Path, capsys: pytest
         "launch.processes_per_node=64",
     ],
 )
-def test_what_slurm_refuses_is_told_in_its_words_and_leaves_no_job(
+def test_an_error_of_sbatch_is_printed_and_no_job_is_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: str
 ) -> None:
     assert launch.main(["launch=slurm", *digits_run(), f"run.dir={tmp_path}", "--multirun", "run.seed=1,2", wrong]) == 1
-    said = capsys.readouterr().err
-    assert "sbatch: error: " in said
-    assert "sinfo -o" in said
+    printed = capsys.readouterr().err
+    assert "sbatch: error: " in printed
+    assert "sinfo -o" in printed
     assert subprocess.run(["squeue", "-h"], capture_output=True, text=True, check=True).stdout == ""
 
 
-def test_a_sweep_is_a_job_for_each_point_or_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_jobs_of_a_sweep_are_submitted_or_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["launch=slurm", *digits_run(), f"run.dir={tmp_path / 'r'}", 'launch.extra=["--hold"]', "--multirun"]
     assert launch.main([*command, "launch.time=10,later"]) == 1
     wait(lambda: not slurm("squeue", "-h"))
@@ -277,19 +277,17 @@ def test_a_sweep_is_a_job_for_each_point_or_none(tmp_path: Path, capsys: pytest.
         assert launch.main(["status", *(row[3] for row in rows)]) == 0
         header, *shown = [line.split() for line in capsys.readouterr().out.splitlines()]
         assert "seed" in header
-        assert [f"not begun, job {job} PENDING" in " ".join(line) for line, job in zip(shown, jobs, strict=True)] == [
+        assert [f"queued, job {job} PENDING" in " ".join(line) for line, job in zip(shown, jobs, strict=True)] == [
             True
         ] * 2
     finally:
         slurm("scancel", *jobs)
 
 
-def test_four_points_train_two_at_a_time_and_are_shown_side_by_side(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_array_of_four_runs_trains_two_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("launch.max_running=2", "train.max_epochs=2", "launch.cpus_per_process=1", "launch.gpus_per_node=0")
-    points = ("optimizer.lr=1e-3,3e-3", "precision=fp32,bf16")
-    command = ["--multirun", "launch=slurm", *digits_run(*options), *points, f"run.dir={tmp_path / 'r'}"]
+    varied = ("optimizer.lr=1e-3,3e-3", "precision=fp32,bf16")
+    command = ["--multirun", "launch=slurm", *digits_run(*options), *varied, f"run.dir={tmp_path / 'r'}"]
     assert launch.main(command) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     jobs, directories = [row[3] for row in rows], [Path(row[4]) for row in rows]
@@ -316,7 +314,7 @@ def test_four_points_train_two_at_a_time_and_are_shown_side_by_side(
     ]
 
 
-def test_an_element_of_an_array_is_requeued_alone(tmp_path: Path) -> None:
+def test_an_array_element_is_requeued_alone(tmp_path: Path) -> None:
     command = [
         "--multirun",
         "launch=slurm",
@@ -335,7 +333,7 @@ def test_an_element_of_an_array_is_requeued_alone(tmp_path: Path) -> None:
     assert [status(run)["state"] for run in runs] == ["finished", "finished"]
 
 
-def test_a_run_is_stopped_and_resumed_by_its_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stop_and_resume_by_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = submit(tmp_path, pausing(6), shape=("launch.processes_per_node=1",))
     wait(paused(tmp_path, 6))
     capsys.readouterr()
@@ -345,7 +343,7 @@ def test_a_run_is_stopped_and_resumed_by_its_directory(tmp_path: Path, capsys: p
     assert ended(job) == "COMPLETED"
     assert status(tmp_path)["state"] == "stopped"
     assert launch.main(["stop", str(tmp_path)]) == 1
-    assert "nothing trains it" in capsys.readouterr().err
+    assert "no process trains this run" in capsys.readouterr().err
 
     assert launch.main(["resume", str(tmp_path)]) == 0
     following = (tmp_path / ".job").read_text().strip()
@@ -354,7 +352,7 @@ def test_a_run_is_stopped_and_resumed_by_its_directory(tmp_path: Path, capsys: p
     assert status(tmp_path)["state"] == "finished"
 
 
-def test_a_run_that_waits_for_nodes_is_stopped_by_leaving_the_queue(tmp_path: Path) -> None:
+def test_stop_cancels_a_waiting_job(tmp_path: Path) -> None:
     job = submit(tmp_path, 'launch.extra=["--hold"]')
     assert launch.main(["stop", str(tmp_path)]) == 0
     assert ended(job) == "CANCELLED"

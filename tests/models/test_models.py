@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.models import GPT, MLP, CoordinateNet, Polynomial, ResNet, ResNet9, ViT
+from tests.refusals import refused
 
 IMAGES = torch.zeros(2, 3, 32, 32)
 
@@ -121,20 +122,20 @@ def test_generated_tokens_follow_the_prompt_and_depend_on_the_seed_alone() -> No
 
 
 @pytest.mark.parametrize(
-    ("build", "said"),
+    ("build", "names"),
     [
-        (lambda: MLP([10]), r"MLP: got widths \[10\]"),
-        (lambda: MLP([1, 1], "sinus"), "MLP: got activation 'sinus', want one of relu"),
-        (lambda: Polynomial(0), "Polynomial: got degree 0"),
-        (lambda: CoordinateNet(hidden=0), "CoordinateNet: got 0 hidden layers"),
-        (lambda: ResNet(17), "ResNet: got depth 17 .*18, 34, 50, 101"),
-        (lambda: ResNet(18, stem="mnist"), "stem 'mnist'.*imagenet, cifar"),
-        (lambda: ViT("huge"), "ViT: got size 'huge', want one of tiny, small, base"),
-        (lambda: ViT([16, 1, 2], image_size=30, patch=8), "30 pixels in patches of 8"),
-        (lambda: GPT(width=15, heads=2), "width 15 and 2 heads"),
-        (lambda: GPT(width=8, depth=1, heads=2, context=4)(torch.zeros(1, 5, dtype=torch.long)), "rows of 5 tokens"),
+        (lambda: MLP([10]), ["MLP", "got widths [10]"]),
+        (lambda: MLP([1, 1], "sinus"), ["MLP", "got activation 'sinus'", "relu"]),
+        (lambda: Polynomial(0), ["Polynomial", "got degree 0"]),
+        (lambda: CoordinateNet(hidden=0), ["CoordinateNet", "got 0 hidden layers"]),
+        (lambda: ResNet(17), ["ResNet", "got depth 17", "18, 34, 50, 101"]),
+        (lambda: ResNet(18, stem="mnist"), ["stem 'mnist'", "imagenet, cifar"]),
+        (lambda: ViT("huge"), ["ViT", "got size 'huge'", "tiny, small, base"]),
+        (lambda: ViT([16, 1, 2], image_size=30, patch=8), ["30 pixels in patches of 8"]),
+        (lambda: GPT(width=15, heads=2), ["width 15 and 2 heads"]),
+        (lambda: GPT(width=8, depth=1, heads=2, context=4)(torch.zeros(1, 5, dtype=torch.long)), ["rows of 5 tokens"]),
     ],
 )
-def test_impossible_models_are_refused_with_their_numbers(build: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_impossible_models_are_refused_with_their_numbers(build: Any, names: list[str]) -> None:
+    with refused(ValueError, *names):
         build()

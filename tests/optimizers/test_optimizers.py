@@ -13,7 +13,7 @@ from dtrain.config.errors import ConfigError
 from dtrain.models import GPT
 from dtrain.training import build
 from dtrain.training.state import load_optimizer, optimizer_state
-from tests.training.toys import CPU
+from tests.refusals import refused
 
 
 def gpt() -> GPT:
@@ -22,7 +22,7 @@ def gpt() -> GPT:
 
 
 def optimizer(model: nn.Module, **node: Any) -> torch.optim.Optimizer:
-    return build.build_optimizer(OmegaConf.create(node), model, CPU)
+    return build.build_optimizer(OmegaConf.create(node), model)
 
 
 def backward(model: nn.Module, step: int) -> None:
@@ -48,24 +48,24 @@ def test_without_no_decay_all_parameters_are_one_group() -> None:
 
 
 @pytest.mark.parametrize(
-    ("node", "said"),
+    ("node", "names"),
     [
         (
             {"_target_": "torch.optim.SGD", "no_decay": ["head.*"]},
-            r"optimizer.no_decay: 'head.\*' matches no trainable",
+            ["optimizer.no_decay: 'head.*' matches no trainable"],
         ),
-        ({"_target_": "torch.optim.SGD", "no_decay": "vectors"}, "optimizer.no_decay: got the text 'vectors'"),
-        ({"_target_": "dtrain.optimizers.MuonWithAdamW", "no_decay": ["vectors"]}, "makes its own groups"),
-        ({"_target_": "dtrain.optimizers.MuonWithAdamW", "adamw": ["head.*"]}, r"optimizer: 'head.\*' matches no"),
+        ({"_target_": "torch.optim.SGD", "no_decay": "vectors"}, ["optimizer.no_decay", "got the text 'vectors'"]),
+        ({"_target_": "dtrain.optimizers.MuonWithAdamW", "no_decay": ["vectors"]}, ["makes its own groups"]),
+        ({"_target_": "dtrain.optimizers.MuonWithAdamW", "adamw": ["head.*"]}, ["optimizer: 'head.*' matches no"]),
     ],
 )
-def test_impossible_groups_are_refused(node: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_impossible_groups_are_refused(node: dict[str, Any], names: list[str]) -> None:
+    with refused(ConfigError, *names):
         optimizer(gpt(), **node)
 
 
 def test_muon_needs_a_matrix() -> None:
-    with pytest.raises(ConfigError, match="optimizer: Muon: the model has no matrix inside"):
+    with refused(ConfigError, "optimizer: ", "Muon", "optimizer=adamw"):
         optimizer(nn.Conv2d(1, 1, 3), _target_="dtrain.optimizers.MuonWithAdamW")
 
 

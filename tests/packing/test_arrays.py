@@ -1,4 +1,4 @@
-"""``pack arrays``: numpy's rows and the loader's batches are the same numbers."""
+"""``pack arrays``: the loader reads the same numbers from the shards as numpy from the arrays."""
 
 import shlex
 import tracemalloc
@@ -42,7 +42,7 @@ def files(tmp_path):
 
 
 def read(destination, precision="fp32"):
-    """All batches of ``train`` by the fields that the command wrote down."""
+    """The only batch of ``train``, with the fields of the preset."""
     preset = yaml.safe_load((destination / "conf" / "data" / "packed.yaml").read_text())
     with_loader = ShardLoader(
         preset["train"], preset["fields"], global_batch_size=ROWS, num_workers=0, shuffle="none", precision=precision
@@ -51,7 +51,7 @@ def read(destination, precision="fp32"):
     return batch
 
 
-def test_the_loader_gives_back_the_arrays(arrays, tmp_path):
+def test_the_loader_returns_the_arrays(arrays, tmp_path):
     assert pack(*files(tmp_path), tmp_path / "dst", "--png", "grey", "--shards", 3) == 0
     batch = read(tmp_path / "dst")
     assert [key.rpartition("/")[2] for key in batch.sample_keys] == [f"{row:09d}" for row in range(ROWS)]
@@ -62,12 +62,12 @@ def test_the_loader_gives_back_the_arrays(arrays, tmp_path):
     np.testing.assert_array_equal(batch["grey"].numpy(), np.repeat(arrays["grey"][..., np.newaxis], 3, axis=3))
 
 
-def test_the_config_finds_the_shards_in_a_folder_with_the_signs_of_a_pattern(arrays, tmp_path):
+def test_the_preset_finds_shards_in_a_folder_with_pattern_characters(arrays, tmp_path):
     assert pack(tmp_path / "label.npy", tmp_path / "set[2]") == 0
     np.testing.assert_array_equal(read(tmp_path / "set[2]")["label"].numpy(), arrays["label"])
 
 
-def test_the_command_that_is_printed_can_be_pasted_whatever_the_folder_is_called(arrays, tmp_path, capsys):
+def test_the_printed_command_quotes_the_folder(arrays, tmp_path, capsys):
     assert pack(*files(tmp_path), tmp_path / "my shards; $x") == 0
     words = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert words[words.index("--config-dir") + 1] == str(tmp_path / "my shards; $x" / "conf")
@@ -89,7 +89,7 @@ def test_floats_can_be_stored_in_the_dtype_of_the_run(arrays, tmp_path, name, dt
     assert torch.equal(got, torch.from_numpy(arrays["x"]).to(dtype))
 
 
-def test_a_value_that_the_dtype_cannot_hold_is_named(tmp_path, capsys):
+def test_a_value_outside_the_range_of_the_dtype_is_named(tmp_path, capsys):
     np.save(tmp_path / "x.npy", np.array([[1.0], [np.inf], [70_000.0]]))
     assert pack(tmp_path / "x.npy", tmp_path / "dst", "--dtype", "fp16") == 1
     assert "array 'x', row 2: 70000 is outside the range of float16" in capsys.readouterr().err
@@ -106,9 +106,9 @@ def test_arrays_of_an_npz_are_chosen_and_renamed(arrays, tmp_path, save):
     assert not (tmp_path / "dst" / ".packing").exists()
 
 
-def test_rows_are_dealt_to_splits_once_and_mixed_on_request(arrays, tmp_path):
+def test_each_row_is_in_one_split_and_shuffled_on_request(arrays, tmp_path):
     keys = {}
-    for name, more in (("in order", ()), ("mixed", ("--shuffle",))):
+    for name, more in (("in order", ()), ("shuffled", ("--shuffle",))):
         assert pack(tmp_path / "label.npy", tmp_path / name, "--val", 0.25, *more) == 0
         shards = {split: str(tmp_path / name / f"{split}-000000.tar") for split in ("train", "val")}
         keys[name] = {
@@ -117,41 +117,42 @@ def test_rows_are_dealt_to_splits_once_and_mixed_on_request(arrays, tmp_path):
         }
         assert sorted(keys[name]["train"] + keys[name]["val"]) == [f"{row:09d}" for row in range(ROWS)]
         assert len(keys[name]["val"]) == round(0.25 * ROWS)
-    assert keys["in order"]["train"] == sorted(keys["in order"]["train"]) != keys["mixed"]["train"]
-    assert sorted(keys["mixed"]["val"]) == keys["in order"]["val"]
+    assert keys["in order"]["train"] == sorted(keys["in order"]["train"]) != keys["shuffled"]["train"]
+    assert sorted(keys["shuffled"]["val"]) == keys["in order"]["val"]
 
 
 @pytest.mark.parametrize(
-    ("made", "arguments", "says"),
+    ("made", "arguments", "names"),
     [
-        ({"x": np.zeros((3, 2)), "y": np.zeros(2)}, [], "different numbers of rows: {'x': 3, 'y': 2}"),
-        ({"x": np.zeros((0, 2))}, [], "have no rows"),
-        ({"x": np.float32(1)}, [], "one row for each sample"),
-        ({"x": np.zeros((3, 2), np.longdouble)}, [], "want numbers as tensors have them"),
-        ({"x": np.array(["text"])}, [], "want numbers"),
-        ({"x": np.array([{}])}, [], "Only arrays of numbers"),
-        ({"a.b": np.zeros(2)}, [], "--field x=a.b"),
-        ({"x": np.zeros(2), "X": np.zeros(2)}, [], "like that of"),
-        ({"x": np.zeros(2)}, ["--field", "y=z"], "there is no array 'z' among x"),
-        ({"x": np.zeros(2)}, ["--dtype", "int8"], "want fp32, fp16, bf16"),
-        ({"x": np.zeros(2)}, ["--dtype", "y=bf16"], "there is no array 'y'"),
-        ({"x": np.zeros(2, int)}, ["--dtype", "x=bf16"], "Only floats are converted"),
-        ({"x": np.zeros(2)}, ["--png", "x"], "want uint8"),
-        ({"x": np.zeros(2)}, ["--val", "0.01"], "give it none"),
-        ({"x": np.zeros(2)}, ["--val", "1"], "sum to less than 1"),
-        ({"x": np.zeros(2)}, ["--shards", "3"], "Ask for 2 or fewer"),
-        ({"x": np.zeros(2)}, ["--processes", "0"], "at least 1"),
-        ({"x": np.zeros(2)}, ["--prefix", "a/b"], "plain name"),
+        ({"x": np.zeros((3, 2)), "y": np.zeros(2)}, [], ("{'x': 3, 'y': 2}", "--field NAME=ARRAY")),
+        ({"x": np.zeros((0, 2))}, [], ("arrays x", "no rows")),
+        ({"x": np.float32(1)}, [], ("'x'", "float32 []", "one row for each sample")),
+        ({"x": np.zeros((3, 2), np.longdouble)}, [], ("'x'", "[3, 2]", "astype")),
+        ({"x": np.array(["text"])}, [], ("'x'", "<U4", "astype")),
+        ({"x": np.array([{}])}, [], ("'x'", "Only arrays of numbers")),
+        ({"a.b": np.zeros(2)}, [], ("'a.b'", "--field x=a.b")),
+        ({"x": np.zeros(2), "X": np.zeros(2)}, [], ("'x'", "'X'", "--field")),
+        ({"x": np.zeros(2)}, ["--field", "y=z"], ("--field", "'z'", "among x")),
+        ({"x": np.zeros(2)}, ["--dtype", "int8"], ("--dtype", "int8", "fp32, fp16, bf16")),
+        ({"x": np.zeros(2)}, ["--dtype", "y=bf16"], ("--dtype", "'y'", "among x")),
+        ({"x": np.zeros(2, int)}, ["--dtype", "x=bf16"], ("--dtype x=bf16", "int64", "Only floats")),
+        ({"x": np.zeros(2)}, ["--png", "x"], ("--png x", "float64 [2]", "want uint8")),
+        ({"x": np.zeros(2)}, ["--val", "0.01"], ("--split val", "Increase the share")),
+        ({"x": np.zeros(2)}, ["--val", "1"], ("'val': 1.0", "sum to less than 1")),
+        ({"x": np.zeros(2)}, ["--shards", "3"], ("3 shards", "2 or fewer")),
+        ({"x": np.zeros(2)}, ["--processes", "0"], ("--processes 0", "at least 1")),
+        ({"x": np.zeros(2)}, ["--prefix", "a/b"], ("'a/b'", "plain name")),
     ],
 )
-def test_mistakes_are_told_in_one_line_and_leave_nothing(tmp_path, capsys, made, arguments, says):
+def test_errors_are_one_line_and_leave_no_file(tmp_path, capsys, made, arguments, names):
     for name, array in made.items():
         np.save(tmp_path / f"{name}.npy", array)
     assert pack(*files(tmp_path), tmp_path / "dst", *arguments) == 1
     error = capsys.readouterr().err
     assert error.startswith("pack: error: ")
     assert error.count("\n") == 1
-    assert says in error
+    for name in names:
+        assert name in error
     assert not any((tmp_path / "dst").glob("*"))
 
 
@@ -167,7 +168,7 @@ def test_arrays_of_one_name_and_files_of_other_kinds_are_refused(arrays, tmp_pat
     assert "not a readable npz" in capsys.readouterr().err
 
 
-def test_memory_holds_a_row_at_a_time(tmp_path):
+def test_memory_holds_one_row(tmp_path):
     array = np.lib.format.open_memmap(tmp_path / "x.npy", mode="w+", dtype=np.float32, shape=(64, 1 << 16))
     array[:] = 1
     array.flush()

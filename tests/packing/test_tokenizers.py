@@ -1,4 +1,4 @@
-"""Tokenizers: what they promise of their vocabulary, and what is said where one is missing."""
+"""Tokenizers: tokens, size of the vocabulary, end of text, and errors."""
 
 import sys
 
@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from dtrain.packing.tokenizers import Tokenizer
+from tests.refusals import refused
 
 
-def test_bytes_are_bytes_and_one_token_more_ends_a_text():
+def test_bytes_have_one_more_token_for_the_end_of_text():
     tokenizer = Tokenizer("bytes")
     text = "ä€😀\n"
     assert tokenizer.encode(text).tobytes() == np.frombuffer(text.encode(), np.uint8).astype(np.uint16).tobytes()
@@ -26,7 +27,7 @@ def word_level(tmp_path):
     return tmp_path / "tokenizer.json"
 
 
-def test_a_tokenizer_file_is_known_by_its_content(word_level, tmp_path):
+def test_the_identity_of_a_tokenizer_file_is_its_content(word_level, tmp_path):
     tokenizer = Tokenizer(f"tokenizers:{word_level}")
     assert tokenizer.encode("a b c a").tolist() == [2, 3, 0, 2]
     assert (tokenizer.vocab_size, tokenizer.end_of_text) == (4, 1)
@@ -37,11 +38,11 @@ def test_a_tokenizer_file_is_known_by_its_content(word_level, tmp_path):
 
 def test_the_end_of_text_can_be_named_and_must_exist(word_level):
     assert Tokenizer(f"tokenizers:{word_level}", "b").end_of_text == 3
-    with pytest.raises(ValueError, match="has no token <eot>"):
+    with refused(ValueError, "<eot>", "no token", "--end-of-text TOKEN"):
         Tokenizer(f"tokenizers:{word_level}", "<eot>")
 
 
-def test_tiktoken_takes_special_tokens_in_a_text_for_text(monkeypatch):
+def test_tiktoken_encodes_names_of_special_tokens_as_text(monkeypatch):
     tiktoken = pytest.importorskip("tiktoken")
     ranks = {bytes([byte]): byte for byte in range(256)}
     encoding = tiktoken.Encoding(
@@ -55,11 +56,11 @@ def test_tiktoken_takes_special_tokens_in_a_text_for_text(monkeypatch):
 
 @pytest.mark.parametrize("spec", ["words", "tiktoken", "tokenizers:", ""])
 def test_an_unknown_tokenizer_is_refused_with_the_known_ones(spec):
-    with pytest.raises(ValueError, match="want bytes, tiktoken:NAME"):
+    with refused(ValueError, key="", remedy="want bytes, tiktoken:NAME"):
         Tokenizer(spec)
 
 
-def test_a_file_that_is_no_tokenizer_is_named(tmp_path):
+def test_a_file_that_is_not_a_tokenizer_is_named(tmp_path):
     pytest.importorskip("tokenizers")
     (tmp_path / "x.json").write_text("{}")
     with pytest.raises(ValueError, match="not a tokenizer"):
@@ -71,5 +72,5 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path):
 @pytest.mark.parametrize("package", ["tiktoken", "tokenizers"])
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ModuleNotFoundError, match=rf"needs the package {package}.*pip install 'dtrain\[text\]'"):
+    with refused(ModuleNotFoundError, package, "", "pip install 'dtrain[text]'"):
         Tokenizer(f"{package}:missing")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import json
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,37 +18,21 @@ from torch.utils.checkpoint import checkpoint
 from dtrain import doctor
 from dtrain.precision import Precision
 from dtrain.precision.audit import ModuleReport, NumericsAudit, Report
-from dtrain.precision.audit.advice import advise_scale, keep_line, modules_to_keep
-from dtrain.precision.audit.finding import Finding
-from dtrain.precision.audit.magnitudes import Magnitudes
-from dtrain.precision.audit.summary import summary
-from dtrain.precision.audit.table import print_tables, rows
-from dtrain.precision.audit.text import magnitude, percent
-from tests.config.test_app import compose
+from dtrain.precision.audit.recorders import Magnitudes
+from dtrain.precision.audit.summary import (
+    advise_scale,
+    keep_line,
+    magnitude,
+    modules_to_keep,
+    percent,
+    print_tables,
+    rows,
+    summary,
+)
+from tests.config.command_lines import compose
+from tests.precision.audits import audited, findings, source_line
 
 CPU = torch.device("cpu")
-
-
-def audited(
-    model: nn.Module,
-    inputs: Tensor | Sequence[Tensor],
-    precision: str = "bf16",
-    keep_fp32: Sequence[str] = (),
-    loss: Callable[[Tensor], Tensor] = torch.sum,
-) -> Report:
-    """The report on one step of ``loss(model(*inputs))``."""
-    policy = Precision(precision, tuple(keep_fp32))
-    kept = policy.wrap_keep_fp32(model)
-    audit = NumericsAudit(model, precision=policy, device=CPU, kept=kept)
-    arguments = [inputs] if isinstance(inputs, Tensor) else inputs
-    task = audit.watched(lambda: loss(model(*arguments)))
-    with audit.fp32_pass():
-        task().backward()
-    with audit.configured_pass():
-        with policy.autocast("cpu"):
-            total = task()
-        total.backward()
-    return audit.report()
 
 
 def fill(parameter: Any, value: float) -> None:
@@ -64,19 +46,6 @@ def row(report: Report, name: str) -> ModuleReport:
 
 def names(report: Report) -> list[str]:
     return [module.name for module in report.modules]
-
-
-def found(report: Report, kind: str) -> list[Finding]:
-    return [finding for finding in report.findings if finding.kind == kind]
-
-
-def line_of(function: Callable[..., Any], text: str) -> str:
-    """``file:line`` of the line of ``function`` that contains ``text``, as the audit writes it."""
-    lines, first = inspect.getsourcelines(function)
-    number = next(i for i, line in enumerate(lines) if text in line)
-    path = Path(inspect.getsourcefile(function) or "")
-    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    return f"{shown}:{first + number}"
 
 
 def spread_values(count: int = 20_000) -> np.ndarray:
@@ -106,9 +75,9 @@ def test_rates_of_both_casts_equal_a_count_in_float64() -> None:
     }
     for dtype, (lost, normal, infinite) in limits.items():
         cast = magnitudes.casts[dtype]
-        assert cast.lost == int((size <= lost).sum()) > 0
-        assert cast.subnormal == int(((size > lost) & (size < normal)).sum()) > 0
-        assert cast.overflow == int((size >= infinite).sum()) > 0
+        assert cast["lost"] == int((size <= lost).sum()) > 0
+        assert cast["subnormal"] == int(((size > lost) & (size < normal)).sum()) > 0
+        assert cast["overflow"] == int((size >= infinite).sum()) > 0
     assert magnitudes.count == values.size
     assert magnitudes.zeros == 7
     assert magnitudes.nonzero == size.size
@@ -134,17 +103,16 @@ def test_infinities_nan_and_nothing_are_counted_apart() -> None:
     assert (magnitudes.count, magnitudes.zeros, magnitudes.infinite, magnitudes.nan) == (5, 1, 2, 1)
     assert magnitudes.nonzero == 1
     assert magnitudes.largest == magnitudes.smallest == 3.0
-    assert not magnitudes.casts[torch.float16].overflow
+    assert not magnitudes.casts[torch.float16]["overflow"]
 
 
-def test_merging_equals_adding_everything_to_one() -> None:
+def test_the_total_equals_adding_everything_to_one() -> None:
     parts = torch.from_numpy(spread_values(500)).float().chunk(3)
-    together, merged = Magnitudes(), Magnitudes()
-    for part in parts:
+    together, separate = Magnitudes(), [Magnitudes() for _ in parts]
+    for part, one in zip(parts, separate, strict=True):
         together.add(part)
-        one = Magnitudes()
         one.add(part)
-        merged.merge(one)
+    merged = Magnitudes.total(separate)
     assert merged.to_json() == together.to_json()
     assert torch.equal(merged.histogram, together.histogram)
 
@@ -184,7 +152,7 @@ def test_gradient_rates_of_a_known_distribution_equal_a_float64_count(precision:
     ranges = row(report, "0").ranges
     for magnitudes, values in ((ranges.output_gradients, exact), (ranges.parameter_gradients, 4 * exact)):
         assert magnitudes.count == 5000
-        assert magnitudes.casts[torch.float16].lost == int((values <= 2.0**-25).sum())
+        assert magnitudes.casts[torch.float16]["lost"] == int((values <= 2.0**-25).sum())
         assert magnitudes.largest == values.max()
     both = np.concatenate([exact, 4 * exact])
     advice = advise_scale(report)
@@ -236,9 +204,9 @@ def test_activations_of_a_million_are_flagged_and_named(precision: str) -> None:
     report = audited(growing(), torch.ones(3, 4), precision)
     keep = modules_to_keep(report, torch.float16)
     assert [one.name for one in keep] == ["1", "2"]
-    assert "activations up to 1.0e6; fp16 ends at 65504" in keep[0].reason
-    assert "take values up to 1.0e6" in keep[1].reason
-    assert row(report, "1").ranges.activations.casts[torch.float16].overflow == 12
+    assert "activations up to 1.0e6; the largest fp16 number is 65504" in keep[0].reason
+    assert "inputs of its products up to 1.0e6" in keep[1].reason
+    assert row(report, "1").ranges.activations.casts[torch.float16]["overflow"] == 12
     assert modules_to_keep(report, torch.bfloat16) == []
     assert "precision.keep_fp32=[1,2]" in summary(report)["fp16"]
 
@@ -272,13 +240,13 @@ class OwnSum(nn.Module):
         return self.inner(x) * 1e7
 
 
-def test_the_outermost_module_has_no_pattern_and_is_told_so() -> None:
+def test_the_outermost_module_has_no_pattern_and_the_advice_names_another_remedy() -> None:
     fill((model := OwnSum()).inner.weight, 1.0)
     report = audited(model, torch.ones(1, 4), "fp16", loss=lambda out: 1e-6 * out.float().sum())
-    told = summary(report)["fp16"]
-    assert "(model): activations up to" in told
-    assert "move that code into a submodule" in told
-    assert "precision.keep_fp32=[" not in told
+    shown = summary(report)["fp16"]
+    assert "(model): activations up to" in shown
+    assert "move that code into a submodule" in shown
+    assert "precision.keep_fp32=[" not in shown
 
 
 def test_activations_below_all_normal_numbers_are_named() -> None:
@@ -329,9 +297,9 @@ def test_dtypes_and_flops_of_every_module_in_the_order_they_run() -> None:
     assert report.flops == conv + linear + own
     assert report.low_share == conv / report.flops
     # The config asked for one of the two fp32 products, the code for the other.
-    (product,) = found(report, "product")
+    (product,) = findings(report, "product")
     assert (product.owner, product.operation) == ("(model)", "mm")
-    assert product.where == line_of(Mixed.forward, "# own product")
+    assert product.where == source_line(Mixed.forward, "# own product")
     assert product.note == "autocast is off here"
 
 
@@ -383,7 +351,7 @@ def test_weights_used_twice_or_by_others_are_counted_once_and_under_their_own_na
     assert row(report, "read").flops == 0
 
 
-# -- fp32 where nobody asked for it
+# -- unintended fp32
 
 
 class Table(nn.Module):
@@ -407,30 +375,30 @@ class Table(nn.Module):
 
 def test_a_tensor_made_in_fp32_is_named_with_module_file_and_line() -> None:
     report = audited(nn.Sequential(Table()), torch.ones(2, 4), loss=lambda out: (out + torch.zeros(4)).sum())
-    wide, three = line_of(Table.forward, "# wide"), line_of(Table.forward, "# three")
-    seen = {(finding.operation, finding.where, finding.shape) for finding in found(report, "created")}
+    wide, three = source_line(Table.forward, "# wide"), source_line(Table.forward, "# three")
+    seen = {(finding.operation, finding.where, finding.shape) for finding in findings(report, "created")}
     assert {("zeros", wide, (4,)), ("float", three, (4,)), ("full", three, (4,))} <= seen
     # `ones(dtype=x.dtype)`: x is fp32 by then, because of the zeros.
-    assert {where for _, where, _ in seen} == {wide, three, line_of(Table.forward, "new_zeros")}
-    assert {finding.owner for finding in found(report, "created")} == {"0"}
-    notes = {finding.operation: finding.note for finding in found(report, "created")}
+    assert {where for _, where, _ in seen} == {wide, three, source_line(Table.forward, "new_zeros")}
+    assert {finding.owner for finding in findings(report, "created")} == {"0"}
+    notes = {finding.operation: finding.note for finding in findings(report, "created")}
     assert notes["full"] == "dtype=float32"
     assert notes["zeros"] == ""
-    told = summary(report)["made in fp32"]
-    assert f"zeros [4], {wide}: 0, 1 times" in told
+    shown = summary(report)["made in fp32"]
+    assert f"zeros [4], {wide}: 0, 1 times" in shown
 
 
 def test_an_operation_that_a_wide_operand_makes_fp32_is_named() -> None:
     report = audited(nn.Sequential(Table()), torch.ones(2, 4))
-    promoted = {(finding.operation, finding.where) for finding in found(report, "promoted")}
+    promoted = {(finding.operation, finding.where) for finding in findings(report, "promoted")}
     # The second because `x.new_zeros` is fp32 after the first; from there on all operands are.
-    assert promoted == {("add", line_of(Table.forward, "# wide")), ("add", line_of(Table.forward, "new_zeros"))}
+    assert promoted == {("add", source_line(Table.forward, "# wide")), ("add", source_line(Table.forward, "new_zeros"))}
 
 
 def test_an_fp32_run_reports_only_tensors_whose_dtype_was_left_open() -> None:
     report = audited(nn.Sequential(Table()), torch.ones(2, 4), "fp32", loss=lambda out: out.float().sum())
-    assert {finding.operation for finding in found(report, "created")} == {"zeros", "float"}
-    assert not found(report, "promoted") + found(report, "product")
+    assert {finding.operation for finding in findings(report, "created")} == {"zeros", "float"}
+    assert not findings(report, "promoted") + findings(report, "product")
 
 
 # -- leaves no trace
@@ -491,7 +459,7 @@ def test_what_checkpointing_computes_again_is_not_counted_again(reentrant: bool)
     assert {module.name: module.to_json() for module in audited(model, x).modules} == expected
 
 
-def test_what_the_hooks_of_others_compute_is_nobodys_work() -> None:
+def test_operations_of_other_hooks_have_no_owner() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Flatten())
     x = torch.randn(3, 4)
@@ -531,7 +499,7 @@ def test_layers_that_differ_in_their_number_share_a_row_when_there_are_many() ->
     grouped = rows(report)
     assert [one.label for one in grouped] == ["*.0 x30", "*.1 x30", "30", "(task)"]
     assert sum(one.flops() for one in grouped) == report.flops
-    assert grouped[0].together(lambda module: module.ranges.activations).count == 30 * 12
+    assert grouped[0].merged(lambda module: module.ranges.activations).count == 30 * 12
     assert [one.label for one in rows(report, every_module=True)] == names(report)
     deeper = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(30)])
     assert [one.label for one in rows(audited(deeper, torch.randn(3, 4)))] == ["*.0 x30", "*.1 x30", "(task)"]
@@ -576,7 +544,7 @@ def test_the_command_trains_a_few_steps_and_writes_nothing_but_what_was_asked_fo
     shown = run(capsys, *small, f"precision={precision}", f"run.dir={run_dir}", "--json", str(out))
     assert not run_dir.exists()
     assert "2 of 2 steps applied" in shown
-    for part in ("What computes in what", "Conv2d", "Linear", "precision.loss_scale.init=", "nothing overflows"):
+    for part in ("Dtypes and FLOPs", "Conv2d", "Linear", "precision.loss_scale.init=", "nothing overflows"):
         assert part in shown
     content = json.loads(out.read_text())
     assert content["precision"] == precision
@@ -633,4 +601,4 @@ def test_several_processes_are_refused(digits: Path, capsys: pytest.CaptureFixtu
         monkeypatch.setenv(name, str(value))
     with pytest.raises(SystemExit):
         doctor.main(["numerics", "experiment=digits"])
-    assert "ranks=2 shows what one of 2 ranks sees" in capsys.readouterr().err
+    assert "ranks=2 measures one of 2 ranks" in capsys.readouterr().err

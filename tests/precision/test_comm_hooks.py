@@ -1,7 +1,8 @@
-"""What DDP's all-reduce carries, and the guard of what hooks would lose or remember."""
+"""The reduce dtype of DDP, and the guard around communication hooks."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from dtrain.config.errors import ConfigError
 from dtrain.config.schema import ParallelConfig
 from dtrain.precision import CrossRankGradScaler
-from dtrain.precision.comm_hooks import COMM_DTYPES, HookGuard, bytes_per_step, reduce_in
+from dtrain.precision.comm_hooks import REDUCE_DTYPES, HookGuard, bytes_per_step, reduce_in
 from dtrain.training.build import wrap
 from tests.ranks import RanksFailed, run_ranks
+from tests.refusals import Refusal
 from tests.runs import metrics, train_on
-from tests.training.toys import Net, world
+from tests.toys import Net, world
 
 
 class Weights(nn.Module):
@@ -39,20 +41,20 @@ class Weights(nn.Module):
         return [weight.grad for weight in self.weights if weight.grad is not None]
 
 
-def mean_of(per_rank: list[list[float]], comm_dtype: str, *dtypes: torch.dtype) -> list[list[Tensor]]:
+def reduced_mean(per_rank: list[list[float]], reduce_dtype: str, *dtypes: torch.dtype) -> list[list[Tensor]]:
     """By rank, the averaged gradient of each weight."""
 
     def rank(number: int) -> list[Tensor]:
         model = Weights(*dtypes, numbers=len(per_rank[0]))
         ddp = DistributedDataParallel(model)
-        reduce_in(ddp, COMM_DTYPES[comm_dtype])
+        reduce_in(ddp, REDUCE_DTYPES[reduce_dtype])
         ddp(torch.tensor(per_rank[number])).backward()
         return model.gradients()
 
     return run_ranks(len(per_rank), rank)
 
 
-def test_bytes_of_a_step_are_those_of_the_buckets_in_the_wires_dtype_and_of_the_buffers() -> None:
+def test_bytes_of_a_step_are_those_of_the_buckets_in_the_reduce_dtype_and_of_the_buffers() -> None:
     def rank(number: int) -> list[int]:
         model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2).bfloat16())
         model[0].bias.requires_grad_(False)
@@ -69,33 +71,33 @@ def test_bytes_of_a_step_are_those_of_the_buckets_in_the_wires_dtype_and_of_the_
         buffers = 5 * 4 + 5 * 4 + 8
         half = 2 * sum(numbers.values()) + buffers
         exact = 4 * sum(numbers.values()) + buffers  # never below fp32
-        assert [bytes_per_step(ddp, COMM_DTYPES[name]) for name in ("fp32", "bf16", "fp16")] == [exact, half, half]
+        assert [bytes_per_step(ddp, REDUCE_DTYPES[name]) for name in ("fp32", "bf16", "fp16")] == [exact, half, half]
         return list(numbers.values())
 
     assert run_ranks(2, rank) == [[3 * 5 + 5 + 5, 5 * 2 + 2]] * 2
 
 
-@pytest.mark.parametrize("comm_dtype", COMM_DTYPES)
-def test_the_mean_is_rounded_to_the_wires_dtype_and_arrives_in_the_parameters_own(comm_dtype: str) -> None:
+@pytest.mark.parametrize("reduce_dtype", REDUCE_DTYPES)
+def test_the_mean_is_rounded_to_the_reduce_dtype_and_cast_back(reduce_dtype: str) -> None:
     per_rank = [[1.0, 1 / 3, -3e-3, 7.0], [2.0, 2 / 3, 1e-3, 0.0], [0.0, 1.0, 5e-3, 0.5]]
     exact = torch.tensor(per_rank, dtype=torch.float64).mean(0)
-    precision = {"fp32": 2e-7, "bf16": 2e-2, "fp16": 2e-3}[comm_dtype]
-    for (gradient,) in mean_of(per_rank, comm_dtype, torch.float32):
+    precision = {"fp32": 2e-7, "bf16": 2e-2, "fp16": 2e-3}[reduce_dtype]
+    for (gradient,) in reduced_mean(per_rank, reduce_dtype, torch.float32):
         assert gradient.dtype == torch.float32
         torch.testing.assert_close(gradient.double(), exact, rtol=precision, atol=0)
-        on_wire = gradient.to(COMM_DTYPES[comm_dtype]).float()
-        assert torch.equal(on_wire, gradient)
-        if comm_dtype != "fp32":
+        rounded = gradient.to(REDUCE_DTYPES[reduce_dtype]).float()
+        assert torch.equal(rounded, gradient)
+        if reduce_dtype != "fp32":
             assert not torch.allclose(gradient.double(), exact, rtol=1e-6, atol=0)
 
 
-def test_fp32_on_the_wire_is_at_least_that() -> None:
+def test_a_reduce_dtype_of_fp32_is_a_lower_bound() -> None:
     # Half a unit of bf16 between the ranks: in bf16 their sum would be rounded away before it is divided.
     wide = 1 + 2.0**-40
-    (doubles, halves), _ = mean_of([[wide] * 4, [wide] * 4], "fp32", torch.float64, torch.bfloat16)
+    (doubles, halves), _ = reduced_mean([[wide] * 4, [wide] * 4], "fp32", torch.float64, torch.bfloat16)
     assert doubles.dtype == torch.float64
     assert halves.dtype == torch.bfloat16
-    (gradient,), _, _ = mean_of([[1.0], [1.0], [1.0078125]], "fp32", torch.bfloat16)
+    (gradient,), _, _ = reduced_mean([[1.0], [1.0], [1.0078125]], "fp32", torch.bfloat16)
     # The mean 1.0026 is nearest to 1.0; thirds rounded one by one add up to 1.0078.
     assert gradient.item() == 1.0
 
@@ -105,9 +107,9 @@ def test_complex_parameters_have_no_shorter_form() -> None:
         model = nn.Linear(1, 1, dtype=torch.complex64)
         ddp = DistributedDataParallel(model)
         reduce_in(ddp, torch.float32)
-        with pytest.raises(ConfigError) as refused:
+        with pytest.raises(ConfigError) as raised:
             reduce_in(ddp, torch.bfloat16)
-        return str(refused.value)
+        return str(raised.value)
 
     assert "complex" in run_ranks(2, rank)[0]
 
@@ -117,9 +119,9 @@ def test_complex_parameters_have_no_shorter_form() -> None:
 
 def test_s22_a_mean_that_fits_fp16_arrives_where_torchs_hook_overflows() -> None:
     per_rank = [[98_304.0, 1.0], [16_384.0, 3.0]]
-    for (gradient,) in mean_of(per_rank, "fp16", torch.float32):
+    for (gradient,) in reduced_mean(per_rank, "fp16", torch.float32):
         assert gradient.tolist() == [57_344.0, 2.0]
-    for (gradient,) in mean_of(per_rank, "bf16", torch.float32):
+    for (gradient,) in reduced_mean(per_rank, "bf16", torch.float32):
         torch.testing.assert_close(gradient, torch.tensor([57_344.0, 2.0]), rtol=2**-8, atol=0)
 
     def with_hook(rank: int, hook: Any) -> Tensor:
@@ -135,12 +137,12 @@ def test_s22_a_mean_that_fits_fp16_arrives_where_torchs_hook_overflows() -> None
         run_ranks(2, with_hook, default_hooks.bf16_compress_hook)
 
 
-@pytest.mark.parametrize(("comm_dtype", "scale"), [("bf16", 65536.0), ("fp16", 512.0)])
-def test_s22_fp16_on_the_wire_caps_the_scale_and_bf16_does_not(comm_dtype: str, scale: float) -> None:
+@pytest.mark.parametrize(("reduce_dtype", "scale"), [("bf16", 65536.0), ("fp16", 512.0)])
+def test_s22_a_reduce_dtype_of_fp16_limits_the_scale_and_bf16_does_not(reduce_dtype: str, scale: float) -> None:
     def rank(number: int) -> float:
         model = Weights(torch.float32)
         ddp = DistributedDataParallel(model)
-        reduce_in(ddp, COMM_DTYPES[comm_dtype])
+        reduce_in(ddp, REDUCE_DTYPES[reduce_dtype])
         scaler, optimizer = CrossRankGradScaler("cpu"), torch.optim.SGD(model.parameters(), lr=0.0)
         for _ in range(10):
             scaler.scale(ddp(torch.full((4,), 100.0))).backward()
@@ -165,7 +167,7 @@ def kept(state: Any, bucket: Any) -> Any:
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_hook_is_given_finite_gradients_and_only_the_rank_that_overflowed_says_so(
+def test_a_hook_is_given_finite_gradients_and_only_the_rank_that_overflowed_is_flagged(
     bad: float, dtype: torch.dtype
 ) -> None:
     def rank(number: int) -> tuple[list[bool], list[Tensor], Tensor]:
@@ -297,21 +299,24 @@ POWER_SGD = {
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "key", "got", "remedy"),
     [
-        ({"comm_dtype": "fp8"}, r"parallel\.comm_dtype: got 'fp8', want one of fp32, bf16, fp16"),
-        ({"comm_dtype": "bf16", "comm_hook": POWER_SGD}, "comm_dtype=bf16 and a comm_hook"),
+        ({"reduce_dtype": "fp8"}, "parallel.reduce_dtype", "'fp8'", "fp32, bf16, fp16"),
+        ({"reduce_dtype": "bf16", "comm_hook": POWER_SGD}, "comm_hook", "reduce_dtype=bf16", "one of them"),
     ],
+    ids=["unknown dtype", "dtype and hook"],
 )
-def test_what_cannot_be_sent_is_refused_by_any_world(size: int, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        wrap(Net(), parallel(**options), world(0, size), deterministic=False)
+def test_an_impossible_reduction_is_refused_with_any_number_of_ranks(
+    size: int, options: dict[str, Any], key: str, got: str, remedy: str
+) -> None:
+    call = partial(wrap, Net(), parallel(**options), world(0, size), deterministic=False)
+    Refusal(call, key, got, remedy, ConfigError).check()
 
 
 def test_the_config_names_a_hook_and_its_state() -> None:
     def rank(number: int) -> tuple[bool, str, int, bool]:
         model, guard = wrap(Net(), parallel(comm_hook=POWER_SGD), world(number, 2), deterministic=False)
-        _, no_guard = wrap(Net(), parallel(comm_dtype="bf16"), world(number, 2), deterministic=False)
+        _, no_guard = wrap(Net(), parallel(reduce_dtype="bf16"), world(number, 2), deterministic=False)
         assert guard is not None
         return (
             isinstance(model, DistributedDataParallel),
@@ -324,7 +329,7 @@ def test_the_config_names_a_hook_and_its_state() -> None:
 
 
 @pytest.mark.parametrize(
-    ("node", "said"),
+    ("node", "message"),
     [
         ({"_target_": "no.such.hook"}, "parallel.comm_hook._target_: 'no.such.hook'"),
         ({"_target_": f"{HOOKS}.PowerSGDState", "process_group": None}, "want the _target_ of a function"),
@@ -332,29 +337,31 @@ def test_the_config_names_a_hook_and_its_state() -> None:
     ],
     ids=["cannot be imported", "a class", "the state's options"],
 )
-def test_what_is_no_hook_is_refused_with_the_node(node: dict[str, Any], said: str) -> None:
+def test_what_is_no_hook_is_refused_with_the_node(node: dict[str, Any], message: str) -> None:
     def rank(number: int) -> str:
-        with pytest.raises(ConfigError) as refused:
+        with pytest.raises(ConfigError) as raised:
             wrap(Net(), parallel(comm_hook=node), world(number, 2), deterministic=False)
-        return str(refused.value)
+        return str(raised.value)
 
-    assert said in run_ranks(2, rank)[0]
+    assert message in run_ranks(2, rank)[0]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("digits")
-@pytest.mark.parametrize(("wire", "close"), [("bf16", 2e-2), ("fp16", 5e-3), ("PowerSGD", None)])
-def test_a_run_learns_with_whatever_is_on_the_wire(tmp_path: Path, wire: str, close: float | None) -> None:
+@pytest.mark.parametrize(("reduced", "close"), [("bf16", 2e-2), ("fp16", 5e-3), ("PowerSGD", None)])
+def test_a_run_learns_with_any_reduce_dtype_and_with_powersgd(
+    tmp_path: Path, reduced: str, close: float | None
+) -> None:
     short = ("train.max_steps=46", "data.num_workers=1", "model.width=16")
     hook = str(POWER_SGD).replace("'", "").replace("None", "null")
     train_on(2, tmp_path / "fp32", *short)
     train_on(
         2,
-        tmp_path / wire,
+        tmp_path / reduced,
         *short,
-        f"parallel.comm_hook={hook}" if wire == "PowerSGD" else f"parallel.comm_dtype={wire}",
+        f"parallel.comm_hook={hook}" if reduced == "PowerSGD" else f"parallel.reduce_dtype={reduced}",
     )
-    expected, losses = metrics(tmp_path / "fp32"), metrics(tmp_path / wire)
+    expected, losses = metrics(tmp_path / "fp32"), metrics(tmp_path / reduced)
     assert losses[0] == expected[0]
     assert losses[3:] != expected[3:]
     if close is not None:

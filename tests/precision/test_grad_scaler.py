@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dtrain.precision import CrossRankGradScaler
 from dtrain.precision.grad_scaler import _takes_found_inf
-from tests.precision.training import IMPLEMENTATIONS, INIT_SCALE, OPTIMIZERS, Case, train, train_reference
+from tests.precision.skips import IMPLEMENTATIONS, OPTIMIZERS, Case, assert_equals_reference, ours, train
+from tests.refusals import Refusal, refused
 
 BOTH: list[Callable[..., Any]] = [CrossRankGradScaler, torch.amp.GradScaler]
 
@@ -91,16 +92,6 @@ def test_the_orders_of_calls_that_torch_refuses(make: Callable[..., Any], calls:
         loop.call(last)
 
 
-def test_unscaling_without_stepping_is_refused_since_the_ranks_agree_in_step() -> None:
-    loop = Loop(CrossRankGradScaler("cpu"))
-    loop.backward()
-    loop.call("unscale_")
-    with pytest.raises(RuntimeError, match="unscaled but not stepped"):
-        loop.call("update")
-    loop.scaler.update(new_scale=8.0)
-    assert loop.scaler.get_scale() == 8.0
-
-
 @pytest.mark.parametrize("make", BOTH)
 def test_every_kind_of_outputs_is_scaled(make: Callable[..., Any]) -> None:
     scaler = make("cpu", init_scale=4.0)
@@ -116,8 +107,8 @@ def test_the_scale_follows_torchs_step_by_step() -> None:
     overflows = [False, True, True, False, False, False, True, False, False, False]
     loops = [Loop(make("cpu", init_scale=256.0, growth_interval=2, growth_factor=4.0)) for make in BOTH]
     for overflow in overflows:
-        ours, stock = (loop.step(overflow) for loop in loops)
-        assert ours == stock
+        scale, torchs = (loop.step(overflow) for loop in loops)
+        assert scale == torchs
         assert torch.equal(loops[0].weight, loops[1].weight)
 
 
@@ -156,8 +147,8 @@ def test_disabled_it_only_steps() -> None:
 def test_every_public_method_of_torchs_scaler_is_there_with_its_parameters() -> None:
     for name, method in inspect.getmembers(torch.amp.GradScaler, inspect.isfunction):
         if not name.startswith("_"):
-            ours = inspect.signature(getattr(CrossRankGradScaler, name)).parameters
-            assert list(ours) == list(inspect.signature(method).parameters), name
+            parameters = inspect.signature(getattr(CrossRankGradScaler, name)).parameters
+            assert list(parameters) == list(inspect.signature(method).parameters), name
 
 
 def test_factors_are_read_and_set() -> None:
@@ -166,7 +157,7 @@ def test_factors_are_read_and_set() -> None:
     scaler.set_backoff_factor(0.25)
     scaler.set_growth_interval(7)
     assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (3.0, 0.25, 7)
-    with pytest.raises(ValueError, match=r"backoff_factor=1\.5"):
+    with refused(ValueError, "backoff_factor=1.5"):
         scaler.set_backoff_factor(1.5)
 
 
@@ -198,16 +189,16 @@ def test_torchs_scale_decays_to_zero_and_then_steps_with_nan() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_optimizer_without_any_gradient_counts_as_clean(fused: bool) -> None:
     unused = torch.optim.AdamW([nn.Parameter(torch.ones(2))], fused=fused)
-    ours, stock = Loop(CrossRankGradScaler("cpu", growth_interval=1)), Loop(torch.amp.GradScaler("cpu"))
-    for loop in (ours, stock):
-        loop.backward()
-        loop.scaler.step(loop.optimizer)
-    ours.scaler.step(unused)
-    ours.scaler.update()
-    assert ours.scaler.get_scale() == 131072.0
+    loop, torchs = Loop(CrossRankGradScaler("cpu", growth_interval=1)), Loop(torch.amp.GradScaler("cpu"))
+    for one in (loop, torchs):
+        one.backward()
+        one.scaler.step(one.optimizer)
+    loop.scaler.step(unused)
+    loop.scaler.update()
+    assert loop.scaler.get_scale() == 131072.0
     if not fused:
         with pytest.raises(AssertionError, match="No inf checks"):
-            stock.scaler.step(unused)
+            torchs.scaler.step(unused)
 
 
 def test_a_scale_below_one_that_makes_gradients_infinite_is_a_skip() -> None:
@@ -253,40 +244,137 @@ def test_a_users_own_grad_scale_still_divides() -> None:
 # -- refusals
 
 
-def test_a_closure_is_refused() -> None:
-    loop = Loop(CrossRankGradScaler("cpu"))
-    loop.backward()
-    for arguments, options in [((lambda: 0.0,), {}), ((), {"closure": lambda: 0.0})]:
-        with pytest.raises(RuntimeError, match="no closure"):
-            loop.scaler.step(loop.optimizer, *arguments, **options)
+def with_closure(**options: Any) -> Callable[[Loop], Any]:
+    def call(loop: Loop) -> None:
+        loop.backward()
+        loop.scaler.step(loop.optimizer, **options)
+
+    return call
 
 
-def test_fp16_parameters_are_refused() -> None:
-    scaler = CrossRankGradScaler("cpu")
-    model = nn.Linear(2, 2).half()
-    scaler.scale(model.weight.float().sum()).backward()
-    with pytest.raises(ValueError, match=r"is fp16.*Keep parameters in fp32"):
-        scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
+def fp16_parameters(loop: Loop) -> None:
+    loop.weight.data = loop.weight.data.half()
+    loop.scaler.scale(loop.weight.float().sum()).backward()
+    loop.scaler.step(loop.optimizer)
 
 
-def test_torchs_scaler_cannot_step_what_ours_unscaled() -> None:
-    stock = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for fused in (False, True):
-        loop = Loop(CrossRankGradScaler("cpu", init_scale=4.0), fused=fused)
-        stock.scale(loop.scaler.scale(loop.weight.square().sum())).backward()
-        loop.scaler.unscale_(loop.optimizer)
-        with pytest.raises(RuntimeError, match=r"unscaled by CrossRankGradScaler and is now stepped by something else"):
-            stock.step(loop.optimizer)
-        assert loop.weight.tolist() == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("between", ["unscale_", "step"])
-def test_stepping_by_hand_before_the_update_is_refused(between: str) -> None:
-    loop = Loop(CrossRankGradScaler("cpu"))
-    loop.backward()
-    loop.call(between)
-    with pytest.raises(RuntimeError, match="one scaler for one optimizer"):
+def stepped_by_hand(after: str) -> Callable[[Loop], Any]:
+    def call(loop: Loop) -> None:
+        loop.backward()
+        loop.call(after)
         loop.optimizer.step()
+
+    return call
+
+
+def scaled_by_torch_only(loop: Loop) -> None:
+    torch.amp.GradScaler("cpu").scale(loop.weight.sum()).backward()
+    loop.scaler.step(loop.optimizer)
+
+
+def two_scalers(loop: Loop) -> None:
+    other = CrossRankGradScaler("cpu")
+    other.scale(loop.scaler.scale(loop.weight.square().sum())).backward()
+    loop.scaler.unscale_(loop.optimizer)
+    other.step(loop.optimizer)
+
+
+def ddp_mixed_precision(loop: Loop) -> None:
+    loop.weight._mp_param = torch.zeros(2)  # what DistributedDataParallel(mixed_precision=...) leaves on a parameter
+    loop.backward()
+    loop.scaler.step(loop.optimizer)
+
+
+def optimizer_in_backward(loop: Loop) -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    _apply_optimizer_in_backward(torch.optim.SGD, [loop.weight], {"lr": 0.1})
+    loop.scaler.scale(loop.weight.square().sum())
+    loop.scaler.step(loop.optimizer)
+
+
+def unscaled_not_stepped(loop: Loop) -> None:
+    loop.backward()
+    loop.call("unscale_")
+    loop.call("update")
+
+
+# The call; what the message names: object or method, what was found, remedy; type of the error.
+REFUSED: dict[str, tuple[Callable[[Loop], Any], str, str, str, type[Exception]]] = {
+    "closure": (with_closure(closure=lambda: 0.0), "step()", "closure", "closure", RuntimeError),
+    "fp16 parameters": (fp16_parameters, "parameter 0 of group 0", "fp16", "Keep parameters in fp32", ValueError),
+    "stepped after unscale_": (
+        stepped_by_hand("unscale_"),
+        "SGD",
+        "optimizer.step()",
+        "scaler.step(optimizer)",
+        RuntimeError,
+    ),
+    "stepped twice": (stepped_by_hand("step"), "SGD", "optimizer.step()", "one scaler for one optimizer", RuntimeError),
+    "scaled by torch": (scaled_by_torch_only, "step()", "torch.amp.GradScaler", "scaler.scale(loss)", RuntimeError),
+    "two scalers": (two_scalers, "SGD", "something else", "one scaler for one optimizer", RuntimeError),
+    "DDP's mixed precision": (ddp_mixed_precision, "parameter 0", "mixed_precision=...", "use autocast", ValueError),
+    "optimizer in the backward": (
+        optimizer_in_backward,
+        "parameter 0",
+        "inside the backward pass",
+        "Do not apply an optimizer",
+        ValueError,
+    ),
+    "unscaled, not stepped": (
+        unscaled_not_stepped,
+        "update()",
+        "unscaled but not stepped",
+        "Call step()",
+        RuntimeError,
+    ),
+    "no state": (lambda loop: loop.scaler.load_state_dict(None), "state", "NoneType", "state_dict()", ValueError),
+    "another state": (lambda loop: loop.scaler.load_state_dict({"model": {}}), "scale", "model", "lacks", ValueError),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_misuse_is_refused(name: str) -> None:
+    call, key, got, remedy, error = REFUSED[name]
+    Refusal(lambda: call(Loop(CrossRankGradScaler("cpu"))), key, got, remedy, error).check()
+
+
+def test_a_positional_closure_is_refused() -> None:
+    loop = Loop(CrossRankGradScaler("cpu"))
+    loop.backward()
+    with pytest.raises(RuntimeError, match="no closure"):
+        loop.scaler.step(loop.optimizer, lambda: 0.0)
+
+
+def test_a_new_scale_ends_a_round_that_was_not_stepped() -> None:
+    loop = Loop(CrossRankGradScaler("cpu"))
+    loop.backward()
+    loop.call("unscale_")
+    loop.scaler.update(new_scale=8.0)
+    assert loop.scaler.get_scale() == 8.0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_torchs_scaler_cannot_step_what_ours_unscaled(fused: bool) -> None:
+    torchs = torch.amp.GradScaler("cpu", init_scale=4.0)
+    loop = Loop(CrossRankGradScaler("cpu", init_scale=4.0), fused=fused)
+    torchs.scale(loop.scaler.scale(loop.weight.square().sum())).backward()
+    loop.scaler.unscale_(loop.optimizer)
+    with pytest.raises(RuntimeError, match=r"torch\.amp\.GradScaler"):
+        torchs.step(loop.optimizer)
+    assert loop.weight.tolist() == [1.0, 1.0]
+
+
+def test_a_missing_device_is_refused_and_does_not_disable_the_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    Refusal(CrossRankGradScaler, "CrossRankGradScaler", "device='cuda'", "enabled=False").check()
+
+
+def test_a_loaded_scale_outside_the_bounds_is_clamped_with_a_warning() -> None:
+    scaler = CrossRankGradScaler("cpu")
+    with pytest.warns(UserWarning, match="continuing with"):
+        scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0**40})
+    assert scaler.get_scale() == 2.0**24
 
 
 def test_stepping_by_hand_between_iterations_and_after_the_scaler_is_gone_is_not() -> None:
@@ -297,56 +385,6 @@ def test_stepping_by_hand_between_iterations_and_after_the_scaler_is_gone_is_not
     loop.call("unscale_")
     del loop.scaler
     loop.optimizer.step()
-
-
-def test_gradients_that_only_torchs_scaler_scaled_are_refused() -> None:
-    loop = Loop(CrossRankGradScaler("cpu"))
-    torch.amp.GradScaler("cpu").scale(loop.weight.sum()).backward()
-    with pytest.raises(RuntimeError, match=r"by this scaler and not by torch\.amp\.GradScaler"):
-        loop.scaler.step(loop.optimizer)
-
-
-def test_two_scalers_on_one_optimizer_are_refused() -> None:
-    loop, other = Loop(CrossRankGradScaler("cpu")), CrossRankGradScaler("cpu")
-    other.scale(loop.scaler.scale(loop.weight.square().sum())).backward()
-    loop.scaler.unscale_(loop.optimizer)
-    with pytest.raises(RuntimeError, match="one scaler for one optimizer"):
-        other.step(loop.optimizer)
-
-
-def test_parameters_of_ddps_private_mixed_precision_are_refused() -> None:
-    loop = Loop(CrossRankGradScaler("cpu"))
-    loop.weight._mp_param = torch.zeros(2)  # what DistributedDataParallel(mixed_precision=...) leaves on a parameter
-    loop.backward()
-    with pytest.raises(ValueError, match=r"mixed_precision=\.\.\.\), which is private to torch"):
-        loop.scaler.step(loop.optimizer)
-
-
-def test_an_optimizer_in_the_backward_is_refused() -> None:
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
-    loop = Loop(CrossRankGradScaler("cpu"))
-    _apply_optimizer_in_backward(torch.optim.SGD, [loop.weight], {"lr": 0.1})
-    loop.scaler.scale(loop.weight.square().sum())
-    with pytest.raises(ValueError, match="inside the backward pass"):
-        loop.scaler.step(loop.optimizer)
-
-
-def test_a_missing_device_is_an_error_and_not_a_disabled_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="CUDA is not available"):
-        CrossRankGradScaler()
-
-
-def test_a_state_must_be_one() -> None:
-    scaler = CrossRankGradScaler("cpu")
-    with pytest.raises(ValueError, match="got NoneType"):
-        scaler.load_state_dict(None)
-    with pytest.raises(ValueError, match="lacks scale"):
-        scaler.load_state_dict({"model": {}})
-    with pytest.warns(UserWarning, match="continuing with"):
-        scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0**40})
-    assert scaler.get_scale() == 2.0**24
 
 
 def test_a_fused_optimizer_is_left_without_attributes() -> None:
@@ -367,14 +405,4 @@ def test_any_optimizer_equals_the_reference_that_skips_the_same_steps(optimizer:
         for overflow, clip, separate in product((None, 0, 1, 3), (False, True), (False, True)):
             overflows: dict[int, tuple[int, ...]] = {} if overflow is None else {overflow: (0,)}
             case = Case(optimizer, implementation, overflows, clip, separate)
-            result = train(0, case, CrossRankGradScaler("cpu", init_scale=INIT_SCALE, growth_interval=2))
-            (expected,) = train_reference(case)
-            check(result, expected, case)
-
-
-def check(result: Any, expected: Any, case: Case) -> None:
-    for name in ("trunk", "head"):
-        got: Tensor = getattr(result, name)
-        assert got.equal(getattr(expected, name)), (name, case)
-    for name in ("moved", "scales", "optimizer_steps"):
-        assert getattr(result, name) == getattr(expected, name), (name, case)
+            assert_equals_reference([train(0, ours(), case)], case, exact=True)

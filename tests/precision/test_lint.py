@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from dtrain import doctor
 from dtrain.models import GPT, CoordinateNet, ResNet, SmallCNN, ViT
 from dtrain.precision.audit import Report
-from dtrain.precision.audit.finding import Finding
+from dtrain.precision.audit.module_stack import PrecisionFinding
 from dtrain.precision.audit.summary import summary
-from tests.precision.test_audit import audited, found, line_of
+from tests.precision.audits import audited, findings, source_line
 
 LOWEST: Any = np.float32(-1e9)
 LINT = ("created", "constant", "fixed", "raised", "in place")
 
 
-def linted(report: Report) -> list[Finding]:
+def linted(report: Report) -> list[PrecisionFinding]:
     return [finding for finding in report.findings if finding.kind in LINT]
 
 
@@ -75,13 +75,13 @@ class Masks(nn.Module):
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_masks_that_fp16_cannot_hold_are_named_with_their_lines_and_others_are_not(precision: str) -> None:
     report = audited(nn.Sequential(Masks()), torch.randn(2, 4), precision, loss=to_scalar)
-    constants = {finding.where: finding for finding in found(report, "constant")}
+    constants = {finding.where: finding for finding in findings(report, "constant")}
     marks = ["# filled", "# multiplied", "# subtracted", "# assigned", "# named", "# numpy"]
     if precision != "fp32":  # where `scores.dtype` might be written as well
         marks.append("# chosen")
-    assert constants.keys() == {line_of(Masks.forward, mark) for mark in marks}
+    assert constants.keys() == {source_line(Masks.forward, mark) for mark in marks}
     assert {finding.owner for finding in constants.values()} == {"0"}
-    first = constants[line_of(Masks.forward, "# filled")]
+    first = constants[source_line(Masks.forward, "# filled")]
     assert (first.operation, first.note, first.shape) == ("masked_fill", "-1e+09", (2, 4))
     assert "torch.finfo(x.dtype).min" in summary(report)["beyond fp16"]
     assert f"masked_fill [2, 4], {first.where}, -1e+09: 0, 1 times" in summary(report)["beyond fp16"]
@@ -107,13 +107,13 @@ class Fixed(nn.Module):
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_a_16_bit_dtype_that_is_written_in_the_code_is_named(precision: str) -> None:
     report = audited(nn.Sequential(Fixed()), torch.randn(2, 4), precision, loss=to_scalar)
-    seen = {(finding.operation, finding.where, finding.note) for finding in found(report, "fixed")}
+    seen = {(finding.operation, finding.where, finding.note) for finding in findings(report, "fixed")}
     assert seen == {
-        ("half", line_of(Fixed.forward, "# halved"), "float16"),
-        ("to", line_of(Fixed.forward, "# to"), "bfloat16"),
-        ("ones", line_of(Fixed.forward, "# made"), "float16"),
+        ("half", source_line(Fixed.forward, "# halved"), "float16"),
+        ("to", source_line(Fixed.forward, "# to"), "bfloat16"),
+        ("ones", source_line(Fixed.forward, "# made"), "float16"),
     }
-    assert not found(report, "in place")
+    assert not findings(report, "in place")
     assert "x.to(other.dtype)" in summary(report)["fixed 16 bits"]
 
 
@@ -134,7 +134,7 @@ def test_a_module_that_casts_up_and_hands_that_on_is_named_unless_its_output_is_
     model = nn.Sequential(nn.Linear(4, 4), Norm(back=False), nn.Linear(4, 4), Norm(back=True), nn.Linear(4, 4))
     (finding,) = linted(audited(model, torch.randn(2, 4), loss=to_scalar))
     assert (finding.kind, finding.owner, finding.operation) == ("raised", "1", "float")
-    assert finding.where == line_of(Norm.forward, "# up")
+    assert finding.where == source_line(Norm.forward, "# up")
     last = nn.Sequential(nn.Linear(4, 4), Norm(back=False))
     assert linted(audited(last, torch.randn(2, 4), loss=to_scalar)) == []
     kept = nn.Sequential(nn.Linear(4, 4), Norm(back=False), nn.Linear(4, 4))
@@ -163,14 +163,14 @@ class InPlace(nn.Module):
 @pytest.mark.parametrize(("way", "changed"), [("data", 1), ("module", 2), ("hard", 2)])
 def test_weights_that_change_their_dtype_in_the_forward_are_named(way: str, changed: int) -> None:
     report = audited(nn.Sequential(InPlace(way)), torch.randn(2, 4), loss=to_scalar)
-    places = found(report, "in place")
-    assert {finding.where for finding in places} == {line_of(InPlace.forward, f"# {way}")}
+    places = findings(report, "in place")
+    assert {finding.where for finding in places} == {source_line(InPlace.forward, f"# {way}")}
     assert {(finding.owner, finding.operation, finding.note) for finding in places} == {
         ("0", ".data =", "float32 becomes bfloat16")
     }
     assert len(places) == changed
-    fixed = {finding.where for finding in found(report, "fixed")}
-    assert fixed == ({line_of(InPlace.forward, "# hard")} if way == "hard" else set())
+    fixed = {finding.where for finding in findings(report, "fixed")}
+    assert fixed == ({source_line(InPlace.forward, "# hard")} if way == "hard" else set())
 
 
 class Filled(SmallCNN):
@@ -185,7 +185,7 @@ def test_a_run_that_fails_shows_what_was_found_before(digits: object, capsys: py
     small = ["experiment=digits", "data.num_workers=0", "model.width=4", "train.global_batch_size=8", "steps=1"]
     with pytest.raises(SystemExit):
         doctor.main(["numerics", *small, "precision=fp16", "model._target_=tests.precision.test_lint.Filled"])
-    said = capsys.readouterr().err
-    assert "numerics: found before it failed" in said
-    assert f"{line_of(Filled.forward, '# overflows')}, -1e+09: (model), 1 times" in said
-    assert "without overflow" in said  # torch's own words
+    message = capsys.readouterr().err
+    assert "numerics: found before the error" in message
+    assert f"{source_line(Filled.forward, '# overflows')}, -1e+09: (model), 1 times" in message
+    assert "without overflow" in message  # torch's own message

@@ -11,6 +11,7 @@ import torch
 
 from dtrain.precision import kernels
 from dtrain.precision.loss_scale import LossScale
+from tests.refusals import Refusal
 
 CPU = torch.device("cpu")
 
@@ -121,11 +122,11 @@ def test_a_state_continues_the_same(hysteresis: int) -> None:
 def test_a_shortened_interval_still_grows() -> None:
     scale = make(init=2.0, growth_interval=100)
     feed(scale, [False] * 50)
-    scale.configure(growth_interval=10)
+    scale.configure(scale.growth_factor, scale.backoff_factor, growth_interval=10)
     assert feed(scale, [False])[-1] == 4.0
 
 
-def test_a_scale_outside_the_bounds_is_clamped_and_said() -> None:
+def test_a_scale_outside_the_bounds_is_clamped_with_a_warning() -> None:
     scale = make(init=8.0, min_scale=4.0, max_scale=16.0)
     state = scale.state_dict()
     with pytest.warns(UserWarning, match=r"64 is outside \[4, 16\]; continuing with 16"):
@@ -139,46 +140,52 @@ def test_a_scale_outside_the_bounds_is_clamped_and_said() -> None:
         scale.load_state_dict(state)
 
 
-@pytest.mark.parametrize(
-    ("state", "reason"),
-    [
-        (None, "got NoneType"),
-        ("scale", "got str"),
-        ({}, "disabled scaler"),
-        ({"scale": 1.0, "step": 3}, "lacks growth_factor.*got the keys scale, step"),
-        ({"scale": float("nan")}, "scale=nan"),
-        ({"scale": 0.0}, r"scale=0\.0"),
-        ({"growth_factor": 1.0}, r"growth_factor=1\.0"),
-        ({"backoff_factor": 2.0}, r"backoff_factor=2\.0"),
-        ({"growth_interval": 0}, "growth_interval=0"),
-        ({"_growth_tracker": -1}, "_growth_tracker=-1"),
-        ({"scale": "big"}, "not a number"),
-        ({"scale": torch.ones(3)}, "not a number"),
-    ],
-)
-def test_what_is_no_state_is_refused_and_changes_nothing(state: Any, reason: str) -> None:
+# -- refusals: what is at fault, the value, what is wanted
+
+STATES: dict[str, tuple[Any, str, str, str]] = {
+    "None": (None, "gradient scaler state", "NoneType", "state_dict()"),
+    "a string": ("scale", "gradient scaler state", "str", "state_dict()"),
+    "of a disabled scaler": ({}, "gradient scaler state", "empty dict", "start with a new scaler"),
+    "of something else": ({"scale": 1.0, "step": 3}, "growth_factor", "scale, step", "lacks"),
+    "no number": ({"scale": "big"}, "gradient scaler state", "big", "not a number"),
+    "several numbers": ({"scale": torch.ones(3)}, "gradient scaler state", "tensor", "not a number"),
+    **{
+        f"{key}={value}": ({key: value}, "loss scale", f"{key}={value}", want)
+        for key, value, want in (
+            ("scale", float("nan"), "finite number above 0"),
+            ("scale", 0.0, "finite number above 0"),
+            ("growth_factor", 1.0, "> 1"),
+            ("backoff_factor", 2.0, "between 0 and 1"),
+            ("growth_interval", 0, ">= 1"),
+            ("_growth_tracker", -1, ">= 0"),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_what_is_no_state_is_refused_and_changes_nothing(name: str) -> None:
+    state, key, got, remedy = STATES[name]
     scale = make(init=32.0)
     before = scale.state_dict()
     if isinstance(state, dict) and len(state) == 1:
         state = before | state
-    with pytest.raises(ValueError, match=reason):
-        scale.load_state_dict(state)
+    Refusal(lambda: scale.load_state_dict(state), key, got, remedy).check()
     assert scale.state_dict() == before
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"),
+    ("options", "got", "remedy"),
     [
-        ({"init": 2.0, "min_scale": 4.0}, r"init=2\.0, min=4\.0"),
-        ({"init": 2.0, "max_scale": 1.0}, r"init=2\.0.*max=1\.0"),
-        ({"min_scale": 0.0}, r"min=0\.0"),
-        ({"max_scale": float("inf")}, "max=inf"),
-        ({"hysteresis": 0}, "hysteresis=0"),
-        ({"growth_interval": 0}, "growth_interval=0"),
-        ({"growth_factor": 0.5}, r"growth_factor=0\.5"),
-        ({"backoff_factor": 1.0}, r"backoff_factor=1\.0"),
+        ({"init": 2.0, "min_scale": 4.0}, "init=2.0, min=4.0", "min <= init"),
+        ({"init": 2.0, "max_scale": 1.0}, "max=1.0", "init <= max"),
+        ({"min_scale": 0.0}, "min=0.0", "0 < min"),
+        ({"max_scale": float("inf")}, "max=inf", "max < inf"),
+        ({"hysteresis": 0}, "hysteresis=0", ">= 1"),
+        ({"growth_interval": 0}, "growth_interval=0", ">= 1"),
+        ({"growth_factor": 0.5}, "growth_factor=0.5", "> 1"),
+        ({"backoff_factor": 1.0}, "backoff_factor=1.0", "between 0 and 1"),
     ],
 )
-def test_impossible_schedules_are_refused_with_the_value(options: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        make(**options)
+def test_impossible_schedules_are_refused_with_the_value(options: dict[str, Any], got: str, remedy: str) -> None:
+    Refusal(lambda: make(**options), "loss scale", got, remedy).check()

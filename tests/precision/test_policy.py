@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from dtrain.precision.policy import ROLES, Precision
+from tests.refusals import Refusal
 
 # As Any: torch has no type stubs for these knobs.
 BACKENDS: Any = torch.backends
@@ -56,21 +57,12 @@ def test_each_preset_answers() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_only_images_and_features_have_a_wire_dtype(name: str) -> None:
+def test_only_images_and_features_have_a_transfer_dtype(name: str) -> None:
     precision = Precision(name)
-    wire = {role: precision.wire_dtype(role) for role in ROLES}
-    assert wire.pop("image") == torch.uint8
-    assert wire.pop("feature") == precision.compute_dtype
-    assert set(wire.values()) == {None}
-
-
-def test_unknown_names_are_refused_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"'bfloat16'.*fp32, tf32, bf16, fp16.*mean 'bf16'"):
-        Precision("bfloat16")
-    with pytest.raises(ValueError, match=r"'labels'.*mean 'label"):
-        Precision("fp32").wire_dtype("labels")
-    with pytest.raises(ValueError, match="want a list of patterns"):
-        Precision("bf16", keep_fp32="head")  # type: ignore[arg-type]
+    dtypes = {role: precision.transfer_dtype(role) for role in ROLES}
+    assert dtypes.pop("image") == torch.uint8
+    assert dtypes.pop("feature") == precision.compute_dtype
+    assert set(dtypes.values()) == {None}
 
 
 def test_policy_travels_to_spawned_workers() -> None:
@@ -100,14 +92,6 @@ def test_a_models_own_autocast_works_in_an_fp32_run() -> None:
     a = torch.randn(2, 2)
     with Precision("fp32").autocast("cpu"), torch.autocast("cpu", dtype=torch.bfloat16):
         assert (a @ a).dtype == torch.bfloat16
-
-
-def test_autocast_is_never_silently_off() -> None:
-    if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="CUDA is not available"):
-            Precision("bf16").autocast("cuda")
-    with pytest.raises(ValueError, match="'meta'"):
-        Precision("fp16").autocast("meta")
 
 
 @pytest.mark.parametrize("before", ["nothing", "old knobs", "new knobs", "medium"])
@@ -146,36 +130,21 @@ def test_fp32_holds_against_a_process_wide_tf32(ampere: None) -> None:
 
 def test_bf16_needs_hardware_and_not_emulation(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_cuda(monkeypatch, bf16=False)
-    with pytest.raises(ValueError, match=r"Fake GPU has no bf16 arithmetic.*precision=fp16"):
-        Precision("bf16").apply(torch.device("cuda"))
+    NO_BF16.check()
     assert Precision("fp16").apply(torch.device("cuda")) == []
     assert "no TF32 units" in Precision("tf32").apply(torch.device("cuda"))[0]
 
 
-def test_cuda_without_cuda_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for name in PRESETS:
-        with pytest.raises(ValueError, match="CUDA is not available"):
-            Precision(name).apply(torch.device("cuda"))
-
-
-def test_an_environment_that_overrides_tf32_is_an_error(monkeypatch: pytest.MonkeyPatch, ampere: None) -> None:
-    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
-    with pytest.raises(ValueError, match="NVIDIA_TF32_OVERRIDE=1"):
-        Precision("fp32").apply(torch.device("cuda"))
-    assert Precision("tf32").apply(torch.device("cuda")) == []
-
-
 @pytest.mark.parametrize("kernels", [True, False])
-def test_half_precision_on_a_cpu_without_kernels_is_said(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_precision_on_a_cpu_without_kernels_is_a_warning(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: kernels)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: kernels)
     cpu = torch.device("cpu")
     assert Precision("fp32").apply(cpu) == []
     for name in ("bf16", "fp16"):
-        said = Precision(name).apply(cpu)
-        assert len(said) == (0 if kernels else 1)
-        assert all("\n" not in line and name in line for line in said)
+        warnings = Precision(name).apply(cpu)
+        assert len(warnings) == (0 if kernels else 1)
+        assert all("\n" not in line and f"precision={name}" in line for line in warnings)
 
 
 class Tower(nn.Module):
@@ -246,6 +215,87 @@ def test_a_kept_lstm_works_where_fp16_has_no_kernel() -> None:
     assert out.data.dtype == torch.float32
 
 
-def test_a_pattern_that_matches_nothing_names_near_modules() -> None:
-    with pytest.raises(ValueError, match=r"'haed' matches no submodule of Tower.*head"):
-        Precision("bf16", ("haed",)).wrap_keep_fp32(Tower())
+# -- refusals
+
+
+REFUSED = {
+    "unknown precision": Refusal(lambda: Precision("bfloat16"), "precision", "'bfloat16'", "'bf16'"),
+    "unknown role": Refusal(lambda: Precision("fp32").transfer_dtype("labels"), "role", "'labels'", "'label'"),
+    "string of patterns": Refusal(
+        lambda: Precision("bf16", keep_fp32="head"),  # type: ignore[arg-type]
+        "precision.keep_fp32",
+        "'head'",
+        "list of patterns",
+    ),
+    "pattern without a module": Refusal(
+        lambda: Precision("bf16", ("haed",)).wrap_keep_fp32(Tower()), "precision.keep_fp32", "'haed'", "head"
+    ),
+    "device type without autocast": Refusal(lambda: Precision("fp16").autocast("meta"), "precision=fp16", "'meta'", ""),
+}
+NO_CUDA = {
+    f"{name}, {method}": Refusal(call, f"precision={name}", "cuda", "CUDA build of torch")
+    for name in PRESETS
+    for method, call in {
+        "apply": lambda name=name: Precision(name).apply(torch.device("cuda")),
+        "autocast": lambda name=name: Precision(name).autocast("cuda"),
+    }.items()
+    if method == "apply" or Precision(name).compute_dtype != torch.float32
+}
+TF32_IN_ENVIRONMENT = Refusal(
+    lambda: Precision("fp32").apply(torch.device("cuda")),
+    "precision=fp32",
+    "NVIDIA_TF32_OVERRIDE=1",
+    "nset that variable",
+)
+NO_BF16 = Refusal(lambda: Precision("bf16").apply(torch.device("cuda")), "precision=bf16", "Fake GPU", "precision=fp16")
+
+
+@pytest.mark.parametrize("refusal", REFUSED.values(), ids=REFUSED)
+def test_what_is_not_a_precision_is_refused(refusal: Refusal) -> None:
+    refusal.check()
+
+
+@pytest.mark.parametrize("refusal", NO_CUDA.values(), ids=NO_CUDA)
+def test_cuda_is_refused_where_there_is_none(refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refusal.check()
+
+
+# -- memory
+
+
+def checkerboard() -> nn.Sequential:
+    """The network that learns a checkerboard from coordinates: 2-256-256-256-1, 1x1 convolutions, BatchNorm, ReLU."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for inputs in (2, 256, 256):
+        layers += [nn.Conv2d(inputs, 256, 1), nn.BatchNorm2d(256), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers, nn.Conv2d(256, 1, 1))
+
+
+def saved_bytes(precision: str) -> int:
+    """Bytes of all storages that a forward holds until its backward: parameters do not count, their 16-bit copies do."""
+    model = checkerboard()
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = storage  # held, so that no address comes twice
+        return tensor
+
+    x = torch.rand(1, 2, 32, 32)
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        Precision(precision).autocast("cpu"),
+    ):
+        loss = model(x).float().square().mean()
+    loss.backward()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_at_least_a_third_fewer_bytes_are_saved_for_the_backward(precision: str) -> None:
+    assert saved_bytes(precision) <= 2 / 3 * saved_bytes("fp32")

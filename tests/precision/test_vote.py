@@ -1,3 +1,5 @@
+"""The vote. Every test runs the tensor arithmetic of a GPU and the Python floats of a CPU, which must agree to the last bit."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -9,19 +11,19 @@ import pytest
 import torch
 
 from dtrain.config.errors import ConfigError
-from dtrain.precision.host_vote import HostVote
-from dtrain.precision.vote import Tally, Vote
+from dtrain.precision.vote import Agreement, StepStats, Vote, _HostVote, equal_scales, make_vote, payload_bytes
 from tests.ranks import run_ranks
+from tests.refusals import refused
 
 CPU = torch.device("cpu")
 # The arithmetic of a GPU, and that of a CPU. Half of the ranks use either, as if the machines were mixed.
-KINDS = (partial(Vote, CPU), HostVote)
+KINDS = (partial(Vote, CPU), _HostVote)
 
 
-def cast(vote: Vote | HostVote, sums: Sequence[float] = (2.0, 4.0, 1.0, 4.0), **changes: Any) -> None:
-    """The vote of a rank that has nothing special to say but ``sums`` and ``changes``."""
-    said: dict[str, Any] = {
-        "overflow": torch.tensor(False),
+def vote_on(vote: Vote, sums: Sequence[Any] = (2.0, 4.0, 1.0, 4.0), **changes: Any) -> None:
+    """Adds ``sums`` as one micro-batch and all-reduces ordinary values but for ``changes``."""
+    vote.add(sums)
+    values: dict[str, Any] = {
         "norm": torch.tensor(1.0),
         "scale": torch.tensor(1.0),
         "stop": False,
@@ -30,46 +32,51 @@ def cast(vote: Vote | HostVote, sums: Sequence[float] = (2.0, 4.0, 1.0, 4.0), **
         "bad": 0,
         "nbytes": 100,
     } | changes
-    vote.add(sums)
-    vote.cast(said.pop("overflow"), said.pop("norm"), said.pop("scale"), **said)
+    overflow = values.pop("overflow", None)
+    norm, scale = values.pop("norm"), values.pop("scale")
+    vote.all_reduce(vote.overflow(norm) if overflow is None else overflow, norm, scale, **values)
 
 
-def by_ranks(*changes: dict[str, Any]) -> Tally:
-    """The tally of as many ranks as there are ``changes``; equal on all of them, and so is the decision."""
+def vote_payload(vote: Vote) -> list[float]:
+    return vote.numbers if isinstance(vote, _HostVote) else vote.payload.tolist()
+
+
+def by_ranks(*changes: dict[str, Any]) -> StepStats:
+    """The step statistics of one rank per ``changes``. They and the decisions are checked to be equal on all ranks."""
 
     def rank(number: int) -> tuple[str, dict[str, Any]]:
         texts = []
         for kind in (KINDS[number % 2], KINDS[1 - number % 2]):
             vote = kind(len(changes))
-            cast(vote, **changes[number])
+            vote_on(vote, **changes[number])
             scale = changes[number].get("scale", torch.tensor(1.0))
             decisions = [
                 [1.0 if part is None else float(part) for part in vote.decide(scale, 8, clip)] for clip in (None, 0.5)
             ]
-            tally = vote.tally(["m"])
-            assert {bool(skip) for skip, _, _ in decisions} == {not tally.applied}
-            assert {bool(overflowed) for _, overflowed, _ in decisions} == {tally.overflow > 0}
-            texts.append(repr((decisions, tally)))
+            stats = vote.step_stats(["m"])
+            assert {bool(skip) for skip, _, _ in decisions} == {not stats.applied}
+            assert {bool(overflowed) for _, overflowed, _ in decisions} == {stats.overflow > 0}
+            texts.append(repr((decisions, stats)))
         assert texts[0] == texts[1]
-        return texts[0], asdict(tally)
+        return texts[0], asdict(stats)
 
-    texts, tallies = zip(*run_ranks(len(changes), rank), strict=True)
+    texts, dicts = zip(*run_ranks(len(changes), rank), strict=True)
     assert len(set(texts)) == 1  # as text, where NaN equals NaN
-    return Tally(**tallies[0])
+    return StepStats(**dicts[0])
 
 
 def test_the_norm_has_what_all_ranks_share_once_and_each_rank_s_own_part() -> None:
-    tally = by_ranks({"norm": torch.tensor(3.0), "own_norm": torch.tensor(4.0)}, {"norm": torch.tensor(3.0)})
-    assert tally.grad_norm == 5.0
+    stats = by_ranks({"norm": torch.tensor(3.0), "own_norm": torch.tensor(4.0)}, {"norm": torch.tensor(3.0)})
+    assert stats.grad_norm == 5.0
 
 
-def test_all_ranks_read_the_sums_of_what_each_said() -> None:
-    tally = by_ranks(
+def test_all_ranks_read_the_same_sums() -> None:
+    stats = by_ranks(
         {"norm": torch.tensor(2.0)},
         {"sums": [3.0, 5.0, 2.0, 6.0], "norm": torch.tensor(2.0), "stop": True, "bad": 2, "samples": 3},
         {"norm": torch.tensor(2.0), "save": True},
     )
-    assert tally == Tally(
+    assert stats == StepStats(
         overflow=0,
         grad_norm=2.0,
         loss_scale=1.0,
@@ -82,14 +89,14 @@ def test_all_ranks_read_the_sums_of_what_each_said() -> None:
         bad=2,
         bytes=300.0,
     )
-    assert tally.applied
+    assert stats.applied
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_coefficient_makes_a_clipped_mean_of_scaled_sums(kind: Any) -> None:
     vote, scale = kind(1), torch.tensor(1024.0)
     # Gradients are 1024 * sum / 8, and 5 rows were valid: the mean's norm is 10 / 1024 * 8 / 5.
-    cast(vote, norm=torch.tensor(10.0), scale=scale, sums=[1.0, 5.0])
+    vote_on(vote, norm=torch.tensor(10.0), scale=scale, sums=[1.0, 5.0])
     for clip_norm, factor in ((None, 1.0), (1.0, 1.0), (0.001, 0.001 / (10 / 1024 * 8 / 5))):
         skip, overflowed, coefficient = vote.decide(scale, 8, clip_norm)
         assert not skip
@@ -122,40 +129,30 @@ def test_norm_loss_and_count_that_are_not_finite_are_overflows(
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("culprit", [0, 1, 2])
-def test_what_one_rank_cannot_say_does_not_drown_what_the_others_do(culprit: int, value: float) -> None:
+def test_the_values_of_a_rank_that_overflowed_do_not_spoil_those_of_the_others(culprit: int, value: float) -> None:
     spoilt = [value, 4.0, value, 4.0]
-    said: list[dict[str, Any]] = [{}, {}, {"stop": True}]
-    said[culprit] |= {"overflow": torch.tensor(True), "norm": torch.tensor(value), "sums": spoilt}
-    tally = by_ranks(*said)
-    assert not tally.applied
-    assert tally.overflow == 1
-    assert (tally.loss_sum, tally.count, tally.metrics) == (4.0, 8.0, {"m": (2.0, 8.0)})
-    assert (tally.stop, tally.samples, tally.bytes) == (1, 12, 300.0)
+    ranks: list[dict[str, Any]] = [{}, {}, {"stop": True}]
+    ranks[culprit] |= {"overflow": torch.tensor(True), "norm": torch.tensor(value), "sums": spoilt}
+    stats = by_ranks(*ranks)
+    assert not stats.applied
+    assert stats.overflow == 1
+    assert (stats.loss_sum, stats.count, stats.metrics) == (4.0, 8.0, {"m": (2.0, 8.0)})
+    assert (stats.stop, stats.samples, stats.bytes) == (1, 12, 300.0)
 
 
 def test_two_overflows_are_one_skip() -> None:
     overflow = {"overflow": torch.tensor(True), "norm": torch.tensor(float("inf"))}
-    tally = by_ranks(overflow, overflow)
-    assert tally.overflow == 2
-    assert not tally.applied
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_decision_is_a_bool_that_two_overflows_do_not_make_larger(kind: Any) -> None:
-    vote = kind(1)
-    cast(vote, overflow=torch.tensor(True))
-    vote.word[0] = 2
-    skip, overflowed, _ = vote.decide(torch.tensor(1.0), 8, None)
-    assert skip.dtype == overflowed.dtype == torch.bool
-    assert float(skip) == float(overflowed) == 1.0
+    stats = by_ranks(overflow, overflow)
+    assert stats.overflow == 2
+    assert not stats.applied
 
 
 def test_nothing_to_learn_from_is_a_skip_without_an_overflow() -> None:
     nothing: dict[str, Any] = {"sums": [0.0] * 4}
     assert by_ranks(nothing, {}).applied
-    tally = by_ranks(nothing, nothing)
-    assert not tally.applied
-    assert tally.overflow == 0
+    stats = by_ranks(nothing, nothing)
+    assert not stats.applied
+    assert stats.overflow == 0
 
 
 def test_counts_are_exact_up_to_two_to_the_53() -> None:
@@ -164,18 +161,102 @@ def test_counts_are_exact_up_to_two_to_the_53() -> None:
 
 
 @pytest.mark.parametrize("scale", [2.0**-14, 1.0, 3.0, 65536.0, 2.0**24])
-def test_equal_scales_of_any_size_pass_the_audit(scale: float) -> None:
-    said = {"scale": torch.tensor(scale)}
-    assert by_ranks(said, said, said).loss_scale == scale
+def test_equal_scales_of_any_size_pass_the_check(scale: float) -> None:
+    values = {"scale": torch.tensor(scale)}
+    assert by_ranks(values, values, values).loss_scale == scale
 
 
-@pytest.mark.parametrize("other", [2.0, 0.5, 1.001])
-def test_ranks_whose_scales_differ_all_say_so(other: float) -> None:
+@pytest.mark.parametrize("other", [2.0, 0.5, 1.001, float("nan")])
+def test_different_scales_are_refused_on_every_rank_with_one_message(other: float) -> None:
     def rank(number: int) -> str:
-        vote = Vote(CPU, 3)
-        cast(vote, scale=torch.tensor(1024.0 * (other if number == 2 else 1.0)))
-        with pytest.raises(ConfigError, match="loss scales of the 3 ranks differ") as raised:
-            vote.tally(["m"])
-        return str(raised.value)
+        texts = []
+        for kind in KINDS:
+            vote = kind(3)
+            vote_on(vote, scale=torch.tensor(1024.0 * (other if number == 2 else 1.0)))
+            with refused(ConfigError, "3 ranks", "", "last checkpoint") as raised:
+                vote.step_stats(["m"])
+            texts.append(str(raised.value))
+        assert texts[0] == texts[1]
+        return texts[0]
 
     assert len(set(run_ranks(3, rank))) == 1
+
+
+def test_equal_scales_decides_alike_for_numbers_and_tensors() -> None:
+    for scales in ([1.0] * 3, [2.0**24] * 3, [1.0, 1.0, 2.0], [3.0, 3.003, 3.0]):
+        total, squares = sum(scales), sum(scale * scale for scale in scales)
+        expected = len(set(scales)) == 1
+        assert equal_scales(3, total, squares) == expected
+        assert bool(equal_scales(3, torch.tensor(total).double(), torch.tensor(squares).double())) == expected
+
+
+# -- bit for bit
+
+
+WINDOWS: dict[str, tuple[Any, ...]] = {
+    "ordinary": (0.7, 3.3, 11),
+    "small": (1e-3, 0.1, 7),
+    "large": (4e4, 2.2, 1),
+    "infinite norm": (torch.inf, 0.1, 7),
+    "NaN loss": (0.7, torch.nan, 11),
+    "no rows": (0.0, 0.0, 0),
+    "square beyond float64": (1e200, 1.0, 4),
+}
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_payloads_and_decisions_of_both_kinds_are_equal(window: str, own: bool) -> None:
+    norm, loss, count = WINDOWS[window]
+    shared = torch.tensor(norm, dtype=torch.float64)
+    payloads, decisions = [], []
+    for kind in KINDS:
+        vote = kind(1)
+        vote.add([torch.tensor(loss, requires_grad=True), torch.tensor(count), torch.tensor(0.3), 2])
+        vote_on(
+            vote,
+            [0.1, 0, torch.tensor(7), torch.tensor(True)],
+            norm=shared,
+            scale=torch.tensor(1024.0),
+            nbytes=2**40 + 1,
+            own_norm=2 * shared if own else None,
+        )
+        payloads.append(vote_payload(vote))
+        assert len(payloads[-1]) * 8 == payload_bytes(metrics=1)
+        of_kind = [vote.decide(torch.tensor(1024.0), 64, clip_norm) for clip_norm in (None, 1.0, 1e-9, 1e9)]
+        decisions.append([[*map(float, (d.skip, d.overflowed)), float(d.coefficient)] for d in of_kind])
+        assert {(part.dtype, part.shape) for d in of_kind for part in d[:2]} == {(torch.bool, torch.Size([]))}
+    assert payloads[0] == payloads[1]
+    assert repr(decisions[0]) == repr(decisions[1])  # as text, where NaN equals NaN
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_ranks_of_both_kinds_decide_alike_whatever_one_of_them_brings(window: str) -> None:
+    norm, loss, count = WINDOWS[window]
+    odd = {"norm": torch.tensor(norm), "sums": [loss, count, 0.3, 2.0]}
+    stats = by_ranks({"norm": torch.tensor(norm)}, odd | {"stop": True}, {"norm": torch.tensor(0.5)})
+    assert stats.stop == 1
+    overflows = {"infinite norm": 2, "square beyond float64": 2, "NaN loss": 1}  # 1e200 is infinite in fp32
+    assert stats.overflow == overflows.get(window, 0)
+
+
+def test_a_coefficient_of_one_leaves_the_gradients_alone_on_a_cpu() -> None:
+    vote, one = make_vote(CPU, 1), torch.ones(())
+    vote_on(vote, [1.0, 64], samples=64)
+    assert vote.decide(one, 64, None).coefficient is None
+    assert vote.decide(one, 65, None).coefficient is not None
+
+
+# -- the agreement
+
+
+def test_an_agreement_looks_its_group_up_when_it_is_used() -> None:
+    agreement = Agreement()
+    assert agreement.size == 1
+
+    def rank(number: int) -> tuple[int, list[int], list[float]]:
+        payload = torch.tensor([1.0, number], dtype=torch.float64)
+        agreement.sum_payload(payload)
+        return agreement.size, agreement.gather(number), payload.tolist()
+
+    assert run_ranks(3, rank) == [(3, [0, 1, 2], [3.0, 3.0])] * 3

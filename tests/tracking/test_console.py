@@ -4,8 +4,10 @@ import pty
 import sys
 
 import pytest
+from rich.console import Console
 
-from dtrain.tracking.console import PlainLines, ProgressLine, console_sink, print_banner
+from dtrain.tracking import console as module
+from dtrain.tracking.console import PlainLines, ProgressLine, console_sink, print_banner, progress
 
 TRAIN = {
     "step": 50, "applied_steps": 49, "epoch": 2, "samples": 3200, "time": 1000.0, "train/loss": 0.43119,
@@ -174,3 +176,44 @@ def test_a_banner_prints_brackets_and_colons_as_they_are():
     log = io.StringIO()
     print_banner("[bold]", {"a": "[red]x[/red] :smile:", "b": ""}, log)
     assert log.getvalue() == "[bold]\n  a  [red]x[/red] :smile:\n  b\n"
+
+
+# -- progress bars
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that a test sets."""
+    seconds = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: seconds[0])
+    return seconds
+
+
+def test_a_log_gets_a_line_now_and_then_with_rate_and_time_left(clock):
+    text = io.StringIO()
+    with progress(Console(file=text), "samples", 4000) as tick:
+        for second in range(1, 31):
+            clock[0] = float(second)
+            tick(100)
+    assert text.getvalue().splitlines() == [
+        "samples: 1,000 of 4,000, 100/s, 30 s left",
+        "samples: 2,000 of 4,000, 100/s, 20 s left",
+        "samples: 3,000 of 4,000, 100/s, 10 s left",
+    ]
+
+
+def test_what_is_done_in_no_time_is_not_worth_a_line(clock):
+    text = io.StringIO()
+    with progress(Console(file=text), "samples", 10) as tick:
+        tick(10)
+    assert text.getvalue() == ""
+
+
+def test_a_terminal_gets_a_bar_that_goes_away():
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=100)
+    with progress(console, "train samples", 10) as tick:
+        tick(4)
+        tick(6)
+    assert "train samples" in text.getvalue()
+    assert "10/10" in text.getvalue()

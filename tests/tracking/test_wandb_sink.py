@@ -14,10 +14,9 @@ import torch
 import wandb
 
 from dtrain.config.schema import TrackerConfig
-from dtrain.tracking import background, build_sinks, wandb_sink
-from dtrain.tracking.background import BackgroundSink
-from dtrain.tracking.media import write_media
-from dtrain.tracking.wandb_log import last_mark
+from dtrain.tracking import build_sinks, sinks, wandb_sink
+from dtrain.tracking.sinks import BackgroundSink, write_media
+from dtrain.tracking.wandb_sink import git_state, provenance
 from tests.tracking.pictures import png
 from tests.tracking.wandb_records import records, rows, run_of
 
@@ -37,11 +36,13 @@ def pieces(run_dir):
     return sorted(run_dir.glob("wandb/*run-*/*.wandb"))
 
 
-def started(run_dir, notes, config=None, resumed=0):
+def started(run_dir, notes, config=None, resumed=0, media=()):
     """One start of a run."""
     return BackgroundSink(
         "wandb",
-        lambda: wandb_sink.WandbSink(TRACKER, "offline", run_dir, "digits-12", config or {}, resumed, notes.append),
+        lambda: wandb_sink.WandbSink(
+            TRACKER, "offline", run_dir, "digits-12", config or {}, resumed, notes.append, media
+        ),
         errors=wandb_sink.ERRORS,
         note=notes.append,
     )
@@ -86,6 +87,11 @@ def test_two_offline_starts_are_one_run_with_each_step_once_and_the_names_of_the
     assert "wandb: offline in" in capsys.readouterr().out
 
 
+def write_metrics(run_dir, steps):
+    lines = [json.dumps(record(step) | ({"train/loss": None} if step == 4 else {})) for step in steps]
+    (run_dir / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+
+
 def test_a_killed_start_leaves_no_hole_and_no_step_twice(tmp_path, notes, monkeypatch):
     # wandb's own process keeps the newest rows in memory when its parent is killed: these must be sent again.
     script = f"""
@@ -101,29 +107,33 @@ def test_a_killed_start_leaves_no_hole_and_no_step_twice(tmp_path, notes, monkey
         os.kill(os.getpid(), signal.SIGKILL)
     """
     monkeypatch.delenv("WANDB_SERVICE", raising=False)  # a wandb process of its own, not this one's
+    train(tmp_path, range(50), notes)
     killed = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], timeout=120, check=False)
     assert killed.returncode == -signal.SIGKILL
-    (piece,) = pieces(tmp_path)
-    kept = [row["_step"] for row in rows(piece)]
-    assert 0 < len(kept) < 400
-    train(tmp_path, range(100, 500), notes)
-    sent = [row["_step"] for piece in pieces(tmp_path) for row in rows(piece)]
-    assert sorted(sent) == list(range(500))
+    assert any(0 < len(rows(piece)) < 350 for piece in pieces(tmp_path))
+    write_metrics(tmp_path, range(100))
+    picture = write_media(tmp_path / "media", 99, "confusion", png(4, 3))
+    sink = started(tmp_path, notes, resumed=99, media=[(99, "confusion", picture)])
+    for step in range(100, 500):
+        sink.log(record(step))
+    sink.finish("finished")
+    assert len(list((tmp_path / "wandb" / "killed").iterdir())) == 1
+    sent = [row for piece in pieces(tmp_path) for row in rows(piece)]
+    assert sorted(row["_step"] for row in sent) == list(range(500))
+    assert [row["_step"] for row in sent if "media/confusion/path" in row] == [99]
 
 
-def test_the_last_step_is_found_however_the_file_is_torn(tmp_path, notes):
-    train(tmp_path, range(700), notes, config={"long": "x" * 100_000})
+def test_a_killed_start_that_was_uploaded_is_kept(tmp_path, notes):
+    train(tmp_path, (1, 2), notes)
     (piece,) = pieces(tmp_path)
-    data = piece.read_bytes()
-    assert len(data) > 8 * 32768
-    torn = tmp_path / "torn.wandb"
-    for size in {*range(7, len(data), len(data) // 50), 32768, 32768 + 3, 3 * 32768 - 2, len(data) - 1, len(data)}:
-        torn.write_bytes(data[:size])
-        assert last_mark(torn) == max(((row["_step"], False) for row in rows(torn)), default=None)
+    (tmp_path / "wandb" / "sent.json").unlink()  # as if it had been killed
+    piece.with_name(f"{piece.name}.synced").touch()
+    train(tmp_path, (3,), notes)
+    assert piece in pieces(tmp_path)
 
 
 @pytest.mark.parametrize(("state", "code"), [("finished", 0), ("stopped", 0), ("failed", 1)])
-def test_wandb_is_told_how_the_run_ended_and_a_failure_is_an_alert(tmp_path, notes, state, code):
+def test_wandb_gets_the_exit_code_and_a_failure_is_an_alert(tmp_path, notes, state, code):
     started(tmp_path, notes).finish(state, "rank 1 failed: ValueError: no")
     found = records(pieces(tmp_path)[0])
     (ended,) = [r.exit for r in found if r.WhichOneof("record_type") == "exit"]
@@ -132,7 +142,7 @@ def test_wandb_is_told_how_the_run_ended_and_a_failure_is_an_alert(tmp_path, not
     assert alerts == ([("digits-12 failed", "rank 1 failed: ValueError: no", "ERROR")] if code else [])
 
 
-def test_pictures_and_texts_are_sent_with_their_step_and_not_again(tmp_path, notes):
+def test_media_are_sent_with_their_step_and_once(tmp_path, notes):
     picture = write_media(tmp_path / "media", 2, "confusion", png(4, 3))
     text = write_media(tmp_path / "media", 2, "sample", "a < b")
     for steps in ((1, 2), (2, 3)):
@@ -152,10 +162,9 @@ def test_pictures_and_texts_are_sent_with_their_step_and_not_again(tmp_path, not
     assert "<pre>a &lt; b</pre>" in page.read_text()
 
 
-def test_what_a_killed_wandb_has_lost_is_sent_from_the_metrics_file(tmp_path, notes):
+def test_records_that_wandb_lacks_are_sent_from_the_metrics_file(tmp_path, notes):
     train(tmp_path, (1, 2), notes)
-    lines = [json.dumps(record(step) | ({"train/loss": None} if step == 4 else {})) for step in range(1, 7)]
-    (tmp_path / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    write_metrics(tmp_path, range(1, 7))
     sink = started(tmp_path, notes, resumed=5)
     sink.log(record(6))
     sink.finish("finished")
@@ -219,13 +228,13 @@ def test_no_secret_of_the_command_line_gets_into_what_wandb_sends(tmp_path, note
 
 
 @pytest.mark.slow
-def test_a_server_that_is_not_there_is_reported_once_and_holds_up_nothing(tmp_path, home):
+def test_an_unreachable_server_is_reported_once_and_delays_nothing(tmp_path, home):
     # In a process of its own: wandb reads its environment once.
     script = f"""
         from pathlib import Path
         from dtrain.config.schema import TrackerConfig
-        from dtrain.tracking import background, build_sinks, wandb_sink
-        wandb_sink.TIMEOUT, background.START = 2, 0.5
+        from dtrain.tracking import build_sinks, sinks, wandb_sink
+        wandb_sink.TIMEOUT, sinks.OPEN_TIMEOUT = 2, 0.5
         tracker = TrackerConfig(name="wandb", mode="online")
         sink = build_sinks(tracker, Path({str(tmp_path)!r}), "digits-12", {{}}, 0)
         for step in range(1000):
@@ -244,13 +253,13 @@ def test_a_server_that_is_not_there_is_reported_once_and_holds_up_nothing(tmp_pa
         capture_output=True,
         text=True,
     )
-    said = [line.split(":")[0] for line in done.stdout.splitlines() if line[:1].isalpha()]
-    assert [word for word in said if not word.startswith("step")] == ["trained", "wandb", "ended"]
-    assert "The run goes on without it" in done.stdout
+    words = [line.split(":")[0] for line in done.stdout.splitlines() if line[:1].isalpha()]
+    assert [word for word in words if not word.startswith("step")] == ["trained", "wandb", "ended"]
+    assert "The run continues without it" in done.stdout
     assert "Traceback" not in done.stderr
 
 
-def test_an_error_in_wandb_is_reported_once_and_later_records_are_let_go(tmp_path, notes, monkeypatch):
+def test_an_error_in_wandb_is_reported_once_and_later_records_are_dropped(tmp_path, notes, monkeypatch):
     class Broken:
         starting_step, url = 0, None
 
@@ -281,7 +290,7 @@ def test_wandb_has_started_its_processes_before_the_loader_can_fork_its_own(tmp_
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_error_that_nobody_foresaw_ends_the_thread_and_not_the_training(tmp_path, notes, monkeypatch):
+def test_an_unexpected_error_ends_the_thread_and_not_the_training(tmp_path, notes, monkeypatch):
     def init(**_):
         raise RuntimeError("a bug in wandb")
 
@@ -289,7 +298,7 @@ def test_an_error_that_nobody_foresaw_ends_the_thread_and_not_the_training(tmp_p
     train(tmp_path, range(5), notes)
 
 
-def test_a_wandb_that_hangs_costs_no_memory_and_no_time_but_the_last_wait(tmp_path, notes, monkeypatch):
+def test_a_blocked_wandb_costs_no_memory_and_no_time_except_the_final_wait(tmp_path, notes, monkeypatch):
     release = threading.Event()
 
     def hang(**_):
@@ -297,9 +306,9 @@ def test_a_wandb_that_hangs_costs_no_memory_and_no_time_but_the_last_wait(tmp_pa
         raise OSError("much too late")
 
     monkeypatch.setattr(wandb, "init", hang)
-    monkeypatch.setattr(background, "PATIENCE", 0.2)
-    monkeypatch.setattr(background, "WAITING", 3)
-    monkeypatch.setattr(background, "START", 0.01)
+    monkeypatch.setattr(sinks, "FINISH_TIMEOUT", 0.2)
+    monkeypatch.setattr(sinks, "QUEUE_SIZE", 3)
+    monkeypatch.setattr(sinks, "OPEN_TIMEOUT", 0.01)
     sink = started(tmp_path, notes)
     for step in range(10):
         sink.log(record(step))
@@ -307,8 +316,55 @@ def test_a_wandb_that_hangs_costs_no_memory_and_no_time_but_the_last_wait(tmp_pa
         sink._queue.put_nowait(None)
     sink.finish("finished")
     assert [note.split(".")[0] for note in notes] == [
-        "wandb: 3 records wait; the next are left out",
-        "wandb: not done in time",
+        "wandb: 3 records are waiting; further ones are dropped",
+        "wandb: did not end in time",
     ]
     release.set()
     sink._thread.join()
+
+
+# -- provenance
+
+
+def git(folder, *arguments):
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+    done = subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def project(tmp_path):
+    git(tmp_path, "init", "--quiet")
+    (tmp_path / "model.py").write_text("width = 4\n")
+    return tmp_path
+
+
+def test_the_commit_is_that_of_the_users_code_and_dirty_if_tracked_files_differ(project):
+    assert git_state(project) == {}  # no commit yet
+    git(project, "add", "model.py")
+    git(project, "commit", "--quiet", "--message=one")
+    commit = git(project, "rev-parse", "HEAD")
+    (project / "runs").mkdir()
+    (project / "runs" / "untracked").touch()
+    assert git_state(project / "runs") == {"commit": commit, "dirty": False}
+    (project / "model.py").write_text("width = 8\n")
+    assert git_state(project) == {"commit": commit, "dirty": True}
+    assert provenance(project)["commit"] == commit
+
+
+def test_a_file_whose_name_is_no_utf_8_is_no_obstacle(project):
+    git(project, "config", "core.quotePath", "false")
+    name = project / os.fsdecode(b"caf\xe9.py")
+    name.touch()
+    git(project, "add", "--all")
+    git(project, "commit", "--quiet", "--message=one")
+    name.write_text("changed\n")
+    assert git_state(project)["dirty"] is True
+
+
+def test_without_git_or_a_repository_the_versions_are_still_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert git_state(tmp_path) == {}
+    found = provenance(tmp_path)
+    assert {"dtrain", "torch", "python", "platform", "device"} <= set(found)
+    assert "commit" not in found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dtrain.training.checkpoint import Checkpoint
+from dtrain.training.checkpoints import Checkpoint
 
 
 def content(value: float, metrics: dict[str, float] | None = None, size: int = 5) -> Checkpoint:

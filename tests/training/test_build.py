@@ -15,7 +15,8 @@ from dtrain.precision import Precision
 from dtrain.training import build
 from dtrain.training.schedule import Lengths, WarmupCosine
 from tests.ranks import run_ranks
-from tests.training.toys import CPU, Net, world
+from tests.refusals import refused
+from tests.toys import CPU, Net, world
 
 
 def node(target: str | None = None, **keys: Any) -> Any:
@@ -63,23 +64,23 @@ def no_optimizer(params: list[nn.Parameter]) -> list[nn.Parameter]:
 
 @pytest.mark.parametrize("given", [None, {}, {"width": 3}], ids=str)
 def test_a_node_without_a_target_is_refused(given: Any) -> None:
-    with pytest.raises(ConfigError, match=r"model: has no _target_.*model._target_=package.Class"):
+    with refused(ConfigError, "model: ", "no _target_", "model._target_=package.Class"):
         build.by_target("model", OmegaConf.create(given) if given is not None else None)
 
 
 @pytest.mark.parametrize("target", ["nowhere.Model", f"{HERE}.Nothing", "dtrain.models.Nothing"])
 def test_a_target_that_cannot_be_imported_is_refused_by_name(target: str) -> None:
-    with pytest.raises(ConfigError, match=f"model._target_: '{target}' cannot be imported"):
+    with refused(ConfigError, "model._target_", f"'{target}'", "cannot be imported"):
         build.by_target("model", node(target))
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "message"),
     [("lr", -1, "Invalid learning rate: -1"), ("lr", "fast", "One of its values is wrong: lr=fast")],
 )
-def test_a_value_that_the_optimizer_refuses_is_a_mistake_in_the_config(key: str, value: object, said: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^optimizer: .*{said}"):
-        build.build_optimizer(node("torch.optim.AdamW", **{key: value}), nn.Linear(1, 1), CPU)
+def test_a_value_that_the_optimizer_refuses_is_a_mistake_in_the_config(key: str, value: object, message: str) -> None:
+    with refused(ConfigError, "optimizer: ", message):
+        build.build_optimizer(node("torch.optim.AdamW", **{key: value}), nn.Linear(1, 1))
 
 
 def test_what_a_target_itself_raises_keeps_its_traceback() -> None:
@@ -89,15 +90,17 @@ def test_what_a_target_itself_raises_keeps_its_traceback() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "keys", "said"),
+    ("target", "keys", "names"),
     [
-        ("dtrain.models.SmallCNN", {"widht": 3}, "model: dtrain.models.SmallCNN does not take .*'widht'"),
-        (f"{HERE}.wrapped", {}, "model: .*wrapped does not take these keys: .*'kind'"),
+        ("dtrain.models.SmallCNN", {"widht": 3}, ["model: dtrain.models.SmallCNN does not take", "'widht'"]),
+        (f"{HERE}.wrapped", {}, ["model", "wrapped does not take these keys", "'kind'"]),
     ],
     ids=["one too many", "one is missing"],
 )
-def test_keys_that_a_target_does_not_take_are_refused_by_name(target: str, keys: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_keys_that_a_target_does_not_take_are_refused_by_name(
+    target: str, keys: dict[str, Any], names: list[str]
+) -> None:
+    with refused(ConfigError, *names):
         build.build_model(node(target, **keys), CPU)
 
 
@@ -128,13 +131,13 @@ def test_a_wrapped_model_is_refused_with_the_reason(kind: str, name: str) -> Non
             build.build_model(node(f"{HERE}.wrapped", kind=kind), CPU)
         return str(raised.value)
 
-    (said,) = run_ranks(1, rank, init=False)
-    assert f"a model wrapped in {name}" in said
-    assert "twice" in said
+    (message,) = run_ranks(1, rank, init=False)
+    assert f"a model wrapped in {name}" in message
+    assert "twice" in message
 
 
 def test_what_is_no_module_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no_module returns str, want a torch.nn.Module"):
+    with refused(ConfigError, "no_module", "str", "torch.nn.Module"):
         build.build_model(node(f"{HERE}.no_module"), CPU)
 
 
@@ -143,42 +146,42 @@ def test_what_is_no_module_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
 def test_an_optimizer_is_fused_where_it_can_be(name: str) -> None:
-    optimizer = build.build_optimizer(node(f"torch.optim.{name}", lr=0.1), Net(), CPU)
+    optimizer = build.build_optimizer(node(f"torch.optim.{name}", lr=0.1), Net())
     assert optimizer.defaults["fused"] is True
     assert getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 @pytest.mark.parametrize("keys", [{"fused": False}, {"foreach": True}, {"fused": None}], ids=str)
 def test_what_the_config_says_about_the_implementation_stays(keys: dict[str, Any]) -> None:
-    optimizer = build.build_optimizer(node("torch.optim.AdamW", lr=0.1, **keys), Net(), CPU)
+    optimizer = build.build_optimizer(node("torch.optim.AdamW", lr=0.1, **keys), Net())
     assert not optimizer.defaults["fused"]
     assert optimizer.defaults["foreach"] == keys.get("foreach")
 
 
 def test_an_optimizer_without_a_fused_form_and_one_from_a_function_are_built_as_they_are() -> None:
-    assert isinstance(build.build_optimizer(node("torch.optim.RMSprop", lr=0.1), Net(), CPU), torch.optim.RMSprop)
-    groups = build.build_optimizer(node(f"{HERE}.my_optimizer", lr=0.1), Net(), CPU).param_groups
+    assert isinstance(build.build_optimizer(node("torch.optim.RMSprop", lr=0.1), Net()), torch.optim.RMSprop)
+    groups = build.build_optimizer(node(f"{HERE}.my_optimizer", lr=0.1), Net()).param_groups
     assert [group["lr"] for group in groups] == [0.2, 0.1]
 
 
 def test_only_what_is_trainable_is_optimized() -> None:
     model = Net()
-    model[0].requires_grad_(False)
-    optimizer = build.build_optimizer(node("torch.optim.SGD", lr=0.1), model, CPU)
-    assert optimizer.param_groups[0]["params"] == list(model[2].parameters())
+    model.trunk.requires_grad_(False)
+    optimizer = build.build_optimizer(node("torch.optim.SGD", lr=0.1), model)
+    assert optimizer.param_groups[0]["params"] == list(model.head.parameters())
 
 
 @pytest.mark.parametrize(
-    ("target", "model", "said"),
+    ("target", "model", "names"),
     [
-        ("torch.optim.SGD", frozen, "no parameter that requires a gradient"),
-        (f"{HERE}.no_optimizer", Net, "no_optimizer returns list, want a torch Optimizer"),
-        ("torch.optim.Adamm", Net, "'torch.optim.Adamm' cannot be imported"),
+        ("torch.optim.SGD", frozen, ["no parameter that requires a gradient"]),
+        (f"{HERE}.no_optimizer", Net, ["no_optimizer returns list", "torch Optimizer"]),
+        ("torch.optim.Adamm", Net, ["'torch.optim.Adamm' cannot be imported"]),
     ],
 )
-def test_an_impossible_optimizer_is_refused(target: str, model: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        build.build_optimizer(node(target), model(), CPU)
+def test_an_impossible_optimizer_is_refused(target: str, model: Any, names: list[str]) -> None:
+    with refused(ConfigError, *names):
+        build.build_optimizer(node(target), model())
 
 
 # -- schedule, precision, loss scale
@@ -195,19 +198,19 @@ def test_durations_of_a_schedule_are_steps_epochs_samples_or_shares() -> None:
     target = "dtrain.training.schedule.WarmupCosine"
     for warmup in ("20 steps", "2 epochs", "640 samples", "20 %", "20%", 20):
         assert build.build_schedule(node(target, warmup=warmup), LENGTHS) == WarmupCosine(100, 20)
-    with pytest.raises(ConfigError, match=r"schedule: got horizon 100 and warmup 200.*'5 epochs'"):
+    with refused(ConfigError, "schedule: ", "warmup 200", "'5 epochs'"):
         build.build_schedule(node(target, warmup="20 epochs"), LENGTHS)
 
 
 def test_a_schedule_that_cannot_be_called_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"schedule: builtins.dict gives dict, want a callable of applied steps"):
+    with refused(ConfigError, "schedule: ", "builtins.dict", "callable"):
         build.build_schedule(node("builtins.dict"), LENGTHS)
 
 
 def test_an_unknown_precision_and_an_impossible_scale_are_refused_by_their_keys() -> None:
-    with pytest.raises(ConfigError, match="precision: got 'fp8'"):
+    with refused(ConfigError, "precision", "got 'fp8'"):
         build.build_precision(PrecisionConfig(name="fp8"), CPU)
-    with pytest.raises(ConfigError, match=r"precision.loss_scale: .*growth_factor=0.5|loss scale: .*growth_factor=0.5"):
+    with refused(ConfigError, key="", got="growth_factor=0.5"):
         build.build_loss_scale(LossScaleConfig(growth_factor=0.5), Precision("fp16"), CPU)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import logging
 import os
 import resource
@@ -9,16 +10,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from dtrain.config.errors import ConfigError
-from dtrain.training import checkpoint as module
-from dtrain.training.checkpoint import BadCheckpoint
-from dtrain.training.checkpoints import Checkpoints
+from dtrain.training import checkpoints as module
+from dtrain.training.checkpoints import (
+    BadCheckpoint,
+    Checkpoint,
+    Checkpoints,
+    _read_folder,
+    _saved_metrics,
+    _write_folder,
+    verify_folder,
+)
 from tests.ranks import run_ranks
+from tests.refusals import refused
 from tests.training.checkpoints_for_tests import content
 
+# -- checkpoints
 
-def value_of(checkpoints: Checkpoints, step: int) -> float:
+
+def loaded_value(checkpoints: Checkpoints, step: int) -> float:
     """The value of a checkpoint, which every tensor in it must have."""
     loaded = checkpoints.load(step)
     values = {float(number) for group in loaded.tensors.values() for t in group.values() for number in t.flatten()}
@@ -71,17 +83,17 @@ def test_a_start_passes_over_what_is_broken_and_says_so(tmp_path: Path, mode: st
         checkpoints.save(step, content(step))
     for step in (20, 30):
         (checkpoints.path(step) / "state.json").write_text("{}")
-    chosen, said = checkpoints.to_resume(mode)
+    chosen, message = checkpoints.to_resume(mode)
     assert chosen == 10
-    assert [line.startswith("passed over a broken checkpoint: ") for line in said] == [True, True]
-    assert "step-000000030" in said[0]
+    assert ["broken checkpoint: " in line for line in message] == [True, True]
+    assert "step-000000030" in message[0]
 
 
 @pytest.mark.parametrize("mode", ["auto", "must"])
 def test_a_run_of_which_all_checkpoints_are_broken_is_not_begun_again(tmp_path: Path, mode: str) -> None:
     checkpoints = Checkpoints(tmp_path)
     (checkpoints.save(10, content(1.0)) / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"no checkpoint to continue from:\n.*model.safetensors cannot be read"):
+    with refused(ConfigError, "no checkpoint", "model.safetensors"):
         checkpoints.to_resume(mode)
 
 
@@ -92,9 +104,9 @@ def test_the_modes_of_resuming(tmp_path: Path) -> None:
         checkpoints.to_resume("must")
     checkpoints.save(5, content(1.0))
     assert checkpoints.to_resume("auto") == checkpoints.to_resume("must") == (5, [])
-    with pytest.raises(ConfigError, match=r"run.resume=never, but .* holds checkpoints"):
+    with refused(ConfigError, "run.resume=never"):
         checkpoints.to_resume("never")
-    with pytest.raises(ConfigError, match="got 'yes', want auto, must or never"):
+    with refused(ConfigError, "run.resume", "got 'yes'", "auto, must or never"):
         checkpoints.to_resume("yes")
 
 
@@ -163,27 +175,27 @@ def test_what_was_just_saved_stays_though_broken_ones_of_later_steps_are_there(t
             (checkpoints.path(step) / "model.safetensors").write_bytes(b"torn")
     checkpoints.save(13, content(13.0))
     assert checkpoints.newest_good() == (13, [])
-    assert value_of(checkpoints, 13) == 13.0
+    assert loaded_value(checkpoints, 13) == 13.0
 
 
 def test_a_broken_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     (checkpoints.save(10, content(1.0)) / "model.safetensors").write_bytes(b"torn")
     checkpoints.save(10, content(2.0))
-    assert value_of(checkpoints, 10) == 2.0
+    assert loaded_value(checkpoints, 10) == 2.0
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000010"]
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "names"),
     [
-        ({"keep_last": 0}, "checkpoint.keep_last: got 0"),
-        ({"keep_every": 0}, "checkpoint.keep_every: got 0"),
-        ({"best_mode": "most"}, "got 'most', want max or min"),
+        ({"keep_last": 0}, ["checkpoint.keep_last", "got 0"]),
+        ({"keep_every": 0}, ["checkpoint.keep_every", "got 0"]),
+        ({"best_mode": "most"}, ["got 'most'", "max or min"]),
     ],
 )
-def test_impossible_options_are_refused(tmp_path: Path, options: dict[str, object], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_impossible_options_are_refused(tmp_path: Path, options: dict[str, object], names: list[str]) -> None:
+    with refused(ValueError, *names):
         Checkpoints(tmp_path, **options)  # type: ignore[arg-type]
 
 
@@ -205,14 +217,14 @@ def test_a_checkpoint_is_chosen_by_name(chosen_from: Checkpoints, which: str, st
 
 @pytest.mark.parametrize("which", ["40", "newest", "-10", "²"])
 def test_a_name_that_there_is_not_is_refused_with_those_there_are(chosen_from: Checkpoints, which: str) -> None:
-    with pytest.raises(ConfigError, match=f"checkpoint={which}: .* has steps 10, 20, 30"):
+    with refused(ConfigError, "checkpoint=", which, "10, 20, 30"):
         chosen_from.choose(which)
 
 
 def test_without_a_metric_for_it_there_is_no_best_and_the_latest_is_the_default(chosen_from: Checkpoints) -> None:
     plain = Checkpoints(chosen_from.directory)
     assert plain.choose("") == 30
-    with pytest.raises(ConfigError, match=r"best needs checkpoint.best=METRIC"):
+    with refused(ConfigError, key="best", remedy="checkpoint.best=METRIC"):
         plain.choose("best")
 
 
@@ -228,7 +240,7 @@ def test_the_latest_is_the_newest_whole_one_and_a_broken_newer_one_is_reported(
 @pytest.mark.parametrize("which", ["20", "best", ""])
 def test_a_broken_one_that_was_named_is_refused(chosen_from: Checkpoints, which: str) -> None:
     (chosen_from.path(20) / "model.safetensors").write_bytes(b"torn")
-    with pytest.raises(BadCheckpoint, match=r"step-000000020: model\.safetensors"):
+    with refused(BadCheckpoint, "step-000000020", "model.safetensors"):
         chosen_from.choose(which)
 
 
@@ -249,10 +261,10 @@ def test_a_save_that_the_disk_refuses_leaves_the_others_and_nothing_of_itself(tm
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         with pytest.raises(OSError, match="safetensors") as raised:
             checkpoints.save(20, content(20.0, size=100_000))
-        return str(raised.value), sorted(path.name for path in tmp_path.iterdir()), value_of(checkpoints, 10)
+        return str(raised.value), sorted(path.name for path in tmp_path.iterdir()), loaded_value(checkpoints, 10)
 
-    ((said, left, value),) = run_ranks(1, rank)
-    assert "File too large" in said
+    ((message, left, value),) = run_ranks(1, rank)
+    assert "File too large" in message
     assert left == ["step-000000010"]
     assert value == 10.0
 
@@ -283,7 +295,7 @@ def test_wherever_a_save_fails_the_one_before_stays(tmp_path: Path, step: str, m
 def test_left_overs_of_a_killed_save_do_not_matter_and_go_at_the_next_one(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(10, content(10.0))
-    for name in (".step-000000020.aside", ".step-000000005.replaced", ".step-000000020.4711"):
+    for name in (".step-000000020.staged", ".step-000000005.replaced", ".step-000000020.4711"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(b"half")
     assert checkpoints.newest_good() == (10, [])
@@ -298,7 +310,7 @@ def test_a_checkpoint_is_there_again_if_the_one_that_replaces_it_never_gets_its_
     rename = os.rename
 
     def refusing_the_second(source: Path, target: Path) -> None:
-        if str(source).endswith(".aside"):
+        if str(source).endswith(".staged"):
             os._exit(9) if killed else None
             raise OSError(28, "No space left on device")
         rename(source, target)
@@ -315,11 +327,11 @@ def test_a_checkpoint_is_there_again_if_the_one_that_replaces_it_never_gets_its_
     monkeypatch.undo()
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.to_resume("must") == (10, [])
-    assert value_of(checkpoints, 10) == 1.0
+    assert loaded_value(checkpoints, 10) == 1.0
 
 
 def save_until_killed(folder: Path, step: int, seconds: float) -> int:
-    """Saves in a forked process, killed ``seconds`` after its first save; the last step that it said was saved."""
+    """CheckpointManager in a forked process, killed ``seconds`` after its first save; the last step that it said was saved."""
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         checkpoints = Checkpoints(folder, keep_last=1)
@@ -329,12 +341,12 @@ def save_until_killed(folder: Path, step: int, seconds: float) -> int:
             os.write(writer, step.to_bytes(8, "big"))
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
-        said = pipe.read(8)
+        message = pipe.read(8)
         time.sleep(seconds)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        said += pipe.read()
-    return int.from_bytes(said[-8:], "big")
+        message += pipe.read()
+    return int.from_bytes(message[-8:], "big")
 
 
 @pytest.mark.parametrize("rounds", [15, pytest.param(300, marks=pytest.mark.slow)])
@@ -350,6 +362,68 @@ def test_a_killed_save_leaves_a_whole_checkpoint_no_older_than_the_last_that_was
         newest, problems = checkpoints.newest_good()
         assert problems == []
         assert newest in (last, last + 1)
-        assert value_of(checkpoints, newest) == newest
+        assert loaded_value(checkpoints, newest) == newest
         step = newest
     assert step > rounds
+
+
+# -- checkpoint
+
+
+def written(folder: Path, value: float = 1.0) -> Path:
+    _write_folder(folder, content(value, {"eval/loss": 0.5}))
+    return folder
+
+
+def test_what_was_saved_is_loaded_with_its_dtypes(tmp_path: Path) -> None:
+    loaded = _read_folder(written(tmp_path / "saved", 3.0))
+    for group, tensors in content(3.0).tensors.items():
+        for name, tensor in tensors.items():
+            assert torch.equal(loaded.tensors[group][name], tensor)
+            assert loaded.tensors[group][name].dtype == tensor.dtype
+    assert loaded.state["metrics"] == _saved_metrics(tmp_path / "saved") == {"eval/loss": 0.5}
+
+
+def test_no_file_is_a_pickle(tmp_path: Path) -> None:
+    assert {path.suffix for path in written(tmp_path / "saved").iterdir()} == {".safetensors", ".json"}
+
+
+def test_one_that_is_there_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
+    folder = written(tmp_path / "saved")
+    (folder / "ema.safetensors").write_bytes(b"of another model")
+    written(folder, 2.0)
+    verify_folder(folder)
+    assert _read_folder(folder).state["value"] == 2.0
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert not (folder / "ema.safetensors").exists()
+
+
+def test_only_files_of_the_manifest_are_loaded(tmp_path: Path) -> None:
+    folder = written(tmp_path / "saved")
+    (folder / "ema.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    assert set(_read_folder(folder).tensors) == {"model", "optimizer"}
+
+
+@pytest.mark.parametrize("manifest", ["[]", "{}", "{", '{"model.safetensors": {}}'])
+def test_a_manifest_that_does_not_list_the_state_is_refused(tmp_path: Path, manifest: str) -> None:
+    folder = written(tmp_path / "saved")
+    (folder / "manifest.json").write_text(manifest)
+    for use in (verify_folder, _read_folder):
+        with refused(BadCheckpoint, "saved", "manifest.json"):
+            use(folder)
+    assert _saved_metrics(folder) == {}
+
+
+def test_a_state_that_was_altered_has_no_metrics(tmp_path: Path) -> None:
+    folder = written(tmp_path / "saved")
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps(state | {"metrics": {"eval/loss": 0.1}}))
+    assert _saved_metrics(folder) == {}
+    with refused(BadCheckpoint, "state.json", "manifest"):
+        verify_folder(folder)
+
+
+def test_a_checkpoint_of_another_format_is_refused_with_both(tmp_path: Path) -> None:
+    _write_folder(tmp_path / "saved", Checkpoint({}, {"format": 99, "metrics": {}}))
+    with refused(BadCheckpoint, "format", 99, 1):
+        _read_folder(tmp_path / "saved")

@@ -17,11 +17,11 @@ from dtrain.data import Batch, ShardLoader
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
 from dtrain.training.evaluation import Interrupted, evaluate
-from dtrain.training.result import Evaluation, NotFinite
-from dtrain.training.task import Output
+from dtrain.training.task import Evaluation, NotFinite, Output
 from tests.ranks import run_ranks
-from tests.training.shards import FIELDS, numbered_shards, numbers_of
-from tests.training.toys import Net, world
+from tests.refusals import refused
+from tests.shards import VECTOR_FIELDS, vector, write_vectors
+from tests.toys import Net, world
 
 FP32 = Precision("fp32")
 STATM = Path("/proc/self/statm")
@@ -29,22 +29,22 @@ STATM = Path("/proc/self/statm")
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return numbered_shards(tmp_path_factory.mktemp("shards"), 50)
+    return write_vectors(tmp_path_factory.mktemp("shards"), 50)
 
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return numbered_shards(tmp_path_factory.mktemp("few"), 4, shards=2)
+    return write_vectors(tmp_path_factory.mktemp("few"), 4, shards=2)
 
 
 @pytest.fixture(scope="module")
 def five(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return numbered_shards(tmp_path_factory.mktemp("five"), 5, shards=1)
+    return write_vectors(tmp_path_factory.mktemp("five"), 5, shards=1)
 
 
 def loader(shards: str, rank: int = 0, ranks: int = 1, **given: Any) -> ShardLoader:
     options: dict[str, Any] = {"global_batch_size": 12, "num_workers": 0, "shuffle": "none"} | given
-    return ShardLoader(shards, FIELDS, rank=rank, world_size=ranks, **options)
+    return ShardLoader(shards, VECTOR_FIELDS, rank=rank, world_size=ranks, **options)
 
 
 def squares(model: nn.Module, batch: Batch) -> Output:
@@ -66,7 +66,7 @@ def one_by_one(samples: range) -> dict[str, float]:
     """The reference: float64, one process, one sample after the other."""
     model = Net().double()
     with torch.no_grad():
-        predicted = {n: model(torch.from_numpy(numbers_of(n)).double()).item() for n in samples}
+        predicted = {n: model(torch.from_numpy(vector(n)).double()).item() for n in samples}
     odd = [n for n in samples if n % 2 == 1]
     return {
         "loss": float(np.mean([value**2 for value in predicted.values()])),
@@ -149,7 +149,7 @@ def test_evaluating_between_two_steps_does_not_disturb_training(shards: str) -> 
         model = nn.Sequential(Net(), nn.BatchNorm1d(1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
-            model(torch.from_numpy(np.stack([numbers_of(n) for n in range(8)]))).square().sum().backward()
+            model(torch.from_numpy(np.stack([vector(n) for n in range(8)]))).square().sum().backward()
             optimizer.step()
             if evaluated:
                 evaluate(model, squares, loader(shards), world=world(), precision=FP32)
@@ -180,7 +180,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_an_error_on_all(shards: str, v
         return Output(torch.where(spoilt, value, output.loss_sum), output.count, output.metrics, output.tables)
 
     def rank(number: int) -> str:
-        with pytest.raises(NotFinite, match=rf"the loss is {value} over 50 samples") as raised:
+        with refused(NotFinite, "loss", value, "50 samples") as raised:
             evaluate(Net(), task, loader(shards, number, 3), world=world(number, 3), precision=FP32)
         # The rest of the result is there for who wants to show it.
         assert raised.value.evaluation["odd"] == 0.5
@@ -195,7 +195,7 @@ def test_metrics_or_tables_that_differ_between_ranks_are_refused_on_all_of_them(
         def task(model: nn.Module, batch: Batch) -> Output:
             return Output(torch.ones(()), 1, metrics if number else {}, tables if number else {})
 
-        with pytest.raises(ValueError, match=r"returned metrics \[\] on rank 0 and metrics .* on rank 1"):
+        with refused(ValueError, "metrics", "[] on rank 0", "on rank 1"):
             evaluate(Net(), task, loader(shards, number, 2), world=world(number, 2), precision=FP32)
 
     run_ranks(2, rank, {"few": torch.zeros(3, dtype=torch.int64)}, {})
@@ -211,9 +211,9 @@ def test_metrics_and_tables_that_come_and_go_are_refused_with_both_lists(shards:
     def growing(model: nn.Module, batch: Batch) -> Output:
         return Output(torch.ones(()), 1, {}, {"seen": torch.zeros(1 + int(batch["number"].max()), dtype=torch.int64)})
 
-    with pytest.raises(ValueError, match=r"\['b'\], before that metrics \['a'\]"):
+    with refused(ValueError, "metrics", "['b']", "['a']"):
         evaluate(Net(), task, loader(shards), world=world(), precision=FP32)
-    with pytest.raises(ValueError, match=r"table seen \[24\], before that metrics \[\], table seen \[12\]"):
+    with refused(ValueError, "table seen", "[24]", "[12]"):
         evaluate(Net(), growing, loader(shards), world=world(), precision=FP32)
 
 
@@ -283,7 +283,7 @@ def test_a_task_that_counts_nothing_is_an_error_and_a_metric_that_does_is_not_a_
 
 @pytest.mark.usefixtures("alone")
 def test_a_task_that_returns_a_mean_is_refused(shards: str) -> None:
-    with pytest.raises(TypeError, match=r"returned Tensor, want a dtrain.training.task.Output"):
+    with refused(TypeError, key="", got="Tensor", remedy="dtrain.training.task.Output"):
         evaluate(Net(), lambda model, batch: model(batch["x"]).mean(), loader(shards), world=world(), precision=FP32)
 
 

@@ -8,8 +8,8 @@ import torch
 from dtrain.config.errors import ConfigError
 from dtrain.training.checkpoints import Checkpoints
 from dtrain.training.faults import Fault, Faults
-from dtrain.training.loop import Loop
 from tests.ranks import RanksFailed
+from tests.refusals import refused
 from tests.runs import metrics, records, status, train_on, weights
 
 pytestmark = pytest.mark.usefixtures("digits")
@@ -35,7 +35,7 @@ def test_faults_are_read_from_config_and_environment(tmp_path: Path) -> None:
     "text", ["crash", "crash@rank=1", "melt@step=1", "crash@step=x", "crash@step=1,when=now", "nan@step=1,once=maybe"]
 )
 def test_a_fault_that_cannot_be_read_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="such as crash@rank=1,step=5"):
+    with refused(ConfigError, key="", remedy="crash@rank=1,step=5"):
         Fault.parse(text)
 
 
@@ -44,19 +44,6 @@ def test_a_fault_strikes_once_unless_it_is_told_to_come_again(tmp_path: Path) ->
     for struck in (["crash", "slow"], ["slow"], ["slow"]):  # three starts
         given = Faults.of([once, again], tmp_path, 0, {})
         assert [fault.kind for fault in given.due(5, "crash", "slow")] == struck
-
-
-def test_a_run_without_faults_has_the_plain_loop_and_the_plain_checkpoints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from dtrain.config.schema import CheckpointConfig
-
-    made: list[type] = []
-    monkeypatch.setattr(Loop, "__init__", lambda self, *args: made.append(type(self)))
-    for given in (Faults.of([], tmp_path, 0, {}), Faults.of(["crash@rank=1,step=5"], tmp_path, 0, {})):
-        given.loop()
-        assert type(given.checkpoints(CheckpointConfig())) is Checkpoints
-    assert made == [Loop, Loop]
 
 
 @pytest.mark.slow
@@ -108,10 +95,10 @@ def test_faults_of_numbers_samples_and_disks_are_survived_and_show_in_the_record
 def test_a_hang_ends_with_a_line_for_each_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RanksFailed):
         train_on(2, tmp_path, *SMALL, "train.max_steps=6", "parallel.timeout_step=1", faults("hang@rank=1,step=3"))
-    said = capfd.readouterr().err
-    assert said.count("dtrain: the run hangs (rank ") == 1
-    assert "  rank 1, step 3: in _strike (faults.py:" in said
-    assert "  rank 0, step 3: in " in said
+    message = capfd.readouterr().err
+    assert message.count("dtrain: the run hangs (rank ") == 1
+    assert "  rank 1, step 3: in _inject (faults.py:" in message
+    assert "  rank 0, step 3: in " in message
     assert status(tmp_path)["state"] == "failed"
-    assert "rank 1, step 3: in _strike" in status(tmp_path)["reason"]
+    assert "rank 1, step 3: in _inject" in status(tmp_path)["reason"]
     assert "train-00" in (tmp_path / "logs" / "hang-rank-00000.txt").read_text()

@@ -1,5 +1,3 @@
-"""Counted operations against the formulas of a textbook."""
-
 from __future__ import annotations
 
 import copy
@@ -13,10 +11,13 @@ from dtrain.data import Batch
 from dtrain.models import GPT
 from dtrain.precision import Precision
 from dtrain.tasks import LanguageModelling
-from dtrain.training.execution import checkpoint_activations
-from dtrain.training.flops import flops_per_row
+from dtrain.training.flops import PEAKS, flops_per_row, peak_flops
+from dtrain.training.model_setup import checkpoint_activations
 from dtrain.training.task import Output
-from tests.training.toys import CPU
+from tests.toys import CPU
+
+# -- flops
+
 
 FP32 = Precision("fp32")
 
@@ -119,3 +120,51 @@ def test_a_compiled_model_is_counted_uncompiled() -> None:
 
     model.compile(backend=backend)
     assert flops_per_row(task, model, images(2), FP32, CPU) == flops_per_row(task, Small(), images(2), FP32, CPU)
+
+
+# -- peak flops
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
+        ("NVIDIA H100 PCIe", "fp16", 756.4),
+        ("NVIDIA H100 NVL", "bf16", 835.5),
+        ("NVIDIA H200", "fp32", 66.9),
+        ("NVIDIA GH200 480GB", "bf16", 989.4),
+        ("NVIDIA A100-SXM4-80GB", "tf32", 156.0),
+        ("NVIDIA A10", "bf16", 125.0),
+        ("NVIDIA A10G", "bf16", 70.0),
+        ("NVIDIA L4", "bf16", 121.0),
+        ("NVIDIA L40S", "bf16", 362.05),
+        ("NVIDIA GeForce RTX 4090", "fp16", 165.2),
+        ("NVIDIA RTX 6000 Ada Generation", "bf16", 364.2),
+        ("Tesla V100-SXM2-16GB", "fp16", 125.0),
+        ("Tesla V100-PCIE-16GB", "fp32", 14.0),
+        ("Tesla V100S-PCIE-32GB", "fp16", 130.0),
+        ("AMD Instinct MI300X", "bf16", 1307.4),
+    ],
+)
+def test_a_device_is_known_by_the_name_that_torch_gives_it(device, precision, tflops):
+    assert peak_flops(device, precision) == pytest.approx(tflops * 1e12)
+
+
+@pytest.mark.parametrize(
+    ("device", "precision"),
+    [
+        ("Tesla V100-SXM2-16GB", "bf16"),  # no such units
+        ("Tesla V100-SXM2-16GB", "tf32"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "fp16"),  # another device
+        ("NVIDIA A1000", "bf16"),
+        ("cpu", "fp32"),
+    ],
+)
+def test_nothing_is_made_up_for_others(device, precision):
+    assert peak_flops(device, precision) is None
+
+
+def test_the_figures_are_dense_and_in_order():
+    for parts, peak in PEAKS:
+        assert peak.half >= (peak.tf32 or 0), parts
+        assert (peak.tf32 or peak.fp32) >= peak.fp32 * 0.99, parts

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,25 @@ import torch
 from omegaconf import OmegaConf
 
 from dtrain.config.errors import ConfigError
-from dtrain.config.schema import Config
-from dtrain.data import ShardLoader
+from dtrain.config.schema import Config, DataConfig
+from dtrain.data import ShardLoader, digits
 from dtrain.precision import Precision
-from dtrain.training.loaders import check_same_data, declared_fields, eval_loader, prepare_data, train_loader
-from tests.ranks import run_ranks
-from tests.training.shards import FIELDS, numbered_shards, numbers_of
-from tests.training.toys import world
+from dtrain.training.loaders import (
+    check_same_data,
+    class_names,
+    declared_fields,
+    eval_loader,
+    prepare_data,
+    train_loader,
+)
+from tests.ranks import RanksFailed, run_ranks
+from tests.refusals import refused
+from tests.runs import metrics, records, status, train_on
+from tests.shards import VECTOR_FIELDS, vector, write_vectors
+from tests.toys import world
+
+# -- loaders
+
 
 HERE = "tests.training.test_loaders"
 FP32 = Precision("fp32")
@@ -24,12 +37,12 @@ FP32 = Precision("fp32")
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return numbered_shards(tmp_path_factory.mktemp("shards"), 50)
+    return write_vectors(tmp_path_factory.mktemp("shards"), 50)
 
 
 def config(**data: Any) -> Config:
     """A config with these keys of ``data``; 12 samples a step, no workers."""
-    given = {"train": {"global_batch_size": 12}, "data": {"fields": FIELDS, "num_workers": 0, **data}}
+    given = {"train": {"global_batch_size": 12}, "data": {"fields": VECTOR_FIELDS, "num_workers": 0, **data}}
     cfg: Config = OmegaConf.merge(OmegaConf.structured(Config), given)  # type: ignore[assignment]
     return cfg
 
@@ -84,7 +97,7 @@ def test_what_is_dropped_or_augmented_in_training_is_not_in_evaluation(shards: s
 def test_a_decoder_of_the_users_own_is_found_by_its_target(shards: str) -> None:
     fields = {
         "npy": {"name": "x", "role": "feature", "decoder": {"_target_": f"{HERE}.reversing"}},
-        "cls": FIELDS["cls"],
+        "cls": VECTOR_FIELDS["cls"],
     }
     plain = next(iter(train_loader(config(train=shards), world(), FP32)))
     own = next(iter(train_loader(config(train=shards, fields=fields), world(), FP32)))
@@ -100,33 +113,33 @@ def test_without_shards_to_evaluate_on_there_is_no_loader(shards: str) -> None:
 
 
 def test_without_shards_to_train_on_the_key_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"data.train is not set. Name shards, such as 'data.train="):
+    with refused(ConfigError, "data.train", "is not set", "'data.train="):
         train_loader(config(), world(), FP32)
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
 def test_what_the_loader_refuses_is_told_by_its_key(shards: str, split: str, tmp_path: Path) -> None:
     cfg = config(**{"train": shards, "eval": shards, split: str(tmp_path / "none-*.tar")})
-    with pytest.raises(ConfigError, match=rf"data.{split}: .*none-"):
+    with refused(ConfigError, f"data.{split}: ", "none-"):
         {"train": train_loader, "eval": eval_loader}[split](cfg, world(), FP32)
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
+    ("data", "names"),
     [
-        ({"train": {"_target_": "builtins.iter", "_args_": [[1]]}}, "data.train: got a list_iterator, want a data set"),
-        ({"train": {"_target_": f"{HERE}.nowhere"}}, r"data.train._target_: .*nowhere' cannot be imported"),
-        ({"train": {"root": "/data"}}, "data.train: has no _target_"),
-        ({"num_workers": "many"}, "data.train: num_workers: got 'many', want a number from 0 on, or auto"),
+        ({"train": {"_target_": "builtins.iter", "_args_": [[1]]}}, ["data.train", "got a list_iterator", "data set"]),
+        ({"train": {"_target_": f"{HERE}.nowhere"}}, ["data.train._target_", "nowhere' cannot be imported"]),
+        ({"train": {"root": "/data"}}, ["data.train: has no _target_"]),
+        ({"num_workers": "many"}, ["data.train: data.num_workers", "got 'many'"]),
     ],
 )
-def test_data_that_cannot_be_loaded_are_told_by_their_key(shards: str, data: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_data_that_cannot_be_loaded_are_told_by_their_key(shards: str, data: dict[str, Any], names: list[str]) -> None:
+    with refused(ConfigError, *names):
         train_loader(config(**({"train": shards} | data)), world(), FP32)
 
 
 def numbered(count: int) -> dict[str, np.ndarray]:
-    return {"npy": np.stack([numbers_of(sample) for sample in range(count)]), "cls": np.arange(count)}
+    return {"npy": np.stack([vector(sample) for sample in range(count)]), "cls": np.arange(count)}
 
 
 def test_a_data_set_by_its_target_is_loaded_as_shards_are(shards: str) -> None:
@@ -156,7 +169,7 @@ def test_ranks_that_see_other_data_end_together_before_the_first_step(tmp_path: 
     nodes = []
     for folder, count in zip(folders, (50, 40), strict=True):
         folder.mkdir()
-        nodes.append(numbered_shards(folder, count))
+        nodes.append(write_vectors(folder, count))
 
     def rank(number: int) -> str:
         same = train_loader(config(train=nodes[0]), world(), FP32)
@@ -191,3 +204,114 @@ def test_what_cannot_be_prepared_is_an_error_on_every_rank() -> None:
         return str(raised.value)
 
     assert run_ranks(2, rank) == ["data.prepare: no network"] * 2
+
+
+# -- data sources
+
+
+SMALL = ("model.width=4", "data.num_workers=0", "checkpoint.every_minutes=null", "checkpoint.best=null")
+
+
+class Digits:
+    """Map-style: a dict for each sample."""
+
+    def __init__(self, split: str, count: int = 100) -> None:
+        self._arrays = digits.arrays(split)
+        self._count = count
+        self.fingerprint = "v1"
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, sample: int) -> dict[str, Any]:
+        return {name: array[sample] for name, array in self._arrays.items()}
+
+
+class DiskThatGoes(Digits):
+    """Nothing can be read from sample 48 on."""
+
+    def __getitem__(self, sample: int) -> dict[str, Any]:
+        if sample >= 48:
+            raise OSError("no such device")
+        return super().__getitem__(sample)
+
+
+def noise(sample: int, rng: np.random.Generator) -> dict[str, Any]:
+    return {"image": rng.integers(0, 256, (8, 8, 3), dtype=np.uint8), "label": sample % 10}
+
+
+@pytest.mark.usefixtures("digits")
+def test_digits_in_memory_give_the_losses_of_digits_in_shards(tmp_path: Path) -> None:
+    common = (*SMALL, "train.max_steps=6", "data.shuffle=none")
+    train_on(1, tmp_path / "shards", *common)
+    train_on(2, tmp_path / "memory", "data=memory", *common)
+    assert metrics(tmp_path / "memory") == pytest.approx(metrics(tmp_path / "shards"), rel=1e-4)
+    name = "eval/accuracy"
+    assert metrics(tmp_path / "memory", name) == pytest.approx(metrics(tmp_path / "shards", name), abs=1 / 360)
+
+
+@pytest.mark.usefixtures("digits")
+def test_a_map_style_data_set_is_trained_on_and_resumed_on_other_ranks(tmp_path: Path) -> None:
+    target = f"data.train={{_target_: {HERE}.Digits, split: train}}"
+    data = ("data=map", target, "data.fields.image.size=null")
+    evaluated = f"data.eval={{_target_: {HERE}.Digits, split: test, count: 30}}"
+    for ranks, end in ((2, 3), (1, 7)):
+        options = ("train.global_batch_size=16", f"train.max_steps={end}", "data.record_keys=true")
+        train_on(ranks, tmp_path, *data, evaluated, *SMALL, *options)
+    lines = [json.loads(line) for path in tmp_path.glob("logs/keys-*") for line in path.read_text().splitlines()]
+    assert sorted(key for line in lines for key in line["keys"]) == sorted(f"Digits/{number}" for number in range(100))
+    assert records(tmp_path)[-1]["eval/samples"] == 30
+
+
+@pytest.mark.usefixtures("digits")
+def test_generated_samples_are_trained_on_by_as_many_workers_as_they_need(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    target = f"{{_target_: dtrain.data.Generated, length: 40, function: {{_target_: {HERE}.noise, _partial_: true}}}}"
+    data = ("data=map", f"data.train={target}", "data.fields.image.size=null", "data.num_workers=auto")
+    small = (option for option in SMALL if "num_workers" not in option)
+    train_on(1, tmp_path, *data, *small, "train.global_batch_size=16", "train.max_steps=4")
+    assert len(metrics(tmp_path)) == 4
+    message = " ".join(capfd.readouterr().out.split())
+    assert "40 samples of Generated" in message
+    assert "for each rank (a micro-batch takes" in message
+
+
+@pytest.mark.usefixtures("digits")
+@pytest.mark.slow
+def test_a_row_of_bad_samples_ends_the_run_on_every_rank_alike(tmp_path: Path) -> None:
+    target = f"data.train={{_target_: {HERE}.DiskThatGoes, split: train}}"
+    data = ("data=map", target, "data.fields.image.size=null", "data.shuffle=none")
+    budget = ("data.max_bad=1000", "data.max_bad_consecutive=20", "train.global_batch_size=16", "train.max_epochs=1")
+    with pytest.raises(RanksFailed) as failed:
+        train_on(2, tmp_path, *data, *budget, *SMALL)
+    assert set(failed.value.reports) == {0, 1}
+    assert not failed.value.hung
+    assert status(tmp_path)["state"] == "failed"
+    told = "32 samples in a row could not be read, more than data.max_bad_consecutive=20 allows"
+    assert told in status(tmp_path)["reason"]
+
+
+# -- class names
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> DataConfig:
+    (tmp_path / "a-0.tar").touch()
+    config: DataConfig = OmegaConf.structured(DataConfig)
+    config.eval = f"{tmp_path}/a-*.tar"
+    return config
+
+
+def test_names_are_those_beside_the_first_shards_that_have_any(data: DataConfig, tmp_path: Path) -> None:
+    assert class_names(data) is None  # and data.train is not set
+    (tmp_path / "classes.json").write_text(json.dumps(["cat", "dog"]))
+    data.train = "gone/*.tar"
+    assert class_names(data) == ["cat", "dog"]
+
+
+@pytest.mark.parametrize("content", ["{", '{"cat": 0}', '["cat", 1]', '"cat"'])
+def test_a_file_that_is_no_list_of_names_is_refused(data: DataConfig, tmp_path: Path, content: str) -> None:
+    (tmp_path / "classes.json").write_text(content)
+    with refused(ConfigError, "classes.json", remedy="Correct or delete it"):
+        class_names(data)

@@ -9,21 +9,34 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fake_temporarily
 
 from dtrain.data import Batch
-from dtrain.tracking.jsonl import JsonlSink
-from dtrain.training import journal, loop
-from dtrain.training.checkpoint import Checkpoint
-from dtrain.training.checkpoints import Checkpoints
+from dtrain.distributed.world import World
+from dtrain.precision import Precision
+from dtrain.precision import vote as vote_module
+from dtrain.precision.loss_scale import LossScale
+from dtrain.precision.vote import Vote
+from dtrain.tracking.records import JsonlSink
+from dtrain.training import evaluation, loop, run_logger
+from dtrain.training import step as step_module
+from dtrain.training.checkpoints import Checkpoint, Checkpoints
 from dtrain.training.evaluation import evaluate
-from dtrain.training.result import Evaluation
-from dtrain.training.task import Output, Task
+from dtrain.training.loop import warn_on_host_sync
+from dtrain.training.step import TrainStep
+from dtrain.training.task import Evaluation, Output, Task
+from dtrain.training.tensor_copies import Ema
+from tests.fake_cuda import Collectives, on_fake_cuda
 from tests.ranks import RanksFailed
 from tests.runs import metrics, records, status, train_on, weights
+
+# -- loop
+
 
 pytestmark = pytest.mark.usefixtures("digits")
 SMALL = ("model.width=4", "data.num_workers=0", "checkpoint.every_minutes=null", "checkpoint.best=null")
@@ -61,9 +74,9 @@ def test_a_full_disk_ends_no_run_and_is_said_where_nobody_misses_it(
     assert saved(tmp_path) == [2, 6]
     assert len(metrics(tmp_path)) == 6
     assert status(tmp_path)["state"] == "finished"
-    said = capfd.readouterr().out
-    assert said.count("WARNING: the checkpoint of step 4 could not be written") == 1
-    assert "No space left on device" in said
+    message = capfd.readouterr().out
+    assert message.count("WARNING: the checkpoint of step 4 could not be written") == 1
+    assert "No space left on device" in message
     assert "step 4 could not be written" in (tmp_path / "logs" / "rank-00000.log").read_text()
 
 
@@ -78,7 +91,7 @@ def test_a_final_checkpoint_that_cannot_be_written_is_a_failure_on_every_rank(
     assert not failed.value.hung
     assert status(tmp_path)["state"] == "failed"
     assert "step 5 could not be written" in status(tmp_path)["reason"]
-    assert "Start again when there is room" in capfd.readouterr().err
+    assert "the checkpoint of step 5 could not be written" in capfd.readouterr().err
     train(2, tmp_path, "train.max_steps=5", "checkpoint.every_steps=3")
     assert saved(tmp_path) == [3, 5]
     assert status(tmp_path)["state"] == "finished"
@@ -89,8 +102,8 @@ def test_a_stop_without_room_for_the_checkpoint_is_a_failure_and_takes_the_stop_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Checkpoints, "save", full_disk_at(*range(2, 99)))
-    monkeypatch.setattr(loop, "evaluate", stop_file_during_evaluation(tmp_path))
-    monkeypatch.setattr("dtrain.distributed.stop._LOOK_EVERY", 0.0)
+    monkeypatch.setattr(evaluation, "evaluate", stop_file_during_evaluation(tmp_path))
+    monkeypatch.setattr("dtrain.distributed.stop._STOP_FILE_POLL", 0.0)
     with pytest.raises(RanksFailed):
         train(2, tmp_path, "train.max_steps=500", "train.eval_every=3")
     assert status(tmp_path)["state"] == "failed"
@@ -168,7 +181,7 @@ def test_a_slow_disk_does_not_hold_up_the_steps(tmp_path: Path, monkeypatch: pyt
 def test_records_and_status_that_cannot_be_written_end_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    log, write_status = JsonlSink.log, journal.write_status
+    log, write_status = JsonlSink.log, run_logger.write_status
 
     def refusing(self: JsonlSink, record: Any) -> None:
         if record["step"] == 2:
@@ -181,13 +194,13 @@ def test_records_and_status_that_cannot_be_written_end_no_run(
         write_status(*args, **kwargs)
 
     monkeypatch.setattr(JsonlSink, "log", refusing)
-    monkeypatch.setattr(journal, "write_status", refusing_status)
+    monkeypatch.setattr(run_logger, "write_status", refusing_status)
     train(1, tmp_path, "train.max_steps=5", "checkpoint.every_steps=4", "checkpoint.keep_last=9")
     assert [record["step"] for record in records(tmp_path) if "train/loss" in record] == [1, 3, 4, 5]
     assert saved(tmp_path) == [4, 5]
-    said = capfd.readouterr().out
-    assert "WARNING: a record could not be written" in said
-    assert "WARNING: status.json could not be written" in said
+    message = capfd.readouterr().out
+    assert "WARNING: a record could not be written" in message
+    assert "WARNING: status.json could not be written" in message
 
 
 # -- when it saves, evaluates and stops
@@ -220,24 +233,24 @@ def scripted_accuracies(*accuracies: float) -> Callable[..., Evaluation]:
 
 def test_the_best_checkpoint_stays_over_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     common = ("train.eval_every=1", "checkpoint.best=eval/accuracy", "checkpoint.keep_last=1")
-    monkeypatch.setattr(loop, "evaluate", scripted_accuracies(0.1, 0.7, float("nan"), 0.5))
+    monkeypatch.setattr(evaluation, "evaluate", scripted_accuracies(0.1, 0.7, float("nan"), 0.5))
     train(2, tmp_path, "train.max_steps=4", *common)
     assert saved(tmp_path) == [2, 4]
-    monkeypatch.setattr(loop, "evaluate", scripted_accuracies(0.6, 0.2))
+    monkeypatch.setattr(evaluation, "evaluate", scripted_accuracies(0.6, 0.2))
     train(2, tmp_path, "train.max_steps=6", *common)
     assert saved(tmp_path) == [2, 6]
-    monkeypatch.setattr(loop, "evaluate", scripted_accuracies(0.7, 0.3))
+    monkeypatch.setattr(evaluation, "evaluate", scripted_accuracies(0.7, 0.3))
     train(2, tmp_path, "train.max_steps=8", *common)
     assert saved(tmp_path) == [7, 8]
 
 
 def test_what_is_best_may_change_when_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     common = ("train.eval_every=1", "checkpoint.keep_last=1")
-    monkeypatch.setattr(loop, "evaluate", scripted_accuracies(0.9, 0.8))
+    monkeypatch.setattr(evaluation, "evaluate", scripted_accuracies(0.9, 0.8))
     train(1, tmp_path, "train.max_steps=2", "checkpoint.best=eval/accuracy", *common)
     assert saved(tmp_path) == [1, 2]
     lowest = ("checkpoint.best=eval/accuracy", "checkpoint.best_mode=min")
-    monkeypatch.setattr(loop, "evaluate", scripted_accuracies(0.85, 0.3, 0.4))
+    monkeypatch.setattr(evaluation, "evaluate", scripted_accuracies(0.85, 0.3, 0.4))
     train(1, tmp_path, "train.max_steps=5", *lowest, *common)
     assert saved(tmp_path) == [4, 5]
 
@@ -248,9 +261,9 @@ def test_a_best_metric_that_no_evaluation_has_is_refused_with_those_it_has(
     with pytest.raises(RanksFailed) as failed:
         train(2, tmp_path, "train.max_steps=3", "train.eval_every=1", "checkpoint.best=eval/acc")
     assert set(failed.value.reports) == {0, 1}
-    said = capfd.readouterr().err
-    assert "checkpoint.best: got 'eval/acc'" in said
-    assert "eval/accuracy" in said
+    message = capfd.readouterr().err
+    assert "checkpoint.best: got 'eval/acc'" in message
+    assert "eval/accuracy" in message
 
 
 def test_a_stop_request_at_the_last_step_is_used_up(tmp_path: Path) -> None:
@@ -268,7 +281,7 @@ def test_a_stop_request_that_comes_too_late_for_the_last_evaluation_is_used_up(
         (tmp_path / "STOP").touch()
         return result
 
-    monkeypatch.setattr(loop, "evaluate", evaluating)
+    monkeypatch.setattr(evaluation, "evaluate", evaluating)
     train(1, tmp_path, "train.max_steps=1")
     assert status(tmp_path)["state"] == "finished"
     assert not (tmp_path / "STOP").exists()
@@ -302,7 +315,7 @@ def interrupted(evaluation: int, rank: int = 0) -> Callable[..., Evaluation]:
     return evaluating
 
 
-def told(run_dir: Path) -> list[dict[str, float]]:
+def unmeasured_records(run_dir: Path) -> list[dict[str, float]]:
     """The records, but for what a clock or the machine says."""
     measured = ("time", "throughput/", "memory/")
     return [{name: r[name] for name in r if not name.startswith(measured)} for r in records(run_dir)]
@@ -321,21 +334,21 @@ def test_a_run_that_is_stopped_in_its_evaluations_ends_as_if_it_had_not_been(
     # An epoch has three steps, and its end an evaluation of six micro-batches.
     size = ("train.global_batch_size=480", "train.micro_batch_size=40", "train.max_epochs=2")
     common = (*size, "train.ema_decay=0.9", "checkpoint.best=eval/loss", "checkpoint.best_mode=min")
-    monkeypatch.setattr(loop, "evaluate", interrupted(-1))
+    monkeypatch.setattr(evaluation, "evaluate", interrupted(-1))
     train(2, whole, *common)
     # The end of an epoch, the same again in the next start, and the last step, on one rank or the other.
-    for evaluation, rank, step in ((0, 0, 3), (0, 1, 3), (1, 1, 6)):
-        monkeypatch.setattr(loop, "evaluate", interrupted(evaluation, rank))
+    for number, rank, step in ((0, 0, 3), (0, 1, 3), (1, 1, 6)):
+        monkeypatch.setattr(evaluation, "evaluate", interrupted(number, rank))
         train(2, parts, *common)
         assert status(parts)["state"] == "stopped"
         assert status(parts)["reason"] == f"SIGUSR1 (rank {rank})"
         assert saved(parts)[-1] == status(parts)["step"] == step
         assert checkpoint_state(parts, step)["metrics"] == {}
-        assert len(metrics(parts, "eval/loss")) == evaluation
-    monkeypatch.setattr(loop, "evaluate", interrupted(-1))
+        assert len(metrics(parts, "eval/loss")) == number
+    monkeypatch.setattr(evaluation, "evaluate", interrupted(-1))
     train(2, parts, *common)
     assert status(parts)["state"] == "finished"
-    assert told(parts) == told(whole)
+    assert unmeasured_records(parts) == unmeasured_records(whole)
     assert saved(parts) == saved(whole)
     for step in saved(whole):
         ours, theirs = checkpoint_state(parts, step), checkpoint_state(whole, step)
@@ -352,10 +365,10 @@ def test_a_late_evaluation_is_saved_and_recorded_once_even_if_its_first_checkpoi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     common = ("train.max_steps=3", "train.eval_every=2")
-    monkeypatch.setattr(loop, "evaluate", interrupted(0))
+    monkeypatch.setattr(evaluation, "evaluate", interrupted(0))
     train(1, tmp_path, *common)
     assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("stopped", 2)
-    monkeypatch.setattr(loop, "evaluate", evaluate)
+    monkeypatch.setattr(evaluation, "evaluate", evaluate)
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoints, "save", full_disk_at(2, 3))
         with pytest.raises(RanksFailed):
@@ -375,7 +388,7 @@ def test_a_late_evaluation_is_saved_and_recorded_once_even_if_its_first_checkpoi
 def test_an_evaluation_that_is_due_is_forgotten_by_a_start_without_data_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "evaluate", interrupted(0))
+    monkeypatch.setattr(evaluation, "evaluate", interrupted(0))
     train(1, tmp_path, "train.max_steps=3", "train.eval_every=2", "train.log_every=9")
     assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("stopped", 2)
     assert [record["step"] for record in records(tmp_path)] == [2]  # what was trained since the last record is in one
@@ -392,7 +405,122 @@ def test_a_stop_that_was_agreed_before_an_evaluation_leaves_it_at_once(
         raise AssertionError("a stop was agreed before")
 
     (tmp_path / "STOP").touch()
-    monkeypatch.setattr(loop, "evaluate", not_to_be_called)
+    monkeypatch.setattr(evaluation, "evaluate", not_to_be_called)
     train(1, tmp_path, "train.max_steps=5", "train.eval_every=1")
     assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("stopped", 1)
     assert checkpoint_state(tmp_path, 1)["progress"]["evaluation_due"]
+
+
+# -- no host sync
+
+
+CUDA = torch.device("cuda", 0)
+RANKS = 4
+
+
+class Scale(nn.Module):
+    """Has a parameter, and a buffer that the forward changes."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, device=CUDA))
+        self.register_buffer("calls", torch.zeros((), device=CUDA))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.weight
+
+
+def task(model: nn.Module, batch: Batch) -> Output:
+    with torch.no_grad():  # autograd needs the CUDA library even for fake tensors
+        loss, count = model(batch["x"]).float().sum(), batch.valid.sum()
+    return Output(loss, count, {"again": (loss, count)})
+
+
+def vote_on_fake_cuda(device: torch.device, ranks: int) -> Vote:
+    """Page-locked memory also needs the CUDA library."""
+    with unset_fake_temporarily():
+        vote = Vote(torch.device("cpu"), ranks)
+    vote._device, vote._host = device, torch.zeros_like(vote._host)
+    return vote
+
+
+def collectives_of_steps(precision: str, **implementation: Any) -> list[list[str]]:
+    """The collectives of each of three steps of two micro-batches."""
+    model = Scale()
+
+    def backward(loss: Tensor, factor: Tensor) -> None:
+        model.weight.grad = torch.ones_like(model.weight) * loss * factor
+
+    settled = [0.0, RANKS, RANKS, 1.0, 1.0, 8.0, 1.0, 8.0, 0.0, 0.0, 8.0, 0.0, 0.0]
+    seen = []
+    with (
+        mock.patch.object(Tensor, "backward", backward),
+        mock.patch.object(step_module, "make_vote", vote_on_fake_cuda),
+        mock.patch.object(step_module, "seed_generators"),
+        # The one copy to the host and the one wait for it, which is that of the step before.
+        mock.patch.object(vote_module._HostCopy, "start") as copied,
+        mock.patch.object(vote_module._HostCopy, "wait", return_value=settled),
+    ):
+        step = TrainStep(
+            model,
+            task,
+            torch.optim.AdamW(model.parameters(), lr=0.1, **implementation),
+            world=World(0, RANKS, 0, RANKS, CUDA, "nccl", launched=True),
+            precision=Precision(precision),
+            loss_scale=LossScale(CUDA, init=1.0) if precision == "fp16" else None,
+            nominal=8,
+            schedule=lambda applied_steps: 1.0,
+            clip_norm=1.0,
+            ema=Ema(model, 0.5),
+        )
+        step.step = 1  # in the first one the task is tried out, which waits
+        for _ in range(3):
+            window = [Batch({"x": torch.ones(2, 3, device=CUDA)}, ["a", "b"], valid()) for _ in range(2)]
+            with Collectives() as collectives:
+                step.accumulate(window, 2)
+                step.settle()
+                step.apply()
+            seen.append(collectives.names)
+        assert copied.call_count == 3
+    return seen
+
+
+def valid() -> Any:
+    return torch.ones(2, dtype=torch.bool, device=CUDA)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_fused_step_never_waits_and_has_one_all_reduce(precision: str) -> None:
+    assert on_fake_cuda(lambda: collectives_of_steps(precision, fused=True)) == [["c10d::allreduce_"]] * 3
+
+
+def test_a_step_whose_optimizer_is_not_fused_is_caught_waiting() -> None:
+    def work() -> bool:
+        with pytest.raises(DataDependentOutputException):
+            collectives_of_steps("fp16", foreach=True)
+        return True
+
+    assert on_fake_cuda(work)
+
+
+# -- sync guard
+
+
+def test_the_mode_is_on_inside_and_as_it_was_afterwards_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[object] = [0]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with warn_on_host_sync(torch.device("cuda", 0)):
+        assert modes == [0, "warn"]
+    with pytest.raises(ZeroDivisionError), warn_on_host_sync(torch.device("cuda", 0)):
+        raise ZeroDivisionError
+    assert modes == [0, "warn", 0, "warn", 0]
+
+
+def test_a_cpu_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: pytest.fail("touched CUDA"))
+    with warn_on_host_sync(torch.device("cpu")):
+        pass

@@ -3,17 +3,24 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from dtrain.config.errors import ConfigError
-from dtrain.training.checkpoint import Checkpoint
+from dtrain.config.schema import Config
+from dtrain.data import Batch, ShardLoader
+from dtrain.precision.loss_scale import LossScale
+from dtrain.training.checkpoints import Checkpoint, Checkpoints
 from dtrain.training.state import (
+    RunTotals,
+    TrainState,
     changed_groups,
     group_values,
     host_copy,
@@ -22,6 +29,14 @@ from dtrain.training.state import (
     load_weights,
     optimizer_state,
 )
+from dtrain.training.step import StepOutcome
+from dtrain.training.task import Output
+from dtrain.training.tensor_copies import Ema
+from tests.refusals import refused
+from tests.shards import VECTOR_FIELDS, write_vectors
+from tests.toys import CPU, NetWithBatchNorm, train_step
+
+# -- state
 
 
 class Model(nn.Module):
@@ -174,7 +189,7 @@ def test_groups_that_were_joined_or_split_are_refused_where_they_hold_state() ->
     train(model, before, range(1))
     first, *others = model.trainable()
     after = Counting([{"params": [first]}, {"params": others}])
-    with pytest.raises(ConfigError, match="has 1 parameter groups that hold state, this one has 2"):
+    with refused(ConfigError, "parameter groups", 1, 2):
         load_optimizer(after, model, *optimizer_state(before, model), changed_groups(before, built))
 
 
@@ -194,7 +209,7 @@ def test_an_option_that_needs_a_state_which_was_never_made_is_refused_by_name(
     before = kind(model.trainable())
     train(model, before, range(1))
     (option,) = options
-    with pytest.raises(ConfigError, match=rf"optimizer\.{option}: got .* needs a {missing}"):
+    with refused(ConfigError, f"optimizer.{option}", "got", missing):
         load_optimizer(kind(model.trainable(), **options), model, *optimizer_state(before, model), [{}])
     after = kind(model.trainable(), **options)
     load_optimizer(after, model, {}, {}, [{}])  # before its first step a run has no state that could lack anything
@@ -226,7 +241,7 @@ def test_an_optimizer_whose_state_is_a_list_is_refused_with_its_place() -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.trainable(), lr=0.1)
     optimizer.state[model.conv.weight]["history"] = [torch.zeros(3)]  # as LBFGS does
-    with pytest.raises(ConfigError, match=r"SGD keeps conv.weight/history as list"):
+    with refused(ConfigError, "SGD", "conv.weight/history", "list"):
         optimizer_state(optimizer, model)
 
 
@@ -260,7 +275,7 @@ def test_weights_of_another_model_are_refused_before_anything_is_copied() -> Non
 
 
 def test_of_many_differences_a_few_are_named_and_the_others_counted() -> None:
-    with pytest.raises(ConfigError, match=r"and 15 more\."):
+    with refused(ConfigError, "and 15 more."):
         load_module(nn.Linear(1, 1), {f"layer{n}.weight": torch.zeros(1) for n in range(18)}, "the checkpoint")
 
 
@@ -278,7 +293,277 @@ def test_weights_are_the_average_where_there_is_one_unless_asked_otherwise(
     assert model.weight.item() == value
 
 
-@pytest.mark.parametrize(("asked", "said"), [("ema", "no moving average"), ("best", "got 'best', want ema or raw")])
-def test_weights_that_are_not_there_are_refused(asked: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+@pytest.mark.parametrize(("asked", "names"), [("ema", ["no moving average"]), ("best", ["got 'best'", "ema or raw"])])
+def test_weights_that_are_not_there_are_refused(asked: str, names: list[str]) -> None:
+    with refused(ConfigError, *names):
         load_weights(nn.Linear(1, 1), Checkpoint({"model": {}}, {}), asked)
+
+
+# -- parts
+
+
+class Tied(nn.Module):
+    """An image made of three numbers, a channels_last convolution, BatchNorm, tied weights, dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.other.weight = self.one.weight
+        self.dropout = nn.Dropout(0.5)
+        self.temperature = nn.Parameter(torch.ones(()))
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = x[:, :, None, None].expand(-1, -1, 4, 4).contiguous(memory_format=torch.channels_last)
+        features = self.dropout(self.norm(self.conv(images))).mean((2, 3))
+        return self.other(self.one(features)).sum(1, keepdim=True) * self.temperature
+
+
+def odd_or_even(model: nn.Module, batch: Batch) -> Output:
+    losses = (model(batch["x"]).squeeze(1).float() - batch["number"] % 2).square()
+    return Output(losses.masked_fill(~batch.valid, 0).sum(), batch.valid.sum())
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, amsgrad=True, fused=True)
+
+
+@dataclass
+class Setting:
+    """How a start differs from another one."""
+
+    precision: str = "fp32"
+    ema_decay: float | None = 0.75
+    optimizer: Callable[..., torch.optim.Optimizer] = adamw
+    model: Callable[[], nn.Module] = Tied
+    scale: float = 1024.0
+    growth_interval: int = 3
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_vectors(tmp_path_factory.mktemp("shards"), 50)
+
+
+def start(shards: str, run_dir: Path, setting: Setting) -> TrainState:
+    """What the main makes from a config, before anything is restored."""
+    cfg: Config = OmegaConf.structured(Config)
+    cfg.precision.loss_scale.growth_interval = setting.growth_interval
+    model = setting.model()
+    loader = ShardLoader(shards, VECTOR_FIELDS, global_batch_size=8, num_workers=0, precision=setting.precision)
+    ema = Ema(model, setting.ema_decay) if setting.ema_decay is not None else None
+    optimizer = setting.optimizer(model.parameters())
+    scales = setting.precision == "fp16"
+    step = train_step(
+        model,
+        optimizer,
+        task=odd_or_even,
+        precision=setting.precision,
+        nominal=8,
+        schedule=lambda applied_steps: 1 / (1 + applied_steps),
+        loss_scale=LossScale(CPU, init=setting.scale, growth_interval=setting.growth_interval) if scales else None,
+        ema=ema,
+        seed=3,
+    )
+    return TrainState(
+        cfg=cfg,
+        run_dir=run_dir,
+        train_loader=loader,
+        eval_loader=None,
+        step=step,
+        checkpoints=Checkpoints(run_dir / "checkpoints"),
+    )
+
+
+def go_on(parts: TrainState, steps: int, overflow_at: int | None = None) -> list[StepOutcome]:
+    """Some steps of the loop."""
+    outcomes = []
+    batches = iter(parts.train_loader)
+    for _ in range(steps):
+        batch = next(batches)
+        if parts.step.step == overflow_at:
+            batch["x"][0] = torch.inf
+        parts.step.accumulate([batch], 1)
+        parts.step.apply()
+        outcome = parts.step.settle()
+        assert outcome is not None
+        outcomes.append(outcome)
+        parts.totals.samples += parts.train_loader.commit()
+        if parts.train_loader.position[1] == 0:
+            batches = iter(parts.train_loader)
+    parts.train_loader.close()
+    return outcomes
+
+
+def everything(parts: TrainState) -> dict[str, Any]:
+    """All that a run consists of, as text where it is not a tensor."""
+    tensors: dict[str, Any] = {f"model {name}": tensor for name, tensor in parts.model.state_dict().items()}
+    if parts.ema is not None:
+        tensors |= {f"ema {name}": tensor for name, tensor in parts.ema.averaged().state_dict().items()}
+    for number, parameter in enumerate(parts.model.parameters()):
+        tensors |= {f"optimizer {number} {key}": value for key, value in parts.optimizer.state[parameter].items()}
+    scale = parts.step.loss_scale
+    tensors["counters"] = repr((parts.step.state_dict(), parts.train_loader.state_dict(), parts.totals))
+    tensors["scale"] = repr(scale.state_dict() if scale is not None else None)
+    return tensors
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        same = torch.equal(value, other[name]) if isinstance(value, Tensor) else value == other[name]
+        assert same, name
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, fused=True)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting(),
+        Setting(precision="fp16"),
+        Setting(precision="bf16", ema_decay=None, optimizer=sgd),
+        Setting(model=NetWithBatchNorm, optimizer=lambda p: torch.optim.NAdam(p, lr=0.01)),
+    ],
+    ids=["fp32", "fp16", "bf16, SGD, no average", "NAdam"],
+)
+def test_a_run_taken_apart_and_put_together_again_goes_on_bit_for_bit(
+    shards: str, tmp_path: Path, setting: Setting
+) -> None:
+    whole = start(shards, tmp_path, setting)
+    losses = [repr(outcome) for outcome in go_on(whole, 12, overflow_at=4)]
+
+    before = start(shards, tmp_path, setting)
+    go_on(before, 5, overflow_at=4)
+    Checkpoints(tmp_path).save(5, before.checkpoint({}))
+    after = start(shards, tmp_path, setting)
+    after.restore(Checkpoints(tmp_path).load(5))
+    assert_same(everything(after), everything(before))
+    assert [repr(outcome) for outcome in go_on(after, 7)] == losses[5:]
+    assert_same(everything(after), everything(whole))
+    if isinstance(after.model, Tied):
+        assert after.model.one.weight is after.model.other.weight
+        momentum = next(value for value in after.optimizer.state[after.model.conv.weight].values() if value.dim() == 4)
+        assert momentum.stride() == after.model.conv.weight.stride()
+
+
+def test_a_checkpoint_is_a_copy_that_later_steps_do_not_change(shards: str, tmp_path: Path) -> None:
+    parts = start(shards, tmp_path, Setting(precision="fp16"))
+    go_on(parts, 2)
+    taken = parts.checkpoint({})
+    before = copy.deepcopy(taken)
+    go_on(parts, 3)
+    for group, tensors in before.tensors.items():
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, taken.tensors[group][name])
+    assert taken.state == before.state
+
+
+def restored(shards: str, tmp_path: Path, before: TrainState, setting: Setting) -> TrainState:
+    Checkpoints(tmp_path).save(before.step.step, before.checkpoint({}))
+    after = start(shards, tmp_path, setting)
+    after.restore(Checkpoints(tmp_path).load(before.step.step))
+    return after
+
+
+def test_an_average_that_is_switched_on_begins_with_the_weights(shards: str, tmp_path: Path) -> None:
+    before = start(shards, tmp_path, Setting(ema_decay=None))
+    go_on(before, 3)
+    after = restored(shards, tmp_path, before, Setting(ema_decay=0.5))
+    assert after.ema is not None
+    assert_same(dict(after.ema.averaged().state_dict()), dict(before.model.state_dict()))
+    go_on(after, 1)
+    for average, weight, first in zip(
+        after.ema.averaged().parameters(), after.model.parameters(), before.model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(average, (weight + first) / 2, rtol=1e-5, atol=1e-6)
+
+
+def test_an_average_that_is_switched_off_is_left_behind(shards: str, tmp_path: Path) -> None:
+    before = start(shards, tmp_path, Setting())
+    go_on(before, 3)
+    after = restored(shards, tmp_path, before, Setting(ema_decay=None))
+    assert_same(dict(after.model.state_dict()), dict(before.model.state_dict()))
+    assert "ema" not in after.checkpoint({}).tensors
+
+
+@pytest.mark.parametrize(("first", "then"), [("fp32", "fp16"), ("fp16", "fp32"), ("bf16", "fp16"), ("fp16", "bf16")])
+def test_a_run_goes_on_in_another_precision(shards: str, tmp_path: Path, first: str, then: str) -> None:
+    before = start(shards, tmp_path, Setting(first, scale=512.0))
+    go_on(before, 3)
+    after = restored(shards, tmp_path, before, Setting(then, scale=256.0))
+    assert_same(dict(after.model.state_dict()), dict(before.model.state_dict()))
+    scale = after.step.loss_scale
+    assert (float(scale.scale) if scale is not None else None) == (256.0 if then == "fp16" else None)
+    assert all(outcome.stats.applied for outcome in go_on(after, 3))
+
+
+def test_the_scale_goes_on_and_how_it_adapts_is_config(shards: str, tmp_path: Path) -> None:
+    before = start(shards, tmp_path, Setting("fp16", scale=512.0, growth_interval=100))
+    go_on(before, 3, overflow_at=1)
+    after = restored(shards, tmp_path, before, Setting("fp16", scale=64.0, growth_interval=2))
+    assert after.step.loss_scale is not None
+    assert float(after.step.loss_scale.scale) == 256.0
+    go_on(after, 1)
+    assert float(after.step.loss_scale.scale) == 512.0
+
+
+def test_another_data_set_is_refused(shards: str, tmp_path: Path) -> None:
+    before = start(shards, tmp_path, Setting())
+    go_on(before, 1)
+    (tmp_path / "other").mkdir()
+    other = write_vectors(tmp_path / "other", 49)
+    with refused(ConfigError, "data: ", "changed"):
+        restored(other, tmp_path, before, Setting())
+
+
+def test_another_model_is_refused(shards: str, tmp_path: Path) -> None:
+    before = start(shards, tmp_path, Setting())
+    go_on(before, 1)
+    with refused(ConfigError, "another model", "is missing"):
+        restored(shards, tmp_path, before, Setting(model=NetWithBatchNorm))
+
+
+# -- progress
+
+
+STATUS: dict[str, Any] = {
+    "state": "running",
+    "time": 1000.0,
+    "restarts": 2,
+    "lost_seconds": 5.0,
+    "down_seconds": 10.0,
+    "trained_seconds": 70.0,
+}
+
+
+@pytest.mark.parametrize("state", ["running", "stopped", "failed"])
+def test_an_interruption_costs_what_was_trained_and_not_saved_and_the_time_without_a_process(state: str) -> None:
+    progress = RunTotals(seconds=60.0)  # as the checkpoint counts it
+    progress.add_restart(STATUS | {"state": state}, now=1030.0)
+    assert (progress.restarts, progress.lost_seconds, progress.down_seconds) == (3, 15.0, 40.0)
+    assert all(part in progress.interruptions() for part in ("3", "15 s", "40 s"))
+    assert progress.times() == {"restarts": 3, "lost_seconds": 15.0, "down_seconds": 40.0, "trained_seconds": 60.0}
+
+
+def test_a_new_run_and_one_that_goes_on_after_its_end_were_not_interrupted() -> None:
+    new, longer = RunTotals(), RunTotals(seconds=70.0)
+    new.add_restart(None)
+    longer.add_restart(STATUS | {"state": "finished"}, now=9999.0)
+    assert new == RunTotals()
+    assert new.interruptions() == ""
+    assert (longer.restarts, longer.lost_seconds, longer.down_seconds) == (2, 5.0, 10.0)
+
+
+def test_a_checkpoint_of_a_version_whose_evaluations_ran_to_their_end_has_none_due() -> None:
+    assert not RunTotals(**{"samples": 640, "evaluations": 2}).evaluation_due
+
+
+def test_the_status_of_a_version_that_did_not_count_is_a_first_interruption() -> None:
+    progress = RunTotals()
+    progress.add_restart({"state": "failed", "time": 1000.0}, now=1001.0)
+    assert (progress.restarts, progress.lost_seconds, progress.down_seconds) == (1, 0.0, 1.0)

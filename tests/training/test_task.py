@@ -5,40 +5,39 @@ from typing import Any
 import pytest
 import torch
 
-from dtrain.training.task import Output, checked
+from dtrain.training.task import Output, require_output
+from tests.refusals import refused
 
 
 def test_a_sum_of_no_rows_is_an_output() -> None:
     output = Output(torch.zeros(()), 0)
-    assert checked(output) is output
+    assert require_output(output) is output
     assert output.metrics == output.tables == {}
 
 
 @pytest.mark.parametrize(
-    ("loss", "said"),
+    ("loss", "message"),
     [
         (1.0, "got float"),
-        (torch.zeros(3), r"got torch.float32 of shape \[3\]"),
-        (torch.zeros(1), r"got torch.float32 of shape \[1\]"),
+        (torch.zeros(3), "got torch.float32 of shape [3]"),
+        (torch.zeros(1), "got torch.float32 of shape [1]"),
         (torch.zeros((), dtype=torch.float16), "got torch.float16"),
         (torch.zeros((), dtype=torch.float64), "got torch.float64"),
     ],
     ids=str,
 )
-def test_a_loss_that_is_no_fp32_number_is_refused_with_what_to_do(loss: Any, said: str) -> None:
-    with pytest.raises(
-        TypeError, match=rf"Output.loss_sum: {said}.*want a float32 tensor of shape \[\]. Sum the losses"
-    ):
+def test_a_loss_that_is_no_fp32_number_is_refused_with_what_to_do(loss: Any, message: str) -> None:
+    with refused(TypeError, "Output.loss_sum", message, "Sum the losses"):
         Output(loss, 1)
 
 
 @pytest.mark.parametrize(
-    ("table", "said"),
+    ("table", "message"),
     [(torch.zeros(2, 2), "torch.float32"), (torch.zeros(2, dtype=torch.int32), "torch.int32"), ([1, 2], "list")],
     ids=str,
 )
-def test_a_table_that_holds_no_counts_is_refused_by_its_name(table: Any, said: str) -> None:
-    with pytest.raises(TypeError, match=rf"Output.tables\['mine'\]: got {said}, want an int64 tensor"):
+def test_a_table_that_holds_no_counts_is_refused_by_its_name(table: Any, message: str) -> None:
+    with refused(TypeError, "Output.tables['mine']", message, "int64"):
         Output(torch.zeros(()), 0, {}, {"mine": table})
 
 
@@ -46,5 +45,5 @@ def test_a_table_that_holds_no_counts_is_refused_by_its_name(table: Any, said: s
     "returned", [None, torch.zeros(()), (torch.zeros(()), 3), {"loss_sum": torch.zeros(())}], ids=repr
 )
 def test_anything_but_an_output_is_refused_by_its_type(returned: object) -> None:
-    with pytest.raises(TypeError, match=f"returned {type(returned).__name__}, want a dtrain.training.task.Output"):
-        checked(returned)
+    with refused(TypeError, key="", got=type(returned).__name__, remedy="dtrain.training.task.Output"):
+        require_output(returned)

@@ -1,7 +1,12 @@
-"""The numerics audit: what every module of a model computes in, how large its values are, what to set, and which lines
-of its code go another way."""
+"""The numerics audit of ``doctor numerics``.
 
-from dtrain.precision.audit.audit import NumericsAudit
-from dtrain.precision.audit.report import ModuleReport, Report
+It runs a model for a few steps and reports the dtypes and the value ranges of each module, the settings that follow from
+them, and code that is correct in fp32 only.
+
+In reading order: ``audit`` (the two passes and their report), ``module_stack`` (which module and line an operator belongs to),
+``recorders`` (dtypes, FLOPs and ranges), ``lint`` (findings in the model's code), ``summary`` (tables and advice).
+"""
+
+from dtrain.precision.audit.audit import ModuleReport, NumericsAudit, Report
 
 __all__ = ["ModuleReport", "NumericsAudit", "Report"]

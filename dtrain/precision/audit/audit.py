@@ -1,35 +1,43 @@
-"""Two passes over the same batches: one that shows what a run computes in, one that shows what its values are.
+"""Records the passes of the numerics audit and reports dtypes, FLOPs and value ranges per module.
 
-The *configured* pass is the training step as it is. The *fp32* pass runs the same forward and backward without autocast
-and without a loss scale, because what has underflowed in a 16-bit run can no longer be counted there. A model's own
-autocast regions stay in force in both.
+The caller runs two passes over the same batches. The *configured* pass is the unchanged training step; it shows dtypes and
+FLOPs. The *fp32* pass runs the same forward and backward without autocast and without a loss scale; it shows value ranges.
+In 16 bits they could not be measured: small values would already be zero. A model's own autocast regions stay enabled in
+both passes.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from dtrain.precision.audit.lint import Lint
-from dtrain.precision.audit.operations import OperationRecorder, Operations
-from dtrain.precision.audit.ranges import RangeRecorder, Ranges
-from dtrain.precision.audit.report import ModuleReport, Report
-from dtrain.precision.audit.scope import MODEL, TASK, ModuleScope
+from dtrain.precision.audit.module_stack import MODEL, TASK, ModuleStack, PrecisionFinding
+from dtrain.precision.audit.recorders import (
+    Magnitudes,
+    OperationRecorder,
+    Operations,
+    RangeRecorder,
+    Ranges,
+    dtype_name,
+)
 from dtrain.precision.policy import Precision
 
 
 class NumericsAudit:
-    """Watches a model while somebody else runs it.
+    """Records what a model does while the caller runs it.
 
     Args:
-        model: The bare model, its kept modules already wrapped.
+        model: The bare model, after ``precision.wrap_keep_fp32``.
         precision: The policy of the run.
-        device: Where the model is.
+        device: Device of the model.
         kept: Names of the modules that ``precision.wrap_keep_fp32`` has wrapped.
     """
 
@@ -39,41 +47,41 @@ class NumericsAudit:
         self._model = model
         self._precision = precision
         self._device = device
-        self._scope = ModuleScope(model)
-        inside = [name for name in self._scope.names.values() if any(f"{name}.".startswith(f"{k}.") for k in kept)]
-        self._kept = frozenset(inside)
-        self._lint = Lint(self._scope, device.type, self._kept)
-        self._operations = OperationRecorder(self._scope, self._lint, self._kept)
-        self._ranges = RangeRecorder(model, self._scope)
+        self._stack = ModuleStack(model)
+        names = self._stack.names.values()
+        self._kept = frozenset(name for name in names if any(f"{name}.".startswith(f"{parent}.") for parent in kept))
+        self._lint = Lint(self._stack, device.type, self._kept)
+        self._operations = OperationRecorder(self._stack, self._lint, self._kept)
+        self._ranges = RangeRecorder(model, self._stack)
 
     def watched(self, task: Callable[..., Any]) -> Callable[..., Any]:
-        """``task``, a callable that runs the model's forward and the loss; only what it does is recorded."""
+        """Wraps ``task``, which runs the forward and the loss. Only operations inside its calls are recorded."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            with self._scope.forward():
+            with self._stack.forward():
                 return task(*args, **kwargs)
 
         return call
 
     @contextmanager
     def configured_pass(self) -> Iterator[None]:
-        """Around forward and backward of the run as it is."""
+        """Context manager around forward and backward of a training step in the configured precision."""
         with _eager(), self._operations.recording(self._precision.compute_dtype.itemsize == 2):
             yield
 
     @contextmanager
     def fp32_pass(self) -> Iterator[None]:
-        """Around forward and backward in fp32, of a loss that is not scaled; inputs must be fp32.
+        """Context manager around forward and backward in fp32; inputs must be fp32 and the loss not scaled.
 
-        Parameters, buffers and gradients are afterwards as they were.
+        Parameters, buffers and gradients are restored at the end.
         """
         no_autocast = torch.autocast(self._device.type, enabled=False)
-        with _left_alone(self._model), _eager(), no_autocast, self._ranges.recording(), self._lint.fp32_run():
+        with _restored(self._model), _eager(), no_autocast, self._ranges.recording(), self._lint.fp32_run():
             yield
 
     def report(self) -> Report:
-        """What both passes have seen so far."""
-        kinds = {name: type(module).__name__ for module, name in self._scope.names.items()} | {TASK: ""}
+        """The report of all passes so far."""
+        kinds = {name: type(module).__name__ for module, name in self._stack.names.items()} | {TASK: ""}
         operations, ranges = self._operations.modules, self._ranges.modules
         with_gradients = [name for name, found in ranges.items() if found.gradients.count]
         modules = [
@@ -93,10 +101,117 @@ class NumericsAudit:
         )
 
 
-def _in_order(worked: Sequence[str] | dict[str, Any], others: Sequence[str]) -> list[str]:
-    """Modules in the order of their first operations, the code around the model last.
+@dataclass
+class ModuleReport:
+    """The report of one module.
 
-    A module that has parameters but no operations, because its parent reads them, comes after the parent.
+    Attributes:
+        name: Qualified name; ``(model)`` for the outermost module, ``(task)`` for the code around it.
+        kind: Name of its class; "" for the task.
+        kept: Whether it computes in fp32 because of ``precision.keep_fp32``.
+        operations: Its operations in the configured pass.
+        ranges: Its value ranges in the fp32 pass.
+    """
+
+    name: str
+    kind: str
+    kept: bool
+    operations: Operations
+    ranges: Ranges
+
+    @property
+    def compute(self) -> list[torch.dtype]:
+        """Dtypes of its matrix products and convolutions, else of its other operations; most used first."""
+        counted = self.operations.products or self.operations.others
+        return [dtype for dtype, _ in counted.most_common()]
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the module without its submodules, over all audited forward passes."""
+        return self.operations.products.total()
+
+    @property
+    def low_flops(self) -> int:
+        """FLOPs in 16 bits, likewise."""
+        return sum(number for dtype, number in self.operations.products.items() if dtype.itemsize <= 2)
+
+    @property
+    def gradients(self) -> Magnitudes:
+        """Magnitudes of the gradients of its outputs and parameters."""
+        return self.ranges.gradients
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        operations, ranges = self.operations, self.ranges
+        return {
+            "name": self.name,
+            "class": self.kind,
+            "kept_fp32": self.kept,
+            "compute": [dtype_name(dtype) for dtype in self.compute],
+            "output": [dtype_name(dtype) for dtype in operations.outputs],
+            "gradient": [dtype_name(dtype) for dtype in operations.gradients],
+            "flops": {dtype_name(dtype): number for dtype, number in operations.products.items()},
+            "other_operations": {dtype_name(dtype): number for dtype, number in operations.others.items()},
+            "largest_operand": ranges.operands,
+            "activations": ranges.activations.to_json(),
+            "output_gradients": ranges.output_gradients.to_json(),
+            "parameter_gradients": ranges.parameter_gradients.to_json(),
+        }
+
+
+@dataclass
+class Report:
+    """The report of a model.
+
+    Attributes:
+        precision: Name of the precision of the run.
+        compute_dtype: Compute dtype of autocast.
+        keep_fp32: Patterns of the modules kept in fp32.
+        device: Name of the device.
+        modules: Modules in the order of their first operations, without those that have neither operations nor gradients.
+        findings: Number of times each finding in the model's code was seen.
+    """
+
+    precision: str
+    compute_dtype: torch.dtype
+    keep_fp32: tuple[str, ...]
+    device: str
+    modules: list[ModuleReport] = field(default_factory=list)
+    findings: Counter[PrecisionFinding] = field(default_factory=Counter)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of all modules."""
+        return sum(module.flops for module in self.modules)
+
+    @property
+    def low_share(self) -> float:
+        """Share of the FLOPs that are in 16 bits; 0 if no FLOPs were counted."""
+        return sum(module.low_flops for module in self.modules) / self.flops if self.flops else 0.0
+
+    @property
+    def gradients(self) -> Magnitudes:
+        """Magnitudes of the gradients of all modules."""
+        return Magnitudes.total(module.gradients for module in self.modules)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "precision": self.precision,
+            "keep_fp32": list(self.keep_fp32),
+            "device": self.device,
+            "torch": torch.__version__,
+            "flops": self.flops,
+            "low_precision_share": self.low_share,
+            "modules": [module.to_json() for module in self.modules],
+            "findings": [asdict(finding) | {"times": times} for finding, times in self.findings.items()],
+        }
+
+
+def _in_order(worked: Sequence[str] | dict[str, Any], others: Sequence[str]) -> list[str]:
+    """Modules in the order of their first operations; the code around the model comes last.
+
+    A module that has parameters but no operations, because its parent reads them, follows the parent.
     """
     names = [name for name in worked if name != TASK]
     for name in others:
@@ -108,20 +223,19 @@ def _in_order(worked: Sequence[str] | dict[str, Any], others: Sequence[str]) -> 
 
 
 def _eager() -> AbstractContextManager[Any]:
-    """Compiled modules run as they were written: nothing inside a compiled one can be watched."""
-    # Importing dynamo takes seconds; as long as nothing else has imported it, nothing is compiled.
+    """Makes compiled modules run uncompiled: inside compiled code no operation can be observed."""
+    # Importing dynamo takes seconds; unless something else has imported it, nothing is compiled.
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager
-def _left_alone(model: nn.Module) -> Iterator[None]:
-    """Makes 16-bit parameters and buffers fp32; at the end puts back everything that a training step changes."""
-    tensors = [*model.parameters(), *model.buffers()]
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Casts 16-bit parameters and buffers to fp32; restores parameters, buffers and gradients at the end."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    kept = [(tensor, tensor.data) for tensor in tensors]
+    originals = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers())]
     for buffer in model.buffers():
         buffer.data = buffer.data.clone()  # BatchNorm writes into it
-    for tensor, data in kept:
+    for tensor, data in originals:
         if data.is_floating_point() and data.itemsize == 2:
             tensor.data = data.float()
     for parameter, _ in gradients:
@@ -129,10 +243,10 @@ def _left_alone(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        # Assigning a tensor of another type to `data` is refused while the gradient has the old one.
+        # torch refuses to assign a tensor of another dtype to `data` while the gradient has the old one.
         for parameter, _ in gradients:
             parameter.grad = None
-        for tensor, data in kept:
+        for tensor, data in originals:
             tensor.data = data
         for parameter, gradient in gradients:
             parameter.grad = gradient

@@ -1,65 +1,312 @@
-"""What to do about a report: a few lines under the tables, those to copy ready for the command line."""
+"""Shows a report as tables, with advice and the settings to copy to the command line.
+
+* ``print_tables`` prints what every module computes in and how large its values are.
+* ``summary`` returns a few rows to print below the tables: the share of FLOPs in 16 bits, the first loss scale, modules to
+  keep in fp32, and findings in the model's code.
+* ``advice`` returns the advice as plain data, for ``--json``.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from typing import Any
 
 import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from dtrain.precision.audit.advice import Keep, advise_scale, keep_line, modules_to_keep
-from dtrain.precision.audit.finding import Finding
-from dtrain.precision.audit.report import Report
-from dtrain.precision.audit.scope import MODEL
-from dtrain.precision.audit.text import magnitude, percent, short
-from dtrain.precision.names import some
+from dtrain.precision.audit.audit import ModuleReport, Report
+from dtrain.precision.audit.module_stack import MODEL, TASK, PrecisionFinding
+from dtrain.precision.audit.recorders import SIXTEEN_BIT, Magnitudes, dtype_name
+from dtrain.precision.modules import first_names
+
+#: How much larger than the largest measured gradient those of other batches and later steps may be.
+HEADROOM = 8.0
+#: With more modules than this, modules whose names differ in one number share a row.
+GROUP_ABOVE = 40
 
 _KINDS = {
-    "created": ("made in fp32", "make it like its input, as x.new_zeros(...) does, or give dtype=x.dtype"),
-    "promoted": ("promoted to fp32", "one operand is fp32; cast it if that is not meant (in a residual stream it is)"),
-    "product": ("products in fp32", "these gain nothing from the precision of the run"),
+    "created": ("made in fp32", "create it with the dtype of its input: x.new_zeros(...), or dtype=x.dtype"),
+    "promoted": (
+        "promoted to fp32",
+        "one operand is fp32; cast it unless that is intended (in a residual stream it is)",
+    ),
+    "product": ("products in fp32", "these products do not profit from the precision of the run"),
     "constant": (
         "beyond fp16",
-        "fp16 ends at 65504: mask with -inf, or with torch.finfo(x.dtype).min where a whole row may be masked",
+        "the largest fp16 number is 65504: mask with -inf, or with torch.finfo(x.dtype).min where a whole row may be masked",
     ),
-    "fixed": ("fixed 16 bits", "no precision of the run changes these: leave it to autocast, or say x.to(other.dtype)"),
-    "raised": ("left in fp32", "cast up and handed on so: end with .to(x.dtype), if only the values between need fp32"),
+    "fixed": (
+        "fixed 16 bits",
+        "written in the code for every precision: leave it to autocast, or write x.to(other.dtype)",
+    ),
+    "raised": (
+        "left in fp32",
+        "cast to fp32 and returned: end with .to(x.dtype) if only intermediate values need fp32",
+    ),
     "in place": (
         "dtype of weights",
-        "changed by the forward, for good: use a copy, w.to(x.dtype), or leave it to autocast",
+        "the forward changes the weights for good: use a copy, w.to(x.dtype), or leave it to autocast",
     ),
 }
-# Lines of a kind, and modules on a line.
+# Most lines per kind of finding, and most modules per line.
 _LINES, _NAMED = 8, 3
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a name that is a number, as in nn.Sequential
+_EFFECTS = {"lost": ("lost", "yellow"), "subnormal": ("subn.", ""), "overflow": ("overfl.", "bold red")}
+_LEGEND = """zero: share of all values. lost, subn., overfl.: shares of the other values that a cast to 16 bits makes zero,
+subnormal (fewer bits) or infinite. Gradients are those of a module's outputs and of its own parameters.
+"""
 
 
 def summary(report: Report, min_scale: float = 1.0, max_scale: float = 2.0**24) -> dict[str, str]:
-    """Rows for ``print_banner``.
+    """The advice and the findings of a report, as rows for ``print_banner``.
 
     Args:
         report: The report.
-        min_scale: Smallest loss scale allowed.
-        max_scale: Largest loss scale allowed.
+        min_scale: Smallest loss scale that the config allows.
+        max_scale: Largest loss scale that the config allows.
     """
     low = f"{percent(report.low_share) or '0%'} of the forward's FLOPs in 16 bits" if report.flops else "none counted"
     lines = {"FLOPs": low, "loss scale": _scale(report, min_scale, max_scale)}
     own = [report.compute_dtype] if report.compute_dtype.itemsize == 2 else []
     for dtype in dict.fromkeys([*own, torch.float16, torch.bfloat16]):
-        lines[short(dtype)] = _keep(report, modules_to_keep(report, dtype))
-    broken = [module.name for module in report.modules if module.ranges.activations.nan]
-    if broken:
-        lines["NaN in fp32"] = f"{', '.join(broken)}: no precision cures that"
-    return lines | code(report)
+        lines[dtype_name(dtype)] = _keep(report, modules_to_keep(report, dtype))
+    with_nan = [module.name for module in report.modules if module.ranges.activations.nan]
+    if with_nan:
+        lines["NaN in fp32"] = f"{', '.join(with_nan)}: not a matter of precision"
+    return lines | code_findings(report)
 
 
-def code(report: Report) -> dict[str, str]:
-    """The rows of ``summary`` that are about the model's code; what a failed run has found is in them already."""
+def code_findings(report: Report) -> dict[str, str]:
+    """The rows of ``summary`` about the model's code; also useful if the run failed before its report was complete."""
     lines = {}
     for kind, (heading, advice) in _KINDS.items():
         found = _findings({finding: times for finding, times in report.findings.items() if finding.kind == kind})
         if found:
             lines[heading] = "\n".join([advice, *found])
     return lines
+
+
+@dataclass(frozen=True)
+class ScaleAdvice:
+    """A first loss scale for fp16.
+
+    Attributes:
+        scale: The largest power of two that keeps ``HEADROOM`` times the largest gradient in fp16's range, within the
+            bounds of the config.
+        largest: Magnitude of the largest gradient, unscaled.
+        owner: Name of the module that has it.
+        lost: Share of the gradients other than zero that fp16 would make zero without a scale.
+        lost_scaled: The same share with ``scale``.
+        small: Share of the gradients other than zero that would be subnormal in fp16 without a scale.
+        small_scaled: The same share with ``scale``.
+    """
+
+    scale: float
+    largest: float
+    owner: str
+    lost: float
+    lost_scaled: float
+    small: float
+    small_scaled: float
+
+    @property
+    def rescued(self) -> float:
+        """Share of the gradients lost without a scale that the scale keeps; 1 if none would be lost."""
+        return 1 - self.lost_scaled / self.lost if self.lost else 1.0
+
+
+@dataclass(frozen=True)
+class Keep:
+    """A module that should compute in fp32, and the reason."""
+
+    name: str
+    reason: str
+
+
+def advise_scale(report: Report, minimum: float = 1.0, maximum: float = 2.0**24) -> ScaleAdvice | None:
+    """The first loss scale for fp16; None if all gradients are zero.
+
+    Args:
+        report: The report.
+        minimum: Smallest scale allowed.
+        maximum: Largest scale allowed.
+    """
+    gradients = report.gradients
+    ideal = gradients.scale_for_fp16(HEADROOM)
+    if ideal is None:
+        return None
+    scale = min(max(ideal, 2.0 ** math.ceil(math.log2(minimum))), 2.0 ** math.floor(math.log2(maximum)))
+    return ScaleAdvice(
+        scale=scale,
+        largest=gradients.largest,
+        owner=max(report.modules, key=lambda module: module.gradients.largest).name,
+        lost=gradients.share(gradients.lost_in_fp16(1.0)),
+        lost_scaled=gradients.share(gradients.lost_in_fp16(scale)),
+        small=gradients.share(gradients.small_in_fp16(1.0)),
+        small_scaled=gradients.share(gradients.small_in_fp16(scale)),
+    )
+
+
+def modules_to_keep(report: Report, dtype: torch.dtype) -> list[Keep]:
+    """Modules that a run in ``dtype`` should keep in fp32.
+
+    These are modules whose outputs are too large for ``dtype``, and modules whose products have too large inputs, which
+    autocast would cast down. Modules inside a module of the list are left out.
+
+    Args:
+        report: The report. Of a run in 16 bits, only modules that computed in 16 bits are considered.
+        dtype: ``torch.float16`` or ``torch.bfloat16``.
+    """
+    keep: list[Keep] = []
+    for module in report.modules:
+        reason = _reason(module, dtype) if module.name != TASK and _is_lowered(module, report) else None
+        if reason is not None:
+            keep.append(Keep(module.name, reason))
+    names = [one.name for one in keep]
+    return [one for one in keep if not any(one.name.startswith(f"{name}.") for name in names)]
+
+
+def keep_line(report: Report, keep: list[Keep]) -> str | None:
+    """The override for the command line, with the present patterns of the config; None if there is no new one."""
+    names = [one.name for one in keep if one.name != MODEL]
+    return f"'precision.keep_fp32=[{','.join([*report.keep_fp32, *names])}]'" if names else None
+
+
+def advice(report: Report, minimum: float = 1.0, maximum: float = 2.0**24) -> dict[str, Any]:
+    """The advice as plain data: ``loss_scale`` (None if all gradients are zero), and ``keep_fp32`` for fp16 and bf16."""
+    scale = advise_scale(report, minimum, maximum)
+    return {
+        "loss_scale": None if scale is None else asdict(scale) | {"rescued": scale.rescued},
+        "keep_fp32": {
+            dtype_name(dtype): [asdict(one) for one in modules_to_keep(report, dtype)] for dtype in SIXTEEN_BIT
+        },
+    }
+
+
+def print_tables(report: Report, console: Console, every_module: bool = False) -> None:
+    """Prints the tables and a legend. Many modules are grouped by kind, unless ``every_module`` is set."""
+    shown = rows(report, every_module)
+    console.print(_dtype_table(report, shown))
+    console.print(_range_table("Activations, in fp32", shown, lambda module: module.ranges.activations))
+    console.print(_range_table("Gradients of the mean loss, in fp32, unscaled", shown, lambda module: module.gradients))
+    console.print(Text(_LEGEND), soft_wrap=True)
+
+
+@dataclass
+class Row:
+    """A table row: one module, or several of the same kind."""
+
+    name: str
+    modules: list[ModuleReport] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        """The name, with the number of modules if there are several."""
+        return self.name if len(self.modules) == 1 else f"{self.name} x{len(self.modules)}"
+
+    def flops(self) -> int:
+        """FLOPs of all modules of the row."""
+        return sum(module.flops for module in self.modules)
+
+    def merged(self, choose: Callable[[ModuleReport], Magnitudes]) -> Magnitudes:
+        """The chosen values of all modules of the row, merged."""
+        return Magnitudes.total(map(choose, self.modules))
+
+
+def rows(report: Report, every_module: bool = False) -> list[Row]:
+    """The rows of the tables: one per module, or per kind of module if there are more than ``GROUP_ABOVE`` of them."""
+    if every_module or len(report.modules) <= GROUP_ABOVE:
+        return [Row(module.name, [module]) for module in report.modules]
+    families = _families([module.name for module in report.modules])
+    grouped: dict[tuple[object, ...], Row] = {}
+    for module in report.modules:
+        name = families[module.name]
+        key = (name, module.kind, module.kept, *_dtypes(module))
+        grouped.setdefault(key, Row(name)).modules.append(module)
+    for row in grouped.values():
+        if len(row.modules) == 1:
+            row.name = row.modules[0].name
+    return list(grouped.values())
+
+
+def _dtype_table(report: Report, shown: Sequence[Row]) -> Table:
+    """Compute, output and gradient dtypes, and FLOPs."""
+    table = _table("Dtypes and FLOPs", "module", "class", "computes in", "output", "gradient")
+    for heading in ("FLOPs", "in 16 bits"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in shown:
+        first = row.modules[0]
+        flops, low = row.flops(), sum(module.low_flops for module in row.modules)
+        table.add_row(
+            Text(row.label),
+            Text(f"{first.kind} (kept)" if first.kept else first.kind),
+            *_dtypes(first),
+            percent(flops / report.flops) if report.flops else "",
+            (percent(low / flops) or "0%") if flops else "",
+        )
+    return table
+
+
+def _range_table(title: str, shown: Sequence[Row], choose: Callable[[ModuleReport], Magnitudes]) -> Table:
+    """Magnitudes in fp32 and the effect of casts on the chosen values; bf16 only if it would change one."""
+    values = [(row.label, magnitudes) for row in shown if (magnitudes := row.merged(choose)).count]
+    table = _table(title, "\nmodule")
+    for heading in ("\nsmallest .. largest", "\nzero"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    cells = [
+        [Text(label), Text(value_range(magnitudes)), Text(percent(magnitudes.zeros / magnitudes.count))]
+        for label, magnitudes in values
+    ]
+    for dtype in SIXTEEN_BIT:
+        if dtype == torch.bfloat16 and not any(found.casts[dtype].total() for _, found in values):
+            continue
+        for effect, (heading, style) in _EFFECTS.items():
+            table.add_column(f"{dtype_name(dtype)}\n{heading}", justify="right", no_wrap=True)
+            for line, (_, magnitudes) in zip(cells, values, strict=True):
+                share = magnitudes.share(magnitudes.casts[dtype][effect])
+                line.append(Text(percent(share), style=style))
+    for line in cells:
+        table.add_row(*line)
+    return table
+
+
+def dtype_names(found: Iterable[torch.dtype]) -> str:
+    """``bf16``, or ``bf16+fp32`` for several dtypes; "" for none."""
+    return "+".join(map(dtype_name, found))
+
+
+def magnitude(value: float) -> str:
+    """``0.23``, ``1.1e-5``, ``3.4e38``."""
+    if value == 0 or 1e-2 <= value < 1e4:
+        return f"{value:.3g}"
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def value_range(magnitudes: Magnitudes) -> str:
+    """``1.1e-5 .. 0.23``: smallest magnitude above zero and largest magnitude; then ``inf`` and ``NaN`` if there are any."""
+    text = f"{magnitude(magnitudes.smallest)} .. {magnitude(magnitudes.largest)}" if magnitudes.nonzero else ""
+    marks = [name for name, number in (("inf", magnitudes.infinite), ("NaN", magnitudes.nan)) if number]
+    return " ".join([text, *marks]).strip()
+
+
+def percent(share: float) -> str:
+    """``12.3%``; "" for 0, and never 0% or 100% for a share that is only close to it."""
+    if share == 0:
+        return ""
+    if share < 1e-4:
+        return "<.01%"
+    if 0.999 < share < 1:
+        return ">99.9%"
+    return f"{100 * share:.3g}%" if share >= 1e-3 else f"{100 * share:.2f}%"
 
 
 def _scale(report: Report, minimum: float, maximum: float) -> str:
@@ -69,12 +316,12 @@ def _scale(report: Report, minimum: float, maximum: float) -> str:
     line = f"precision.loss_scale.init={advice.scale:.10g}, with precision=fp16"
     largest = f"the largest gradient is {magnitude(advice.largest)}, in {advice.owner}"
     if not advice.lost + advice.small:
-        return f"{line}: {largest}; all are normal numbers of fp16 even without a scale"
+        return f"{line}: {largest}; all gradients are normal numbers in fp16 even without a scale"
     rescued = f" ({percent(advice.rescued) or '0%'} of those rescued)" if advice.lost else ""
     return (
         f"{line}: {largest}\n"
-        f"fp16 makes zero of {_share(advice.lost)} of the gradients, scaled of {_share(advice.lost_scaled)}{rescued}\n"
-        f"and keeps fewer bits of {_share(advice.small)}, scaled of {_share(advice.small_scaled)}"
+        f"zero in fp16: {_share(advice.lost)} of the gradients, with this scale {_share(advice.lost_scaled)}{rescued}\n"
+        f"subnormal in fp16: {_share(advice.small)}, with this scale {_share(advice.small_scaled)}"
     )
 
 
@@ -88,19 +335,75 @@ def _keep(report: Report, keep: list[Keep]) -> str:
     line = keep_line(report, keep)
     reasons = [f"{one.name}: {one.reason}" for one in keep]
     if any(one.name == MODEL for one in keep):
-        reasons.append(f"{MODEL} has no name to put in precision.keep_fp32: move that code into a submodule")
+        reasons.append(f"{MODEL} has no name that precision.keep_fp32 could match: move that code into a submodule")
     return "\n".join([line, *reasons] if line else reasons)
 
 
-def _findings(found: Mapping[Finding, int]) -> list[str]:
-    """A line for each place: what is there, and in which modules."""
+def _findings(found: Mapping[PrecisionFinding, int]) -> list[str]:
+    """One line per place in the code: operation, line, note, and the modules that ran it."""
     places: dict[tuple[str, ...], Counter[str]] = defaultdict(Counter)
     for finding, times in found.items():
         shape = f" [{', '.join(map(str, finding.shape))}]"
         places[finding.operation + shape, finding.where, finding.note][finding.owner] += times
     lines = [
-        ", ".join(part for part in place if part) + f": {some(list(owners), _NAMED)}, {owners.total()} times"
+        ", ".join(part for part in place if part) + f": {first_names(list(owners), _NAMED)}, {owners.total()} times"
         for place, owners in places.items()
     ]
     rest = len(lines) - _LINES
-    return [*lines[:_LINES], *([f"and {rest} more: --json FILE has all"] if rest > 0 else [])]
+    return [*lines[:_LINES], *([f"and {rest} more; --json FILE lists all"] if rest > 0 else [])]
+
+
+def _is_lowered(module: ModuleReport, report: Report) -> bool:
+    if report.compute_dtype.itemsize > 2:
+        return True  # the run was not lowered, so any module might be
+    return any(dtype.itemsize <= 2 for dtype in (*module.compute, *module.operations.outputs))
+
+
+def _reason(module: ModuleReport, dtype: torch.dtype) -> str | None:
+    ranges, info, name = module.ranges, torch.finfo(dtype), dtype_name(dtype)
+    limit = f"the largest {name} number is {info.max:g}"
+    activations, gradients = ranges.activations, module.gradients
+    if activations.casts[dtype]["overflow"]:
+        return f"activations up to {magnitude(activations.largest)}; {limit}"
+    if _overflows(ranges.operands, dtype):
+        return f"inputs of its products up to {magnitude(ranges.operands)}; {limit}"
+    if gradients.casts[dtype]["overflow"]:
+        return f"gradients up to {magnitude(gradients.largest)} overflow {name} even without a loss scale"
+    if 0 < activations.largest < info.tiny:
+        return (
+            f"no activation is above {magnitude(activations.largest)}; {name} loses bits below {magnitude(info.tiny)}"
+        )
+    return None
+
+
+def _overflows(value: float, dtype: torch.dtype) -> bool:
+    return bool(torch.tensor(value).to(dtype).isinf())
+
+
+def _families(names: Sequence[str]) -> dict[str, str]:
+    """Each name with its most variable number as ``*``: ``blocks.*.mlp.0`` for ``blocks.3.mlp.0``."""
+    alike: dict[str, list[list[str]]] = defaultdict(list)
+    for name in names:
+        alike[_NUMBER.sub("*", name)].append(_NUMBER.findall(name))
+    places = {
+        pattern: max(range(len(found[0])), key=lambda place: len({numbers[place] for numbers in found}), default=-1)
+        for pattern, found in alike.items()
+    }
+    return {name: _starred(name, places[_NUMBER.sub("*", name)]) for name in names}
+
+
+def _starred(name: str, place: int) -> str:
+    counted = count()
+    return _NUMBER.sub(lambda number: "*" if next(counted) == place else number[0], name)
+
+
+def _dtypes(module: ModuleReport) -> tuple[str, str, str]:
+    operations = module.operations
+    return dtype_names(module.compute), dtype_names(operations.outputs), dtype_names(operations.gradients)
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, overflow="fold", vertical="top")
+    return table

@@ -1,4 +1,4 @@
-"""Who votes, and with which reduction: uneven inputs, pipelines, sums and maxima. S14, S16, S19, S25."""
+"""Which ranks agree, with which reduction, and on whose state: S13, S16, S19, S25."""
 
 from __future__ import annotations
 
@@ -7,78 +7,60 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from dtrain.precision.join import JoinedScaler
-from dtrain.precision.peers import Peers
-from tests.precision.scenarios.loops import (
+from dtrain.precision import CrossRankGradScaler
+from dtrain.precision.vote import Agreement
+from tests.precision.skips import (
     SCALE,
     STEPS,
-    Net,
     Result,
     alone,
     assert_right,
     counted,
     flat,
+    fused_adamw,
     loss_of,
     ours,
     rows,
     scales,
     with_both,
-    with_ours,
-    with_stock,
 )
-from tests.ranks import RanksFailed, run_ranks
+from tests.ranks import run_ranks
+from tests.toys import Net
 
 SKIP = 2
 
 
-def adamw(parameters: Any) -> torch.optim.AdamW:
-    return torch.optim.AdamW(parameters, lr=0.05, fused=True)
+# -- S13: a state that only one rank has
 
 
-# -- S14: uneven inputs
-
-EARLY = 3  # rank 0 has so many inputs
-
-
-def uneven(rank: int, scaler: Any, joined: bool) -> Result:
-    """Rank 0 runs out of inputs, after which rank 1 overflows; with Join, which repeats DDP's collectives meanwhile."""
+def resumed(rank: int, scaler: Any) -> Result:
+    """The checkpoint's scale is that of ``SCALE``; the scalers were made with another one."""
+    state = scaler.state_dict()
+    scaler.load_state_dict(state | {"scale": 8 * SCALE})
+    if isinstance(scaler, CrossRankGradScaler):
+        scaler.load_state_dict(state if rank == 0 else None)
+    elif rank == 0:
+        scaler.load_state_dict(state)
     model = Net()
     ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    with Join([ddp, JoinedScaler(scaler)] if joined else [ddp]):
-        for step in range(EARLY if rank == 0 else STEPS):
-            scaler.scale(loss_of(ddp, rank, step, bad=step == EARLY + 1)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-    return Result(flat(model.parameters()), scaler.get_scale())
-
-
-def uneven_alone() -> torch.Tensor:
-    """Join divides by the ranks there were at first, whoever is left."""
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    for step in (step for step in range(STEPS) if step != EARLY + 1):
-        ranks = (0, 1) if step < EARLY else (1,)
-        (sum((loss_of(model, rank, step) for rank in ranks), torch.zeros(())) / 2).backward()
-        optimizer.step()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        scaler.scale(loss_of(ddp, rank, step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
-    return flat(model.parameters())
+    return Result(flat(model.parameters()), scaler.get_scale(), counted(optimizer))
 
 
-def test_s14_a_rank_without_inputs_goes_on_voting() -> None:
-    apart = with_stock(2, uneven, False)
+def test_s13_a_scale_that_one_rank_loaded_is_that_of_all() -> None:
+    apart, together = with_both(2, resumed)
+    (model, _) = alone(2, (), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    assert_right(together, flat(model.parameters()), ())
     assert apart[0].scale != apart[1].scale
-    assert_right(with_ours(2, uneven, True), uneven_alone(), {EARLY + 1})
-
-
-@pytest.mark.slow  # gloo aborts the process, and Python prints its stack
-def test_s14_a_vote_that_join_does_not_know_of_is_an_error() -> None:
-    with pytest.raises(RanksFailed):
-        run_ranks(2, lambda rank: uneven(rank, ours(), False), timeout=20, group_timeout=2.0)
+    # Gradients of two scales were averaged, and each rank divided them by its own.
+    assert not torch.equal(apart[0].weights, apart[1].weights)
 
 
 # -- S16: the reduction
@@ -146,7 +128,7 @@ def pipeline(rank: int, scaler: Any) -> Result:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     net = Net()
     part = (net.trunk, net.head)[stage]
-    optimizer = adamw(part.parameters())
+    optimizer = fused_adamw(part.parameters())
     for step in range(STEPS):
         if stage == 0:
             hidden = net.trunk(rows(pair, step)).tanh()
@@ -176,7 +158,7 @@ def pipeline(rank: int, scaler: Any) -> Result:
 
 def test_s19_the_stages_of_a_pipeline_skip_together() -> None:
     apart, together = with_both(4, pipeline)
-    model, *_ = alone(2, {SKIP}, adamw)
+    model, *_ = alone(2, {SKIP}, fused_adamw)
     own = [flat(stage.parameters()) for stage in (model.trunk, model.head) for _ in range(2)]
     assert_right(together, torch.zeros(0), {SKIP}, own)
     first, second, third, fourth = scales(apart)
@@ -200,6 +182,7 @@ def test_s25_a_maximum_loses_a_nan_and_a_sum_of_flags_does_not() -> None:
         raw = torch.tensor([1.0, torch.nan][rank])
         dist.all_reduce(raw, op=dist.ReduceOp.MAX)
         flag = torch.tensor([0.0, 1.0][rank])
-        return bool(raw.isnan()), Peers(None, torch.device("cpu")).decide(flag, torch.tensor(SCALE), False).item()
+        Agreement().sum_payload(flag)
+        return bool(raw.isnan()), flag.item()
 
     assert run_ranks(2, rank_of_two) == [(False, 1.0)] * 2

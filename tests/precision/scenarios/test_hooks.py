@@ -16,10 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtrain.precision.comm_hooks import HookGuard
 from dtrain.precision.loss_scale import LossScale
-from tests.precision.scenarios.loops import (
+from tests.precision.skips import (
     SCALE,
     STEPS,
-    Net,
     Result,
     assert_right,
     average,
@@ -30,8 +29,7 @@ from tests.precision.scenarios.loops import (
     with_both,
 )
 from tests.ranks import run_ranks
-from tests.training.toys import CPU, micro_batches, run_steps, squared_error, train_step, world
-from tests.training.toys import Net as Toy
+from tests.toys import CPU, Net, micro_batches, run_steps, squared_error, train_step, world
 
 SKIP = 3
 
@@ -96,7 +94,7 @@ LONG = 14
 
 def power_sgd(rank: int, guarded: bool, approximation_rank: int) -> tuple[list[bool], Tensor]:
     """Which of 14 steps were applied, and the weights; the fourth step overflows on rank 1."""
-    model = Toy()
+    model = Net()
     ddp = DistributedDataParallel(model)
     state = PowerSGDState(
         None, approximation_rank, start_powerSGD_iter=2, min_compression_rate=0.01, orthogonalization_epsilon=1e-8
@@ -108,7 +106,7 @@ def power_sgd(rank: int, guarded: bool, approximation_rank: int) -> tuple[list[b
         guard = HookGuard(ddp, powerSGD_hook, state)
         scale = LossScale(CPU, init=SCALE)
         step = train_step(ddp, sgd(model.parameters()), world=world(rank, 2), nominal=8, guard=guard, loss_scale=scale)
-        return [outcome.tally.applied for outcome in run_steps(step, windows)], flat(model.parameters())
+        return [outcome.stats.applied for outcome in run_steps(step, windows)], flat(model.parameters())
     ddp.register_comm_hook(state, powerSGD_hook)
     scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=SCALE), sgd(model.parameters())
     applied = []
@@ -124,7 +122,7 @@ def power_sgd(rank: int, guarded: bool, approximation_rank: int) -> tuple[list[b
 
 def toy_alone(skips: set[int], steps: int, reduced: Callable[[Tensor], Tensor] = lambda gradient: gradient) -> Tensor:
     """The toy's weights after plain steps on both ranks' samples; ``reduced`` is what a rank sends of its gradients."""
-    model = Toy()
+    model = Net()
     optimizer = sgd(model.parameters())
     for step in (step for step in range(steps) if step not in skips):
         sent = []
@@ -141,7 +139,7 @@ def toy_alone(skips: set[int], steps: int, reduced: Callable[[Tensor], Tensor] =
     return flat(model.parameters())
 
 
-def test_s09_powersgd_forgets_a_skipped_step_and_goes_on() -> None:
+def test_s09_powersgd_drops_the_state_of_a_skipped_step_and_trains() -> None:
     first, second = run_ranks(2, power_sgd, False, 1)
     assert first[0] == second[0] == [True] * SKIP + [False] * (LONG - SKIP)
     first, second = run_ranks(2, power_sgd, True, 1)
@@ -174,7 +172,7 @@ def int8_hook(state, bucket):
 
 def hiding(rank: int, guarded: bool) -> tuple[list[int], Tensor]:
     """Ranks that overflowed in each step, and the weights. The hook is registered bare, or with its guard."""
-    model = Toy()
+    model = Net()
     ddp = DistributedDataParallel(model)
     guard = HookGuard(ddp, int8_hook) if guarded else ddp.register_comm_hook(None, int8_hook)
     windows = [micro_batches(step, 8, ranks=2, rank=rank) for step in range(STEPS)]
@@ -183,7 +181,7 @@ def hiding(rank: int, guarded: bool) -> tuple[list[int], Tensor]:
         return gradient.index_fill(0, torch.tensor([0]), torch.inf) if rank == 1 and step.step == SKIP else gradient
 
     # In the gradient alone: a loss that is not finite would be seen without looking at gradients.
-    model[0].weight.register_hook(bad)
+    model.trunk.weight.register_hook(bad)
     step = train_step(
         ddp,
         sgd(model.parameters()),
@@ -192,7 +190,7 @@ def hiding(rank: int, guarded: bool) -> tuple[list[int], Tensor]:
         guard=guard,
         loss_scale=LossScale(CPU, init=SCALE),
     )
-    return [outcome.tally.overflow for outcome in run_steps(step, windows)], flat(model.parameters())
+    return [outcome.stats.overflow for outcome in run_steps(step, windows)], flat(model.parameters())
 
 
 def test_s10_an_infinity_is_seen_before_a_hook_hides_it() -> None:

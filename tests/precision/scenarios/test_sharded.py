@@ -22,11 +22,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.precision.scenarios.loops import (
+from tests.precision.skips import (
     SCALE,
     STEPS,
-    Net,
     Result,
+    adamw,
     alone,
     assert_right,
     counted,
@@ -40,31 +40,28 @@ from tests.precision.scenarios.loops import (
     with_stock,
 )
 from tests.ranks import RanksFailed, run_ranks
+from tests.toys import Net
 
 SKIP = 2
-
-
-def adamw(parameters: Any, fused: bool = False) -> torch.optim.AdamW:
-    return torch.optim.AdamW(parameters, lr=0.05, fused=fused)
 
 
 # -- S04: ZeroRedundancyOptimizer
 
 
-def zero(rank: int, scaler: Any, forgotten: bool) -> Result:
-    """Each rank steps its part of the parameters and broadcasts it. ``forgotten``: DDP does not know the head."""
+def zero(rank: int, scaler: Any, outside: bool) -> Result:
+    """Each rank steps its part of the parameters and broadcasts it. ``outside``: DDP does not wrap the head."""
     model = Net()
-    ddp = DistributedDataParallel(model.trunk if forgotten else model)
+    ddp = DistributedDataParallel(model.trunk if outside else model)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05)
     for step in range(STEPS):
         bad = step == SKIP and rank == 1
-        if forgotten:
+        if outside:
             # The same data for all: then it does not matter which rank's gradient of the head is the one that counts.
             loss = model.head(ddp(rows(0, step)).tanh()).square().mean()
         else:
             loss = loss_of(ddp, rank, step, bad)
         scaler.scale(loss).backward()
-        if bad and forgotten:
+        if bad and outside:
             spoil(model.head.weight)
         scaler.step(optimizer)
         scaler.update()
@@ -72,14 +69,14 @@ def zero(rank: int, scaler: Any, forgotten: bool) -> Result:
     return Result(flat(model.parameters()), scaler.get_scale(), counted(optimizer.optim))
 
 
-def test_s04_a_sharded_optimizer_behind_ddp_agrees_in_both() -> None:
+def test_s04_a_sharded_optimizer_behind_ddp_agrees_with_both_scalers() -> None:
     (model, _) = alone(2, {SKIP}, adamw)
     for results in with_both(2, zero, False):
         assert_right(results, flat(model.parameters()), {SKIP})
 
 
 @pytest.mark.slow
-def test_s04u_a_module_forgotten_outside_ddp_hangs_torch_and_is_one_skip_here() -> None:
+def test_s04u_a_module_outside_ddp_hangs_torch_and_is_one_skip_here() -> None:
     (model,) = alone(1, {SKIP}, adamw)
     assert_right(with_ours(2, zero, True), flat(model.parameters()), {SKIP})
     with pytest.raises(RanksFailed, match=r"[Tt]imed out|Connection closed"):
@@ -184,7 +181,7 @@ def fsdp2(rank: int, scaler: Any, fused: bool) -> Result:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_s07_fsdp2_agrees_in_both(fused: bool) -> None:
+def test_s07_fsdp2_agrees_with_both_scalers(fused: bool) -> None:
     model, *_ = alone(2, {SKIP}, adamw)
     for results in with_both(2, fsdp2, fused):
         assert_right(results, flat(model.parameters()), {SKIP})
@@ -253,7 +250,7 @@ def block_alone(norm: bool) -> Tensor:
     return flat([*block.parameters(), block.down.bias])
 
 
-def test_s07t_tensor_parallel_with_a_norm_first_agrees_in_both() -> None:
+def test_s07t_tensor_parallel_with_a_norm_first_agrees_with_both_scalers() -> None:
     for results in with_both(2, tensor_parallel, True):
         assert_right(results, block_alone(True), {SKIP})
 

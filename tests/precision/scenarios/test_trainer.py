@@ -17,10 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtrain.precision import Precision
 from dtrain.precision.loss_scale import LossScale
 from dtrain.training.step import TrainStep
-from tests.precision.scenarios.loops import INTERVAL, SCALE, STEPS, flat, ours, scale_after, spoil, stock
+from tests.precision.skips import INTERVAL, SCALE, STEPS, flat, ours, scale_after, spoil, stock
 from tests.ranks import RanksFailed, run_ranks
-from tests.training.toys import CPU, NetWithBatchNorm, micro_batches, run_steps, squared_error, train_step, world
-from tests.training.toys import Net as Toy
+from tests.toys import CPU, Net, NetWithBatchNorm, micro_batches, run_steps, squared_error, train_step, world
 
 SKIP = 2
 SAMPLES = 8  # of a global batch; powers of two, so that every factor is exact
@@ -93,7 +92,7 @@ def by_trainer(
         flat(model.parameters()),
         flat(b for b in model.buffers() if b.is_floating_point()) if list(model.buffers()) else torch.zeros(0),
         float(scale.scale) if scale else scale_after({step for step, *_ in bad}),
-        [outcome.tally.applied for outcome in outcomes],
+        [outcome.stats.applied for outcome in outcomes],
         [outcome.lr for outcome in outcomes],
         {float(state["step"]) for state in ours.state.values() if "step" in state},
     )
@@ -191,7 +190,7 @@ def by_torch(
 @pytest.mark.parametrize(
     ("optimizer"), [sgd, lambda p: torch.optim.AdamW(p, lr=0.05, fused=True)], ids=["SGD", "fused AdamW"]
 )
-def test_s00_plain_ddp_agrees_in_both(optimizer: Any) -> None:
+def test_s00_plain_ddp_agrees_with_both_scalers(optimizer: Any) -> None:
     case = (Wide, "fp16", {(SKIP, 1, 0)}, 1e6)
     models = by_one_process(Wide, "fp16", {SKIP}, optimizer=optimizer)
     trained, theirs = zip(
@@ -231,7 +230,7 @@ class Partly(nn.Module):
     [(Wide, {}), (Partly, {"find_unused_parameters": True})],
     ids=["no_sync", "a parameter unused in the synchronised backward"],
 )
-def test_s26_an_overflow_in_the_micro_batch_that_is_not_synchronised_agrees_in_both(
+def test_s26_an_overflow_in_the_micro_batch_that_is_not_synchronised_agrees_with_both_scalers(
     make: Callable[[], nn.Module], options: dict[str, Any]
 ) -> None:
     case = (make, "fp16", {(SKIP, 1, 0)}, 1e6)
@@ -269,7 +268,7 @@ class OneRankOnly(nn.Module):
         return self.body(x) + self.branch(x) if dist.get_rank() == 0 else self.body(x)
 
 
-def test_s12_a_parameter_unused_on_one_rank_agrees_in_both() -> None:
+def test_s12_a_parameter_unused_on_one_rank_agrees_with_both_scalers() -> None:
     case, options = (OneRankOnly, "fp16", {(SKIP, 1, 0)}, 1e6), {"find_unused_parameters": True}
     results = run_ranks(2, lambda rank: (by_trainer(rank, *case, **options), by_torch(rank, *case, stock(), **options)))
     for first, second in zip(*results, strict=True):
@@ -308,8 +307,8 @@ def test_s01_the_last_backward_of_every_window_synchronises() -> None:
 
 
 def trunk_and_head() -> tuple[nn.Module, DistributedDataParallel]:
-    model = Toy()
-    outside = [f"2.{name}" for name, _ in model[2].named_parameters()]
+    model = Net()
+    outside = [f"head.{name}" for name, _ in model.head.named_parameters()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, outside)
     return model, DistributedDataParallel(model)
 
@@ -323,7 +322,7 @@ def held_back(rank: int, scaler: Any) -> tuple[float, float]:
         (batch,) = micro_batches(number, SAMPLES, ranks=2, rank=rank)
         scaler.scale(squared_error(ddp, batch).loss_sum).backward()
         if rank == 1 and number == SKIP:
-            spoil(model[2].weight)
+            spoil(model.head.weight)
         before = scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()
@@ -354,28 +353,28 @@ def clipped_by_torch(rank: int) -> Tensor:
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
-    return flat(model[0].parameters())
+    return flat(model.trunk.parameters())
 
 
 def clipped_by_trainer(rank: int) -> tuple[Tensor, Tensor, list[float]]:
     model, ddp = trunk_and_head()
     step = train_step(ddp, sgd(model.parameters()), world=world(rank, 2), nominal=SAMPLES, clip_norm=CLIP)
     outcomes = run_steps(step, windows_of(rank, 2, (), 0.0, None))
-    return flat(model[0].parameters()), flat(model[2].parameters()), [outcome.grad_norm for outcome in outcomes]
+    return flat(model.trunk.parameters()), flat(model.head.parameters()), [outcome.grad_norm for outcome in outcomes]
 
 
 def clipped_alone() -> tuple[list[tuple[Tensor, Tensor]], list[float]]:
     """Trunk and head of each rank, clipped by the norm of the one trunk and both heads."""
-    models, norms = [Toy(), Toy()], []
+    models, norms = [Net(), Net()], []
     optimizers = [sgd(model.parameters()) for model in models]
     for number in range(STEPS):
         for rank, model in enumerate(models):
             (batch,) = micro_batches(number, SAMPLES, ranks=2, rank=rank)
             (squared_error(model, batch).loss_sum * (2 / SAMPLES)).backward()
-        for pair in zip(*(model[0].parameters() for model in models), strict=True):
+        for pair in zip(*(model.trunk.parameters() for model in models), strict=True):
             mean = (pair[0].grad + pair[1].grad) / 2
             pair[0].grad, pair[1].grad = mean, mean.clone()
-        parts = [models[0][0], models[0][2], models[1][2]]
+        parts = [models[0].trunk, models[0].head, models[1].head]
         norm = flat(p.grad for part in parts for p in part.parameters()).norm().item()
         norms.append(norm)
         for model, optimizer in zip(models, optimizers, strict=True):
@@ -383,7 +382,7 @@ def clipped_alone() -> tuple[list[tuple[Tensor, Tensor]], list[float]]:
                 parameter.grad *= min(1.0, CLIP / (norm + 1e-6))
             optimizer.step()
             optimizer.zero_grad()
-    return [(flat(model[0].parameters()), flat(model[2].parameters())) for model in models], norms
+    return [(flat(model.trunk.parameters()), flat(model.head.parameters())) for model in models], norms
 
 
 def test_s11_all_ranks_clip_by_one_norm() -> None:
@@ -459,24 +458,24 @@ def test_s18_batchnorm_forgets_a_skipped_forward(broadcast_buffers: bool) -> Non
 
 def test_s20_after_the_all_reduce_every_rank_shows_the_same_gradients_so_hooks_look_before() -> None:
     def rank_of_two(rank: int) -> tuple[bool, bool]:
-        model = Toy()
+        model = Net()
         local: list[bool] = []
-        model[2].weight.register_hook(lambda gradient: local.append(bool(gradient.isfinite().all())))
+        model.head.weight.register_hook(lambda gradient: local.append(bool(gradient.isfinite().all())))
         (batch,) = micro_batches(0, SAMPLES, ranks=2, rank=rank)
         batch["x"][0, 0] = torch.nan if rank == 1 else 0
         ddp = DistributedDataParallel(model)
         squared_error(ddp, batch).loss_sum.backward()
-        assert model[2].weight.grad is not None
-        return local[0], bool(model[2].weight.grad.isfinite().all())
+        assert model.head.weight.grad is not None
+        return local[0], bool(model.head.weight.grad.isfinite().all())
 
     assert run_ranks(2, rank_of_two) == [(True, False), (False, False)]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_s21_without_a_scaler_one_nan_is_one_skip(precision: str) -> None:
-    case = (Toy, precision, {(SKIP, 1, 0)}, torch.nan)
+    case = (Net, precision, {(SKIP, 1, 0)}, torch.nan)
     results = run_ranks(2, lambda rank: (by_trainer(rank, *case), by_torch(rank, *case, None)))
-    assert_right([ours for ours, _ in results], by_one_process(Toy, precision, {SKIP}), {SKIP})
+    assert_right([ours for ours, _ in results], by_one_process(Net, precision, {SKIP}), {SKIP})
     assert all(theirs.weights.isnan().all() for _, theirs in results)
 
 
@@ -485,7 +484,7 @@ def test_s21_without_a_scaler_one_nan_is_one_skip(precision: str) -> None:
 
 def test_s14_a_rank_with_fewer_samples_has_masked_rows_and_the_same_number_of_steps() -> None:
     def rank_of_two(rank: int) -> Tensor:
-        model = Toy()
+        model = Net()
         step: TrainStep = train_step(
             DistributedDataParallel(model), sgd(model.parameters()), world=world(rank, 2), nominal=SAMPLES
         )
@@ -493,7 +492,7 @@ def test_s14_a_rank_with_fewer_samples_has_masked_rows_and_the_same_number_of_st
         return flat(model.parameters())
 
     first, second = run_ranks(2, rank_of_two)
-    model = Toy()
+    model = Net()
     optimizer = sgd(model.parameters())
     for number, samples in enumerate((SAMPLES, 5)):
         (batch,) = micro_batches(number, samples)

@@ -1,0 +1,252 @@
+"""Composes the config from the command line and calls an entry point with it; every entry point uses ``run``.
+
+* Hydra composes the config. An error in it (an unknown key, a wrong type, an unknown preset) is shown on rank 0, as one
+  message with the nearest valid name.
+* A ``ConfigError`` is shown without a traceback on rank 0, an ``Explained`` on the rank that raised it. Other exceptions are
+  shown with their traceback on the rank that raised them. In all cases every rank exits with a code other than 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+import yaml
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from dtrain.config import schema
+from dtrain.config.cache_dir import cache_dir
+from dtrain.config.errors import ConfigError, Explained, PeerFailed, in_brief
+from dtrain.config.explain import check_arguments, check_keys, explain, options_last
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A composed config and where it came from.
+
+    Attributes:
+        cfg: The config tree (``schema.Config``); interpolations are resolved on access.
+        overrides: The overrides of the command line, in their order.
+        experiment: The chosen experiment; None without one.
+        config_dirs: Folders given with ``--config-dir``, absolute.
+    """
+
+    cfg: Any
+    overrides: tuple[str, ...]
+    experiment: str | None
+    config_dirs: tuple[str, ...]
+
+
+def run(
+    main: Callable[[Composed], Any],
+    argv: Sequence[str] | None = None,
+    rewrite: Callable[[list[str]], list[str]] | None = None,
+) -> None:
+    """Composes the config from the command line and calls ``main`` with it.
+
+    Args:
+        main: The entry point. Its exceptions end the process; its return value is ignored.
+        argv: Arguments without the program's name; None takes ``sys.argv``.
+        rewrite: Converts the arguments to those for Hydra.
+
+    Raises:
+        SystemExit: With a code other than 0, if composing or ``main`` failed.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as for stderr: a character that the terminal lacks is not an error
+        sys.stdout.reconfigure(errors="backslashreplace")
+    schema.register()
+    _register_resolvers()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    failures: list[Exception] = []
+    try:
+        arguments = rewrite(arguments) if rewrite else arguments
+        check_arguments(arguments)
+    except ConfigError as error:
+        _show_message(str(error))
+        raise SystemExit(EXIT_USAGE) from None
+    arguments = options_last(arguments)
+
+    def job(cfg: DictConfig) -> None:
+        # Hydra turns an exception into sys.exit(1): neither torchrun's error file nor this function would get it. So it
+        # is caught here. Errors that are shown without a traceback are not written to that file, because torchrun
+        # would print its own report around their message.
+        try:
+            composed = _composed(cfg)
+            record(lambda: _call(main, composed, failures))()
+        except Exception as error:  # noqa: BLE001 - shown below
+            failures.append(error)
+
+    try:
+        _compose(job, arguments)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+        _show_message(explain(error, arguments, conf_dir()))
+        raise SystemExit(EXIT_USAGE) from None
+    if failures:
+        _show(failures[0])
+        raise SystemExit(EXIT_FAILED) from None
+
+
+def require_choice(composed: Composed) -> None:
+    """Refuses a config without data or model, such as that of an empty command line.
+
+    Raises:
+        ConfigError: Lists the experiments.
+    """
+    missing = [key for key in ("data.train", "model") if OmegaConf.is_missing(*_parent(composed.cfg, key))]
+    if missing == ["data.train"]:
+        raise ConfigError(
+            "data.train is not set: name your shards, 'data.train=\"/data/train-{000000..000099}.tar\"', and those to evaluate "
+            "on in data.eval."
+        )
+    if missing:
+        folders = [conf_dir(), *map(Path, composed.config_dirs)]
+        experiments = sorted({path.stem for folder in folders for path in (folder / "experiment").glob("*.yaml")})
+        raise ConfigError(
+            f"nothing to train: {' and '.join(missing)} not set. Choose an experiment, experiment="
+            f"{{{', '.join(experiments)}}}, or set data=... and model=... yourself; --help lists all groups and keys."
+        )
+
+
+def resolved(cfg: Any) -> dict[str, Any]:
+    """The config as plain data, all interpolations resolved.
+
+    Raises:
+        ConfigError: If a value cannot be resolved; names the key.
+    """
+    try:
+        container = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=False)
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0].removeprefix("ConfigError raised while resolving interpolation: ")
+        raise ConfigError(f"{error.full_key or 'config'}: {reason}") from error
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
+
+
+def conf_dir() -> Path:
+    """The folder of the config groups: inside the package when installed from a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "conf"
+    return inside if inside.is_dir() else package.parent / "conf"
+
+
+def rank() -> int:
+    """This process's rank as the launcher set it; 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--json FILE``, a path or None; refuses a path where no file can be written."""
+    parser.add_argument("--json", type=_json_file, metavar="FILE", help="also write all results to FILE as JSON")
+
+
+def write_json(path: Path | None, content: Any) -> None:
+    """Writes the results to the file of ``--json``; does nothing if the option was not given."""
+    if path is not None:
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _json_file(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path}: is a folder, want a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{path.parent}: is not a folder, so {path.name} cannot be written there")
+    return path
+
+
+def _register_resolvers() -> None:
+    """Registers ``${dtrain.env:A,B}``, the first set variable, and ``${dtrain.cache:NAME}``, a path in the cache."""
+    OmegaConf.register_new_resolver("dtrain.env", _first_of_environment, replace=True)
+    OmegaConf.register_new_resolver("dtrain.cache", lambda name: str(cache_dir() / name), replace=True)
+
+
+def _first_of_environment(*names: str) -> str:
+    for name in names:
+        if value := os.environ.get(name):
+            return value
+    raise ConfigError(f"the environment variable {names[0]} is not set. Set it to the folder of the shards.")
+
+
+def _call(main: Callable[[Composed], Any], composed: Composed, failures: list[Exception]) -> None:
+    try:
+        main(composed)
+    except (ConfigError, Explained, PeerFailed) as error:
+        failures.append(error)
+
+
+def _compose(job: Callable[[DictConfig], None], arguments: list[str]) -> None:
+    argv, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = [argv[0], *arguments]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors, which it otherwise prints before it exits
+    try:
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")(job)()
+    finally:
+        sys.argv = argv
+        if full_error is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = full_error
+
+
+def _composed(cfg: DictConfig) -> Composed:
+    check_keys(cfg)
+    hydra_cfg = HydraConfig.get()
+    if hydra_cfg.mode == RunMode.MULTIRUN and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            "--multirun: one torchrun cannot run several configs, because each of its processes would start its own sweep. "
+            "Start one torchrun per config, for example in a shell loop, or use `python -m dtrain.launch --multirun`."
+        )
+    return Composed(
+        cfg=cfg,
+        # Not resolved: an interpolation may stand for a secret.
+        overrides=tuple(OmegaConf.to_container(hydra_cfg.overrides.task, resolve=False)),  # type: ignore[arg-type]
+        experiment=hydra_cfg.runtime.choices.get("experiment"),
+        config_dirs=tuple(
+            str(Path(source.path).resolve())
+            for source in hydra_cfg.runtime.config_sources
+            if source.provider == "command-line"
+        ),
+    )
+
+
+def _parent(cfg: Any, key: str) -> tuple[Any, str]:
+    parent, _, name = key.rpartition(".")
+    return (cfg[parent] if parent else cfg), name
+
+
+def _show(error: Exception) -> None:
+    if isinstance(error, PeerFailed):
+        sys.stderr.write(f"dtrain: rank {rank()} stops: {in_brief(str(error))}\n")
+    elif isinstance(error, (ConfigError, OmegaConfBaseException)) and not os.environ.get("DTRAIN_TRACEBACK"):
+        _show_message(str(error))
+    elif isinstance(error, Explained) and not os.environ.get("DTRAIN_TRACEBACK"):
+        message = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        sys.stderr.write(f"dtrain: error: {f'rank {rank()}: ' if rank() else ''}{message}\n")
+    else:
+        # One write, so that the lines of several ranks are not interleaved.
+        text = "".join(traceback.format_exception(error))
+        sys.stderr.write(f"dtrain: rank {rank()} failed\n{text}")
+    sys.stderr.flush()
+
+
+def _show_message(message: str) -> None:
+    if rank() == 0:
+        sys.stderr.write(f"dtrain: error: {message}\n")
+        sys.stderr.flush()

@@ -1,0 +1,381 @@
+"""Data sets that are not shards: arrays in memory, generated samples, and any map-style data set.
+
+* A *map-style* data set has ``len(dataset)`` and ``dataset[n]``. ``Arrays`` takes row *n* of each array; ``Generated``
+  calls a function with a generator keyed by (seed, epoch, sample), so that no two ranks or workers draw the same
+  numbers.
+* ``SampleSource`` makes a ``Source`` of one, so that the loader reads it as it reads shards. Random numbers that a data
+  set draws from the global generators of Python, numpy and torch are keyed by (seed, epoch, sample) too: an
+  augmentation in ``__getitem__``, such as torchvision's, is the same for any number of ranks and workers.
+* ``value_of`` converts the values of a data set: images become uint8 RGB ``[height, width, 3]``, everything else keeps
+  its type.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from dtrain.data.crop import Crop
+from dtrain.data.decode import decode_image
+from dtrain.data.fields import DataError, Field, SampleError, parse_fields
+from dtrain.data.randomness import Randomness, generators_at, hash64
+from dtrain.data.source import Index, Reader, Source
+
+# Rows of an array in its fingerprint: enough to distinguish data sets, and cheap for large ones.
+_HASHED_ROWS = 64
+# The order keeps a few numbers for each shard; this many take milliseconds an epoch.
+_MAX_SHARDS = 2**16
+_CHANNELS = (1, 3, 4)
+# Uses of (seed, epoch) need different keys: the order has 1 to 3, augmentation 4, mixing 6.
+_GENERATION = 5
+
+
+class Arrays:
+    """Arrays of equal length; sample *n* is row *n* of each.
+
+    Args:
+        arrays: Arrays or tensors ``[samples, ...]``, or lists of other values: by name, or in the order of the fields.
+
+    Attributes:
+        fingerprint: Hash of shapes, types and some rows.
+
+    Raises:
+        ValueError: If there are none, or their lengths differ.
+    """
+
+    def __init__(self, arrays: Mapping[str, Any] | Sequence[Any]) -> None:
+        named = isinstance(arrays, Mapping)
+        self._names = list(arrays) if named else None
+        self._arrays = list(arrays.values() if isinstance(arrays, Mapping) else arrays)
+        lengths = [len(array) for array in self._arrays]
+        if len(set(lengths)) != 1:
+            raise ValueError(f"Arrays: got lengths {lengths}, want at least one array, and all of the same length.")
+        digest = hashlib.sha256()
+        for name, array in zip(self._names or range(len(lengths)), self._arrays, strict=True):
+            digest.update(f"{name} {getattr(array, 'dtype', '')} {list(getattr(array, 'shape', lengths))}".encode())
+            for row in np.unique(np.linspace(0, lengths[0] - 1, _HASHED_ROWS).astype(np.int64)) if lengths[0] else ():
+                digest.update(_content(array[int(row)]))
+        self.fingerprint = digest.hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return len(self._arrays[0])
+
+    def __getitem__(self, sample: int) -> Any:
+        """A dict if the arrays have names, else a tuple."""
+        values = tuple(array[sample] for array in self._arrays)
+        return values if self._names is None else dict(zip(self._names, values, strict=True))
+
+
+class Generated:
+    """Samples that a function generates.
+
+    Args:
+        function: ``function(sample, rng)`` returns the fields of sample number ``sample``: a dict by name, or a tuple
+            in the order of the fields. ``rng`` is a ``numpy.random.Generator`` keyed by (seed, epoch, sample).
+        length: Samples of an epoch.
+        fresh: False gives the same numbers in every epoch, as for evaluation.
+
+    Attributes:
+        fingerprint: The function's name and ``fresh``; a change inside the function is not noticed.
+
+    Raises:
+        ValueError: If ``length`` is below 1, or ``function`` is not callable.
+    """
+
+    def __init__(self, function: Callable[[int, np.random.Generator], Any], length: int, fresh: bool = True) -> None:
+        if length < 1 or not callable(function):
+            raise ValueError(
+                f"Generated: got length {length} and function {function!r}, want a length of at least 1 and a function."
+            )
+        self._length = length
+        self.function = function
+        self.fresh = fresh
+        called = getattr(function, "func", function)  # of a functools.partial
+        self.fingerprint = f"{getattr(called, '__qualname__', type(called).__qualname__)}, fresh={fresh}"
+
+    def __len__(self) -> int:
+        return self._length
+
+
+def as_dataset(value: Any) -> Any:
+    """A map-style data set or ``Generated``, unchanged; a dict or tuple of arrays as ``Arrays``.
+
+    Raises:
+        ValueError: If the value is none of them.
+    """
+    if isinstance(value, (Mapping, tuple)):
+        return Arrays(value)
+    if isinstance(value, Generated) or (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
+        return value
+    stream = (
+        " Samples of a stream cannot be read by number: write them to shards." if hasattr(value, "__iter__") else ""
+    )
+    raise ValueError(
+        f"got a {type(value).__name__}, want a data set with __len__ and __getitem__, a dict or tuple of arrays, or a "
+        f"dtrain.data.Generated.{stream}"
+    )
+
+
+@dataclass(frozen=True)
+class SampleSource(Source):
+    """A map-style data set, or ``Generated``, as a source.
+
+    Attributes:
+        places: Key of each field in samples that are dicts; in tuples, values are in the order of ``fields``.
+    """
+
+    dataset: Any
+    index: SampleIndex
+    fields: tuple[Field, ...]
+    places: tuple[Any, ...]
+
+    @classmethod
+    def build(
+        cls,
+        dataset: Any,
+        fields: Mapping[Any, Mapping[str, Any]],
+        *,
+        name: str | None = None,
+        shard_size: int | None = None,
+    ) -> SampleSource:
+        """Builds the source.
+
+        Args:
+            dataset: A map-style data set, a dict or tuple of arrays, or ``Generated``. Its attribute ``fingerprint``,
+                if it is a string, identifies its content; without it only name and length do.
+            fields: Key of a sample that is a dict to ``{"name": ..., "role": ..., **options}``; the values of a tuple
+                in this order. A ``decoder`` is called with the value.
+            name: First part of the sample keys; None: the name of the data set's class.
+            shard_size: See ``SampleIndex``.
+
+        Raises:
+            ValueError: If ``dataset`` is not such a data set, is empty, or a field is impossible.
+        """
+        dataset = as_dataset(dataset)
+        name = type(dataset).__name__ if name is None else name
+        content = getattr(dataset, "fingerprint", "")
+        index = SampleIndex(name, len(dataset), shard_size, content if isinstance(content, str) else "")
+        return cls(dataset, index, value_fields(fields), tuple(fields))
+
+    def open(self, seed: int) -> SampleReader:
+        """A reader; random numbers that the data set draws depend on ``seed``."""
+        return SampleReader(self, seed)
+
+    def summary(self) -> str:
+        """``1,000 samples of MyDataset``."""
+        return f"{self.index.num_samples:,} samples of {self.index.name}"
+
+
+def value_fields(mapping: Mapping[Any, Mapping[str, Any]]) -> tuple[Field, ...]:
+    """The fields of a ``fields`` mapping whose keys are not file extensions and therefore imply no role or decoder.
+
+    Raises:
+        ValueError: As ``parse_fields``; also if two keys differ in upper and lower case only.
+    """
+    with_decoders = {
+        str(key).lower(): {**options, "decoder": options.get("decoder") or identity}
+        if isinstance(options, Mapping)
+        else options
+        for key, options in mapping.items()
+    }
+    fields = parse_fields(with_decoders)
+    if len(fields) != len(mapping):
+        raise ValueError(
+            f"data.fields: some of {', '.join(map(repr, mapping))} differ in upper and lower case only. Rename one of them "
+            "in the data set."
+        )
+    return fields
+
+
+class SampleIndex(Index):
+    """The index of a data set that is not in shards.
+
+    Samples are grouped into shards of equal size, though there are no files, so that lanes and shuffle windows work as
+    for shards. The default shards are so small that a window shuffle is as good as a full one; larger shards keep
+    neighbouring samples together, which helps if reading neighbours is cheaper.
+
+    Args:
+        name: Name of the data set; the first part of a sample's key.
+        num_samples: Number of samples.
+        shard_size: Samples of a shard; None: the smallest size with at most 65,536 shards.
+        content: Identifies the content of the samples.
+
+    Raises:
+        ValueError: If there are no samples, or ``shard_size`` is below 1.
+    """
+
+    labels: ClassVar = {"name": "name", "num_samples": "samples", "shard_size": "samples in a shard"}
+    other_difference = "the same name and number of samples, but other content."
+
+    def __init__(self, name: str, num_samples: int, shard_size: int | None = None, content: str = "") -> None:
+        if num_samples < 1:
+            raise ValueError(f"the data set {name} has {num_samples} samples, want at least one.")
+        size = -(-num_samples // _MAX_SHARDS) if shard_size is None else shard_size
+        if size < 1:
+            raise ValueError(f"data.shard_size: got {size}, want at least one sample, or null for the default.")
+        self.name = name
+        self.num_samples = num_samples
+        self.shard_size = size
+        self.counts = np.full(-(-num_samples // size), size, np.int64)
+        self.counts[-1] -= len(self.counts) * size - num_samples
+        identity = json.dumps([name, num_samples, size, content])
+        self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
+
+    def keys(self, samples: np.ndarray) -> list[str]:
+        """``<name>/<number>`` of each of these samples."""
+        return [f"{self.name}/{sample}" for sample in samples.tolist()]
+
+    def describe(self) -> dict[str, Any]:
+        """The identity of the data set for a checkpoint."""
+        return {
+            "name": self.name,
+            "num_samples": self.num_samples,
+            "shard_size": self.shard_size,
+            "fingerprint": self.fingerprint,
+        }
+
+
+def value_of(
+    field: Field, raw: Any, out: np.ndarray | None = None, crop: Callable[[int, int], Crop] | None = None
+) -> Any:
+    """The value of one field.
+
+    Args:
+        field: The field. Its decoder, if it has one, is called with ``raw`` first.
+        raw: The value from the data set.
+        out: uint8, ``[height, width, 3]``: where an encoded image is written if it has that shape.
+        crop: ``crop(height, width)`` of an image, in place of the field's own.
+
+    Returns:
+        For the role image, uint8 ``[height, width, 3]``, cropped: from a PIL image, the bytes of an image file, or an
+        array or tensor ``[height, width]``, ``[height, width, channels]`` or, if the last axis cannot be channels,
+        ``[channels, height, width]``; a fourth channel is dropped. For other roles the result of the decoder, with PIL
+        images as arrays.
+
+    Raises:
+        SampleError: If an image file is damaged. ``ValueError``, ``OSError`` and ``EOFError`` of a field's own decoder
+            become this.
+        DataError: If the role is image and the value holds no uint8 pixels.
+    """
+    assert field.decoder is not None
+    try:
+        value = field.decoder(raw)
+        if isinstance(value, Image.Image):
+            value = _picture(field, value)
+    except SampleError:
+        raise
+    except (ValueError, OSError, EOFError) as error:
+        raise SampleError(f"field {field.name!r}: {type(error).__name__}: {error}") from error
+    if isinstance(value, Tensor):
+        value = value.detach()
+    if field.role != "image":
+        return value
+    crop = crop or field.crop
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return decode_image(bytes(value), crop, out, field.exif, field.decode == "reduced")
+    pixels = _rgb(field, value)
+    return pixels if crop is None else crop(*pixels.shape[:2]).cut(pixels)
+
+
+def identity(value: Any) -> Any:
+    """The decoder of a field that has none of its own: returns the value unchanged."""
+    return value
+
+
+def _picture(field: Field, picture: Image.Image) -> np.ndarray:
+    if field.exif:
+        picture = ImageOps.exif_transpose(picture)
+    # The indices of a palette are the classes of a mask; an image needs colours.
+    return np.array(picture.convert("RGB") if field.role == "image" else picture)
+
+
+def _rgb(field: Field, value: Any) -> np.ndarray:
+    pixels = value.cpu().numpy() if isinstance(value, Tensor) and value.element_size() == 1 else value
+    if isinstance(pixels, np.ndarray) and pixels.dtype == np.uint8:
+        if pixels.ndim == 2:
+            pixels = pixels[:, :, np.newaxis]
+        if pixels.ndim == 3 and pixels.shape[2] not in _CHANNELS and pixels.shape[0] in _CHANNELS:
+            pixels = pixels.transpose(1, 2, 0)
+        if pixels.ndim == 3 and pixels.shape[2] in _CHANNELS:
+            return np.repeat(pixels, 3, axis=2) if pixels.shape[2] == 1 else pixels[:, :, :3]
+    got = f"{value.dtype} {list(value.shape)}" if isinstance(value, (np.ndarray, Tensor)) else type(value).__name__
+    raise DataError(
+        f"field {field.name!r}: the data set returns {got}, but an image has to be uint8 pixels, which are normalised on the "
+        "device. Leave out ToTensor and Normalize; or declare role: feature for values that are normalised already."
+    )
+
+
+class SampleReader(Reader):
+    """The reader of a ``SampleSource``."""
+
+    decode = staticmethod(value_of)
+
+    def __init__(self, source: SampleSource, seed: int) -> None:
+        self._dataset = source.dataset
+        self._index = source.index
+        self._places = source.places
+        self._seed = seed
+        self._randomness = Randomness()
+
+    def find(self, epoch: int, samples: np.ndarray) -> Iterable[_Numbered]:
+        """The samples' numbers, and the keys of their random numbers."""
+        draw_epoch = 0 if isinstance(self._dataset, Generated) and not self._dataset.fresh else epoch
+        keys = hash64(self._seed, draw_epoch, _GENERATION, samples)
+        return map(_Numbered, self._index.keys(samples), samples.tolist(), keys.tolist())
+
+    def fetch(self, record: _Numbered) -> list[Any]:
+        """The data set's value for each field; its ``ValueError``, ``OSError`` and ``EOFError`` become ``SampleError``."""
+        try:
+            sample = self._sample(record)
+        except SampleError:
+            raise
+        except (ValueError, OSError, EOFError) as error:
+            raise SampleError(f"{type(error).__name__}: {error}") from error
+        if isinstance(sample, Mapping):
+            for place in self._places:
+                if place not in sample:
+                    raise SampleError(f"has no {place!r}, but {', '.join(map(repr, sample))}")
+            return [sample[place] for place in self._places]
+        values: Sequence[Any] = sample if isinstance(sample, (tuple, list)) else (sample,)
+        if len(values) != len(self._places):
+            raise DataError(
+                f"sample {record.key!r} has {len(values)} values, data.fields declares {len(self._places)}: "
+                f"{', '.join(map(str, self._places))}. Declare all values, in their order."
+            )
+        return list(values)
+
+    def place(self, record: _Numbered) -> dict[str, Any]:
+        """The data set's name, and the sample's number."""
+        return {"shard": self._index.name, "offset": record.number}
+
+    def _sample(self, record: _Numbered) -> Any:
+        if isinstance(self._dataset, Generated):
+            return self._dataset.function(record.number, self._randomness.of(record.random))
+        if isinstance(self._dataset, Arrays):
+            return self._dataset[record.number]
+        with generators_at(record.random):
+            return self._dataset[record.number]
+
+
+class _Numbered(NamedTuple):
+    """A sample: its key, its number, and the key of its random numbers."""
+
+    key: str
+    number: int
+    random: int
+
+
+def _content(value: Any) -> bytes:
+    if isinstance(value, Tensor):  # as bytes, because numpy does not have every dtype
+        return value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tobytes()
+    return repr(value).encode() if isinstance(value, (str, bytes, int, float)) else b""

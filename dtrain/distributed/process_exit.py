@@ -1,0 +1,90 @@
+"""Ends a process when its parent has ended, or from a thread while the main thread is stuck.
+
+A rank whose torchrun was killed must not write into a run that has been started again, and the worker processes of its
+loader must not outlive it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_POLL_SECONDS = 1.0
+# Background writers, for example of a checkpoint, get this many seconds: less than torchrun's 30 s before SIGKILL.
+_WRITER_SECONDS = 20.0
+
+
+def exit_now(code: int) -> None:
+    """Ends this process from any thread, once its background writers are done. No ``finally`` block runs."""
+    deadline = time.monotonic() + _WRITER_SECONDS
+    for thread in threading.enumerate():
+        if not thread.daemon and thread not in (threading.main_thread(), threading.current_thread()):
+            thread.join(max(0.0, deadline - time.monotonic()))
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # the reader of a pipe is gone
+            stream.flush()
+    os._exit(code)
+
+
+def exit_with_torchrun(environment: Mapping[str, str] = os.environ) -> None:
+    """Makes this process end when torchrun, its parent, ends. Does nothing without torchrun.
+
+    torchrun ends its ranks itself unless it is killed. For that case the kernel kills this process on Linux; elsewhere
+    a thread polls the parent every second.
+
+    Args:
+        environment: Has ``TORCHELASTIC_RUN_ID`` under torchrun.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return
+    parent = os.getppid()
+    if parent == 1 and not _init_may_be_torchrun():  # torchrun was killed while this process was still importing
+        os._exit(1)
+    if sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0:
+        if os.getppid() != parent:  # it was killed just before the call
+            os._exit(1)
+        return
+    exit_with_parent(parent)
+
+
+def exit_with_parent(pid: int) -> None:
+    """Makes this process end within seconds after process ``pid`` has ended, even if that was before this call.
+
+    torch's own watchdog of a loader worker watches the process that is the parent when the watchdog starts. If the trainer
+    is killed while it starts workers, that is another process, and the workers would never end.
+    """
+    threading.Thread(target=_exit_after, args=(pid,), name="exit with parent", daemon=True).start()
+
+
+def _init_may_be_torchrun() -> bool:
+    """Whether process 1 runs Python, as in a container that was started with torchrun."""
+    try:
+        return b"python" in Path("/proc/1/cmdline").read_bytes()
+    except OSError:  # not Linux
+        return False
+
+
+def _exit_after(pid: int) -> None:
+    while _is_running(pid):
+        time.sleep(_POLL_SECONDS)
+    os._exit(1)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:  # it has ended, or its number belongs to a process of another user by now
+        return False
+    # A process stays a zombie until its parent reads its exit code, and process 1 of some containers never does.
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
+    except OSError:  # not Linux
+        return True

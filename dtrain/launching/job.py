@@ -1,0 +1,199 @@
+"""A run to start, and its result.
+
+* A *job* is a run and the arguments of ``dtrain.train`` that start it from any directory.
+* The *result* of a job is read from ``status.json``, because torchrun exits with 1 for every exit code but 0.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hydra.core.override_parser.types import Quote, QuotedString
+from omegaconf import OmegaConf
+
+from dtrain.config.compose import Composed, require_choice
+from dtrain.config.errors import ConfigError, as_config_error
+from dtrain.config.run import Run
+from dtrain.config.schema import LaunchConfig
+from dtrain.reporting.tables import Column, text_table
+from dtrain.tracking.history import printable
+from dtrain.tracking.run_dir import read_status
+
+FINISHED = 0
+FAILED = 1
+#: EX_TEMPFAIL of sysexits.h: stopped on request; the same command resumes.
+STOPPED = 75
+
+# `run.dir` is added with its absolute path; `launch.dry_run` has no meaning for a run that starts.
+_NOT_FORWARDED = ("run.dir", "launch.dry_run")
+_MINIMUM = {
+    "nodes": 1,
+    "min_nodes": 1,
+    "processes_per_node": 1,
+    "gpus_per_node": 0,
+    "cpus_per_process": 1,
+    "stop_seconds": 1,
+    "max_running": 1,
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run to start.
+
+    Attributes:
+        run: The run; its directory may not exist yet.
+        launch: The ``launch`` section of its config.
+        varied: The overrides in which it differs from the other jobs of its sweep; empty without a sweep.
+    """
+
+    run: Run
+    launch: LaunchConfig
+    varied: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, composed: Composed) -> Job:
+        """The job of a composed config.
+
+        Raises:
+            ConfigError: If the config has nothing to train, a number is too small, or ``run.dir`` holds another run.
+        """
+        require_choice(composed)
+        launch = OmegaConf.to_object(composed.cfg.launch)
+        assert isinstance(launch, LaunchConfig)
+        for name, minimum in _MINIMUM.items():
+            value = getattr(launch, name)
+            if value is not None and value < minimum:
+                raise ConfigError(f"launch.{name}: got {value}, want at least {minimum}.")
+        if launch.min_nodes is not None and launch.min_nodes > launch.nodes:
+            raise ConfigError(f"launch.min_nodes: got {launch.min_nodes}, want at most launch.nodes={launch.nodes}.")
+        run = Run.of(composed)
+        run.changes()
+        return cls(run, launch)
+
+    @property
+    def arguments(self) -> list[str]:
+        """The arguments of ``dtrain.train``: the overrides of the user, with the absolute path of the run directory."""
+        return [*(part for folder in self.run.config_dirs for part in ("--config-dir", folder)), *self.overrides]
+
+    @property
+    def overrides(self) -> list[str]:
+        """``arguments`` without ``--config-dir``."""
+        forwarded = [override for override in self.run.overrides if _key(override) not in _NOT_FORWARDED]
+        return [*forwarded, assignment("run.dir", str(self.run.dir))]
+
+
+def with_unique_dirs(jobs: Sequence[Job]) -> list[Job]:
+    """Returns the jobs of a sweep with ``varied`` set, each with its own run directory.
+
+    Jobs have the same directory if ``run.dir`` is set, or if they differ only in keys that are not part of the run's
+    name. Their directories and names get the differing overrides appended: ``runs/digits-1a2b3c4d-run.seed=1``. The same
+    sweep always gets the same directories.
+
+    Raises:
+        ConfigError: If two jobs have the same overrides.
+    """
+    common = set.intersection(*(set(job.run.overrides) for job in jobs)) if jobs else set()
+    sweep = [replace(job, varied=tuple(o for o in job.run.overrides if o not in common)) for job in jobs]
+    directories = [job.run.dir for job in sweep]
+    sweep = [_with_suffix(job) if directories.count(job.run.dir) > 1 else job for job in sweep]
+    directories = [job.run.dir for job in sweep]
+    for job in sweep:
+        if directories.count(job.run.dir) > 1:
+            raise ConfigError(
+                f"--multirun: several jobs of the sweep have the same directory {job.run.dir}. Remove repeated values, or "
+                "give each job a name: 'run.name=${run.seed}-...'"
+            )
+    return sweep
+
+
+def _with_suffix(job: Job) -> Job:
+    suffix = re.sub(r"[^\w.+=-]+", "_", "-".join(job.varied))
+    if not suffix:
+        return job
+    run = job.run
+    name = f"{run.name}-{suffix}"
+    overrides = [o for o in run.overrides if _key(o) != "run.name"]
+    run = replace(
+        run,
+        name=name,
+        dir=run.dir.with_name(f"{run.dir.name}-{suffix}"),
+        overrides=(*overrides, assignment("run.name", name)),
+    )
+    run.changes()
+    return replace(job, run=run)
+
+
+def assignment(key: str, value: str) -> str:
+    """An override ``key='value'``, quoted for Hydra's command line."""
+    return f"{key}={QuotedString(value, Quote.single).with_quotes()}"
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+")
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """Result of a job.
+
+    Attributes:
+        state: ``finished``, ``stopped``, ``failed``, ``not started``, or ``job 123`` for a submitted SLURM job.
+        code: Exit code: 0 finished or submitted, 75 stopped, another code on failure.
+    """
+
+    state: str
+    code: int
+
+
+class StatusJudge:
+    """Reads the result of one start of a run from ``status.json``.
+
+    Create it before the start. A file of an earlier start does not count; it is recognised because every status holds the
+    time when it was written.
+
+    Args:
+        run_dir: The run directory.
+
+    Raises:
+        ConfigError: If ``status.json`` exists and is not a status.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        with as_config_error("run.dir"):
+            self._before = read_status(run_dir)
+
+    def __call__(self) -> tuple[JobResult, str | None]:
+        """The result, and the reason if it is a failure."""
+        with as_config_error("run.dir"):
+            status = read_status(self._run_dir)
+        if status is None or status == self._before:
+            return JobResult("failed", FAILED), "it ended before the first step"
+        if status["state"] == "finished":
+            return JobResult("finished", FINISHED), None
+        if status["state"] == "stopped":
+            return JobResult("stopped", STOPPED), None
+        reason = str(status.get("reason") or "it was killed and could not record a reason").splitlines()[0]
+        return JobResult("failed", FAILED), printable(f"step {status.get('step')}: {reason}")
+
+
+def exit_code(results: Sequence[JobResult]) -> int:
+    """Exit code of a sweep: that of a failed job if there is one, else 75 if a job was stopped, else 0."""
+    codes = {result.code for result in results}
+    failures = sorted(codes - {FINISHED, STOPPED})
+    return failures[0] if failures else max(codes, default=FINISHED)
+
+
+def print_results(jobs: Sequence[Job], results: Sequence[JobResult]) -> None:
+    """Prints a table with a line for each job of a sweep."""
+    columns = {
+        "run": [" ".join(job.varied) or job.run.name for job in jobs],
+        "result": [result.state for result in results],
+        "directory": [str(job.run.dir) for job in jobs],
+    }
+    sys.stdout.write(text_table([Column(head, cells, is_number=False) for head, cells in columns.items()]))

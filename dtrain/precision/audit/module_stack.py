@@ -1,0 +1,275 @@
+"""Attributes each operator to the module that runs it, to the line of the user's code that calls it, and to its FLOPs.
+
+* The *owner* of an operation is the innermost module in whose forward it runs. ``(model)`` is the outermost module, ``(task)``
+  the code around it, such as the loss. Forward hooks on the bare model maintain the stack of running modules.
+* Only operations inside ``forward()`` have an owner. Those of the backward, of recomputations for activation checkpointing,
+  and of other hooks have none.
+* *Operators* are observed below autograd and autocast, in the dtypes in which they really run. *Work* is an operator that
+  computes floating-point values; the others only move data.
+* FLOPs are those of matrix products, convolutions, attention and recurrent layers, two per multiply-add, by the formulas of
+  ``torch.utils.flop_counter`` and by those below for the operators that it lacks. All other operators count as zero,
+  because memory bandwidth limits them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.hooks import RemovableHandle
+
+from dtrain.precision.modules import tensors
+
+MODEL = "(model)"
+TASK = "(task)"
+
+# Operators that only move, cast or create values: they compute in no dtype.
+_MOVES = {
+    *("_reshape_copy", "_to_copy", "_unsafe_view", "clone", "copy", "copy_", "resize_", "set_", "lift", "lift_fresh"),
+    *("empty_like", "full_like", "ones_like", "zeros_like", "fill", "fill_", "zero", "zero_"),
+    *("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"),
+}
+
+_TORCH = f"{Path(torch.__file__).parent}/"
+# Stack frames between an operation and the code that called it: torch's modes and the audit itself.
+_MODES = (f"{_TORCH}utils/", f"{_TORCH}_", f"{_TORCH}overrides.py", f"{Path(__file__).parent}/")
+_WRAPPERS = (_TORCH, *_MODES, str(Path(__file__).parents[1] / "policy.py"))  # the last: forward of kept modules
+
+
+@dataclass(frozen=True)
+class PrecisionFinding:
+    """A place in the model's code where the precision differs from the configured one.
+
+    Attributes:
+        kind: ``created``, ``promoted``, ``product``, ``constant``, ``fixed``, ``raised`` or ``in place``; see ``lint`` and
+            ``recorders``.
+        owner: Name of the module.
+        operation: Name of the operation, such as ``zeros``.
+        where: ``file:line`` in the user's code; "" if unknown.
+        shape: Shape of the result.
+        note: A detail, such as the constant or the dtype; or "".
+    """
+
+    kind: str
+    owner: str
+    operation: str
+    where: str
+    shape: tuple[int, ...]
+    note: str = ""
+
+
+@dataclass
+class Frame:
+    """One call of a module.
+
+    Attributes:
+        owner: Name of the module.
+        products: Results of its matrix products and convolutions, with their versions at that time. The references keep
+            their memory from being reused until the module returns, so that it can be compared with that of an output.
+        casts_up: Whether the module's own code has cast a tensor to fp32.
+        raised: The places where it cast 16-bit values to fp32.
+    """
+
+    owner: str
+    products: list[tuple[Tensor, int]] = field(default_factory=list)
+    casts_up: bool = False
+    raised: list[PrecisionFinding] = field(default_factory=list)
+
+    def is_product(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is one of ``products``, unchanged since then."""
+        return any(
+            tensor.untyped_storage().data_ptr() == product.untyped_storage().data_ptr()
+            and tensor.numel() == product.numel()
+            and tensor._version == version
+            for product, version in self.products
+        )
+
+
+class ModuleStack:
+    """The stack of the running modules of a model.
+
+    Args:
+        model: The bare model.
+
+    Attributes:
+        names: Name of each module.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names = {module: name or MODEL for name, module in model.named_modules()}
+        self._stack: list[Frame] = []
+        self._in_forward = False
+        self._in_hooks = False
+
+    @property
+    def frame(self) -> Frame | None:
+        """The innermost call; None where an operation has no owner."""
+        return self._stack[-1] if self._in_forward and not self._in_hooks else None
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Context manager around the call of the task."""
+        self._in_forward, self._in_hooks = True, False
+        # Activation checkpointing ends a recomputation with an exception once it has all tensors: frames may be left over.
+        self._stack = [Frame(TASK)]
+        try:
+            yield
+        finally:
+            self._in_forward = False
+            self._stack.clear()
+
+    @contextmanager
+    def watched(self, on_output: Callable[[Frame, list[Tensor], bool], None]) -> Iterator[None]:
+        """Context manager that keeps hooks on all modules.
+
+        Args:
+            on_output: Called when a module returns, with its frame, the floating-point tensors among its outputs, and
+                whether this was inside ``forward()``.
+        """
+
+        def begin_hooks(*_: Any) -> None:
+            self._in_hooks = True
+
+        def enter(module: nn.Module, _arguments: Any) -> None:
+            self._in_hooks = False
+            self._stack.append(Frame(self.names[module]))
+
+        def leave(_module: nn.Module, _arguments: Any, output: Any) -> None:
+            # Still marked as inside hooks: what `on_output` computes has no owner.
+            on_output(self._stack.pop(), floating(output), self._in_forward)
+            self._in_hooks = False
+
+        with ExitStack() as hooks:
+            for module in self.names:
+                for handle in (
+                    module.register_forward_pre_hook(begin_hooks, prepend=True),
+                    module.register_forward_pre_hook(enter),
+                    module.register_forward_hook(begin_hooks, prepend=True),
+                    module.register_forward_hook(leave),
+                ):
+                    hooks.callback(handle.remove)
+            yield
+
+
+class Operators(TorchDispatchMode):
+    """Observes each operator below autograd and autocast.
+
+    Args:
+        on_operator: Called after each operator as ``on_operator(func, args, kwargs, result)``.
+    """
+
+    # Such as flex_attention, which compiles itself even with the stance "force_eager".
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Called by torch: the compiler's own operators are not observed."""
+        return True
+
+    def __init__(self, on_operator: Callable[[Any, Any, dict[str, Any], Any], None]) -> None:
+        self._on_operator = on_operator
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self._on_operator(func, args, kwargs, out)
+        return out
+
+
+def operator_name(func: Any) -> str:
+    """``mm`` for ``aten.mm.default``."""
+    return str(_packet(func).__name__)
+
+
+def floating(values: Any) -> list[Tensor]:
+    """The floating-point tensors in arguments or results, nested ones included, in order."""
+    return [tensor for tensor in tensors(values) if tensor.is_floating_point()]
+
+
+def is_work(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
+    """Whether an operator computes floating-point ``outputs`` from floating-point ``inputs``."""
+    return bool(inputs and outputs) and not getattr(func, "is_view", False) and operator_name(func) not in _MOVES
+
+
+def flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int | None:
+    """FLOPs of one call of an operator; None if its FLOPs are not counted."""
+    added = _ADDED_FORMULAS.get(operator_name(func)) if func.namespace == "aten" else None
+    if added is not None:
+        return added(*args)
+    formula = flop_registry.get(_packet(func))
+    return None if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+def on_gradient(tensor: Tensor, call: Callable[[Tensor], None]) -> RemovableHandle:
+    """Calls ``call`` with the gradient of the current value of ``tensor``, even if it is changed in place later."""
+    base = tensor._base
+    if base is None or base.grad_fn is None or base.numel() != tensor.numel():
+        return tensor.register_hook(call)
+    # A view that is changed in place, such as the 3D output of a Linear, gets a new graph node and loses its hooks. The node
+    # that computed its base stays.
+    number = base.output_nr
+
+    def before(gradients: tuple[Any, ...]) -> None:
+        if gradients[number] is not None:
+            call(gradients[number])
+
+    handle: RemovableHandle = base.grad_fn.register_prehook(before)
+    return handle
+
+
+def called_by_torch() -> bool:
+    """Whether the operation was called by torch's own Python code, such as ``torch.nn.LSTM.forward``."""
+    frame = _innermost_outside(_MODES)
+    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
+
+
+def users_line() -> str:
+    """``file:line`` of the innermost stack frame outside of torch; relative to the working directory if inside it."""
+    frame = _innermost_outside(_WRAPPERS)
+    if frame is None:
+        return ""
+    path = Path(frame.f_code.co_filename)
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"{shown}:{frame.f_lineno}"
+
+
+def _innermost_outside(places: tuple[str, ...]) -> FrameType | None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(places):
+        frame = frame.f_back
+    return frame
+
+
+def _packet(func: Any) -> Any:
+    return getattr(func, "overloadpacket", func)
+
+
+def _recurrent(steps: Tensor, weights: list[Tensor], *_: Any) -> int:
+    """Each weight matrix is used once per row of ``steps``, shape ``[time, rows, features]`` or ``[packed, features]``."""
+    return 2 * prod(steps.shape[:-1]) * sum(weight.numel() for weight in weights if weight.dim() == 2)
+
+
+# For aten operators that torch.utils.flop_counter lacks; called with the operator's positional arguments.
+_ADDED_FORMULAS: dict[str, Callable[..., int]] = {
+    "mv": lambda matrix, *_: 2 * matrix.numel(),
+    "dot": lambda vector, *_: 2 * vector.numel(),
+    "addmv": lambda _bias, matrix, *_: 2 * matrix.numel(),
+    "addr": lambda _bias, column, row, *_: 2 * column.numel() * row.numel(),
+    "_scaled_dot_product_flash_attention_for_cpu": lambda query, key, value, *_: sdpa_flop_count(
+        query.shape, key.shape, value.shape
+    ),
+    "_cudnn_rnn": _recurrent,
+    "miopen_rnn": _recurrent,
+    "mkldnn_rnn_layer": lambda steps, weight0, weight1, *_: _recurrent(steps, [weight0, weight1]),
+}

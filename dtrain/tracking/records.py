@@ -1,0 +1,108 @@
+"""The record of one logged step, and ``metrics.jsonl``, the file of all records.
+
+* A *record* is a flat dict of numbers. Its *mark* is its position in the run.
+* ``metrics.jsonl`` has one JSON object per line. Each line is one flushed write, so a crash can tear the last line only.
+  JSON has neither NaN nor infinity: both are written as ``null``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dtrain.distributed.atomic import replace_file
+
+#: Metric names to plain Python numbers, named as in metrics.jsonl. Always has ``step`` (attempted steps, never less
+#: than in the record before) and ``time`` (Unix seconds).
+Record = Mapping[str, float | int]
+
+#: Position of a record in a run: its step, and whether it is from the evaluation after that step. Marks ascend, and no two
+#: records of a run have the same mark.
+Mark = tuple[int, bool]
+
+
+def mark(record: Record) -> Mark:
+    """The mark of a record."""
+    return int(record["step"]), has_evaluation(record)
+
+
+def has_evaluation(names: Iterable[str]) -> bool:
+    """Whether metrics or media of an evaluation are among these names."""
+    return any(name.startswith(("eval/", "media/")) for name in names)
+
+
+class JsonlSink:
+    """Appends records to a file.
+
+    Args:
+        path: The file; created if it does not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab")
+
+    def log(self, record: Record) -> None:
+        """Appends one record.
+
+        Raises:
+            OSError: On a write failure.
+            TypeError: If a value is not a plain number.
+        """
+        finite = {name: value if math.isfinite(value) else None for name, value in record.items()}
+        self._file.write(json.dumps(finite, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+
+    def media(self, step: int, name: str, path: Path) -> None:
+        """Does nothing: media are files of their own."""
+
+    def finish(self, state: str, reason: str | None = None) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def cut_after(path: Path, last: Mark) -> int:
+    """Drops the records of a metrics.jsonl after the mark ``last``, which a resumed run repeats.
+
+    Lines that are not records (a torn last line, or the result of a power cut) are dropped too. The file is replaced
+    atomically, and only if there is something to drop. It need not exist.
+
+    Returns:
+        Number of lines dropped.
+    """
+    if not path.exists():
+        return 0
+    with path.open("rb") as lines:
+        dropped = sum(not _is_kept(line, last) for line in lines)
+    if dropped:
+        with path.open("rb") as lines, replace_file(path) as new:
+            new.writelines(line for line in lines if _is_kept(line, last))
+    return dropped
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """The records of a metrics.jsonl, with NaN for ``null``; none if the file does not exist."""
+    if not path.exists():
+        return
+    with path.open("rb") as lines:
+        for record in map(_parsed, lines):
+            if record is not None:
+                yield {name: math.nan if value is None else value for name, value in record.items()}
+
+
+def _is_kept(line: bytes, last: Mark) -> bool:
+    record = _parsed(line)
+    return record is not None and mark(record) <= last
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """The record in a line; None if the line is torn or not a record."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        record = json.loads(line)
+    except ValueError:  # not JSON, or not UTF-8
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None

@@ -1,0 +1,85 @@
+"""User code that is called at fixed points of a run: ``train.hooks: [{_target_: package.MyHook, option: value}]``.
+
+A *hook* is any object with a subset of these methods. All ranks call them at the same step, so a hook may call collectives.
+
+* ``on_start(run)``: before the first step of a start. ``run`` is the ``TrainState``, restored.
+* ``on_step(run, outcome)``: the outcome (``StepOutcome``) of step ``run.step.step`` is known. The gradients of the next step
+  may have been computed already.
+* ``on_evaluation(run, result)``: an evaluation after the current step has ended; its result is an ``Evaluation``.
+* ``on_save(run, path)``: a checkpoint of the current step was copied to host memory. A thread writes it to ``path``.
+* ``on_end(run, state)``: the loop has ended; ``state`` is ``finished`` or ``stopped``. Not called after an exception.
+
+An exception in a hook ends the run, as one in the task does. A hook that needs other points can set them up in ``on_start``:
+register module or optimizer hooks, or wrap public callables such as ``run.step.accumulate``, ``run.train_loader.epoch`` and
+``run.checkpoints.save``, as ``dtrain.training.faults`` does.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dtrain.config.errors import ConfigError, as_config_error
+from dtrain.config.instantiate import by_target
+from dtrain.config.schema import Config
+from dtrain.training.faults import Faults
+from dtrain.training.state import TrainState
+
+METHODS = ("on_start", "on_step", "on_evaluation", "on_save", "on_end")
+
+
+class Hooks:
+    """The hooks of a run, called in the order of the config.
+
+    Args:
+        hooks: Objects with a subset of ``METHODS``.
+        banner_rows: Their rows in the start banner.
+    """
+
+    def __init__(self, hooks: Sequence[Any] = (), banner_rows: Mapping[str, str] | None = None) -> None:
+        # Looked up once: in most runs the list of every method is empty, and a step pays for one empty loop.
+        self._methods = {
+            method: [getattr(hook, method) for hook in hooks if hasattr(hook, method)] for method in METHODS
+        }
+        self.banner_rows = dict(banner_rows or {})
+
+    def call(self, method: str, run: TrainState, *result: Any) -> None:
+        """Calls ``method`` of every hook that has it; see the module's docstring for the arguments."""
+        for call in self._methods[method]:
+            call(run, *result)
+
+
+def build_hooks(cfg: Config, run_dir: Path, rank: int) -> Hooks:
+    """Builds the hooks of a config: fault injection if ``faults`` is set, then ``train.hooks``.
+
+    Raises:
+        ConfigError: If a hook cannot be built or has none of ``METHODS``, or a fault cannot be parsed.
+    """
+    hooks: list[Any] = [_build(f"train.hooks[{number}]", node) for number, node in enumerate(cfg.train.hooks)]
+    rows = {"hooks": ", ".join(type(hook).__name__ for hook in hooks)} if hooks else {}
+    faults = Faults.of(cfg.faults, run_dir, rank)
+    if faults:
+        hooks.insert(0, faults)
+        rows["FAULTS"] = str(faults)
+    return Hooks(hooks, rows)
+
+
+def _build(key: str, node: Any) -> Any:
+    with as_config_error(key):
+        hook = by_target(key, node)
+    own = [name for name in dir(hook) if name.startswith("on_") and callable(getattr(hook, name))]
+    for name in own:
+        if name not in METHODS:
+            near = difflib.get_close_matches(name, METHODS, n=1)
+            remedy = f"Did you mean {near[0]}?" if near else "Rename it, so that its name does not begin with on_."
+            raise ConfigError(
+                f"{key}: {node._target_} has a method {name}, which nothing calls. Hooks have {', '.join(METHODS)}. {remedy}"
+            )
+    if not own:
+        raise ConfigError(
+            f"{key}: {node._target_} returns a {type(hook).__name__} with none of the methods {', '.join(METHODS)}. Add at "
+            "least one of them, or remove it from train.hooks."
+        )
+    return hook

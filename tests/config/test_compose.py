@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import io
+import sys
+from contextlib import suppress
+
+import pytest
+
+from dtrain.config.compose import EXIT_FAILED, Composed, require_choice, run
+from dtrain.config.errors import ConfigError, Explained, PeerFailed
+from tests.config.command_lines import compose
+from tests.refusals import refused
+
+
+def test_presets_and_overrides_make_one_typed_config() -> None:
+    composed = compose("experiment=digits", "precision=bf16", "optimizer.lr=0.5", "train.max_steps=7")
+    assert composed.experiment == "digits"
+    assert composed.cfg.precision.name == "bf16"
+    assert composed.cfg.optimizer.lr == 0.5
+    assert composed.cfg.train.max_steps == 7
+    assert composed.overrides == ("experiment=digits", "precision=bf16", "optimizer.lr=0.5", "train.max_steps=7")
+
+
+def test_options_may_stand_between_keys(tmp_path) -> None:
+    composed = compose("experiment=digits", "--config-dir", str(tmp_path), "train.max_steps=3")
+    assert composed.config_dirs == (str(tmp_path),)
+    assert composed.overrides == ("experiment=digits", "train.max_steps=3")
+
+
+def test_own_presets_come_from_a_config_dir(tmp_path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntrain:\n  max_steps: 3\n")
+    composed = compose("--config-dir", str(tmp_path), "experiment=mine")
+    assert composed.cfg.train.max_steps == 3
+    assert composed.config_dirs == (str(tmp_path),)
+
+
+def test_an_empty_command_line_lists_the_experiments() -> None:
+    with pytest.raises(ConfigError, match="digits"):
+        require_choice(compose())
+
+
+def test_an_experiment_without_data_asks_for_data_alone() -> None:
+    with refused(ConfigError, "data.train", "is not set"):
+        require_choice(compose("experiment=imagenet_resnet50"))
+
+
+def test_a_character_that_the_terminal_lacks_does_not_end_the_run(monkeypatch) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    run(lambda composed: print("runs/caf\u00e9 and caf\udce9", flush=True), ["experiment=digits"])
+    assert shown.getvalue() == b"runs/caf\\xe9 and caf\\udce9\n"
+
+
+def test_only_rank_zero_explains(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):
+        run(lambda composed: None, ["precision=fp17"])
+    assert capsys.readouterr().err == ""
+
+
+def test_a_bug_shows_its_traceback_on_the_rank_that_has_it(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    def main(composed: Composed) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as ended:
+        run(main, ["experiment=digits"])
+    assert ended.value.code == EXIT_FAILED
+    message = capsys.readouterr().err
+    assert message.startswith("dtrain: rank 1 failed\nTraceback")
+    assert "ZeroDivisionError: a bug" in message
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_explained_error_is_shown_by_the_rank_that_raised_it_without_a_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch, rank: int
+) -> None:
+    def main(composed: Composed) -> None:
+        raise Explained("the disk is full. Make room.")
+
+    monkeypatch.setenv("RANK", str(rank))
+    with pytest.raises(SystemExit) as ended:
+        run(main, ["experiment=digits"])
+    assert ended.value.code == EXIT_FAILED
+    assert capsys.readouterr().err == f"dtrain: error: {'rank 1: ' * rank}the disk is full. Make room.\n"
+
+
+def test_the_error_of_another_rank_is_one_short_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def main(composed: Composed) -> None:
+        raise PeerFailed("rank 1 failed: DataError: " + "a long story, " * 50 + "\nand more")
+
+    with pytest.raises(SystemExit):
+        run(main, ["experiment=digits"])
+    shown = capsys.readouterr().err
+    assert shown.startswith("dtrain: rank 0 stops: rank 1 failed: DataError: a long story")
+    assert len(shown) < 160
+
+
+@pytest.mark.parametrize("option", ["--help", "--cfg=job", "--info=defaults"])
+def test_hydra_s_own_options_work(capsys: pytest.CaptureFixture[str], option: str) -> None:
+    with suppress(SystemExit):
+        run(lambda composed: None, [*option.split("="), "experiment=digits"])
+    assert "digits" in capsys.readouterr().out

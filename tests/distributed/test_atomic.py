@@ -1,0 +1,150 @@
+"""Atomic replacement: what is there after an error, after a kill at any moment, and with several writers."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dtrain.distributed import atomic
+from dtrain.distributed.atomic import create_folder, replace_file, replace_folder, restore_replaced
+
+
+def write_file(path: Path, text: str) -> None:
+    with replace_file(path) as file:
+        file.write(text.encode())
+
+
+def write_folder(path: Path, text: str) -> None:
+    with replace_folder(path) as staged:
+        (staged / "inner").mkdir()
+        (staged / "inner" / "content").write_text(text)
+
+
+def content(path: Path) -> str:
+    return (path / "inner" / "content" if path.is_dir() else path).read_text()
+
+
+WRITERS = pytest.mark.parametrize("write", [write_file, write_folder])
+
+
+@WRITERS
+def test_new_content_replaces_old_content_and_nothing_else_is_left(
+    tmp_path: Path, write: Callable[[Path, str], None]
+) -> None:
+    for text in ("old", "new"):
+        write(tmp_path / "name", text)
+        assert content(tmp_path / "name") == text
+        assert os.listdir(tmp_path) == ["name"]
+
+
+@WRITERS
+def test_a_write_failure_keeps_the_old_content(
+    tmp_path: Path, write: Callable[[Path, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    write(tmp_path / "name", "old")
+    monkeypatch.setattr(atomic.os, "fsync", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path / "name", "new")
+    monkeypatch.undo()
+    assert content(tmp_path / "name") == "old"
+    assert os.listdir(tmp_path) == ["name"]
+
+
+@WRITERS
+def test_a_kill_before_any_change_on_the_disk_leaves_old_or_new_content(
+    tmp_path: Path, write: Callable[[Path, str], None]
+) -> None:
+    changes = ("open", "mkdir", "rename", "replace", "unlink", "rmdir", "chmod", "fsync")
+    killed = 1
+    for number in range(100):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write(folder / "name", "old")
+        if (child := os.fork()) == 0:
+            left = [number]
+
+            def counted(function: Callable[..., object], left: list[int] = left) -> Callable[..., object]:
+                def call(*args: object, **kwargs: object) -> object:
+                    if not left[0]:
+                        os._exit(9)
+                    left[0] -= 1
+                    return function(*args, **kwargs)
+
+                return call
+
+            for name in changes:
+                setattr(os, name, counted(getattr(os, name)))
+            write(folder / "name", "new")
+            os._exit(0)
+        killed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        restore_replaced(folder)
+        assert content(folder / "name") in ("old", "new")
+        write(folder / "name", "newest")
+        assert content(folder / "name") == "newest"
+        assert os.listdir(folder) == ["name"]
+        if not killed:
+            break
+    assert killed == 0
+    assert number >= 4
+
+
+@WRITERS
+def test_permissions_follow_the_umask(tmp_path: Path, write: Callable[[Path, str], None]) -> None:
+    before = os.umask(0o027)
+    try:
+        write(tmp_path / "name", "new")
+    finally:
+        os.umask(before)
+    for path in [tmp_path / "name", *(tmp_path / "name").rglob("*")]:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o750 if path.is_dir() else 0o640)
+
+
+def test_files_that_a_library_made_for_their_owner_only_can_be_read_by_others(tmp_path: Path) -> None:
+    with replace_folder(tmp_path / "name") as staged:
+        staged.chmod(0o755)
+        (staged / "model").write_text("weights")
+        (staged / "model").chmod(0o600)
+    assert stat.S_IMODE((tmp_path / "name" / "model").stat().st_mode) == 0o644
+
+
+@pytest.mark.parametrize("name", ["name", ".name.staged"])
+def test_nothing_is_written_through_a_symbolic_link(tmp_path: Path, name: str) -> None:
+    (tmp_path / "other").write_text("untouched")
+    (tmp_path / name).symlink_to(tmp_path / "other")
+    write_file(tmp_path / "name", "new")
+    assert content(tmp_path / "other") == "untouched"
+    assert content(tmp_path / "name") == "new"
+
+
+def test_concurrent_writers_of_a_file_do_not_disturb_each_other(tmp_path: Path) -> None:
+    with replace_file(tmp_path / "name", concurrent=True) as first:
+        first.write(b"first")
+        with replace_file(tmp_path / "name", concurrent=True) as second:
+            second.write(b"second")
+        assert content(tmp_path / "name") == "second"
+    assert content(tmp_path / "name") == "first"
+    assert os.listdir(tmp_path) == ["name"]
+
+
+def test_the_first_of_several_writers_creates_a_folder(tmp_path: Path) -> None:
+    with create_folder(tmp_path / "name") as first:
+        (first / "content").write_text("first")
+        with create_folder(tmp_path / "name") as second:
+            (second / "content").write_text("second")
+    assert (tmp_path / "name" / "content").read_text() == "second"
+    assert os.listdir(tmp_path) == ["name"]
+
+
+def test_a_file_in_the_place_of_a_new_folder_is_an_error_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "name").write_text("old")
+    with pytest.raises(NotADirectoryError), create_folder(tmp_path / "name"):
+        pass
+    assert content(tmp_path / "name") == "old"
+    assert os.listdir(tmp_path) == ["name"]

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+WORKER = """
+import time
+from dtrain.distributed import process_exit
+if {polling}:
+    process_exit.sys.platform, process_exit._POLL_SECONDS = "another", 0.05
+process_exit.exit_with_torchrun({environment})
+print("ready", flush=True)
+time.sleep(60)
+"""
+FOLLOWER = """
+import time
+from dtrain.distributed.process_exit import exit_with_parent
+exit_with_parent({pid})
+time.sleep(60)
+"""
+AGENT = """
+import subprocess, sys, time
+worker = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
+worker.stdout.readline()
+print(worker.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("polling", [False, True], ids=["by the kernel", "by a thread"])
+def test_a_worker_ends_with_a_killed_torchrun(polling: bool) -> None:
+    assert ends_with_its_parent({"TORCHELASTIC_RUN_ID": "one"}, polling, patience=30)
+
+
+def test_a_process_that_torchrun_did_not_start_outlives_its_parent() -> None:
+    assert not ends_with_its_parent({}, False, patience=0.3)
+
+
+@pytest.mark.parametrize(("first", "code"), [("an init", 1), ("python torchrun", 0)])
+def test_a_worker_whose_torchrun_ended_before_the_call_ends_at_once(first: str, code: int) -> None:
+    worker = (
+        "import os; from dtrain.distributed import process_exit; os.getppid = lambda: 1; "
+        f"process_exit._init_may_be_torchrun = lambda: 'python' in {first!r}; "
+        "process_exit.exit_with_torchrun({'TORCHELASTIC_RUN_ID': 'one'})"
+    )
+    assert subprocess.run([sys.executable, "-c", worker], timeout=50, check=False).returncode == code
+
+
+def test_a_process_ends_if_its_parent_had_ended_before_the_call() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    assert (
+        subprocess.run([sys.executable, "-c", FOLLOWER.format(pid=gone.pid)], timeout=50, check=False).returncode == 1
+    )
+
+
+def test_a_process_ends_if_its_parent_is_a_zombie() -> None:
+    zombie = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    zombie.kill()
+    assert (
+        subprocess.run([sys.executable, "-c", FOLLOWER.format(pid=zombie.pid)], timeout=50, check=False).returncode == 1
+    )
+    zombie.wait()
+
+
+def ends_with_its_parent(environment: dict[str, str], polling: bool, patience: float) -> bool:
+    worker = WORKER.format(environment=environment, polling=polling)
+    agent = subprocess.Popen([sys.executable, "-c", AGENT, worker], stdout=subprocess.PIPE)
+    assert agent.stdout is not None
+    pid = int(agent.stdout.readline())
+    agent.kill()
+    agent.wait()
+    agent.stdout.close()
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        if not alive(pid):
+            return True
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    return False
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs; an ended process without its parent may stay a zombie."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
+    return bool(state.strip()) and not state.strip().startswith("Z")

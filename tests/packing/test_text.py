@@ -1,0 +1,228 @@
+"""``pack text``: documents, pieces and rows; the concatenated rows of the shards are the text."""
+
+import json
+
+import numpy as np
+import pytest
+import webdataset
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtrain.data import ShardLoader
+from dtrain.pack import main
+from dtrain.packing import text as text_module
+from dtrain.packing.text import VAL_BY, find_documents, read_piece, split_into_pieces
+from tests.refusals import refused
+
+LENGTH = 64
+
+
+def pack(*arguments):
+    return main(["text", *map(str, arguments)])
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """Documents of many lengths, an empty one among them."""
+    contents = ["dökument 😀 one\n" * 40, "", "x", "a line without an end" * 30, "last\n" * 100]
+    (tmp_path / "src").mkdir()
+    for number, content in enumerate(contents):
+        (tmp_path / "src" / f"{number}.txt").write_text(content, newline="")
+    return contents
+
+
+def write_stream(contents):
+    """The expected tokens, by plain Python."""
+    return [token for content in contents if content for token in (*content.encode(), 256)]
+
+
+def read_rows(destination, split="train"):
+    preset = yaml.safe_load((destination / "conf" / "data" / "packed.yaml").read_text())
+    loader = ShardLoader(
+        str(destination / f"{split}-*.tar"), preset["fields"], global_batch_size=7, num_workers=0, shuffle="none"
+    )
+    return np.concatenate([batch["tokens"].numpy()[batch.valid.numpy()] for batch in loader.epoch(0)])
+
+
+@pytest.mark.parametrize("part", [1, 100, 1 << 23])
+def test_the_loader_gives_back_the_text(texts, tmp_path, monkeypatch, part):
+    monkeypatch.setattr(text_module, "_PART_BYTES", part)
+    monkeypatch.setattr(text_module, "_PIECE_BYTES", part + 16)
+    assert pack(tmp_path / "src", tmp_path / "dst", "--length", LENGTH, "--shards", 3) == 0
+    rows = read_rows(tmp_path / "dst")
+    expected = write_stream(texts)
+    assert rows.shape == ((len(expected) - 1) // LENGTH, LENGTH + 1)
+    assert rows.dtype == np.uint16
+    # Inputs are the text, targets are the text shifted by one token.
+    assert rows[:, :-1].flatten().tolist() == expected[: rows.shape[0] * LENGTH]
+    assert rows[:, 1:].flatten().tolist() == expected[1 : rows.shape[0] * LENGTH + 1]
+
+
+def test_webdataset_reads_the_rows(texts, tmp_path):
+    assert pack(tmp_path / "src", tmp_path / "dst", "--length", LENGTH, "--shards", 1) == 0
+    shard = str(tmp_path / "dst" / "train-000000.tar")
+    samples = list(webdataset.WebDataset(shard, shardshuffle=False, empty_check=False))
+    rows = np.stack([np.frombuffer(sample["tok"], "<u2") for sample in samples])
+    np.testing.assert_array_equal(rows, read_rows(tmp_path / "dst"))
+
+
+def test_dataset_json_describes_the_rows(texts, tmp_path):
+    assert pack(tmp_path / "src", tmp_path / "dst", "--length", LENGTH, "--val", 0.5, "--val-by", "tail") == 0
+    stored = json.loads((tmp_path / "dst" / "dataset.json").read_text())
+    assert {name: stored[name] for name in ("tokenizer", "vocab_size", "end_of_text", "length", "row", "dtype")} == {
+        "tokenizer": "bytes",
+        "vocab_size": 257,
+        "end_of_text": 256,
+        "length": LENGTH,
+        "row": LENGTH + 1,
+        "dtype": "uint16",
+    }
+    for split in ("train", "val"):
+        assert stored["splits"][split]["samples"] == len(read_rows(tmp_path / "dst", split))
+
+
+def test_splits_packed_by_several_commands_must_have_the_same_tokens(texts, tmp_path, capsys):
+    assert pack(tmp_path / "src", tmp_path / "dst", "--length", LENGTH) == 0
+    assert pack(tmp_path / "src", tmp_path / "dst", "--length", 32, "--prefix", "val") == 1
+    assert "length 64, not 32" in capsys.readouterr().err
+    assert pack(tmp_path / "src", tmp_path / "dst", "--length", LENGTH, "--prefix", "val") == 0
+    assert set(json.loads((tmp_path / "dst" / "dataset.json").read_text())["splits"]) == {"train", "val"}
+
+
+def test_a_file_that_is_not_utf8_is_an_error_or_skipped(texts, tmp_path, capsys):
+    (tmp_path / "src" / "2b.txt").write_bytes(b"caf\xe9")
+    assert pack(tmp_path / "src", tmp_path / "dst", "--length", LENGTH) == 1
+    error = capsys.readouterr().err
+    assert "2b.txt: not UTF-8: byte 3 is 0xe9" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "dst").exists()
+    assert pack(tmp_path / "src", tmp_path / "dst", "--length", LENGTH, "--bad", "skip") == 0
+    out, error = capsys.readouterr()
+    assert f"skipped {tmp_path / 'src' / '2b.txt'}: not UTF-8" in error
+    assert "bad files: 1" in out
+    assert (
+        read_rows(tmp_path / "dst")[:, :-1].flatten().tolist()
+        == write_stream(texts)[: (len(write_stream(texts)) - 1) // 64 * 64]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["SRC", "DST", "--length", "0"], ("--length 0", "at least 1")),
+        (["SRC", "DST", "--length", "100000"], ("100,001", "shorter --length")),
+        (["SRC/none", "DST", "--length", "4"], ("SRC/none", "Give files, folders")),
+        (["SRC", "SRC/dst", "--length", "4"], ("SRC/dst", "Choose another")),
+        (["SRC", "DST", "--length", "4", "--val", "0.01"], ("'val'", "--val-by tail")),
+        (["SRC", "DST", "--length", "4", "--val", "2"], ("'val': 2.0", "sum to less than 1")),
+        (["SRC", "DST", "--length", "4", "--tokenizer", "words"], ("--tokenizer 'words'", "want bytes")),
+    ],
+)
+def test_errors_are_one_line_and_leave_no_file(texts, tmp_path, capsys, arguments, names):
+    def resolved(text):
+        return text.replace("SRC", str(tmp_path / "src")).replace("DST", str(tmp_path / "dst"))
+
+    assert pack(*map(resolved, arguments)) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("pack: error: ")
+    assert error.count("\n") == 1
+    for name in names:
+        assert resolved(name) in error
+    assert not any((tmp_path / "dst").glob("*"))
+
+
+# -- documents and pieces
+
+
+def refuse(path, reason):
+    raise ValueError(f"{path}: {reason}")
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.text(st.sampled_from("aé€😀\n "), min_size=1, max_size=300), min_size=1, max_size=4), st.integers(1, 60)
+)
+def test_joined_pieces_are_the_text_for_any_piece_size(tmp_path_factory, texts, size):
+    folder = tmp_path_factory.mktemp("texts")
+    for number, text in enumerate(texts):
+        (folder / f"{number}.txt").write_text(text, newline="")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_module, "_PIECE_BYTES", size)
+        found, _ = find_documents([str(folder)], refuse)
+        (pieces,) = split_into_pieces(found, "train", {}, "document", 0).values()
+    read_back = [""]
+    for piece in pieces:
+        read_back[-1] += read_piece(piece)
+        read_back += [""] * piece.ends
+    assert read_back == [*texts, ""]
+
+
+@pytest.mark.parametrize("by", VAL_BY)
+def test_splits_share_no_text_and_lose_none(tmp_path, by):
+    for number in range(10):
+        (tmp_path / f"{number}.txt").write_text("".join(f"{number} line {line}\n" for line in range(50)))
+    found, _ = find_documents([str(tmp_path)], refuse)
+    by_split = split_into_pieces(found, "train", {"val": 0.3}, by, 0)
+    lines = {
+        split: [line for piece in pieces for line in read_piece(piece).splitlines()]
+        for split, pieces in by_split.items()
+    }
+    assert sorted(lines["train"] + lines["val"]) == sorted(f"{n} line {line}" for n in range(10) for line in range(50))
+    assert 140 <= len(lines["val"]) <= 160
+    of_documents = {line.split()[0] for line in lines["val"]}
+    assert len(of_documents) == (3 if by == "document" else 10)
+
+
+def test_too_few_documents_for_a_split_are_refused(tmp_path):
+    (tmp_path / "one.txt").write_text("text\n" * 9)
+    found, _ = find_documents([str(tmp_path / "one.txt")], refuse)
+    with pytest.raises(ValueError, match="--val-by tail"):
+        split_into_pieces(found, "train", {"val": 0.1}, "document", 0)
+
+
+def test_hidden_files_and_folders_are_ignored(tmp_path):
+    for name in ("b/2.txt", "a.txt", ".git/config", "b/.DS_Store"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert [document.name for document in find_documents([str(tmp_path)], refuse)[0]] == ["a.txt", "b/2.txt"]
+    assert len(find_documents([str(tmp_path / "**" / "*.txt")], refuse)[0]) == 2
+
+
+def test_linked_folders_are_read_once(tmp_path):
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "b.txt").write_text("b")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("a")
+    (tmp_path / "texts" / "link").symlink_to(tmp_path / "store")
+    assert [document.name for document in find_documents([str(tmp_path / "texts")], refuse)[0]] == [
+        "a.txt",
+        "link/b.txt",
+    ]
+    (tmp_path / "store" / "loop").symlink_to(tmp_path / "texts")
+    with pytest.raises(ValueError, match="is listed twice"):
+        find_documents([str(tmp_path / "texts")], refuse)
+
+
+def test_the_offset_of_the_first_byte_that_is_not_utf8_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_module, "_PIECE_BYTES", 100)
+    (tmp_path / "a.txt").write_bytes(b"line\n" * 1000 + b"caf\xe9\n")
+    with refused(ValueError, "a.txt", "byte 5,003 is 0xe9", "UTF-8"):
+        find_documents([str(tmp_path)], refuse)
+
+
+def test_a_byte_order_mark_is_removed(tmp_path):
+    (tmp_path / "a.txt").write_bytes("\N{ZERO WIDTH NO-BREAK SPACE}text".encode())
+    found, _ = find_documents([str(tmp_path)], refuse)
+    assert [read_piece(piece) for piece in split_into_pieces(found, "train", {}, "document", 0)["train"]] == ["text"]
+
+
+def test_sources_without_text_or_listed_twice_are_refused(tmp_path):
+    with refused(FileNotFoundError, "no text file found", "", "Give files, folders"):
+        find_documents([str(tmp_path)], refuse)
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(ValueError, match="all files are empty"):
+        find_documents([str(tmp_path)], refuse)
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ValueError, match="is listed twice"):
+        find_documents([str(tmp_path), str(tmp_path / "a.txt")], refuse)

@@ -1,0 +1,71 @@
+"""Imports inside dtrain: down the layers, without cycles, and without what a command does not need.
+
+The layers are in pyproject.toml; ``lint-imports`` checks them from the command line. Imports for type checking do not count.
+"""
+
+from __future__ import annotations
+
+import graphlib
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import grimp
+import pytest
+from importlinter.cli import lint_imports
+
+ROOT = Path(__file__).resolve().parents[1]
+
+#: By module (``.*`` stands for all modules of a package): packages that importing it must not load, and for whose sake.
+NOT_LOADED = {
+    "dtrain.report": ("hydra", "omegaconf", "wandb"),  # reads finished runs only, on any machine
+    "dtrain.config.errors": ("hydra", "omegaconf", "torch"),  # loader workers import it
+    "dtrain.config.cache_dir": ("hydra", "omegaconf", "torch"),  # loader workers import it
+    "dtrain.distributed.atomic": ("hydra", "torch"),
+    "dtrain.tracking.records": ("hydra", "torch", "wandb"),
+    "dtrain.tracking.run_dir": ("hydra", "torch", "wandb"),  # dtrain.report reads the status
+    "dtrain.tracking.history": ("hydra", "torch", "wandb"),
+    "dtrain.tracking.sinks": ("hydra", "torch", "wandb", "tensorboard", "matplotlib"),  # not every run uses them
+    "dtrain.tracking.evaluation_results": (
+        "hydra",
+        "wandb",
+        "matplotlib",
+    ),  # only the confusion picture needs matplotlib
+    "dtrain.data.*": ("hydra", "wandb", "matplotlib"),  # loader workers import it
+}
+
+
+def test_imports_go_down_the_layers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    code = lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True)
+    report = capsys.readouterr().out
+    assert code == 0, f"imports that break the layers in pyproject.toml:\n{report}"
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    graph = grimp.build_graph("dtrain", exclude_type_checking_imports=True, cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as error:
+        # The cycle comes in the order imported, importer, ...
+        cycle = error.args[1][::-1]
+        lines = [
+            f"{importer} imports {imported} in line {detail['line_number']}: {detail['line_contents']}"
+            for importer, imported in itertools.pairwise(cycle)
+            for detail in graph.get_import_details(importer=importer, imported=imported)[:1]
+        ]
+        pytest.fail("\n".join(["a cycle of imports:", *lines]), pytrace=False)
+
+
+@pytest.mark.parametrize("name", NOT_LOADED)
+def test_an_import_does_not_load_what_it_does_not_need(name: str) -> None:
+    folder = ROOT.joinpath(*name.removesuffix(".*").split("."))
+    modules = [f"{name[:-2]}.{path.stem}" for path in folder.glob("[!_]*.py")] if name.endswith(".*") else [name]
+    code = f"import sys, {', '.join(modules)}\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.split())
+    unwanted = [package for package in NOT_LOADED[name] if package in loaded]
+    assert not unwanted, f"importing {name} loads {', '.join(unwanted)}; import it in the function that needs it"

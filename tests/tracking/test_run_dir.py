@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from dtrain.tracking import read_status, write_status
+from dtrain.tracking.run_dir import close_rank_log, failures_recorded, is_trained, open_rank_log
+from tests.refusals import refused
+from tests.runs import status
+
+
+def test_what_was_written_last_is_read(tmp_path):
+    write_status(tmp_path, "running", 0)
+    write_status(tmp_path, "stopped", 137, reason="SIGUSR1", restarts=2)
+    status = read_status(tmp_path)
+    assert time.time() - 60 < status.pop("time") <= time.time()
+    assert status == {"state": "stopped", "step": 137, "reason": "SIGUSR1", "restarts": 2}
+    assert os.listdir(tmp_path) == ["status.json"]
+
+
+def test_a_run_that_never_started_has_no_status(tmp_path):
+    assert read_status(tmp_path) is None
+
+
+def test_a_write_that_fails_leaves_the_old_status(tmp_path, monkeypatch):
+    write_status(tmp_path, "running", 5)
+
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        write_status(tmp_path, "finished", 10)
+    assert read_status(tmp_path)["state"] == "running"
+    assert os.listdir(tmp_path) == ["status.json"]
+
+
+def test_an_unknown_state_is_refused_with_the_known_ones(tmp_path):
+    with refused(ValueError, key="state", got="'done'", remedy="running, finished, stopped, failed"):
+        write_status(tmp_path, "done", 1)
+    assert read_status(tmp_path) is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"state": "done"}'])
+def test_a_file_that_is_no_status_is_an_error_that_names_it(tmp_path, text):
+    (tmp_path / "status.json").write_text(text)
+    with refused(ValueError, "status.json"):
+        read_status(tmp_path)
+
+
+def test_a_reader_never_sees_half_a_status(tmp_path):
+    write_status(tmp_path, "running", 0)
+    before = (tmp_path / "status.json").open()
+    write_status(tmp_path, "finished", 1)
+    assert json.load(before)["state"] == "running"
+    before.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_in_place_of_the_lock_keeps_nobody_waiting(tmp_path):
+    os.mkfifo(tmp_path / ".lock")
+    assert not is_trained(tmp_path)
+
+
+# -- failures and logs of the ranks
+
+
+def test_a_failure_that_the_disk_refuses_to_record_is_still_the_one_that_is_raised(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing() -> None:
+        with failures_recorded(tmp_path / "no folder", 0) as failure:
+            failure.step = lambda: 7
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing()
+    assert "status.json could not be written" in capsys.readouterr().err
+
+
+def test_the_log_of_a_rank_has_the_traceback_without_its_secrets(tmp_path: Path) -> None:
+    def failing() -> None:
+        with failures_recorded(tmp_path, 1) as failure:
+            failure.step = lambda: 7
+            raise OSError("no answer from https://me:hunter2@host/train.tar?token=hunter3")
+
+    (tmp_path / "logs").mkdir()
+    open_rank_log(tmp_path, 1)
+    try:
+        with pytest.raises(OSError, match="hunter2"):
+            failing()
+    finally:
+        close_rank_log()
+    log = (tmp_path / "logs" / "rank-00001.log").read_text()
+    assert "failed after step 7\nTraceback" in log
+    assert "OSError: no answer from https://<hidden>@host/train.tar?token=<hidden>" in log
+    assert "hunter" not in log
+
+
+def test_a_failure_is_told_without_the_secrets_of_its_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told: list[str] = []
+
+    def failing(rank: int) -> None:
+        with failures_recorded(tmp_path, rank) as failure:
+            failure.step = lambda: 7
+            failure.on_failure = told.append
+            raise OSError("no answer from https://me:hunter2@host/train.tar?token=hunter3\nnor later")
+
+    for rank in (0, 1):
+        with pytest.raises(OSError, match="no answer"):
+            failing(rank)
+    hidden = "rank 0 failed: OSError: no answer from https://<hidden>@host/train.tar?token=<hidden>"
+    assert told == [f"{hidden}\nnor later"]
+    assert status(tmp_path)["reason"] == told[0]
+    assert capsys.readouterr().err == f"dtrain: failed at step 7 ({hidden}): {tmp_path}\n"

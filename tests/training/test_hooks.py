@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from omegaconf import OmegaConf
+
+from dtrain.config.errors import ConfigError
+from dtrain.config.schema import Config
+from dtrain.training.hooks import build_hooks
+from dtrain.training.state import TrainState
+from dtrain.training.step import StepOutcome
+from dtrain.training.task import Evaluation
+from tests.ranks import RanksFailed
+from tests.runs import status, train_on
+
+SMALL = ("model.width=4", "data.num_workers=0", "checkpoint.best=null", "checkpoint.keep_last=9")
+
+
+class Recorder:
+    """Writes down every call, with what it sees of the run; all ranks must agree on each of them."""
+
+    def __init__(self, file: str = "calls") -> None:
+        self._file = file
+
+    def on_start(self, run: TrainState) -> None:
+        self._write(run, "start")
+
+    def on_step(self, run: TrainState, outcome: StepOutcome) -> None:
+        assert run.step.step == outcome.step
+        assert outcome.stats.count > 0
+        self._write(run, "step")
+
+    def on_evaluation(self, run: TrainState, result: Evaluation) -> None:
+        assert result["samples"] == 360
+        self._write(run, "evaluation")
+
+    def on_save(self, run: TrainState, path: Path) -> None:
+        assert path == run.checkpoints.path(run.step.step)
+        self._write(run, "save")
+
+    def on_end(self, run: TrainState, state: str) -> None:
+        self._write(run, state)
+
+    def _write(self, run: TrainState, call: str) -> None:
+        line = f"{run.step.step} {call}"
+        lines: list[Any] = [None] * run.world.size
+        dist.all_gather_object(lines, line)  # a collective: it would hang if the ranks did not call together
+        assert set(lines) == {line}
+        with (run.run_dir / f"{self._file}-{run.world.rank}").open("a") as file:
+            file.write(f"{line}\n")
+
+
+class OnlyAtTheEnd:
+    """Has one method of the five."""
+
+    def on_end(self, run: TrainState, state: str) -> None:
+        (run.run_dir / f"{state}-{run.world.rank}").touch()
+
+
+class Misspelt:
+    def on_steps(self, run: TrainState, outcome: StepOutcome) -> None:
+        """Would never be called."""
+
+
+class Failing:
+    def on_step(self, run: TrainState, outcome: StepOutcome) -> None:
+        if outcome.step == 2 and run.world.rank == 1:
+            raise ZeroDivisionError("of a hook")
+
+
+def hooks(*names: str) -> str:
+    return "train.hooks=[" + ",".join(f"{{_target_: {__name__}.{name}}}" for name in names) + "]"
+
+
+@pytest.mark.usefixtures("digits")
+def test_all_ranks_call_hooks_at_the_same_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    overrides = (*SMALL, hooks("Recorder", "OnlyAtTheEnd"), "checkpoint.every_steps=2", "train.eval_every=3")
+    train_on(2, tmp_path, *overrides, "train.max_steps=4")
+    assert "Recorder, OnlyAtTheEnd" in capfd.readouterr().out
+    expected = ["0 start", "1 step", "2 step", "2 save", "3 step", "3 evaluation"]
+    expected += ["4 step", "4 evaluation", "4 save", "4 finished"]
+    for rank in (0, 1):
+        assert (tmp_path / f"calls-{rank}").read_text().splitlines() == expected
+        assert (tmp_path / f"finished-{rank}").exists()
+
+
+@pytest.mark.usefixtures("digits")
+def test_the_last_checkpoint_of_a_stopped_run_is_announced(tmp_path: Path) -> None:
+    (tmp_path / "STOP").touch()
+    train_on(1, tmp_path, *SMALL, hooks("Recorder"), "train.max_steps=100")
+    step = status(tmp_path)["step"]
+    assert (tmp_path / "calls-0").read_text().splitlines()[-2:] == [f"{step} save", f"{step} stopped"]
+
+
+@pytest.mark.usefixtures("digits")
+def test_an_exception_of_a_hook_ends_all_ranks_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        train_on(2, tmp_path, *SMALL, hooks("Failing"), "train.max_steps=4")
+    assert set(failed.value.reports) == {0, 1}
+    assert not failed.value.hung
+    assert "ZeroDivisionError: of a hook" in status(tmp_path)["reason"]
+
+
+@pytest.mark.parametrize(
+    ("node", "names"),
+    [
+        ({"option": 1}, ("train.hooks[0]", "_target_")),
+        ("text", ("train.hooks[0]", "_target_")),
+        ({"_target_": f"{__name__}.Nothing"}, ("train.hooks[0]", "Nothing", "cannot be imported")),
+        ({"_target_": f"{__name__}.Recorder", "path": 1}, ("train.hooks[0]", "path")),
+        ({"_target_": "builtins.dict"}, ("train.hooks[0]", "builtins.dict", "on_start, on_step")),
+        ({"_target_": f"{__name__}.Misspelt"}, ("train.hooks[0]", "on_steps", "Did you mean on_step?")),
+    ],
+    ids=["no target", "text", "unknown", "unknown option", "no method", "misspelt method"],
+)
+def test_impossible_hooks_are_refused_with_key_and_remedy(node: Any, names: tuple[str, ...], tmp_path: Path) -> None:
+    cfg: Any = OmegaConf.structured(Config)
+    cfg.train.hooks = [node]
+    with pytest.raises(ConfigError) as raised:
+        build_hooks(cfg, tmp_path, 0)
+    assert all(name in str(raised.value) for name in names)
+
+
+def test_faults_are_a_hook_that_wraps_nothing_on_a_rank_without_faults(tmp_path: Path) -> None:
+    cfg: Any = OmegaConf.structured(Config)
+    assert build_hooks(cfg, tmp_path, 0).banner_rows == {}
+    cfg.faults = ["crash@rank=1,step=5"]
+    hooks = build_hooks(cfg, tmp_path, 0)
+    assert hooks.banner_rows == {"FAULTS": "crash@step=5,rank=1"}
+    untouched: Any = object()  # has no attribute that could be read or replaced
+    hooks.call("on_start", untouched)

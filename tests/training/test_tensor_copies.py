@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dtrain.training.tensor_copies import BufferGuard, Ema
+from tests.refusals import refused
+
+# -- buffers
+
+
+YES, NO = torch.tensor(True), torch.tensor(False)
+
+
+class Buffers(nn.Module):
+    """Buffers of several dtypes and shapes, one of them empty, one unset; a forward changes all, one by a new tensor."""
+
+    calls: Tensor
+    seen: Tensor
+    low: Tensor
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(2, 3, dtype=torch.bool), persistent=False)
+        self.register_buffer("low", torch.ones(2, dtype=torch.bfloat16))
+        self.register_buffer("empty", torch.zeros(0))
+        self.register_buffer("unset", None)
+        self.register_buffer("average", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.fill_(True)
+        self.low *= 2
+        self.average = 0.5 * self.average + 0.5 * x.mean(0)
+        return self.norm(x)
+
+
+def contents(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_skipped_forward_leaves_every_buffer_as_it_was(bad: float) -> None:
+    model = Buffers()
+    guard = BufferGuard(model)
+    model(torch.randn(4, 3))
+    before = contents(model)
+    for _ in range(2):
+        guard.save()
+        model(torch.full((4, 3), bad))
+        model(torch.randn(4, 3))
+        guard.restore(YES)
+        assert same(contents(model), before)
+
+
+def test_an_applied_forward_keeps_what_it_changed() -> None:
+    model, other = Buffers(), Buffers()
+    guard = BufferGuard(model)
+    for number in range(3):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(number))
+        guard.save()
+        model(x)
+        other(x)
+        guard.restore(NO)
+    assert same(contents(model), contents(other))
+
+
+def test_a_model_without_buffers_costs_nothing() -> None:
+    guard = BufferGuard(nn.Linear(2, 2))
+    guard.save()
+    guard.restore(YES)
+
+
+# -- ema
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.999])
+def test_the_average_is_that_of_a_float64_loop_over_the_applied_steps(decay: float) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    ema = Ema(model, decay)
+    want = [p.detach().double().clone() for p in model.parameters()]
+    for step in range(200):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step)))
+        skipped = step % 7 == 3
+        ema.update(YES if skipped else NO)
+        if not skipped:
+            want = [decay * w + (1 - decay) * p.double() for w, p in zip(want, model.parameters(), strict=True)]
+    for average, expected in zip(ema.averaged().parameters(), want, strict=True):
+        torch.testing.assert_close(average.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_averaged_model_has_the_present_buffers_and_needs_no_gradients() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    ema = Ema(model, 0.9)
+    model(torch.randn(8, 3))
+    averaged = ema.averaged()
+    for ours, theirs in zip(averaged.buffers(), model.buffers(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert not any(parameter.requires_grad for parameter in averaged.parameters())
+
+
+def test_the_model_is_not_touched() -> None:
+    model = nn.Linear(3, 4)
+    before = copy.deepcopy(model.state_dict())
+    ema = Ema(model, 0.5)
+    ema.update(NO)
+    with torch.no_grad():
+        ema.module.weight.add_(1)  # type: ignore[operator]
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
+    assert model.weight.requires_grad
+
+
+def test_tied_weights_are_averaged_once_and_stay_tied() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+            self.other.weight = self.one.weight
+
+    model = Tied()
+    ema = Ema(model, 0.5)
+    start = model.one.weight.detach().clone()
+    with torch.no_grad():
+        model.one.weight.add_(1)
+    ema.update(NO)
+    averaged = ema.averaged()
+    torch.testing.assert_close(averaged.one.weight, start + 0.5)  # type: ignore[union-attr]
+    assert averaged.one.weight is averaged.other.weight  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.0, 1.5, float("nan")])
+def test_a_decay_outside_its_range_is_refused(decay: float) -> None:
+    with refused(ValueError, "train.ema_decay", "got", "[0, 1)"):
+        Ema(nn.Linear(1, 1), decay)
