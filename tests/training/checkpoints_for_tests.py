@@ -8,9 +8,9 @@ from dtrain.training.checkpoints import Checkpoint
 
 
 def content(value: float, metrics: dict[str, float] | None = None, size: int = 5) -> Checkpoint:
-    """A checkpoint whose tensors all hold ``value``."""
+    """A checkpoint whose tensors, of several dtypes, all hold ``value``."""
     tensors = {
         "model": {"weight": torch.full((size, 2), value), "steps": torch.tensor(int(value))},
-        "optimizer": {"weight/momentum": torch.full((size, 2), value, dtype=torch.float16)},
+        "optimizer": {"weight/momentum": torch.full((size, 2), value, dtype=torch.float64)},
     }
     return Checkpoint(tensors, {"value": value, "metrics": metrics or {}})
