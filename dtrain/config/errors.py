@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 HIDDEN = "<hidden>"
+#: Matches the end of keys whose values are secret.
+SECRET_KEY = re.compile(r"(pass(word|wd)|secret|token|api_?key|credential)s?$", re.IGNORECASE)
 # user:password@ of a URL, and the value of a signature or token in its query
 _URL_SECRET = re.compile(
     r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)|(?<=[?&])([\w-]*(?:sig|signature|token|key|secret|password)=)[^&\s'\"]+", re.I
@@ -36,6 +38,16 @@ class PeerFailed(RuntimeError):
 
 class PeerLost(Explained, RuntimeError):
     """This rank ends because another one is gone and no rank has published an error."""
+
+
+def shortened(text: str, most: int) -> str:
+    """The beginning of a text, at most ``most`` characters."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def hide_secret(key: str, value: str) -> str:
+    """The text of a value; without passwords, signatures and tokens."""
+    return HIDDEN if SECRET_KEY.search(key) else without_url_secrets(value)
 
 
 def in_brief(message: str) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeGuard
 
 import hydra._internal.hydra as hydra_main
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -163,5 +163,5 @@ def _select(config: DictConfig, path: str) -> Any:
     return node
 
 
-def _is_mapping(node: Any) -> bool:
+def _is_mapping(node: Any) -> TypeGuard[DictConfig]:
     return isinstance(node, DictConfig) and not (node._is_none() or node._is_missing() or node._is_interpolation())
