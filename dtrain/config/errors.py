@@ -7,6 +7,9 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_STARTS_WITH_KEY = re.compile(
+    r"(run|train|data|model|task|optimizer|schedule|precision|parallel|checkpoint)\.[\w.;]+:? "
+)
 HIDDEN = "<hidden>"
 #: Matches the end of keys whose values are secret.
 SECRET_KEY = re.compile(r"(pass(word|wd)|secret|token|api_?key|credential)s?$", re.IGNORECASE)
@@ -71,7 +74,8 @@ def as_config_error(what: str) -> Iterator[None]:
         raise
     except (ValueError, OSError, ImportError) as error:
         message = str(error)
-        raise ConfigError(message if message.startswith(what) else f"{what}: {message}") from error
+        known = message.startswith(what) or _STARTS_WITH_KEY.match(message)
+        raise ConfigError(message if known else f"{what}: {message}") from error
 
 
 def without_url_secrets(text: str) -> str:

@@ -64,7 +64,7 @@ def by_target(key: str, node: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(node, DictConfig) or "_target_" not in node:
         raise ConfigError(f"{key}: has no _target_. Name a class or function, such as {key}._target_=package.Class.")
     node = copy.deepcopy(node)
-    nodes = dict(_nodes_with_target(key, node))
+    nodes = dict(nodes_with_target(key, node))
     for place, inner in nodes.items():
         _check_call(place, inner, *((len(args), kwargs) if inner is node else (0, {})))
     try:
@@ -84,24 +84,24 @@ def by_target(key: str, node: Any, *args: Any, **kwargs: Any) -> Any:
         raise ConfigError(_failure(key, node, cause)) from cause
 
 
-def check_arguments(key: str, node: Any, *given: str) -> None:
+def check_arguments(key: str, node: Any, **given: Any) -> None:
     """Checks a node as ``by_target`` does, without calling its target.
 
     Args:
         key: The node's place in the config.
         node: The node.
-        given: Names of arguments that the caller of ``by_target`` adds.
+        given: Arguments that the caller of ``by_target`` adds; their values are not looked at.
 
     Raises:
         ConfigError: If there is no ``_target_``, nothing of that name can be imported, or the target does not take these keys.
     """
     if not isinstance(node, DictConfig) or "_target_" not in node:
         raise ConfigError(f"{key}: has no _target_. Name a class or function, such as {key}._target_=package.Class.")
-    for place, inner in _nodes_with_target(key, node):
-        _check_call(place, inner, 0, dict.fromkeys(given) if inner is node else {})
+    for place, inner in nodes_with_target(key, node):
+        _check_call(place, inner, 0, given if inner is node else {})
 
 
-def _nodes_with_target(key: str, node: Any) -> Iterator[tuple[str, DictConfig]]:
+def nodes_with_target(key: str, node: Any) -> Iterator[tuple[str, DictConfig]]:
     """The mappings with a ``_target_``, from the outside to the inside, each with its place in the config."""
     if (
         not isinstance(node, (DictConfig, ListConfig))
@@ -112,14 +112,14 @@ def _nodes_with_target(key: str, node: Any) -> Iterator[tuple[str, DictConfig]]:
         return
     if isinstance(node, ListConfig):
         for number in range(len(node)):
-            yield from _nodes_with_target(f"{key}[{number}]", node._get_node(number))
+            yield from nodes_with_target(f"{key}[{number}]", node._get_node(number))
         return
-    if "_target_" in node:
+    if node._get_node("_target_") is not None:
         yield key, node
         if node.get("_recursive_") is False:
             return
     for name in map(str, node):
-        yield from _nodes_with_target(f"{key}.{name}", node._get_node(name))
+        yield from nodes_with_target(f"{key}.{name}", node._get_node(name))
 
 
 def _check_call(place: str, node: DictConfig, positional: int, keywords: Mapping[str, Any]) -> None:
@@ -131,6 +131,10 @@ def _check_call(place: str, node: DictConfig, positional: int, keywords: Mapping
         positional: Number of positional arguments that are added.
         keywords: Keyword arguments that are added.
     """
+    if OmegaConf.is_missing(node, "_target_"):
+        raise ConfigError(
+            f"{place}._target_ is not set. Name a class or function, such as {place}._target_=package.Class."
+        )
     path = node["_target_"]
     if not isinstance(path, str):
         raise ConfigError(f"{place}._target_: got {path!r}, want a dotted path, such as package.module.Class.")
