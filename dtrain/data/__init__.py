@@ -9,8 +9,8 @@ reading order:
 3. Loading: ``loader`` (the public class), ``workers`` (a rank's rows of a batch; processes), ``collate`` (builds one
    micro-batch), ``sample_log`` (used and bad samples), ``shard_dataset`` (the public dataset of single samples).
 4. Values: ``decode``, ``crop``, ``augment``, ``mixing``.
-5. Sources: ``source`` (the interfaces), ``shard_source`` (tar shards), ``datasets`` (arrays, functions, map-style data
-   sets).
+5. Sources: ``source`` (the interfaces), ``shard_source`` (tar shards), ``datasets`` (arrays, functions, map-style
+   datasets), ``stream`` (iterable datasets).
 6. Tar shards: ``shards`` (patterns), ``tar`` (headers), ``shard_index`` and ``dataset_index`` (where members are),
    ``shard_file`` (files and URLs), ``node_cache`` (local copies).
 7. Writing: ``writer``, ``digits`` (an example).
@@ -20,5 +20,6 @@ from dtrain.data.batch import Batch
 from dtrain.data.datasets import Arrays, Generated
 from dtrain.data.loader import ShardLoader
 from dtrain.data.shard_dataset import ShardDataset
+from dtrain.data.stream import Stream
 
-__all__ = ["Arrays", "Batch", "Generated", "ShardDataset", "ShardLoader"]
+__all__ = ["Arrays", "Batch", "Generated", "ShardDataset", "ShardLoader", "Stream"]
