@@ -27,8 +27,6 @@ from dtrain.data.fields import DataError
 from dtrain.data.loader import ShardLoader
 from dtrain.data.workers import Share, WorkerStream
 
-DIVIDED = ("by_dtrain", "among_workers", "among_ranks_and_workers")
-
 
 class Stream:
     """An iterable dataset with a declared length.
@@ -37,23 +35,20 @@ class Stream:
         dataset: ``iter(dataset)`` yields the samples of an epoch, each a dict, or a tuple in the order of the fields. If it
             has a method ``set_epoch(n)``, that is called before.
         length: Samples of an epoch, over all ranks.
-        divided: What the dataset does itself when it is iterated in a worker of a DataLoader: ``"by_dtrain"``: nothing, each
-            worker reads all samples and drops those of the others; ``"among_workers"``: each worker of a rank gets its part
-            (Hugging Face); ``"among_ranks_and_workers"``: each worker of each rank gets its part (webdataset with
-            ``nodesplitter`` and ``workersplitter``).
+        divided: True if the dataset divides itself: each worker of each rank then gets its part, as from a webdataset
+            pipeline with ``split_by_node`` and ``split_by_worker``, or from a Hugging Face dataset after
+            ``split_dataset_by_node``. Otherwise each worker reads all samples and drops those of the others.
         endless: True if the dataset never ends; each worker stops after its share of ``length``.
 
     Raises:
-        ValueError: If ``dataset`` is not iterable, ``length`` is below 1, or ``divided`` is unknown.
+        ValueError: If ``dataset`` is not iterable, or ``length`` is below 1.
     """
 
-    def __init__(self, dataset: Any, length: int, divided: str = "by_dtrain", endless: bool = False) -> None:
+    def __init__(self, dataset: Any, length: int, divided: bool = False, endless: bool = False) -> None:
         if not isinstance(dataset, Iterable):
             raise ValueError(f"dataset: got a {type(dataset).__name__}, want an iterable, such as an IterableDataset.")
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
             raise ValueError(f"length: got {length!r}, want the number of samples of an epoch, at least 1.")
-        if divided not in DIVIDED:
-            raise ValueError(f"divided: got {divided!r}, want one of {', '.join(DIVIDED)}.")
         self.dataset = dataset
         self.length = length
         self.divided = divided
@@ -66,22 +61,15 @@ class Stream:
         own = rank + worker * world_size  # number of this part; rank r has the samples r, r + world_size, ...
         parts = world_size * workers
         samples = iter(self.dataset)
-        if self.divided == "by_dtrain":
+        if not self.divided:
             samples = itertools.islice(samples, own, None, parts)
-        elif self.divided == "among_workers":
-            samples = itertools.islice(samples, rank, None, world_size)
         numbered = zip(itertools.count(own, parts), samples, strict=False)
         return itertools.islice(numbered, len(range(own, self.length, parts))) if self.endless else numbered
 
-    def fewest(self, rank: int, world_size: int) -> int:
-        """The samples that a rank must get in an epoch."""
-        return len(range(rank, self.length, world_size)) if self.divided == "by_dtrain" else self.length // world_size
-
-    def most(self, rank: int, world_size: int) -> int:
-        """The samples that a rank may get in an epoch."""
-        return (
-            len(range(rank, self.length, world_size)) if self.divided == "by_dtrain" else -(-self.length // world_size)
-        )
+    def share(self, rank: int, world_size: int) -> tuple[int, int]:
+        """The fewest and the most samples that a rank may get in an epoch: they differ by at most one."""
+        exact = len(range(rank, self.length, world_size))
+        return (self.length // world_size, -(-self.length // world_size)) if self.divided else (exact, exact)
 
 
 class StreamLoader(ShardLoader):
@@ -204,6 +192,7 @@ class _RankPart:
         self._start_workers = start_workers
         self._stream = stream
         self._share = share
+        self._allowed = stream.share(share.rank, share.world_size)
         self._epoch, self._step = start
         self._num_steps, self._later_steps = steps
         self._micro_batch = 0
@@ -270,7 +259,7 @@ class _RankPart:
             if sum(int(part.valid.sum()) for part in incomplete) >= share.micro_batch_size:
                 last, incomplete = _join(incomplete, share.micro_batch_size)
                 yield last
-        if self._received < (fewest := self._stream.fewest(share.rank, share.world_size)):
+        if self._received < (fewest := self._allowed[0]):
             self._refuse("ended", fewest)
         while incomplete:
             last, incomplete = _join(incomplete, share.micro_batch_size)
@@ -286,8 +275,7 @@ class _RankPart:
         except StopIteration:
             return None
         self._received += int(batch.valid.sum()) + len(batch.bad)
-        most = self._stream.most(self._share.rank, self._share.world_size)
-        if self._received > most:
+        if self._received > (most := self._allowed[1]):
             self._refuse("goes on", most)
         return batch
 

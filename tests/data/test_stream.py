@@ -23,9 +23,9 @@ FIELDS = {"x": {"name": "x", "role": "feature"}, "n": {"name": "number", "role":
 
 
 class Numbers(IterableDataset[dict[str, Any]]):
-    """``count`` samples, rotated by the epoch; divided by itself as ``divided`` says."""
+    """``count`` samples, rotated by the epoch; with ``divided``, each worker of each rank yields its part."""
 
-    def __init__(self, count: int, divided: str = "by_dtrain", rank: int = 0, world_size: int = 1) -> None:
+    def __init__(self, count: int, divided: bool = False, rank: int = 0, world_size: int = 1) -> None:
         self.count, self.divided, self.rank, self.world_size = count, divided, rank, world_size
         self.epoch = 0
 
@@ -35,12 +35,9 @@ class Numbers(IterableDataset[dict[str, Any]]):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        if self.divided == "by_dtrain":
+        first, step = self.rank + worker * self.world_size, self.world_size * workers
+        if not self.divided:
             first, step = 0, 1
-        elif self.divided == "among_workers":
-            first, step = worker, workers
-        else:
-            first, step = self.rank + worker * self.world_size, self.world_size * workers
         for place in range(first, self.count, step):
             n = (place + self.epoch) % self.count
             yield {"x": np.float32([n, 0.5]), "n": n}
@@ -52,7 +49,7 @@ def loader(
     rank: int = 0,
     world_size: int = 1,
     workers: int = 0,
-    divided: str = "by_dtrain",
+    divided: bool = False,
     length: int | None = None,
     micro: int | None = None,
 ) -> StreamLoader:
@@ -108,9 +105,7 @@ def test_over_all_ranks_each_sample_occurs_once_in_an_equal_number_of_steps(
         assert sorted(n for steps in ranks for step in steps for n in step) == list(range(count))
 
 
-@pytest.mark.parametrize(
-    ("divided", "count"), [("by_dtrain", 61), ("among_workers", 60), ("among_ranks_and_workers", 60)]
-)
+@pytest.mark.parametrize(("divided", "count"), [(False, 61), (True, 61)])
 def test_worker_processes_divide_the_stream(divided: str, count: int) -> None:
     seen = []
     for rank in range(2):
@@ -187,7 +182,7 @@ def test_a_webdataset_pipeline_gives_the_samples_of_its_shards(tmp_path: Path) -
         webdataset.to_tuple("jpg", "cls"),
     )
     fields = {"image": {"name": "image", "role": "image"}, "label": {"name": "label", "role": "label"}}
-    stream = Stream(pipeline, 24, divided="among_ranks_and_workers")
+    stream = Stream(pipeline, 24, divided=True)
     one = StreamLoader(stream, fields, global_batch_size=10, num_workers=2, shuffle="none")
     batches = list(one.epoch(0))
     close([one])
@@ -215,7 +210,6 @@ def test_options_that_need_samples_by_number_are_refused(options: dict[str, Any]
     [
         ((3, 9), ["dataset", "int", "iterable"]),
         ((Numbers(9), 0), ["length", "0", "at least 1"]),
-        ((Numbers(9), 9, "rank"), ["divided", "rank", "among_workers"]),
     ],
 )
 def test_impossible_streams_are_refused(arguments: tuple[Any, ...], named: list[str]) -> None:
