@@ -49,12 +49,13 @@ _IMAGE_DAMAGE = (*_DAMAGE, SyntaxError, TypeError, ArithmeticError, *_BOMBS)
 #: Larger images are rejected as decompression bombs: a quarter GiB of RGB, the size from which Pillow warns.
 MAX_PIXELS = 89_478_485
 _JPEG = b"\xff\xd8\xff"
-_PNG = b"\x89PNG"
+_PNG = b"\x89PN"
+_TIFF = (b"II*", b"MM\0")
 # A short list, because some of Pillow's formats start other programs (EPS) or read other files.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
 # EXIF orientation: its tag, bytes without which a file has none, and its values.
 _ORIENTATION = 0x0112
-_EXIF_MARKS = {_JPEG[:3]: (b"Exif\0\0",), _PNG[:3]: (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")}
+_EXIF_MARKS = {_JPEG: (b"Exif\0\0",), _PNG: (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")}
 _TURNS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     2: lambda pixels: pixels[:, ::-1],
     3: lambda pixels: pixels[::-1, ::-1],
@@ -453,6 +454,8 @@ def _exif_turn(payload: bytes | memoryview) -> Callable[[np.ndarray], np.ndarray
     # Most files have no EXIF data. Opening a file with Pillow takes several times as long as decoding a small JPEG, and for
     # its EXIF data a PNG is decoded completely.
     start = bytes(payload[:3])
+    if start in _TIFF:
+        return None  # Pillow rotates a TIFF when it loads the pixels
     marks = _EXIF_MARKS.get(start)
     if marks is not None:
         head = bytes(payload[:65_536] if start == _JPEG else payload)
