@@ -12,9 +12,11 @@ import argparse
 import io
 import json
 import os
+import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,7 @@ def run(
     schema.register()
     _register_resolvers()
     arguments = list(sys.argv[1:] if argv is None else argv)
+    refused: list[ConfigError] = []
     failures: list[Exception] = []
     try:
         arguments = rewrite(arguments) if rewrite else arguments
@@ -90,6 +93,10 @@ def run(
         # would print its own report around their message.
         try:
             composed = _composed(cfg)
+        except ConfigError as error:
+            refused.append(error)
+            return
+        try:
             record(lambda: _call(main, composed, failures))()
         except Exception as error:  # noqa: BLE001 - shown below
             failures.append(error)
@@ -99,9 +106,10 @@ def run(
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         _show_message(explain(error, arguments, conf_dir()))
         raise SystemExit(EXIT_USAGE) from None
-    if failures:
-        _show(failures[0])
-        raise SystemExit(EXIT_FAILED) from None
+    for errors, code in ((refused, EXIT_USAGE), (failures, EXIT_FAILED)):
+        if errors:
+            _show(errors[0])
+            raise SystemExit(code) from None
 
 
 def require_choice(composed: Composed) -> None:
@@ -135,6 +143,8 @@ def resolved(cfg: Any) -> dict[str, Any]:
         container = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0].removeprefix("ConfigError raised while resolving interpolation: ")
+        if missing := re.match(r"Interpolation key '(.*)' not found", reason):
+            reason = f"${{{missing[1]}}} leads to no key. Correct it, or set {missing[1]}=..."
         raise ConfigError(f"{error.full_key or 'config'}: {reason}") from error
     assert isinstance(container, dict)
     return {str(key): value for key, value in container.items()}
@@ -197,7 +207,7 @@ def _compose(job: Callable[[DictConfig], None], arguments: list[str]) -> None:
     sys.argv = [argv[0], *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors, which it otherwise prints before it exits
     try:
-        with replacing_nodes():
+        with replacing_nodes(), _closed_pipe():
             hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")(job)()
     finally:
         sys.argv = argv
@@ -205,6 +215,19 @@ def _compose(job: Callable[[DictConfig], None], arguments: list[str]) -> None:
             del os.environ["HYDRA_FULL_ERROR"]
         else:
             os.environ["HYDRA_FULL_ERROR"] = full_error
+
+
+@contextmanager
+def _closed_pipe() -> Iterator[None]:
+    """Ends the process without a message if the reader of its output has ended, as in ``--help | head``."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes again
+        raise SystemExit(0) from None
 
 
 def _composed(cfg: DictConfig) -> Composed:
