@@ -141,7 +141,7 @@ def resolved(cfg: Any) -> dict[str, Any]:
 
 
 def portable(cfg: Any) -> dict[str, Any]:
-    """As ``resolved``, but ``${dtrain.env:A}`` and ``${dtrain.cache:NAME}`` stay as written: their values depend on the machine."""
+    """As ``resolved``, but ``${dtrain.env:A}`` and ``${dtrain.cache:NAME}`` get no value, which would depend on the machine."""
     _register_resolvers(as_written=True)
     try:
         return resolved(cfg)

@@ -40,8 +40,13 @@ def run_lock(run_dir: Path) -> Iterator[Callable[[], None]]:
     """
     lock = RunLock(run_dir, print)  # opened on rank 0 only
     from_rank0(lock.acquire)
-    yield lambda: from_rank0(lock.claim)
-    # Not after an error: a checkpoint may still be being written, and the lock ends with the process anyway.
+    try:
+        yield lambda: from_rank0(lock.claim)
+    except BaseException:
+        # Once the run has started, a checkpoint may still be being written, and the lock ends with the process anyway.
+        if not lock.claimed:
+            lock.release()
+        raise
     lock.release()
 
 
@@ -51,6 +56,9 @@ class RunLock:
     Args:
         run_dir: The run's directory.
         note: Called with a message before a wait for the lock, and on a file system without locks.
+
+    Attributes:
+        claimed: Whether ``claim`` was called.
     """
 
     def __init__(self, run_dir: Path, note: Callable[[str], None]) -> None:
@@ -59,6 +67,7 @@ class RunLock:
         self._note = note
         self._file: IO[Any] | None = None
         self._found: object = None
+        self.claimed = False
 
     def acquire(self) -> None:
         """Locks the directory if it has a lock file, as every run has that was started. Writes nothing.
@@ -80,6 +89,7 @@ class RunLock:
         Raises:
             ConfigError: As ``acquire``; or if another job has started the run since then.
         """
+        self.claimed = True
         with self._writable():
             self._dir.mkdir(parents=True, exist_ok=True)
             if self._file is None:

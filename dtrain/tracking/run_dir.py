@@ -140,7 +140,8 @@ def failures_recorded(run_dir: Path, rank: int) -> Iterator[FailureRecord]:
     """Logs an exception that leaves the block and sets the state ``failed`` on rank 0.
 
     Messages to the ``dtrain`` logger go to the log that ``open_rank_log`` opens in the block, also those before; without it
-    they are dropped. Enter it before the process group, which replaces the error of a broken connection with the error of the failed rank.
+    they are dropped. Enter it before the process group, which replaces the error of a broken connection with the error of the
+    failed rank.
     """
     record = FailureRecord(run_dir, rank)
     _log_to(MemoryHandler(_KEPT_MESSAGES, flushLevel=logging.CRITICAL + 1))

@@ -1,4 +1,4 @@
-"""Where a start of a run begins: after its newest checkpoint, with the weights of another run, or with new weights; and where it ends.
+"""Where a start of a run begins, and where it ends: the newest checkpoint, weights of another run, and the number of steps.
 
 * All functions only read. Whatever they refuse leaves the run directory as it is.
 * A run that is *finished* is not started again by the command that finished it. A longer one extends it. A command that asks
