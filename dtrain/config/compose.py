@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,15 @@ def resolved(cfg: Any) -> dict[str, Any]:
     return {str(key): value for key, value in container.items()}
 
 
+def portable(cfg: Any) -> dict[str, Any]:
+    """As ``resolved``, but ``${dtrain.env:A}`` and ``${dtrain.cache:NAME}`` get no value, which would depend on the machine."""
+    _register_resolvers(as_written=True)
+    try:
+        return resolved(cfg)
+    finally:
+        _register_resolvers()
+
+
 def conf_dir() -> Path:
     """The folder of the config groups: inside the package when installed from a wheel, beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
@@ -172,10 +182,18 @@ def _json_file(text: str) -> Path:
     return path
 
 
-def _register_resolvers() -> None:
+def _register_resolvers(*, as_written: bool = False) -> None:
     """Registers ``${dtrain.env:A,B}``, the first set variable, and ``${dtrain.cache:NAME}``, a path in the cache."""
-    OmegaConf.register_new_resolver("dtrain.env", _first_of_environment, replace=True)
-    OmegaConf.register_new_resolver("dtrain.cache", lambda name: str(cache_dir() / name), replace=True)
+    resolvers: dict[str, Callable[..., str]] = {
+        "dtrain.env": _first_of_environment,
+        "dtrain.cache": lambda name: str(cache_dir() / name),
+    }
+    for name, resolver in resolvers.items():
+        OmegaConf.register_new_resolver(name, partial(_written, name) if as_written else resolver, replace=True)
+
+
+def _written(name: str, *arguments: str) -> str:
+    return f"<{name}:{','.join(arguments)}>"
 
 
 def _first_of_environment(*names: str) -> str:
