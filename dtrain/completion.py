@@ -186,7 +186,7 @@ function __dtrain_candidates
         printf '%s\\n' $found
     else
         set -l key (string match -r -- '^.*=' "$current")
-        printf '%s\\n' $key(__fish_complete_path (string replace -r -- '^.*=' '' "$current"))
+        printf '%s\\n' "$key"(__fish_complete_path (string replace -r -- '^.*=' '' "$current"))
     end
 end
 complete -c dtrain -f -a '(__dtrain_candidates)'

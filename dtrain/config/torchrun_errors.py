@@ -143,7 +143,7 @@ def _explain_end(rank: int, code: int, pid: int) -> str:
     return f"dtrain: error: rank {rank} was killed by {signal.Signals(-code).name} (process {pid}). {remedy}"
 
 
-_REMEDIES = {
+_REMEDIES: dict[int, str] = {
     signal.SIGKILL: "If nobody has killed it, the memory of this machine was used up: see dmesg.",
     signal.SIGBUS: "If it is a full /dev/shm, use fewer workers or a larger one (docker: --shm-size=8g).",
     signal.SIGSEGV: "The stack of its threads is above.",
