@@ -33,7 +33,7 @@ STOPPED = 75
 _NOT_FORWARDED = ("run.dir", "launch.dry_run")
 # Keys that do not change the result of a run.
 _WITHOUT_EFFECT = (
-    *("run.name", "run.max_hours", "run.resume", "train.log_every"),
+    *("run.name", "run.dir", "run.max_hours", "run.resume", "train.log_every"),
     *("launch.", "tracker.", "profile.", "export.", "checkpoint.", "faults"),
 )
 ALREADY_FINISHED = "already finished"

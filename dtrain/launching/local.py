@@ -78,16 +78,23 @@ def launch(jobs: Sequence[Job]) -> list[JobResult]:
         while pool.starts or (waiting and not pool.stopping):
             while waiting and pool.has_room:
                 pool.start(waiting.popleft())
-            results |= {start.job.run.dir: result for start, result in pool.wait()}
+            for job, result, seconds in pool.wait():
+                results[job.run.dir] = result
+                if screen is not None:
+                    done = int(result.code != STOPPED)
+                    screen.note(f"{job.name}: {result.state} after {seconds}{_because(result)}", done)
     for job in jobs:
-        result = results.get(job.run.dir)
+        failed = results.get(job.run.dir)
         # A single run that was refused has explained that itself, as the last lines of its output.
-        if result is not None and result.code == FAILED and (result.reason or len(jobs) > 1):
+        if failed is not None and failed.code == FAILED and (failed.reason or len(jobs) > 1):
             where = job.run.dir / OUTPUT if screen else job.run.dir / "logs"
-            sys.stderr.write(f"dtrain: error: {job.name} failed: {result.reason or 'before its first step'}\n")
-            if where.exists():
-                sys.stderr.write(f"  {'Its output' if screen else 'Logs of the ranks'}: {where}\n")
+            logs = f" {'Its output' if screen else 'Logs of the ranks'}: {where}" if where.exists() else ""
+            sys.stderr.write(f"dtrain: error: {job.name} failed{_because(failed)}.{logs}\n")
     return [results.get(job.run.dir, JobResult("not started", STOPPED)) for job in jobs]
+
+
+def _because(result: JobResult) -> str:
+    return f": {result.reason.splitlines()[0].rstrip('.')}" if result.reason else ""
 
 
 def max_running(job: Job) -> int:

@@ -112,19 +112,15 @@ class Pool:
             self._screen.note(f"{job.name}: started: {job.run.dir}")
         return start
 
-    def wait(self) -> list[tuple[Start, JobResult]]:
-        """Waits a moment; returns the starts that have ended since the last call, with their results."""
+    def wait(self) -> list[tuple[Job, JobResult, str]]:
+        """Waits a moment; returns the jobs that have ended since the last call, with result and duration (``12.3 s``)."""
         time.sleep(_POLL)
         ended = []
         for slot, start in list(self._starts.items()):
             if (result := start.result()) is not None:
                 del self._starts[slot]
                 self._free.append(slot)
-                ended.append((start, result))
-                if self._screen is not None:
-                    because = f": {result.reason}" if result.reason else ""
-                    seconds = format_duration(time.monotonic() - self._since[slot])
-                    self._screen.note(f"{start.job.name}: {result.state} after {seconds}{because}", done=1)
+                ended.append((start.job, result, format_duration(time.monotonic() - self._since[slot])))
             elif self.stopping:
                 start.stop()
         if self._signals > 1 and not self._killed:

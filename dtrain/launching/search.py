@@ -88,7 +88,9 @@ def search(arguments: Sequence[str], launcher_of: Callable[[Sequence[Job]], Laun
     if base is None:  # Hydra only printed the config (--cfg, --info)
         return FINISHED
     settings = _checked(base)
-    trial = line.trial(first)
+    given = base.run.config["run"]
+    # Without the keys of the search itself; and in a directory that the user names, the default name of a run is needed.
+    trial = line.trial(first) if given["dir"] or given["name"] or base.launch.dry_run else base
     definition = {
         "run": trial.run.name,
         "space": line.texts,
@@ -100,7 +102,7 @@ def search(arguments: Sequence[str], launcher_of: Callable[[Sequence[Job]], Laun
     _refuse_other_search(folder, definition)
     if base.launch.dry_run:
         print(f"# a search of {settings.trials} trials in {folder}; for example:")
-        print(launcher.describe([line.trial(first, folder)]), end="")
+        print(launcher.describe([replace(trial, run=replace(trial.run, dir=folder / trial.run.name))]), end="")
         return FINISHED
     with _lock(folder):
         return Search(line, settings, definition, folder, launcher, base.launch.max_running or 1).run()
@@ -153,8 +155,8 @@ class CommandLine:
         fixed = [word for word, override in zip(words, overrides, strict=True) if not override.is_sweep_override()]
         return cls(options, fixed, space, texts)
 
-    def trial(self, values: Mapping[str, float | int | str], folder: Path | None = None) -> Job:
-        """The job with these values, its run in ``folder``.
+    def trial(self, values: Mapping[str, float | int | str]) -> Job:
+        """The job with these values, its run in the default directory.
 
         Raises:
             ConfigError: If the config is refused.
@@ -162,7 +164,7 @@ class CommandLine:
         """
         job = self.compose(values, self.of_a_trial)
         assert job is not None
-        return job if folder is None else replace(job, run=replace(job.run, dir=folder / job.run.name))
+        return job
 
     @property
     def of_a_trial(self) -> list[str]:
@@ -418,8 +420,8 @@ class Search:
                         break
                 if not self._pool.starts:
                     break
-                for start, result in self._pool.wait():
-                    self._end(start.job, result)
+                for job, result, seconds in self._pool.wait():
+                    self._end(job, result, seconds)
                 for start in self._pool.starts:
                     self._prune(start)
         self._write()
@@ -467,7 +469,9 @@ class Search:
         printed = io.StringIO()
         try:
             with contextlib.redirect_stderr(printed):
-                job = replace(self._line.trial(values, self._folder), varied=(f"trial {trial.number}", *shown))
+                job = self._line.trial(values)
+            run = replace(job.run, dir=self._folder / job.run.name)
+            job = replace(job, run=run, varied=(f"trial {trial.number}", *shown))
             trial.set_user_attr("run", job.run.name)
             mine = _Trial(trial.number, trial, MetricReader(job.run.dir, self._settings.metric))
             mine.reported |= self._study.trials[trial.number].intermediate_values.keys()
@@ -500,24 +504,26 @@ class Search:
                 trial.pruned = True
                 self._study.tell(trial.number, state=self._optuna.trial.TrialState.PRUNED)
             self._failures = 0
-            self._screen.note(
-                f"{start.job.name}: pruned, {self._settings.metric} {value:.4g} at step {step}", done=len(trials)
-            )
+            numbers = " and ".join(str(trial.number) for trial in trials)
+            text = f"trial {numbers}: pruned: {self._settings.metric} {value:.4g} at step {step}"
+            self._screen.note(text, done=len(trials))
             self._write()
             return
 
-    def _end(self, job: Job, result: JobResult) -> None:
+    def _end(self, job: Job, result: JobResult, seconds: str) -> None:
         """Records the result of a run that has ended; one that was stopped stays without a result."""
         trials = [trial for trial in self._running.pop(job.run.dir) if not trial.pruned]
         interrupted = result.code == STOPPED or (self._pool.stopping and result.code != FINISHED)
         for trial in trials:
             if result.code == FINISHED:
-                self._settle(trial)
-            elif not interrupted:
-                self._fail(trial.trial, result.reason or "it ended before its first step")
+                self._settle(trial, f" after {seconds}")
+            elif interrupted:
+                self._screen.note(f"trial {trial.number}: stopped after {seconds}")
+            else:
+                self._fail(trial.trial, result.reason or "before its first step")
 
-    def _settle(self, trial: _Trial) -> None:
-        """Records the objective of a finished run."""
+    def _settle(self, trial: _Trial, after: str = " before") -> None:
+        """Records the objective of a finished run; ``after`` is the end of ``trial 1: finished``."""
         trial.metric.update()
         value = trial.metric.objective(best=self._settings.best, largest=self._settings.direction == "maximize")
         if not math.isfinite(value):
@@ -527,14 +533,14 @@ class Search:
         self._failures = 0
         self._study.tell(trial.number, value)
         best = " (the best so far)" if self._study.best_trial.number == trial.number else ""
-        self._screen.note(f"trial {trial.number}: {self._settings.metric} {value:.6g}{best}", done=1)
+        self._screen.note(f"trial {trial.number}: finished{after}: {self._settings.metric} {value:.6g}{best}", done=1)
         self._write()
 
     def _fail(self, trial: Any, reason: str) -> None:
         self._failures += 1
         trial.set_user_attr("reason", reason)
         self._study.tell(trial.number, state=self._optuna.trial.TrialState.FAIL)
-        self._screen.note(f"trial {trial.number} failed: {reason}", done=1)
+        self._screen.note(f"trial {trial.number}: failed: {next(iter(reason.splitlines()), '')}", done=1)
         if self._is_hopeless:
             for start in self._pool.starts:
                 start.stop()
@@ -571,10 +577,11 @@ class Search:
         """Replaces ``search.json``."""
         states = self._optuna.trial.TrialState
         names = {states.COMPLETE: "finished", states.PRUNED: "pruned", states.FAIL: "failed"}
+        running = {trial.number for trials in self._running.values() for trial in trials}
         trials = [
             {
                 "number": trial.number,
-                "state": names.get(trial.state, "running"),
+                "state": names.get(trial.state, "running" if trial.number in running else "stopped"),
                 "value": value if (value := as_float(_value(trial))) == value else None,
                 "values": trial.params,
                 "run": trial.user_attrs.get("run"),

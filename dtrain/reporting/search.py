@@ -26,8 +26,8 @@ from dtrain.tracking.history import as_float, printable
 from dtrain.tracking.run_dir import may_be_read
 
 FILE = "search.json"
-#: ``running`` is also the state of a trial that was stopped with its search, and continues with it.
-STATES = ("finished", "pruned", "failed", "running")
+#: A stopped trial continues with its search. ``running`` may be the state of one whose search was killed.
+STATES = ("finished", "pruned", "failed", "running", "stopped")
 _MAX_BYTES = 20_000_000
 _MAX_AXES = 8  # of the parallel coordinates
 _SIZE = 4.8, 2.7  # inches, as the other charts
