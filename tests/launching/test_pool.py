@@ -15,14 +15,13 @@ from tests.launching.compose import sweep
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "_POLL", 0.0)
 
 
-@pytest.fixture
-def jobs() -> list[Job]:
-    return sweep("experiment=digits", "optimizer.lr=1,2,3")
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> list[Job]:
+    return sweep("experiment=digits", f"run.dir={tmp_path_factory.mktemp('runs') / 'r'}", "optimizer.lr=1,2,3")
 
 
 class Counted:
@@ -102,8 +101,10 @@ def test_an_error_in_the_block_stops_the_starts(jobs: list[Job]) -> None:
 
 @pytest.fixture
 def metrics(jobs: list[Job]) -> Path:
-    jobs[0].run.dir.mkdir(parents=True)
-    return jobs[0].run.dir / "metrics.jsonl"
+    jobs[0].run.dir.mkdir(exist_ok=True)
+    path = jobs[0].run.dir / "metrics.jsonl"
+    path.unlink(missing_ok=True)
+    return path
 
 
 def test_the_screen_counts_what_is_done_and_has_no_line_without_a_terminal(

@@ -26,6 +26,8 @@ from dtrain.launching.pool import Screen
 from dtrain.launching.search import CommandLine, MetricReader, _distribution
 from dtrain.reporting.search import Search
 from dtrain.tracking.run_dir import write_status
+from tests.launching.compose import single
+from tests.refusals import refused
 from tests.runs import status
 
 optuna = pytest.importorskip("optuna", reason="a search needs Optuna: pip install 'dtrain[optuna]'")
@@ -139,20 +141,20 @@ def test_a_search_that_was_stopped_continues_its_trials_and_repeats_none(place: 
 
     def make(job: Job) -> Fake:
         runs.append(Fake(job))
-        if len(runs) == 3:
+        if len(runs) == 4:
             os.kill(os.getpid(), signal.SIGTERM)
         return runs[-1]
 
     searching.Fake.make = staticmethod(make)  # type: ignore[attr-defined]
     assert run_search(LR, "launch.max_running=2", trials=5) == STOPPED
-    assert [trial.state for trial in found(place / "s").trials] == ["finished", "stopped", "stopped"]
+    assert [trial.state for trial in found(place / "s").trials] == ["finished"] * 2 + ["stopped"] * 2
     first = [job.run.dir for job in started]
     started.clear()
     assert run_search(LR, "launch.max_running=2", trials=5) == FINISHED
     search = found(place / "s")
     assert [trial.state for trial in search.trials] == ["finished"] * 5
-    assert [job.run.dir for job in started[:2]] == first[1:]
-    assert len({trial.run for trial in search.trials}) == len(started) + 1 == 5
+    assert [job.run.dir for job in started[:2]] == first[2:]
+    assert len({trial.run for trial in search.trials}) == len(started) + 2 == 5
     assert all(
         len((place / "s" / trial.run / "metrics.jsonl").read_text().splitlines()) == 5 for trial in search.trials
     )
