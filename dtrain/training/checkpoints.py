@@ -91,6 +91,12 @@ class Checkpoints:
         """The checkpoints in ``run_dir``, with the retention of ``cfg``."""
         return cls(run_dir / "checkpoints", cfg.keep_last, cfg.best, cfg.best_mode, cfg.keep_every)
 
+    @staticmethod
+    def check_resume(mode: str) -> None:
+        """Refuses an unknown ``run.resume`` with a ``ConfigError``."""
+        if mode not in ("auto", "must", "never"):
+            raise ConfigError(f"run.resume: got {mode!r}, want auto, must or never.")
+
     def choose(self, which: str) -> int:
         """The step of a checkpoint, chosen by name and verified.
 
@@ -128,8 +134,7 @@ class Checkpoints:
         Raises:
             ConfigError: If the mode does not allow the existing checkpoints, or all of them are broken.
         """
-        if mode not in ("auto", "must", "never"):
-            raise ConfigError(f"run.resume: got {mode!r}, want auto, must or never.")
+        self.check_resume(mode)
         restore_replaced(self.directory)  # a save may have been killed between its two renames
         if mode == "never":
             if self.steps():
