@@ -1,9 +1,9 @@
 """Contrastive learning of pairs, such as images and captions (CLIP, Radford et al. 2021), over the global batch.
 
 * A *pair* is a row: two inputs that belong together. The other rows of all ranks are its *negatives*.
-* The loss of a row is the mean of two cross-entropies: its image against the texts of all ranks, and its text against all images.
-* A *gather* is differentiable: its backward adds up the gradients that all ranks have for a rank's embeddings. The gradient is
-  that of the loss of the global batch, for any number of ranks.
+* The loss of a row is the mean of two cross-entropies: its image against the texts of all ranks, its text against all images.
+* The gather is differentiable: its backward adds up the gradients that all ranks have for the embeddings of one rank. So the
+  gradient is that of the loss of the global batch, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class _Gather(torch.autograd.Function):
         return torch.cat(parts)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         gradient = gradient.clone()
         dist.all_reduce(gradient)
         return gradient[_rank() * ctx.rows :][: ctx.rows]
