@@ -7,9 +7,9 @@
    ``randomness`` (seeding and permutations).
 3. Loading: ``loader`` (the public class), ``workers`` (a rank's rows of a batch; processes), ``collate`` (builds one
    micro-batch), ``sample_log`` (used and bad samples).
-4. Values: ``decode``, ``crop``, ``augment``, ``mixing``.
-5. Sources: ``source`` (the interfaces), ``shard_source`` (tar shards), ``datasets`` (arrays, functions, map-style data
-   sets).
+4. Values: ``decode``, ``tokenizers``, ``crop``, ``augment``, ``mixing``.
+5. Sources: ``source`` (the interfaces), ``shard_source`` (tar shards), ``datasets`` (arrays, functions, map-style
+   datasets).
 6. Tar shards: ``shards`` (patterns), ``tar`` (headers), ``shard_index`` and ``dataset_index`` (where members are),
    ``shard_file`` (files and URLs), ``node_cache`` (local copies).
 7. Writing: ``writer``, ``digits`` (an example).

@@ -96,6 +96,11 @@ class Collator:
         data = {buffer.field.name: buffer.data() for buffer in buffers}
         if mixtures is not None:
             data = mixtures.mixed(data, keys)
+        for field in self._fields:
+            if field.tokenizer is not None:  # see ``tokens_of``
+                tokens = torch.as_tensor(data[field.name])
+                data[field.columns[1]] = tokens >= 0
+                data[field.name] = tokens.clamp(min=0)
         return Batch(data, keys[:rows], torch.tensor([key != "" for key in keys[:rows]]), bad)
 
     def expect(self, ahead: Callable[[int], np.ndarray]) -> None:

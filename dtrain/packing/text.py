@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from rich.console import Console
 
+from dtrain.data.tokenizers import Tokenizer
 from dtrain.data.writer import Sample
 from dtrain.packing.command import (
     USERS_MODEL_AND_TASK,
@@ -39,7 +40,6 @@ from dtrain.packing.command import (
 )
 from dtrain.packing.pool import OnProgress
 from dtrain.packing.staging import OnBadFile, SampleProducer, StagedDataset, Written, staged
-from dtrain.packing.tokenizers import Tokenizer
 from dtrain.tracking.console import progress
 
 #: Values of ``--val-by``: splits get whole documents, or the end of each document.

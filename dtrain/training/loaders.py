@@ -169,9 +169,13 @@ def _plain(fields: object) -> dict[str, dict[str, object]]:
         return dict(fields)  # type: ignore[call-overload]
     plain = OmegaConf.to_container(fields, resolve=True)
     assert isinstance(plain, dict)
-    for ext, options in plain.items():
-        if isinstance(options, dict) and isinstance(options.get("decoder"), dict):
-            options["decoder"] = by_target(f"data.fields.{ext!s}.decoder", fields[ext].decoder)
+    for ext, entry in plain.items():
+        is_list = isinstance(entry, list)
+        for number, options in enumerate(entry if is_list else [entry]):
+            if isinstance(options, dict) and isinstance(options.get("decoder"), dict):
+                node = fields[ext][number] if is_list else fields[ext]
+                where = f"{ext!s}[{number}]" if is_list else str(ext)
+                options["decoder"] = by_target(f"data.fields.{where}.decoder", node.decoder)
     return plain  # type: ignore[return-value]
 
 

@@ -116,7 +116,7 @@ def test_a_file_that_is_not_utf8_is_an_error_or_skipped(texts, tmp_path, capsys)
         (["SRC", "SRC/dst", "--length", "4"], ("SRC/dst", "Choose another")),
         (["SRC", "DST", "--length", "4", "--val", "0.01"], ("'val'", "--val-by tail")),
         (["SRC", "DST", "--length", "4", "--val", "2"], ("'val': 2.0", "sum to less than 1")),
-        (["SRC", "DST", "--length", "4", "--tokenizer", "words"], ("--tokenizer 'words'", "want bytes")),
+        (["SRC", "DST", "--length", "4", "--tokenizer", "words"], ("tokenizer 'words'", "want bytes")),
     ],
 )
 def test_errors_are_one_line_and_leave_no_file(texts, tmp_path, capsys, arguments, names):
