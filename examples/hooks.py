@@ -71,7 +71,9 @@ class FreezeBackbone:
             epoch, _ = run.train_loader.position  # of the run, so it is right after a resume as well
             if epoch < self._epochs:
                 for parameter in backbone:
-                    parameter.grad = None  # the optimizer leaves out parameters without a gradient: no decay, no momentum
+                    parameter.grad = (
+                        None  # the optimizer leaves out parameters without a gradient: no decay, no momentum
+                    )
 
         run.optimizer.register_step_pre_hook(freeze)
 
@@ -102,7 +104,10 @@ class StopEarly:
 
     def on_evaluation(self, run: TrainState, result: Evaluation) -> None:
         """All ranks have the same values, so all end or none does."""
-        self._values.append(result.record()[self._metric])
+        metrics = result.record()
+        if self._metric not in metrics:
+            raise ValueError(f"StopEarly.metric: got {self._metric!r}, an evaluation has {', '.join(metrics)}.")
+        self._values.append(metrics[self._metric])
         since_best = len(self._values) - 1 - self._values.index(self._best(self._values))
         if since_best >= self._patience:
             run.end_early(f"no better {self._metric} in {since_best} evaluations")

@@ -26,9 +26,9 @@ from dtrain.training.task import Output
 class Contrastive:
     """Symmetric contrastive loss of the embeddings that ``model(batch[first], batch[second])`` returns.
 
-    The model returns three tensors: two embeddings, each ``[rows, channels]``, which need not be normalised, and the logarithm
-    of the scale of their similarities (the inverse temperature), ``[]``, a parameter of the model. CLIP initialises it to
-    ``log(1 / 0.07)``.
+    The model returns three tensors, as open_clip's models do: two embeddings, each ``[rows, channels]``, which need not be
+    normalised, and the scale of their similarities (the inverse temperature), ``[]``: ``log_scale.exp()`` of a parameter, which
+    CLIP initialises to ``log(1 / 0.07)``.
 
     With gradient accumulation the negatives are those of one micro-batch on all ranks, not of the whole global batch: leave
     ``train.micro_batch_size`` at null where memory allows.
@@ -36,7 +36,7 @@ class Contrastive:
     Args:
         first: Name of the field with the first inputs.
         second: Name of the field with the second inputs.
-        max_scale: Upper limit of the scale; CLIP's is 100. Above it the logarithm has no gradient.
+        max_scale: Upper limit of the scale; CLIP's is 100. Above it the scale has no gradient.
 
     Raises:
         ConfigError: If ``max_scale`` is not a positive number.
@@ -47,7 +47,7 @@ class Contrastive:
             raise ConfigError(f"task.max_scale: got {max_scale}, want a positive number, such as 100.")
         self._first = first
         self._second = second
-        self._log_max_scale = math.log(max_scale)
+        self._max_scale = max_scale
 
     def __call__(self, model: nn.Module, batch: Batch) -> Output:
         """Collective. Returns the loss and the metrics ``first_to_second`` and ``second_to_first``, the shares of rows whose
@@ -56,13 +56,13 @@ class Contrastive:
         Raises:
             DataError: If the model does not return two embeddings of the same shape and a scale.
         """
-        first, second, log_scale = _require_embeddings(model(batch[self._first], batch[self._second]))
+        first, second, scale = _require_embeddings(model(batch[self._first], batch[self._second]))
         valid = batch.valid
         # In fp32: with a scale of 100, the spacing of similarities in bf16 is too coarse for the softmax.
         with torch.autocast(first.device.type, enabled=False):
             first, second = F.normalize(first.float(), dim=1), F.normalize(second.float(), dim=1)
             all_first, all_second = _gather(torch.stack([first, second], dim=1)).unbind(dim=1)
-            scale = log_scale.float().clamp(max=self._log_max_scale).exp()
+            scale = scale.float().clamp(max=self._max_scale)
             # A masked row is no negative of others.
             masked = ~_gather(valid.float()).bool()
             to_second = (scale * first @ all_second.T).masked_fill(masked, -math.inf)
@@ -81,15 +81,15 @@ class Contrastive:
 
 def _require_embeddings(returned: object) -> tuple[Tensor, Tensor, Tensor]:
     if isinstance(returned, (tuple, list)) and len(returned) == 3 and all(isinstance(it, Tensor) for it in returned):
-        first, second, log_scale = returned
-        if first.dim() == 2 and first.shape == second.shape and log_scale.numel() == 1:
-            return first, second, log_scale.reshape(())
+        first, second, scale = returned
+        if first.dim() == 2 and first.shape == second.shape and scale.numel() == 1:
+            return first, second, scale.reshape(())
         got = ", ".join(str(list(it.shape)) for it in returned)
     else:
         got = type(returned).__name__
     raise DataError(
-        f"task: the model returned {got}, want two embeddings of shape [rows, channels] and the logarithm of their scale, "
-        "shape []: return image_embeddings, text_embeddings, self.log_scale."
+        f"task: the model returned {got}, want two embeddings of shape [rows, channels] and the scale of their "
+        "similarities, shape []: return image_embeddings, text_embeddings, self.log_scale.exp()."
     )
 
 

@@ -7,7 +7,9 @@ from dtrain.training.task import Output
 class MyModel(nn.Module):
     def __init__(self, width=32, classes=10):
         super().__init__()
-        self.features = nn.Sequential(nn.Conv2d(3, width, 3, padding=1), nn.GELU(), nn.AdaptiveAvgPool2d(4), nn.Flatten())
+        self.features = nn.Sequential(
+            nn.Conv2d(3, width, 3, padding=1), nn.GELU(), nn.AdaptiveAvgPool2d(4), nn.Flatten()
+        )
         self.head = nn.Linear(16 * width, classes)
 
     def forward(self, images):  # [rows, 3, height, width]
