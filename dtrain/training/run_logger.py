@@ -162,7 +162,7 @@ class MediaLogger:
             was_training = model.training
             model.eval()
             try:
-                with torch.inference_mode(), run.precision.autocast(run.world.device.type):
+                with torch.no_grad(), run.precision.autocast(run.world.device.type):
                     drawn = run.task.illustrate(model, evaluation, self._samples())
             finally:
                 model.train(was_training)
