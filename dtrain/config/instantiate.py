@@ -163,7 +163,8 @@ def _check_call(place: str, node: DictConfig, positional: int, keywords: Mapping
         names = [it.name for it in by_name]
         for name in given:
             if name not in names:
-                raise ConfigError(f"{place}.{name}: {path} has no argument {name!r}. {nearest(name, names)}")
+                valid = set(names) - set(keywords)
+                raise ConfigError(f"{place}.{name}: {path} has no argument {name!r}. {nearest(name, valid)}")
     for it in by_name:
         value = node._get_node(it.name) if it.name in given else None
         wanted = getattr(it.annotation, "__name__", it.annotation)

@@ -300,7 +300,9 @@ def build_optimizer(node: Any, model: nn.Module) -> torch.optim.Optimizer:
         with as_config_error("optimizer"):
             optimizer = by_target("optimizer", node, model=model)
     else:
-        fused = {"fused": True} if "fused" in arguments and not {"fused", "foreach", "_partial_"} & set(node) else {}
+        may_fuse = "fused" in arguments and not {"fused", "foreach", "_partial_"} & set(node)
+        on_meta = any(parameter.is_meta for parameter in model.parameters())  # where torch has no fused optimizer
+        fused = {"fused": True} if may_fuse and not on_meta else {}
         optimizer = by_target("optimizer", node, parameters, **fused)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer: {node._target_} returns {type(optimizer).__name__}, want a torch Optimizer.")
@@ -317,7 +319,8 @@ def build_schedule(node: Any, lengths: Lengths) -> Callable[[int], float]:
     """
     if isinstance(node, DictConfig):
         plain = OmegaConf.to_container(node, resolve=True)
-        node = OmegaConf.create(lengths.in_steps(plain))
+        with as_config_error("schedule"):
+            node = OmegaConf.create(lengths.in_steps(plain))
         if node.get("horizon") is None:
             node.horizon = lengths.horizon
     with as_config_error("schedule"):

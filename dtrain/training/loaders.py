@@ -54,7 +54,7 @@ def train_loader(cfg: Config, world: World, precision: Precision) -> ShardLoader
         window=data.window,
         tail=data.tail,
         augment=by_target("data.augment", data.augment) if data.augment is not None else None,
-        mix=_mix(data.mix) if data.mix is not None else None,
+        mix=build_mix(data.mix) if data.mix is not None else None,
     )
 
 
@@ -158,7 +158,12 @@ def _loader(cfg: Config, world: World, precision: Precision, split: str, **order
         return ShardLoader(patterns, _plain(data.fields), policy=policy, **options)
 
 
-def _mix(node: Any) -> Mix:
+def build_mix(node: Any) -> Mix:
+    """Builds ``data.mix``.
+
+    Raises:
+        ConfigError: If it cannot be built or is no ``Mix``.
+    """
     with as_config_error("data.mix"):
         mix = by_target("data.mix", node)
     if not isinstance(mix, Mix):
