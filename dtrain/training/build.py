@@ -14,7 +14,7 @@ The order matters:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -93,6 +93,7 @@ def build_run(
     eval_data = on_all_ranks(lambda: eval_loader(cfg, data_world, precision)) if with_eval_data else None
     check_same_data(train_data, eval_data)
     names = on_all_ranks(lambda: class_names(cfg.data))
+    check_classes(cfg.model, names)
 
     # -- model. Seeded immediately before, so that the initial weights do not depend on earlier random numbers.
     if cfg.train.deterministic:
@@ -252,6 +253,25 @@ def build_model(node: Any, device: torch.device, channels_last: bool = True) -> 
     if channels_last:
         use_channels_last(model)
     return model
+
+
+def check_classes(node: Any, names: Sequence[str] | None) -> None:
+    """Compares ``model.classes`` or ``model.num_classes`` with the class names of the shards.
+
+    Args:
+        node: The config node ``model``.
+        names: The names of classes.json; None without this file.
+
+    Raises:
+        ConfigError: If the numbers differ.
+    """
+    for key in ("classes", "num_classes"):
+        number = node.get(key, None)
+        if names is not None and isinstance(number, int) and number != len(names):
+            raise ConfigError(
+                f"model.{key}: got {number}, but classes.json beside the shards names {len(names)} classes. Set "
+                f"model.{key}={len(names)}, or delete classes.json if its names are not those of the labels."
+            )
 
 
 def prepare_model(model: nn.Module, train: TrainConfig, parallel: ParallelConfig, world: World) -> nn.Module:
