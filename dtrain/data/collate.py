@@ -23,6 +23,7 @@ from torch.utils.data import get_worker_info
 
 from dtrain.data.augment import Augment, begins_with
 from dtrain.data.batch import MIN_SHARED_BYTES, Batch, Transfer
+from dtrain.data.decode import tokens_and_mask
 from dtrain.data.fields import INT64, DataError, Field, SampleError
 from dtrain.data.mixing import Mix, Mixer
 from dtrain.data.randomness import Randomness, hash64
@@ -97,10 +98,8 @@ class Collator:
         if mixtures is not None:
             data = mixtures.mixed(data, keys)
         for field in self._fields:
-            if field.tokenizer is not None:  # see ``tokens_of``
-                tokens = torch.as_tensor(data[field.name])
-                data[field.columns[1]] = tokens >= 0
-                data[field.name] = tokens.clamp(min=0)
+            if field.tokenizer is not None:
+                data[field.name], data[field.columns[1]] = tokens_and_mask(torch.as_tensor(data[field.name]))
         return Batch(data, keys[:rows], torch.tensor([key != "" for key in keys[:rows]]), bad)
 
     def expect(self, ahead: Callable[[int], np.ndarray]) -> None:
