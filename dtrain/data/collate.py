@@ -300,10 +300,15 @@ class FieldBuffer:
 
     def _mismatch(self, key: str, description: str) -> DataError:
         first_key, first = self._first
+        remedy = (
+            "Set a size in data.fields (`size: 224`; with data=shards data.image_size=224), use an augmentation that crops, "
+            "or a decoder that returns equal shapes."
+            if self.field.role == "image"
+            else "Pad or cut the values: use a decoder or an augmentation that returns equal shapes, or store them so."
+        )
         return DataError(
             f"field {self.field.name!r}: sample {key!r} is {description}, {first_key!r} is {first}, and both are in one "
-            "batch. Set a size in data.fields (`size: 224`; with data=shards data.image_size=224), use an augmentation that "
-            "crops, or a decoder that returns equal shapes."
+            f"batch. {remedy}"
         )
 
 
