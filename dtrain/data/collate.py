@@ -128,7 +128,7 @@ class Collator:
                     place = self._reader.place(record)
                     bad.append({"key": record.key, "epoch": epoch, **place, "reason": str(error)})
             except Exception as error:
-                # An augmentation, a decoder or a data set may raise any error, without naming the sample.
+                # An augmentation, a decoder or a dataset may raise any error, without naming the sample.
                 if sys.version_info >= (3, 11):
                     place = self._reader.place(record)
                     error.add_note(f"Sample {record.key!r}, in {place['shard']} at byte {place['offset']}.")
@@ -182,7 +182,7 @@ class Collator:
                 place = self._reader.place(record)
                 first = first or f"{record.key}, in {place['shard']} at byte {place['offset']}: {error}"
         raise DataError(
-            f"epoch {epoch}: no sample can be read, neither of one global batch nor among the first of the data set. The "
+            f"epoch {epoch}: no sample can be read, neither of one global batch nor among the first of the dataset. The "
             f"first error: {first}. Check that the shards are complete and that data.fields matches them."
         )
 

@@ -127,7 +127,7 @@ def test_what_the_loader_refuses_is_told_by_its_key(shards: str, split: str, tmp
 @pytest.mark.parametrize(
     ("data", "names"),
     [
-        ({"train": {"_target_": "builtins.iter", "_args_": [[1]]}}, ["data.train", "got a list_iterator", "data set"]),
+        ({"train": {"_target_": "builtins.iter", "_args_": [[1]]}}, ["data.train", "got a list_iterator", "dataset"]),
         ({"train": {"_target_": f"{HERE}.nowhere"}}, ["data.train._target_", "nowhere' cannot be imported"]),
         ({"train": {"root": "/data"}}, ["data.train: has no _target_"]),
         ({"num_workers": "many"}, ["data.num_workers", "got 'many'"]),
