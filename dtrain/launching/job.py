@@ -154,7 +154,7 @@ class StatusJudge:
     """Reads the result of one start of a run from ``status.json``.
 
     Create it before the start. A file of an earlier start does not count; it is recognised because every status holds the
-    time when it was written.
+    time when it was written. Only a finished run is left as it is by a start that ends well.
 
     Args:
         run_dir: The run directory.
@@ -168,11 +168,16 @@ class StatusJudge:
         with as_config_error("run.dir"):
             self._before = read_status(run_dir)
 
-    def __call__(self) -> tuple[JobResult, str | None]:
-        """The result, and the reason if it is a failure."""
+    def __call__(self, exit_code: int) -> tuple[JobResult, str | None]:
+        """The result, and the reason if it is a failure.
+
+        Args:
+            exit_code: That of the start.
+        """
         with as_config_error("run.dir"):
             status = read_status(self._run_dir)
-        if status is None or status == self._before:
+        was_finished = status is not None and status["state"] == "finished" and exit_code == 0
+        if status is None or (status == self._before and not was_finished):
             return JobResult("failed", FAILED), "it ended before the first step"
         if status["state"] == "finished":
             return JobResult("finished", FINISHED), None

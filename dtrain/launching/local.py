@@ -81,8 +81,8 @@ def _train(job: Job) -> JobResult:
     sys.stderr.flush()
     environment = os.environ | {"OMP_NUM_THREADS": _threads(processes(job))}
     with _Torchrun(command(job), environment, job.run.dir / "STOP") as torchrun:
-        torchrun.wait()
-    result, reason = judge()
+        code = torchrun.wait()
+    result, reason = judge(code)
     if result.code == FAILED:
         sys.stderr.write(f"dtrain: error: {job.run.name} failed, {reason}. Logs of the ranks: {_logs(job)}\n")
     return result
