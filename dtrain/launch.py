@@ -44,7 +44,7 @@ With launch=slurm
   launch.time=HH:MM:SS              time limit of one allocation; the job asks for new ones until the run is finished
   launch.partition=P                partition; also launch.account=A
   launch.gpus_per_node=N            default one for each process; 0 on a cluster without GPUs
-  launch.cpus_per_process=N         default one, plus one for each of data.num_workers
+  launch.cpus_per_process=N         default one, plus one for each of data.num_workers (auto: four)
   launch.stop_seconds=S             seconds before the time limit when the run saves and stops: more than a save takes
   launch.max_running=N              with --multirun: submit one job array and run N of its runs at a time
   launch.requeue=false              do not ask for new allocations

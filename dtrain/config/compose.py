@@ -33,6 +33,7 @@ from dtrain.config import schema
 from dtrain.config.cache_dir import cache_dir
 from dtrain.config.errors import ConfigError, Explained, PeerFailed, in_brief
 from dtrain.config.explain import check_arguments, check_keys, explain, options_last
+from dtrain.config.merge import replacing_nodes
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -214,7 +215,8 @@ def _compose(job: Callable[[DictConfig], None], arguments: list[str]) -> None:
     sys.argv = [argv[0], *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors, which it otherwise prints before it exits
     try:
-        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")(job)()
+        with replacing_nodes():
+            hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")(job)()
     finally:
         sys.argv = argv
         if full_error is None:

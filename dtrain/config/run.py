@@ -22,7 +22,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from dtrain.config.compose import Composed, portable, resolved
-from dtrain.config.errors import HIDDEN, ConfigError, as_config_error, without_url_secrets
+from dtrain.config.errors import HIDDEN, SECRET_KEY, ConfigError, as_config_error, without_url_secrets
 from dtrain.config.renamed_keys import RENAMED_KEYS, rename_keys, rename_override
 from dtrain.config.schema import Config
 
@@ -37,7 +37,6 @@ WITHOUT_EFFECT_ON_THE_RESULT = (
     *("parallel.timeout_start", "parallel.timeout_step"),
 )
 _CONFIG, _OVERRIDES = "config.yaml", "overrides.yaml"
-_SECRET = re.compile(r"(pass(word|wd)|secret|token|api_?key|credential)s?$", re.IGNORECASE)
 _RESTORE = "Restore it, or use another run.dir."
 
 
@@ -104,7 +103,7 @@ class Run:
             "overrides": [
                 without_url_secrets(override)
                 for override in self.overrides
-                if not _SECRET.search(override.partition("=")[0])
+                if not SECRET_KEY.search(override.partition("=")[0])
             ],
             "config_dirs": list(self.config_dirs),
         }
@@ -205,7 +204,7 @@ def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
     """A copy without secrets: values of keys such as ``api_key``, ``password`` or ``token``, and parts of URLs."""
 
     def clean(key: str, value: Any) -> Any:
-        if _SECRET.search(key) and isinstance(value, str):
+        if SECRET_KEY.search(key) and isinstance(value, str):
             return HIDDEN
         if isinstance(value, Mapping):
             return {str(k): clean(str(k), v) for k, v in value.items()}

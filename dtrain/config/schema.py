@@ -190,7 +190,7 @@ class LaunchConfig:
     partition: str | None = None  # null: the cluster's default
     account: str | None = None  # account to charge; null: the cluster's default
     gpus_per_node: int | None = None  # null: one per process; 0: nodes without GPUs
-    cpus_per_process: int | None = None  # null: one, and one for each of data.num_workers
+    cpus_per_process: int | None = None  # null: one, and one for each of data.num_workers (auto: four)
     # seconds before the end of the allocation at which the run is asked to stop: more than a step and a checkpoint take
     stop_seconds: int = 120
     requeue: bool = True  # submit again until the run is finished

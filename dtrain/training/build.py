@@ -295,11 +295,7 @@ def build_optimizer(node: Any, model: nn.Module) -> torch.optim.Optimizer:
             optimizer = by_target("optimizer", node, model=model)
     else:
         fused = {"fused": True} if "fused" in arguments and not {"fused", "foreach", "_partial_"} & set(node) else {}
-        try:
-            optimizer = by_target("optimizer", node, parameters, **fused)
-        except TypeError as error:  # torch raises it for a value that is no number
-            values = ", ".join(f"{key}={value}" for key, value in node.items() if key != "_target_")
-            raise ConfigError(f"optimizer: {error}. One of its values is wrong: {values}.") from error
+        optimizer = by_target("optimizer", node, parameters, **fused)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer: {node._target_} returns {type(optimizer).__name__}, want a torch Optimizer.")
     return optimizer

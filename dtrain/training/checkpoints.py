@@ -93,6 +93,12 @@ class Checkpoints:
         """The checkpoints in ``run_dir``, with the retention of ``cfg``."""
         return cls(run_dir / "checkpoints", cfg.keep_last, cfg.best, cfg.best_mode, cfg.keep_every)
 
+    @staticmethod
+    def check_resume(mode: str) -> None:
+        """Refuses an unknown ``run.resume`` with a ``ConfigError``."""
+        if mode not in ("auto", "must", "never"):
+            raise ConfigError(f"run.resume: got {mode!r}, want auto, must or never.")
+
     def choose(self, which: str) -> int:
         """The step of a checkpoint, chosen by name and verified.
 
@@ -130,8 +136,7 @@ class Checkpoints:
         Raises:
             ConfigError: If the mode does not allow the existing checkpoints, or all of them are broken.
         """
-        if mode not in ("auto", "must", "never"):
-            raise ConfigError(f"run.resume: got {mode!r}, want auto, must or never.")
+        self.check_resume(mode)
         if mode == "never":
             if self.steps():
                 raise ConfigError(f"run.resume=never, but {self.directory} holds checkpoints. Use another run.dir.")

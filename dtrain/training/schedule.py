@@ -63,15 +63,22 @@ def schedule_horizon(train: TrainConfig, loader: ShardLoader) -> int:
     Raises:
         ConfigError: If neither is set, or one is below 1.
     """
+    check_length(train)
+    return train.max_steps if train.max_epochs is None else train.max_epochs * loader.steps_per_epoch  # type: ignore[return-value]
+
+
+def check_length(train: TrainConfig) -> None:
+    """Checks ``train.max_steps`` and ``train.max_epochs``.
+
+    Raises:
+        ConfigError: If neither is set, or one is below 1.
+    """
     for key in ("max_steps", "max_epochs"):
         value = getattr(train, key)
         if value is not None and value < 1:
             raise ConfigError(f"train.{key}: got {value}, want at least 1, or null for no such limit.")
-    if train.max_epochs is not None:
-        return train.max_epochs * loader.steps_per_epoch
-    if train.max_steps is not None:
-        return train.max_steps
-    raise ConfigError("train.max_steps and train.max_epochs are both null. Set at least one: it ends the run.")
+    if train.max_steps is None and train.max_epochs is None:
+        raise ConfigError("train.max_steps and train.max_epochs are both null. Set at least one: it ends the run.")
 
 
 def step_limits(train: TrainConfig, loader: ShardLoader, step: int) -> dict[str, int]:

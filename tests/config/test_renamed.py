@@ -15,9 +15,9 @@ def test_classes_are_found_under_the_paths_of_earlier_versions() -> None:
             "augment": {
                 "_target_": "dtrain.data.augment.Compose",
                 "steps": [
-                    {"_target_": "dtrain.data.augment.ColorJitter", "hue": 0.1, "field": "${field}"},
+                    {"_target_": "dtrain.data.color_jitter.ColorJitter", "hue": 0.1, "field": "${field}"},
                     {
-                        "_target_": "dtrain.data.augment.TorchvisionTransform",
+                        "_target_": "dtrain.data.torchvision_transform.TorchvisionTransform",
                         "transform": {"_target_": "torch.nn.Identity"},
                     },
                 ],
