@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,6 +31,7 @@ STOPPED = 75
 
 # `run.dir` is added with its absolute path; `launch.dry_run` has no meaning for a run that starts.
 _NOT_FORWARDED = ("run.dir", "launch.dry_run")
+ALREADY_FINISHED = "already finished"
 _MINIMUM = {
     "nodes": 1,
     "min_nodes": 1,
@@ -76,6 +78,18 @@ class Job:
         return cls(run, launch)
 
     @property
+    def name(self) -> str:
+        """What differs from the other jobs of the sweep, or the name of the run."""
+        return " ".join(self.varied) or self.run.name
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run has finished with this config before, so that starting it would change nothing."""
+        with as_config_error("run.dir"):
+            status = read_status(self.run.dir)
+        return status is not None and status["state"] == "finished" and not self.run.changes()
+
+    @property
     def arguments(self) -> list[str]:
         """The arguments of ``dtrain.train``: the overrides of the user, with the absolute path of the run directory."""
         return [*(part for folder in self.run.config_dirs for part in ("--config-dir", folder)), *self.overrides]
@@ -85,6 +99,18 @@ class Job:
         """``arguments`` without ``--config-dir``."""
         forwarded = [override for override in self.run.overrides if _key(override) not in _NOT_FORWARDED]
         return [*forwarded, assignment("run.dir", str(self.run.dir))]
+
+
+@contextmanager
+def named_job(composed: Composed, arguments: Sequence[str]) -> Iterator[None]:
+    """Adds to an error about a job of a sweep which job it is. ``arguments`` is the command line of the sweep."""
+    try:
+        yield
+    except ConfigError as error:
+        varied = [override for override in composed.overrides if override not in arguments]
+        if {"--multirun", "-m"}.isdisjoint(arguments) or not varied:
+            raise
+        raise ConfigError(f"{' '.join(varied)}: {error}\n  No run of the sweep was started.") from error
 
 
 def with_unique_dirs(jobs: Sequence[Job]) -> list[Job]:
@@ -142,19 +168,22 @@ class JobResult:
     """Result of a job.
 
     Attributes:
-        state: ``finished``, ``stopped``, ``failed``, ``not started``, or ``job 123`` for a submitted SLURM job.
+        state: ``finished``, ``already finished``, ``stopped``, ``failed``, ``not started``, or ``job 123`` for a submitted
+            SLURM job.
         code: Exit code: 0 finished or submitted, 75 stopped, another code on failure.
+        reason: Why it failed; None if it did not, or ended before its first step, after it printed the reason itself.
     """
 
     state: str
     code: int
+    reason: str | None = None
 
 
 class StatusJudge:
     """Reads the result of one start of a run from ``status.json``.
 
     Create it before the start. A file of an earlier start does not count; it is recognised because every status holds the
-    time when it was written. Only a finished run is left as it is by a start that ends well.
+    time when it was written.
 
     Args:
         run_dir: The run directory.
@@ -168,23 +197,24 @@ class StatusJudge:
         with as_config_error("run.dir"):
             self._before = read_status(run_dir)
 
-    def __call__(self, exit_code: int) -> tuple[JobResult, str | None]:
-        """The result, and the reason if it is a failure.
+    @property
+    def has_status(self) -> bool:
+        """Whether the run has written a status since its start: then it was accepted, and its directory exists."""
+        with as_config_error("run.dir"):
+            return read_status(self._run_dir) not in (None, self._before)
 
-        Args:
-            exit_code: That of the start.
-        """
+    def __call__(self) -> JobResult:
+        """The result of a start that has ended."""
         with as_config_error("run.dir"):
             status = read_status(self._run_dir)
-        was_finished = status is not None and status["state"] == "finished" and exit_code == 0
-        if status is None or (status == self._before and not was_finished):
-            return JobResult("failed", FAILED), "it ended before the first step"
+        if status is None or status == self._before:
+            return JobResult("failed", FAILED)
         if status["state"] == "finished":
-            return JobResult("finished", FINISHED), None
+            return JobResult("finished", FINISHED)
         if status["state"] == "stopped":
-            return JobResult("stopped", STOPPED), None
+            return JobResult("stopped", STOPPED)
         reason = str(status.get("reason") or "it was killed and could not record a reason").splitlines()[0]
-        return JobResult("failed", FAILED), printable(f"step {status.get('step')}: {reason}")
+        return JobResult("failed", FAILED, printable(f"step {status.get('step')}: {reason}"))
 
 
 def exit_code(results: Sequence[JobResult]) -> int:
@@ -197,7 +227,7 @@ def exit_code(results: Sequence[JobResult]) -> int:
 def print_results(jobs: Sequence[Job], results: Sequence[JobResult]) -> None:
     """Prints a table with a line for each job of a sweep."""
     columns = {
-        "run": [" ".join(job.varied) or job.run.name for job in jobs],
+        "run": [job.name for job in jobs],
         "result": [result.state for result in results],
         "directory": [str(job.run.dir) for job in jobs],
     }

@@ -29,7 +29,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.instantiate import by_target
-from dtrain.config.schema import Config, LossScaleConfig, ParallelConfig, PrecisionConfig, TrainConfig
+from dtrain.config.schema import Config, ParallelConfig, PrecisionConfig, TrainConfig
 from dtrain.data import ShardLoader
 from dtrain.data.randomness import be_deterministic, seed_generators
 from dtrain.distributed.collectives import on_all_ranks
@@ -219,10 +219,16 @@ def build_precision(cfg: PrecisionConfig, device: torch.device) -> tuple[Precisi
     """Makes the precision policy and applies it to this process; returns it with warnings for the user.
 
     Raises:
-        ConfigError: If the device does not support the precision.
+        ConfigError: If the device does not support the precision, or ``loss_scale`` is neither ``none`` nor a section.
     """
+    scaled = isinstance(cfg.loss_scale, DictConfig)
+    if not scaled and cfg.loss_scale != "none":
+        raise ConfigError(
+            f"precision.loss_scale: got {cfg.loss_scale!r}. Set one of its keys, such as precision.loss_scale.init=1024, or "
+            "none for fp16 without loss scaling."
+        )
     with as_config_error("precision"):
-        precision = Precision(cfg.name, tuple(cfg.keep_fp32))
+        precision = Precision(cfg.name, tuple(cfg.keep_fp32), scaled)
         return precision, precision.apply(device)
 
 
@@ -323,8 +329,8 @@ def build_schedule(node: Any, lengths: Lengths) -> Callable[[int], float]:
     return schedule
 
 
-def build_loss_scale(cfg: LossScaleConfig, precision: Precision, device: torch.device) -> LossScale | None:
-    """Makes the loss scale; None where the precision does not scale gradients.
+def build_loss_scale(cfg: Any, precision: Precision, device: torch.device) -> LossScale | None:
+    """Makes the loss scale from a ``LossScaleConfig``; None where the precision does not scale gradients.
 
     Raises:
         ConfigError: If a factor, interval or bound is impossible.

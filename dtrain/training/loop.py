@@ -30,6 +30,7 @@ from dtrain.distributed.hang import BACKSTOP, Place
 from dtrain.distributed.process_group import set_timeout
 from dtrain.distributed.stop import StopRequests
 from dtrain.precision.autocast_check import AutocastCheck
+from dtrain.tracking.console import evaluation_text
 from dtrain.training.checkpoint_manager import CheckpointManager
 from dtrain.training.checks import check_mean_loss
 from dtrain.training.evaluation import evaluate_run
@@ -275,8 +276,9 @@ class Loop:
                 return None
             totals.evaluations += 1
             metrics = result.record()
-            self._run_logger.record(self._position() | metrics)
-            logger.info("step %d: %s", run.step.step, metrics)
+            record = self._position() | metrics
+            self._run_logger.record(record)
+            logger.info("step %d: %s", run.step.step, evaluation_text(record))
             self._hooks.call("on_evaluation", run, result)
         return result
 

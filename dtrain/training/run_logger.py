@@ -159,7 +159,7 @@ class MediaLogger:
             was_training = model.training
             model.eval()
             try:
-                with torch.inference_mode(), run.precision.autocast(run.world.device.type):
+                with torch.no_grad(), run.precision.autocast(run.world.device.type):
                     drawn = run.task.illustrate(model, evaluation, self._samples())
             finally:
                 model.train(was_training)
@@ -224,6 +224,8 @@ def banner_rows(identity: Run, run: TrainState, start: str, last_step: int) -> d
     micro, rows = loader.micro_batches_per_step, loader.rows_per_micro_batch
     masked = world.size * micro * rows - cfg.train.global_batch_size
     scaled = ", loss scaling" if run.precision.scales_gradients else ""
+    if run.precision.compute_dtype == torch.float16 and not scaled:
+        scaled = ", no loss scaling"
     return {
         "run": identity.name,
         "directory": str(identity.dir),
