@@ -106,9 +106,13 @@ def test_the_log_of_a_rank_has_the_traceback_without_its_secrets(tmp_path: Path)
 
 
 def test_a_start_that_is_refused_logs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ZeroDivisionError), failures_recorded(tmp_path, 0):
-        logging.getLogger("dtrain").warning("before the start")
-        raise ZeroDivisionError
+    def failing() -> None:
+        with failures_recorded(tmp_path, 0):
+            logging.getLogger("dtrain").warning("before the start")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing()
     assert os.listdir(tmp_path) == []
     assert capsys.readouterr().err == ""
 
