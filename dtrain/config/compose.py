@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from dtrain.config import schema
 from dtrain.config.cache_dir import cache_dir
 from dtrain.config.errors import ConfigError, Explained, PeerFailed, in_brief
 from dtrain.config.explain import check_arguments, check_keys, explain, options_last
+from dtrain.config.merge import replacing_nodes
 from dtrain.config.torchrun_errors import EXIT_USAGE, record_failure, torchrun_is_quiet
 
 EXIT_FAILED = 1
@@ -155,6 +157,15 @@ def resolved(cfg: Any) -> dict[str, Any]:
     return {str(key): value for key, value in container.items()}
 
 
+def portable(cfg: Any) -> dict[str, Any]:
+    """As ``resolved``, but ``${dtrain.env:A}`` and ``${dtrain.cache:NAME}`` get no value, which would depend on the machine."""
+    _register_resolvers(as_written=True)
+    try:
+        return resolved(cfg)
+    finally:
+        _register_resolvers()
+
+
 def conf_dir() -> Path:
     """The folder of the config groups: inside the package when installed from a wheel, beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
@@ -187,10 +198,18 @@ def _json_file(text: str) -> Path:
     return path
 
 
-def _register_resolvers() -> None:
+def _register_resolvers(*, as_written: bool = False) -> None:
     """Registers ``${dtrain.env:A,B}``, the first set variable, and ``${dtrain.cache:NAME}``, a path in the cache."""
-    OmegaConf.register_new_resolver("dtrain.env", _first_of_environment, replace=True)
-    OmegaConf.register_new_resolver("dtrain.cache", lambda name: str(cache_dir() / name), replace=True)
+    resolvers: dict[str, Callable[..., str]] = {
+        "dtrain.env": _first_of_environment,
+        "dtrain.cache": lambda name: str(cache_dir() / name),
+    }
+    for name, resolver in resolvers.items():
+        OmegaConf.register_new_resolver(name, partial(_written, name) if as_written else resolver, replace=True)
+
+
+def _written(name: str, *arguments: str) -> str:
+    return f"<{name}:{','.join(arguments)}>"
 
 
 def _first_of_environment(*names: str) -> str:
@@ -205,7 +224,8 @@ def _compose(job: Callable[[DictConfig], None], arguments: list[str]) -> None:
     sys.argv = [argv[0], *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors, which it otherwise prints before it exits
     try:
-        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")(job)()
+        with replacing_nodes():
+            hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")(job)()
     finally:
         sys.argv = argv
         if full_error is None:
