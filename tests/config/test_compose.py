@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
 from contextlib import suppress
 
@@ -102,3 +103,14 @@ def test_hydra_s_own_options_work(capsys: pytest.CaptureFixture[str], option: st
     with suppress(SystemExit):
         run(lambda composed: None, [*option.split("="), "experiment=digits"])
     assert "digits" in capsys.readouterr().out
+
+
+def test_help_may_be_cut_by_its_reader() -> None:
+    code = "from dtrain.config.compose import run; run(print, ['--help'])"
+    done = subprocess.run(
+        ["bash", "-c", f'set -o pipefail; "{sys.executable}" -c "{code}" | true'],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
