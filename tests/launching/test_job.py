@@ -69,11 +69,11 @@ def test_jobs_of_a_sweep_have_unique_directories() -> None:
 
 
 def test_jobs_with_the_same_name_get_the_varied_overrides_appended(tmp_path: Path) -> None:
-    seeds = sweep("experiment=digits", "run.seed=1,2")
+    same = sweep("experiment=digits", "tracker.project=a,b")
     name = single("experiment=digits").run.name
-    assert [job.run.dir for job in seeds] == [tmp_path / "runs" / f"{name}-run.seed={seed}" for seed in (1, 2)]
-    assert [started(*job.arguments).dir for job in seeds] == [job.run.dir for job in seeds]
-    assert [started(*job.arguments).name for job in seeds] == [f"{name}-run.seed=1", f"{name}-run.seed=2"]
+    assert [job.run.dir for job in same] == [tmp_path / "runs" / f"{name}-tracker.project={x}" for x in "ab"]
+    assert [started(*job.arguments).dir for job in same] == [job.run.dir for job in same]
+    assert [started(*job.arguments).name for job in same] == [f"{name}-tracker.project={x}" for x in "ab"]
     placed = sweep("experiment=digits", "run.dir=here", "data.train=/a/b,/a/c")
     assert [job.run.dir.name for job in placed] == ["here-data.train=_a_b", "here-data.train=_a_c"]
 
