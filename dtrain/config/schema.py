@@ -9,8 +9,9 @@ The comment behind a field, or above it, is its meaning in docs/config.md (``pyt
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
@@ -108,7 +109,10 @@ class DataConfig:
 
 @dataclass
 class LossScaleConfig:
-    """The schedule of the loss scale; used in fp16 only."""
+    """The schedule of the loss scale; used in fp16 only.
+
+    ``precision.loss_scale=none`` trains in fp16 without one, and with a warning: small gradients become zero.
+    """
 
     init: float = 65536.0  # of the first step
     growth_factor: float = 2.0  # applied after growth_interval steps without a skip
@@ -124,7 +128,7 @@ class PrecisionConfig:
     """The dtypes that the loader transfers and autocast computes in, and whether gradients are scaled."""
 
     name: str = MISSING  # fp32 | tf32 | bf16 | fp16
-    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    loss_scale: Any = field(default_factory=LossScaleConfig)  # its keys, or none
     keep_fp32: list[str] = field(default_factory=list)  # patterns (fnmatch) of modules that compute in fp32
 
 
@@ -258,6 +262,17 @@ class Config:
     export: ExportConfig = field(default_factory=ExportConfig)
     # faults to inject, for tests: crash@rank=1,step=5; see training/faults.py
     faults: list[str] = field(default_factory=list)
+
+
+def key_types(section: type) -> dict[str, Any]:
+    """The type of each key of a section of the schema.
+
+    A key that is a section by default, such as ``precision.loss_scale``, has the dataclass of that section, though it may
+    be set to a value as well.
+    """
+    sections = {field.name: field.default_factory for field in dataclasses.fields(section)}
+    hints = get_type_hints(section)
+    return hints | {name: kind for name, kind in sections.items() if dataclasses.is_dataclass(kind)}
 
 
 def register() -> None:

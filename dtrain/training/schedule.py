@@ -81,16 +81,21 @@ def check_length(train: TrainConfig) -> None:
         raise ConfigError("train.max_steps and train.max_epochs are both null. Set at least one: it ends the run.")
 
 
-def last_step(train: TrainConfig, loader: ShardLoader, step: int) -> int:
-    """The attempted step after which the run is finished: the lower of the limits ``max_steps`` and ``max_epochs``.
+def step_limits(train: TrainConfig, loader: ShardLoader, step: int) -> dict[str, int]:
+    """The attempted step after which each limit ends the run, such as ``{"train.max_epochs": 276}``.
 
-    ``loader`` is at the committed position, after ``step`` attempted steps.
+    Below ``step`` if the run is beyond the limit. ``loader`` is at the committed position, after ``step`` attempted steps.
     """
-    limits = [train.max_steps] if train.max_steps is not None else []
+    limits = {"train.max_steps": train.max_steps} if train.max_steps is not None else {}
     if train.max_epochs is not None:
         later_epochs = train.max_epochs - loader.position[0] - 1
-        limits.append(step + loader.steps_left + later_epochs * loader.steps_per_epoch if later_epochs >= 0 else step)
-    return min(limits)
+        limits["train.max_epochs"] = step + loader.steps_left + later_epochs * loader.steps_per_epoch
+    return limits
+
+
+def last_step(train: TrainConfig, loader: ShardLoader, step: int) -> int:
+    """The attempted step after which the run is finished: the lowest of ``step_limits``, which has the same arguments."""
+    return min(step_limits(train, loader, step).values())
 
 
 @dataclass(frozen=True)
