@@ -22,6 +22,7 @@ from tempfile import TemporaryDirectory
 from dtrain.config import compose
 from dtrain.config.errors import ConfigError
 from dtrain.config.explain import nearest
+from dtrain.config.run import recompose_if_run
 from dtrain.launching import local, slurm
 from dtrain.launching.commands import COMMANDS, run_command
 from dtrain.launching.job import (
@@ -108,7 +109,7 @@ def _start(arguments: Sequence[str]) -> int:
             jobs.append(Job.of(composed))
 
     with TemporaryDirectory() as folder:
-        compose.run(add, arguments, lambda typed: _with_sweep_dir(typed, folder))
+        compose.run(add, arguments, lambda typed: _with_sweep_dir(recompose_if_run(typed), folder))
     # Without jobs Hydra only printed the config (--cfg, --info).
     return launch(with_unique_dirs(jobs)) if jobs else FINISHED
 

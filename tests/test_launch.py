@@ -100,7 +100,7 @@ def test_a_finished_run_that_is_asked_for_more_is_started_again(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finished("run.dir=r", "train.max_steps=5")
-    command = ["experiment=digits", "run.dir=r", "launch.dry_run=true"]
+    command = ["run.dir=r", "launch.dry_run=true"]  # the other settings are those of the run
     assert launch.main([*command, "train.max_steps=5"]) == launch.FINISHED
     assert "train.max_steps" not in capsys.readouterr().out
     assert launch.main([*command, "train.max_steps=6"]) == launch.FINISHED
@@ -119,9 +119,9 @@ def test_launch_slurm_without_sbatch_is_refused(
 
 def test_a_secret_in_an_override_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("launch=slurm", "experiment=digits", "launch.dry_run=true")
-    error = error_message(capsys, *arguments, "+model.api_key=abc123")
-    assert "model.api_key: " in error
-    assert "model.api_key=${oc.env:NAME}" in error
+    error = error_message(capsys, *arguments, "+vars.api_key=abc123")
+    assert "vars.api_key: " in error
+    assert "vars.api_key=${oc.env:NAME}" in error
     assert "abc123" not in error
 
 
