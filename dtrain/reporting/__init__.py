@@ -6,7 +6,7 @@ The files in reading order:
 * ``health`` joins them with the metrics into ``RunData``: state, time breakdown, and whether the run is healthy.
 * ``sweep`` compares several runs: settings that differ, ranking, groups over seeds.
 * ``style``, ``tables`` and ``charts`` make formatted text, tables and charts.
-* ``page`` and its template ``page.html.j2`` make the page.
+* ``page`` and its template ``page.html.j2`` make the page; ``search`` makes its section about an Optuna search.
 
 A run directory may come from somebody else. Only regular files of a bounded size are read, only verified PNG data is embedded,
 and everything is escaped. The page has no scripts and loads nothing.
