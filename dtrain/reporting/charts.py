@@ -206,7 +206,7 @@ def _setting_chart(sweep: Sweep, goal: Goal, setting: Setting, numbers: np.ndarr
     if values[0] >= 0 and positive.max() >= _DECADE * positive.min():
         scale = "log" if values[0] > 0 else "symlog"  # a weight decay may be zero
     medians = np.array([np.median(best[known & (numbers == value)]) for value in values])
-    lines = [Line("median", "soft", values, medians, style="thin")]
+    lines = [Line("median", "soft", values, medians, style="thin")] if len(values) < known.sum() else []
     for run, number, result in zip(sweep.runs, numbers, best, strict=True):
         place = sweep.shown.index(run) if run in sweep.shown else None
         if np.isfinite(result):
