@@ -308,7 +308,7 @@ def time_chart(runs: Sequence[RunData]) -> Chart:
     bars = tuple((run.history.label, tuple(run.times.shares())) for run in runs if run.times is not None)
     missing = [run.history.label for run in runs if run.times is None]
     note = f"No time/step_seconds in {join_some(missing)}." if missing else ""
-    if len(bars) == 1:
+    if len(runs) == len(bars) == 1:
         ((_, shares),) = bars
         note = (
             ", ".join(f"{part} {format_percent(share)}" for part, share in zip(TIME_NAMES, shares, strict=True)) + "."
