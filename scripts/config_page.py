@@ -19,7 +19,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -89,7 +89,7 @@ def meanings(kind: type) -> dict[str, str]:
 
 def _sections(kind: type, cfg: DictConfig, prefix: str, undocumented: list[str]) -> Iterator[str]:
     """A section for the class's own keys, then one for each class inside it."""
-    hints, comments = get_type_hints(kind), meanings(kind)
+    hints, comments = schema.key_types(kind), meanings(kind)
     inner = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
     rows: list[tuple[str, ...]] = []
     for name in hints.keys() - inner.keys():

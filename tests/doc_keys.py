@@ -7,14 +7,14 @@ import difflib
 import re
 import shlex
 from collections.abc import Iterator
-from typing import Any, get_type_hints
+from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from dtrain.config.compose import conf_dir
-from dtrain.config.schema import Config
+from dtrain.config.schema import Config, key_types
 from tests.doc_pages import is_placeholder
 
 PARSER = OverridesParser.create()
@@ -58,7 +58,7 @@ def is_key(key: str) -> bool:
     for number, name in enumerate(names):
         if not dataclasses.is_dataclass(kind):
             return names[0] not in FREE or names[number] in argument_names() | {"_target_"}
-        hints = get_type_hints(kind)
+        hints = key_types(kind)
         if name not in hints:
             return False
         kind = hints[name]

@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -33,7 +33,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 from dtrain.config.errors import ConfigError
 from dtrain.config.merge import replacing_nodes
 from dtrain.config.renamed_keys import RENAMED_KEYS
-from dtrain.config.schema import Config
+from dtrain.config.schema import Config, key_types
 
 _PACKAGE = re.compile(r"(\s*#\s*@.*\n)*\s*#\s*@package\b")  # Hydra's header ends at the first line that is not `# @`
 _QUOTE = "quote it twice: 'data.train=\"shards/{000..009}.tar\"'"
@@ -171,7 +171,7 @@ def _explain_key(error: Exception, preset: str | None, arguments: Sequence[str],
     if isinstance(cause, ValidationError) or "could not be converted" in text:
         reason = re.search(r"Value .*", text)
         return f"{where}{key}: {(reason[0] if reason else text.splitlines()[0]).rstrip('.')}. {_wanted(key)}"
-    if key in _groups(folders) and key not in get_type_hints(Config):
+    if key in _groups(folders) and key not in key_types(Config):
         return f"{where}{key} is a group, not a key. Choose from it in the defaults of a preset: `- {key}/NAME`."
     return f"{where}{_renamed(key) or _no_such_key(key, arguments, folders)}"
 
@@ -219,7 +219,7 @@ def _depth(key: str) -> int:
 
 
 def _check_section(node: DictConfig, kind: type, prefix: str) -> None:
-    hints = get_type_hints(kind)
+    hints = key_types(kind)
     for key in map(str, node):
         if key not in hints:
             raise ConfigError(_renamed(prefix + key) or f"{prefix}{key}: there is no such key. {nearest(key, hints)}")
@@ -235,7 +235,7 @@ def _renamed(key: str) -> str | None:
 
 def _sections(kind: type, prefix: str = "") -> Iterator[tuple[str, type]]:
     """The dataclasses of the schema below one, by dotted path."""
-    for name, hint in get_type_hints(kind).items():
+    for name, hint in key_types(kind).items():
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
             yield f"{prefix}{name}", hint
             yield from _sections(hint, f"{prefix}{name}.")
@@ -251,6 +251,6 @@ def _wanted(key: str) -> str:
     if (section := _section_at(key)) is not None:
         return f"Set keys below it, such as {key}.{dataclasses.fields(section)[0].name}."
     parent, _, name = key.rpartition(".")
-    hint = get_type_hints(kind).get(name) if (kind := _section_at(parent)) is not None else None
+    hint = key_types(kind).get(name) if (kind := _section_at(parent)) is not None else None
     text = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "").replace(" | None", " or null")
     return f"Want {text}." if hint is not None else ""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeGuard
 
 import hydra._internal.hydra as hydra_main
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 #: Groups whose presets are the arguments of a class.
 CLASS_GROUPS = ("model", "task", "optimizer", "schedule")
 _FIELDS = "data.fields"
+_OF_HYDRA = {"_partial_", "_recursive_", "_convert_"}  # say how a node is built, not what its class takes
 
 
 @contextmanager
@@ -108,7 +109,7 @@ def _remove_other(configs: Sequence[DictConfig], path: str, new: DictConfig) -> 
     if path == _FIELDS or (targets and targets[-1] != _target(new)):
         for _, node in found:
             with open_dict(node):
-                for key in list(node):
+                for key in set(node) - _OF_HYDRA:
                     del node[key]
 
 
@@ -125,10 +126,11 @@ def _make_room(composed: DictConfig, override: Override) -> None:
     if path == _FIELDS:
         replaces = all("name" in options for options in value.values() if isinstance(options, dict))
     else:
-        replaces = "_target_" in value and (not _is_mapping(node) or _target(node) != value["_target_"])
+        replaces = "_target_" in value and (not _is_mapping(node) or _target(node) not in (None, value["_target_"]))
     if replaces and not override.is_add():
         with suppress(OmegaConfBaseException):  # Hydra reports that there is no such key
-            OmegaConf.update(composed, path, {}, merge=False)
+            kept = {key: node[key] for key in _OF_HYDRA & set(node)} if _is_mapping(node) and path != _FIELDS else {}
+            OmegaConf.update(composed, path, kept, merge=False)
             OmegaConf.set_struct(OmegaConf.select(composed, path), False)
 
 
@@ -141,12 +143,12 @@ def _allow_removal(composed: DictConfig, override: Override) -> None:
 
 
 def _are_complete(fields: DictConfig) -> bool:
-    return bool(fields) and all(_is_mapping(node := _child(fields, key)) and "name" in node for key in fields)
+    return bool(fields) and all(not _is_mapping(node := _child(fields, key)) or "name" in node for key in fields)
 
 
 def _target(node: DictConfig) -> Any:
     found = _child(node, "_target_")
-    return found._value() if found is not None else None  # not resolved
+    return None if found is None or found._is_missing() else found._value()  # not resolved
 
 
 def _child(node: DictConfig, key: Any) -> Any:
@@ -163,5 +165,5 @@ def _select(config: DictConfig, path: str) -> Any:
     return node
 
 
-def _is_mapping(node: Any) -> bool:
+def _is_mapping(node: Any) -> TypeGuard[DictConfig]:
     return isinstance(node, DictConfig) and not (node._is_none() or node._is_missing() or node._is_interpolation())

@@ -115,9 +115,9 @@ def as_dataset(value: Any) -> Any:
         return Arrays(value)
     if isinstance(value, Generated) or (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
         return value
-    stream = (
-        " Samples of a stream cannot be read by number: write them to shards." if hasattr(value, "__iter__") else ""
-    )
+    stream = ""
+    if hasattr(value, "__iter__"):
+        stream = " Samples of a stream cannot be read by number: write them to shards, or use data=iterable."
     raise ValueError(
         f"got a {type(value).__name__}, want a data set with __len__ and __getitem__, a dict or tuple of arrays, or a "
         f"dtrain.data.Generated.{stream}"
@@ -359,7 +359,7 @@ class SampleReader(Reader):
     def _sample(self, record: _Numbered) -> Any:
         if isinstance(self._dataset, Generated):
             return self._dataset.function(record.number, self._randomness.of(record.random))
-        if isinstance(self._dataset, Arrays):
+        if isinstance(self._dataset, (Arrays, dict)):  # which draw no random numbers
             return self._dataset[record.number]
         with generators_at(record.random):
             return self._dataset[record.number]

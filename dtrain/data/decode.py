@@ -49,10 +49,13 @@ _IMAGE_DAMAGE = (*_DAMAGE, SyntaxError, TypeError, ArithmeticError, *_BOMBS)
 #: Larger images are rejected as decompression bombs: a quarter GiB of RGB, the size from which Pillow warns.
 MAX_PIXELS = 89_478_485
 _JPEG = b"\xff\xd8\xff"
+_PNG = b"\x89PN"
+_TIFF = (b"II*", b"MM\0")
 # A short list, because some of Pillow's formats start other programs (EPS) or read other files.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
-# Values of the EXIF orientation tag.
+# EXIF orientation: its tag, bytes without which a file has none, and its values.
 _ORIENTATION = 0x0112
+_EXIF_MARKS = {_JPEG: (b"Exif\0\0",), _PNG: (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")}
 _TURNS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     2: lambda pixels: pixels[:, ::-1],
     3: lambda pixels: pixels[::-1, ::-1],
@@ -358,13 +361,23 @@ def decode_image(
     return out
 
 
-def check_image(payload: bytes | memoryview) -> None:
-    """Raises ``SampleError`` unless the header is of a known format and at most ``MAX_PIXELS``."""
+def check_image(payload: bytes | memoryview, exif: bool = False) -> tuple[int, int]:
+    """Height and width of an image file, from its header.
+
+    Args:
+        payload: The file.
+        exif: Height and width after the rotation that the EXIF orientation says.
+
+    Raises:
+        SampleError: If the header is of no known format, or the image is larger than ``MAX_PIXELS``.
+    """
     try:
-        with _quiet():
-            _open(payload).close()
+        with _quiet(), _open(payload) as image:
+            height, width = image.height, image.width
     except _IMAGE_DAMAGE as error:
         raise _not_an_image(error, payload) from error
+    turn = _exif_turn(payload) if exif else None
+    return (height, width) if turn is None else turn(np.empty((height, width, 0), np.uint8)).shape[:2]
 
 
 def _decode_jpeg(payload: bytes | memoryview, out: np.ndarray | None) -> np.ndarray | None:
@@ -438,9 +451,16 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _exif_turn(payload: bytes | memoryview) -> Callable[[np.ndarray], np.ndarray] | None:
-    # Most files have no EXIF data, and opening a file with Pillow takes several times as long as decoding a small image.
-    if payload[:3] == _JPEG and b"Exif\0\0" not in bytes(payload[:65_536]):
-        return None
+    # Most files have no EXIF data. Opening a file with Pillow takes several times as long as decoding a small JPEG, and for
+    # its EXIF data a PNG is decoded completely.
+    start = bytes(payload[:3])
+    if start in _TIFF:
+        return None  # Pillow rotates a TIFF when it loads the pixels
+    marks = _EXIF_MARKS.get(start)
+    if marks is not None:
+        head = bytes(payload[:65_536] if start == _JPEG else payload)
+        if not any(mark in head for mark in marks):
+            return None
     try:
         with _quiet(), _open(payload) as image:
             return _TURNS.get(image.getexif().get(_ORIENTATION, 1))

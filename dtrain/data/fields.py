@@ -321,7 +321,10 @@ def parse_fields(mapping: Mapping[str, Mapping[str, Any]]) -> tuple[Field, ...]:
     ):
         repeated = sorted({value for value in values if values.count(value) > 1})
         if repeated:
-            raise ValueError(f"data.fields: two fields share the {kind} {repeated[0]!r}. Each needs its own.")
+            raise ValueError(
+                f"data.fields: two fields share the {kind} {repeated[0]!r}. Each needs its own; '~data.fields.cls' removes the "
+                "field of .cls."
+            )
     return tuple(fields)
 
 

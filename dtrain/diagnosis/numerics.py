@@ -23,7 +23,7 @@ from dtrain.config import compose
 from dtrain.config.compose import Composed, add_json_option, write_json
 from dtrain.config.errors import ConfigError
 from dtrain.config.run import recompose_if_run, take
-from dtrain.config.schema import Config
+from dtrain.config.schema import Config, LossScaleConfig
 from dtrain.data import Batch
 from dtrain.data.randomness import seed_generators
 from dtrain.diagnosis.measure import endless_batches
@@ -53,7 +53,8 @@ def main(arguments: Sequence[str]) -> int:
         steps, ranks = (_positive(name, chosen[name]) for name in ("steps", "ranks"))
         report, outcomes = audit(composed.cfg, steps, ranks)
         print_tables(report, console, options.all)
-        bounds = composed.cfg.precision.loss_scale
+        loss_scale = composed.cfg.precision.loss_scale
+        bounds = LossScaleConfig() if loss_scale == "none" else loss_scale
         print_banner("numerics", {"run": _result(report, outcomes)} | summary(report, bounds.min, bounds.max))
         more = {
             "losses": [_loss(outcome) for outcome in outcomes],

@@ -45,6 +45,7 @@ class Precision:
     Args:
         name: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
         keep_fp32: fnmatch patterns of names of modules that compute in fp32 in every precision.
+        loss_scaling: Whether fp16 has a loss scale; the other precisions need none.
 
     Raises:
         ConfigError: If ``name`` is none of the four; names the nearest one. If ``keep_fp32`` is a string.
@@ -52,6 +53,7 @@ class Precision:
 
     name: str
     keep_fp32: tuple[str, ...] = ()
+    loss_scaling: bool = True
 
     def __post_init__(self) -> None:
         if self.name not in _COMPUTE:
@@ -80,8 +82,8 @@ class Precision:
 
     @property
     def scales_gradients(self) -> bool:
-        """Whether gradients need a loss scale: in fp16 only, since bf16 has the exponent range of fp32."""
-        return self.compute_dtype == torch.float16
+        """Whether gradients are multiplied by a loss scale: in fp16 only, since bf16 has the exponent range of fp32."""
+        return self.compute_dtype == torch.float16 and self.loss_scaling
 
     def transfer_dtype(self, role: str) -> torch.dtype | None:
         """The dtype in which a loader worker sends a field of that role; None where the field keeps its dtype.
@@ -131,6 +133,11 @@ class Precision:
         elif device.type == "cpu":
             found = self._check_cpu()
         _set_fp32_mode(self.fp32_mode)
+        if self.compute_dtype == torch.float16 and not self.loss_scaling:
+            found.append(
+                "precision.loss_scale=none: gradients are not scaled, so those below 3e-8 become zero in fp16 and those below "
+                "6e-5 lose bits. Remove it, or set precision=bf16, unless you want to see that"
+            )
         return found
 
     def _require_device(self, device_type: str) -> None:

@@ -29,7 +29,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.instantiate import by_target
-from dtrain.config.schema import Config, LossScaleConfig, ParallelConfig, PrecisionConfig, TrainConfig
+from dtrain.config.schema import Config, ParallelConfig, PrecisionConfig, TrainConfig
 from dtrain.data import ShardLoader
 from dtrain.data.randomness import be_deterministic, seed_generators
 from dtrain.distributed.collectives import on_all_ranks
@@ -39,7 +39,7 @@ from dtrain.precision import Precision
 from dtrain.precision.comm_hooks import REDUCE_DTYPES, HookGuard, reduce_in
 from dtrain.precision.loss_scale import LossScale
 from dtrain.training.checkpoints import Checkpoint, Checkpoints
-from dtrain.training.loaders import check_same_data, eval_loader, prepare_data, train_loader
+from dtrain.training.loaders import check_same_data, class_names, eval_loader, prepare_data, train_loader
 from dtrain.training.model_setup import (
     checkpoint_activations,
     compile_in_place,
@@ -92,6 +92,7 @@ def build_run(
     train_data = on_all_ranks(lambda: train_loader(cfg, data_world, precision))
     eval_data = on_all_ranks(lambda: eval_loader(cfg, data_world, precision)) if with_eval_data else None
     check_same_data(train_data, eval_data)
+    names = on_all_ranks(lambda: class_names(cfg.data))
 
     # -- model. Seeded immediately before, so that the initial weights do not depend on earlier random numbers.
     if cfg.train.deterministic:
@@ -132,6 +133,7 @@ def build_run(
         eval_loader=eval_data,
         step=step,
         checkpoints=Checkpoints.of(run_dir, cfg.checkpoint),
+        class_names=names,
     )
     return run, warnings
 
@@ -217,10 +219,16 @@ def build_precision(cfg: PrecisionConfig, device: torch.device) -> tuple[Precisi
     """Makes the precision policy and applies it to this process; returns it with warnings for the user.
 
     Raises:
-        ConfigError: If the device does not support the precision.
+        ConfigError: If the device does not support the precision, or ``loss_scale`` is neither ``none`` nor a section.
     """
+    scaled = isinstance(cfg.loss_scale, DictConfig)
+    if not scaled and cfg.loss_scale != "none":
+        raise ConfigError(
+            f"precision.loss_scale: got {cfg.loss_scale!r}. Set one of its keys, such as precision.loss_scale.init=1024, or "
+            "none for fp16 without loss scaling."
+        )
     with as_config_error("precision"):
-        precision = Precision(cfg.name, tuple(cfg.keep_fp32))
+        precision = Precision(cfg.name, tuple(cfg.keep_fp32), scaled)
         return precision, precision.apply(device)
 
 
@@ -293,11 +301,7 @@ def build_optimizer(node: Any, model: nn.Module) -> torch.optim.Optimizer:
             optimizer = by_target("optimizer", node, model=model)
     else:
         fused = {"fused": True} if "fused" in arguments and not {"fused", "foreach", "_partial_"} & set(node) else {}
-        try:
-            optimizer = by_target("optimizer", node, parameters, **fused)
-        except TypeError as error:  # torch raises it for a value that is no number
-            values = ", ".join(f"{key}={value}" for key, value in node.items() if key != "_target_")
-            raise ConfigError(f"optimizer: {error}. One of its values is wrong: {values}.") from error
+        optimizer = by_target("optimizer", node, parameters, **fused)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer: {node._target_} returns {type(optimizer).__name__}, want a torch Optimizer.")
     return optimizer
@@ -325,8 +329,8 @@ def build_schedule(node: Any, lengths: Lengths) -> Callable[[int], float]:
     return schedule
 
 
-def build_loss_scale(cfg: LossScaleConfig, precision: Precision, device: torch.device) -> LossScale | None:
-    """Makes the loss scale; None where the precision does not scale gradients.
+def build_loss_scale(cfg: Any, precision: Precision, device: torch.device) -> LossScale | None:
+    """Makes the loss scale from a ``LossScaleConfig``; None where the precision does not scale gradients.
 
     Raises:
         ConfigError: If a factor, interval or bound is impossible.

@@ -62,7 +62,7 @@ def evaluate_run(run: TrainState, stop: Callable[[], bool], *, stopping: bool = 
         return None
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: tensors that a model keeps (a ScriptModule does) could not be used in training
 def evaluate(
     model: nn.Module,
     task: Task,

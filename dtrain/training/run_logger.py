@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -25,9 +24,9 @@ from dtrain.data.sample_log import truncate_sample_logs
 from dtrain.distributed.world import World
 from dtrain.tracking.console import print_banner
 from dtrain.tracking.records import Record
-from dtrain.tracking.run_dir import read_status, write_status
+from dtrain.tracking.run_dir import write_status
 from dtrain.tracking.sinks import NullSinks, Sinks, build_sinks
-from dtrain.training.loaders import class_names, eval_loader
+from dtrain.training.loaders import eval_loader
 from dtrain.training.model_setup import CompilerLog
 from dtrain.training.schedule import schedule_horizon
 from dtrain.training.state import TrainState
@@ -137,8 +136,6 @@ class MediaLogger:
         self._sinks = sinks
         self._on = run.world.rank == 0 and run.cfg.tracker.media
         self._drawn_at = time.monotonic()
-        # Read on every rank before the first step, because a damaged file must not end a run hours later.
-        self._class_names = class_names(run.cfg.data) if run.cfg.tracker.media else None
 
     def after(self, evaluation: Evaluation, *, last: bool) -> None:
         """Makes the media of an evaluation, if it is the last one of the run or a minute has passed."""
@@ -156,13 +153,13 @@ class MediaLogger:
                 confusion_picture,
             )  # with matplotlib, whose import takes a second
 
-            media["confusion"] = confusion_picture(evaluation.tables["confusion"], self._class_names)
+            media["confusion"] = confusion_picture(evaluation.tables["confusion"], run.class_names)
         if isinstance(run.task, IllustratingTask):
             model = run.ema.averaged() if run.ema is not None else run.model
             was_training = model.training
             model.eval()
             try:
-                with torch.inference_mode(), run.precision.autocast(run.world.device.type):
+                with torch.no_grad(), run.precision.autocast(run.world.device.type):
                     drawn = run.task.illustrate(model, evaluation, self._samples())
             finally:
                 model.train(was_training)
@@ -187,16 +184,6 @@ class MediaLogger:
                 yield batch.to(run.world.device)
         finally:
             loader.close()
-
-
-def previous_status(identity: Run) -> dict[str, Any] | None:
-    """The content of status.json from the previous start; None without one.
-
-    Raises:
-        ConfigError: If it cannot be read.
-    """
-    with as_config_error("run.dir"):
-        return read_status(identity.dir)
 
 
 def write_final_status(run: TrainState, state: str, reason: str | None, last_step: int) -> None:
@@ -236,6 +223,8 @@ def banner_rows(identity: Run, run: TrainState, start: str, last_step: int) -> d
     micro, rows = loader.micro_batches_per_step, loader.rows_per_micro_batch
     masked = world.size * micro * rows - cfg.train.global_batch_size
     scaled = ", loss scaling" if run.precision.scales_gradients else ""
+    if run.precision.compute_dtype == torch.float16 and not scaled:
+        scaled = ", no loss scaling"
     return {
         "run": identity.name,
         "directory": str(identity.dir),

@@ -627,3 +627,25 @@ def _claim(payload, fmt, side):
 def test_the_reason_of_a_bad_image_is_the_same_every_time():
     with refused(SampleError, "not a readable image", "6 bytes, starting b'<html>'"):
         decode_image(b"<html>")
+
+
+def with_orientation(format, orientation):
+    """A file of 4 x 6 pixels, and its pixels after the rotation."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (4, 6, 3), dtype=np.uint8))
+    stream = io.BytesIO()
+    image.save(stream, format, exif=exif, **({"quality": 95} if format == "JPEG" else {}))
+    return stream.getvalue(), np.asarray(
+        ImageOps.exif_transpose(Image.open(io.BytesIO(stream.getvalue()))).convert("RGB")
+    )
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "TIFF"])
+def test_the_size_of_an_image_is_that_after_its_rotation(format, orientation):
+    payload, upright = with_orientation(format, orientation)
+    assert check_image(payload, exif=True) == upright.shape[:2]
+    assert check_image(payload) == (upright.shape[:2] if format == "TIFF" else (4, 6))
+    if format != "JPEG":  # whose decoders differ by some grey levels
+        np.testing.assert_array_equal(decode_image(payload, exif=True), upright)

@@ -112,6 +112,17 @@ def test_s13_a_state_on_rank_0_only_is_loaded_by_all() -> None:
     assert run_ranks(3, work) == [state] * 3
 
 
+def test_all_ranks_load_a_hysteresis_that_is_used_up() -> None:
+    state = {**ours(hysteresis=2).state_dict(), "_hysteresis_tracker": 0}
+
+    def work(rank: int) -> dict[str, Any]:
+        scaler = ours(hysteresis=2)
+        scaler.load_state_dict(state if rank == 0 else None)
+        return scaler.state_dict()
+
+    assert run_ranks(2, work) == [state] * 2
+
+
 @pytest.mark.parametrize("state", [None, {}, {"model": 1}, {**ours().state_dict(), "scale": -1.0}])
 def test_what_is_no_state_is_an_error_on_every_rank(state: Any) -> None:
     def work(rank: int) -> str:

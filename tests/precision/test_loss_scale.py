@@ -119,6 +119,15 @@ def test_a_state_continues_the_same(hysteresis: int) -> None:
     assert feed(second, overflows) == whole[len(overflows) :]
 
 
+def test_a_hysteresis_that_is_used_up_stays_so_in_a_loaded_state() -> None:
+    first, second = (make(init=64.0, hysteresis=2) for _ in range(2))
+    feed(first, [True, True, True])
+    state = first.state_dict()
+    assert state["_hysteresis_tracker"] == 0
+    second.load_state_dict(state)
+    assert feed(second, [True]) == feed(first, [True]) == [8.0]
+
+
 def test_a_shortened_interval_still_grows() -> None:
     scale = make(init=2.0, growth_interval=100)
     feed(scale, [False] * 50)
@@ -158,6 +167,7 @@ STATES: dict[str, tuple[Any, str, str, str]] = {
             ("backoff_factor", 2.0, "between 0 and 1"),
             ("growth_interval", 0, ">= 1"),
             ("_growth_tracker", -1, ">= 0"),
+            ("_hysteresis_tracker", -1, ">= 0"),
         )
     },
 }

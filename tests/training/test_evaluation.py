@@ -20,7 +20,7 @@ from dtrain.training.evaluation import Interrupted, evaluate
 from dtrain.training.task import Evaluation, NotFinite, Output
 from tests.ranks import run_ranks
 from tests.refusals import refused
-from tests.shards import VECTOR_FIELDS, vector, write_vectors
+from tests.shards import VECTOR_FIELDS, npy, vector, write_tar, write_vectors
 from tests.toys import Net, world
 
 FP32 = Precision("fp32")
@@ -121,11 +121,11 @@ def test_no_graph_is_kept_and_the_model_computes_as_in_evaluation(shards: str) -
 
     def task(model: nn.Module, batch: Batch) -> Output:
         output = squares(model, batch)
-        seen.append((torch.is_inference_mode_enabled(), output.loss_sum.requires_grad, model.training))
+        seen.append((torch.is_grad_enabled(), output.loss_sum.requires_grad, model.training))
         return output
 
     result = evaluate(model, task, loader(shards), world=world(), precision=FP32)
-    assert set(seen) == {(True, False, False)}
+    assert set(seen) == {(False, False, False)}
     assert result["loss"] == pytest.approx(one_by_one(range(50))["loss"], rel=1e-6)
 
 
@@ -156,6 +156,52 @@ def test_evaluating_between_two_steps_does_not_disturb_training(shards: str) -> 
         return torch.cat([tensor.double().flatten() for tensor in model.state_dict().values()])
 
     assert torch.equal(trained(True), trained(False))
+
+
+class Remembers(nn.Module):
+    """Keeps a table that a forward makes, as models with rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None or not self.training:
+            self.table = torch.ones(1)
+        return self.net(x) * self.table  # the backward needs the table
+
+
+def traced() -> nn.Module:
+    return torch.jit.trace(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1)), torch.ones(2, 3))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("build", [Net, traced, Remembers])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_model_can_be_trained_after_each_of_several_evaluations(
+    shards: str, build: Callable[[], nn.Module], precision: str
+) -> None:
+    model, policy = build(), Precision(precision)
+    for _ in range(3):
+        for _ in range(2):
+            with policy.autocast("cpu"):
+                loss = model(torch.ones(4, 3)).float().sum()
+            loss.backward()
+        evaluate(model, squares, loader(shards), world=world(), precision=policy)
+
+
+def test_bad_samples_of_all_ranks_are_counted(tmp_path: Path) -> None:
+    samples = [
+        (f"{n:06d}", {"npy": b"no array" if n in (1, 6) else npy(vector(n)), "cls": str(n).encode()}) for n in range(8)
+    ]
+    shard = write_tar(tmp_path / "part-0.tar", samples)
+
+    def rank(number: int) -> tuple[float, float]:
+        result = evaluate(Net(), squares, loader(shard, number, 2), world=world(number, 2), precision=FP32)
+        return result["samples"], result["bad_samples"]
+
+    assert run_ranks(2, rank) == [(6, 2)] * 2
 
 
 @pytest.mark.usefixtures("alone")

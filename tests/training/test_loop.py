@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,18 +23,22 @@ from dtrain.precision import Precision
 from dtrain.precision import vote as vote_module
 from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.vote import Vote
+from dtrain.tasks import Classification
 from dtrain.tracking.records import JsonlSink
 from dtrain.training import evaluation, loop, run_logger
 from dtrain.training import step as step_module
 from dtrain.training.checkpoints import Checkpoint, Checkpoints
 from dtrain.training.evaluation import evaluate
+from dtrain.training.loaders import eval_loader
 from dtrain.training.loop import warn_on_host_sync
 from dtrain.training.step import TrainStep
 from dtrain.training.task import Evaluation, Output, Task
 from dtrain.training.tensor_copies import Ema
+from tests.config.command_lines import compose
 from tests.fake_cuda import Collectives, on_fake_cuda
-from tests.ranks import RanksFailed
+from tests.ranks import RanksFailed, run_ranks
 from tests.runs import metrics, records, status, train_on, weights
+from tests.toys import world
 
 # -- loop
 
@@ -396,6 +401,56 @@ def test_an_evaluation_that_is_due_is_forgotten_by_a_start_without_data_for_it(
     assert status(tmp_path)["state"] == "finished"
     assert not metrics(tmp_path, "eval/loss")
     assert not checkpoint_state(tmp_path, 3)["progress"]["evaluation_due"]
+
+
+class OwnStatistics(nn.Module):
+    """Its buffer depends on the last rows that this rank has trained on."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.head = nn.Linear(3 * 8 * 8, 10)
+        self.register_buffer("offset", torch.zeros(10))
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits = self.head(images.flatten(1))
+        if self.training:
+            self.offset.copy_(10 * logits.detach().float().mean(dim=0))
+        return logits + self.offset
+
+
+def test_all_ranks_evaluate_the_buffers_that_the_checkpoint_has(digits: Path, tmp_path: Path) -> None:
+    model = f"model._target_={__name__}.OwnStatistics"
+    train(2, tmp_path, model, "train.max_steps=2", "train.global_batch_size=16")
+    net = OwnStatistics()
+    net.load_state_dict(weights(tmp_path, 2))
+    composed = compose("experiment=digits").cfg
+
+    def rank(number: int) -> float:
+        here = world()
+        data = eval_loader(composed, here, Precision("fp32"))
+        assert data is not None
+        return evaluate(net, Classification(), data, world=here, precision=Precision("fp32"))["loss"]
+
+    (alone,) = run_ranks(1, rank)
+    assert metrics(tmp_path, "eval/loss") == pytest.approx([alone], rel=1e-5)
+
+
+def test_the_time_of_evaluations_is_no_time_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = {"now": 0.0}
+
+    def slow(*args: Any, **kwargs: Any) -> Evaluation:
+        clock["now"] += 1000.0
+        return evaluate(*args, **kwargs)
+
+    def monotonic() -> float:
+        clock["now"] += 0.001
+        return clock["now"]
+
+    monkeypatch.setattr(evaluation, "evaluate", slow)
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=monotonic, time=time.time))
+    train(1, tmp_path, "train.max_steps=3", "train.eval_every=1")
+    assert max(metrics(tmp_path, "time/step_seconds")) < 1.0
+    assert checkpoint_state(tmp_path, 3)["progress"]["seconds"] < 3.0
 
 
 def test_a_stop_that_was_agreed_before_an_evaluation_leaves_it_at_once(

@@ -299,6 +299,40 @@ def test_a_count_that_is_not_finite_is_an_overflow() -> None:
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_step_of_masked_rows_is_skipped_without_lowering_the_loss_scale(on_device: bool) -> None:
+    model = Net()
+    scale = LossScale(CPU, init=1024.0)
+    step = train_step(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), loss_scale=scale)
+    if on_device:
+        decide_on_device(step)
+    (outcome,) = run_steps(step, [micro_batches(0, 4, masked=range(4))])
+    assert not outcome.stats.applied
+    assert scale.scale.item() == 1024.0
+
+
+class RecordingGuard:
+    """In place of a ``HookGuard``, whose hook overflowed in some steps."""
+
+    def __init__(self, overflows: Collection[int]) -> None:
+        self.overflows = overflows
+        self.resets: list[bool] = []
+
+    def flag(self) -> Tensor:
+        return torch.tensor(len(self.resets) in self.overflows)
+
+    def reset(self, skip: Tensor) -> None:
+        self.resets.append(bool(skip))
+
+
+def test_a_communication_hook_learns_of_each_step_whether_it_was_skipped() -> None:
+    model = Net()
+    guard = RecordingGuard(overflows=(1,))
+    step = train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), guard=guard)
+    outcomes = run_steps(step, [micro_batches(n, 4, masked=range(4) if n == 2 else ()) for n in range(4)])
+    assert guard.resets == [not outcome.stats.applied for outcome in outcomes] == [False, True, True, False]
+
+
 def test_the_loss_scale_survives_170_bad_steps_and_the_run_goes_on() -> None:
     model = Net()
     scale = LossScale(CPU, init=65536.0)
@@ -616,6 +650,20 @@ def test_a_step_on_a_counted_seed_draws_the_same_dropout_again() -> None:
     whole, resumed = after(range(4)), after(range(2, 4))
     assert all(map(torch.equal, whole[4:], resumed))
     assert len({tuple(numbers.tolist()) for numbers in whole}) == 8
+
+
+def test_each_rank_draws_other_random_numbers() -> None:
+    drawn: list[Tensor] = []
+
+    def task(model: nn.Module, batch: Batch) -> Output:
+        drawn.append(torch.rand(2))
+        return squared_error(model, batch)
+
+    for number in range(2):
+        model = Net()
+        step = train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), task=task, world=world(number, 2), seed=7)
+        step.accumulate(micro_batches(0, 12), 1)
+    assert not torch.equal(*drawn)
 
 
 def test_a_rank_that_fails_in_its_task_does_not_leave_the_others_waiting() -> None:
