@@ -98,12 +98,15 @@ def test_a_command_that_nobody_would_accept_is_noticed(tmp_path: Path, monkeypat
         "python -m dtrain.pack imagefolder photos shards --vale 0.1",
         "python -m dtrain.predict artefact photo.jpg --tops 3",
         "python -m dtrain.nothing",
+        "dtrain train --nproc 2 experiment=digits train.max_stepz=5",
+        "dtrain pack imagefolder photos shards --vale 0.1",
         "python -m benchmarks.order --no-such-option",
         "python -m benchmarks.nothing",
         "bash scripts/no_such_script.sh",
     ):
         assert not accepted(wrong.split(), monkeypatch), wrong
-    assert accepted(train.split(), monkeypatch)
+    for right in (train, "dtrain train --nproc 2 experiment=digits", "dtrain completion zsh"):
+        assert accepted(right.split(), monkeypatch), right
 
 
 def test_a_block_that_fails_or_that_nobody_marked_is_noticed(tmp_path: Path) -> None:
