@@ -13,10 +13,11 @@ import faulthandler
 import io
 import json
 import os
+import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -80,6 +81,7 @@ def run(
     schema.register()
     _register_resolvers()
     arguments = list(sys.argv[1:] if argv is None else argv)
+    refused: list[ConfigError] = []
     failures: list[Exception] = []
     try:
         arguments = rewrite(arguments) if rewrite else arguments
@@ -94,7 +96,12 @@ def run(
     def job(cfg: DictConfig) -> None:
         # Hydra turns an exception into sys.exit(1), so it is caught here.
         try:
-            main(_composed(cfg))
+            composed = _composed(cfg)
+        except ConfigError as error:
+            refused.append(error)
+            return
+        try:
+            main(composed)
         except Exception as error:  # noqa: BLE001 - shown below
             failures.append(error)
 
@@ -111,9 +118,10 @@ def run(
     except KeyboardInterrupt:  # before or after the training, which handles it
         _show_text("dtrain: interrupted", rank() == 0)
         raise SystemExit(EXIT_INTERRUPTED) from None
-    if failures:
-        _show(failures[0])
-        raise SystemExit(EXIT_FAILED) from None
+    for errors, code in ((refused, EXIT_USAGE), (failures, EXIT_FAILED)):
+        if errors:
+            _show(errors[0])
+            raise SystemExit(code) from None
 
 
 def only_prints(arguments: Sequence[str]) -> bool:
@@ -152,6 +160,8 @@ def resolved(cfg: Any) -> dict[str, Any]:
         container = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0].removeprefix("ConfigError raised while resolving interpolation: ")
+        if missing := re.match(r"Interpolation key '(.*)' not found", reason):
+            reason = f"${{{missing[1]}}} leads to no key. Correct it, or set {missing[1]}=..."
         raise ConfigError(f"{error.full_key or 'config'}: {reason}") from error
     assert isinstance(container, dict)
     return {str(key): value for key, value in container.items()}
@@ -224,7 +234,7 @@ def _compose(job: Callable[[DictConfig], None], arguments: list[str]) -> None:
     sys.argv = [argv[0], *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors, which it otherwise prints before it exits
     try:
-        with replacing_nodes():
+        with replacing_nodes(), _closed_pipe():
             hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")(job)()
     finally:
         sys.argv = argv
@@ -232,6 +242,19 @@ def _compose(job: Callable[[DictConfig], None], arguments: list[str]) -> None:
             del os.environ["HYDRA_FULL_ERROR"]
         else:
             os.environ["HYDRA_FULL_ERROR"] = full_error
+
+
+@contextmanager
+def _closed_pipe() -> Iterator[None]:
+    """Ends the process without a message if the reader of its output has ended, as in ``--help | head``."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes again
+        raise SystemExit(0) from None
 
 
 def _composed(cfg: DictConfig) -> Composed:
