@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import re
 import shlex
@@ -19,7 +20,9 @@ from dtrain import doctor, export
 from dtrain.config import compose
 from dtrain.config.compose import Composed, conf_dir
 from dtrain.config.schema import Config
+from dtrain.data.fields import Field
 from dtrain.launching.commands import COMMANDS
+from dtrain.precision.policy import ROLES
 from tests.doc_commands import ENTRY_POINTS, accepted, call, compose_only, user_presets
 from tests.doc_keys import GROUPS, check_code, is_key
 from tests.doc_pages import (
@@ -255,6 +258,18 @@ def test_a_key_without_a_word_about_it_is_refused_by_name(config_page: Any, monk
     monkeypatch.setattr(config_page, "meanings", lambda kind: {**meanings(kind), "lanes": ""})
     with pytest.raises(ValueError, match=r"data\.lanes: .*schema\.py"):
         config_page.page()
+
+
+# -- the tables of docs/data.md
+
+
+def test_the_tables_of_fields_are_what_their_script_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    data_page = importlib.import_module("data_page")
+    written = data_page.PAGE.read_text()
+    assert written == data_page.page(written), "docs/data.md is stale: run `python scripts/data_page.py`"
+    for row in (*ROLES, *(field.name for field in dataclasses.fields(Field) if field.init and field.name != "ext")):
+        assert f"\n| `{row}` |" in written
 
 
 # -- what the tests above stand on
