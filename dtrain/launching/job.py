@@ -23,6 +23,7 @@ from dtrain.config.schema import LaunchConfig
 from dtrain.reporting.tables import Column, text_table
 from dtrain.tracking.history import printable
 from dtrain.tracking.run_dir import read_status
+from dtrain.training.validation import validate
 
 FINISHED = 0
 FAILED = 1
@@ -67,7 +68,7 @@ class Job:
         """The job of a composed config.
 
         Raises:
-            ConfigError: If the config has nothing to train, a number is too small, or ``run.dir`` holds another run.
+            ConfigError: If the config has nothing to train or a wrong value, or ``run.dir`` holds another run.
         """
         require_choice(composed)
         launch = OmegaConf.to_object(composed.cfg.launch)
@@ -78,6 +79,7 @@ class Job:
                 raise ConfigError(f"launch.{name}: got {value}, want at least {minimum}.")
         if launch.min_nodes is not None and launch.min_nodes > launch.nodes:
             raise ConfigError(f"launch.min_nodes: got {launch.min_nodes}, want at most launch.nodes={launch.nodes}.")
+        validate(composed.cfg)
         run = Run.of(composed)
         run.changes()
         return cls(run, launch)
