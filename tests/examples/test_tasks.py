@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,12 @@ from dtrain.data.writer import write_shards
 from tests.runs import ROOT, metrics, records, train_on
 
 OWN_TASK, IMAGE_TEXT = ROOT / "examples" / "own_task", ROOT / "examples" / "image_text"
+
+
+def test_the_readme_prints_the_files_of_the_own_task() -> None:
+    blocks = re.findall(r"```(?:python|yaml)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    for file in ("my_package.py", "presets/experiment/mine.yaml"):
+        assert (OWN_TASK / file).read_text() in blocks, file
 
 
 @pytest.mark.usefixtures("digits")
