@@ -42,6 +42,7 @@ def user_presets(folder: Path) -> None:
             path = folder / name / group / f"{preset}.yaml"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(content)
+    (folder / "examples").symlink_to(ROOT / "examples")
 
 
 def accepted(words: list[str], monkeypatch: pytest.MonkeyPatch) -> bool:

@@ -58,7 +58,7 @@ def make_world(folder: Path, session: Path) -> Path:
     (folder / "books" / "shelf").mkdir(parents=True)
     for number in range(40):
         (folder / "books" / "shelf" / f"{number}.txt").write_text("In the beginning was a sample. " * 100)
-    for name in ("benchmarks", "scripts", "slurm"):
+    for name in ("benchmarks", "examples", "scripts", "slurm"):
         (folder / name).symlink_to(ROOT / name)
     for name in ("mine", "other"):
         shutil.copytree(_trained(session), folder / "runs" / name)
