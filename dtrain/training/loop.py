@@ -283,6 +283,8 @@ class Loop:
         if self._unlogged is not None:
             self._log(self._unlogged)
         self._metrics.end()
+        if self._run.step.step and not self._run.step.applied_steps:
+            self._run_logger.note(f"Nothing was learned: {self._run.step.explain_skips()}")
         self._stop.consume()
         if self._run.step.step >= self._last_step and not self._run.totals.evaluation_due:
             return "finished", None
