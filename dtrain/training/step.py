@@ -39,7 +39,6 @@ from dtrain.training.profiler import BACKWARD, FORWARD, OPTIMIZER, VOTE, profile
 from dtrain.training.task import Output, Task, require_output
 from dtrain.training.tensor_copies import BufferGuard, Ema
 
-
 _DOCTOR = (
     "`python -m dtrain.doctor numerics` with the arguments of this run, or with its run.dir=DIR, names the operation and "
     "its line."

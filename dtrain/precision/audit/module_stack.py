@@ -52,7 +52,7 @@ class PrecisionFinding:
     """A place in the model's code where the precision differs from the configured one.
 
     Attributes:
-        kind: ``created``, ``promoted``, ``product``, ``constant``, ``fixed``, ``raised`` or ``in place``; see ``lint`` and
+        kind: ``created``, ``promoted``, ``product``, ``constant``, ``fixed``, ``raised``, ``in place`` or ``naive``; see ``lint`` and
             ``recorders``.
         owner: Name of the module.
         operation: Name of the operation, such as ``zeros``.

@@ -46,6 +46,10 @@ _KINDS = {
         "beyond fp16",
         "the largest fp16 number is 65504: mask with -inf, or with torch.finfo(x.dtype).min where a whole row may be masked",
     ),
+    "naive": (
+        "unstable form",
+        "for large inputs it overflows, or takes the logarithm of zero, in 16 bits much earlier than in fp32",
+    ),
     "fixed": (
         "fixed 16 bits",
         "written in the code for every precision: leave it to autocast, or write x.to(other.dtype)",
