@@ -52,8 +52,8 @@ class PrecisionFinding:
     """A place in the model's code where the precision differs from the configured one.
 
     Attributes:
-        kind: ``created``, ``promoted``, ``product``, ``constant``, ``fixed``, ``raised``, ``in place`` or ``naive``; see ``lint`` and
-            ``recorders``.
+        kind: ``created``, ``promoted``, ``product``, ``constant``, ``fixed``, ``raised``, ``in place`` or ``naive``; see
+            ``lint`` and ``recorders``.
         owner: Name of the module.
         operation: Name of the operation, such as ``zeros``.
         where: ``file:line`` in the user's code; "" if unknown.
