@@ -21,9 +21,21 @@ from dtrain.config.errors import ConfigError
 from dtrain.config.explain import nearest
 from dtrain.launching import local, slurm
 from dtrain.launching.commands import COMMANDS, run_command
-from dtrain.launching.job import FAILED, FINISHED, Job, assignment, exit_code, print_results, with_unique_dirs
+from dtrain.launching.job import (
+    ALREADY_FINISHED,
+    FAILED,
+    FINISHED,
+    Job,
+    JobResult,
+    assignment,
+    exit_code,
+    named_job,
+    print_results,
+    with_unique_dirs,
+)
+from dtrain.launching.search import Launcher, is_search, search
 
-LAUNCHERS = {"local": local, "slurm": slurm}
+LAUNCHERS: dict[str, Launcher] = {"local": local, "slurm": slurm}
 _SWEEP_DIR = "hydra.sweep.dir"
 USAGE = """Usage
   python -m dtrain.launch [--multirun] launch=local|slurm experiment=NAME [KEY=VALUE ...]
@@ -44,7 +56,7 @@ With launch=slurm
   launch.time=HH:MM:SS              time limit of one allocation; the job asks for new ones until the run is finished
   launch.partition=P                partition; also launch.account=A
   launch.gpus_per_node=N            default one for each process; 0 on a cluster without GPUs
-  launch.cpus_per_process=N         default one, plus one for each of data.num_workers
+  launch.cpus_per_process=N         default one, plus one for each of data.num_workers (auto: four)
   launch.stop_seconds=S             seconds before the time limit when the run saves and stops: more than a save takes
   launch.max_running=N              with --multirun: submit one job array and run N of its runs at a time
   launch.requeue=false              do not ask for new allocations
@@ -75,11 +87,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _start(arguments: Sequence[str]) -> int:
+    if is_search(arguments):
+        return search(arguments, launcher_of)
     jobs: list[Job] = []
+
+    def add(composed: compose.Composed) -> None:
+        with named_job(composed, arguments):
+            jobs.append(Job.of(composed))
+
     with TemporaryDirectory() as folder:
-        compose.run(
-            lambda composed: jobs.append(Job.of(composed)), arguments, lambda typed: _with_sweep_dir(typed, folder)
-        )
+        compose.run(add, arguments, lambda typed: _with_sweep_dir(typed, folder))
     # Without jobs Hydra only printed the config (--cfg, --info).
     return launch(with_unique_dirs(jobs)) if jobs else FINISHED
 
@@ -87,23 +104,45 @@ def _start(arguments: Sequence[str]) -> int:
 def launch(jobs: Sequence[Job]) -> int:
     """Starts the jobs of one command line, or prints their commands or scripts; returns the exit code.
 
+    Jobs that were finished by an earlier command are not started again.
+
     Raises:
         ConfigError: If one of the jobs cannot start; then no job is started.
     """
-    names = {job.launch.name for job in jobs}
-    if len(names) > 1 or not names <= LAUNCHERS.keys():
-        raise ConfigError(f"launch.name: got {', '.join(sorted(names))}, want one of {', '.join(LAUNCHERS)}.")
-    launcher = LAUNCHERS[names.pop()]
-    launcher.check(jobs)
+    launcher = launcher_of(jobs)
+    if jobs[0].launch.search.trials is not None:
+        raise ConfigError(
+            f"launch.search.trials: got {jobs[0].launch.search.trials} in a preset. Write it on the command line, with the "
+            "keys to search: launch.search.trials=20 'optimizer.lr=interval(1e-4,1e-1)'."
+        )
+    finished = [job for job in jobs if job.is_finished]
+    waiting = [job for job in jobs if not job.is_finished]
+    for job in finished:
+        sys.stderr.write(f"dtrain: {job.name}: {ALREADY_FINISHED}: {job.run.dir}\n")
+    if waiting:
+        launcher.check(waiting)
     if jobs[0].launch.dry_run:
-        print(launcher.describe(jobs), end="")
+        print(launcher.describe(waiting) if waiting else "", end="")
         return FINISHED
-    results = launcher.launch(jobs)
+    ended = dict(zip((job.run.dir for job in waiting), launcher.launch(waiting) if waiting else [], strict=True))
+    results = [ended.get(job.run.dir, JobResult(ALREADY_FINISHED, FINISHED)) for job in jobs]
     if len(jobs) > 1:
         print_results(jobs, results)
         directories = shlex.join(str(job.run.dir) for job in jobs)
         sys.stderr.write(f"to compare these runs: python -m dtrain.launch status {directories}\n")
     return exit_code(results)
+
+
+def launcher_of(jobs: Sequence[Job]) -> Launcher:
+    """The launcher of the jobs of one command line.
+
+    Raises:
+        ConfigError: If ``launch.name`` is unknown, or differs between the jobs.
+    """
+    names = {job.launch.name for job in jobs}
+    if len(names) > 1 or not names <= LAUNCHERS.keys():
+        raise ConfigError(f"launch.name: got {', '.join(sorted(names))}, want one of {', '.join(LAUNCHERS)}.")
+    return LAUNCHERS[names.pop()]
 
 
 def _with_sweep_dir(arguments: list[str], folder: str) -> list[str]:

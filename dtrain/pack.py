@@ -154,8 +154,7 @@ def _add_text(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--val-by",
         choices=VAL_BY,
-        default=VAL_BY[0],
-        help="splits get whole documents (default), or the end of each document, for a few large documents",
+        help="splits get whole documents, or the end of each document (default: whole documents, if there are enough)",
     )
     _add_sizes(parser, "64 megabytes")
     _add_splits(parser)

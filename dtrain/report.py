@@ -11,11 +11,13 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from dtrain.distributed.atomic import replace_file
+from dtrain.reporting.charts import run_charts, setting_charts
 from dtrain.reporting.health import RunData
-from dtrain.reporting.page import gap_lines, report_page, write_charts
+from dtrain.reporting.page import gap_lines, report_page
 from dtrain.reporting.sweep import Sweep
 from dtrain.reporting.tables import sweep_text
 from dtrain.tracking.history import printable, read_all, run_directories
@@ -51,7 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with replace_file(out) as file:
             file.write(page)
         if options.png is not None:
-            write_charts(runs, sweep, options.png)
+            from dtrain.reporting.pictures import write_charts  # here because matplotlib takes half a second
+
+            write_charts([*setting_charts(sweep), *chain(*run_charts(runs).values())], options.png)
     except OSError as error:
         return _fail(f"{error}. Choose another place: --out FILE for the page, --png FOLDER for the charts.")
     for line in gap_lines(sweep.runs):

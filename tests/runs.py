@@ -43,6 +43,14 @@ def torchrun(
     )
 
 
+def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Everything below a folder: path to time of the last change in nanoseconds, and content of the files."""
+    return {
+        str(path.relative_to(folder)): (path.lstat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        for path in sorted(folder.rglob("*"))
+    }
+
+
 def metrics(run_dir: Path, name: str = "train/loss") -> list[float]:
     """A metric's values, in the order of the log."""
     return [record[name] for record in records(run_dir) if name in record]

@@ -3,20 +3,27 @@
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tarfile
 import tracemalloc
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from PIL import Image
 from webdataset.tariterators import base_plus_ext
 
+from dtrain import train
+from dtrain.config import compose
 from dtrain.data import ShardLoader
 from dtrain.pack import main
 from dtrain.packing.staging import StagedDataset
+from tests.ranks import run_ranks
+from tests.runs import metrics, records
 
 
 def image(path, seed, size=(6, 5)):
@@ -134,7 +141,7 @@ def test_names_with_the_same_key_get_unique_keys(tmp_path):
 
 BAD = {
     "cat/notes.txt": (b"text", "its name is not that of an image"),
-    "cat/.DS_Store": (b"\0", "its name is not that of an image"),
+    "cat/Makefile": (b"all:", "its name is not that of an image"),
     "stray.png": (b"", "is beside the folders of the classes"),
     "dog/broken.png": (b"no image", "not a readable image"),
     "dog/empty.jpg": (b"", "not a readable image"),
@@ -160,7 +167,7 @@ def test_bad_skip_lists_the_skipped_files(source, tmp_path, capsys):
     out, error = capsys.readouterr()
     for name, (_, reason) in BAD.items():
         assert f"skipped {source / name}: {reason}" in error
-    assert "bad files: 5" in out
+    assert "unreadable images: 2, other files: 3," in out
     assert len(rows(tmp_path / "dst", "train")) == 36
 
 
@@ -333,21 +340,150 @@ def test_memory_holds_one_image(tmp_path):
     assert peak < 256 * (64 << 10) / 8
 
 
-@pytest.mark.slow
-def test_the_printed_command_trains(tmp_path, capsys):
+def make_photos(folder):
+    """Two classes, images of different sizes, two splits."""
     for label in range(2):
-        for n in range(16):
-            image(tmp_path / "src" / f"c{label}" / f"{n}.png", n, size=(8, 8))
-    assert pack(tmp_path / "src", tmp_path / "dst", "--val", 0.25) == 0
+        for n in range(8):
+            image(folder / "src" / f"c{label}" / f"{n}.png", n, size=(20 + n, 30 - label))
+    return ["imagefolder", folder / "src", folder / "dst", "--val", 0.25]
+
+
+def make_arrays(folder, *names):
+    random = np.random.default_rng(0)
+    arrays = {
+        "x": random.standard_normal((16, 10)).astype(np.float32),
+        "label": random.integers(0, 5, 16),
+        "digit": random.integers(0, 256, (16, 12, 12), dtype=np.uint8),
+        "price": random.standard_normal(16),
+        "y": random.standard_normal((16, 3)).astype(np.float32),
+    }
+    for name in names:
+        np.save(folder / f"{name}.npy", arrays[name])
+    png = ["--png", "digit"] if "digit" in names else []
+    return ["arrays", *(folder / f"{name}.npy" for name in names), folder / "dst", "--val", 0.25, *png]
+
+
+def make_text(folder):
+    (folder / "one.txt").write_text("".join(f"line {n} of a book\n" for n in range(100)))
+    return ["text", folder / "one.txt", folder / "dst", "--length", 16, "--val", 0.05]
+
+
+def arrays(model, *names, slow=False):
+    marks = pytest.mark.slow if slow else ()
+    return pytest.param(lambda folder: make_arrays(folder, *names), model, id=", ".join(names), marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("make", "model"),
+    [
+        pytest.param(make_photos, "model.classes=2", id="photos of different sizes"),
+        pytest.param(make_text, "model.vocabulary=257", id="a single text file"),
+        arrays("model.classes=", "digit", "label"),
+        arrays("model.widths=[10,64,1]", "x", "price"),
+        arrays("model.widths=[10,64,", "x", "label", slow=True),
+        arrays("model.widths=[10,64,3]", "x", "y", slow=True),
+    ],
+)
+def test_exactly_the_printed_command_trains(tmp_path, capsys, make, model):
+    assert main([str(word) for word in make(tmp_path)]) == 0
+    program, *arguments = shlex.split(capsys.readouterr().out.splitlines()[-1].partition("-m dtrain.")[2])
+    assert program == "train"
+    assert any(argument.startswith(model) for argument in arguments)
+    short = [f"run.dir={tmp_path / 'run'}", "tracker=none", "train.global_batch_size=4", "train.max_steps=1"]
+    run_ranks(1, lambda rank: compose.run(train.train, [*arguments, *short]), init=False, timeout=120)
+    assert metrics(tmp_path / "run", "eval/loss")
+
+
+@pytest.mark.slow
+def test_the_printed_command_trains_in_a_shell(tmp_path, capsys):
+    assert main([str(word) for word in make_photos(tmp_path)]) == 0
     printed = capsys.readouterr().out.splitlines()[-1]
-    arguments = printed.partition("-m dtrain.train ")[2].split()
-    run_dir = tmp_path / "run"
-    command = [sys.executable, "-m", "dtrain.train", *arguments, f"run.dir={run_dir}", "tracker=none"]
-    done = subprocess.run([*command, "train.global_batch_size=8"], capture_output=True, text=True, cwd=tmp_path)
+    command = printed.replace("torchrun", f"{sys.executable} -m torch.distributed.run")
+    done = subprocess.run(
+        ["bash", "-c", f"{command} tracker=none run.dir=run"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert any("eval/loss" in line for line in lines)
-    assert max(line["samples"] for line in lines) == 24
+    assert max(line["samples"] for line in records(tmp_path / "run")) == 12
+
+
+def test_where_no_model_fits_the_command_names_the_users_own(tmp_path, capsys):
+    np.save(tmp_path / "ids.npy", np.arange(12).reshape(6, 2))
+    assert main(["arrays", str(tmp_path / "ids.npy"), str(tmp_path / "dst")]) == 0
+    out = capsys.readouterr().out
+    assert "your own model and task" in out
+    assert "model._target_=my_package.MyModel task._target_=my_package.MyTask" in out
+
+
+# -- the preset of images
+
+
+def packed_preset(folder):
+    return yaml.safe_load((folder / "conf" / "data" / "packed.yaml").read_text())
+
+
+def test_images_of_one_size_keep_it(source, tmp_path, capsys):
+    assert pack(source, tmp_path / "dst") == 0
+    preset = packed_preset(tmp_path / "dst")
+    assert preset["fields"]["jpg;png"] == {"name": "image", "role": "image", "exif": True}
+    assert "num_workers" not in preset
+    assert "images have 6 x 5 pixels" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("sides", "size"), [((30, 50, 70), 48), ((300, 500, 250), 224), ((9, 10, 12), 10)])
+def test_images_of_different_sizes_are_resized_to_their_median(tmp_path, capsys, sides, size):
+    for n, side in enumerate(sides):
+        image(tmp_path / "src" / "c" / f"{n}.png", n, size=(side, side + 9))
+    assert pack(tmp_path / "src", tmp_path / "dst") == 0
+    preset = packed_preset(tmp_path / "dst")
+    assert preset["image_size"] == size
+    assert preset["fields"]["png"]["size"] == "${data.image_size}"
+    out = capsys.readouterr().out
+    assert f"resized to {size} x {size}" in out
+    assert "data.image_size" in out
+
+
+def test_a_photo_that_a_camera_was_turned_for_has_its_turned_size(tmp_path):
+    for n, orientation in enumerate((1, 6)):
+        path = tmp_path / "src" / "c" / f"{n}.jpg"
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.zeros((10, 20, 3), np.uint8)).save(path, exif=exif)
+    assert pack(tmp_path / "src", tmp_path / "dst") == 0
+    assert packed_preset(tmp_path / "dst")["image_size"] == 10
+
+
+def test_a_second_split_keeps_the_formats_and_the_size_of_the_first(tmp_path):
+    image(tmp_path / "train" / "c" / "1.png", 1, size=(40, 40))
+    image(tmp_path / "train" / "c" / "2.png", 2, size=(50, 40))
+    image(tmp_path / "val" / "c" / "3.jpg", 3, size=(20, 20))
+    assert pack(tmp_path / "train", tmp_path / "dst") == 0
+    assert pack(tmp_path / "val", tmp_path / "dst", "--prefix", "val") == 0
+    preset = packed_preset(tmp_path / "dst")
+    assert preset["fields"]["jpg;png"]["size"] == "${data.image_size}"
+    assert preset["image_size"] == 40
+
+
+def test_files_of_the_system_are_ignored_and_counted(source, tmp_path, capsys):
+    for name in (
+        ".DS_Store",
+        "cat/.DS_Store",
+        "cat/Thumbs.db",
+        "cat/._1.jpg",
+        "dog/desktop.ini",
+        ".git/x",
+        "__MACOSX/1.jpg",
+    ):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_bytes(b"x")
+    assert pack(source, tmp_path / "dst") == 0
+    assert "ignored (hidden or of the system): 7" in capsys.readouterr().out
+    assert json.loads((tmp_path / "dst" / "classes.json").read_text()) == ["cat", "dog", "eel"]
+    assert len(rows(tmp_path / "dst", "train")) == 36
 
 
 def test_an_interrupted_command_still_counts_its_skipped_files(source, tmp_path, capsys, monkeypatch):
@@ -358,7 +494,7 @@ def test_an_interrupted_command_still_counts_its_skipped_files(source, tmp_path,
     assert "Run the same command again" in capsys.readouterr().err
     monkeypatch.setattr(StagedDataset, "publish", publish)
     assert pack(source, tmp_path / "dst", "--bad", "skip") == 0
-    assert "bad files: 1" in capsys.readouterr().out
+    assert "unreadable images: 1" in capsys.readouterr().out
 
 
 def test_shards_by_megabytes_have_similar_sizes(tmp_path):

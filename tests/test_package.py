@@ -47,3 +47,6 @@ def test_the_wheel_trains_from_any_directory(tmp_path: Path) -> None:
         timeout=120,
     )
     assert status(tmp_path / "run")["state"] == "finished"
+    report = [sys.executable, "-m", "dtrain.report", str(tmp_path / "run")]
+    subprocess.run(report, cwd="/", env=environment, check=True, timeout=60)
+    assert "uPlot" in (tmp_path / "run" / "report.html").read_text()

@@ -4,7 +4,9 @@ In reading order:
 
 * ``schema``: every config key, its type, default and meaning.
 * ``compose``: composes the config with Hydra and calls an entry point with it; exit codes; the option ``--json``.
+* ``merge``: presets and keys that name another class replace the earlier node.
 * ``explain``: clear messages for the errors that Hydra raises.
+* ``torchrun_errors``: what torchrun shows when a rank fails.
 * ``run``: the run's name, its directory and saved config, which configs may resume it, and its command line.
 * ``instantiate``: objects from ``_target_`` nodes.
 * ``renamed_keys``: keys of earlier versions, and their new names.

@@ -9,13 +9,16 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import io
 import json
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +29,18 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from dtrain.config import schema
 from dtrain.config.cache_dir import cache_dir
 from dtrain.config.errors import ConfigError, Explained, PeerFailed, in_brief
 from dtrain.config.explain import check_arguments, check_keys, explain, options_last
+from dtrain.config.merge import replacing_nodes
+from dtrain.config.torchrun_errors import EXIT_USAGE, record_failure, torchrun_is_quiet
 
 EXIT_FAILED = 1
-EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+#: Options of Hydra that print something instead of running.
+_PRINTING = ("--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i", "--version")
 
 
 @dataclass(frozen=True)
@@ -82,25 +88,37 @@ def run(
         _show_message(str(error))
         raise SystemExit(EXIT_USAGE) from None
     arguments = options_last(arguments)
+    with suppress(OSError, RuntimeError):  # standard error has no file, or is closed
+        faulthandler.enable()  # a crash in C code shows the Python stack of each thread
 
     def job(cfg: DictConfig) -> None:
-        # Hydra turns an exception into sys.exit(1): neither torchrun's error file nor this function would get it. So it
-        # is caught here. Errors that are shown without a traceback are not written to that file, because torchrun
-        # would print its own report around their message.
+        # Hydra turns an exception into sys.exit(1), so it is caught here.
         try:
-            composed = _composed(cfg)
-            record(lambda: _call(main, composed, failures))()
+            main(_composed(cfg))
         except Exception as error:  # noqa: BLE001 - shown below
             failures.append(error)
 
     try:
         _compose(job, arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not only_prints(arguments):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `--help | head` is no error, at exit neither
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         _show_message(explain(error, arguments, conf_dir()))
         raise SystemExit(EXIT_USAGE) from None
+    except KeyboardInterrupt:  # before or after the training, which handles it
+        _show_text("dtrain: interrupted", rank() == 0)
+        raise SystemExit(EXIT_INTERRUPTED) from None
     if failures:
         _show(failures[0])
         raise SystemExit(EXIT_FAILED) from None
+
+
+def only_prints(arguments: Sequence[str]) -> bool:
+    """Whether a command line has an option of Hydra that prints help or the config instead of running."""
+    return any(argument.partition("=")[0] in _PRINTING for argument in arguments)
 
 
 def require_choice(composed: Composed) -> None:
@@ -139,6 +157,15 @@ def resolved(cfg: Any) -> dict[str, Any]:
     return {str(key): value for key, value in container.items()}
 
 
+def portable(cfg: Any) -> dict[str, Any]:
+    """As ``resolved``, but ``${dtrain.env:A}`` and ``${dtrain.cache:NAME}`` get no value, which would depend on the machine."""
+    _register_resolvers(as_written=True)
+    try:
+        return resolved(cfg)
+    finally:
+        _register_resolvers()
+
+
 def conf_dir() -> Path:
     """The folder of the config groups: inside the package when installed from a wheel, beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
@@ -171,10 +198,18 @@ def _json_file(text: str) -> Path:
     return path
 
 
-def _register_resolvers() -> None:
+def _register_resolvers(*, as_written: bool = False) -> None:
     """Registers ``${dtrain.env:A,B}``, the first set variable, and ``${dtrain.cache:NAME}``, a path in the cache."""
-    OmegaConf.register_new_resolver("dtrain.env", _first_of_environment, replace=True)
-    OmegaConf.register_new_resolver("dtrain.cache", lambda name: str(cache_dir() / name), replace=True)
+    resolvers: dict[str, Callable[..., str]] = {
+        "dtrain.env": _first_of_environment,
+        "dtrain.cache": lambda name: str(cache_dir() / name),
+    }
+    for name, resolver in resolvers.items():
+        OmegaConf.register_new_resolver(name, partial(_written, name) if as_written else resolver, replace=True)
+
+
+def _written(name: str, *arguments: str) -> str:
+    return f"<{name}:{','.join(arguments)}>"
 
 
 def _first_of_environment(*names: str) -> str:
@@ -184,19 +219,13 @@ def _first_of_environment(*names: str) -> str:
     raise ConfigError(f"the environment variable {names[0]} is not set. Set it to the folder of the shards.")
 
 
-def _call(main: Callable[[Composed], Any], composed: Composed, failures: list[Exception]) -> None:
-    try:
-        main(composed)
-    except (ConfigError, Explained, PeerFailed) as error:
-        failures.append(error)
-
-
 def _compose(job: Callable[[DictConfig], None], arguments: list[str]) -> None:
     argv, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = [argv[0], *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors, which it otherwise prints before it exits
     try:
-        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")(job)()
+        with replacing_nodes():
+            hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")(job)()
     finally:
         sys.argv = argv
         if full_error is None:
@@ -232,21 +261,25 @@ def _parent(cfg: Any, key: str) -> tuple[Any, str]:
 
 
 def _show(error: Exception) -> None:
+    with_traceback = bool(os.environ.get("DTRAIN_TRACEBACK"))
     if isinstance(error, PeerFailed):
-        sys.stderr.write(f"dtrain: rank {rank()} stops: {in_brief(str(error))}\n")
-    elif isinstance(error, (ConfigError, OmegaConfBaseException)) and not os.environ.get("DTRAIN_TRACEBACK"):
+        # torchrun shows it if the rank that failed first is on another machine, so that nothing follows its message here.
+        _show_text(f"dtrain: rank {rank()} stops: {in_brief(str(error))}", not torchrun_is_quiet())
+    elif isinstance(error, (ConfigError, OmegaConfBaseException)) and not with_traceback:
         _show_message(str(error))
-    elif isinstance(error, Explained) and not os.environ.get("DTRAIN_TRACEBACK"):
+    elif isinstance(error, Explained) and not with_traceback:
         message = "\n".join([str(error), *getattr(error, "__notes__", ())])
-        sys.stderr.write(f"dtrain: error: {f'rank {rank()}: ' if rank() else ''}{message}\n")
+        _show_text(f"dtrain: error: {f'rank {rank()}: ' if rank() else ''}{message}", True)
     else:
-        # One write, so that the lines of several ranks are not interleaved.
-        text = "".join(traceback.format_exception(error))
-        sys.stderr.write(f"dtrain: rank {rank()} failed\n{text}")
-    sys.stderr.flush()
+        _show_text(f"dtrain: rank {rank()} failed\n{''.join(traceback.format_exception(error)).rstrip()}", True)
 
 
 def _show_message(message: str) -> None:
-    if rank() == 0:
-        sys.stderr.write(f"dtrain: error: {message}\n")
+    _show_text(f"dtrain: error: {message}", rank() == 0)
+
+
+def _show_text(text: str, shown: bool) -> None:
+    if shown:
+        sys.stderr.write(f"{text}\n")  # one write, so that the lines of several ranks are not interleaved
         sys.stderr.flush()
+    record_failure(text, shown)

@@ -7,7 +7,12 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_STARTS_WITH_KEY = re.compile(
+    r"(run|train|data|model|task|optimizer|schedule|precision|parallel|checkpoint)\.[\w.;]+:? "
+)
 HIDDEN = "<hidden>"
+#: Matches the end of keys whose values are secret.
+SECRET_KEY = re.compile(r"(pass(word|wd)|secret|token|api_?key|credential)s?$", re.IGNORECASE)
 # user:password@ of a URL, and the value of a signature or token in its query
 _URL_SECRET = re.compile(
     r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)|(?<=[?&])([\w-]*(?:sig|signature|token|key|secret|password)=)[^&\s'\"]+", re.I
@@ -38,6 +43,16 @@ class PeerLost(Explained, RuntimeError):
     """This rank ends because another one is gone and no rank has published an error."""
 
 
+def shortened(text: str, most: int) -> str:
+    """The beginning of a text, at most ``most`` characters."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def hide_secret(key: str, value: str) -> str:
+    """The text of a value; without passwords, signatures and tokens."""
+    return HIDDEN if SECRET_KEY.search(key) else without_url_secrets(value)
+
+
 def in_brief(message: str) -> str:
     """The beginning of a message on one line, for a place where the whole message is not needed."""
     return textwrap.shorten(message.splitlines()[0] if message else "", 120, placeholder="...")
@@ -59,7 +74,8 @@ def as_config_error(what: str) -> Iterator[None]:
         raise
     except (ValueError, OSError, ImportError) as error:
         message = str(error)
-        raise ConfigError(message if message.startswith(what) else f"{what}: {message}") from error
+        known = message.startswith(what) or _STARTS_WITH_KEY.match(message)
+        raise ConfigError(message if known else f"{what}: {message}") from error
 
 
 def without_url_secrets(text: str) -> str:

@@ -31,6 +31,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from dtrain.config.errors import ConfigError
+from dtrain.config.merge import replacing_nodes
 from dtrain.config.renamed_keys import RENAMED_KEYS
 from dtrain.config.schema import Config, key_types
 
@@ -200,7 +201,11 @@ def _chosen(arguments: Sequence[str], folders: Sequence[Path]) -> DictConfig:
     choices = [text for text in arguments if "=" in text and text.lstrip("+").partition("=")[0] in _groups(folders)]
     choices += [f"hydra.searchpath=[file://{folder.resolve()}]" for folder in folders[1:]]
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(folders[0]), version_base="1.3"), suppress(HydraException, OmegaConfBaseException):
+    with (
+        replacing_nodes(),
+        initialize_config_dir(str(folders[0]), version_base="1.3"),
+        suppress(HydraException, OmegaConfBaseException),
+    ):
         return compose("train", choices)
     return OmegaConf.structured(Config)
 

@@ -1,7 +1,7 @@
 """Builds the object that a config node names by ``_target_``, with Hydra's ``instantiate``.
 
-An error of the user (an unknown name, a missing package, a wrong argument or value) becomes a ``ConfigError`` that names the
-key. An error inside the target's own code keeps its traceback.
+The arguments of every target are compared with its signature first, those of nested targets too. Whatever fails, also inside
+the target's own code, becomes a ``ConfigError`` that names the key, the target and the values.
 """
 
 from __future__ import annotations
@@ -10,17 +10,21 @@ import copy
 import difflib
 import importlib
 import importlib.metadata
+import inspect
 import pkgutil
 import re
-from collections.abc import Iterable, Iterator
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
-from omegaconf import DictConfig, ListConfig
+from hydra.utils import get_object, instantiate
+from omegaconf import DictConfig, ListConfig, Node, OmegaConf
 
-from dtrain.config.errors import ConfigError
+from dtrain.config.errors import ConfigError, Explained, PeerFailed, hide_secret, shortened
+from dtrain.config.explain import nearest
 
 # Module to the name of its distribution on PyPI, where they differ.
 _DISTRIBUTIONS = {
@@ -35,9 +39,10 @@ _DISTRIBUTIONS = {
 #: Classes that moved, old path to new path. Looked up when an object is built, after the config was hashed and compared, so
 #: that neither the name nor the identity of a run changes.
 MOVED_TARGETS = {
-    "dtrain.data.augment.ColorJitter": "dtrain.data.augment.ColorJitter",
-    "dtrain.data.augment.TorchvisionTransform": "dtrain.data.augment.TorchvisionTransform",
+    "dtrain.data.color_jitter.ColorJitter": "dtrain.data.augment.ColorJitter",
+    "dtrain.data.torchvision_transform.TorchvisionTransform": "dtrain.data.augment.TorchvisionTransform",
 }
+_OF_HYDRA = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 
 
 def by_target(key: str, node: Any, *args: Any, **kwargs: Any) -> Any:
@@ -53,48 +58,51 @@ def by_target(key: str, node: Any, *args: Any, **kwargs: Any) -> Any:
         What the call returns.
 
     Raises:
-        ConfigError: If there is no ``_target_``, nothing of that name can be imported, or the target does not take these
-            keys or raises ``ValueError``.
-        Exception: Any other exception of the target, or of its module during the import.
+        ConfigError: If there is no ``_target_``, nothing of that name can be imported, the target does not take these
+            keys or needs others, or it raises an exception.
     """
     if not isinstance(node, DictConfig) or "_target_" not in node:
         raise ConfigError(f"{key}: has no _target_. Name a class or function, such as {key}._target_=package.Class.")
-    node = _replace_moved_targets(node)
+    node = copy.deepcopy(node)
+    nodes = dict(nodes_with_target(key, node))
+    for place, inner in nodes.items():
+        _check_call(place, inner, *((len(args), kwargs) if inner is node else (0, {})))
     try:
         return instantiate(node, *args, _convert_="all", **kwargs)
     except InstantiationException as error:
         cause = error.__cause__
-        if cause is not None and "Error locating target" not in str(error):
-            # A traceback of one frame: the call itself failed, before any line of the target ran.
-            if isinstance(cause, TypeError) and cause.__traceback__ is not None and cause.__traceback__.tb_next is None:
-                raise ConfigError(f"{key}: {node._target_} does not take these keys: {cause}.") from error
-            if isinstance(cause, ValueError) and not isinstance(cause, ConfigError):
-                raise ConfigError(f"{key}: {cause}") from cause
+        if isinstance(cause, (ConfigError, Explained, PeerFailed)):
             raise cause from None
-        root = cause
-        while root is not None and root.__cause__ is not None:
-            root = root.__cause__
-        if root is not None and not isinstance(root, (ImportError, AttributeError, ValueError)):
-            raise root from None  # the target's module raised it during the import
-        # Only Hydra's message has the name of a target that is nested inside this node.
-        match = re.search(r"Error locating target '([^']*)'", str(error))
-        target = match[1] if match else str(node._target_)
-        where = f"{key}._target_" if target == node._target_ else f"{key}, a _target_ inside"
-        reason = why_missing(target)
-        if not reason:  # it can be imported, but it is not callable
-            raise ConfigError(f"{where}: {target!r}: {str(error).splitlines()[0]}.") from error
-        raise ConfigError(f"{where}: {target!r} cannot be imported: {reason}") from error
+        if cause is None:
+            raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from error
+        found = re.search(r"full_key: (\S+)", str(error))
+        named = str(found[1]) if found else ""
+        for place, inner in nodes.items():
+            # Hydra leaves out the brackets of lists, and has no key of a node without parent.
+            if re.sub(r"[\[\]]", "", place) in (named, f"{key}.{named}"):
+                raise ConfigError(_failure(place, inner, cause)) from cause
+        raise ConfigError(_failure(key, node, cause)) from cause
 
 
-def _replace_moved_targets(node: DictConfig) -> DictConfig:
-    """A copy of the node in which no ``_target_`` has an old path."""
-    node = copy.deepcopy(node)
-    for old in list(_nodes_with_old_target(node)):
-        old["_target_"] = MOVED_TARGETS[old["_target_"]]
-    return node
+def check_arguments(key: str, node: Any, **given: Any) -> None:
+    """Checks a node as ``by_target`` does, without calling its target.
+
+    Args:
+        key: The node's place in the config.
+        node: The node.
+        given: Arguments that the caller of ``by_target`` adds; their values are not looked at.
+
+    Raises:
+        ConfigError: If there is no ``_target_``, nothing of that name can be imported, or the target does not take these keys.
+    """
+    if not isinstance(node, DictConfig) or "_target_" not in node:
+        raise ConfigError(f"{key}: has no _target_. Name a class or function, such as {key}._target_=package.Class.")
+    for place, inner in nodes_with_target(key, node):
+        _check_call(place, inner, 0, given if inner is node else {})
 
 
-def _nodes_with_old_target(node: Any) -> Iterator[DictConfig]:
+def nodes_with_target(key: str, node: Any) -> Iterator[tuple[str, DictConfig]]:
+    """The mappings with a ``_target_``, from the outside to the inside, each with its place in the config."""
     if (
         not isinstance(node, (DictConfig, ListConfig))
         or node._is_none()
@@ -102,10 +110,100 @@ def _nodes_with_old_target(node: Any) -> Iterator[DictConfig]:
         or node._is_interpolation()
     ):
         return
-    if isinstance(node, DictConfig) and node.get("_target_") in MOVED_TARGETS:
-        yield node
-    for key in node if isinstance(node, DictConfig) else range(len(node)):
-        yield from _nodes_with_old_target(node._get_node(key))
+    if isinstance(node, ListConfig):
+        for number in range(len(node)):
+            yield from nodes_with_target(f"{key}[{number}]", node._get_node(number))
+        return
+    if node._get_node("_target_") is not None:
+        yield key, node
+        if node.get("_recursive_") is False:
+            return
+    for name in map(str, node):
+        yield from nodes_with_target(f"{key}.{name}", node._get_node(name))
+
+
+def _check_call(place: str, node: DictConfig, positional: int, keywords: Mapping[str, Any]) -> None:
+    """Refuses a node whose target cannot be imported or called with the node's keys.
+
+    Args:
+        place: The node's place in the config.
+        node: The node; the old name of a class that moved is replaced in it.
+        positional: Number of positional arguments that are added.
+        keywords: Keyword arguments that are added.
+    """
+    if OmegaConf.is_missing(node, "_target_"):
+        raise ConfigError(
+            f"{place}._target_ is not set. Name a class or function, such as {place}._target_=package.Class."
+        )
+    path = node["_target_"]
+    if not isinstance(path, str):
+        raise ConfigError(f"{place}._target_: got {path!r}, want a dotted path, such as package.module.Class.")
+    if path in MOVED_TARGETS:
+        path = node["_target_"] = MOVED_TARGETS[path]
+    try:
+        reason = why_missing(path)
+    except Exception as error:  # of the module itself
+        raise ConfigError(f"{place}._target_: {path!r} cannot be imported: {_told(error)}") from error
+    if reason:
+        raise ConfigError(f"{place}._target_: {path!r} cannot be imported: {reason}")
+    try:
+        target = get_object(path)
+        if not callable(target):
+            raise ConfigError(
+                f"{place}._target_: {path!r} is a {type(target).__name__}, which is not callable. Name a class or function."
+            )
+        parameters = list(inspect.signature(target).parameters.values())
+    except (ValueError, TypeError, InstantiationException) as error:
+        if isinstance(error, ConfigError):
+            raise
+        return  # a builtin without signature, or a target that Hydra refuses
+    by_name = [it for it in parameters if it.kind in (it.POSITIONAL_OR_KEYWORD, it.KEYWORD_ONLY)][positional:]
+    given = [str(name) for name in node if name not in _OF_HYDRA]
+    if not any(it.kind is it.VAR_KEYWORD for it in parameters):
+        names = [it.name for it in by_name]
+        for name in given:
+            if name not in names:
+                raise ConfigError(f"{place}.{name}: {path} has no argument {name!r}. {nearest(name, names)}")
+    for it in by_name:
+        value = node._get_node(it.name) if it.name in given else None
+        wanted = getattr(it.annotation, "__name__", it.annotation)
+        if not isinstance(value, Node) or value._is_missing() or value._is_interpolation():
+            continue
+        if wanted in ("int", "float", "bool") and isinstance(value._value(), str):
+            raise ConfigError(f"{place}.{it.name}: got {_value(it.name, value)}, but {path} wants {wanted}.")
+    if node.get("_partial_") or keywords.get("_partial_") or "_args_" in node:
+        return
+    needed = [it.name for it in by_name if it.default is it.empty and it.name not in (*given, *keywords)]
+    needed += [name for name in given if OmegaConf.is_missing(node, name)]
+    if needed:
+        raise ConfigError(
+            f"{place}.{needed[0]} is not set: {path} needs {' and '.join(needed)}. Set {place}.{needed[0]}=..."
+        )
+
+
+def _failure(place: str, node: Any, error: BaseException) -> str:
+    """The message for a target that raised an exception."""
+    path = str(node["_target_"])
+    if isinstance(error, ValueError) and path.startswith("dtrain."):
+        return f"{place}: {error}"  # names the value and the remedy
+    values = ", ".join(f"{name}={_value(str(name), node._get_node(name))}" for name in node if name not in _OF_HYDRA)
+    return f"{place}: {path}({values}) failed: {_told(error)}"
+
+
+def _value(name: str, node: Any) -> str:
+    if isinstance(node, DictConfig) and "_target_" in node:
+        return f"{node._target_}(...)"
+    plain = OmegaConf.to_container(node, resolve=True) if isinstance(node, (DictConfig, ListConfig)) else node._value()
+    return hide_secret(name, shortened(repr(plain), 60))
+
+
+def _told(error: BaseException) -> str:
+    """An exception of other code: type, message and place."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "site-packages" not in frame.filename and "importlib" not in frame.filename]
+    place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    message = shortened(" ".join(str(error).split()), 300)
+    return f"{type(error).__name__}: {message.rstrip('.')}{place}. DTRAIN_TRACEBACK=1 shows the traceback."
 
 
 def why_missing(target: str) -> str:

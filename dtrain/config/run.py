@@ -1,5 +1,7 @@
 """A run: its name, its directory with the saved config, which configs may resume it, and its command line.
 
+* The default *name* contains a hash of everything that changes the result, so two seeds, or two lengths, are two runs. It is
+  the same on every machine.
 * The *identity* of a run is model, task, optimizer class and seed (and the data's fingerprint, which the checkpoint
   has). A config with another identity is refused.
 * Everything else may change when a run is resumed. The changes are printed, and the new config is saved.
@@ -19,13 +21,22 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from dtrain.config.compose import Composed, resolved
-from dtrain.config.errors import HIDDEN, ConfigError, as_config_error, without_url_secrets
+from dtrain.config.compose import Composed, portable, resolved
+from dtrain.config.errors import HIDDEN, SECRET_KEY, ConfigError, as_config_error, without_url_secrets
 from dtrain.config.renamed_keys import RENAMED_KEYS, rename_keys, rename_override
 from dtrain.config.schema import Config
 
+#: Sections and keys that do not change the result of a run. They are not part of its default name, and a resumed run does not
+#: report that they changed. All other keys count, as soon as they differ from the schema's default.
+WITHOUT_EFFECT_ON_THE_RESULT = (
+    *("run.name", "run.dir", "run.resume", "run.max_hours"),
+    *("launch", "tracker", "profile", "export", "faults"),
+    *("train.log_every", "checkpoint.every_steps", "checkpoint.every_minutes"),
+    *("checkpoint.keep_last", "checkpoint.keep_every"),
+    *("data.num_workers", "data.prefetch", "data.start_method", "data.storage", "data.cache", "data.record_keys"),
+    *("parallel.timeout_start", "parallel.timeout_step"),
+)
 _CONFIG, _OVERRIDES = "config.yaml", "overrides.yaml"
-_SECRET = re.compile(r"(pass(word|wd)|secret|token|api_?key|credential)s?$", re.IGNORECASE)
 _RESTORE = "Restore it, or use another run.dir."
 
 
@@ -34,7 +45,7 @@ class Run:
     """A run and its directory.
 
     Attributes:
-        name: ``run.name``, or ``<experiment>-<hash of the config>``.
+        name: ``run.name``, or the last part of ``run.dir``, or ``<experiment>-<hash of what changes the result>``.
         dir: The run directory, absolute; it may not exist yet.
         config: The resolved config, secrets included.
         overrides: The command line it was composed from.
@@ -51,12 +62,18 @@ class Run:
     def of(cls, composed: Composed) -> Run:
         """The run that a composed config describes."""
         config = resolved(composed.cfg)
-        name = config["run"]["name"] or f"{composed.experiment or 'run'}-{_digest(config)}"
-        directory = Path(config["run"]["dir"] or Path("runs") / name).expanduser().absolute()
+        given = config["run"]["dir"]
+        directory = Path(os.path.abspath(Path(given).expanduser())) if given else None
+        name = config["run"]["name"] or (
+            directory.name if directory else f"{composed.experiment or 'run'}-{_digest(portable(composed.cfg))}"
+        )
+        directory = directory or Path("runs", name).absolute()
         return cls(name, directory, config, composed.overrides, composed.config_dirs)
 
     def changes(self) -> list[str]:
         """What this config changes in an existing run, such as ``train.max_steps: 50 -> 100``; [] for a new run.
+
+        Keys without effect on the result are left out.
 
         Raises:
             ConfigError: If the directory has a run of another identity; names every difference.
@@ -73,7 +90,8 @@ class Run:
                 + "".join(f"    {line}\n" for line in forbidden)
                 + "  Set another run.dir (or run.name), or go back to the values on the left."
             )
-        return list(_differences(saved, ours, OmegaConf.to_container(OmegaConf.structured(Config))))
+        saved, ours = (_with_effect(config) for config in (saved, ours))
+        return list(_differences(saved, ours, _defaults()))
 
     def save(self) -> None:
         """Writes ``config.yaml`` (resolved, without secrets) and ``overrides.yaml`` (the command line). On rank 0 only.
@@ -85,7 +103,7 @@ class Run:
             "overrides": [
                 without_url_secrets(override)
                 for override in self.overrides
-                if not _SECRET.search(override.partition("=")[0])
+                if not SECRET_KEY.search(override.partition("=")[0])
             ],
             "config_dirs": list(self.config_dirs),
         }
@@ -134,7 +152,10 @@ def recompose(arguments: Sequence[str]) -> list[str]:
         raise ConfigError("run.dir=DIR is missing: name the directory of the run.")
     path = _as_typed(new["run.dir"]) / _OVERRIDES
     if not path.exists():
-        raise ConfigError(f"run.dir: {path.parent} is not a run directory (it has no {_OVERRIDES}).")
+        raise ConfigError(
+            f"run.dir: {path.parent} is not a run directory (it has no {_OVERRIDES}). Name the directory of a run; to start a "
+            "new one in it, choose what to train as well, such as experiment=digits."
+        )
     saved = _mapping(path)
     overrides, config_dirs = (saved.get(key) for key in ("overrides", "config_dirs"))
     if not isinstance(overrides, list) or not isinstance(config_dirs, list):
@@ -146,13 +167,16 @@ def recompose(arguments: Sequence[str]) -> list[str]:
 
 
 def recompose_if_run(arguments: list[str]) -> list[str]:
-    """``recompose``, if ``run.dir`` has a run and no experiment is chosen; otherwise the unchanged arguments.
+    """``recompose``, if ``run.dir`` has a run and the arguments do not choose what to train; else the unchanged arguments.
+
+    An experiment chooses what to train, or a preset of data together with one of a model.
 
     Raises:
         ConfigError: If ``run.dir`` is the only argument and has no run.
     """
     dirs = [argument.partition("=")[2] for argument in arguments if argument.startswith("run.dir=")]
-    chooses = any(argument.startswith("experiment=") for argument in arguments)
+    keys = {argument.partition("=")[0] for argument in arguments}
+    chooses = "experiment" in keys or {"data", "model"} <= keys
     if not dirs or chooses or (len(arguments) > 1 and not is_run(dirs[0])):
         return arguments
     return recompose(arguments)
@@ -180,7 +204,7 @@ def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
     """A copy without secrets: values of keys such as ``api_key``, ``password`` or ``token``, and parts of URLs."""
 
     def clean(key: str, value: Any) -> Any:
-        if _SECRET.search(key) and isinstance(value, str):
+        if SECRET_KEY.search(key) and isinstance(value, str):
             return HIDDEN
         if isinstance(value, Mapping):
             return {str(k): clean(str(k), v) for k, v in value.items()}
@@ -192,16 +216,36 @@ def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _digest(config: Mapping[str, Any]) -> str:
-    # With the old names of renamed keys, so that the default name of a run survives a renaming.
-    config = rename_keys(config, {new: old for old, new in RENAMED_KEYS.items()})
-    # Place, launch, tracking and length of a run do not change its name.
-    # An empty list of hooks is left out, so that runs from before the key keep their names.
-    train = {
-        key: value for key, value in config["train"].items() if not key.startswith("max_") and (key != "hooks" or value)
+    # Without keys at their default, so that a key of a later version does not change the name of every run.
+    changed = _changed(_with_effect(config), _defaults())
+    # With the old names of renamed keys, so that a default name survives a renaming.
+    changed = rename_keys(changed, {new: old for old, new in RENAMED_KEYS.items()})
+    return hashlib.sha256(json.dumps(changed, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+def _with_effect(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A copy without ``WITHOUT_EFFECT_ON_THE_RESULT``."""
+    return {
+        key: _with_effect(value, f"{prefix}{key}.") if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if f"{prefix}{key}" not in WITHOUT_EFFECT_ON_THE_RESULT
     }
-    ignored = ("run", "launch", "tracker", "profile", "export", "faults")
-    hashed = {key: value for key, value in config.items() if key not in ignored} | {"train": train}
-    return hashlib.sha256(json.dumps(hashed, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+def _changed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys whose values differ from ``defaults``."""
+    changed: dict[str, Any] = {}
+    for key, value in config.items():
+        default = defaults.get(key)
+        if isinstance(value, Mapping) and isinstance(default, Mapping):
+            value = _changed(value, default) or default
+        if key not in defaults or value != default:
+            changed[key] = value
+    return changed
+
+
+def _defaults() -> dict[str, Any]:
+    return OmegaConf.to_container(OmegaConf.structured(Config))  # type: ignore[return-value]
 
 
 def _identity(config: Mapping[str, Any]) -> dict[str, Any]:

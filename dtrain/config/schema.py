@@ -181,6 +181,22 @@ class TrackerConfig:
 
 
 @dataclass
+class SearchConfig:
+    """A search for good values with Optuna: `launch.search.trials=20 'optimizer.lr=tag(log,interval(1e-4,1e-1))'`."""
+
+    trials: int | None = None  # number of runs; null: no search
+    metric: str = "eval/loss"  # the objective: a metric of the evaluations
+    # maximize | minimize; null: minimize eval/loss and eval/perplexity, maximize eval/accuracy
+    direction: str | None = None
+    best: bool = False  # the objective of a run is its best value; false: its last value
+    sampler: str = "tpe"  # tpe: values near those of good runs | random
+    seed: int = 0  # of the sampler
+    # median: stop a run that is worse than the median of the others at its step | halving: successive halving | none
+    pruner: str = "none"
+    max_failures: int = 3  # failed runs in a row after which the search ends
+
+
+@dataclass
 class LaunchConfig:
     """How `dtrain.launch` starts a run. The keys from `min_nodes` on apply to SLURM only."""
 
@@ -188,17 +204,20 @@ class LaunchConfig:
     nodes: int = 1  # machines
     processes_per_node: int | None = None  # null, for local only: one per GPU, or one without GPUs
     dry_run: bool = False  # only show what would be started or submitted
+    # of a sweep or search: so many runs at a time. local: cores and GPUs are divided among them; null: one
+    # slurm: a sweep is then one job array; null: a sweep is a job for each run, a search has one job at a time
+    max_running: int | None = None
+    search: SearchConfig = field(default_factory=SearchConfig)
     # start with fewer nodes, at least so many, if the others are not free; the global batch stays the same
     min_nodes: int | None = None
     time: str = "01:00:00"  # of one allocation, not of the run
     partition: str | None = None  # null: the cluster's default
     account: str | None = None  # account to charge; null: the cluster's default
     gpus_per_node: int | None = None  # null: one per process; 0: nodes without GPUs
-    cpus_per_process: int | None = None  # null: one, and one for each of data.num_workers
+    cpus_per_process: int | None = None  # null: one, and one for each of data.num_workers (auto: four)
     # seconds before the end of the allocation at which the run is asked to stop: more than a step and a checkpoint take
     stop_seconds: int = 120
     requeue: bool = True  # submit again until the run is finished
-    max_running: int | None = None  # --multirun: one job array, with so many runs at a time; null: a job for each run
     extra: list[str] = field(default_factory=list)  # further sbatch options: 'launch.extra=["--qos=high"]'
     srun: list[str] = field(default_factory=list)  # further srun options, such as Pyxis' --container-image=IMAGE
     container: list[str] = field(default_factory=list)  # command in front of python: [apptainer,exec,--nv,image.sif]

@@ -191,8 +191,8 @@ class Transfer:
 
     def arrive(self, name: str, tensor: Tensor) -> Tensor:
         """A field as the model receives it, on the device of ``tensor``."""
-        field = self._fields[name]
-        if field.role != "image":
+        field = self._fields.get(name)  # None for the mask of a text
+        if field is None or field.role != "image":
             return tensor
         mean, std = _grey_levels(field.mean, tensor.device), _grey_levels(field.std, tensor.device)
         return normalised(tensor, mean, std, self._compute_dtype).contiguous(memory_format=self._layout)

@@ -29,7 +29,7 @@ from dtrain.data.randomness import Randomness, hash64
 from dtrain.data.source import Source
 
 # Uses of (seed, epoch) need different keys: the order has 1 to 3, generated samples 5, mixing 6.
-_AUGMENTATION = 4
+AUGMENTATION = 4
 _NUMBERS = (bool, int, float, np.bool_, np.integer, np.floating)
 _INTEGERS = (bool, int, np.bool_, np.integer)
 # libjpeg-turbo writes rows aligned to 32 bytes past the CPU caches (movntdq), which makes a small image a fifth slower.
@@ -96,6 +96,11 @@ class Collator:
         data = {buffer.field.name: buffer.data() for buffer in buffers}
         if mixtures is not None:
             data = mixtures.mixed(data, keys)
+        for field in self._fields:
+            if field.tokenizer is not None:  # see ``tokens_of``
+                tokens = torch.as_tensor(data[field.name])
+                data[field.columns[1]] = tokens >= 0
+                data[field.name] = tokens.clamp(min=0)
         return Batch(data, keys[:rows], torch.tensor([key != "" for key in keys[:rows]]), bad)
 
     def expect(self, ahead: Callable[[int], np.ndarray]) -> None:
@@ -133,7 +138,7 @@ class Collator:
 
     def _find(self, epoch: int, samples: np.ndarray) -> Iterable[tuple[Any, int]]:
         """Each sample, and the key of its random numbers."""
-        randoms = hash64(self._seed, epoch, _AUGMENTATION, samples) if self._draws else samples
+        randoms = hash64(self._seed, epoch, AUGMENTATION, samples) if self._draws else samples
         return zip(self._reader.find(epoch, samples), randoms.tolist(), strict=True)
 
     def _fill(self, buffers: Sequence[FieldBuffer], row: int, record: Any, random: int) -> None:

@@ -24,7 +24,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from dtrain.data.crop import Crop
-from dtrain.data.decode import decode_image
+from dtrain.data.decode import decode_image, tokens_of
 from dtrain.data.fields import DataError, Field, SampleError, parse_fields
 from dtrain.data.randomness import Randomness, generators_at, hash64
 from dtrain.data.source import Index, Reader, Source
@@ -115,9 +115,9 @@ def as_dataset(value: Any) -> Any:
         return Arrays(value)
     if isinstance(value, Generated) or (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
         return value
-    stream = (
-        " Samples of a stream cannot be read by number: write them to shards." if hasattr(value, "__iter__") else ""
-    )
+    stream = ""
+    if hasattr(value, "__iter__"):
+        stream = " Samples of a stream cannot be read by number: write them to shards, or use data=iterable."
     raise ValueError(
         f"got a {type(value).__name__}, want a data set with __len__ and __getitem__, a dict or tuple of arrays, or a "
         f"dtrain.data.Generated.{stream}"
@@ -180,11 +180,11 @@ def value_fields(mapping: Mapping[Any, Mapping[str, Any]]) -> tuple[Field, ...]:
     Raises:
         ValueError: As ``parse_fields``; also if two keys differ in upper and lower case only.
     """
+    for key, options in mapping.items():
+        if not isinstance(options, Mapping):
+            raise ValueError(f"data.fields.{key}: got {options!r}, want options such as {{name: image, role: image}}.")
     with_decoders = {
-        str(key).lower(): {**options, "decoder": options.get("decoder") or identity}
-        if isinstance(options, Mapping)
-        else options
-        for key, options in mapping.items()
+        str(key).lower(): {**options, "decoder": options.get("decoder") or identity} for key, options in mapping.items()
     }
     fields = parse_fields(with_decoders)
     if len(fields) != len(mapping):
@@ -258,7 +258,7 @@ def value_of(
         For the role image, uint8 ``[height, width, 3]``, cropped: from a PIL image, the bytes of an image file, or an
         array or tensor ``[height, width]``, ``[height, width, channels]`` or, if the last axis cannot be channels,
         ``[channels, height, width]``; a fourth channel is dropped. For other roles the result of the decoder, with PIL
-        images as arrays.
+        images as arrays; with a tokenizer, tokens.
 
     Raises:
         SampleError: If an image file is damaged. ``ValueError``, ``OSError`` and ``EOFError`` of a field's own decoder
@@ -277,7 +277,7 @@ def value_of(
     if isinstance(value, Tensor):
         value = value.detach()
     if field.role != "image":
-        return value
+        return value if field.tokenizer is None else tokens_of(field, value)
     crop = crop or field.crop
     if isinstance(value, (bytes, bytearray, memoryview)):
         return decode_image(bytes(value), crop, out, field.exif, field.decode == "reduced")
@@ -359,7 +359,7 @@ class SampleReader(Reader):
     def _sample(self, record: _Numbered) -> Any:
         if isinstance(self._dataset, Generated):
             return self._dataset.function(record.number, self._randomness.of(record.random))
-        if isinstance(self._dataset, Arrays):
+        if isinstance(self._dataset, (Arrays, dict)):  # which draw no random numbers
             return self._dataset[record.number]
         with generators_at(record.random):
             return self._dataset[record.number]

@@ -32,6 +32,7 @@ from PIL import Image, UnidentifiedImageError
 
 from dtrain.data.crop import Crop
 from dtrain.data.fields import INT64, DataError, Field, SampleError
+from dtrain.data.tokenizers import tokenizer_of
 
 #: Largest size in bytes of a compressed array after decompression.
 MAX_ARRAY_BYTES = 2**30
@@ -48,10 +49,13 @@ _IMAGE_DAMAGE = (*_DAMAGE, SyntaxError, TypeError, ArithmeticError, *_BOMBS)
 #: Larger images are rejected as decompression bombs: a quarter GiB of RGB, the size from which Pillow warns.
 MAX_PIXELS = 89_478_485
 _JPEG = b"\xff\xd8\xff"
+_PNG = b"\x89PN"
+_TIFF = (b"II*", b"MM\0")
 # A short list, because some of Pillow's formats start other programs (EPS) or read other files.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
-# Values of the EXIF orientation tag.
+# EXIF orientation: its tag, bytes without which a file has none, and its values.
 _ORIENTATION = 0x0112
+_EXIF_MARKS = {_JPEG: (b"Exif\0\0",), _PNG: (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")}
 _TURNS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     2: lambda pixels: pixels[:, ::-1],
     3: lambda pixels: pixels[::-1, ::-1],
@@ -79,9 +83,10 @@ def decode(
 
     Returns:
         By kind: image, uint8 ``[height, width, 3]`` (``out`` itself if it fits); integer, an int in the range of int64;
-        text, a str; json, the parsed value; array, a writable array of native byte order in its stored dtype; raw, the
-        same, ``[length]``; bytes, a copy; custom, the result of the field's decoder. Arrays and custom values of the
-        role image are cropped too.
+        text, a str; json, the parsed value without a role, else the value at the field's key (see ``Field``); array, a
+        writable array of native byte order in its stored dtype; raw, the same, ``[length]``; bytes, a copy; custom, the
+        result of the field's decoder. Arrays and custom values of the role image are cropped too. With a tokenizer,
+        tokens (see ``tokens_of``).
 
     Raises:
         SampleError: If the bytes do not fit the field. ``ValueError``, ``OSError`` and ``EOFError`` of a field's own
@@ -97,7 +102,25 @@ def decode(
     value = _READERS[field.kind](field, payload)
     if field.role == "image" and crop is not None:
         return np.ascontiguousarray(crop(*value.shape[:2]).cut(value))
-    return value
+    return value if field.tokenizer is None else tokens_of(field, value)
+
+
+def tokens_of(field: Field, text: Any) -> np.ndarray:
+    """The tokens of a text, int64, ``[field.length]``: cut, followed by the end-of-text token, padded with -1.
+
+    Raises:
+        SampleError: If ``text`` is no string.
+    """
+    assert field.tokenizer is not None
+    assert field.length is not None
+    if not isinstance(text, str):
+        raise SampleError(f"field {field.name!r}: {_described(text)}, want text")
+    tokenizer = tokenizer_of(field.tokenizer)
+    tokens = tokenizer.encode(text)[: field.length - 1]
+    row = np.full(field.length, -1, np.int64)
+    row[: len(tokens)] = tokens
+    row[len(tokens)] = tokenizer.end_of_text
+    return row
 
 
 def _integer(field: Field, payload: bytes | memoryview) -> int:
@@ -119,10 +142,62 @@ def _text(field: Field, payload: bytes | memoryview) -> str:
 
 def _json(field: Field, payload: bytes | memoryview) -> Any:
     try:
-        return json.loads(bytes(payload))
+        if field.role is None:
+            return json.loads(bytes(payload))
+        value = _last_json(bytes(payload))
     # Thousands of nested brackets raise a RecursionError.
     except (ValueError, RecursionError) as error:
         raise SampleError(f"field {field.name!r}: not JSON: {error}") from None
+    path = field.key.split(".") if field.key else []
+    for depth, name in enumerate(path):
+        if isinstance(value, dict) and name in value:
+            value = value[name]
+        elif isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+            value = value[int(name)]
+        else:
+            inside = repr(".".join(path[:depth])) if depth else "the JSON"
+            raise SampleError(f"field {field.name!r}: no value at key {field.key!r}; {inside} is {_described(value)}")
+    if field.role == "text":
+        if not isinstance(value, str):
+            raise SampleError(f"field {field.name!r}: {_described(value)} at key {field.key!r}, want text")
+        return value
+    return _json_numbers(field, value)
+
+
+# The fields of one sample are often in the same member. Callers do not modify the value, nor pass it on.
+_last_json = functools.lru_cache(maxsize=1)(json.loads)
+
+
+def _json_numbers(field: Field, value: Any) -> int | np.ndarray:
+    whole = field.role in ("label", "id")
+    if whole and isinstance(value, int) and value in INT64:
+        return int(value)
+    try:
+        array = np.array(value)
+    except ValueError:  # lists of different lengths
+        array = np.array(None)
+    if array.dtype.kind not in ("bi" if whole else "biuf"):
+        wanted = "integers" if whole else "numbers"
+        place = f"at key {field.key!r}" if field.key else "in the JSON"
+        raise SampleError(
+            f"field {field.name!r}: {_described(value)} {place}, role {field.role} wants {wanted} or lists of equal length"
+        )
+    if whole:
+        return array.astype(np.int64)
+    with np.errstate(over="ignore"):
+        result = array.astype(np.float32)
+    if not np.array_equal(np.isfinite(array), np.isfinite(result)):
+        raise SampleError(f"field {field.name!r}: a number at key {field.key!r} is outside the range of fp32")
+    return result
+
+
+def _described(value: Any) -> str:
+    """A parsed JSON value in an error message."""
+    if isinstance(value, dict):
+        names = ", ".join(map(repr, list(value)[:8])) or "nothing"
+        return f"an object with {names}{' and others' if len(value) > 8 else ''}"
+    kind = "a list" if isinstance(value, list) else "null" if value is None else type(value).__name__
+    return kind if value is None else f"{kind} {_excerpt(json.dumps(value).encode())}"
 
 
 def _array(field: Field, payload: bytes | memoryview) -> np.ndarray | torch.Tensor:
@@ -286,13 +361,23 @@ def decode_image(
     return out
 
 
-def check_image(payload: bytes | memoryview) -> None:
-    """Raises ``SampleError`` unless the header is of a known format and at most ``MAX_PIXELS``."""
+def check_image(payload: bytes | memoryview, exif: bool = False) -> tuple[int, int]:
+    """Height and width of an image file, from its header.
+
+    Args:
+        payload: The file.
+        exif: Height and width after the rotation that the EXIF orientation says.
+
+    Raises:
+        SampleError: If the header is of no known format, or the image is larger than ``MAX_PIXELS``.
+    """
     try:
-        with _quiet():
-            _open(payload).close()
+        with _quiet(), _open(payload) as image:
+            height, width = image.height, image.width
     except _IMAGE_DAMAGE as error:
         raise _not_an_image(error, payload) from error
+    turn = _exif_turn(payload) if exif else None
+    return (height, width) if turn is None else turn(np.empty((height, width, 0), np.uint8)).shape[:2]
 
 
 def _decode_jpeg(payload: bytes | memoryview, out: np.ndarray | None) -> np.ndarray | None:
@@ -366,9 +451,16 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _exif_turn(payload: bytes | memoryview) -> Callable[[np.ndarray], np.ndarray] | None:
-    # Most files have no EXIF data, and opening a file with Pillow takes several times as long as decoding a small image.
-    if payload[:3] == _JPEG and b"Exif\0\0" not in bytes(payload[:65_536]):
-        return None
+    # Most files have no EXIF data. Opening a file with Pillow takes several times as long as decoding a small JPEG, and for
+    # its EXIF data a PNG is decoded completely.
+    start = bytes(payload[:3])
+    if start in _TIFF:
+        return None  # Pillow rotates a TIFF when it loads the pixels
+    marks = _EXIF_MARKS.get(start)
+    if marks is not None:
+        head = bytes(payload[:65_536] if start == _JPEG else payload)
+        if not any(mark in head for mark in marks):
+            return None
     try:
         with _quiet(), _open(payload) as image:
             return _TURNS.get(image.getexif().get(_ORIENTATION, 1))

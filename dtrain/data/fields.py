@@ -6,6 +6,9 @@
 * Rows of tokens for a language model are *raw* numbers: ``{"tok": {"name": "tokens", "dtype": "uint16", "length":
   1025}}`` reads members of exactly 1025 little-endian uint16, without any header. A task with a context of 1024 tokens
   takes ``tokens[:, :-1].long()`` as input and ``tokens[:, 1:].long()`` as target, on the device.
+* One member may give several fields: its entry in the mapping is then a list. ``key`` selects a value inside json:
+  ``{"json": [{"name": "label", "role": "label", "key": "meta.label"}, {"name": "caption", "role": "text", "key":
+  "caption"}]}``.
 * A ``SampleError`` means that one sample's bytes are bad: the loader masks that sample. A ``DataError`` means that
   samples and configuration do not fit each other; it ends the run, as every other error does.
 """
@@ -25,6 +28,7 @@ import numpy as np
 
 from dtrain.config.errors import Explained
 from dtrain.data.crop import Crop, whole
+from dtrain.data.tokenizers import tokenizer_of
 from dtrain.precision.policy import ROLES
 
 #: Extension to kind. Of ``left.jpg`` the last part counts, as in webdataset.
@@ -82,7 +86,14 @@ class Field:
             to 12 megapixels, and nothing for 500 x 375; pixels differ by 0.4 to 1.0 grey levels on average.
         dtype: The member is a row of numbers without any header, little-endian, of this type (``RAW_DTYPES``), such as
             tokens of a language model. They keep their type on the way to the device.
-        length: How many numbers each row has; a member of another length is a bad sample. None accepts any length.
+        length: With ``dtype``: how many numbers each row has; a member of another length is a bad sample. None accepts
+            any length. With ``tokenizer``: tokens of a row; required.
+        key: Where the value is inside a json member, such as ``meta.label``; list indices are numbers, ``boxes.0``. The
+            roles label and id take integers (or nested lists of equal length of them), as int64; feature, target, coord
+            and weight take numbers, as fp32; text takes a string.
+        tokenizer: ``bytes``, ``tiktoken:NAME`` or ``tokenizers:FILE``; turns the role text into tokens, int64
+            ``[length]``: the text, cut to ``length - 1`` tokens, its end-of-text token, and padding (0). The batch then
+            also has ``<name>_mask``, bool ``[rows, length]``, false where a row is padded.
         kind: How the bytes are read: one of the values of ``KINDS``, ``"raw"`` or ``"custom"``. Derived.
 
     Raises:
@@ -101,6 +112,8 @@ class Field:
     decode: str = "full"
     dtype: str | None = None
     length: int | None = None
+    key: str | None = None
+    tokenizer: str | None = None
     kind: str = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -127,7 +140,13 @@ class Field:
                         f"field {self.name!r}: {option} needs the role image, got role {self.role!r}. Remove {option} or "
                         "declare role: image."
                     )
+        self._check_text()
         self._check_numbers()
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names in the batch: the field's own, and that of its mask if its text is tokenized."""
+        return (self.name,) if self.tokenizer is None else (self.name, f"{self.name}_mask")
 
     @property
     def extensions(self) -> tuple[str, ...]:
@@ -162,6 +181,9 @@ class Field:
         return kinds.pop()
 
     def _kind_of(self, ext: str) -> str:
+        if self.key is not None:
+            self._check_key(ext)
+            return "json"
         if self.dtype is not None:
             return "raw"
         if self.decoder is not None:
@@ -181,10 +203,50 @@ class Field:
             )
         return KINDS[last]
 
+    def _check_key(self, ext: str) -> None:
+        assert self.key is not None
+        if KINDS.get(_last(ext)) != "json" or self.decoder is not None or self.dtype is not None:
+            other = "a decoder" if self.decoder is not None else f"dtype {self.dtype}" if self.dtype else f".{ext}"
+            raise ValueError(
+                f"field {self.name!r}: key {self.key!r} reads a value from json members of shards, but the field has {other}. "
+                "Remove one of them; a map-style dataset returns the value itself."
+            )
+        roles = [role for role in ROLES if role not in ("image", "bytes")]
+        if self.role not in roles:
+            raise ValueError(
+                f"field {self.name!r}: key {self.key!r} with role {self.role!r}. Declare what the value is: "
+                f"role: {', '.join(roles)}."
+            )
+        if not all(self.key.split(".")):
+            raise ValueError(
+                f"field {self.name!r}: key {self.key!r} is no path. Write names with dots: key: meta.label."
+            )
+
+    def _check_text(self) -> None:
+        if self.tokenizer is None:
+            return
+        if self.role != "text":
+            raise ValueError(
+                f"field {self.name!r}: tokenizer {self.tokenizer!r} needs the role text, got role {self.role!r}. Declare "
+                "role: text, or remove tokenizer."
+            )
+        if self.length is None or self.length < 2:
+            raise ValueError(
+                f"field {self.name!r}: tokenizer {self.tokenizer!r} with length {self.length}. Set length, the tokens of a "
+                "row with the end-of-text token, at least 2: length: 64."
+            )
+        try:
+            tokenizer_of(self.tokenizer)
+        except (ValueError, OSError, ModuleNotFoundError) as error:
+            raise ValueError(f"field {self.name!r}: {error}") from error
+
     def _check_raw(self) -> None:
         if self.dtype is None:
-            if self.length is not None:
-                raise ValueError(f"field {self.name!r}: length {self.length} needs raw numbers. Add dtype: uint16.")
+            if self.length is not None and self.tokenizer is None:
+                raise ValueError(
+                    f"field {self.name!r}: length {self.length} needs raw numbers or tokens. Add dtype: uint16, or a "
+                    "tokenizer."
+                )
             return
         if self.dtype not in RAW_DTYPES:
             raise ValueError(f"field {self.name!r}: dtype {self.dtype!r} is unknown{nearest(self.dtype, RAW_DTYPES)}")
@@ -235,7 +297,8 @@ def parse_fields(mapping: Mapping[str, Mapping[str, Any]]) -> tuple[Field, ...]:
 
     Args:
         mapping: Extension to options: ``name`` (required), and others of ``Field``. ``size`` may be one int for both
-            sides, ``decoder`` a callable, the dotted path of one, or a mapping with ``_target_``.
+            sides, ``decoder`` a callable, the dotted path of one, or a mapping with ``_target_``. A list of options reads
+            several fields from one member.
 
     Raises:
         ValueError: If there is no field, an option or a role is unknown (names the nearest), a value has the wrong
@@ -246,52 +309,61 @@ def parse_fields(mapping: Mapping[str, Mapping[str, Any]]) -> tuple[Field, ...]:
             f"data.fields is {repr(mapping) if mapping else 'empty'}. Declare what to read from each sample, for example "
             "{jpg: {name: image, role: image, size: 224}, cls: {name: label}}."
         )
-    fields = tuple(_parse_field(str(ext), options) for ext, options in mapping.items())
+    fields: list[Field] = []
+    for ext, options in mapping.items():
+        if isinstance(options, Sequence) and not isinstance(options, str):
+            fields += [_parse_field(str(ext), f"{ext}[{number}]", each) for number, each in enumerate(options)]
+        else:
+            fields.append(_parse_field(str(ext), str(ext), options))
     for kind, values in (
-        ("name", [field.name for field in fields]),
-        ("extension", [ext for field in fields for ext in field.extensions]),
+        ("name", [name for field in fields for name in field.columns]),
+        ("extension", [ext for alternatives in mapping for ext in str(alternatives).split(";")]),
     ):
         repeated = sorted({value for value in values if values.count(value) > 1})
         if repeated:
-            raise ValueError(f"data.fields: two fields share the {kind} {repeated[0]!r}. Each needs its own.")
-    return fields
+            raise ValueError(
+                f"data.fields: two fields share the {kind} {repeated[0]!r}. Each needs its own; '~data.fields.cls' removes the "
+                "field of .cls."
+            )
+    return tuple(fields)
 
 
-def _parse_field(ext: str, options: Mapping[str, Any]) -> Field:
+def _parse_field(ext: str, where: str, options: Mapping[str, Any]) -> Field:
+    """``where`` is the entry below ``data.fields``, for messages."""
     if not isinstance(options, Mapping):
-        raise ValueError(f"data.fields.{ext}: got {options!r}, want options such as {{name: image, role: image}}.")
+        raise ValueError(f"data.fields.{where}: got {options!r}, want options such as {{name: image, role: image}}.")
     known = [field.name for field in dataclasses.fields(Field) if field.init and field.name != "ext"]
     for option in options:
         if option not in known:
-            raise ValueError(f"data.fields.{ext}: option {option!r} is unknown{nearest(str(option), known)}")
+            raise ValueError(f"data.fields.{where}: option {option!r} is unknown{nearest(str(option), known)}")
     values = {option: value for option, value in options.items() if value is not None}
     if "name" not in values:
-        raise ValueError(f"data.fields.{ext} has no name. Give it one, such as name: image.")
-    for option in ("name", "role", "decode", "dtype"):
+        raise ValueError(f"data.fields.{where} has no name. Give it one, such as name: image.")
+    for option in ("name", "role", "decode", "dtype", "key", "tokenizer"):
         if option in values and not isinstance(values[option], str):
-            raise ValueError(f"data.fields.{ext}.{option}: got {values[option]!r}, want a word.")
+            raise ValueError(f"data.fields.{where}.{option}: got {values[option]!r}, want a word.")
     if "size" in values:
         size = values["size"]
         sides = [size, size] if isinstance(size, int) else size
         if not _is_list(sides, 2) or not all(type(side) is int for side in sides):
-            raise ValueError(f"data.fields.{ext}.size: got {size!r}, want pixels: an int, or [height, width].")
+            raise ValueError(f"data.fields.{where}.size: got {size!r}, want pixels: an int, or [height, width].")
         values["size"] = tuple(sides)
     for option in ("mean", "std"):
         if option in values:
-            values[option] = _rgb(ext, option, values[option])
+            values[option] = _rgb(where, option, values[option])
     for option in ("shorter_side", "length"):
         if option in values and type(values[option]) is not int:
-            raise ValueError(f"data.fields.{ext}.{option}: got {values[option]!r}, want an int.")
+            raise ValueError(f"data.fields.{where}.{option}: got {values[option]!r}, want an int.")
     if not isinstance(values.get("exif", False), bool):
-        raise ValueError(f"data.fields.{ext}.exif: got {values['exif']!r}, want true or false.")
+        raise ValueError(f"data.fields.{where}.exif: got {values['exif']!r}, want true or false.")
     if "decoder" in values:
-        values["decoder"] = _decoder(ext, values["decoder"])
+        values["decoder"] = _decoder(where, values["decoder"])
     return Field(ext, **values)
 
 
-def _rgb(ext: str, option: str, value: Any) -> tuple[float, float, float]:
+def _rgb(where: str, option: str, value: Any) -> tuple[float, float, float]:
     if not (_is_list(value, 3) and all(type(number) in (int, float) and math.isfinite(number) for number in value)):
-        raise ValueError(f"data.fields.{ext}.{option}: got {value!r}, want three numbers, red, green and blue.")
+        raise ValueError(f"data.fields.{where}.{option}: got {value!r}, want three numbers, red, green and blue.")
     return float(value[0]), float(value[1]), float(value[2])
 
 
@@ -299,8 +371,8 @@ def _is_list(value: Any, length: int) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str) and len(value) == length
 
 
-def _decoder(ext: str, value: Any) -> Callable[[bytes], Any]:
-    where = f"data.fields.{ext}.decoder"
+def _decoder(field: str, value: Any) -> Callable[[bytes], Any]:
+    where = f"data.fields.{field}.decoder"
     if isinstance(value, str):
         module, _, attribute = value.rpartition(".")
         if not module:

@@ -169,6 +169,10 @@ class ShardLoader:
         """
         return cls(SampleSource.build(dataset, fields, name=name, shard_size=shard_size), **options)
 
+    def __len__(self) -> int:
+        """This rank's micro-batches in a whole epoch."""
+        return self.steps_per_epoch * self.micro_batches_per_step
+
     @property
     def index(self) -> Index:
         """The index of the source, equal on all ranks."""

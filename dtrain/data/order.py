@@ -67,13 +67,13 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if not -(2**63) <= self.seed < 2**64:
-            raise ValueError(f"seed: got {self.seed}, want an integer of 64 bits.")
+            raise ValueError(f"run.seed: got {self.seed}, want an integer of 64 bits.")
         if self.shuffle not in SHUFFLES:
-            raise ValueError(f"shuffle: got {self.shuffle!r}, want one of {', '.join(SHUFFLES)}.")
+            raise ValueError(f"data.shuffle: got {self.shuffle!r}, want one of {', '.join(SHUFFLES)}.")
         if self.tail not in TAILS:
-            raise ValueError(f"tail: got {self.tail!r}, want one of {', '.join(TAILS)}.")
+            raise ValueError(f"data.tail: got {self.tail!r}, want one of {', '.join(TAILS)}.")
         if self.window < 1:
-            raise ValueError(f"window: got {self.window}, want a number of shards of at least 1.")
+            raise ValueError(f"data.window: got {self.window}, want a number of shards of at least 1.")
 
 
 def choose_lanes(global_batch_size: int, lanes: int | None, shuffle: str) -> int:

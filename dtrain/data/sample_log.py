@@ -91,7 +91,7 @@ class BadSampleBudget:
     """
 
     def __init__(self, most: float, consecutive: int | None = None, *, bad: int = 0, samples: int = 0) -> None:
-        for key, limit in (("max_bad", most), ("max_bad_consecutive", consecutive)):
+        for key, limit in (("data.max_bad", most), ("data.max_bad_consecutive", consecutive)):
             if limit is not None and not limit >= 0:
                 raise ValueError(f"{key}: got {limit}, want 0 or more.")
         self._most = most

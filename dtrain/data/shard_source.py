@@ -23,7 +23,7 @@ import numpy as np
 
 from dtrain.data.dataset_index import DatasetIndex
 from dtrain.data.decode import decode
-from dtrain.data.fields import Field, SampleError
+from dtrain.data.fields import DataError, Field, SampleError
 from dtrain.data.node_cache import CachedShard, CacheFull, CachePolicy
 from dtrain.data.shard_file import NoRanges, ShardChanged, ShardFile, Stamp, check_unchanged, open_shard, redacted
 from dtrain.data.shards import expand
@@ -39,6 +39,8 @@ _MAX_OPEN = 512
 _PREFETCH_SHARDS = 2 * _MAX_OPEN
 # Copying a shard of this size takes less time than reading some dozens of its samples one by one.
 _SMALL_SHARD = 32 << 20
+# Shards of which the first sample is read when the source is built.
+_CHECKED_SHARDS = 8
 _THREADS = 2  # of each worker; all workers of all ranks together use the whole network
 
 Wanted = tuple[str, Stamp]
@@ -71,12 +73,40 @@ class ShardSource(Source):
             policy: Which shards are read through the node cache; None: URLs and network file systems.
 
         Raises:
-            ValueError: If a pattern matches nothing or a shard is damaged.
+            ValueError: If a pattern matches nothing, a shard is damaged, or no sample read has the value of a json field.
             FileNotFoundError: If a named shard does not exist.
         """
         extensions = [field.ext for field in fields]
         index = DatasetIndex.build(expand(shards), extensions, rank=rank, world_size=world_size, policy=policy)
-        return cls(index, tuple(fields))
+        source = cls(index, tuple(fields))
+        source._check_json()
+        return source
+
+    def _check_json(self) -> None:
+        """Refuses json fields that none of some samples has: a wrong key would make all samples bad."""
+        columns = [n for n, field in enumerate(self.fields) if field.kind == "json" and field.role is not None]
+        if not columns:
+            return
+        firsts = self.index.starts[:-1][self.index.counts > 0]
+        spread = np.linspace(0, len(firsts) - 1, min(len(firsts), _CHECKED_SHARDS)).astype(np.int64)
+        reader = self.open(0)
+        problems: dict[int, str] = {}
+        for record in reader.find(0, firsts[spread]):
+            for column in columns.copy():
+                field = self.fields[column]
+                try:
+                    decode(field, reader.fetch(record)[column])
+                    columns.remove(column)
+                except SampleError as error:
+                    problems.setdefault(column, f"{record.key}: {error}")
+        reader.close()
+        if columns:
+            field = self.fields[columns[0]]
+            raise DataError(
+                f"data.fields.{field.ext}: none of the first samples of {len(spread)} shards has the value of field "
+                f"{field.name!r}. {problems[columns[0]]}. Set data.fields.{field.ext}.key to the path of the value, such as "
+                "meta.label, and role to what it is."
+            )
 
     def open(self, seed: int) -> ShardSampleReader:
         """A reader. Shards draw no random numbers, so ``seed`` is not used."""

@@ -21,6 +21,7 @@ import signal
 import statistics
 import sys
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,10 +43,14 @@ from dtrain.data.order import EpochOrder
 from dtrain.data.position import Position
 from dtrain.data.source import Source
 from dtrain.distributed.process_exit import exit_with_parent
+from dtrain.distributed.world import process_cpu_count
 
 #: Seconds in which a micro-batch should be ready: the step time of a small model on a GPU.
 READY_EVERY = 0.02
-_TIMED = 3  # micro-batches
+_TIMED = 3  # micro-batches, as long as they take less than
+_TIMED_SECONDS = 0.5
+# This many workers are never worth a remark.
+_FEW_WORKERS = 2
 # A stop request is sent to the whole process group. Workers ignore it: the trainer still needs them to finish its step.
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -81,16 +86,17 @@ class WorkerStream:
         micro_batches_per_step: int,
     ) -> None:
         to_message: Callable[[Any], Any] = IpcBatch if loading["num_workers"] else _unchanged
-        loader = DataLoader(
-            dataset,
-            batch_size=None,
-            collate_fn=to_message,
-            worker_init_fn=functools.partial(_begin_worker, os.getpid()),
-            generator=torch.Generator(),  # else starting workers would draw from the run's global generator
-            **loading,
-        )
+        with _more_workers_than_cores():
+            loader = DataLoader(
+                dataset,
+                batch_size=None,
+                collate_fn=to_message,
+                worker_init_fn=functools.partial(_begin_worker, os.getpid()),
+                generator=torch.Generator(),  # else starting workers would draw from the run's global generator
+                **loading,
+            )
         _let_threads_settle(loading)
-        with _signals_blocked(loading):
+        with _signals_blocked(loading), _more_workers_than_cores():
             self._iterator: Iterator[Batch] | None = iter(loader)
         # The finalizer holds torch's iterator. In a reference cycle the iterator would be collected after its queues,
         # through which it sends the workers the request to end.
@@ -200,6 +206,14 @@ def _let_threads_settle(loading: Mapping[str, Any]) -> None:
 
 def _forks(loading: Mapping[str, Any]) -> bool:
     return (loading["multiprocessing_context"] or multiprocessing.get_start_method()) == "fork"
+
+
+@contextmanager
+def _more_workers_than_cores() -> Iterator[None]:
+    # torch warns of them whenever workers start, in the middle of the log; here the banner says it (number_of_workers).
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+        yield
 
 
 @contextmanager
@@ -351,11 +365,14 @@ def number_of_workers(requested: int | str, micro_batches: Iterable[Any]) -> tup
     Raises:
         ValueError: If ``requested`` is neither a number nor ``"auto"``.
     """
+    cores = cores_per_rank()
     if requested == "auto":
-        return choose_workers(seconds_to_build(micro_batches), cores_per_rank())
+        if cores == 1:  # no measurement is needed
+            return 0, "micro-batches are built between the steps: 1 core for each rank"
+        return choose_workers(seconds_to_build(micro_batches), cores)
     if not isinstance(requested, int) or requested < 0:
         raise ValueError(f"data.num_workers: got {requested!r}, want a number of at least 0, or auto.")
-    return requested, ""
+    return requested, f"more than its {cores} cores" if requested > max(cores, _FEW_WORKERS) else ""
 
 
 def cores_per_rank(environment: Mapping[str, str] = os.environ) -> int:
@@ -365,7 +382,7 @@ def cores_per_rank(environment: Mapping[str, str] = os.environ) -> int:
         environment: ``LOCAL_WORLD_SIZE`` is set by torchrun; ``SLURM_CPUS_PER_TASK`` by SLURM for the task that runs
             torchrun.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = process_cpu_count()
     granted = environment.get("SLURM_CPUS_PER_TASK", "")
     if granted.isdigit():
         cores = min(cores, int(granted))
@@ -373,7 +390,10 @@ def cores_per_rank(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def seconds_to_build(micro_batches: Iterable[Any]) -> float:
-    """Median seconds to build a micro-batch in this process, not counting the first, which opens files."""
+    """Median seconds to build a micro-batch in this process, not counting the first, which opens files.
+
+    Fewer micro-batches are timed if they take long.
+    """
     iterator, times = iter(micro_batches), []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in a worker
@@ -383,6 +403,8 @@ def seconds_to_build(micro_batches: Iterable[Any]) -> float:
             started = time.perf_counter()
             next(iterator)
             times.append(time.perf_counter() - started)
+            if sum(times) > _TIMED_SECONDS:
+                break
     finally:
         torch.set_num_threads(threads)
     return statistics.median(times)

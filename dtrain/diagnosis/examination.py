@@ -31,7 +31,6 @@ from dtrain.diagnosis.judge import (
     find_bottleneck,
     save_stall,
 )
-from dtrain.diagnosis.machine import usable_cores
 from dtrain.diagnosis.measure import (
     AllReduce,
     LoaderRate,
@@ -42,7 +41,7 @@ from dtrain.diagnosis.measure import (
     seconds_per_step,
 )
 from dtrain.distributed.collectives import from_rank0, wait_for_all
-from dtrain.distributed.world import World
+from dtrain.distributed.world import World, process_cpu_count
 from dtrain.tracking.finding import Finding
 from dtrain.training.build import build_run, build_step
 from dtrain.training.memory import out_of_memory_explained
@@ -140,7 +139,7 @@ def examine(
     facts = Facts(
         times=times,
         ranks=world.size,
-        cores=max(usable_cores() // world.local_size, 1),
+        cores=max(process_cpu_count() // world.local_size, 1),
         device=world.device.type,
         precision=run.precision.name,
         compiled=bool(cfg.train.compile),

@@ -22,8 +22,8 @@ import torch
 from dtrain.config.schema import Config
 from dtrain.data import Batch, ShardLoader
 from dtrain.data.node_cache import file_system_type
-from dtrain.diagnosis.machine import SHARED_MEMORY, usable_cores
-from dtrain.distributed.world import World
+from dtrain.diagnosis.machine import SHARED_MEMORY
+from dtrain.distributed.world import World, process_cpu_count
 from dtrain.tracking.finding import Finding, size_text
 
 #: Smallest gain that is worth a change, and larger than the noise of the measurements.
@@ -279,7 +279,7 @@ def check_config(
 
 
 def _workers(world: World, loader: ShardLoader) -> Iterator[Finding]:
-    workers, cores = loader.num_workers * world.local_size, usable_cores()
+    workers, cores = loader.num_workers * world.local_size, process_cpu_count()
     if workers > cores:
         yield Finding(
             "workers",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
 import platform
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from dtrain import __version__
 from dtrain.config.cache_dir import cache_dir
 from dtrain.config.errors import ConfigError
-from dtrain.distributed.world import World
+from dtrain.distributed.world import World, process_cpu_count
 from dtrain.precision import Precision
 from dtrain.precision.kernels import self_test
 from dtrain.tracking.finding import Finding, size_text
@@ -37,7 +36,6 @@ _OLDEST_TORCH = (2, 9)
 _MIN_SHARED_MEMORY = _MIN_CACHE = 2**30
 # 64 lanes with shuffle windows of 8 shards need hundreds of open files, and batches in shared memory need one per tensor.
 _MIN_OPEN_FILES = 4096
-_CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -127,7 +125,7 @@ def _devices(world: World) -> Iterator[Finding]:
 
 
 def _processors(world: World) -> Iterator[Finding]:
-    cores = usable_cores()
+    cores = process_cpu_count()
     all_cores = os.cpu_count() or cores
     yield Finding("CPU cores", f"{cores} usable of {all_cores}" if cores < all_cores else str(cores))
     load = os.getloadavg()[0]
@@ -157,16 +155,6 @@ def _processors(world: World) -> Iterator[Finding]:
         yield Finding("threads", text)
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     yield Finding("start method", f"{method} (set data.start_method=forkserver if workers hang)")
-
-
-def usable_cores() -> int:
-    """Number of cores that this process may use: its CPU affinity, limited by the quota of its container."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = _CGROUP_CPU.read_text().split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
 
 
 def _memory_and_files() -> Iterator[Finding]:

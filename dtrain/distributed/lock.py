@@ -2,6 +2,9 @@
 
 The lock is ``flock`` on ``<run.dir>/.lock``, so a killed job leaves no lock behind. The content of the file is only for the
 message. The wait for a lock of another host is longer, because an NFS server needs time to notice that a node is gone.
+
+A start that is refused must leave no trace. So the directory of an earlier start is locked before it is read, without changing
+it; a new directory is made only when the run starts.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.distributed.collectives import from_rank0
@@ -25,78 +29,132 @@ _WAIT_HERE, _WAIT_ELSEWHERE = 15.0, 120.0
 
 
 @contextmanager
-def run_lock(run_dir: Path) -> Iterator[None]:
-    """Collective. Rank 0 makes the run directory and locks it against other jobs.
+def run_lock(run_dir: Path) -> Iterator[Callable[[], None]]:
+    """Collective. Rank 0 locks the run directory against other jobs, and changes nothing in it.
+
+    Yields:
+        A collective function to call before the first change: it makes the directory, if it does not exist, and locks it.
 
     Raises:
-        ConfigError: On every rank, if another job holds the lock or the directory cannot be made.
+        ConfigError: On every rank, if another job holds the lock or the directory cannot be written; also by the function.
     """
-    held: list[RunLock] = []
-
-    def acquire() -> None:
-        with as_config_error(f"run.dir: {run_dir} cannot be written, choose another one"):
-            run_dir.mkdir(parents=True, exist_ok=True)
-            held.append(RunLock(run_dir, print))
-
-    from_rank0(acquire)
-    yield
-    # Not after an error: a checkpoint may still be being written, and the lock ends with the process anyway.
-    for lock in held:
-        lock.release()
+    lock = RunLock(run_dir, print)  # opened on rank 0 only
+    from_rank0(lock.acquire)
+    try:
+        yield lambda: from_rank0(lock.claim)
+    except BaseException:
+        # Once the run has started, a checkpoint may still be being written, and the lock ends with the process anyway.
+        if not lock.claimed:
+            lock.release()
+        raise
+    lock.release()
 
 
 class RunLock:
     """Locks a run directory against other jobs until this process ends.
 
     Args:
-        run_dir: The run's directory; it exists.
+        run_dir: The run's directory.
         note: Called with a message before a wait for the lock, and on a file system without locks.
 
-    Raises:
-        ConfigError: If another job still holds the lock after the wait; names its process, host and start.
+    Attributes:
+        claimed: Whether ``claim`` was called.
     """
 
     def __init__(self, run_dir: Path, note: Callable[[str], None]) -> None:
+        self._dir = run_dir
         self._path = run_dir / ".lock"
-        self._file = self._path.open("a+")
-        # A forked loader worker would hold the lock for some seconds after this process was killed.
-        os.register_at_fork(after_in_child=self._file.close)
-        self._acquire(note)
+        self._note = note
+        self._file: IO[Any] | None = None
+        self._found: object = None
+        self.claimed = False
+
+    def acquire(self) -> None:
+        """Locks the directory if it has a lock file, as every run has that was started. Writes nothing.
+
+        Raises:
+            ConfigError: If another job still holds the lock after the wait, naming its process, host and start; or if the
+                directory could not be made or written.
+        """
+        with self._writable():
+            if self._path.exists():
+                self._lock("r+")
+            else:
+                _refuse_unwritable(self._dir)
+            self._found = self._content()
+
+    def claim(self) -> None:
+        """Makes the directory if necessary, locks it if ``acquire`` did not, and writes who holds the lock.
+
+        Raises:
+            ConfigError: As ``acquire``; or if another job has started the run since then.
+        """
+        self.claimed = True
+        with self._writable():
+            self._dir.mkdir(parents=True, exist_ok=True)
+            if self._file is None:
+                self._lock("a+")
+                if self._content() != self._found:
+                    self.release()
+                    raise ConfigError(
+                        f"run.dir: another job has started a run in {self._dir} just now. The same command again resumes that "
+                        "run once it has ended; for a run of its own use another run.dir."
+                    )
+            assert self._file is not None
+            since = time.strftime("%Y-%m-%d %H:%M:%S")
+            self._file.truncate(0)
+            self._file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}))
+            self._file.flush()
 
     def release(self) -> None:
         """Releases the lock."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
-    def _acquire(self, note: Callable[[str], None]) -> None:
+    @contextmanager
+    def _writable(self) -> Iterator[None]:
+        with as_config_error(f"run.dir: {self._dir} cannot be written, choose another one"):
+            yield
+
+    def _content(self) -> object:
+        """Something that changes with each start of the run: every start replaces its config."""
+        try:
+            status = (self._dir / "config.yaml").stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
+    def _lock(self, mode: str) -> None:
+        file = self._path.open(mode)
+        # A forked loader worker would hold the lock for some seconds after this process was killed.
+        os.register_at_fork(after_in_child=file.close)
         started, is_noted = time.monotonic(), False
         while True:
             try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 holder = self._holder()
                 process = f"process {holder.get('pid')} on {holder.get('host')}"
                 waited = time.monotonic() - started
                 if waited > (_WAIT_HERE if holder.get("host") == socket.gethostname() else _WAIT_ELSEWHERE):
-                    self._file.close()
+                    file.close()
+                    # A job that has not started to train yet holds the lock, but the file still names the job before it.
                     raise ConfigError(
-                        f"run.dir: {self._path.parent} is in use by {process}, started {holder.get('since')}. Wait for it, "
-                        "stop it, or use another run.dir."
+                        f"run.dir: {self._dir} is in use by another job (last start: {process}, {holder.get('since')}). "
+                        "Wait for it, stop it, or use another run.dir."
                     ) from None
                 if not is_noted:
-                    note(f"waiting for {process} to leave {self._path.parent}")
+                    self._note(f"waiting for another job to leave {self._dir} (last start: {process})")
                     is_noted = True
                 time.sleep(0.5)
             except OSError as error:
                 if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                     raise
-                note(f"{self._path.parent}: this file system has no locks; make sure that only one job uses the run")
-                return
+                self._note(f"{self._dir}: this file system has no locks; make sure that only one job uses the run")
+                break
             else:
-                self._file.truncate(0)
-                since = time.strftime("%Y-%m-%d %H:%M:%S")
-                self._file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}))
-                self._file.flush()
-                return
+                break
+        self._file = file
 
     def _holder(self) -> dict[str, object]:
         try:
@@ -104,3 +162,12 @@ class RunLock:
         except (OSError, ValueError):  # the holder is writing it
             return {}
         return holder if isinstance(holder, dict) else {}
+
+
+def _refuse_unwritable(folder: Path) -> None:
+    """Raises an ``OSError`` if the folder cannot be made, or no file can be made in it; tries neither."""
+    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not existing.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(existing))
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(existing))

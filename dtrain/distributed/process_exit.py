@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from dtrain.config.torchrun_errors import record_failure
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _POLL_SECONDS = 1.0
 # Background writers, for example of a checkpoint, get this many seconds: less than torchrun's 30 s before SIGKILL.
@@ -23,7 +25,11 @@ _WRITER_SECONDS = 20.0
 
 
 def exit_now(code: int) -> None:
-    """Ends this process from any thread, once its background writers are done. No ``finally`` block runs."""
+    """Ends this process from any thread, once its background writers are done. No ``finally`` block runs.
+
+    The caller has shown the reason.
+    """
+    record_failure("", shown=True)
     deadline = time.monotonic() + _WRITER_SECONDS
     for thread in threading.enumerate():
         if not thread.daemon and thread not in (threading.main_thread(), threading.current_thread()):

@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -19,6 +21,7 @@ _FIRST_HOST = re.compile(r"(?:[^,\[]|\[[^\]]*\])+")
 _RANGES = re.compile(r"\[(\w+)[^\]]*\]")
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _FROM_SRUN = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+_CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 _OF_TORCHRUN = (*_FROM_SRUN, "LOCAL_WORLD_SIZE")
 
 
@@ -92,8 +95,13 @@ def choose_device(local_rank: int, local_size: int, gpus: int) -> tuple[torch.de
 
 
 def process_cpu_count() -> int:
-    """Number of cores that this process may use, as ``os.process_cpu_count`` of Python 3.13 returns it."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Number of cores that this process may use: its CPU affinity, limited by the quota of its container (cgroup v2)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = _CGROUP_CPU.read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
 
 
 # -- srun

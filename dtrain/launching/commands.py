@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from dtrain.config.errors import ConfigError, as_config_error
@@ -14,15 +18,21 @@ from dtrain.config.run import recompose
 from dtrain.launching import slurm
 from dtrain.launching.job import FINISHED, assignment
 from dtrain.launching.job_script import SCRIPT
-from dtrain.reporting.health import run_state, run_state_with_reason
+from dtrain.reporting.health import last_activity, run_state, run_state_with_reason
 from dtrain.reporting.sweep import varied_settings
 from dtrain.reporting.tables import Column, setting_column, text_table
-from dtrain.tracking.history import History, read_all, run_directories
-from dtrain.tracking.run_dir import is_trained
+from dtrain.tracking.console import PlainLines
+from dtrain.tracking.history import History, printable, read_all, run_directories
+from dtrain.tracking.records import parse_record
+from dtrain.tracking.run_dir import is_plain, is_trained, read_status
 
 #: Starts the runs of a command line of ``dtrain.launch``; returns the exit code.
 Launch = Callable[[Sequence[str]], int]
-_TAIL_LINES = 30
+_METRICS = "metrics.jsonl"
+_TAIL_LINES, _TAIL_BYTES = 30, 200_000
+_UNLIMITED = 10_000  # columns of a file or a pipe
+_SECONDS_BETWEEN_LOOKS = 0.5
+_SECONDS_TO_START = 60.0  # that a start may take until a process holds the lock of the run
 
 
 def run_command(arguments: Sequence[str], launch: Launch) -> int:
@@ -50,40 +60,54 @@ def run_command(arguments: Sequence[str], launch: Launch) -> int:
 def status(directories: Sequence[Path]) -> int:
     """Prints a table with one line for each run."""
     with as_config_error("status"):
-        print(status_table(directories), end="")
+        print(status_table(directories, shutil.get_terminal_size((_UNLIMITED, 24)).columns), end="")
     return FINISHED
 
 
-def status_table(directories: Sequence[Path]) -> str:
-    """A table with one line for each run: name, step, varied settings, last metrics, state.
+def status_table(directories: Sequence[Path], width: int) -> str:
+    """A table with one line for each run: state, step, age of the newest record, name, varied settings, last metrics.
+
+    Below it are the names of columns that do not fit into ``width`` characters, and a line for each run that failed, was
+    stopped, or has a SLURM job.
 
     Args:
         directories: Run directories, or directories that hold run directories.
+        width: Columns of the terminal.
 
     Raises:
         ValueError: If a directory holds no run.
     """
     runs = read_all(run_directories(directories))
+    jobs = [slurm.active_job(run.path) for run in runs]
+    states = [_state(run, job) for run, job in zip(runs, jobs, strict=True)]
+    columns = [
+        Column("state", states, False),
+        Column("step", [_steps(run) for run in runs], False),
+        Column("age", [_age(run) for run in runs]),
+        Column("run", [run.label for run in runs], False),
+    ]
     settings, _ = varied_settings(runs)
     evaluated = dict.fromkeys(name for run in runs for name in run.names("eval/") if not name.endswith("samples"))
-    return text_table(
-        [
-            Column("run", [run.label for run in runs], False),
-            Column("step", [_steps(run) for run in runs], False),
-            *map(setting_column, settings),
-            *(Column(name, [_last_value(run, name) for run in runs]) for name in ("train/loss", *evaluated)),
-            Column("state", [_state(run) for run in runs], False),
-        ]
-    )
+    metrics = (Column(name, [_last_value(run, name) for run in runs]) for name in ("train/loss", *evaluated))
+    left_out = []
+    for column in (*map(setting_column, settings), *metrics):
+        if max(map(len, text_table([*columns, column]).splitlines())) <= width:
+            columns.append(column)
+        else:
+            left_out.append(column.head)
+    lines = [f"not shown in {width} columns: {', '.join(left_out)}"] if left_out else []
+    for run, job, state in zip(runs, jobs, states, strict=True):
+        reason = run_state_with_reason(run)
+        if job is not None or reason != run_state(run):
+            lines.append(printable(f"{run.label}: {f'{state}, {job}' if job is not None else reason}"))
+    return text_table(columns) + ("\n" if lines else "") + "".join(f"{line}\n" for line in lines)
 
 
-def _state(run: History) -> str:
-    """Such as ``finished``, ``stopped: SIGTERM``, ``running, job 12 RUNNING (n[1-2])``, ``killed``."""
-    if job := slurm.active_job(run.path):
-        state = run_state(run)
-        # On some file systems this machine does not see the lock that a run on another node holds.
-        return f"{'running' if state == 'killed' and job.has_nodes else state}, {job}"
-    return run_state_with_reason(run)
+def _state(run: History, job: slurm.SlurmJob | None) -> str:
+    """Such as ``finished``, ``stopped``, ``running``, ``killed``."""
+    # On some file systems this machine does not see the lock that a run on another node holds.
+    state = run_state(run)
+    return "running" if job is not None and job.has_nodes and state == "killed" else state
 
 
 def _steps(run: History) -> str:
@@ -94,21 +118,77 @@ def _steps(run: History) -> str:
     return "" if step is None else f"{step}/{last}" if last else str(step)
 
 
+def _age(run: History) -> str:
+    """Time since the newest record or status, such as ``12 s`` or ``3 h``."""
+    seconds = time.time() - last_activity(run)
+    for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:,.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s" if math.isfinite(seconds) else ""
+
+
 def _last_value(run: History, metric: str) -> str:
     return f"{run.last(metric):.4g}" if run.has(metric) else ""
 
 
 def tail(directories: Sequence[Path]) -> int:
-    """Replaces this process by ``tail -F`` of the log of a run."""
+    """Prints the newest lines of a run as its console shows them, follows them until the run ends, and says how it ended."""
     if len(directories) != 1:
         raise ConfigError(f"tail: got {len(directories)} directories, want one.")
-    log = newest_log(directories[0])
-    print(f"==> {log}", flush=True)
-    os.execvp("tail", ["tail", f"--lines={_TAIL_LINES}", "-F", str(log)])
+    (run_dir,) = directories
+    with suppress(KeyboardInterrupt), as_config_error("tail"):
+        log = newest_log(run_dir)
+        print(f"==> {log}", flush=True)
+        for line in _followed(run_dir, log):
+            print(printable(line), flush=True)
+        run = History.read(run_dir, run_dir.name)
+        print(printable(f"==> {run_state_with_reason(run)}, step {_steps(run) or '0'}: {run_dir}"))
+    return FINISHED
+
+
+def _followed(run_dir: Path, log: Path) -> Iterator[str]:
+    """The last lines of a log, then new ones until the run has ended; records of metrics.jsonl as text."""
+    last_step = (read_status(run_dir) or {}).get("last_step")
+    records = PlainLines(sys.stdout, last_step if isinstance(last_step, int) else None)
+
+    def texts(lines: list[bytes]) -> list[str]:
+        if log.name != _METRICS:
+            return [line.decode(errors="replace").rstrip() for line in lines]
+        parsed = (parse_record(line) for line in lines)
+        return [text for record in parsed if record is not None and "time" in record for text in records.lines(record)]
+
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        yield from texts(file.readlines())[-_TAIL_LINES:]
+        at = file.tell()
+    while True:
+        is_over = _is_over(run_dir)  # before reading, so that nothing after it is missed
+        if is_plain(log):
+            with log.open("rb") as file:
+                # A resumed run has removed the records that it repeats.
+                at = min(at, file.seek(0, os.SEEK_END))
+                file.seek(at)
+                whole = [line for line in file.readlines() if line.endswith(b"\n")]
+            at += sum(map(len, whole))
+            yield from texts(whole)
+        if is_over:
+            return
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+def _is_over(run_dir: Path) -> bool:
+    """Whether a run has ended, or no process has trained it for a while."""
+    if is_trained(run_dir) or slurm.active_job(run_dir) is not None:
+        return False
+    if (read_status(run_dir) or {}).get("state") in ("finished", "stopped", "failed"):
+        return True
+    # torchrun may be starting its ranks, now or again.
+    changed = max(path.stat().st_mtime for path in (run_dir, *run_dir.glob("*"), *run_dir.glob("logs/*")))
+    return time.time() - changed > _SECONDS_TO_START
 
 
 def newest_log(run_dir: Path) -> Path:
-    """The log of the newest SLURM job of a run; without one, the log of rank 0.
+    """The log of the newest SLURM job of a run; without one its metrics, or before its first step the log of rank 0.
 
     Raises:
         ConfigError: If there is no log; names possible reasons.
@@ -118,7 +198,7 @@ def newest_log(run_dir: Path) -> Path:
     if of_job.exists():
         return of_job
     others = sorted((run_dir / "logs").glob("slurm-*.out"), key=lambda path: path.lstat().st_mtime)
-    for log in (*others[-1:], run_dir / "logs" / "rank-00000.log"):
+    for log in (*others[-1:], run_dir / _METRICS, run_dir / "logs" / "rank-00000.log"):
         if log.exists():
             return log
     waiting = slurm.active_job(run_dir)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,6 +31,12 @@ STOPPED = 75
 
 # `run.dir` is added with its absolute path; `launch.dry_run` has no meaning for a run that starts.
 _NOT_FORWARDED = ("run.dir", "launch.dry_run")
+# Keys that do not change the result of a run.
+_WITHOUT_EFFECT = (
+    *("run.name", "run.dir", "run.max_hours", "run.resume", "train.log_every"),
+    *("launch.", "tracker.", "profile.", "export.", "checkpoint.", "faults"),
+)
+ALREADY_FINISHED = "already finished"
 _MINIMUM = {
     "nodes": 1,
     "min_nodes": 1,
@@ -76,6 +83,20 @@ class Job:
         return cls(run, launch)
 
     @property
+    def name(self) -> str:
+        """What differs from the other jobs of the sweep, or the name of the run."""
+        return " ".join(self.varied) or self.run.name
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run has finished with this config before, so that starting it would change nothing."""
+        with as_config_error("run.dir"):
+            status = read_status(self.run.dir)
+        if status is None or status["state"] != "finished":
+            return False
+        return all(change.startswith(_WITHOUT_EFFECT) for change in self.run.changes())
+
+    @property
     def arguments(self) -> list[str]:
         """The arguments of ``dtrain.train``: the overrides of the user, with the absolute path of the run directory."""
         return [*(part for folder in self.run.config_dirs for part in ("--config-dir", folder)), *self.overrides]
@@ -85,6 +106,18 @@ class Job:
         """``arguments`` without ``--config-dir``."""
         forwarded = [override for override in self.run.overrides if _key(override) not in _NOT_FORWARDED]
         return [*forwarded, assignment("run.dir", str(self.run.dir))]
+
+
+@contextmanager
+def named_job(composed: Composed, arguments: Sequence[str]) -> Iterator[None]:
+    """Adds to an error about a job of a sweep which job it is. ``arguments`` is the command line of the sweep."""
+    try:
+        yield
+    except ConfigError as error:
+        varied = [override for override in composed.overrides if override not in arguments]
+        if {"--multirun", "-m"}.isdisjoint(arguments) or not varied:
+            raise
+        raise ConfigError(f"{' '.join(varied)}: {error}\n  No run of the sweep was started.") from error
 
 
 def with_unique_dirs(jobs: Sequence[Job]) -> list[Job]:
@@ -142,12 +175,15 @@ class JobResult:
     """Result of a job.
 
     Attributes:
-        state: ``finished``, ``stopped``, ``failed``, ``not started``, or ``job 123`` for a submitted SLURM job.
+        state: ``finished``, ``already finished``, ``stopped``, ``failed``, ``not started``, or ``job 123`` for a submitted
+            SLURM job.
         code: Exit code: 0 finished or submitted, 75 stopped, another code on failure.
+        reason: Why it failed; None if it did not, or ended before its first step, after it printed the reason itself.
     """
 
     state: str
     code: int
+    reason: str | None = None
 
 
 class StatusJudge:
@@ -168,18 +204,24 @@ class StatusJudge:
         with as_config_error("run.dir"):
             self._before = read_status(run_dir)
 
-    def __call__(self) -> tuple[JobResult, str | None]:
-        """The result, and the reason if it is a failure."""
+    @property
+    def has_status(self) -> bool:
+        """Whether the run has written a status since its start: then it was accepted, and its directory exists."""
+        with as_config_error("run.dir"):
+            return read_status(self._run_dir) not in (None, self._before)
+
+    def __call__(self) -> JobResult:
+        """The result of a start that has ended."""
         with as_config_error("run.dir"):
             status = read_status(self._run_dir)
         if status is None or status == self._before:
-            return JobResult("failed", FAILED), "it ended before the first step"
+            return JobResult("failed", FAILED)
         if status["state"] == "finished":
-            return JobResult("finished", FINISHED), None
+            return JobResult("finished", FINISHED)
         if status["state"] == "stopped":
-            return JobResult("stopped", STOPPED), None
+            return JobResult("stopped", STOPPED)
         reason = str(status.get("reason") or "it was killed and could not record a reason").splitlines()[0]
-        return JobResult("failed", FAILED), printable(f"step {status.get('step')}: {reason}")
+        return JobResult("failed", FAILED, printable(f"step {status.get('step')}: {reason}"))
 
 
 def exit_code(results: Sequence[JobResult]) -> int:
@@ -192,7 +234,7 @@ def exit_code(results: Sequence[JobResult]) -> int:
 def print_results(jobs: Sequence[Job], results: Sequence[JobResult]) -> None:
     """Prints a table with a line for each job of a sweep."""
     columns = {
-        "run": [" ".join(job.varied) or job.run.name for job in jobs],
+        "run": [job.name for job in jobs],
         "result": [result.state for result in results],
         "directory": [str(job.run.dir) for job in jobs],
     }

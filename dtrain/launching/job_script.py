@@ -25,6 +25,8 @@ _REQUEUE_COMMENT = {
     True: "The job asks for new allocations until the run is finished.",
     False: "The job has one allocation.",
 }
+# Asked for with data.num_workers=auto: enough for most data, and few enough for most clusters.
+_CORES_FOR_WORKERS = 4
 _OPTION_LISTS = {"extra": "options of sbatch, such as '--qos=high'", "srun": "options of srun, such as '--mpi=none'"}
 
 
@@ -118,12 +120,8 @@ def _cpus_per_process(job: Job) -> int:
     if job.launch.cpus_per_process is not None:
         return job.launch.cpus_per_process
     workers = job.run.config["data"]["num_workers"]
-    if workers == "auto":
-        raise ConfigError(
-            "launch.cpus_per_process: data.num_workers=auto depends on the cores of the node, so launch=slurm needs a number. "
-            "Set it to the cores of a node divided by its GPUs, for example."
-        )
-    return 1 + int(workers)
+    # auto: the loader then starts at most as many workers as it is given cores.
+    return 1 + (_CORES_FOR_WORKERS if workers == "auto" else int(workers))
 
 
 def _resources(job: Job) -> list[str]:

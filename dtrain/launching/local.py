@@ -1,36 +1,44 @@
-"""Runs on this machine, under torchrun as a child process.
+"""Runs on this machine, under torchrun as child processes.
 
-A run is stopped with a file ``STOP`` in its directory, not with a signal: torchrun 2.9 does not forward SIGUSR1, and
-30 seconds after it forwards any signal it kills ranks that are still saving. With the file, the ranks agree on a step,
-save and exit by themselves, and then torchrun exits, too.
+* A run is stopped with a file ``STOP`` in its directory, not with a signal: torchrun 2.9 does not forward SIGUSR1, and
+  30 seconds after it forwards any signal it kills ranks that are still saving. With the file, the ranks agree on a step,
+  save and exit by themselves, and then torchrun exits, too.
+* With ``launch.max_running`` a run has a *share* of the cores and GPUs of this machine, and writes its output to
+  ``logs/output.log`` instead of the terminal.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
-import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any
+from typing import IO
 
 import torch
 
 from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.distributed.world import choose_device, process_cpu_count
 from dtrain.launching.job import FAILED, STOPPED, Job, JobResult, StatusJudge
+from dtrain.launching.pool import Pool, Screen
+from dtrain.tracking.run_dir import tail
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+#: Output of a run in its directory, if it was not written to the terminal.
+OUTPUT = Path("logs") / "output.log"
+_SHOWN_OUTPUT, _SHOWN_LINES = 4000, 15  # of the output of a run that was refused: bytes read, lines without a message
 
 
 def check(jobs: Sequence[Job]) -> None:
     """Refuses jobs that cannot run on this machine.
 
     Raises:
-        ConfigError: If a job has several nodes, or more processes than this machine has GPUs.
+        ConfigError: If a job has several nodes, or the jobs that run at a time need more GPUs than this machine has.
     """
     for job in jobs:
         if job.launch.nodes != 1:
@@ -38,112 +46,248 @@ def check(jobs: Sequence[Job]) -> None:
                 f"launch.nodes: got {job.launch.nodes}, but launch=local starts processes on this machine only. "
                 "Set launch=slurm, or start torchrun on each node."
             )
-        wanted = processes(job)
-        choose_device(wanted - 1, wanted, _gpus())
+        running, gpus = max_running(job), len(_gpus())
+        share = shares(running)[0]
+        wanted = processes(job, share)
+        if running > 1 and gpus and wanted > len(share.gpus):
+            raise ConfigError(
+                f"launch.max_running: {running} runs of {wanted} processes at a time need {running * wanted} GPUs, but this "
+                f"machine has {gpus}. Set at most {gpus // wanted}, or hide the GPUs to train on CPUs: CUDA_VISIBLE_DEVICES="
+            )
+        choose_device(wanted - 1, wanted, len(share.gpus))
 
 
 def describe(jobs: Sequence[Job]) -> str:
     """The shell commands that ``launch`` would run."""
-    return "".join(f"OMP_NUM_THREADS={_threads(processes(job))} {shlex.join(command(job))}\n" for job in jobs)
+    running = max_running(jobs[0])
+    share = shares(running)[0]
+    head = f"# {running} at a time, each with {share}\n" if running > 1 else ""
+    return head + "".join(describe_command(job, share) for job in jobs)
 
 
 def launch(jobs: Sequence[Job]) -> list[JobResult]:
-    """Runs the jobs one after the other. A stop request stops the current job, and later jobs are not started."""
-    results: list[JobResult] = []
+    """Runs the jobs, ``launch.max_running`` at a time; one that fails does not stop the others.
+
+    A signal stops those that run, and later jobs are not started.
+    """
+    running = min(max_running(jobs[0]), len(jobs))
+    screen = Screen(len(jobs)) if running > 1 else None
+    results: dict[Path, JobResult] = {}
+    waiting = deque(jobs)
+    with Pool(running, starter(running, screen), screen) as pool:
+        while pool.starts or (waiting and not pool.stopping):
+            while waiting and pool.has_room:
+                pool.start(waiting.popleft())
+            for job, result, seconds in pool.wait():
+                results[job.run.dir] = result
+                if screen is not None:
+                    done = int(result.code != STOPPED)
+                    screen.note(f"{job.name}: {result.state} after {seconds}{_because(result)}", done)
     for job in jobs:
-        if any(result.code == STOPPED for result in results):
-            results.append(JobResult("not started", STOPPED))
-        else:
-            results.append(_train(job))
-    return results
+        failed = results.get(job.run.dir)
+        # A single run that was refused has explained that itself, as the last lines of its output.
+        if failed is not None and failed.code == FAILED and (failed.reason or len(jobs) > 1):
+            where = job.run.dir / OUTPUT if screen else job.run.dir / "logs"
+            logs = f" {'Its output' if screen else 'Logs of the ranks'}: {where}" if where.exists() else ""
+            sys.stderr.write(f"dtrain: error: {job.name} failed{_because(failed)}.{logs}\n")
+    return [results.get(job.run.dir, JobResult("not started", STOPPED)) for job in jobs]
 
 
-def processes(job: Job) -> int:
+def _because(result: JobResult) -> str:
+    return f": {result.reason.splitlines()[0].rstrip('.')}" if result.reason else ""
+
+
+def max_running(job: Job) -> int:
+    """How many jobs of a sweep or search run at a time."""
+    return job.launch.max_running or 1
+
+
+def processes(job: Job, share: Share) -> int:
     """Number of processes: ``launch.processes_per_node``, by default one for each GPU, or one without GPUs."""
-    return job.launch.processes_per_node or _gpus() or 1
+    return job.launch.processes_per_node or len(share.gpus) or 1
 
 
-def command(job: Job) -> list[str]:
-    """The torchrun command of a job, with the current Python interpreter."""
+def command(job: Job, share: Share, *options: str) -> list[str]:
+    """The torchrun command of a job, with the current Python interpreter and further options of torchrun."""
     return [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes(job)}"),
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes(job, share)}"),
         # 0 is the default, but PET_MAX_RESTARTS in the environment could change it.
-        *("--max-restarts=0", f"--log-dir={_logs(job) / 'torchrun'}", *_tee(processes(job))),
+        *("--max-restarts=0", *options, *_tee(processes(job, share))),
         *("-m", "dtrain.train", *job.arguments),
     ]
 
 
-def _train(job: Job) -> JobResult:
-    judge = StatusJudge(job.run.dir)
-    with as_config_error("run.dir"):
-        _logs(job).mkdir(parents=True, exist_ok=True)
-    sys.stderr.write(describe([job]))
-    sys.stderr.flush()
-    environment = os.environ | {"OMP_NUM_THREADS": _threads(processes(job))}
-    with _Torchrun(command(job), environment, job.run.dir / "STOP") as torchrun:
-        torchrun.wait()
-    result, reason = judge()
-    if result.code == FAILED:
-        sys.stderr.write(f"dtrain: error: {job.run.name} failed, {reason}. Logs of the ranks: {_logs(job)}\n")
-    return result
+def describe_command(job: Job, share: Share) -> str:
+    """The line of a shell that starts a job."""
+    return f"OMP_NUM_THREADS={_threads(job, share)} {shlex.join(command(job, share))}\n"
 
 
-class _Torchrun:
-    """A torchrun process that does not get the signals of the terminal.
+# -- shares of the machine
 
-    The first signal to this process asks the run to save and stop. A second SIGINT or SIGTERM terminates torchrun, which
-    forwards SIGTERM to the ranks and kills them after 30 s.
+
+@dataclass(frozen=True)
+class Share:
+    """The part of this machine that one of several runs uses.
+
+    Attributes:
+        cores: Numbers of the cores.
+        gpus: GPUs as in CUDA_VISIBLE_DEVICES; empty on a machine without GPUs.
+        is_all: Whether it is the whole machine.
     """
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str], stop_file: Path) -> None:
-        self._command = command
-        self._environment = environment
-        self._stop_file = stop_file
+    cores: tuple[int, ...]
+    gpus: tuple[str, ...]
+    is_all: bool
+
+    def __str__(self) -> str:
+        """Such as ``8 cores and 1 GPU``."""
+        counts = [(len(self.cores), "core"), *([(len(self.gpus), "GPU")] if self.gpus else [])]
+        return " and ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counts)
+
+    @contextmanager
+    def affinity(self) -> Iterator[None]:
+        """Processes started in the block run on the cores of the share. The number of workers follows from them, too."""
+        if self.is_all or not hasattr(os, "sched_setaffinity"):
+            yield
+            return
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, self.cores)  # of this thread; the new process inherits it
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, before)
+
+
+def shares(number: int) -> list[Share]:
+    """Divides the cores and GPUs that this process may use into ``number`` equal shares.
+
+    With fewer cores than shares, each share has all cores. With fewer GPUs than shares, no share has a GPU.
+    """
+    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(process_cpu_count())
+    cores, gpus = tuple(sorted(affinity)), _gpus()
+    several = len(cores) >= number
+    return [
+        Share(
+            cores[place * len(cores) // number : (place + 1) * len(cores) // number] if several else cores,
+            tuple(gpus[place * (len(gpus) // number) :][: len(gpus) // number]),
+            number == 1,
+        )
+        for place in range(number)
+    ]
+
+
+def _gpus() -> list[str]:
+    """The GPUs that this process may use, as in CUDA_VISIBLE_DEVICES."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return named[:count] if len(named) >= count else [str(number) for number in range(count)]
+
+
+# -- one start
+
+
+def starter(running: int, screen: Screen | None) -> Callable[[Job, int], LocalStart]:
+    """The function with which a pool of ``running`` slots starts jobs on this machine."""
+    parts = shares(running)
+    return lambda job, slot: LocalStart(job, parts[slot], to_file=screen is not None)
+
+
+class LocalStart:
+    """A torchrun process that does not get the signals of the terminal.
+
+    Args:
+        job: The job.
+        share: The cores and GPUs that it may use.
+        to_file: Whether its output goes to ``logs/output.log`` instead of the terminal.
+    """
+
+    def __init__(self, job: Job, share: Share, to_file: bool) -> None:
+        self.job = job
+        self._judge = StatusJudge(job.run.dir)
+        self._stop_file = job.run.dir / "STOP"
         self._stop_requested = False
-        self._process: subprocess.Popen[bytes] | None = None
-        self._previous_handlers: dict[signal.Signals, Any] = {}
+        self._output = _Output(job.run.dir) if to_file else None
+        line = describe_command(job, share)
+        if self._output is None:
+            sys.stderr.write(line)
+            sys.stderr.flush()
+        else:
+            self._output.file.write(line.encode())
+            self._output.file.flush()
+        environment = os.environ | {"OMP_NUM_THREADS": _threads(job, share)}
+        if share.gpus and not share.is_all:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)
+        # Not in the run directory: torchrun creates its folder even if the run is refused.
+        self._torchrun_logs = tempfile.TemporaryDirectory(prefix="dtrain-")
+        with share.affinity():
+            # In a new session, because Ctrl-C signals every process of the terminal, and torchrun would exit at once.
+            self._process = subprocess.Popen(
+                command(job, share, f"--log-dir={self._torchrun_logs.name}"),
+                env=environment,
+                start_new_session=True,
+                stdout=self._output.file if self._output else None,
+                stderr=subprocess.STDOUT if self._output else None,
+            )
 
-    def __enter__(self) -> _Torchrun:
-        for number in _SIGNALS:
-            # nohup ignores SIGHUP so that the run outlives the terminal.
-            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue
-            self._previous_handlers[number] = signal.signal(number, self._on_signal)
-        # In a new session, because Ctrl-C signals every process of the terminal, and torchrun would exit at once.
-        self._process = subprocess.Popen(self._command, env=self._environment, start_new_session=True)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)
+    def result(self) -> JobResult | None:
+        """The result; None while torchrun runs."""
+        ended = self._process.poll() is not None
+        if self._output is not None and self._judge.has_status:
+            self._output.keep()
+        if not ended:
+            return None
+        self._torchrun_logs.cleanup()
         if self._stop_requested:
             # The run may have ended before it read the request, which must not stop the next start.
             self._stop_file.unlink(missing_ok=True)
+        result, printed = self._judge(), self._output.close() if self._output else ""
+        return replace(result, reason=_error(printed)) if printed and result.code == FAILED else result
 
-    def wait(self) -> int:
-        """Waits for torchrun; returns its exit code."""
-        assert self._process is not None
-        return self._process.wait()
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        if not self._stop_requested:
+    def stop(self) -> None:
+        """Writes the STOP file, once, as soon as the run has its directory."""
+        if not self._stop_requested and self._stop_file.parent.is_dir():
             self._stop_requested = True
             self._stop_file.touch()
-            text = (
-                f"{name}: the run will save and stop; a second signal ends it within 30 s without waiting for the save"
-            )
-        elif number in (signal.SIGINT, signal.SIGTERM) and self._process is not None:
-            self._process.terminate()
-            text = f"{name} again: ending the run"
-        else:
-            return
-        # os.write, because the interrupted code may be inside a write to sys.stderr.
-        os.write(2, f"dtrain: {text}\n".encode())
+
+    def kill(self) -> None:
+        """Terminates torchrun, which forwards SIGTERM to the ranks and kills them after 30 s."""
+        self._process.terminate()
 
 
-def _logs(job: Job) -> Path:
-    return job.run.dir / "logs"
+class _Output:
+    """The output of one start: beside the run directory until the run is accepted, then ``logs/output.log`` in it.
+
+    A refused run must not leave anything in its directory, nor create it.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._kept_at = run_dir / OUTPUT
+        self._path = run_dir.with_name(f".{run_dir.name}.output")
+        with as_config_error("run.dir"):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self.file: IO[bytes] = self._path.open("wb")
+
+    def keep(self) -> None:
+        """Moves the file into the run directory, if that was not done; the processes go on writing to it."""
+        if self._path != self._kept_at:
+            self._kept_at.parent.mkdir(exist_ok=True)
+            os.replace(self._path, self._kept_at)
+            self._path = self._kept_at
+
+    def close(self) -> str:
+        """Closes the file; of a refused run also deletes it and returns its end."""
+        self.file.close()
+        if self._path == self._kept_at:
+            return ""
+        end = tail(self._path, _SHOWN_OUTPUT)
+        self._path.unlink()
+        return end
+
+
+def _error(printed: str) -> str:
+    """The error message of dtrain in an output, else its last lines."""
+    message = printed.rpartition("dtrain: error: ")[2] if "dtrain: error: " in printed else ""
+    return message.strip() or "\n".join(printed.strip().splitlines()[-_SHOWN_LINES:])
 
 
 def _tee(processes: int) -> list[str]:
@@ -153,10 +297,6 @@ def _tee(processes: int) -> list[str]:
     return [f"--tee={ranks}"] if ranks else []
 
 
-def _threads(processes: int) -> str:
+def _threads(job: Job, share: Share) -> str:
     """``OMP_NUM_THREADS`` of each process: as in the environment, else cores / processes. torchrun would set 1."""
-    return os.environ.get("OMP_NUM_THREADS") or str(max(1, process_cpu_count() // processes))
-
-
-def _gpus() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return os.environ.get("OMP_NUM_THREADS") or str(max(1, len(share.cores) // processes(job, share)))

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import dtrain
 from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.run import without_secrets
 from dtrain.distributed.atomic import replace_file
-from dtrain.launching.job import FINISHED, Job, JobResult
+from dtrain.launching.job import FINISHED, STOPPED, Job, JobResult, StatusJudge
 from dtrain.launching.job_script import (
     array_log_name,
     array_script,
@@ -34,8 +34,12 @@ from dtrain.launching.job_script import (
     log_path,
     script_path,
 )
+from dtrain.launching.pool import Screen
 from dtrain.tracking.console import print_banner
 
+SECONDS_BETWEEN_SQUEUE = 10.0
+# Times in a row that squeue must not show a job before it counts as ended: other nodes see its last files a little later.
+_MISSED = 2
 _RECORD = "launch.json"
 _JOB_ID = ".job"
 
@@ -203,6 +207,66 @@ def _next_commands(job: Job, job_id: str) -> dict[str, str]:
         "cancel": f"scancel {job_id}     ends immediately",
         "resume": f"python -m dtrain.launch resume {directory}",
     }
+
+
+# -- one job as a start in a pool
+
+
+def starter(running: int, screen: Screen | None) -> Callable[[Job, int], SlurmStart]:
+    """The function with which a pool submits jobs, or takes over those that an earlier command has submitted."""
+    return lambda job, slot: SlurmStart(job)
+
+
+class SlurmStart:
+    """A run in the queue, over all its allocations.
+
+    Args:
+        job: The job; it is submitted if the run has none that waits or runs.
+
+    Raises:
+        ConfigError: If sbatch refuses the job.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._judge = StatusJudge(job.run.dir)
+        self._asked = time.monotonic()
+        self._missed = 0
+        self._stop_requested = self._cancelled = False
+        if active_job(job.run.dir) is None:
+            check([job])
+            _write_script(job)
+            _submit_each([job])
+
+    def result(self) -> JobResult | None:
+        """The result; None while the run has a job. squeue is called every few seconds."""
+        if time.monotonic() - self._asked < SECONDS_BETWEEN_SQUEUE:
+            return None
+        self._asked = time.monotonic()
+        if active_job(self.job.run.dir) is not None:
+            self._missed = 0
+            return None
+        self._missed += 1
+        if self._missed < _MISSED:
+            return None
+        return JobResult("stopped", STOPPED) if self._cancelled else self._judge()
+
+    def stop(self) -> None:
+        """Once: cancels a waiting job, and writes the STOP file of a running one."""
+        if self._stop_requested:
+            return
+        self._stop_requested = True
+        job = active_job(self.job.run.dir)
+        if job is not None and not job.has_nodes:
+            self._cancelled = True
+            subprocess.run(["scancel", job.id], check=False)
+        else:
+            (self.job.run.dir / "STOP").touch()
+
+    def kill(self) -> None:
+        """Cancels the job."""
+        self._cancelled = True
+        subprocess.run(["scancel", str(read_job_id(self.job.run.dir))], check=False)
 
 
 # -- the job of a run

@@ -24,7 +24,6 @@ from rich.console import Console
 
 from dtrain.data.writer import Sample
 from dtrain.packing.command import (
-    USERS_MODEL_AND_TASK,
     PackCommand,
     ShardSize,
     assign_to_splits,
@@ -41,6 +40,12 @@ from dtrain.tracking.console import progress
 #: Values of ``--dtype``.
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _NPY_HEADER = 128
+# Float arrays of these names are targets; others are features.
+_TARGETS = ("y", "target", "targets")
+# Labels with more values are probably no classes.
+_MOST_CLASSES = 10_000
+# Height and width that the model small_cnn needs.
+_SMALLEST_IMAGE = 8
 _is_field_name = re.compile(r"[A-Za-z0-9_-]+").fullmatch
 
 
@@ -87,9 +92,42 @@ def pack_arrays(options: Namespace, console: Console) -> None:
             written[split] = command.write(dataset, split, bounds, make_producer, len(numbers) * sample_bytes)
         dataset.publish({})
         command.print_summary(written)
-        pairs = zip(fields, rows, strict=True)
-        write_preset(command.destination, {field.extension: field.config(np.asarray(row[0])) for field, row in pairs})
-    print_train_command(command.destination, USERS_MODEL_AND_TASK)
+        declared = [field.config(np.asarray(row[0])) for field, row in zip(fields, rows, strict=True)]
+        write_preset(command.destination, dict(zip((field.extension for field in fields), declared, strict=True)))
+        model_and_task = _choose_model_and_task(declared, rows)
+    print_train_command(command.destination, model_and_task)
+
+
+def _choose_model_and_task(declared: Sequence[Mapping[str, str]], rows: Sequence[np.ndarray]) -> list[str] | None:
+    """Overrides of the model and task that fit the first input and the first label or target; None: none does.
+
+    Args:
+        declared: Name and role of each field.
+        rows: The array of each field, shape ``[samples, ...]``.
+    """
+    by_role: dict[str, tuple[str, np.ndarray]] = {}
+    for field, array in zip(declared, rows, strict=True):
+        if "role" in field:
+            by_role.setdefault(field["role"], (field["name"], array))
+    feature, array = by_role.get("feature", ("", np.empty(0)))
+    inputs = array.shape[1] if array.ndim == 2 else 0
+    if "label" in by_role:
+        label, labels = by_role["label"]
+        classes = int(labels.max()) + 1
+        if labels.min() < 0 or classes > _MOST_CLASSES:
+            return None
+        task = ["task=classification", f"task.label={label}"]
+        if "image" in by_role and min(by_role["image"][1].shape[1:3]) >= _SMALLEST_IMAGE:
+            return ["model=small_cnn", f"model.classes={classes}", *task, f"task.input={by_role['image'][0]}"]
+        if inputs:
+            return ["model=mlp", f"model.widths=[{inputs},64,{classes}]", *task, f"task.input={feature}"]
+    if "target" in by_role and inputs:
+        target, targets = by_role["target"]
+        if targets.ndim <= 2:
+            outputs = targets.shape[1] if targets.ndim == 2 else 1
+            task = ["task=regression", f"task.input={feature}", f"task.target={target}"]
+            return ["model=mlp", f"model.widths=[{inputs},64,{outputs}]", *task]
+    return None
 
 
 # -- the arrays of the files
@@ -199,7 +237,8 @@ class _ArrayField:
         elif self.storage == "png" or (row.dtype == np.uint8 and row.ndim == 3 and row.shape[2] == 3):
             role = "image"
         else:
-            role = ("feature" if row.ndim else "target") if floats else "id"
+            is_target = not row.ndim or self.name.lower() in _TARGETS
+            role = ("target" if is_target else "feature") if floats else "id"
         return {"name": self.name, "role": role}
 
     def tar_bytes(self, row: np.ndarray) -> int:

@@ -14,12 +14,13 @@ import json
 import shlex
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from rich.console import Console
 
 from dtrain.data.writer import balanced_sizes
@@ -28,13 +29,12 @@ from dtrain.distributed.world import process_cpu_count
 from dtrain.packing.staging import BadFile, SampleProducer, StagedDataset, Written
 from dtrain.tracking.console import progress
 
-#: Model and task for the printed training command where only the user can choose them.
-USERS_MODEL_AND_TASK = "model=YOURS task=YOURS"
+#: The preset in a folder of shards.
+PRESET = Path("conf/data/packed.yaml")
 
 # For less than this, starting another process takes longer than writing the data.
 _BYTES_PER_PROCESS = 64 << 20
 _TAR_BLOCK = 512
-_PRESET = Path("conf/data/packed.yaml")
 # Split names that become `data.eval` of the preset, in order of priority.
 _EVAL_SPLITS = ("val", "valid", "validation", "test")
 
@@ -217,14 +217,15 @@ def assign_to_splits(shuffled: np.ndarray, prefix: str, shares: Mapping[str, flo
     return {prefix: np.sort(shuffled[start:]), **assigned}
 
 
-def write_preset(destination: Path, fields: Mapping[str, Mapping[str, Any]]) -> None:
+def write_preset(destination: Path, fields: Mapping[str, Mapping[str, Any]], **keys: Any) -> None:
     """Writes ``conf/data/packed.yaml`` with the shards of a folder and their fields, and prints the fields.
 
     Args:
         destination: Folder of the shards.
         fields: The value of ``data.fields``.
+        keys: Further keys of the config section ``data``.
     """
-    splits = sorted({path.name.rpartition("-")[0] for path in destination.glob("*-??????.tar")})
+    splits = splits_of(destination)
     train = "train" if "train" in splits else splits[0]
     evaluated = next((name for name in _EVAL_SPLITS if name in splits and name != train), None)
     folder = destination.resolve()
@@ -236,9 +237,9 @@ def write_preset(destination: Path, fields: Mapping[str, Mapping[str, Any]]) -> 
         f"eval: {json.dumps(f'{shards}/{evaluated}-*.tar' if evaluated else None)}",
         "fields:",
         *(f"  {json.dumps(extension)}: {_as_yaml(options)}" for extension, options in fields.items()),
-        "num_workers: 2",
+        *(f"{key}: {json.dumps(value)}" for key, value in keys.items()),
     ]
-    path = destination / _PRESET
+    path = destination / PRESET
     path.parent.mkdir(parents=True, exist_ok=True)
     with replace_file(path) as file:
         file.write("\n".join([*lines, ""]).encode())
@@ -246,17 +247,28 @@ def write_preset(destination: Path, fields: Mapping[str, Mapping[str, Any]]) -> 
     print("\n".join(f"  {extension}: {_as_yaml(options)}" for extension, options in fields.items()))
 
 
-def print_train_command(destination: Path, model_and_task: str) -> None:
-    """Prints the command that trains on the packed data."""
+def splits_of(destination: Path) -> list[str]:
+    """Names of the splits in a folder of shards, sorted."""
+    return sorted({path.name.rpartition("-")[0] for path in destination.glob("*-??????.tar")})
+
+
+def print_train_command(destination: Path, model_and_task: Sequence[str] | None) -> None:
+    """Prints the command that trains on the packed data.
+
+    Args:
+        destination: Folder of the shards.
+        model_and_task: The overrides of the groups model and task; None: only the user can choose them.
+    """
     print("to train on these shards:")
-    print(
-        f"  torchrun --standalone --nproc-per-node=2 -m dtrain.train --config-dir "
-        f"{shlex.quote(str(destination / 'conf'))} data=packed {model_and_task} train.max_epochs=1"
-    )
+    if model_and_task is None:
+        print("  none of dtrain's models fits these fields: name your own model and task instead of my_package.My...")
+        model_and_task = ["model._target_=my_package.MyModel", "task._target_=my_package.MyTask"]
+    overrides = ["--config-dir", str(destination / "conf"), "data=packed", *model_and_task, "train.max_epochs=1"]
+    print(f"  torchrun --standalone --nproc-per-node=2 -m dtrain.train {shlex.join(overrides)}")
 
 
 def _as_yaml(options: Mapping[str, Any]) -> str:
-    return f"{{{', '.join(f'{name}: {value}' for name, value in options.items())}}}"
+    return yaml.safe_dump(dict(options), default_flow_style=True, sort_keys=False, width=1000).strip()
 
 
 def as_json(value: Any) -> bytes:

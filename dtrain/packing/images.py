@@ -15,18 +15,21 @@ import tempfile
 from argparse import Namespace
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import yaml
 from rich.console import Console
 
 from dtrain.data.decode import check_image, decode_image
 from dtrain.data.fields import KINDS, SampleError
 from dtrain.data.writer import Sample
 from dtrain.packing.command import (
+    PRESET,
     PackCommand,
     ShardSize,
     as_json,
@@ -34,6 +37,7 @@ from dtrain.packing.command import (
     check_shares,
     permutation,
     print_train_command,
+    splits_of,
     tar_bytes,
     write_preset,
 )
@@ -44,6 +48,12 @@ SPLITS = ("train", "val", "valid", "validation", "test")
 _CLASSES = "classes.json"
 # One extension for each format, so that one field of the config matches all images.
 _SAME_FORMAT = {"jpeg": "jpg", "tiff": "tif"}
+# Besides hidden files: what Windows and macOS put into folders and archives of photos.
+_OF_THE_SYSTEM = ("thumbs.db", "desktop.ini", "icon\r", "__macosx")
+# Images whose size is read, to decide whether the preset resizes them. Of more, so many are read, evenly spread.
+_MEASURED = 5_000
+# Size to which images of different sizes are resized, at most: that of most published models.
+_LARGEST_DEFAULT = 224
 
 
 def pack_images(options: Namespace, console: Console) -> None:
@@ -69,15 +79,59 @@ def pack_images(options: Namespace, console: Console) -> None:
                 make_producer = partial(_image_reader, listing, order, options.verify)
                 written[split] = command.write(dataset, split, bounds, make_producer, int(np.sum(sample_bytes)))
             dataset.publish({_CLASSES: as_json(folder.classes)})
-            skipped = command.skipped + sum(its.skipped for its in written.values())
-            command.print_summary(written, f"classes: {len(folder.classes):,}", f"bad files: {skipped:,}")
-            image = {"name": "image", "role": "image"}
-            label = {"name": "label", "role": "label"}
-            write_preset(destination, {";".join(sorted(folder.extensions)): image, "cls": label})
-    print(
-        "  images of different sizes need a size, {name: image, role: image, size: 224}, or an augmentation that crops"
-    )
-    print_train_command(destination, f"model=small_cnn model.classes={len(folder.classes)}")
+            command.print_summary(
+                written,
+                f"classes: {len(folder.classes):,}",
+                f"unreadable images: {sum(its.skipped for its in written.values()):,}",
+                f"other files: {command.skipped:,}",
+                f"ignored (hidden or of the system): {folder.ignored:,}",
+            )
+            _write_preset(destination, folder)
+    print_train_command(destination, ["model=small_cnn", f"model.classes={len(folder.classes)}"])
+
+
+def _write_preset(destination: Path, folder: _ImageFolder) -> None:
+    image: dict[str, Any] = {"name": "image", "role": "image", "exif": True}
+    keys = {}
+    smallest, largest, size = _measure(folder)
+    stored = _stored_preset(destination, folder)
+    if "image_size" in stored or smallest != largest:
+        size = stored.get("image_size", size)
+        image["size"], keys["image_size"] = "${data.image_size}", size
+        note = (
+            f"images have {smallest[0]} x {smallest[1]} to {largest[0]} x {largest[1]} pixels and are resized to {size} x "
+            f"{size}: change data.image_size there or in a command, or add an augmentation that crops"
+        )
+    else:
+        note = f"images have {smallest[0]} x {smallest[1]} pixels"
+        if stored or len(folder) > _MEASURED:  # images that were not measured may have another size
+            image["size"] = list(smallest)
+    extensions = folder.extensions.union(*(ext.split(";") for ext in stored.get("fields", {}) if ext != "cls"))
+    label = {"name": "label", "role": "label"}
+    write_preset(destination, {";".join(sorted(extensions)): image, "cls": label}, **keys)
+    print(f"  {note}")
+
+
+def _stored_preset(destination: Path, folder: _ImageFolder) -> dict[str, Any]:
+    """The preset of an earlier command that packed other splits into the same folder."""
+    path = destination / PRESET
+    if not path.exists() or set(splits_of(destination)) <= set(folder.splits):
+        return {}
+    return dict(yaml.safe_load(path.read_text("utf-8")))
+
+
+def _measure(folder: _ImageFolder) -> tuple[tuple[int, int], tuple[int, int], int]:
+    """Height and width of the smallest and the largest image, and the size that images are resized to."""
+    sizes = []
+    for listing in folder.splits.values():
+        for number in np.unique(np.linspace(0, len(listing) - 1, min(len(listing), _MEASURED)).astype(int)).tolist():
+            with suppress(SampleError, OSError):  # skipped when it was packed
+                sizes.append(check_image(Path(listing[number].path).read_bytes(), exif=True))
+    by_area = sorted(sizes, key=lambda size: (size[0] * size[1], size))
+    if not by_area:
+        return (0, 0), (0, 0), _LARGEST_DEFAULT
+    side = min(int(np.median([min(size) for size in sizes])), _LARGEST_DEFAULT)
+    return by_area[0], by_area[-1], side // 8 * 8 if side > 16 else side
 
 
 # -- listings
@@ -133,6 +187,10 @@ class _ImageFolder:
     classes: list[str]  # the position of a name is its label
     splits: dict[str, _Listing] = field(default_factory=dict)
     extensions: set[str] = field(default_factory=set)  # of the images in the shards
+    ignored: int = 0  # files and folders that are hidden or of the system
+
+    def __len__(self) -> int:
+        return sum(map(len, self.splits.values()))
 
     def close(self) -> None:
         for listing in self.splits.values():
@@ -152,6 +210,8 @@ def _scan(source: Path, command: PackCommand, seed: int, classes: list[str] | No
     check_shares(prefix, shares)
     found = {split: _class_folders(root, on_bad_file) for split, root in (roots or {prefix: source}).items()}
     result = _ImageFolder(classes or _common_classes(found))
+    for folder in {source, *(roots or {}).values()}:
+        result.ignored += sum(_is_ignored(path.name) for path in folder.iterdir())
     labels = {name: label for label, name in enumerate(result.classes)}
     for split, folders in found.items():
         for name in (split, *shares):
@@ -173,7 +233,7 @@ def _scan(source: Path, command: PackCommand, seed: int, classes: list[str] | No
 
 def _split_folders(source: Path, on_bad_file: OnBadFile) -> dict[str, Path]:
     """The folders that are splits; empty if the folders are classes."""
-    folders = [path for path in sorted(source.iterdir()) if path.is_dir()]
+    folders = [path for path in _visible(source) if path.is_dir()]
     splits = [path for path in folders if path.name in SPLITS and any(inner.is_dir() for inner in path.iterdir())]
     if not splits:
         return {}
@@ -183,15 +243,23 @@ def _split_folders(source: Path, on_bad_file: OnBadFile) -> dict[str, Path]:
             f"{source} has the splits {', '.join(path.name for path in splits)} and a folder {others[0]!r}, which is none "
             f"of {', '.join(SPLITS)}. Pack each split by itself, or move {others[0]!r} away."
         )
-    for path in sorted(source.iterdir()):
+    for path in _visible(source):
         if not path.is_dir():
             on_bad_file(path, "is beside the folders of the splits")
     return {name: source / name for name in SPLITS if source / name in splits}
 
 
+def _visible(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.iterdir()) if not _is_ignored(path.name)]
+
+
+def _is_ignored(name: str) -> bool:
+    return name.startswith(".") or name.lower() in _OF_THE_SYSTEM
+
+
 def _class_folders(root: Path, on_bad_file: OnBadFile) -> list[Path]:
     folders = []
-    for path in sorted(root.iterdir()):
+    for path in _visible(root):
         if path.is_dir():
             folders.append(path)
         else:
@@ -222,17 +290,17 @@ def _list_class(
     shares: Mapping[str, float],
     seed: int,
 ) -> None:
-    entries = list(_entries(folder, label, on_bad_file))
+    entries = list(_entries(result, folder, label, on_bad_file))
     result.extensions.update(_extension(entry.path) for entry in entries)
     for name, numbers in assign_to_splits(permutation(len(entries), [seed, label]), split, shares).items():
         for number in numbers.tolist():
             result.splits[name].append(entries[number])
 
 
-def _entries(folder: Path, label: int, on_bad_file: OnBadFile) -> Iterator[_Entry]:
+def _entries(result: _ImageFolder, folder: Path, label: int, on_bad_file: OnBadFile) -> Iterator[_Entry]:
     """The images below the folder of a class, sorted, with unique keys."""
     keys: set[str] = set()
-    for path in _files(folder):
+    for path in _files(result, folder):
         if KINDS.get(_extension(path)) != "image":
             on_bad_file(Path(path), "its name is not that of an image")
             continue
@@ -247,7 +315,7 @@ def _entries(folder: Path, label: int, on_bad_file: OnBadFile) -> Iterator[_Entr
         yield _Entry(path, key, label)
 
 
-def _files(folder: Path) -> Iterator[str]:
+def _files(result: _ImageFolder, folder: Path) -> Iterator[str]:
     seen = set()
     # Links are followed, because folders of images are often links.
     for root, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
@@ -257,8 +325,11 @@ def _files(folder: Path) -> Iterator[str]:
                 f"{root} is a link to {real}, which was read before: its images would count twice. Remove the link."
             )
         seen.add(real)
-        folders.sort()
-        for name in sorted(names):
+        visible = sorted(name for name in names if not _is_ignored(name))
+        result.ignored += len(names) + len(folders) - len(visible)
+        folders[:] = sorted(name for name in folders if not _is_ignored(name))
+        result.ignored -= len(folders)
+        for name in visible:
             yield os.path.join(root, name)
 
 

@@ -25,9 +25,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from rich.console import Console
 
+from dtrain.data.tokenizers import Tokenizer
 from dtrain.data.writer import Sample
 from dtrain.packing.command import (
-    USERS_MODEL_AND_TASK,
     PackCommand,
     ShardSize,
     as_json,
@@ -39,7 +39,6 @@ from dtrain.packing.command import (
 )
 from dtrain.packing.pool import OnProgress
 from dtrain.packing.staging import OnBadFile, SampleProducer, StagedDataset, Written, staged
-from dtrain.packing.tokenizers import Tokenizer
 from dtrain.tracking.console import progress
 
 #: Values of ``--val-by``: splits get whole documents, or the end of each document.
@@ -76,17 +75,24 @@ def pack_text(options: Namespace, console: Console) -> None:
     }
     splits = _stored_splits(destination, facts)
     documents, digest = find_documents(options.sources, command.on_bad_file)
-    pieces = split_into_pieces(documents, command.prefix, command.shares, options.val_by, options.seed)
-    plan = command.plan(command="text", documents=f"{len(documents)} ({digest})", val_by=options.val_by, **facts)
+    by = options.val_by or choose_val_by(len(documents), command.shares)
+    if by != options.val_by and by == "tail":
+        print(
+            f"too few files ({len(documents)}) to give each split whole files: {', '.join(command.shares)} is the end of each "
+            "file, as with --val-by tail"
+        )
+    pieces = split_into_pieces(documents, command.prefix, command.shares, by, options.seed)
+    plan = command.plan(command="text", documents=f"{len(documents)} ({digest})", val_by=by, **facts)
     sample_bytes = int(tar_bytes((length + 1) * np.dtype(tokenizer.dtype).itemsize))
     written: dict[str, Written] = {}
-    unused = []
+    unused, streams = [], []
     with staged(destination, pieces, plan) as dataset:
         for split, its_pieces in pieces.items():
             stream = _encode(command, dataset, split, its_pieces, tokenizer, length, console)
             bounds = command.size.bounds(stream.rows, sample_bytes)
             make_producer = partial(_row_reader, stream)
             its = written[split] = command.write(dataset, split, bounds, make_producer, stream.rows * sample_bytes)
+            streams.append(stream)
             splits[split] = {"shards": its.shards, "samples": its.samples, "tokens": its.samples * length}
             unused.append(f"{split} {stream.tokens - 1 - stream.rows * length:,}")
         dataset.publish({_DATASET: as_json({**facts, "row": length + 1, "splits": splits})})
@@ -100,7 +106,12 @@ def pack_text(options: Namespace, console: Console) -> None:
         field = {"name": "tokens", "role": "id", "dtype": tokenizer.dtype, "length": length + 1}
         write_preset(destination, {EXTENSION: field})
     print(f"  inputs are tokens[:, :-1], targets are tokens[:, 1:], {length:,} each")
-    print_train_command(destination, USERS_MODEL_AND_TASK)
+    model = ["model=gpt", f"model.vocabulary={tokenizer.vocab_size}", f"model.context={length}"]
+    task = ["task=language_modelling"]
+    if tokenizer.identity != "bytes":
+        tokens = sum(its.tokens for its in streams)
+        task.append(f"task.bytes_per_token={sum(document.size for document in documents) / tokens:.3f}")
+    print_train_command(destination, [*model, *task])
 
 
 def _check(options: Namespace) -> None:
@@ -127,8 +138,8 @@ def _encode(
     stream = _TokenStream.of(parts, tokenizer.dtype, length)
     if not stream.rows:
         raise ValueError(
-            f"{split}: {stream.tokens:,} tokens do not fill a row of {length + 1:,}. Choose a shorter --length, or pack more "
-            "text."
+            f"{split}: {stream.tokens:,} tokens do not fill a row of {length + 1:,}. Choose a shorter --length, increase the "
+            "share of the split, take the end of each file (--val-by tail), or pack more text."
         )
     return stream
 
@@ -229,6 +240,12 @@ def _files(source: str) -> Iterator[tuple[str, str]]:
         for path in sorted(glob.glob(source, recursive=True)):
             if os.path.isfile(path):
                 yield path, path
+
+
+def choose_val_by(documents: int, shares: Mapping[str, float]) -> str:
+    """``document`` if each split gets at least one of so many documents, else ``tail``."""
+    numbers = assign_to_splits(np.arange(documents), "", shares).values()
+    return VAL_BY[0] if all(map(len, numbers)) else VAL_BY[1]
 
 
 def split_into_pieces(

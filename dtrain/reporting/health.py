@@ -35,13 +35,12 @@ WAITING, STEPPING, PAUSING, INTERRUPTED = range(4)
 TIME_NAMES = ("waiting for data", "rest of the step", "evaluating and saving", "interrupted")
 
 _MAX_REASON = 100  # characters of a reason in a table
+_MIN_SECONDS = 60.0  # of training; start-up dominates the times of shorter runs
 # Values above these limits are problems.
 _SILENT = 600.0  # seconds without a record or a status
 _MUCH_WAITING, _MUCH_PAUSING, _MUCH_INTERRUPTED = 0.1, 0.25, 0.1  # shares of the time
-_MANY_SKIPS, _FEW_SKIPS = (
-    0.02,
-    5,
-)  # share of the steps; number of steps, normal in fp16 until the loss scale has settled
+# Share of the steps; number of steps, normal in fp16 until the loss scale has settled.
+_MANY_SKIPS, _FEW_SKIPS = 0.02, 5
 _MANY_BAD = 0.001  # share of the samples
 _MUCH_SLOWER = 0.1  # share of the step that the slowest rank costs
 _UNEVEN = 2.0  # 95th percentile of step times over the median
@@ -201,12 +200,19 @@ def check_health(run: History, times: TimeBreakdown | None, hangs: Sequence[Hang
         *_check_loss(run),
         *_check_skips(run),
         *_check_hangs(hangs),
-        *_check_time(times),
-        *_check_step_times(run),
-        *_check_stragglers(run),
         *_check_samples(run),
-        *_check_restarts(run, times),
     ]
+    trained = float(times.seconds[:INTERRUPTED].sum()) if times is not None else _MIN_SECONDS
+    if trained < _MIN_SECONDS:
+        text = f"too short to judge the speed: {format_duration(trained)} of training, at least {_MIN_SECONDS:.0f} s wanted"
+        findings += [Finding("time", text), *_check_restarts(run, None)]
+    else:
+        findings += [
+            *_check_time(times),
+            *_check_step_times(run),
+            *_check_stragglers(run),
+            *_check_restarts(run, times),
+        ]
     return Health(tuple(sorted(findings, key=lambda finding: -LEVELS.index(finding.level))))
 
 

@@ -1,8 +1,8 @@
 """Text formats of numbers and times in a report, and the colours of its charts and page.
 
-Charts are drawn in the light colours. On the page each colour becomes a CSS variable, so that charts follow the light or
-dark theme of the browser. The colours of the runs suit colour-blind readers (Okabe and Ito 2008), without yellow, which is
-invisible on white.
+Charts name the colours of ``THEME``; the page has each as a CSS variable, so that it follows the light or dark theme of the
+browser. The colours of the runs suit colour-blind readers (Okabe and Ito 2008), without yellow, which is invisible on white.
+The colours of the parts of the time are others, so that no part looks like a run.
 
 The formatting functions accept any number: a damaged file must not make a report fail.
 """
@@ -10,45 +10,34 @@ The formatting functions accept any number: a damaged file must not make a repor
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 
-INK, GRID, BAD = "#1b1b1c", "#b0b0b1", "#b00020"
 RUN_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
 _DARK_RUN_COLOURS = ("#3f9fe0", "#f4813a", "#2cc295", "#e39ac3", "#a8dcff", "#f2b632", "#f2f2f2")
-_DASHES = (("-", "none"), ("--", "6 3"), (":", "2 2"), ("-.", "6 2 2 2"))  # for matplotlib, for SVG
+_DASHES = ((), (6, 3), (2, 2), (6, 2, 2, 2))
 
-#: CSS variable to its colour in the light and in the dark theme.
+#: Name to the colour in the light and in the dark theme.
 THEME = {
-    "ink": (INK, "#e4e4e2"),
+    "ink": ("#1b1b1c", "#e4e4e2"),
     "paper": ("#ffffff", "#16181b"),
     "soft": ("#606063", "#a3a3a5"),
     "line": ("#dcdcde", "#35383d"),
     "panel": ("#f5f5f6", "#1e2125"),
-    "grid": (GRID, "#5a5d63"),
-    "bad": (BAD, "#ff7a85"),
+    "bad": ("#b00020", "#ff7a85"),
     "good": ("#1a7f37", "#4fc36f"),
     "warn": ("#8a5a00", "#e0a63a"),
     **{f"run-{n}": pair for n, pair in enumerate(zip(RUN_COLOURS, _DARK_RUN_COLOURS, strict=True))},
+    # Waiting for data, rest of the step, evaluating and saving, interrupted.
+    **{"time-0": ("#7b4fb5", "#a884dc"), "time-1": ("#b9bdc4", "#5d636c")},
+    **{"time-2": ("#6f7f2a", "#a5b553"), "time-3": ("#7a3b2e", "#b9705f")},
 }
-_VARIABLES = {light: f"var(--{name})" for name, (light, _) in THEME.items()}
 _MAX_DECIMALS = 6
 
 
-def themed(text: str) -> str:
-    """Replaces the light colours in an SVG or a style by CSS variables."""
-    return re.sub(r"#[0-9a-f]{6}\b", lambda match: _VARIABLES.get(match[0], match[0]), text)
-
-
-def run_colour(number: int) -> str:
-    """Colour of a run by its index on the page, as ``#rrggbb``."""
-    return RUN_COLOURS[number % len(RUN_COLOURS)]
-
-
-def run_dashes(number: int, *, svg: bool = False) -> str:
-    """Dash pattern of a run by its index on the page, for matplotlib or SVG; it differs where colours repeat."""
-    return _DASHES[number // len(RUN_COLOURS) % len(_DASHES)][svg]
+def run_dashes(number: int) -> tuple[int, ...]:
+    """Dash pattern of a run by its index on the page, in pixels; it differs where colours repeat."""
+    return _DASHES[number // len(RUN_COLOURS) % len(_DASHES)]
 
 
 def format_number(value: float) -> str:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,10 @@ _MAX_SHOWN, _BEST = 8, 5  # runs that a chart can show; of more runs, number of 
 _USUAL_GOALS = (("eval/accuracy", True), ("eval/loss", False), ("train/loss", False))
 _NOT_COMPARED = ("run.name", "run.dir", "launch", "tracker", "hydra")  # they do not change the result
 _MAX_SETTINGS = 8  # columns that fit into a table
-_MAX_TEXT, _HALF_TEXT = 60, 29  # characters of a value, and of each end of a longer one
+_MAX_TEXT, _HALF_TEXT = 32, 15  # characters of a value, and of each end of a longer one
+_MAX_LABEL = 60  # characters
+# Directories that dtrain names: ``digits-1a2b3c4d``, and ``digits-optimizer.lr=0.1`` by earlier versions.
+_GENERATED_NAME = re.compile(r"-[0-9a-f]{8}$|=")
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,15 +35,17 @@ class Sweep:
     """Runs to compare.
 
     Attributes:
-        runs: All runs, the best one first, those without a result last.
+        runs: All runs, the best one first, those without a result last. In a sweep their labels are what was varied.
+        names: Name of each run's directory, in the order of ``runs``.
         goal: Metric that ranks them; None if no run has logged a suitable one.
         settings: Settings of the table; their values are in the order of ``runs``.
         more_settings: Settings that do not fit into the table.
-        shown: Runs with curves and details: all of them in the order of the command line, or a selection, the best first.
+        shown: Runs with curves and details: all of them or a selection, in the order of ``runs``.
         selection: Sentence about this selection; ``""`` if all are shown.
     """
 
     runs: list[History]
+    names: list[str]
     goal: Goal | None
     settings: list[Setting]
     more_settings: list[Setting]
@@ -52,9 +58,11 @@ class Sweep:
         goal = Goal.of(runs)
         ranked = sorted(runs, key=lambda run: goal.cost(run) if goal else 0.0)
         settings, more = varied_settings(ranked)
+        names = [run.label for run in ranked]
+        ranked = _labelled(ranked, settings)
         shown, which = _select(ranked, goal)
         selection = f"Curves and details are shown for {len(shown)} of {len(runs)} runs: {which}." if which else ""
-        return cls(ranked, goal, settings, more, shown if which else list(runs), selection)
+        return cls(ranked, names, goal, settings, more, shown, selection)
 
 
 @dataclass(frozen=True)
@@ -85,12 +93,12 @@ class Goal:
         return next((goal for goal in usual if any(goal.best(run) for run in runs)), None)
 
     def best(self, run: History) -> tuple[float, float] | None:
-        """The best value and its step; None if the run has no finite value."""
+        """The best value and its step, the latest of equal values as for the best checkpoint; None without a finite value."""
         steps, values = run.series(self.metric)
         if not np.isfinite(values).any():
             return None
-        at = int(np.nanargmax(values) if self.largest else np.nanargmin(values))
-        return float(values[at]), float(steps[at])
+        best = np.nanmax(values) if self.largest else np.nanmin(values)
+        return float(best), float(steps[values == best].max())
 
     def cost(self, run: History) -> float:
         """The best value with the sign that makes smaller better; infinite without one."""
@@ -221,6 +229,19 @@ def value_text(value: Any) -> str:
     return printable(text)
 
 
+def _labelled(runs: list[History], settings: Sequence[Setting]) -> list[History]:
+    """The runs; those whose directory dtrain has named get what was varied as their label, if it is unique and short."""
+    texts = zip(*(setting.short_texts for setting in settings), strict=True)
+    names = [setting.name for setting in settings]
+    labels = [" ".join(f"{name}={text}" for name, text in zip(names, row, strict=True) if text) for row in texts]
+    return [
+        replace(run, label=label)
+        if _GENERATED_NAME.search(run.label) and labels.count(label) == 1 and 0 < len(label) <= _MAX_LABEL
+        else run
+        for run, label in zip(runs, labels or [""] * len(runs), strict=True)
+    ]
+
+
 def _select(ranked: list[History], goal: Goal | None) -> tuple[list[History], str]:
     """The runs to show in detail, and a description of them; ``""`` for all."""
     if len(ranked) <= _MAX_SHOWN:
@@ -237,7 +258,11 @@ def _overridden(runs: Sequence[History]) -> dict[str, tuple[Any, ...]]:
     """Keys of the command lines that differ, with the value of each run."""
     commands = [_overrides(run) for run in runs]
     rows = {
-        key: tuple(run.config.get(key, command.get(key, ABSENT)) for run, command in zip(runs, commands, strict=True))
+        # A run without a choice such as precision=bf16 has the default one, whose name is in its config.
+        key: tuple(
+            run.config.get(key, command.get(key, run.config.get(f"{key}.name", ABSENT)))
+            for run, command in zip(runs, commands, strict=True)
+        )
         for key in dict.fromkeys(key for command in commands for key in command)
     }
     return {key: values for key, values in rows.items() if _differ(values, runs)}

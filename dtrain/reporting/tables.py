@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from dtrain.tracking.console import align_rows
 from dtrain.tracking.history import ABSENT, History, as_float, differences, printable
 
 _MAX_METRICS, _MAX_OVERRIDES, _MAX_VALUE = 4, 100, 300
+_MAX_SETTINGS = 4  # that are no details
 _COUNTS = ("eval/samples", "eval/bad_samples")  # not results
 
 Rows = dict[str, list[str]]
@@ -40,11 +41,13 @@ class Column:
         head: Heading.
         cells: One for each row; ``""`` if empty.
         is_number: Whether to align the cells to the right.
+        is_detail: Whether the page shows it on request only.
     """
 
     head: str
     cells: Sequence[str]
     is_number: bool = True
+    is_detail: bool = False
 
 
 def text_table(columns: Sequence[Column]) -> str:
@@ -57,7 +60,8 @@ def text_table(columns: Sequence[Column]) -> str:
 def sweep_text(sweep: Sweep) -> str:
     """The tables of a sweep for a terminal, the best run marked by an asterisk."""
     marks = ["*" if place == 0 and sweep.goal else " " for place in range(len(sweep.runs))]
-    parts = [text_table([Column(" ", marks, False), *run_columns(sweep)])]
+    columns = [column for column in run_columns(sweep) if not column.is_detail or column.head in ("run", "note")]
+    parts = [text_table([Column(" ", marks, False), *(column for column in columns if any(column.cells))])]
     if groups := seed_columns(sweep):
         parts.append(text_table(groups))
     if sweep.selection:
@@ -77,24 +81,31 @@ def sweep_notes(sweep: Sweep) -> str:
 
 
 def run_columns(sweep: Sweep) -> list[Column]:
-    """Place, name, settings, results and state of each run, in the order of ``sweep.runs``."""
+    """Place, state, time, name, settings and results of each run, in the order of ``sweep.runs``; then the details."""
     runs, goal = sweep.runs, sweep.goal
     places = [str(place) if goal and goal.best(run) else "" for place, run in enumerate(runs, 1)]
-    columns = [Column("place", places), Column("run", [run.label for run in runs], False)]
-    columns += [setting_column(setting) for setting in sweep.settings]
+    settings = list(map(setting_column, sweep.settings))
+    is_named_by_settings = any(run.label != name for run, name in zip(runs, sweep.names, strict=True))
+    columns = [
+        Column("place", places),
+        Column("state", [run_state(run) for run in runs], False),
+        Column("time", [_duration(run) for run in runs]),
+        # Labels that are made of the settings would repeat their columns.
+        Column("run", sweep.names, False, is_detail=is_named_by_settings),
+        *settings[:_MAX_SETTINGS],
+    ]
     if goal is not None:
         best = [goal.best(run) or (math.nan, math.nan) for run in runs]
         columns.append(Column(f"best {goal.metric}", format_column([value for value, _ in best])))
         columns.append(Column("at step", format_column([step for _, step in best])))
-    columns += [Column(f"last {name}", _last_values(runs, name)) for name in _evaluation_metrics(sweep)[:_MAX_METRICS]]
-    return [
-        *columns,
-        Column("last train/loss", _last_values(runs, "train/loss")),
+    details = [Column(f"last {name}", _last_values(runs, name)) for name in _evaluation_metrics(sweep)[:_MAX_METRICS]]
+    details += [
         Column("skipped", _last_values(runs, "precision/skipped_steps")),
         Column("restarts", format_column([as_float(run.status.get("restarts")) for run in runs])),
-        Column("time", [_duration(run) for run in runs]),
-        Column("state", [_state_in_table(run) for run in runs], False),  # last, because a reason may be long
+        Column("note", [_note(run) for run in runs], False),
     ]
+    columns.append(Column("last train/loss", _last_values(runs, "train/loss")))
+    return [*columns, *(replace(column, is_detail=True) for column in [*settings[_MAX_SETTINGS:], *details])]
 
 
 def seed_columns(sweep: Sweep) -> list[Column]:
@@ -127,11 +138,12 @@ def number_rows(runs: Sequence[History], now: float) -> Rows:
     rows: dict[str, Callable[[History], str]] = {
         "directory": lambda run: str(run.path.resolve()),
         "state": lambda run: _state(run, now),
+        "precision": lambda run: str(run.config.get("precision.name", "")),
         "started": lambda run: format_date(run.series("time")[1][0]) if run.has("time") else "",
         "time between first and last record": _duration,
         "attempted steps": lambda run: _last(run, "step"),
         "applied steps": lambda run: _last(run, "applied_steps"),
-        "epochs": lambda run: _last(run, "epoch"),
+        "epochs": lambda run: f"{run.last('epoch'):.2f}" if np.isfinite(run.last("epoch")) else "",
         "samples": lambda run: _last(run, "samples"),
         "train/loss, last": lambda run: _last(run, "train/loss"),
     }
@@ -182,9 +194,11 @@ def _last_values(runs: Sequence[History], name: str) -> list[str]:
     return [text or ("not finite" if run.has(name) else "") for text, run in zip(texts, runs, strict=True)]
 
 
-def _state_in_table(run: History) -> str:
-    missing = "" if run.names("eval/") else ", not evaluated" if len(run.columns.steps) else ", nothing logged"
-    return f"{run_state_with_reason(run)}{missing}"
+def _note(run: History) -> str:
+    """Why it failed or was stopped, and what it lacks."""
+    reason = run_state_with_reason(run).partition(": ")[2]
+    missing = "" if run.names("eval/") else "not evaluated" if len(run.columns.steps) else "nothing logged"
+    return "; ".join(filter(None, (reason, missing)))
 
 
 def _state(run: History, now: float) -> str:

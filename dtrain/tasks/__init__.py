@@ -1,11 +1,12 @@
 """Reference tasks. A task is any object called as ``task(model, batch) -> Output``, named in ``task._target_``.
 
 Files in reading order: ``losses`` (losses per row), ``classification``, ``regression`` (values, image fitting),
-``language_modelling``, ``textbook`` (generated problems with known answers).
+``language_modelling``, ``contrastive`` (pairs), ``textbook`` (generated problems with known answers).
 """
 
 from dtrain.tasks.classification import Classification
+from dtrain.tasks.contrastive import Contrastive
 from dtrain.tasks.language_modelling import LanguageModelling
 from dtrain.tasks.regression import ImageFitting, Regression
 
-__all__ = ["Classification", "ImageFitting", "LanguageModelling", "Regression"]
+__all__ = ["Classification", "Contrastive", "ImageFitting", "LanguageModelling", "Regression"]

@@ -19,7 +19,8 @@ class Regression:
 
     Args:
         input: Name of the field passed to the model.
-        target: Name of the field with the target values, shape ``[rows, ...]``. Role ``target`` (transfer dtype fp32).
+        target: Name of the field with the target values, shape ``[rows, ...]``; of the shape of the prediction, or
+            ``[rows]`` where the prediction is ``[rows, 1]``. Role ``target`` (transfer dtype fp32).
     """
 
     def __init__(self, input: str = "x", target: str = "y") -> None:
@@ -32,7 +33,10 @@ class Regression:
         Raises:
             ValueError: If prediction and target differ in shape; names both.
         """
-        errors = squared_error(model(batch[self._input]), batch[self._target], "regression").flatten(1)
+        predicted, target = model(batch[self._input]), batch[self._target]
+        if target.dim() == 1 and predicted.shape == (len(target), 1):
+            target = target.unsqueeze(1)
+        errors = squared_error(predicted, target, "regression").flatten(1)
         masked = ~batch.valid
         count = batch.valid.sum()
         absolute = errors.detach().sqrt().mean(dim=1).masked_fill(masked, 0).sum()

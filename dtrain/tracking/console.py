@@ -101,7 +101,7 @@ def align_rows(rows: Sequence[Sequence[str]], numbers: Container[int] = ()) -> s
 
 
 class PlainLines:
-    """A line for each record, for log files and pipes."""
+    """Lines for each record, for log files and pipes."""
 
     def __init__(self, stream: TextIO, total_steps: int | None) -> None:
         self._stream = stream
@@ -109,13 +109,18 @@ class PlainLines:
         self._eta = Eta(total_steps)
 
     def log(self, record: Record) -> None:
-        """Writes one line for the training metrics of ``record`` and one for its evaluation metrics, if it has them."""
+        """Writes the lines of ``record``."""
+        for line in self.lines(record):
+            self._write(line)
+
+    def lines(self, record: Record) -> list[str]:
+        """One line for the training metrics of ``record`` and one for its evaluation metrics, if it has them."""
         at = _step(record, self._total)
         eta = self._eta.after(record)
-        if has_training(record):
-            self._write(f"step {at}  {training_text(record)}{eta and '  eta ' + eta}")
+        lines = [f"step {at}  {training_text(record)}{eta and '  eta ' + eta}"] if has_training(record) else []
         if evaluation := evaluation_text(record):
-            self._write(f"eval {at}  {evaluation}")
+            lines.append(f"eval {at}  {evaluation}")
+        return lines
 
     def note(self, text: str) -> None:
         """Writes ``text`` as a line."""
@@ -130,21 +135,28 @@ class PlainLines:
 
 
 class ProgressLine:
-    """A progress bar with the newest record beside it; evaluations and notes are printed above it."""
+    """A progress bar with the newest record beside it, on one line.
+
+    Evaluations and notes are printed above it, an evaluation below the training metrics of its step. At the end the bar is
+    replaced by the last training metrics.
+    """
 
     def __init__(self, terminal: Console, total_steps: int | None) -> None:
         self._terminal = terminal
         self._total = total_steps
         self._eta = Eta(total_steps)
         self._drawn = float("-inf")
+        self._unprinted = ""  # the newest training metrics, if the bar alone shows them
         # Redrawn explicitly: a refresh thread would take the interpreter lock from the loop ten times a second.
         self._progress = Progress(
             TextColumn("step {task.description}", markup=False),
             BarColumn(bar_width=12, table_column=Column(min_width=12)),
             TextColumn("{task.fields[eta]}", markup=False),
-            TextColumn("{task.fields[text]}", markup=False),
+            # In a narrow terminal the end is cut off; a second line would leave traces above the bar.
+            TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
             console=terminal,
             auto_refresh=False,
+            transient=True,
         )
         self._task: TaskID | None = None
 
@@ -159,20 +171,29 @@ class ProgressLine:
         eta = self._eta.after(record)
         step = int(record["step"])
         if has_training(record):
-            self._progress.update(self._task, completed=step, description=at, eta=eta, text=training_text(record))
+            text = training_text(record)
+            self._progress.update(self._task, completed=step, description=at, eta=eta, text=text)
+            self._unprinted = f"step {at}  {text}"
         if evaluation := evaluation_text(record):
+            self._print_training()
             self.note(f"eval {at}  {evaluation}")
         if (now := time.monotonic()) - self._drawn >= SECONDS_BETWEEN_REDRAWS or step == self._total:
             self._progress.refresh()
             self._drawn = now
 
     def note(self, text: str) -> None:
-        """Prints ``text`` above the progress line."""
-        self._terminal.print(Text(text), soft_wrap=True)
+        """Prints ``text`` above the progress line, wrapped between words."""
+        self._terminal.print(Text(text), overflow="ignore")  # a long path stays whole
 
     def finish(self, state: str, reason: str | None = None) -> None:
-        """Keeps the line as it is and releases the terminal."""
+        """Replaces the bar by a line and releases the terminal."""
+        self._print_training()
         self._progress.stop()
+
+    def _print_training(self) -> None:
+        if self._unprinted:
+            self.note(self._unprinted)
+        self._unprinted = ""
 
 
 class Eta:
@@ -203,7 +224,7 @@ def training_text(record: Record) -> str:
     """The most important training metrics of ``record``, two spaces apart; those that it lacks are left out."""
     parts = []
     if "epoch" in record:
-        parts.append(f"epoch {_number(record['epoch'])}")
+        parts.append(f"epoch {record['epoch']:.2f}")
     if "train/loss" in record:
         parts.append(f"loss {record['train/loss']:.4g}")
     if "train/lr" in record:

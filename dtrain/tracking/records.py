@@ -87,9 +87,15 @@ def read_records(path: Path) -> Iterator[Record]:
     if not path.exists():
         return
     with path.open("rb") as lines:
-        for record in map(_parsed, lines):
+        for record in map(parse_record, lines):
             if record is not None:
-                yield {name: math.nan if value is None else value for name, value in record.items()}
+                yield record
+
+
+def parse_record(line: bytes) -> Record | None:
+    """The record in a line of metrics.jsonl, with NaN for ``null``; None if the line is torn or not a record."""
+    record = _parsed(line)
+    return record and {name: math.nan if value is None else value for name, value in record.items()}
 
 
 def _is_kept(line: bytes, last: Mark) -> bool:

@@ -2,7 +2,8 @@
 
 * ``status.json`` has the state of the run. Batch scripts and the launcher read it instead of the exit code, because
   torchrun turns every non-zero exit code of a worker into 1. Only rank 0 writes it.
-* ``logs/rank-00000.log`` has the messages of one rank, over all restarts.
+* ``logs/rank-00000.log`` has the messages of one rank, over all restarts. Until a run starts, and its directory may be
+  changed, they are kept in memory.
 * A run directory may belong to another user, so only regular files are read, and a bounded amount of each.
 """
 
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,6 +29,7 @@ from dtrain.distributed.atomic import replace_file
 STATES = ("running", "finished", "stopped", "failed")
 #: Bytes of a line that are read; a record has about a thousand.
 LONGEST_LINE = 2**20
+_KEPT_MESSAGES = 1000
 logger = logging.getLogger("dtrain")
 
 
@@ -93,16 +96,13 @@ def is_trained(run_dir: Path) -> bool:
 
 
 class FailureRecord:
-    """Writes status.json when the run fails.
+    """Writes status.json when the run fails after its start. Before ``starts`` is called it writes nothing.
 
     Args:
         run_dir: The run's directory.
         rank: This process; rank 0 writes status.json.
 
     Attributes:
-        step: Returns the attempted steps so far. While it is None nothing is written: the directory may belong to
-            another run.
-        extra: Returns further entries of status.json.
         on_failure: Called with the reason on rank 0, after status.json is written.
     """
 
@@ -110,8 +110,17 @@ class FailureRecord:
         self._run_dir = run_dir
         self._rank = rank
         self.step: Callable[[], int] | None = None
-        self.extra: Callable[[], dict[str, Any]] = dict
+        self._extra: Callable[[], dict[str, Any]] = dict
         self.on_failure: Callable[[str], None] = lambda reason: None
+
+    def starts(self, step: Callable[[], int], extra: Callable[[], dict[str, Any]] = dict) -> None:
+        """The run starts.
+
+        Args:
+            step: Returns the attempted steps so far.
+            extra: Returns further entries of status.json.
+        """
+        self.step, self._extra = step, extra
 
     def write(self, reason: str) -> None:
         """Sets the state ``failed`` and calls ``on_failure``. A write failure is printed and does not hide the reason."""
@@ -119,7 +128,7 @@ class FailureRecord:
             return
         reason = without_url_secrets(reason)  # it is sent to trackers
         try:
-            write_status(self._run_dir, "failed", self.step(), reason, **self.extra())
+            write_status(self._run_dir, "failed", self.step(), reason, **self._extra())
         except OSError as error:
             sys.stderr.write(f"dtrain: status.json could not be written ({error}).\n")
         sys.stderr.write(f"dtrain: failed at step {self.step()} ({in_brief(reason)}): {self._run_dir}\n")
@@ -130,11 +139,15 @@ class FailureRecord:
 def failures_recorded(run_dir: Path, rank: int) -> Iterator[FailureRecord]:
     """Logs an exception that leaves the block and sets the state ``failed`` on rank 0.
 
-    Enter it before the process group, which replaces the error of a broken connection with the error of the failed rank.
+    Messages to the ``dtrain`` logger go to the log that ``open_rank_log`` opens in the block, also those before; without it
+    they are dropped. Enter it before the process group, which replaces the error of a broken connection with the error of the
+    failed rank.
     """
     record = FailureRecord(run_dir, rank)
+    _log_to(MemoryHandler(_KEPT_MESSAGES, flushLevel=logging.CRITICAL + 1))
     try:
         yield record
+        close_rank_log()
     except BaseException as error:
         if record.step is not None:
             logger.exception("failed after step %d", record.step())
@@ -150,12 +163,12 @@ def open_rank_log(run_dir: Path, rank: int) -> None:
     Raises:
         OSError: If the file cannot be written.
     """
-    close_rank_log()
-    handler = logging.FileHandler(run_dir / "logs" / f"rank-{rank:05d}.log", encoding="utf-8")
-    handler.setFormatter(_WithoutSecrets("%(asctime)s %(levelname)s %(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
+    file = logging.FileHandler(run_dir / "logs" / f"rank-{rank:05d}.log", encoding="utf-8")
+    file.setFormatter(_WithoutSecrets("%(asctime)s %(levelname)s %(message)s"))
+    for handler in logger.handlers:
+        if isinstance(handler, MemoryHandler):
+            handler.setTarget(file)
+    _log_to(file)
 
 
 def close_rank_log() -> None:
@@ -163,6 +176,13 @@ def close_rank_log() -> None:
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
+
+
+def _log_to(handler: logging.Handler) -> None:
+    close_rank_log()
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 class _WithoutSecrets(logging.Formatter):

@@ -356,16 +356,26 @@ def tracker_mode(tracker: TrackerConfig) -> str:
         ConfigError: If the tracker or its mode is unknown, its package is missing, or ``online`` is set without a
             login.
     """
+    check_tracker(tracker)
+    return wandb_mode(tracker.mode) if "wandb" in TRACKERS[tracker.name] else "disabled"
+
+
+def check_tracker(tracker: TrackerConfig) -> None:
+    """As ``tracker_mode``, without the login, which only rank 0 needs.
+
+    Raises:
+        ConfigError: If the tracker or its mode is unknown, or its package is missing.
+    """
     if tracker.name not in TRACKERS:
         raise ConfigError(f"tracker.name: got {tracker.name!r}; known are {', '.join(TRACKERS)}.")
-    packages = TRACKERS[tracker.name]
-    for package in packages:
+    if tracker.mode is not None and _WANDB_SYNONYMS.get(tracker.mode, tracker.mode) not in WANDB_MODES:
+        raise ConfigError(f"tracker.mode: got {tracker.mode!r}; known are {', '.join(WANDB_MODES)}.")
+    for package in TRACKERS[tracker.name]:
         if find_spec(package) is None:
             raise ConfigError(
                 f"tracker={tracker.name}: the package {package} is not installed. Run `pip install {package}`, or use "
                 "tracker=none."
             )
-    return wandb_mode(tracker.mode) if "wandb" in packages else "disabled"
 
 
 def wandb_mode(configured: str | None, environ: Mapping[str, str] = os.environ) -> str:

@@ -39,7 +39,7 @@ from dtrain.precision import Precision
 from dtrain.precision.comm_hooks import REDUCE_DTYPES, HookGuard, reduce_in
 from dtrain.precision.loss_scale import LossScale
 from dtrain.training.checkpoints import Checkpoint, Checkpoints
-from dtrain.training.loaders import check_same_data, eval_loader, prepare_data, train_loader
+from dtrain.training.loaders import check_same_data, class_names, eval_loader, prepare_data, train_loader
 from dtrain.training.model_setup import (
     checkpoint_activations,
     compile_in_place,
@@ -92,6 +92,7 @@ def build_run(
     train_data = on_all_ranks(lambda: train_loader(cfg, data_world, precision))
     eval_data = on_all_ranks(lambda: eval_loader(cfg, data_world, precision)) if with_eval_data else None
     check_same_data(train_data, eval_data)
+    names = on_all_ranks(lambda: class_names(cfg.data))
 
     # -- model. Seeded immediately before, so that the initial weights do not depend on earlier random numbers.
     if cfg.train.deterministic:
@@ -132,6 +133,7 @@ def build_run(
         eval_loader=eval_data,
         step=step,
         checkpoints=Checkpoints.of(run_dir, cfg.checkpoint),
+        class_names=names,
     )
     return run, warnings
 
@@ -299,11 +301,7 @@ def build_optimizer(node: Any, model: nn.Module) -> torch.optim.Optimizer:
             optimizer = by_target("optimizer", node, model=model)
     else:
         fused = {"fused": True} if "fused" in arguments and not {"fused", "foreach", "_partial_"} & set(node) else {}
-        try:
-            optimizer = by_target("optimizer", node, parameters, **fused)
-        except TypeError as error:  # torch raises it for a value that is no number
-            values = ", ".join(f"{key}={value}" for key, value in node.items() if key != "_target_")
-            raise ConfigError(f"optimizer: {error}. One of its values is wrong: {values}.") from error
+        optimizer = by_target("optimizer", node, parameters, **fused)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer: {node._target_} returns {type(optimizer).__name__}, want a torch Optimizer.")
     return optimizer

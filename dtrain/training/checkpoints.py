@@ -31,7 +31,9 @@ from dtrain.config.schema import CheckpointConfig
 from dtrain.distributed.atomic import replace_folder, restore_replaced
 
 _FORMAT = 1
-_NAME = re.compile(r"step-(\d{9})$")
+_NAME = re.compile(
+    r"(?:step-(\d{9})|\.step-(\d{9})\.replaced)$"
+)  # the second after a kill between the two renames of a save
 logger = logging.getLogger("dtrain")
 
 
@@ -91,6 +93,12 @@ class Checkpoints:
         """The checkpoints in ``run_dir``, with the retention of ``cfg``."""
         return cls(run_dir / "checkpoints", cfg.keep_last, cfg.best, cfg.best_mode, cfg.keep_every)
 
+    @staticmethod
+    def check_resume(mode: str) -> None:
+        """Refuses an unknown ``run.resume`` with a ``ConfigError``."""
+        if mode not in ("auto", "must", "never"):
+            raise ConfigError(f"run.resume: got {mode!r}, want auto, must or never.")
+
     def choose(self, which: str) -> int:
         """The step of a checkpoint, chosen by name and verified.
 
@@ -128,9 +136,7 @@ class Checkpoints:
         Raises:
             ConfigError: If the mode does not allow the existing checkpoints, or all of them are broken.
         """
-        if mode not in ("auto", "must", "never"):
-            raise ConfigError(f"run.resume: got {mode!r}, want auto, must or never.")
-        restore_replaced(self.directory)  # a save may have been killed between its two renames
+        self.check_resume(mode)
         if mode == "never":
             if self.steps():
                 raise ConfigError(f"run.resume=never, but {self.directory} holds checkpoints. Use another run.dir.")
@@ -148,11 +154,14 @@ class Checkpoints:
         """Steps of the existing checkpoints, oldest first; not verified."""
         if not self.directory.is_dir():
             return []
-        return sorted(int(match[1]) for entry in self.directory.iterdir() if (match := _NAME.match(entry.name)))
+        matches = (_NAME.match(entry.name) for entry in self.directory.iterdir())
+        return sorted({int(match[1] or match[2]) for match in matches if match})
 
     def path(self, step: int) -> Path:
         """The folder of a step's checkpoint."""
-        return self.directory / f"step-{step:09d}"
+        folder = self.directory / f"step-{step:09d}"
+        replaced = folder.with_name(f".{folder.name}.replaced")
+        return replaced if replaced.exists() and not folder.exists() else folder
 
     def save(self, step: int, checkpoint: Checkpoint) -> Path:
         """Writes a checkpoint, then deletes those that retention does not keep.
@@ -171,6 +180,7 @@ class Checkpoints:
             OSError: If it cannot be written; earlier checkpoints are untouched.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
+        restore_replaced(self.directory)
         # Unfinished folders of a save that was killed.
         for leftover in self.directory.glob(".step-*"):
             shutil.rmtree(leftover, ignore_errors=True)

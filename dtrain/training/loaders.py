@@ -18,6 +18,7 @@ from dtrain.data.datasets import value_fields
 from dtrain.data.fields import Field, parse_fields
 from dtrain.data.mixing import Mix
 from dtrain.data.node_cache import CachePolicy
+from dtrain.data.stream import Stream, StreamLoader
 from dtrain.distributed.collectives import from_rank0
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
@@ -149,6 +150,8 @@ def _loader(cfg: Config, world: World, precision: Precision, split: str, **order
     with as_config_error(f"data.{split}"):
         if isinstance(named, DictConfig):
             dataset = by_target(f"data.{split}", named)
+            if isinstance(dataset, Stream):
+                return StreamLoader(dataset, _plain(data.fields), **options)
             return ShardLoader.over(dataset, _plain(data.fields), shard_size=data.shard_size, **options)
         policy = CachePolicy.of(data.storage, data.cache.dir, data.cache.max_gb)
         patterns = named if isinstance(named, str) else list(named)
@@ -169,9 +172,13 @@ def _plain(fields: object) -> dict[str, dict[str, object]]:
         return dict(fields)  # type: ignore[call-overload]
     plain = OmegaConf.to_container(fields, resolve=True)
     assert isinstance(plain, dict)
-    for ext, options in plain.items():
-        if isinstance(options, dict) and isinstance(options.get("decoder"), dict):
-            options["decoder"] = by_target(f"data.fields.{ext!s}.decoder", fields[ext].decoder)
+    for ext, entry in plain.items():
+        is_list = isinstance(entry, list)
+        for number, options in enumerate(entry if is_list else [entry]):
+            if isinstance(options, dict) and isinstance(options.get("decoder"), dict):
+                node = fields[ext][number] if is_list else fields[ext]
+                where = f"{ext!s}[{number}]" if is_list else str(ext)
+                options["decoder"] = by_target(f"data.fields.{where}.decoder", node.decoder)
     return plain  # type: ignore[return-value]
 
 

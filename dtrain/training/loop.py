@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from dtrain.config.errors import ConfigError, as_config_error
+from dtrain.config.schema import TrainConfig
 from dtrain.data import Batch
 from dtrain.data.batch import DeviceCopies
 from dtrain.data.sample_log import BadSampleBudget, SampleLog
@@ -28,6 +29,7 @@ from dtrain.distributed.hang import BACKSTOP, Place
 from dtrain.distributed.process_group import set_timeout
 from dtrain.distributed.stop import StopRequests
 from dtrain.precision.autocast_check import AutocastCheck
+from dtrain.tracking.console import evaluation_text
 from dtrain.training.checkpoint_manager import CheckpointManager
 from dtrain.training.checks import check_mean_loss
 from dtrain.training.evaluation import evaluate_run
@@ -42,6 +44,20 @@ from dtrain.training.task import Evaluation
 
 logger = logging.getLogger("dtrain")
 _no_warning: AbstractContextManager[None] = nullcontext()
+
+
+def check_intervals(train: TrainConfig) -> None:
+    """Refuses values of ``train.log_every`` and ``train.eval_every``.
+
+    Raises:
+        ConfigError: If one of them is impossible.
+    """
+    if train.log_every < 1:
+        raise ConfigError(f"train.log_every: got {train.log_every}, want at least 1.")
+    if train.eval_every is not None and train.eval_every < 0:
+        raise ConfigError(
+            f"train.eval_every: got {train.eval_every}, want a number of steps, 0 for the end only, or null for each epoch."
+        )
 
 
 class Loop:
@@ -65,12 +81,7 @@ class Loop:
         self._log_every = run.cfg.train.log_every
         self._eval_every = run.cfg.train.eval_every
         self._save_every = run.cfg.checkpoint.every_steps
-        if self._log_every < 1:
-            raise ConfigError(f"train.log_every: got {self._log_every}, want at least 1.")
-        if self._eval_every is not None and self._eval_every < 0:
-            raise ConfigError(
-                f"train.eval_every: got {self._eval_every}, want a number of steps, 0 for the end only, or null for each epoch."
-            )
+        check_intervals(run.cfg.train)
         self._run = run
         self._last_step = last_step
         self._run_logger = run_logger
@@ -262,8 +273,9 @@ class Loop:
                 return None
             totals.evaluations += 1
             metrics = result.record()
-            self._run_logger.record(self._position() | metrics)
-            logger.info("step %d: %s", run.step.step, metrics)
+            record = self._position() | metrics
+            self._run_logger.record(record)
+            logger.info("step %d: %s", run.step.step, evaluation_text(record))
             self._hooks.call("on_evaluation", run, result)
         return result
 

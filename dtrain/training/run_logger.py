@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -26,9 +25,9 @@ from dtrain.distributed.world import World
 from dtrain.precision.modules import dtype_name
 from dtrain.tracking.console import print_banner
 from dtrain.tracking.records import Record
-from dtrain.tracking.run_dir import read_status, write_status
+from dtrain.tracking.run_dir import write_status
 from dtrain.tracking.sinks import NullSinks, Sinks, build_sinks
-from dtrain.training.loaders import class_names, eval_loader
+from dtrain.training.loaders import eval_loader
 from dtrain.training.model_setup import CompilerLog
 from dtrain.training.schedule import schedule_horizon
 from dtrain.training.state import TrainState
@@ -138,8 +137,6 @@ class MediaLogger:
         self._sinks = sinks
         self._on = run.world.rank == 0 and run.cfg.tracker.media
         self._drawn_at = time.monotonic()
-        # Read on every rank before the first step, because a damaged file must not end a run hours later.
-        self._class_names = class_names(run.cfg.data) if run.cfg.tracker.media else None
 
     def after(self, evaluation: Evaluation, *, last: bool) -> None:
         """Makes the media of an evaluation, if it is the last one of the run or a minute has passed."""
@@ -157,7 +154,7 @@ class MediaLogger:
                 confusion_picture,
             )  # with matplotlib, whose import takes a second
 
-            media["confusion"] = confusion_picture(evaluation.tables["confusion"], self._class_names)
+            media["confusion"] = confusion_picture(evaluation.tables["confusion"], run.class_names)
         if isinstance(run.task, IllustratingTask):
             model = run.ema.averaged() if run.ema is not None else run.model
             was_training = model.training
@@ -188,16 +185,6 @@ class MediaLogger:
                 yield batch.to(run.world.device)
         finally:
             loader.close()
-
-
-def previous_status(identity: Run) -> dict[str, Any] | None:
-    """The content of status.json from the previous start; None without one.
-
-    Raises:
-        ConfigError: If it cannot be read.
-    """
-    with as_config_error("run.dir"):
-        return read_status(identity.dir)
 
 
 def write_final_status(run: TrainState, state: str, reason: str | None, last_step: int) -> None:

@@ -63,27 +63,39 @@ def schedule_horizon(train: TrainConfig, loader: ShardLoader) -> int:
     Raises:
         ConfigError: If neither is set, or one is below 1.
     """
+    check_length(train)
+    return train.max_steps if train.max_epochs is None else train.max_epochs * loader.steps_per_epoch  # type: ignore[return-value]
+
+
+def check_length(train: TrainConfig) -> None:
+    """Checks ``train.max_steps`` and ``train.max_epochs``.
+
+    Raises:
+        ConfigError: If neither is set, or one is below 1.
+    """
     for key in ("max_steps", "max_epochs"):
         value = getattr(train, key)
         if value is not None and value < 1:
             raise ConfigError(f"train.{key}: got {value}, want at least 1, or null for no such limit.")
+    if train.max_steps is None and train.max_epochs is None:
+        raise ConfigError("train.max_steps and train.max_epochs are both null. Set at least one: it ends the run.")
+
+
+def step_limits(train: TrainConfig, loader: ShardLoader, step: int) -> dict[str, int]:
+    """The attempted step after which each limit ends the run, such as ``{"train.max_epochs": 276}``.
+
+    Below ``step`` if the run is beyond the limit. ``loader`` is at the committed position, after ``step`` attempted steps.
+    """
+    limits = {"train.max_steps": train.max_steps} if train.max_steps is not None else {}
     if train.max_epochs is not None:
-        return train.max_epochs * loader.steps_per_epoch
-    if train.max_steps is not None:
-        return train.max_steps
-    raise ConfigError("train.max_steps and train.max_epochs are both null. Set at least one: it ends the run.")
+        later_epochs = train.max_epochs - loader.position[0] - 1
+        limits["train.max_epochs"] = step + loader.steps_left + later_epochs * loader.steps_per_epoch
+    return limits
 
 
 def last_step(train: TrainConfig, loader: ShardLoader, step: int) -> int:
-    """The attempted step after which the run is finished: the lower of the limits ``max_steps`` and ``max_epochs``.
-
-    ``loader`` is at the committed position, after ``step`` attempted steps.
-    """
-    limits = [train.max_steps] if train.max_steps is not None else []
-    if train.max_epochs is not None:
-        later_epochs = train.max_epochs - loader.position[0] - 1
-        limits.append(step + loader.steps_left + later_epochs * loader.steps_per_epoch if later_epochs >= 0 else step)
-    return min(limits)
+    """The attempted step after which the run is finished: the lowest of ``step_limits``, which has the same arguments."""
+    return min(step_limits(train, loader, step).values())
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ class TrainState:
         step: Executes optimizer steps; has the model, task, optimizer, EMA, precision and ranks.
         checkpoints: Where the run is saved.
         totals: Counts and times over all starts.
+        class_names: The name of each label, if the data have a ``classes.json``.
     """
 
     cfg: Config
@@ -61,6 +62,7 @@ class TrainState:
     step: TrainStep
     checkpoints: Checkpoints
     totals: RunTotals = field(default_factory=lambda: RunTotals())
+    class_names: list[str] | None = None
 
     def __post_init__(self) -> None:
         self._initial_groups = group_values(self.optimizer)  # before the optimizer changes them

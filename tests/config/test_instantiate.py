@@ -68,20 +68,102 @@ def test_what_is_there_is_not_missing() -> None:
     assert why_missing("torch.optim.AdamW") == why_missing("dtrain.data.mixing.Mix.draw") == ""
 
 
-def test_a_mistake_in_a_users_module_is_shown_as_it_is(own_modules: Path) -> None:
-    (own_modules / "own_broken.py").write_text("1 / 0\n")
-    with pytest.raises(ZeroDivisionError) as raised:
+def test_a_module_that_cannot_be_imported_is_named_with_the_place(own_modules: Path) -> None:
+    (own_modules / "own_broken.py").write_text("\n1 / 0\n")
+    with refused(
+        ConfigError, "model._target_", "own_broken.Model", "own_broken.py, line 2", "ZeroDivisionError"
+    ) as raised:
         by_target("model", OmegaConf.create({"_target_": "own_broken.Model"}))
-    assert str(raised.traceback[-1].path).endswith("own_broken.py")
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)  # DTRAIN_TRACEBACK=1 shows it
 
 
-def test_a_missing_target_inside_a_node_is_named_itself() -> None:
-    steps = [{"_target_": "dtrain.data.augment.Flip"}, {"_target_": "dtrain.data.augment.Flipp"}]
-    config = OmegaConf.create({"data": {"augment": {"_target_": "dtrain.data.augment.Compose", "steps": steps}}})
-    with refused(ConfigError, "data.augment, a _target_ inside", "'dtrain.data.augment.Flipp'", "'Flip'"):
-        by_target("data.augment", config.data.augment)
+COMPOSE = "dtrain.data.augment.Compose"
 
 
-def test_what_cannot_be_called_is_refused_as_that() -> None:
-    with refused(ConfigError, "model._target_", "'dtrain.models'", "callable"):
-        by_target("model", OmegaConf.create({"_target_": "dtrain.models"}))
+@pytest.mark.parametrize(
+    ("node", "key", "got", "remedy"),
+    [
+        # names of arguments
+        ({"_target_": COMPOSE, "transforms": []}, "data.augment.transforms", COMPOSE, "Valid: steps."),
+        ({"_target_": COMPOSE}, "data.augment.steps is not set", COMPOSE, "Set data.augment.steps=..."),
+        ({"_target_": COMPOSE, "steps": "???"}, "data.augment.steps is not set", COMPOSE, "Set data.augment.steps=..."),
+        (
+            {"_target_": COMPOSE, "steps": [{"_target_": "dtrain.data.augment.RandomCropFlip", "pading": 4}]},
+            "data.augment.steps[0].pading",
+            "RandomCropFlip",
+            "Did you mean 'padding'?",
+        ),
+        ({"_target_": "torch.optim.SGD", "params": []}, "data.augment.params", "torch.optim.SGD", "Valid: dampening"),
+        # what is named
+        ({"_target_": 3}, "data.augment._target_", "3", "package.module.Class"),
+        ({"_target_": None}, "data.augment._target_", "None", "package.module.Class"),
+        ({"_target_": "dtrain.models"}, "data.augment._target_", "dtrain.models", "class or function"),
+        (
+            {"_target_": COMPOSE, "steps": [{"_target_": "dtrain.data.augment.Flipp"}]},
+            "data.augment.steps[0]._target_",
+            "'dtrain.data.augment.Flipp'",
+            "'Flip'",
+        ),
+        ({"_target_": "os.system", "command": "true"}, "data.augment", "os.system", ""),
+        # values
+        ({"_target_": "dtrain.models.SmallCNN", "width": "abc"}, "data.augment.width", "'abc'", "wants int"),
+        ({"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 1, "bias": "no"}, "bias", "'no'", "bool"),
+        ({"_target_": "math.sqrt", "_args_": [-1]}, "data.augment", "math.sqrt", "DTRAIN_TRACEBACK=1"),
+        (
+            {"_target_": "collections.deque", "maxlen": "abc"},
+            "data.augment: collections.deque(maxlen='abc')",
+            "TypeError",
+            "DTRAIN_TRACEBACK=1",
+        ),
+        (
+            {
+                "_target_": "fractions.Fraction",
+                "numerator": "a",
+                "denominator": {"_target_": "decimal.Decimal", "value": 3},
+            },
+            "data.augment: fractions.Fraction(numerator='a', denominator=decimal.Decimal(...))",
+            "TypeError",
+            "DTRAIN_TRACEBACK=1",
+        ),
+        (
+            {"_target_": COMPOSE, "steps": [{"_target_": "fractions.Fraction", "numerator": "x"}]},
+            "data.augment.steps[0]: fractions.Fraction(numerator='x')",
+            "Invalid literal",
+            "fractions.py, line ",
+        ),
+    ],
+    ids=str,
+)
+def test_a_node_that_cannot_be_built_is_refused_with_key_target_and_value(
+    node: dict, key: str, got: str, remedy: str
+) -> None:
+    with refused(ConfigError, key, got, remedy):
+        by_target(
+            "data.augment", OmegaConf.create({"data": {"augment": node}}).data.augment, *[[]] * (key[-6:] == "params")
+        )
+
+
+def test_no_secret_is_shown() -> None:
+    with refused(ConfigError, "maxlen=", "token=<hidden>") as raised:
+        by_target(
+            "data.train", OmegaConf.create({"_target_": f"{__name__}.needs_a_number", "token": "a1", "maxlen": "b"})
+        )
+    assert "a1" not in str(raised.value)
+
+
+def needs_a_number(token: str, maxlen: object) -> None:
+    raise RuntimeError("no number")
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"_target_": "builtins.dict", "a": 1},  # takes any key
+        {"_target_": "dtrain.data.augment.RandomCropFlip", "_partial_": True},
+        {"_target_": "fractions.Fraction", "_args_": [1, 2]},
+        {"_target_": "builtins.dict", "_recursive_": False, "inner": {"_target_": "not.there"}},
+    ],
+    ids=str,
+)
+def test_what_can_be_called_is_called(node: dict) -> None:
+    assert by_target("model", OmegaConf.create(node)) is not None

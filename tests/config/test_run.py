@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import functools
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ import yaml
 
 from dtrain.config.errors import ConfigError
 from dtrain.config.renamed_keys import RENAMED_KEYS
-from dtrain.config.run import Run, _digest, recompose, take, without_secrets
+from dtrain.config.run import WITHOUT_EFFECT_ON_THE_RESULT, Run, _digest, recompose, take, without_secrets
 from tests.config.command_lines import compose
 from tests.refusals import refused
 
@@ -19,11 +21,50 @@ def compose_run(*arguments: str) -> Run:
 def test_the_default_name_is_the_experiment_and_a_hash_of_what_makes_the_result() -> None:
     name = compose_run().name
     assert name.startswith("digits-")
-    assert compose_run("train.max_steps=5").name == name
-    assert compose_run("tracker=none").name == name
-    assert compose_run("launch=slurm").name == name
-    assert compose_run("optimizer.lr=0.1").name != name
-    assert compose_run("precision=bf16").name != name
+    another = ("run.seed=1", "train.max_steps=5", "train.max_epochs=3", "optimizer.lr=0.1", "precision=bf16")
+    names = [name, *(compose_run(override).name for override in another)]
+    assert len(set(names)) == len(names)
+
+
+def test_keys_without_effect_on_the_result_exist_and_are_not_in_the_name() -> None:
+    config = compose_run().config
+    for key in WITHOUT_EFFECT_ON_THE_RESULT:
+        changed = copy.deepcopy(config)
+        *sections, name = key.split(".")
+        section = functools.reduce(dict.__getitem__, sections, changed)
+        assert name in section
+        section[name] = "changed"
+        assert _digest(changed) == _digest(config)
+    assert _digest(config | {"precision": {"name": "bf16"}}) != _digest(config)
+
+
+def test_the_name_does_not_depend_on_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = set()
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+        for name, value in (("DTRAIN_CACHE", "cache"), ("DTRAIN_CIFAR10", "cifar10"), ("WORLD_SIZE", None)):
+            monkeypatch.setenv(name, str(tmp_path / place / value) if value else str(len(names) + 1))
+        monkeypatch.chdir(tmp_path / place)
+        runs = [Run.of(compose(f"experiment={name}")) for name in ("digits", "cifar10_cpu")]
+        assert place in runs[0].config["data"]["train"]
+        names.add(tuple(run.name for run in runs))
+    assert len(names) == 1
+
+
+def test_a_key_of_a_later_version_does_not_change_the_name_while_it_has_its_default() -> None:
+    config = compose_run().config
+    older = config | {"train": {key: value for key, value in config["train"].items() if key != "hooks"}}
+    del older["parallel"]
+    assert _digest(older) == _digest(config)
+    assert _digest(older | {"parallel": {"static_graph": True}}) != _digest(config)
+
+
+def test_a_run_with_a_directory_of_its_own_has_its_name() -> None:
+    assert compose_run("run.dir=runs/mine").name == "mine"
+    assert compose_run("run.dir=runs/mine/.").name == "mine"
+    assert compose_run("run.dir=runs/mine", "run.name=other").name == "other"
+    named = compose_run("run.name=other")
+    assert (named.name, named.dir) == ("other", Path.cwd() / "runs" / "other")
 
 
 def test_what_is_saved_composes_the_same_run_again(tmp_path: Path) -> None:
@@ -50,6 +91,7 @@ def test_other_changes_are_allowed_and_listed(tmp_path: Path) -> None:
     changes = compose_run(f"run.dir={tmp_path}", "train.max_steps=9", "optimizer.lr=0.5").changes()
     assert "train.max_steps: null -> 9" in changes
     assert any(change.startswith("optimizer.lr: ") for change in changes)
+    assert compose_run(f"run.dir={tmp_path}", "run.name=x", "tracker=none", "train.log_every=3").changes() == []
 
 
 def test_no_secret_reaches_the_run_directory(tmp_path: Path) -> None:
@@ -129,6 +171,6 @@ def test_a_run_started_with_an_old_key_continues_unchanged(tmp_path: Path, prefi
 def test_a_renamed_key_does_not_change_the_default_name_of_a_run(old: str, new: str) -> None:
     section = new.partition(".")[0]
     before, now = (
-        {"train": {}, "data": {}, section: {key.rpartition(".")[2]: "fp32", "other": 1}} for key in (old, new)
+        {"train": {}, "data": {}, section: {key.rpartition(".")[2]: "bf16", "other": 1}} for key in (old, new)
     )
     assert _digest(before) == _digest(now)

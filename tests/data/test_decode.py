@@ -4,6 +4,7 @@ import contextlib
 import functools
 import io
 import json
+import re
 import zipfile
 import zlib
 
@@ -69,6 +70,67 @@ def test_json_is_what_it_says():
 def test_damaged_json_is_a_bad_sample(payload):
     with pytest.raises(SampleError, match="not JSON"):
         decode(field("json"), payload)
+
+
+ANNOTATION = {
+    "label": 7,
+    "meta": {"boxes": [[1, 2.5], [3, 4]], "yes": True},
+    "text": "a b",
+    "odd": [[1], [2, 3]],
+    "no": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "role", "want"),
+    [
+        ("label", "label", 7),
+        ("meta.yes", "label", 1),
+        ("label", "target", np.float32(7)),
+        ("meta.boxes", "coord", np.array([[1, 2.5], [3, 4]], np.float32)),
+        ("meta.boxes.1", "id", np.array([3, 4])),
+        ("meta.boxes.0.1", "feature", np.float32(2.5)),
+        ("text", "text", "a b"),
+    ],
+)
+def test_a_key_finds_a_value_inside_json_whose_type_follows_from_the_role(key, role, want):
+    got = decode(field("json", key=key, role=role), json.dumps(ANNOTATION).encode())
+    np.testing.assert_array_equal(got, want, strict=isinstance(want, np.ndarray))
+    assert np.asarray(got).dtype == np.asarray(want).dtype
+
+
+@pytest.mark.parametrize(
+    ("key", "role", "told"),
+    [
+        ("lable", "label", "an object with 'label', 'meta'"),
+        ("meta.boxes.2", "coord", "'meta.boxes' is a list"),
+        ("label.x", "label", "'label' is int"),
+        ("meta", "label", "an object with 'boxes'"),
+        ("text", "label", "'\"a b\"'"),
+        ("meta.boxes", "label", "integers"),
+        ("odd", "target", "a list '[[1], [2, 3]]'"),
+        ("no", "target", "null"),
+        ("label", "text", "want text"),
+        (None, "label", "in the JSON"),
+    ],
+)
+def test_a_value_that_is_missing_or_of_another_type_is_a_bad_sample(key, role, told):
+    with pytest.raises(SampleError, match=f"field 'x': .*{re.escape(told)}"):
+        decode(field("json", key=key, role=role), json.dumps(ANNOTATION).encode())
+
+
+@pytest.mark.parametrize(("role", "number"), [("target", "1e39"), ("label", str(2**63)), ("label", "1.0")])
+def test_a_json_number_outside_its_type_is_a_bad_sample(role, number):
+    with pytest.raises(SampleError, match="field 'x'"):
+        decode(field("json", role=role), number.encode())
+
+
+@given(st.text(max_size=12))
+def test_text_becomes_tokens_with_an_end_and_padding(text):
+    row = decode(field("txt", tokenizer="bytes", length=8), text.encode())
+    tokens = list(text.encode())[:7]
+    assert row.dtype == np.int64
+    assert row.tolist() == [*tokens, 256, *[-1] * (7 - len(tokens))]
 
 
 def test_bytes_are_a_copy_of_the_member():
@@ -565,3 +627,25 @@ def _claim(payload, fmt, side):
 def test_the_reason_of_a_bad_image_is_the_same_every_time():
     with refused(SampleError, "not a readable image", "6 bytes, starting b'<html>'"):
         decode_image(b"<html>")
+
+
+def with_orientation(format, orientation):
+    """A file of 4 x 6 pixels, and its pixels after the rotation."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (4, 6, 3), dtype=np.uint8))
+    stream = io.BytesIO()
+    image.save(stream, format, exif=exif, **({"quality": 95} if format == "JPEG" else {}))
+    return stream.getvalue(), np.asarray(
+        ImageOps.exif_transpose(Image.open(io.BytesIO(stream.getvalue()))).convert("RGB")
+    )
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "TIFF"])
+def test_the_size_of_an_image_is_that_after_its_rotation(format, orientation):
+    payload, upright = with_orientation(format, orientation)
+    assert check_image(payload, exif=True) == upright.shape[:2]
+    assert check_image(payload) == (upright.shape[:2] if format == "TIFF" else (4, 6))
+    if format != "JPEG":  # whose decoders differ by some grey levels
+        np.testing.assert_array_equal(decode_image(payload, exif=True), upright)

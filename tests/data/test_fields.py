@@ -88,6 +88,15 @@ def test_any_member_can_be_handed_over_as_bytes_or_text():
         ({"tok": {"name": "x", "dtype": "int17"}}, ["'x'", "'int17'", "did you mean 'int16'"]),
         ({"tok": {"name": "x", "dtype": "object"}}, ["'x'", "'object'", "uint16"]),
         ({"tok": {"name": "x", "length": 4}}, ["'x'", "length 4", "Add dtype"]),
+        ({"json": {"name": "x", "key": "a"}}, ["'x'", "'a'", "role None", "role: ", "label"]),
+        ({"json": {"name": "x", "key": "a", "role": "image"}}, ["'x'", "'a'", "role 'image'", "label"]),
+        ({"json": {"name": "x", "key": "a..b", "role": "label"}}, ["'x'", "'a..b'", "key: meta.label"]),
+        ({"npy": {"name": "x", "key": "a", "role": "label"}}, ["'x'", "'a'", ".npy", "Remove one"]),
+        ({"json": {"name": "x", "key": "a", "role": "label", "decoder": "json.loads"}}, ["'x'", "'a'", "decoder"]),
+        ({"txt": {"name": "x", "tokenizer": "bytes"}}, ["'x'", "'bytes'", "length None", "length: 64"]),
+        ({"txt": {"name": "x", "tokenizer": "bytes", "length": 1}}, ["'x'", "length 1", "at least 2"]),
+        ({"txt": {"name": "x", "tokenizer": "bpe", "length": 8}}, ["'x'", "'bpe'", "bytes, tiktoken:NAME"]),
+        ({"cls": {"name": "x", "tokenizer": "bytes", "length": 8}}, ["'x'", "'label'", "role: text"]),
         ({"tok": {"name": "x", "dtype": "uint16", "length": 0}}, ["'x'", "length 0", "at least 1"]),
         ({"tok": {"name": "x", "dtype": "uint16", "role": "text"}}, ["'x'", "uint16", "role 'text'"]),
         ({"tok": {"name": "x", "dtype": "uint16", "decoder": "json.loads"}}, ["'x'", "uint16", "decoder"]),
@@ -98,6 +107,25 @@ def test_any_member_can_be_handed_over_as_bytes_or_text():
 def test_options_that_exclude_each_other_are_refused_with_the_remedy(mapping, parts):
     with refused(ValueError, *parts):
         parse_fields(mapping)
+
+
+def test_one_member_gives_several_fields():
+    label, caption = parse_fields(
+        OmegaConf.create(
+            {"json": [{"name": "y", "role": "label", "key": "meta.y"}, {"name": "c", "role": "text", "key": "c"}]}
+        )
+    )
+    assert (label.ext, label.kind, label.role, label.key) == ("json", "json", "label", "meta.y")
+    assert (caption.ext, caption.kind, caption.role, caption.key) == ("json", "json", "text", "c")
+    with refused(ValueError, "data.fields.json[1]", "'nam'", "did you mean 'name'"):
+        parse_fields({"json": [{"name": "y"}, {"nam": "c"}]})
+
+
+def test_the_mask_of_a_text_is_a_name_of_the_batch():
+    tokens = {"name": "c", "role": "text", "tokenizer": "bytes", "length": 8}
+    assert parse_fields({"txt": tokens})[0].columns == ("c", "c_mask")
+    with refused(ValueError, "name", "'c_mask'", "Each needs its own"):
+        parse_fields({"txt": tokens, "npy": {"name": "c_mask"}})
 
 
 @pytest.mark.parametrize("ext", ["pyd", "pth", "pkl", "pickle", "pt", "meta.pkl"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 import torch
 import webdataset
 
+from dtrain.data import ShardLoader
+from dtrain.data.fields import DataError
 from dtrain.data.sample_log import TooManyBadSamples
 from dtrain.data.shard_file import ShardChanged
 from dtrain.data.writer import write_shards
@@ -262,3 +265,86 @@ def test_halves_that_were_packed_travel_bit_for_bit(tmp_path: Path, kept: torch.
     (batch,) = make_loader(shards, fields, precision=precision, shuffle="none")
     assert batch["x"].dtype == kept
     assert torch.equal(batch["x"].view(torch.int16), values.view(torch.int16))
+
+
+# -- values inside json
+
+PAIRS = {
+    "json": [
+        {"name": "caption", "role": "text", "key": "caption", "tokenizer": "bytes", "length": 12},
+        {"name": "label", "role": "label", "key": "meta.label"},
+    ]
+}
+
+
+def annotated(folder: Path, annotations: Sequence[Any]) -> list[str]:
+    """Three shards of json members."""
+    paths = []
+    for shard in range(3):
+        samples = [
+            (f"{number:03d}", {"json": json.dumps(annotation).encode()})
+            for number, annotation in enumerate(annotations)
+            if number % 3 == shard
+        ]
+        paths.append(write_tar(folder / f"{shard}.tar", samples))
+    return paths
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_one_json_gives_tokens_their_mask_and_labels(tmp_path: Path, num_workers: int) -> None:
+    shards = annotated(tmp_path, [{"caption": f"{n} é", "meta": {"label": n}} for n in range(14)])
+    loader = make_loader(shards, PAIRS, num_workers=num_workers)
+    seen = []
+    for batch in loader:
+        for row in batch.valid.nonzero().flatten().tolist():
+            label = int(batch["label"][row])
+            tokens = [*f"{label} é".encode(), 256]
+            assert batch["caption"][row].tolist() == tokens + [0] * (12 - len(tokens))
+            assert batch["caption_mask"][row].tolist() == [True] * len(tokens) + [False] * (12 - len(tokens))
+            seen.append(label)
+        assert batch["caption"].dtype == torch.int64
+        assert list(batch.to("cpu")) == ["caption", "label", "caption_mask"]
+    assert sorted(seen) == list(range(14))
+    loader.close()
+
+
+def test_a_sample_without_the_key_or_with_another_type_is_masked_and_counted(tmp_path: Path) -> None:
+    annotations: list[Any] = [{"caption": "a", "meta": {"label": n}} for n in range(18)]
+    annotations[4] = {"caption": "a"}
+    annotations[7] = {"caption": "a", "meta": {"label": "seven"}}
+    annotations[8] = {"caption": 8, "meta": {"label": 8}}
+    loader = make_loader(annotated(tmp_path, annotations), PAIRS, max_bad=3)
+    labels, reasons = [], {}
+    for batch in loader:
+        labels += batch["label"][batch.valid].tolist()
+        reasons |= {record["key"][-3:]: record["reason"] for record in batch.bad}
+    assert sorted(labels) == [n for n in range(18) if n not in (4, 7, 8)]
+    assert loader.bad_samples == 3
+    assert "meta.label" in reasons["004"]
+    assert "seven" in reasons["007"]
+    assert "caption" in reasons["008"]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"role": "label"}, "'meta'"),
+        ({"role": "label", "key": "meta.lable"}, "'meta.lable'"),
+        ({"role": "target", "key": "meta"}, "an object with 'label'"),
+        ({"role": "label", "key": "name"}, "cat"),
+    ],
+)
+def test_a_key_that_no_first_sample_has_is_refused_before_training(
+    tmp_path: Path, options: dict[str, str], told: str
+) -> None:
+    shards = annotated(tmp_path, [{"meta": {"label": 1}, "name": "cat"}] * 6)
+    with refused(DataError, "data.fields.json", told, "data.fields.json.key"):
+        make_loader(shards, {"json": {"name": "label", **options}})
+
+
+def test_a_map_style_dataset_has_captions_too() -> None:
+    fields = {"text": {"name": "caption", "role": "text", "tokenizer": "bytes", "length": 4}}
+    loader = ShardLoader.over({"text": ["a", "bcdef"]}, fields, global_batch_size=2, num_workers=0, shuffle="none")
+    (batch,) = loader
+    assert batch["caption"].tolist() == [[97, 256, 0, 0], [98, 99, 100, 256]]
+    assert batch["caption_mask"].sum(1).tolist() == [2, 4]

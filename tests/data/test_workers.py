@@ -37,6 +37,7 @@ from dtrain.data.workers import (
     WorkerStream,
     choose_workers,
     cores_per_rank,
+    number_of_workers,
     seconds_to_build,
 )
 from dtrain.precision import Precision
@@ -52,7 +53,6 @@ from tests.shards import LABEL, global_batches, make_loader, read_epoch, write_n
         (0.05, 8, 3, "50.0 ms to build: enough for one every 20 ms"),
         (0.5, 8, 7, "one every 71 ms, limited by 8 cores for each rank"),
         (0.05, 2, 1, "one every 50 ms, limited by 2 cores"),
-        (0.003, 1, 0, "built between the steps, limited by 1 core for each rank"),
     ],
 )
 def test_workers_are_as_many_as_needed_and_no_more_than_cores_allow(
@@ -71,21 +71,48 @@ def test_cores_are_shared_by_the_ranks_of_a_machine_and_granted_by_slurm(monkeyp
     assert cores_per_rank({"LOCAL_WORLD_SIZE": "64", "SLURM_CPUS_PER_TASK": "99"}) == 1
 
 
+def test_a_single_core_needs_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers_module, "process_cpu_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    number, reason = number_of_workers("auto", iter(()))
+    assert number == 0
+    assert "1 core for each rank" in reason
+
+
+def test_more_workers_than_cores_are_named_in_the_banner_and_not_by_torch(
+    uneven: list[str], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(workers_module, "process_cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
+    loader = make_loader(uneven, num_workers=3)
+    next(iter(loader))
+    loader.close()
+    assert "more than its 2 cores" in loader.workers_reason
+    assert not recwarn.list
+    assert not make_loader(uneven, num_workers=2).workers_reason
+
+
 def test_the_time_is_the_median_without_the_first_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = itertools.accumulate([0, 4, 0, 1, 0, 2])
+    clock = itertools.accumulate([0, 0.04, 0, 0.01, 0, 0.02])
     monkeypatch.setattr(workers_module.time, "perf_counter", lambda: next(clock))
     threads = []
     before = torch.get_num_threads()
-    assert seconds_to_build(iter(lambda: threads.append(torch.get_num_threads()), 1)) == 2
+    assert seconds_to_build(iter(lambda: threads.append(torch.get_num_threads()), 1)) == pytest.approx(0.02)
     assert threads == [1] * 4
     assert torch.get_num_threads() == before
+
+
+def test_slow_micro_batches_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.accumulate([0, 4])
+    monkeypatch.setattr(workers_module.time, "perf_counter", lambda: next(clock))
+    assert seconds_to_build(iter(lambda: 0, 1)) == 4
 
 
 def test_a_loader_that_chooses_its_workers_hands_over_the_same_batches(tmp_path: Path) -> None:
     shards = write_numbered(tmp_path, [20, 13])
     chosen = make_loader(shards, num_workers="auto")
     assert chosen.num_workers in range(os.cpu_count() or 1)
-    assert re.match(r"a micro-batch takes \d+\.\d ms to build: ", chosen.workers_reason)
+    assert re.match(r"a micro-batch takes \d+\.\d ms to build: |.*1 core for each rank", chosen.workers_reason)
     assert chosen.position == (0, 0)
     assert global_batches([chosen]) == global_batches([make_loader(shards)])
     chosen.close()

@@ -199,7 +199,7 @@ def about(subject: str, findings: list[Finding]) -> Finding | None:
 
 
 def test_more_workers_than_cores_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge, "usable_cores", lambda: 8)
+    monkeypatch.setattr(judge, "process_cpu_count", lambda: 8)
     assert about("workers", found(workers=4)) is None
     crowded = about("workers", found(workers=5))
     assert crowded is not None

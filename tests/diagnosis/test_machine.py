@@ -60,17 +60,8 @@ def test_precisions_are_checked_by_the_policy(monkeypatch: pytest.MonkeyPatch) -
     }
 
 
-def test_the_quota_of_a_container_limits_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    monkeypatch.setattr(machine, "_CGROUP_CPU", tmp_path / "cpu.max")
-    assert machine.usable_cores() == 64
-    for text, cores in (("max 100000", 64), ("350000 100000", 4), ("50000 100000", 1)):
-        (tmp_path / "cpu.max").write_text(text)
-        assert machine.usable_cores() == cores
-
-
 def test_more_threads_than_cores_and_idle_cores_are_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "usable_cores", lambda: 8)
+    monkeypatch.setattr(machine, "process_cpu_count", lambda: 8)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     assert found("threads").level == "ok"
     crowded = found("threads", one_rank(size=4, local_size=4, launched=True))

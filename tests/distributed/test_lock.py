@@ -12,13 +12,17 @@ import pytest
 from dtrain.config.errors import ConfigError
 from dtrain.distributed import lock
 from dtrain.distributed.lock import RunLock
+from dtrain.tracking.run_dir import is_trained
 from tests.refusals import refused
+from tests.runs import tree
 
 HOLDER = """
 import os, sys, time
 from pathlib import Path
 from dtrain.distributed.lock import RunLock
 lock = RunLock(Path(sys.argv[1]), print)
+lock.acquire()
+lock.claim()
 if sys.argv[2] == "fork" and os.fork() == 0:
     time.sleep(30)  # like a loader worker that outlives its parent for a while
     os._exit(0)
@@ -36,16 +40,25 @@ def holder(run_dir: Path, child: str = "") -> subprocess.Popen[str]:
     return process
 
 
+def claimed(run_dir: Path) -> RunLock:
+    one = RunLock(run_dir, print)
+    one.acquire()
+    one.claim()
+    return one
+
+
 def test_a_second_job_is_refused_with_the_process_that_holds_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock, "_WAIT_HERE", 0.1)
     process = holder(tmp_path)
     notes: list[str] = []
+    before = tree(tmp_path)
     try:
-        with refused(ConfigError, "in use", f"process {process.pid}"):
-            RunLock(tmp_path, notes.append)
+        with refused(ConfigError, "run.dir", f"process {process.pid}", "use another run.dir"):
+            RunLock(tmp_path, notes.append).acquire()
         assert len(notes) == 1
+        assert tree(tmp_path) == before
     finally:
         process.kill()
         process.wait()
@@ -57,11 +70,46 @@ def test_the_lock_of_a_killed_job_can_be_taken(tmp_path: Path, child: str) -> No
     process.kill()
     process.wait()
     started = time.monotonic()
-    RunLock(tmp_path, print).release()
+    claimed(tmp_path).release()
     assert time.monotonic() - started < 5
     os.killpg(process.pid, signal.SIGKILL) if child else None
 
 
 def test_a_released_lock_can_be_taken_again(tmp_path: Path) -> None:
-    RunLock(tmp_path, print).release()
-    RunLock(tmp_path, print).release()
+    claimed(tmp_path).release()
+    claimed(tmp_path).release()
+
+
+def test_nothing_is_written_before_the_claim(tmp_path: Path) -> None:
+    one = RunLock(tmp_path / "runs" / "new", print)
+    one.acquire()
+    one.release()
+    assert tree(tmp_path) == {}
+    claimed(tmp_path).release()
+    before = tree(tmp_path)
+    one = RunLock(tmp_path, print)
+    one.acquire()
+    assert tree(tmp_path) == before
+    assert is_trained(tmp_path)
+    one.release()
+
+
+def test_of_two_jobs_that_start_the_same_new_run_the_second_is_refused(tmp_path: Path) -> None:
+    first, second = (RunLock(tmp_path, print) for _ in range(2))
+    first.acquire()
+    second.acquire()
+    first.claim()
+    (tmp_path / "config.yaml").touch()
+    first.release()
+    with refused(ConfigError, "run.dir", str(tmp_path), "another run.dir"):
+        second.claim()
+
+
+def test_a_directory_that_cannot_be_made_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with refused(ConfigError, "run.dir", "file", "choose another one"):
+        RunLock(tmp_path / "file" / "run", print).acquire()
+    if os.getuid():  # root may write everywhere
+        (tmp_path / "locked").mkdir(mode=0o555)
+        with refused(ConfigError, "run.dir", "locked", "choose another one"):
+            RunLock(tmp_path / "locked" / "run", print).acquire()

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
 from dtrain.config.errors import ConfigError
+from dtrain.distributed import world as world_module
 from dtrain.distributed.world import World, choose_device, first_host, join_srun, tasks_per_node
 from tests.refusals import refused
 
@@ -132,3 +136,12 @@ def test_the_first_host_of_a_list_is_slurms_first(nodelist: str, host: str) -> N
 def test_tasks_of_nodes_are_counted() -> None:
     assert tasks_per_node("4") == [4]
     assert tasks_per_node("4(x2),2,1(x3)") == [4, 4, 2, 1, 1, 1]
+
+
+def test_the_quota_of_a_container_limits_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    monkeypatch.setattr(world_module, "_CGROUP_CPU", tmp_path / "cpu.max")
+    assert world_module.process_cpu_count() == 64
+    for text, cores in (("max 100000", 64), ("350000 100000", 4), ("50000 100000", 1)):
+        (tmp_path / "cpu.max").write_text(text)
+        assert world_module.process_cpu_count() == cores

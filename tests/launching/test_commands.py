@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import json
-import subprocess
-import sys
+import re
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -54,14 +55,16 @@ def test_stop_of_a_run_without_a_process_is_refused(tmp_path: Path, capsys: pyte
 def test_status_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "a", "finished", {}, {"step": 40, "train/loss": 0.5})
     assert launch.main(["status", str(run)]) == 0
-    assert capsys.readouterr().out.splitlines()[1].split() == ["a", "40/40", "0.5", "finished"]
+    row = capsys.readouterr().out.splitlines()[1].split()
+    assert (*row[:2], *row[3:]) == ("finished", "40/40", "s", "a", "0.5")
 
 
 def test_files_beside_the_runs_are_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "a", "finished", {}, {"step": 40, "train/loss": 0.5})
     (tmp_path / "report.html").touch()
     assert launch.main(["status", str(run), str(tmp_path / "report.html")]) == 0
-    assert capsys.readouterr().out.splitlines()[1].split() == ["a", "40/40", "0.5", "finished"]
+    row = capsys.readouterr().out.splitlines()[1].split()
+    assert (*row[:2], *row[3:]) == ("finished", "40/40", "s", "a", "0.5")
 
 
 def test_a_misspelt_command_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,33 +88,56 @@ def test_commands_refuse_a_directory_without_a_run(
     assert str(tmp_path) in capsys.readouterr().err
 
 
-def test_the_log_is_that_of_the_newest_job_or_of_rank_0(tmp_path: Path) -> None:
+def test_the_log_is_that_of_the_newest_job_or_the_metrics_or_that_of_rank_0(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     logs.mkdir()
     (logs / "rank-00000.log").touch()
     assert newest_log(tmp_path) == logs / "rank-00000.log"
+    (tmp_path / "metrics.jsonl").touch()
+    assert newest_log(tmp_path) == tmp_path / "metrics.jsonl"
     (logs / "slurm-12.out").touch()
     (logs / "slurm-9.out").touch()
     (tmp_path / ".job").write_text("12\n")
     assert newest_log(tmp_path) == logs / "slurm-12.out"
 
 
-def test_tail_follows_the_log(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "rank-00000.log").write_text("first\n")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dtrain.launch", "tail", str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    try:
-        assert process.stdout.readline() == f"==> {tmp_path / 'logs' / 'rank-00000.log'}\n"
-        assert process.stdout.readline() == "first\n"
-        with (tmp_path / "logs" / "rank-00000.log").open("a") as log:
-            log.write("second\n")
-        assert process.stdout.readline() == "second\n"
-    finally:
-        process.kill()
-        process.wait()
+RECORD = {"step": 10, "time": 1.7e9, "epoch": 0.4454, "train/loss": 0.123456789012345}
+
+
+def test_tail_of_a_finished_run_prints_readable_lines_and_how_it_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluation = {"step": 40, "time": 1.7e9, "eval/accuracy": 0.987654321098765}
+    run = make_run(tmp_path / "a", "failed", {}, RECORD, evaluation)
+    assert launch.main(["tail", str(run)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"==> {run / 'metrics.jsonl'}",
+        "step 10/40  epoch 0.45  loss 0.1235",
+        "eval 40/40  accuracy 0.9877",
+        f"==> failed: SIGTERM, step 40/40: {run}",
+    ]
+
+
+def test_tail_follows_a_run_until_it_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "a", "running", {}, RECORD, RECORD | {"step": 20})
+
+    def train() -> None:
+        with trained(run):
+            time.sleep(0.7)
+            # The run was resumed from step 10 and has removed the record after it.
+            (run / "metrics.jsonl").write_text(json.dumps(RECORD) + "\n")
+            time.sleep(0.7)
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(RECORD | {"step": 30, "train/loss": None}) + "\n")
+            write_status(run, "finished", 30, last_step=40)
+
+    with ThreadPoolExecutor() as pool:
+        training = pool.submit(train)
+        assert launch.main(["tail", str(run)]) == 0
+        training.result()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines[1:4]] == ["10/40", "20/40", "30/40"]
+    assert lines[4:] == [f"==> finished, step 30/40: {run}"]
 
 
 def test_resume_refuses_a_run_of_the_users_batch_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,11 +174,15 @@ def test_the_table_shows_varied_settings_and_last_metrics(tmp_path: Path) -> Non
     second = make_run(
         tmp_path / "bcd", "stopped", {"optimizer": {"lr": 0.3}, "launch": {"time": "2"}}, {"step": 10, "train/loss": 3}
     )
-    assert status_table([first, second]).splitlines() == [
-        "run  step    lr  train/loss  eval/accuracy  state",
-        "a    40/40  0.1      0.1235            0.5  finished",
-        "bcd  10/40  0.3           3              -  stopped: SIGTERM",
+    assert re.sub(r"\d s", "0 s", status_table([first, second], 80)).splitlines() == [
+        "state     step   age  run   lr  train/loss  eval/accuracy",
+        "finished  40/40  0 s  a    0.1      0.1235            0.5",
+        "stopped   10/40  0 s  bcd  0.3           3              -",
+        "",
+        "bcd: stopped: SIGTERM",
     ]
+    assert status_table([first, second], 50).splitlines()[0] == "state     step   age  run   lr  train/loss"
+    assert "not shown in 50 columns: eval/accuracy" in status_table([first, second], 50)
 
 
 def test_many_settings_and_long_reasons_keep_the_table_readable(tmp_path: Path) -> None:
@@ -162,29 +192,31 @@ def test_many_settings_and_long_reasons_keep_the_table_readable(tmp_path: Path) 
     ]
     for run in runs:
         write_status(run, "failed", 0, "long " * 100)
-    assert max(map(len, status_table(runs).splitlines())) < 220
+    table, notes = status_table(runs, 80).split("\n\n")
+    assert max(map(len, table.splitlines())) <= 80
+    assert "b: failed: long" in notes
 
 
 def test_a_directory_of_runs_lists_its_runs(tmp_path: Path) -> None:
     (tmp_path / "sweep").mkdir()
     for name in "ab":
         make_run(tmp_path / "sweep" / name, "finished", {}, {"step": 40})
-    assert [line.split()[0] for line in status_table([tmp_path]).splitlines()] == ["run", "a", "b"]
+    assert [line.split()[-1] for line in status_table([tmp_path], 80).splitlines()[:3]] == ["train/loss", "-", "-"]
 
 
 def test_a_run_that_has_not_started_is_listed(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", None, {"run": {"seed": 1}})
-    assert status_table([run]).splitlines()[1].split() == ["a", "-", "-", "not", "started"]
+    assert status_table([run], 80).splitlines()[1].split() == ["not", "started", "-", "-", "a", "-"]
 
 
 def test_a_killed_run_differs_from_a_running_one(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", "running", {}, {"step": 3, "train/loss": 1.0})
     (run / ".lock").touch()
     assert not is_trained(run)
-    assert "killed" in status_table([run])
+    assert "killed" in status_table([run], 80)
     with trained(run):
         assert is_trained(run)
-        assert "running" in status_table([run])
+        assert "running" in status_table([run], 80)
     assert not is_trained(run)
 
 
@@ -192,7 +224,7 @@ def test_the_step_of_a_running_run_is_its_newest_logged_step(tmp_path: Path) -> 
     run = make_run(tmp_path / "a", "running", {}, {"step": 3})
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7}\n')
-    assert "7/40" in status_table([run])
+    assert "7/40" in status_table([run], 80)
 
 
 def test_control_characters_in_the_files_of_a_run_are_not_printed(tmp_path: Path) -> None:
@@ -203,12 +235,12 @@ def test_control_characters_in_the_files_of_a_run_are_not_printed(tmp_path: Path
     ]
     for run in runs:
         write_status(run, "failed", 1, f"{red}all of it\rgone")
-    text = status_table(runs)
+    text = status_table(runs, 80)
     assert all(line.isprintable() for line in text.splitlines())
     assert "failed: ?[31mall of it" in text
-    assert len(text.splitlines()) == 3
+    assert len(text.splitlines()) == 6
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no run"):
-        status_table([tmp_path])
+        status_table([tmp_path], 80)

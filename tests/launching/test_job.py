@@ -112,26 +112,26 @@ def test_impossible_numbers_are_refused(
 def test_the_result_is_read_from_the_status(tmp_path: Path, state: str, code: int) -> None:
     judge = StatusJudge(tmp_path)
     write_status(tmp_path, state, 7, "because\nof this")
-    result, reason = judge()
+    result = judge()
     assert result.code == code
-    assert reason == ("step 7: because" if code == FAILED else None)
+    assert result.reason == ("step 7: because" if code == FAILED else None)
 
 
 @pytest.mark.parametrize("state", ["finished", "stopped"])
 def test_a_status_of_an_earlier_start_is_ignored(tmp_path: Path, state: str) -> None:
     write_status(tmp_path, state, 7)
-    assert StatusJudge(tmp_path)()[0].code == FAILED
+    assert StatusJudge(tmp_path)().code == FAILED
 
 
 def test_the_same_status_written_again_counts(tmp_path: Path) -> None:
     write_status(tmp_path, "finished", 7)
     judge = StatusJudge(tmp_path)
     write_status(tmp_path, "finished", 7)
-    assert judge()[0].code == FINISHED
+    assert judge().code == FINISHED
 
 
 def test_a_run_that_wrote_nothing_has_failed(tmp_path: Path) -> None:
-    assert StatusJudge(tmp_path / "not there")()[0].code == FAILED
+    assert StatusJudge(tmp_path / "not there")().code == FAILED
 
 
 def test_a_file_that_is_not_a_status_is_refused(tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ def test_resources_follow_from_processes_and_workers() -> None:
     assert not any("gpu" in line for line in directives("launch.gpus_per_node=0"))
     auto = ("launch.processes_per_node=4", "data.num_workers=auto")
     assert "--cpus-per-task=24" in directives(*auto, "launch.cpus_per_process=6")
+    assert "--cpus-per-task=20" in directives(*auto)
 
 
 def test_min_nodes_and_requeue_become_options_of_sbatch() -> None:
@@ -146,7 +147,6 @@ def test_percent_signs_in_the_directory_are_escaped() -> None:
             ("launch.processes_per_node=null",),
             ("launch.processes_per_node", "launch=slurm needs a number", "Set it to"),
         ),
-        (("data.num_workers=auto",), ("launch.cpus_per_process", "data.num_workers=auto", "Set it to")),
         (("launch.extra=[qos]",), ("launch.extra", "got 'qos'", "options of sbatch")),
         (("launch.srun=[image.sqsh]",), ("launch.srun", "got 'image.sqsh'", "options of srun")),
         (

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 from dtrain import launch
 from dtrain.config.errors import ConfigError
 from dtrain.launching import local
-from dtrain.launching.job import FAILED, STOPPED
+from dtrain.launching.job import FAILED, STOPPED, Job
 from tests.launching.compose import single
 from tests.launching.processes import rank_processes
 from tests.refusals import refused
@@ -74,7 +75,7 @@ def test_a_failure_shows_the_ranks_own_traceback_first(
     assert launch_run(tmp_path, "model.width=wide") == FAILED
     error = capfd.readouterr().err
     assert "Traceback" in error
-    assert error.index("dtrain: rank 0 failed") < error.index("ChildFailedError")
+    assert "dtrain: rank 0 failed" in error
     assert f"Logs of the ranks: {tmp_path / 'logs'}" in error.splitlines()[-1]
 
 
@@ -117,13 +118,128 @@ def test_omp_num_threads_is_kept_or_divides_the_cores(monkeypatch: pytest.Monkey
     assert local.describe([job]).startswith("OMP_NUM_THREADS=7 ")
 
 
-def test_there_is_one_process_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert local.processes(single("experiment=digits")) == 1
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    assert local.processes(single("experiment=digits")) == 4
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_there_is_one_process_without_gpus() -> None:
+    assert local.processes(single("experiment=digits"), local.shares(1)[0]) == 1
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_there_is_one_process_for_each_gpu() -> None:
+    assert local.processes(single("experiment=digits"), local.shares(1)[0]) == 4
+    assert local.processes(single("experiment=digits"), local.shares(2)[1]) == 2
     with refused(ConfigError, "5 processes", "4 GPUs"):
         local.check([single("experiment=digits", "launch.processes_per_node=5")])
+
+
+# -- several at a time
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_cores_and_gpus_are_divided_among_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    three = local.shares(3)
+    assert [share.gpus for share in three] == [("0",), ("1",), ("2",)]
+    assert [share.cores for share in three] == [(0, 1), (2, 3, 4), (5, 6, 7)]
+    assert str(three[1]) == "3 cores and 1 GPU"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,GPU-d")
+    assert [share.gpus for share in local.shares(2)] == [("GPU-a", "GPU-b"), ("GPU-c", "GPU-d")]
+    assert local.shares(16)[3].cores == tuple(range(8))
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize(("running", "more"), [("5", ()), ("3", ("launch.processes_per_node=2",))])
+def test_more_runs_than_gpus_are_refused(running: str, more: tuple[str, ...]) -> None:
+    most = "at most 2" if more else "at most 4"
+    with refused(ConfigError, "launch.max_running", f"{running} runs", most, "4"):
+        local.check([single("experiment=digits", f"launch.max_running={running}", *more)])
+
+
+# A run without torch: "fails" and "refused" end with an error, others finish, or stop on request.
+_RUN = """
+import json, os, pathlib, sys, time
+run_dir, kind = pathlib.Path(sys.argv[1]), sys.argv[2]
+print("cores", len(os.sched_getaffinity(0)), "threads", os.environ["OMP_NUM_THREADS"], flush=True)
+if kind == "refused":
+    sys.exit("dtrain: error: model.width: wrong")
+def status(state, reason=None):
+    (run_dir / "status.json.staged").write_text(json.dumps({"state": state, "step": 3, "reason": reason, "time": time.time()}))
+    (run_dir / "status.json.staged").rename(run_dir / "status.json")
+(run_dir / "logs").mkdir(parents=True, exist_ok=True)
+status("running")
+while kind == "waits" and not (run_dir / "STOP").exists():
+    time.sleep(0.01)
+(run_dir / "at").write_text(str(time.time()))
+time.sleep(0.3)
+print("the end", flush=True)
+status({"waits": "stopped", "fails": "failed"}.get(kind, "finished"), "it burst" if kind == "fails" else None)
+"""
+
+
+@pytest.fixture
+def small_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starts small scripts instead of trainings; their kind is ``tracker.project``."""
+
+    def command(job: Job, share: local.Share, *options: str) -> list[str]:
+        return [sys.executable, "-c", _RUN, str(job.run.dir), job.run.config["tracker"]["project"]]
+
+    monkeypatch.setattr(local, "command", command)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def sweep_of(*kinds: str, running: int = 2) -> int:
+    return launch.main(
+        [*QUICK, "run.dir=r", "-m", f"tracker.project={','.join(kinds)}", f"launch.max_running={running}"]
+    )
+
+
+@pytest.mark.usefixtures("small_runs")
+def test_two_runs_at_a_time_write_to_files_and_a_failure_does_not_stop_the_others(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert sweep_of("a", "fails", "refused", "b") == FAILED
+    table, lines = capfd.readouterr()
+    assert [line.split()[1] for line in table.splitlines()[1:]] == ["finished", "failed", "failed", "finished"]
+    for kind in ("a", "b", "fails"):
+        log = (tmp_path / f"r-tracker.project={kind}" / "logs" / "output.log").read_text()
+        cores = len(os.sched_getaffinity(0))
+        assert f"cores {max(1, cores // 2)} " in log
+        assert "the end" in log
+        assert "the end" not in lines
+    assert f"tracker.project=fails failed: step 3: it burst. Its output: {tmp_path}" in lines
+    # The run that was refused left nothing, and its message is shown.
+    assert not (tmp_path / "r-tracker.project=refused").exists()
+    assert sorted(path.name for path in tmp_path.iterdir() if "refused" in path.name) == []
+    assert "tracker.project=refused failed: model.width: wrong" in lines
+    assert "4 of 4 done" in lines
+    starts = [float((tmp_path / f"r-tracker.project={kind}" / "at").read_text()) for kind in ("a", "fails", "b")]
+    assert starts[2] > max(min(starts[:2]), 0)
+
+
+@pytest.mark.usefixtures("small_runs")
+def test_ctrl_c_stops_all_runs_of_a_sweep(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_dirs = [tmp_path / f"r-run.seed={seed}" for seed in (1, 2)]
+
+    def interrupt() -> None:
+        while not all((run_dir / "status.json").exists() for run_dir in run_dirs):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    command = [*QUICK, "run.dir=r", "-m", "run.seed=1,2,3", "tracker.project=waits", "launch.max_running=2"]
+    assert launch.main(command) == STOPPED
+    table, _ = capfd.readouterr()
+    assert [line.split(maxsplit=1)[1].split("  ")[0] for line in table.splitlines()[1:]] == ["stopped"] * 2 + [
+        "not started"
+    ]
+    assert not (tmp_path / "r-run.seed=3").exists()
+    assert not any((run_dir / "STOP").exists() for run_dir in run_dirs)
 
 
 def test_several_nodes_are_refused() -> None:
@@ -133,5 +249,5 @@ def test_several_nodes_are_refused() -> None:
 
 def test_only_one_digit_ranks_are_passed_to_tee() -> None:
     """torchrun parses one digit."""
-    line = local.command(single("experiment=digits", "launch.processes_per_node=16"))
+    line = local.command(single("experiment=digits", "launch.processes_per_node=16"), local.shares(1)[0])
     assert "--tee=" + ",".join(f"{rank}:1" for rank in range(1, 10)) in line

@@ -224,7 +224,7 @@ def test_a_run_that_always_fails_is_not_requeued(tmp_path: Path) -> None:
     assert ended(job) == "FAILED"
     assert field(job, "Restarts") == "0"
     printed = output(job)
-    assert printed.index("dtrain: rank ") < printed.index("ChildFailedError")
+    assert "dtrain: rank " in printed
     assert "no new allocation" in printed
 
 
@@ -275,9 +275,9 @@ def test_all_jobs_of_a_sweep_are_submitted_or_none(tmp_path: Path, capsys: pytes
         assert [field(job, "JobState") for job in jobs] == ["PENDING", "PENDING"]
         assert [json.loads((Path(row[3]) / "launch.json").read_text())["job"] for row in rows] == jobs
         assert launch.main(["status", *(row[3] for row in rows)]) == 0
-        header, *shown = [line.split() for line in capsys.readouterr().out.splitlines()]
-        assert "seed" in header
-        assert [f"queued, job {job} PENDING" in " ".join(line) for line, job in zip(shown, jobs, strict=True)] == [
+        table, notes = capsys.readouterr().out.split("\n\n")
+        assert "seed" in table.splitlines()[0].split()
+        assert [f"queued, job {job} PENDING" in line for line, job in zip(notes.splitlines(), jobs, strict=True)] == [
             True
         ] * 2
     finally:
@@ -308,9 +308,9 @@ def test_an_array_of_four_runs_trains_two_at_a_time(tmp_path: Path, capsys: pyte
     )
     assert launch.main(["status", *map(str, directories)]) == 0
     header, *shown = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert header == ["run", "step", "lr", "precision", "train/loss", "eval/loss", "eval/accuracy", "state"]
-    assert [(*row[1:4], row[-1]) for row in shown] == [
-        ("46/46", lr, name, "finished") for lr in ("0.001", "0.003") for name in ("fp32", "bf16")
+    assert header == ["state", "step", "age", "run", "lr", "precision", "train/loss", "eval/loss", "eval/accuracy"]
+    assert [(*row[:2], *row[5:7]) for row in shown] == [
+        ("finished", "46/46", lr, name) for lr in ("0.001", "0.003") for name in ("fp32", "bf16")
     ]
 
 

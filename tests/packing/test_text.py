@@ -114,9 +114,9 @@ def test_a_file_that_is_not_utf8_is_an_error_or_skipped(texts, tmp_path, capsys)
         (["SRC", "DST", "--length", "100000"], ("100,001", "shorter --length")),
         (["SRC/none", "DST", "--length", "4"], ("SRC/none", "Give files, folders")),
         (["SRC", "SRC/dst", "--length", "4"], ("SRC/dst", "Choose another")),
-        (["SRC", "DST", "--length", "4", "--val", "0.01"], ("'val'", "--val-by tail")),
+        (["SRC", "DST", "--length", "4", "--val", "0.01", "--val-by", "document"], ("'val'", "--val-by tail")),
         (["SRC", "DST", "--length", "4", "--val", "2"], ("'val': 2.0", "sum to less than 1")),
-        (["SRC", "DST", "--length", "4", "--tokenizer", "words"], ("--tokenizer 'words'", "want bytes")),
+        (["SRC", "DST", "--length", "4", "--tokenizer", "words"], ("tokenizer 'words'", "want bytes")),
     ],
 )
 def test_errors_are_one_line_and_leave_no_file(texts, tmp_path, capsys, arguments, names):
@@ -172,6 +172,17 @@ def test_splits_share_no_text_and_lose_none(tmp_path, by):
     assert 140 <= len(lines["val"]) <= 160
     of_documents = {line.split()[0] for line in lines["val"]}
     assert len(of_documents) == (3 if by == "document" else 10)
+
+
+@pytest.mark.parametrize(("files", "by"), [(1, "tail"), (3, "tail"), (20, "document")])
+def test_too_few_files_for_whole_ones_are_split_inside(tmp_path, capsys, files, by):
+    for n in range(files):
+        (tmp_path / "src").mkdir(exist_ok=True)
+        (tmp_path / "src" / f"{n}.txt").write_text("".join(f"{n} line {line}\n" for line in range(200)))
+    assert pack(tmp_path / "src", tmp_path / "dst", "--length", 16, "--val", 0.05) == 0
+    assert ("--val-by tail" in capsys.readouterr().out) == (by == "tail")
+    splits = json.loads((tmp_path / "dst" / "dataset.json").read_text())["splits"]
+    assert 0.03 < splits["val"]["tokens"] / (splits["train"]["tokens"] + splits["val"]["tokens"]) < 0.08
 
 
 def test_too_few_documents_for_a_split_are_refused(tmp_path):

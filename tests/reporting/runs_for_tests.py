@@ -21,10 +21,10 @@ def run_of(folder: Path, records: Iterable[dict[str, Any]], **status: Any) -> Hi
 
 
 def steady(steps: int = 50, **more: Any) -> list[dict[str, Any]]:
-    """Records of a healthy run: 125 ms per step, 5 % of it waiting for data, with a falling loss."""
+    """Records of a healthy run: 1.25 s per step, 5 % of it waiting for data, with a falling loss."""
     return [
-        {"step": step, "applied_steps": step, "samples": 64 * step, "time": 1e9 + 0.125 * step, "train/loss": 1 / step}
-        | {"time/step_seconds": 0.125, "time/data_wait_fraction": 0.05, "precision/skipped_steps": 0}
+        {"step": step, "applied_steps": step, "samples": 64 * step, "time": 1e9 + 1.25 * step, "train/loss": 1 / step}
+        | {"time/step_seconds": 1.25, "time/data_wait_fraction": 0.05, "precision/skipped_steps": 0}
         | more
         for step in range(1, steps + 1)
     ]

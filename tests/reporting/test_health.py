@@ -113,7 +113,7 @@ def test_a_run_without_step_times_has_none(tmp_path: Path) -> None:
     assert TimeBreakdown.of(run_of(tmp_path, [{"step": 1, "time": 1.0}, {"step": 2, "time": 2.0}])) is None
 
 
-NOW = 1e9 + 10
+NOW = 1e9 + 70
 
 
 def judged(
@@ -127,7 +127,7 @@ def test_a_run_without_trouble_is_healthy_and_its_limit_is_named(tmp_path: Path)
     found = judged(tmp_path, steady())
     assert found.word == "healthy"
     assert found.line == (
-        "speed limited by model and device (95 % step, 5 % waiting for data, 0 % evaluating and saving; 125 ms a step)"
+        "speed limited by model and device (95 % step, 5 % waiting for data, 0 % evaluating and saving; 1.25 s a step)"
     )
 
 
@@ -137,7 +137,7 @@ def test_a_run_without_trouble_is_healthy_and_its_limit_is_named(tmp_path: Path)
         ({"time/data_wait_fraction": 0.41}, "waits for data 41 % of the time"),
         ({"time/data_wait_fraction": 0.8}, "speed limited by data loading"),
         ({"precision/skipped_steps": 6}, "12 % of steps skipped (6 of 50)"),
-        ({"time/slowest_rank": 3, "time/straggler_seconds": 0.04}, "rank 3 is slower than the others by 40 ms a step"),
+        ({"time/slowest_rank": 3, "time/straggler_seconds": 0.4}, "rank 3 is slower than the others by 400 ms a step"),
         ({"data/bad_samples": 32}, "32 bad samples left out (1 %)"),
         ({"train/loss": None}, "50 of 50 logged losses were not finite"),
         ({"time/step_seconds_p50": 0.1, "time/step_seconds_p95": 0.5}, "5 % of the steps take more than 500 ms"),
@@ -147,6 +147,14 @@ def test_problems_are_in_the_line(tmp_path: Path, more: dict[str, Any], part: st
     found = judged(tmp_path, steady(**more))
     assert found.word == "needs attention"
     assert part in found.line
+
+
+def test_the_speed_of_a_run_of_seconds_is_not_judged(tmp_path: Path) -> None:
+    slow = {"time/data_wait_fraction": 0.9, "time/step_seconds_p50": 0.1, "time/step_seconds_p95": 0.5}
+    found = judged(tmp_path / "short", steady(20, **slow), restarts=1)
+    assert found.word == "healthy"
+    assert "too short to judge the speed: 25 s of training" in found.line
+    assert judged(tmp_path / "long", steady(50, **slow)).word == "needs attention"
 
 
 @pytest.mark.parametrize(
@@ -166,7 +174,7 @@ def test_what_happens_in_healthy_runs_is_a_finding_but_no_warning(tmp_path: Path
 
 def test_ranks_that_are_slowest_by_turns_are_no_stragglers(tmp_path: Path) -> None:
     records = [
-        record | {"time/slowest_rank": record["step"] % 4} for record in steady(**{"time/straggler_seconds": 0.04})
+        record | {"time/slowest_rank": record["step"] % 4} for record in steady(**{"time/straggler_seconds": 0.4})
     ]
     assert judged(tmp_path, records).word == "healthy"
 
@@ -200,7 +208,7 @@ def test_the_newest_hang_is_named_with_its_reason(tmp_path: Path) -> None:
 def test_restarts_that_cost_much_are_named(tmp_path: Path) -> None:
     records = steady()
     for record in records[25:]:
-        record |= {"time/restarts": 1, "time": record["time"] + 6.25}
+        record |= {"time/restarts": 1, "time": record["time"] + 62.5}
     found = judged(tmp_path, records, restarts=1, lost_seconds=2.0, down_seconds=3.0)
     assert "1 restart took 50 % of the time: 2 s of training repeated, 3 s not running" in found.line
 

@@ -91,7 +91,7 @@ def test_of_a_long_value_the_end_is_shown_too(tmp_path: Path) -> None:
     first, second = setting.short_texts
     assert first.endswith("/a.tar")
     assert second.endswith("/b.tar")
-    assert len(first) == 59
+    assert len(first) == 31
 
 
 def test_a_run_without_a_config_has_no_settings_and_makes_none(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_the_metric_of_the_best_checkpoint_is_taken_if_all_agree_else_a_usual_on
 
 def test_the_best_value_is_finite_and_comes_with_its_step(tmp_path: Path) -> None:
     run = point_of(tmp_path / "1", {}, [0.3, None, 0.9, 0.9, 0.1])
-    assert Goal("eval/accuracy", largest=True).best(run) == (0.9, 30.0)
+    assert Goal("eval/accuracy", largest=True).best(run) == (0.9, 40.0)  # the latest, as checkpoint=best
     assert Goal("eval/accuracy", largest=False).best(run) == (0.1, 50.0)
     lost = point_of(tmp_path / "2", {}, [None, None])
     assert Goal("eval/accuracy", largest=True).best(lost) is None
@@ -130,6 +130,24 @@ def test_the_best_come_first_and_those_without_a_result_last(runs: list[History]
     found = [best_of(run) for run in Sweep.of(runs).runs]
     assert found == sorted(found, reverse=True)
     assert found.count(-1.0) == 3
+
+
+def test_runs_whose_directories_dtrain_named_are_called_by_what_was_varied(tmp_path: Path) -> None:
+    names = ("sw-optimizer.lr=0.1-run.seed=1", "digits-0123abcd", "mine")
+    varied = [{"optimizer.lr": rate, "run.seed": seed} for rate, seed in ((0.1, 1), (0.2, 1), (0.2, 2))]
+    sweep = Sweep.of([point_of(tmp_path / name, point, [0.5]) for name, point in zip(names, varied, strict=True)])
+    assert [run.label for run in sweep.runs] == ["lr=0.1 seed=1", "lr=0.2 seed=1", "mine"]
+    assert sweep.names == list(names)
+    twice = [point_of(tmp_path / name, {"run.seed": 1}, [0.5]) for name in ("digits-0123abce", "digits-0123abcf")]
+    assert [run.label for run in Sweep.of(twice).runs] == ["digits-0123abce", "digits-0123abcf"]
+
+
+def test_a_run_without_a_choice_has_the_default_one(tmp_path: Path) -> None:
+    runs = points(tmp_path, {"precision.name": "fp32"}, {"precision.name": "bf16"})
+    runs[0].overrides[:] = []
+    runs[1].overrides[:] = ["precision=bf16"]
+    (setting,), _ = varied_settings(runs)
+    assert (setting.name, setting.texts) == ("precision", ["fp32", "bf16"])
 
 
 def test_without_a_seed_that_was_varied_there_is_nothing_to_average(runs: list[History]) -> None:
@@ -146,7 +164,7 @@ def test_of_very_many_runs_the_best_the_middle_and_the_last_are_looked_at(tmp_pa
         "Curves and details are shown for 7 of 31 runs: the 5 best, the middle one and the last one by eval/accuracy."
     )
     few = Sweep.of(runs[:8])
-    assert (few.shown, few.selection) == (runs[:8], "")
+    assert (few.shown, few.selection) == (few.runs, "")
 
 
 def test_runs_that_differ_in_more_than_a_table_shows_are_not_averaged(tmp_path: Path) -> None:

@@ -21,14 +21,17 @@ def test_a_row_tells_settings_results_and_state(runs: list[History]) -> None:
     rows = cells(Sweep.of(runs))
     whole = rows["0.0001-2"]
     values = runs[2].series("eval/accuracy")[1].tolist()
+    heads = [column.head for column in run_columns(Sweep.of(runs)) if not column.is_detail]
+    assert heads == ["place", "state", "time", "run", "lr", "seed", "best eval/accuracy", "at step", "last train/loss"]
     assert (whole["lr"], whole["seed"], whole["restarts"], whole["state"]) == ("0.0001", "2", "2", "finished")
     assert float(whole["best eval/accuracy"]) == pytest.approx(max(values), abs=1e-4)
     assert whole["at step"] == str(10 * (values.index(max(values)) + 1))
     assert float(whole["last eval/accuracy"]) == pytest.approx(values[-1], abs=1e-4)
     assert rows["0.001-0"]["state"] == "killed"
-    assert (rows["0.001-1"]["place"], rows["0.001-1"]["state"]) == ("", "failed: ValueError: no, nothing logged")
+    assert (rows["0.001-1"]["place"], rows["0.001-1"]["state"]) == ("", "failed")
+    assert rows["0.001-1"]["note"] == "ValueError: no; nothing logged"
     assert (rows["0.01-3"]["best eval/accuracy"], rows["0.01-3"]["last eval/accuracy"]) == ("", "not finite")
-    assert (rows["waits"]["lr"], rows["waits"]["state"]) == ("", "queued, nothing logged")
+    assert (rows["waits"]["lr"], rows["waits"]["state"], rows["waits"]["note"]) == ("", "queued", "nothing logged")
 
 
 def test_numbers_in_a_terminal_are_aligned_and_the_best_run_is_marked(runs: list[History]) -> None:

@@ -151,9 +151,17 @@ def test_image_fitting_shows_the_picture_and_the_fitted_one_beside_it() -> None:
     ids=["regression", "image fitting"],
 )
 def test_a_prediction_of_another_shape_is_refused_with_both(task: Any, columns: tuple[str, str]) -> None:
-    given = dict.fromkeys(columns, torch.zeros(4))
-    with refused(ValueError, "[4, 1]", "[4]"):
+    given = dict.fromkeys(columns, torch.zeros(4, 3))
+    with refused(ValueError, "[4, 1]", "[4, 3]"):
         task(Answers(torch.zeros(4, 1)), batch(**given))
+
+
+def test_regression_compares_one_output_with_one_number_for_each_row() -> None:
+    predicted = torch.tensor([[1.0], [1e9], [0.0], [2.0]])
+    target = torch.tensor([0.0, 0.0, 3.0, 2.0])
+    output = Regression()(Answers(predicted), batch(x=target, y=target))
+    assert float(output.loss_sum) == pytest.approx(1 + 9)
+    assert ratio(output, "mae") == pytest.approx((1 + 3) / 3)
 
 
 # -- language modelling

@@ -58,7 +58,7 @@ def test_a_log_file_gets_one_plain_line_for_each_record():
     sink.note("checkpoint written")
     sink.finish("finished")
     assert log.getvalue() == (
-        "step 50/276  epoch 2  loss 0.4312  lr 9.8e-04  1,234 samples/s  wait 3%\n"
+        "step 50/276  epoch 2.00  loss 0.4312  lr 9.8e-04  1,234 samples/s  wait 3%\n"
         "eval 50/276  loss 0.2911  accuracy 0.9778\n"
         "checkpoint written\n"
     )
@@ -69,13 +69,14 @@ def test_a_line_is_written_by_one_call_so_that_two_processes_cannot_glue_theirs(
     sink = console_sink(None, log)
     for _ in range(3):
         sink.log(TRAIN)
-    assert log.writes == ["step 50  epoch 2  loss 0.4312  lr 9.8e-04  1,234 samples/s  wait 3%\n"] * 3
+    assert log.writes == ["step 50  epoch 2.00  loss 0.4312  lr 9.8e-04  1,234 samples/s  wait 3%\n"] * 3
 
 
-def test_counts_are_whole_and_parts_of_an_epoch_are_short():
+@pytest.mark.parametrize(("epoch", "text"), [(11.757132915796799, "11.76"), (10, "10.00"), (0.4454, "0.45")])
+def test_counts_are_whole_and_epochs_have_two_decimals(epoch, text):
     log = Log()
-    console_sink(None, log).log(TRAIN | EVAL | {"epoch": 11.757132915796799, "eval/samples": 50_000, "eval/bad": 0})
-    assert "  epoch 11.76  loss" in log.getvalue()
+    console_sink(None, log).log(TRAIN | EVAL | {"epoch": epoch, "eval/samples": 50_000, "eval/bad": 0})
+    assert f"  epoch {text}  loss" in log.getvalue()
     assert log.getvalue().endswith("eval 50  loss 0.2911  accuracy 0.9778  samples 50,000\n")
 
 
@@ -92,7 +93,7 @@ def test_a_window_without_a_loss_is_still_a_line():
     console_sink(None, log).log(
         {"step": 1, "time": 1.0, "epoch": 0, "time/step_seconds": 1.0, "precision/skipped_steps": 1}
     )
-    assert log.getvalue() == "step 1  epoch 0  skipped 1\n"
+    assert log.getvalue() == "step 1  epoch 0.00  skipped 1\n"
 
 
 def test_a_record_with_training_and_evaluation_gives_both_lines():
@@ -135,11 +136,25 @@ def test_a_terminal_shows_a_line_that_moves_with_evaluations_and_notes_above_it(
     sink.note("checkpoint written")
     sink.finish("finished")
     text = shown()
-    assert "step 50/276" in text
-    assert "epoch 2  loss 0.4312  lr 9.8e-04  1,234 samples/s  wait 3%" in text
-    assert "eval 50/276  loss 0.2911  accuracy 0.9778" in text
-    assert "checkpoint written" in text
-    assert text.rindex("step 50/276") > text.index("checkpoint written")
+    bar = "\N{BOX DRAWINGS HEAVY HORIZONTAL}"
+    line, evaluation = (
+        "step 50/276  epoch 2.00  loss 0.4312  lr 9.8e-04  1,234 samples/s  wait 3%",
+        "eval 50/276  loss 0.2911",
+    )
+    assert text.index(line) < text.index(evaluation) < text.index("checkpoint written") < text.rindex(bar)
+    assert text.count(line) == 1
+    erase_line = "\033[2K"
+    assert erase_line in text[text.rindex(bar) :]
+
+
+def test_a_bar_takes_one_line_of_a_narrow_terminal_and_its_last_metrics_stay(terminal, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    stream, shown = terminal
+    sink = console_sink(276, stream)
+    sink.log(TRAIN)
+    assert "\n" not in shown()
+    sink.finish("stopped")
+    assert "step 50/276  epoch 2.00  loss 0.4312" in shown()
 
 
 def test_a_killed_run_leaves_the_terminal_with_a_cursor_and_prints_stay_visible(terminal, capsys):

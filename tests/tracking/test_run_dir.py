@@ -74,7 +74,7 @@ def test_a_failure_that_the_disk_refuses_to_record_is_still_the_one_that_is_rais
 ) -> None:
     def failing() -> None:
         with failures_recorded(tmp_path / "no folder", 0) as failure:
-            failure.step = lambda: 7
+            failure.starts(lambda: 7)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -85,7 +85,7 @@ def test_a_failure_that_the_disk_refuses_to_record_is_still_the_one_that_is_rais
 def test_the_log_of_a_rank_has_the_traceback_without_its_secrets(tmp_path: Path) -> None:
     def failing() -> None:
         with failures_recorded(tmp_path, 1) as failure:
-            failure.step = lambda: 7
+            failure.starts(lambda: 7)
             raise OSError("no answer from https://me:hunter2@host/train.tar?token=hunter3")
 
     (tmp_path / "logs").mkdir()
@@ -106,7 +106,7 @@ def test_a_failure_is_told_without_the_secrets_of_its_text(tmp_path: Path, capsy
 
     def failing(rank: int) -> None:
         with failures_recorded(tmp_path, rank) as failure:
-            failure.step = lambda: 7
+            failure.starts(lambda: 7)
             failure.on_failure = told.append
             raise OSError("no answer from https://me:hunter2@host/train.tar?token=hunter3\nnor later")
 

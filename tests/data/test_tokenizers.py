@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from dtrain.packing.tokenizers import Tokenizer
+from dtrain.data.tokenizers import Tokenizer
 from tests.refusals import refused
 
 

@@ -49,7 +49,7 @@ class Tokenizer:
             self.end_of_text = self._find_end(vocabulary, [end_token] if end_token else _END_OF_TEXT)
             self.identity = f"tokenizers:{hashlib.sha256(Path(self._name).read_bytes()).hexdigest()[:16]}"
         else:
-            raise ValueError(f"--tokenizer {spec!r}: want bytes, tiktoken:NAME (such as gpt2) or tokenizers:FILE.")
+            raise ValueError(f"tokenizer {spec!r}: want bytes, tiktoken:NAME (such as gpt2) or tokenizers:FILE.")
 
     @property
     def dtype(self) -> str:
@@ -71,10 +71,14 @@ class Tokenizer:
         known = [name for name in names if name in vocabulary]
         if not known:
             raise ValueError(
-                f"--tokenizer {self._spec!r} has no token {' or '.join(names)}. Name its token that ends a document: "
+                f"tokenizer {self._spec!r} has no token {' or '.join(names)}. Name its token that ends a document: "
                 "--end-of-text TOKEN."
             )
         return vocabulary[known[0]]
+
+
+#: The tokenizer of a specification. Cached, because reading a vocabulary takes seconds.
+tokenizer_of = functools.cache(Tokenizer)
 
 
 # Cached, because a worker encodes many pieces, and loading a vocabulary takes seconds.
@@ -88,7 +92,7 @@ def _tiktoken(name: str) -> Any:
         return tiktoken.get_encoding(name)
     except OSError as error:
         raise OSError(
-            f"--tokenizer tiktoken:{name}: the vocabulary is not on this machine and cannot be downloaded ({error}). Set "
+            f"tokenizer tiktoken:{name}: the vocabulary is not on this machine and cannot be downloaded ({error}). Set "
             "TIKTOKEN_CACHE_DIR to a folder that holds it."
         ) from error
 
@@ -103,12 +107,12 @@ def _from_file(name: str) -> Any:
     try:
         return tokenizers.Tokenizer.from_str(content)
     except Exception as error:  # the Rust library raises plain Exception
-        raise ValueError(f"--tokenizer tokenizers:{name}: not a tokenizer.json: {error}.") from error
+        raise ValueError(f"tokenizer tokenizers:{name}: not a tokenizer.json: {error}.") from error
 
 
 def _missing(package: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
     return ModuleNotFoundError(
-        f"--tokenizer {package}:... needs the package {package}, which is not installed. Run: pip install "
+        f"tokenizer {package}:... needs the package {package}, which is not installed. Run: pip install "
         "'dtrain[text]' (in a checkout: pip install -e '.[text]').",
         name=error.name,
     )

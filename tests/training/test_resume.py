@@ -12,7 +12,7 @@ from dtrain.config.errors import ConfigError
 from dtrain.config.schema import RunConfig, WarmStartConfig
 from dtrain.distributed.process_group import process_group
 from dtrain.training.checkpoints import Checkpoint, Checkpoints
-from dtrain.training.warm_start import starting_weights
+from dtrain.training.resume import starting_weights
 from tests.refusals import refused
 from tests.runs import train_on, weights
 

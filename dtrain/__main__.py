@@ -1,0 +1,173 @@
+"""``dtrain COMMAND ...``: the entry points as one console command; also ``python -m dtrain``.
+
+* ``dtrain X ...`` does what ``python -m dtrain.X ...`` does, in this process and with the same exit code.
+* ``dtrain train``, ``evaluate`` and ``doctor`` also start torchrun, on this machine, if there are to be several processes:
+  ``--nproc N``, by default one process for each GPU, or one on a CPU.
+* ``dtrain --help`` and ``--version`` import neither torch nor Hydra.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from dtrain import __version__
+
+COMMANDS = {
+    "train": "train a model; the same command again resumes the run",
+    "evaluate": "evaluate a checkpoint of a run, in one precision or several",
+    "export": "export a checkpoint as an artefact without training code",
+    "predict": "predict with an artefact",
+    "pack": "write tar shards, or index existing ones",
+    "launch": "start runs and sweeps on this machine or with SLURM; their status, logs, stop and resume",
+    "report": "show runs as one HTML page",
+    "doctor": "check this machine, and find what limits a run on it",
+    "completion": "print the completion script of a shell: bash, zsh or fish",
+}
+_ON_SEVERAL_PROCESSES = ("train", "evaluate", "doctor")
+EXIT_USAGE = 2
+
+USAGE = f"""dtrain {__version__}: distributed PyTorch training from plain tar shards
+
+Usage
+  dtrain COMMAND [ARGUMENT ...]
+  dtrain COMMAND --help
+
+Commands
+{os.linesep.join(f"  {name:12}{meaning}" for name, meaning in COMMANDS.items())}
+
+With train, evaluate and doctor
+  --nproc N   number of processes on this machine, which torchrun starts (default: one for each GPU, or one on a CPU)
+
+Example
+  dtrain train --nproc 2 experiment=digits precision=bf16
+
+Several machines: torchrun ... -m dtrain.train ..., srun, or dtrain launch launch=slurm.
+"""
+
+
+class UsageError(Exception):
+    """A wrong command line; the message is complete."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line, by default that in ``sys.argv``; returns the exit code."""
+    name, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or [""]
+    if name in ("--version", "-V"):
+        print(f"dtrain {__version__}")
+        return 0
+    if name in ("--help", "-h", "help", ""):
+        print(USAGE, end="")
+        return 0 if name else EXIT_USAGE
+    try:
+        if name not in COMMANDS:
+            raise UsageError(_no_such_command(name))
+        if name == "completion":
+            return _print_completion(rest)
+        if name in _ON_SEVERAL_PROCESSES:
+            processes, rest = _take_nproc(name, rest)
+            if processes > 1:
+                return _run_torchrun(name, processes, rest)
+        return _run(name, rest)
+    except UsageError as error:
+        print(f"dtrain: error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        print("dtrain: interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(name: str, arguments: Sequence[str]) -> int:
+    """``python -m dtrain.NAME ARGUMENTS`` in this process."""
+    # A console script has its own folder in the first place of the path, and `python -m` the current one, from which
+    # _target_ imports the classes of the user.
+    if (here := os.getcwd()) not in sys.path and "" not in sys.path and not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, here)
+    module = importlib.import_module(f"dtrain.{name}")
+    sys.argv = [str(module.__file__), *arguments]
+    return module.main() or 0
+
+
+def _run_torchrun(name: str, processes: int, arguments: Sequence[str]) -> int:
+    """``torchrun --standalone --nproc-per-node=PROCESSES -m dtrain.NAME ARGUMENTS`` in this process."""
+    from torch.distributed.run import main as torchrun
+
+    from dtrain.config.torchrun_errors import quiet_torchrun
+    from dtrain.distributed.world import process_cpu_count
+
+    # torchrun would set 1, and print a warning of five lines.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, process_cpu_count() // processes)))
+    sys.argv = ["torchrun", "--standalone", f"--nproc-per-node={processes}", "-m", f"dtrain.{name}", *arguments]
+    quiet_torchrun()
+    torchrun()
+    return 0
+
+
+def _take_nproc(name: str, arguments: Sequence[str]) -> tuple[int, list[str]]:
+    """The number of processes to start, and the other arguments.
+
+    Raises:
+        UsageError: If ``--nproc`` is no number, or a launcher has already started this process.
+    """
+    rest: list[str] = []
+    given: str | None = None
+    words = iter(arguments)
+    for word in words:
+        option, equals, value = word.partition("=")
+        if option == "--nproc":
+            given = value if equals else next(words, "")
+        elif option in ("--nproc-per-node", "--nproc_per_node", "--standalone"):
+            raise UsageError(f"{word}: this is an option of torchrun. dtrain {name} has --nproc N.")
+        else:
+            rest.append(word)
+    if given is not None and not (given.isdecimal() and int(given) > 0):
+        raise UsageError(f"--nproc: got {given or 'nothing'}, want a number of processes from 1 on.")
+    if (launcher := _launcher()) and given is not None:
+        raise UsageError(f"--nproc={given}: {launcher} has already started the processes. Leave --nproc out.")
+    if given is not None:
+        return int(given), rest
+    return (1 if launcher or _is_single(name, rest) else _gpus() or 1), rest
+
+
+def _launcher() -> str:
+    """The launcher that has started this process as one of several; ``""`` without one."""
+    if "RANK" in os.environ:
+        return "torchrun (RANK is set)"
+    # SLURM_PROCID is also set in batch scripts and interactive shells, which are single processes.
+    return f"srun ({tasks} tasks)" if (tasks := os.environ.get("SLURM_STEP_NUM_TASKS", "1")) != "1" else ""
+
+
+def _is_single(name: str, arguments: Sequence[str]) -> bool:
+    """Whether a command only prints, or runs several configs one after the other: it needs no other processes."""
+    from dtrain.config.compose import only_prints
+
+    return only_prints(arguments) or not {"--multirun", "-m"}.isdisjoint(arguments) or "numerics" in arguments[:1]
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _print_completion(arguments: Sequence[str]) -> int:
+    from dtrain.completion import SHELLS, completion_script
+
+    if len(arguments) != 1 or arguments[0] not in SHELLS:
+        raise UsageError(f"completion: got {' '.join(arguments) or 'nothing'}, want one of {', '.join(SHELLS)}.")
+    print(completion_script(arguments[0], COMMANDS), end="")
+    return 0
+
+
+def _no_such_command(name: str) -> str:
+    from dtrain.config.explain import nearest
+
+    if "=" in name:
+        return f"{name}: a command comes first, such as: dtrain train {name}"
+    return f"there is no command {name!r}. {nearest(name, COMMANDS)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""How presets and the command line are merged: a node of another class replaces the earlier node.
+
+Hydra merges mappings key by key, so the arguments of a preset's class would reach the class that a user names instead. Here
+
+* a mapping with another ``_target_`` replaces the earlier mapping of the same key, also one inside of a node;
+* ``data.fields`` replaces the earlier fields if each of its fields has a name; otherwise it changes single options of them;
+* ``model=NAME`` on the command line replaces what presets say about ``model``; the same for ``task``, ``optimizer`` and
+  ``schedule``.
+
+Everything else is merged as Hydra does it. A replaced node takes any key: its class decides which ones are valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeGuard
+
+import hydra._internal.hydra as hydra_main
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.defaults_list import create_defaults_list
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+#: Groups whose presets are the arguments of a class.
+CLASS_GROUPS = ("model", "task", "optimizer", "schedule")
+_FIELDS = "data.fields"
+_OF_HYDRA = {"_partial_", "_recursive_", "_convert_"}  # say how a node is built, not what its class takes
+
+
+@contextmanager
+def replacing_nodes() -> Iterator[None]:
+    """Inside, Hydra composes configs as this module describes it."""
+    before = hydra_main.ConfigLoaderImpl
+    hydra_main.ConfigLoaderImpl = _Loader  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        hydra_main.ConfigLoaderImpl = before  # type: ignore[misc]
+
+
+class _Loader(ConfigLoaderImpl):
+    """Removes from each config what a later one replaces, and leaves merging to Hydra."""
+
+    def _parse_overrides_and_create_caching_repo(self, config_name: Any, overrides: list[str]) -> Any:
+        self._config_name = config_name
+        self._overrides, repo = super()._parse_overrides_and_create_caching_repo(config_name, overrides)
+        return self._overrides, repo
+
+    def _compose_config_from_defaults_list(self, defaults: Any, repo: Any) -> DictConfig:
+        self._loaded: list[Any] = []
+        loaded = [self._load_single_config(default=default, repo=repo) for default in defaults]
+        configs: list[DictConfig] = [result.config for result in loaded]
+        self._remove_replaced_groups(defaults, configs, repo)
+        for number, config in enumerate(configs):
+            for path in _replacing(config):
+                _remove_other(configs[:number], path, OmegaConf.select(config, path))
+        self._loaded = loaded[::-1]  # super() loads them again, in the same order
+        composed = super()._compose_config_from_defaults_list(defaults, repo)
+        if _is_mapping(fields := _select(composed, _FIELDS)):
+            for (
+                ext
+            ) in fields:  # any option can be set, also one that presets leave out; an unknown one is refused later
+                if _is_mapping(field := _child(fields, ext)):
+                    OmegaConf.set_struct(field, False)
+        for override in self._overrides:
+            _make_room(composed, override)
+        for override in self._overrides:
+            _allow_removal(composed, override)
+        return composed
+
+    def _load_single_config(self, default: Any, repo: Any) -> Any:
+        return self._loaded.pop() if self._loaded else super()._load_single_config(default, repo)
+
+    def _remove_replaced_groups(self, defaults: Any, configs: Sequence[DictConfig], repo: Any) -> None:
+        """Removes what presets say about a class group of which the command line chooses another option or class."""
+        chosen = {
+            override.key_or_group: override.value()
+            for override in self._overrides
+            if override.key_or_group in CLASS_GROUPS and not override.is_delete() and isinstance(override.value(), str)
+        }
+        if not chosen:
+            return
+        others = [override for override in self._overrides if override.key_or_group not in chosen]
+        presets = create_defaults_list(
+            repo=repo, config_name=self._config_name, overrides_list=others, prepend_hydra=True, skip_missing=True
+        ).overrides.known_choices
+        for default, config in zip(defaults, configs, strict=True):
+            for group, option in chosen.items():
+                node = None if default.config_path.startswith(f"{group}/") else _child(config, group)
+                if _is_mapping(node) and ("_target_" in node or presets.get(group) not in (None, option)):
+                    del config[group]
+
+
+def _replacing(node: DictConfig, path: str = "") -> Iterator[str]:
+    """Paths of the mappings that may replace earlier ones, the outer ones first."""
+    if _child(node, "_target_") is not None or (path == _FIELDS and _are_complete(node)):
+        yield path
+    for key in map(str, node):
+        if _is_mapping(child := _child(node, key)) and key != "hydra":
+            yield from _replacing(child, f"{path}.{key}" if path else key)
+
+
+def _remove_other(configs: Sequence[DictConfig], path: str, new: DictConfig) -> None:
+    """Removes the mapping at a path from earlier configs, if the one that they make has another class."""
+    found = [(config, node) for config in configs if _is_mapping(node := _select(config, path))]
+    targets = [target for _, node in found if (target := _target(node)) is not None]
+    if path == _FIELDS or (targets and targets[-1] != _target(new)):
+        for _, node in found:
+            with open_dict(node):
+                for key in set(node) - _OF_HYDRA:
+                    del node[key]
+
+
+def _make_room(composed: DictConfig, override: Override) -> None:
+    """Empties the node that an override of the command line replaces, so that it takes any key."""
+    if override.is_delete() or override.is_sweep_override():
+        return
+    path, value = override.key_or_group, override.value()
+    if path.endswith("._target_"):
+        path, value = path.removesuffix("._target_"), {"_target_": value}
+    if not isinstance(value, dict):
+        return
+    node = _select(composed, path)
+    if path == _FIELDS:
+        replaces = all("name" in options for options in value.values() if isinstance(options, dict))
+    else:
+        replaces = "_target_" in value and (not _is_mapping(node) or _target(node) not in (None, value["_target_"]))
+    if replaces and not override.is_add():
+        with suppress(OmegaConfBaseException):  # Hydra reports that there is no such key
+            kept = {key: node[key] for key in _OF_HYDRA & set(node)} if _is_mapping(node) and path != _FIELDS else {}
+            OmegaConf.update(composed, path, kept, merge=False)
+            OmegaConf.set_struct(OmegaConf.select(composed, path), False)
+
+
+def _allow_removal(composed: DictConfig, override: Override) -> None:
+    """A key of a replaced node can be removed although it is no longer there."""
+    parent, _, key = override.key_or_group.rpartition(".")
+    node = _select(composed, parent) if override.is_delete() and parent else None
+    if _is_mapping(node) and node._get_flag("struct") is False and key not in node:
+        node[key] = "removed by the command line"
+
+
+def _are_complete(fields: DictConfig) -> bool:
+    return bool(fields) and all(not _is_mapping(node := _child(fields, key)) or "name" in node for key in fields)
+
+
+def _target(node: DictConfig) -> Any:
+    found = _child(node, "_target_")
+    return None if found is None or found._is_missing() else found._value()  # not resolved
+
+
+def _child(node: DictConfig, key: Any) -> Any:
+    return node._get_node(key, validate_access=False)
+
+
+def _select(config: DictConfig, path: str) -> Any:
+    """The node at a dotted path, not resolved; None if there is none."""
+    node: Any = config
+    for key in path.split("."):
+        if not _is_mapping(node):
+            return None
+        node = _child(node, key)
+    return node
+
+
+def _is_mapping(node: Any) -> TypeGuard[DictConfig]:
+    return isinstance(node, DictConfig) and not (node._is_none() or node._is_missing() or node._is_interpolation())

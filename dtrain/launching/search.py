@@ -1,0 +1,665 @@
+"""A search for good values with Optuna: ``dtrain.launch launch.search.trials=20 'optimizer.lr=interval(1e-4,1e-1)'``.
+
+* The *space* is the overrides of the command line that have Hydra's syntax of a sweep: ``a,b``, ``choice(...)``,
+  ``interval(...)``, ``int(interval(...))``, ``range(...)``, each also as ``tag(log, ...)``.
+* A *trial* is one point of the space and the run that trains it, an ordinary run in the directory of the search. Two
+  trials with the same values share a run.
+* ``journal.log`` in that directory is Optuna's storage, and the only state: the same command continues the search from it.
+  Trials without a result are continued, from their checkpoints. ``search.json`` is a copy for ``dtrain.report``.
+
+What the sampler suggests for a trial depends on the seed, the number of the trial and the results so far, not on restarts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import io
+import json
+import math
+import shlex
+import sys
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
+from hydra.errors import HydraException
+
+from dtrain.config import compose
+from dtrain.config.errors import ConfigError, as_config_error
+from dtrain.config.explain import nearest
+from dtrain.config.schema import SearchConfig
+from dtrain.distributed.atomic import replace_file
+from dtrain.launching import slurm
+from dtrain.launching.job import FAILED, FINISHED, STOPPED, Job, JobResult
+from dtrain.launching.pool import Pool, Screen, Start
+from dtrain.reporting import search as record
+from dtrain.reporting.tables import text_table
+from dtrain.tracking.history import as_float
+from dtrain.tracking.run_dir import is_trained
+
+_TRIALS = "launch.search.trials"
+_JOURNAL, _LOCK = "journal.log", ".search.lock"
+_DIRECTIONS = {"eval/loss": "minimize", "eval/perplexity": "minimize", "eval/accuracy": "maximize"}
+_SAMPLERS, _PRUNERS = ("tpe", "random"), ("none", "median", "halving")
+_NOT_OF_A_TRIAL = ("run.dir", "run.name", "launch.max_running", "launch.dry_run")
+_ENOUGH_FOR_IMPORTANCE = 8  # finished trials
+_EXAMPLE = "'optimizer.lr=tag(log,interval(1e-4,1e-1))'"
+
+
+class Launcher(Protocol):
+    """The functions of the modules ``local`` and ``slurm``."""
+
+    def check(self, jobs: Sequence[Job]) -> None: ...
+    def describe(self, jobs: Sequence[Job]) -> str: ...
+    def launch(self, jobs: Sequence[Job]) -> list[JobResult]: ...
+    def starter(self, running: int, screen: Screen | None) -> Callable[[Job, int], Start]: ...
+
+
+def is_search(arguments: Sequence[str]) -> bool:
+    """Whether a command line of ``dtrain.launch`` asks for a search."""
+    values = [value for key, _, value in (word.partition("=") for word in arguments) if key == _TRIALS]
+    return bool(values) and values[-1] != "null"
+
+
+def search(arguments: Sequence[str], launcher_of: Callable[[Sequence[Job]], Launcher]) -> int:
+    """Starts or continues a search; returns the exit code.
+
+    Args:
+        arguments: The command line.
+        launcher_of: The launcher of a job.
+
+    Raises:
+        ConfigError: If the space or a setting of the search is wrong, or its directory has another search. Then nothing
+            was written.
+    """
+    line = CommandLine.of(arguments)
+    first = {key: _first_value(sweep) for key, sweep in line.space.items()}
+    base = line.compose(first, line.fixed)
+    if base is None:  # Hydra only printed the config (--cfg, --info)
+        return FINISHED
+    settings = _checked(base)
+    given = base.run.config["run"]
+    # Without the keys of the search itself; and in a directory that the user names, the default name of a run is needed.
+    trial = line.trial(first) if given["dir"] or given["name"] or base.launch.dry_run else base
+    definition = {
+        "run": trial.run.name,
+        "space": line.texts,
+        **{key: getattr(settings, key) for key in ("metric", "direction", "best", "sampler", "seed", "pruner")},
+    }
+    launcher = launcher_of([base])
+    launcher.check([replace(trial, launch=base.launch)])
+    folder = _folder(base, trial, definition)
+    _refuse_other_search(folder, definition)
+    if base.launch.dry_run:
+        print(f"# a search of {settings.trials} trials in {folder}; for example:")
+        print(launcher.describe([replace(trial, run=replace(trial.run, dir=folder / trial.run.name))]), end="")
+        return FINISHED
+    with _lock(folder):
+        return Search(line, settings, definition, folder, launcher, base.launch.max_running or 1).run()
+
+
+# -- the command line
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """A command line, divided into what is searched and what is the same in all trials.
+
+    Attributes:
+        options: Those of Hydra, such as ``--config-dir``, with their values.
+        fixed: The other overrides.
+        space: Key (with ``+`` if it is typed so) to its values.
+        texts: Key without ``+`` to the values as typed.
+    """
+
+    options: list[str]
+    fixed: list[str]
+    space: dict[str, ChoiceSweep | IntervalSweep | RangeSweep]
+    texts: dict[str, str]
+
+    @classmethod
+    def of(cls, arguments: Sequence[str]) -> CommandLine:
+        """Divides the arguments.
+
+        Raises:
+            ConfigError: If they cannot be parsed, or nothing is to be searched.
+        """
+        known, rest = get_args_parser().parse_known_args(arguments)
+        words = [*known.overrides, *rest]
+        options = [word for word in arguments if word not in words and word not in ("-m", "--multirun")]
+        try:
+            overrides: list[Override] = OverridesParser.create().parse_overrides(words)
+        except HydraException as error:
+            raise ConfigError(f"{' '.join(str(error).split())} Quote values with brackets: {_EXAMPLE}.") from error
+        space, texts = {}, {}
+        for override in overrides:
+            if override.is_sweep_override():
+                space[override.get_key_element()] = _checked_sweep(override)
+                texts[override.get_key_element().lstrip("+")] = (
+                    str(override.input_line).partition("=")[2].replace(" ", "")
+                )
+        if not space:
+            raise ConfigError(
+                f"{_TRIALS}: no key to search. Give one or more keys a range of values, such as {_EXAMPLE}."
+            )
+        fixed = [word for word, override in zip(words, overrides, strict=True) if not override.is_sweep_override()]
+        return cls(options, fixed, space, texts)
+
+    def trial(self, values: Mapping[str, float | int | str]) -> Job:
+        """The job with these values, its run in the default directory.
+
+        Raises:
+            ConfigError: If the config is refused.
+            SystemExit: If Hydra refuses it; the message is printed.
+        """
+        job = self.compose(values, self.of_a_trial)
+        assert job is not None
+        return job
+
+    @property
+    def of_a_trial(self) -> list[str]:
+        """``fixed`` without the keys of the search itself."""
+        names = ((word, word.partition("=")[0].lstrip("+")) for word in self.fixed)
+        return [word for word, name in names if name not in _NOT_OF_A_TRIAL and not name.startswith("launch.search.")]
+
+    def compose(self, values: Mapping[str, float | int | str], fixed: Sequence[str]) -> Job | None:
+        """Composes and validates the config with these values; None if Hydra only printed something."""
+        jobs: list[Job] = []
+        compose.run(lambda composed: jobs.append(Job.of(composed)), [*self.options, *fixed, *assignments(values)])
+        return jobs[0] if jobs else None
+
+
+def assignments(values: Mapping[str, float | int | str]) -> list[str]:
+    """The values as overrides."""
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def _checked_sweep(override: Override) -> ChoiceSweep | IntervalSweep | RangeSweep:
+    """The values of an override.
+
+    Raises:
+        ConfigError: If a search cannot use them.
+    """
+    sweep, typed = override.value(), override.input_line
+    if not isinstance(sweep, (ChoiceSweep, IntervalSweep, RangeSweep)) or getattr(sweep, "shuffle", False):
+        raise ConfigError(f"{typed}: a search has no glob and no shuffle. Write the values: choice(a,b,c).")
+    if sweep.tags - {"log"}:
+        raise ConfigError(f"{typed}: got the tag {', '.join(sorted(sweep.tags))}, want log or none.")
+    if isinstance(sweep, ChoiceSweep):
+        if len(set(_choices(sweep))) < len(sweep.list):
+            raise ConfigError(f"{typed}: a value is there more than once. Remove it.")
+        return sweep
+    low, high = _limits(sweep)
+    if not low < high:
+        raise ConfigError(f"{typed}: got {low} to {high}, want a smaller and a larger number.")
+    if "log" in sweep.tags and low <= 0:
+        raise ConfigError(f"{typed}: got {low} as the smallest value of a logarithmic range, want more than 0.")
+    if isinstance(sweep, RangeSweep) and "log" in sweep.tags and (sweep.step != 1 or not isinstance(sweep.start, int)):
+        raise ConfigError(
+            f"{typed}: a logarithmic range has integers and step 1. Use tag(log,interval(...)) for others."
+        )
+    return sweep
+
+
+def _choices(sweep: ChoiceSweep) -> list[str]:
+    # As text of the command line: Optuna has no lists or mappings as values.
+    return [Override._get_value_element_as_str(value) for value in sweep.list]
+
+
+def _limits(sweep: IntervalSweep | RangeSweep) -> tuple[float, float]:
+    """Smallest and largest value; Hydra's ranges exclude their end."""
+    if isinstance(sweep, IntervalSweep):
+        assert sweep.start is not None
+        assert sweep.end is not None
+        return sweep.start, sweep.end
+    start, stop, step = sweep.start, sweep.stop, sweep.step
+    assert start is not None
+    assert stop is not None
+    if step <= 0:
+        return start, start  # refused
+    last = start + step * max(0, math.ceil((stop - start) / step - 1e-9) - 1)
+    return start, last
+
+
+def _first_value(sweep: ChoiceSweep | IntervalSweep | RangeSweep) -> float | int | str:
+    return _choices(sweep)[0] if isinstance(sweep, ChoiceSweep) else _limits(sweep)[0]
+
+
+def _distribution(sweep: ChoiceSweep | IntervalSweep | RangeSweep) -> Any:
+    """The values as a distribution of Optuna."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    if isinstance(sweep, ChoiceSweep):
+        return CategoricalDistribution(_choices(sweep))
+    (low, high), log = _limits(sweep), "log" in sweep.tags
+    is_whole = isinstance(low, int) and isinstance(high, int)
+    if isinstance(sweep, IntervalSweep) or log:
+        return IntDistribution(int(low), int(high), log) if is_whole else FloatDistribution(low, high, log)
+    step = sweep.step
+    return IntDistribution(int(low), int(high), step=int(step)) if is_whole else FloatDistribution(low, high, step=step)
+
+
+# -- the settings
+
+
+def _checked(base: Job) -> SearchConfig:
+    """The settings of the search, with its direction.
+
+    Raises:
+        ConfigError: If one of them is wrong, or Optuna is not installed.
+    """
+    given = base.launch.search
+    for key in ("trials", "max_failures"):
+        if getattr(given, key) < 1:
+            raise ConfigError(f"launch.search.{key}: got {getattr(given, key)}, want at least 1.")
+    if given.seed < 0:
+        raise ConfigError(f"launch.search.seed: got {given.seed}, want at least 0.")
+    for key, valid in (("sampler", _SAMPLERS), ("pruner", _PRUNERS), ("direction", (*_DIRECTIONS.values(), None))):
+        if (value := getattr(given, key)) not in valid:
+            names = sorted({str(name) for name in valid if name})
+            raise ConfigError(f"launch.search.{key}: got {value!r}. {nearest(str(value), names)}")
+    if not given.metric.startswith("eval/"):
+        raise ConfigError(
+            f"launch.search.metric: got {given.metric!r}, want a metric of the evaluations, such as eval/loss."
+        )
+    if base.run.config["data"].get("eval") is None:
+        raise ConfigError(f"launch.search.metric: {given.metric} needs an evaluation. Set data.eval.")
+    direction = given.direction or _DIRECTIONS.get(given.metric)
+    if direction is None:
+        raise ConfigError(
+            f"launch.search.direction: not set, and not known for {given.metric}. Set it to maximize or minimize."
+        )
+    try:
+        import optuna
+    except ImportError:
+        raise ConfigError(f"{_TRIALS}: a search needs Optuna: pip install 'dtrain[optuna]'") from None
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return replace(given, direction=direction)
+
+
+def _folder(base: Job, trial: Job, definition: Mapping[str, Any]) -> Path:
+    """The directory of the search: ``run.dir``, ``runs/<run.name>``, or ``runs/<experiment>-search-<hash>``."""
+    digest = hashlib.sha256(json.dumps(definition, sort_keys=True).encode()).hexdigest()[:8]
+    given = base.run.config["run"]
+    if given["dir"] or given["name"]:
+        return base.run.dir
+    return trial.run.dir.with_name(f"{trial.run.name.rpartition('-')[0]}-search-{digest}")
+
+
+def _refuse_other_search(folder: Path, definition: Mapping[str, Any]) -> None:
+    path = folder / record.FILE
+    if not path.exists():
+        return
+    with as_config_error("run.dir"):
+        saved = json.loads(path.read_text(encoding="utf-8")).get("definition", {})
+    if differing := [key for key in definition if saved.get(key) != definition[key]]:
+        lines = "".join(
+            f"    {key}: {json.dumps(saved.get(key))} -> {json.dumps(definition[key])}\n" for key in differing
+        )
+        raise ConfigError(
+            f"run.dir: {folder} holds another search. It differs in\n{lines}  Set another run.dir (or run.name), or go back to "
+            "the values on the left."
+        )
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Makes the directory of a search and locks it against a second process."""
+    with as_config_error(f"run.dir: {folder} cannot be written, choose another one"):
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = (folder / _LOCK).open("w")
+    with handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"run.dir: another process runs the search in {folder}. Wait for it, or stop it."
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+
+
+# -- the search
+
+
+@dataclass
+class _Trial:
+    """A trial whose run is in the pool.
+
+    Attributes:
+        number: Its number in the study.
+        trial: Reports intermediate values to the pruner.
+        metric: The values of the objective so far.
+        reported: Steps whose value the pruner has.
+    """
+
+    number: int
+    trial: Any
+    metric: MetricReader
+    reported: set[int] = field(default_factory=set)
+    pruned: bool = False
+
+
+class Search:
+    """Runs the trials of a search until there are enough.
+
+    Args:
+        line: The command line.
+        settings: The checked settings.
+        definition: What makes it another search if it differs.
+        folder: Directory of the search, locked.
+        launcher: Starts the runs.
+        running: How many run at a time.
+    """
+
+    def __init__(
+        self,
+        line: CommandLine,
+        settings: SearchConfig,
+        definition: Mapping[str, Any],
+        folder: Path,
+        launcher: Launcher,
+        running: int,
+    ) -> None:
+        import optuna
+        from optuna.storages.journal import JournalFileBackend
+
+        self._optuna = optuna
+        self._line = line
+        self._settings = settings
+        self._definition = definition
+        self._folder = folder
+        assert settings.trials is not None
+        self._total = settings.trials
+        self._names = {key.lstrip("+"): key for key in line.space}
+        self._distributions = {name: _distribution(line.space[key]) for name, key in self._names.items()}
+        journal = JournalFileBackend(str(folder / _JOURNAL))
+        self._study = optuna.create_study(
+            study_name="dtrain",
+            storage=optuna.storages.JournalStorage(journal),
+            direction="maximize" if settings.direction == "maximize" else "minimize",
+            pruner=_pruner(settings.pruner),
+            load_if_exists=True,
+        )
+        ended = [trial for trial in self._study.trials if trial.state.is_finished()]
+        self._screen = Screen(max(self._total, len(self._study.trials)), len(ended))
+        self._pool = Pool(running, launcher.starter(running, self._screen), self._screen)
+        self._running: dict[Path, list[_Trial]] = {}
+        self._failures = 0  # in a row
+
+    def run(self) -> int:
+        """Runs the trials that are missing; prints the table and returns the exit code."""
+        self._write()
+        waiting = deque(self._without_result())
+        if waiting or self._study.trials:
+            ended = len(self._study.trials) - len(waiting)
+            self._screen.note(
+                f"the search in {self._folder} continues: {ended} trials have ended, {len(waiting)} go on"
+            )
+        else:
+            self._screen.note(f"search of {self._total} trials in {self._folder}")
+        with self._pool:
+            while True:
+                while self._pool.has_room and not self._is_hopeless:
+                    if waiting:
+                        self._begin(waiting.popleft())
+                    elif len(self._study.trials) < self._total:
+                        self._begin(self._ask())
+                    else:
+                        break
+                if not self._pool.starts:
+                    break
+                for job, result, seconds in self._pool.wait():
+                    self._end(job, result, seconds)
+                for start in self._pool.starts:
+                    self._prune(start)
+        self._write()
+        return self._finish()
+
+    @property
+    def _is_hopeless(self) -> bool:
+        return self._failures >= self._settings.max_failures
+
+    def _ask(self) -> Any:
+        number = len(self._study.trials)
+        # A sampler of its own for each trial: the state of a generator would be lost when the search is stopped.
+        seed = int(np.random.SeedSequence([self._settings.seed, number]).generate_state(1)[0])
+        samplers = self._optuna.samplers
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", self._optuna.exceptions.ExperimentalWarning)
+            # constant_liar: trials that run at the same time avoid each other's values.
+            self._study.sampler = (
+                samplers.TPESampler(seed=seed, constant_liar=True)
+                if self._settings.sampler == "tpe"
+                else samplers.RandomSampler(seed=seed)
+            )
+        return self._study.ask(self._distributions)
+
+    def _without_result(self) -> list[Any]:
+        """The trials that an earlier command left without a result, to be continued.
+
+        Raises:
+            ConfigError: If a process that outlived the earlier command still trains one.
+        """
+        states = (self._optuna.trial.TrialState.RUNNING,)
+        frozen = self._study.get_trials(deepcopy=False, states=states)
+        for run_dir in (self._folder / trial.user_attrs["run"] for trial in frozen if "run" in trial.user_attrs):
+            if is_trained(run_dir) and slurm.active_job(run_dir) is None:
+                raise ConfigError(
+                    f"run.dir: {run_dir}, a trial of this search, is still trained by a process of an earlier command. Wait "
+                    f"until it ends, or stop it: python -m dtrain.launch stop {shlex.quote(str(run_dir))}"
+                )
+        return [self._optuna.trial.Trial(self._study, trial._trial_id) for trial in frozen]
+
+    def _begin(self, trial: Any) -> None:
+        """Starts the run of a trial, or takes the result of the same run."""
+        values = {key: trial.params[name] for name, key in self._names.items()}
+        shown = (f"{key}={f'{value:.4g}' if isinstance(value, float) else value}" for key, value in values.items())
+        printed = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(printed):
+                job = self._line.trial(values)
+            run = replace(job.run, dir=self._folder / job.run.name)
+            job = replace(job, run=run, varied=(f"trial {trial.number}", *shown))
+            trial.set_user_attr("run", job.run.name)
+            mine = _Trial(trial.number, trial, MetricReader(job.run.dir, self._settings.metric))
+            mine.reported |= self._study.trials[trial.number].intermediate_values.keys()
+            if job.run.dir in self._running:
+                self._running[job.run.dir].append(mine)
+            elif job.is_finished:
+                self._settle(mine)
+            else:
+                self._pool.start(job)
+                self._running[job.run.dir] = [mine]
+                self._write()
+        except (ConfigError, SystemExit) as error:
+            message = str(error) if isinstance(error, ConfigError) else printed.getvalue()
+            self._fail(trial, message.removeprefix("dtrain: error: ").strip())
+
+    def _prune(self, start: Start) -> None:
+        """Reports new values of a running trial; stops it if the pruner says so."""
+        first, *_ = trials = self._running[start.job.run.dir]
+        if first.pruned or self._settings.pruner == "none" or self._pool.stopping:
+            return
+        first.metric.update()
+        new = {step: value for step, value in first.metric.values.items() if step not in first.reported}
+        for step, value in sorted(new.items()):
+            first.reported.add(step)
+            first.trial.report(value, step)
+            if not first.trial.should_prune():
+                continue
+            start.stop()
+            for trial in trials:
+                trial.pruned = True
+                self._study.tell(trial.number, state=self._optuna.trial.TrialState.PRUNED)
+            self._failures = 0
+            numbers = " and ".join(str(trial.number) for trial in trials)
+            text = f"trial {numbers}: pruned: {self._settings.metric} {value:.4g} at step {step}"
+            self._screen.note(text, done=len(trials))
+            self._write()
+            return
+
+    def _end(self, job: Job, result: JobResult, seconds: str) -> None:
+        """Records the result of a run that has ended; one that was stopped stays without a result."""
+        trials = [trial for trial in self._running.pop(job.run.dir) if not trial.pruned]
+        interrupted = result.code == STOPPED or (self._pool.stopping and result.code != FINISHED)
+        for trial in trials:
+            if result.code == FINISHED:
+                self._settle(trial, f" after {seconds}")
+            elif interrupted:
+                self._screen.note(f"trial {trial.number}: stopped after {seconds}")
+            else:
+                self._fail(trial.trial, result.reason or "before its first step")
+
+    def _settle(self, trial: _Trial, after: str = " before") -> None:
+        """Records the objective of a finished run; ``after`` is the end of ``trial 1: finished``."""
+        trial.metric.update()
+        value = trial.metric.objective(best=self._settings.best, largest=self._settings.direction == "maximize")
+        if not math.isfinite(value):
+            seen = ", ".join(sorted(trial.metric.evaluated)) or "none"
+            self._fail(trial.trial, f"it has no finite {self._settings.metric}; its metrics of evaluations: {seen}")
+            return
+        self._failures = 0
+        self._study.tell(trial.number, value)
+        best = " (the best so far)" if self._study.best_trial.number == trial.number else ""
+        self._screen.note(f"trial {trial.number}: finished{after}: {self._settings.metric} {value:.6g}{best}", done=1)
+        self._write()
+
+    def _fail(self, trial: Any, reason: str) -> None:
+        self._failures += 1
+        trial.set_user_attr("reason", reason)
+        self._study.tell(trial.number, state=self._optuna.trial.TrialState.FAIL)
+        self._screen.note(f"trial {trial.number}: failed: {next(iter(reason.splitlines()), '')}", done=1)
+        if self._is_hopeless:
+            for start in self._pool.starts:
+                start.stop()
+        self._write()
+
+    def _finish(self) -> int:
+        """Prints the table and what to do next; returns the exit code."""
+        shown = record.Search.read(self._folder, [])
+        assert shown is not None
+        print(text_table(shown.columns), end="")
+        print(f"\n{shown.summary}")
+        if (best := shown.best) is not None:
+            trial = self._study.trials[best.number]
+            values = {key: trial.params[name] for name, key in self._names.items()}
+            words = [*self._line.options, *self._line.of_a_trial, *assignments(values)]
+            print(f"the best run:       {self._folder / best.run}")
+            print(f"its values again:   python -m dtrain.launch {shlex.join(words)}")
+        print(f"table and pictures: python -m dtrain.report {shlex.quote(str(self._folder))}")
+        missing = self._total - sum(trial.state.is_finished() for trial in self._study.trials)
+        if self._is_hopeless:
+            sys.stderr.write(
+                f"dtrain: error: launch.search.max_failures: {self._failures} trials in a row failed, so the search ended. "
+                "Their reasons are in the table, their logs in their directories; the same command tries further values.\n"
+            )
+            return FAILED
+        if missing > 0:
+            sys.stderr.write(
+                f"dtrain: {missing} of {self._total} trials have no result yet; the same command continues.\n"
+            )
+            return STOPPED
+        return FINISHED if best is not None else FAILED
+
+    def _write(self) -> None:
+        """Replaces ``search.json``."""
+        states = self._optuna.trial.TrialState
+        names = {states.COMPLETE: "finished", states.PRUNED: "pruned", states.FAIL: "failed"}
+        running = {trial.number for trials in self._running.values() for trial in trials}
+        trials = [
+            {
+                "number": trial.number,
+                "state": names.get(trial.state, "running" if trial.number in running else "stopped"),
+                "value": value if (value := as_float(_value(trial))) == value else None,
+                "values": trial.params,
+                "run": trial.user_attrs.get("run"),
+                "reason": trial.user_attrs.get("reason"),
+            }
+            for trial in self._study.get_trials(deepcopy=False)
+        ]
+        content = {"definition": self._definition, "trials": trials, "importance": self._importance()}
+        with as_config_error("run.dir"), replace_file(self._folder / record.FILE) as file:
+            file.write(json.dumps(content, indent=1).encode() + b"\n")
+
+    def _importance(self) -> dict[str, float]:
+        """Key to its importance by PED-ANOVA (Watanabe et al. 2023); empty with too few trials."""
+        finished = self._study.get_trials(deepcopy=False, states=(self._optuna.trial.TrialState.COMPLETE,))
+        if len(self._names) < 2 or len(finished) < _ENOUGH_FOR_IMPORTANCE:
+            return {}
+        evaluator = self._optuna.importance.PedAnovaImportanceEvaluator()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                return dict(self._optuna.importance.get_param_importances(self._study, evaluator=evaluator))
+            except (RuntimeError, ValueError):  # all values are the same
+                return {}
+
+
+def _value(trial: Any) -> float | None:
+    """The objective of a trial; of one that was pruned or runs, the last intermediate value."""
+    if trial.values:
+        return float(trial.values[0])
+    return None if trial.last_step is None else float(trial.intermediate_values[trial.last_step])
+
+
+def _pruner(name: str) -> Any:
+    from optuna import pruners
+
+    return {"none": pruners.NopPruner, "median": pruners.MedianPruner, "halving": pruners.SuccessiveHalvingPruner}[
+        name
+    ]()
+
+
+class MetricReader:
+    """Reads one metric from the ``metrics.jsonl`` of a run, also while it is written.
+
+    Attributes:
+        values: Step to value; NaN if it was not finite.
+        evaluated: Names of all metrics of evaluations.
+    """
+
+    def __init__(self, run_dir: Path, metric: str) -> None:
+        self._path = run_dir / "metrics.jsonl"
+        self._metric = metric
+        self._read = 0
+        self.values: dict[int, float] = {}
+        self.evaluated: set[str] = set()
+
+    def update(self) -> None:
+        """Reads the lines that were added since the last call."""
+        try:
+            size = self._path.stat().st_size
+        except OSError:  # not there yet
+            return
+        if size < self._read:  # a run that resumes truncates the file to its checkpoint
+            self._read, self.values = 0, {}
+        with self._path.open("rb") as file:
+            file.seek(self._read)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._read += len(line)
+                with contextlib.suppress(ValueError, TypeError, KeyError):
+                    values = json.loads(line)
+                    self.evaluated |= {name for name in values if name.startswith("eval/")}
+                    if self._metric in values:
+                        self.values[int(values["step"])] = as_float(values[self._metric])
+
+    def objective(self, *, best: bool, largest: bool) -> float:
+        """The best or last value; NaN without one."""
+        if not best:
+            return self.values[max(self.values)] if self.values else math.nan
+        finite = [value for value in self.values.values() if math.isfinite(value)]
+        return (max if largest else min)(finite, default=math.nan)

@@ -1,0 +1,220 @@
+"""Where a start of a run begins, and where it ends: the newest checkpoint, weights of another run, and the number of steps.
+
+* All functions only read. Whatever they refuse leaves the run directory as it is.
+* A run that is *finished* is not started again by the command that finished it. A longer one extends it. A command that asks
+  for fewer steps than the run has done is refused.
+* ``run.weights_from`` is for the same model: all names and shapes must be equal. ``run.warm_start`` is for another model:
+  ``rename`` rewrites names, ``skip`` leaves out names, and the rest must fit. Only a parameter that ``skip`` names keeps its
+  initialisation. Only weights are loaded, the moving average if there is one; everything else starts from the beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from dtrain.config.errors import ConfigError, as_config_error
+from dtrain.config.run import Run
+from dtrain.config.schema import Config, RunConfig, TrainConfig
+from dtrain.distributed.collectives import from_rank0, on_all_ranks
+from dtrain.tracking.run_dir import read_status
+from dtrain.training.checkpoints import Checkpoints, verify_folder
+from dtrain.training.schedule import step_limits
+from dtrain.training.state import TrainState, weight_problems
+
+
+@dataclass(frozen=True)
+class EarlierStarts:
+    """What earlier starts of the run have left, equal on all ranks.
+
+    Attributes:
+        checkpoint: Step of the checkpoint to resume from; None for a new run.
+        status: Content of ``status.json``; None without one.
+        changes: What this command changes, such as ``train.max_steps: 50 -> 100``.
+        problems: A line for each broken checkpoint that was skipped.
+    """
+
+    checkpoint: int | None = None
+    status: Mapping[str, Any] | None = None
+    changes: Sequence[str] = ()
+    problems: Sequence[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, cfg: Config, identity: Run) -> EarlierStarts:
+        """Collective. Reads the run directory.
+
+        Raises:
+            ConfigError: On every rank, if the directory has another run, or no good checkpoint where there must be one.
+        """
+
+        def read() -> dict[str, Any]:
+            changes = identity.changes()
+            step, problems = Checkpoints.of(identity.dir, cfg.checkpoint).to_resume(cfg.run.resume)
+            with as_config_error("run.dir"):
+                earlier = cls(step, read_status(identity.dir), changes, problems)
+            if earlier.finished and changes and step is None:
+                raise ConfigError(
+                    f"run.dir: {identity.dir} has a finished run without checkpoints, so it cannot be extended. Use another "
+                    f"run.dir, or go back to the values on the left:\n{_listed(changes)}"
+                )
+            return asdict(earlier)
+
+        return cls(**from_rank0(read))
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run was finished."""
+        return self.status is not None and self.status["state"] == "finished"
+
+    def nothing_left(self, identity: Run, train: TrainConfig) -> str | None:
+        """A message if this is the command that finished the run; else None."""
+        if not self.finished or self.changes:
+            return None
+        assert self.status is not None
+        keys = [key for key in ("max_steps", "max_epochs") if getattr(train, key) is not None]
+        longer = " ".join(f"train.{key}=MORE" for key in keys)
+        return f"finished at step {self.status['step']} already: {identity.dir} (to train it further: run.dir=DIR {longer})"
+
+    def last_step(self, run: TrainState) -> int:
+        """The attempted step after which the restored run is finished. Marks an evaluation that is missing there as due.
+
+        Raises:
+            ConfigError: If the run has done more steps already, or is finished and this command changes something else.
+        """
+        step, train = run.step.step, run.cfg.train
+        limits = step_limits(train, run.train_loader, step)
+        end = min(limits.values())
+        keys = [key for key, limit in limits.items() if limit == end]
+        reached = " and ".join(f"{key}={getattr(train, key.removeprefix('train.'))}" for key in keys)
+        if end < step:
+            raise ConfigError(
+                f"{reached}: the run in {run.run_dir} has done {step} steps already, and this would end it after {end}. "
+                f"Increase {' and '.join(keys)} to train it further. For a shorter run use another run.dir."
+            )
+        if end == step and self.finished:
+            raise ConfigError(
+                f"run.dir: the run in {run.run_dir} is finished: {reached} ends it at step {step}. So these changes would have "
+                f"no effect:\n{_listed(self.changes)}  Increase {' and '.join(keys)} to train it further, or use another "
+                "run.dir for another run."
+            )
+        if end == step and self.checkpoint is not None:
+            run.totals.evaluation_due = True  # stopped here on request, or killed before it could end
+        return end
+
+
+def restore(run: TrainState, earlier: EarlierStarts) -> str:
+    """Collective. Restores the run from the first of these that exists; returns a description for the banner.
+
+    1. Its own newest good checkpoint.
+    2. Weights of another run (``run.weights_from``, ``run.warm_start``).
+    3. Nothing: the model keeps its initialisation.
+
+    Raises:
+        ConfigError: On every rank, if the checkpoint or the weights do not fit the model.
+    """
+    if earlier.checkpoint is not None:
+        step = earlier.checkpoint
+        on_all_ranks(lambda: run.restore(run.checkpoints.load(step)))
+        return f"after step {run.step.step}, from {run.checkpoints.path(step)}"
+    if (weights := starting_weights(run.cfg.run, run.model)) is None:
+        return "new"
+    weights.load(run.model, *([run.ema.module] if run.ema is not None else []))
+    return f"new, {weights.description}"
+
+
+@dataclass(frozen=True)
+class StartingWeights:
+    """Weights that fit a model.
+
+    Attributes:
+        tensors: Weights by the model's names; the other parameters keep their initialisation.
+        description: For the banner: the source, and the number of the other parameters.
+    """
+
+    tensors: dict[str, Tensor]
+    description: str
+
+    def load(self, *modules: nn.Module) -> None:
+        """Copies them into each of ``modules``: the model, and the EMA's copy of it."""
+        for module in modules:
+            module.load_state_dict(self.tensors, strict=False)  # missing names are those of run.warm_start.skip
+
+
+def starting_weights(run: RunConfig, model: nn.Module) -> StartingWeights | None:
+    """Collective. Reads the weights of ``run.weights_from`` or ``run.warm_start`` for the bare model; None if neither is set.
+
+    Raises:
+        ConfigError: On every rank, if there are no weights at the path, or they are damaged or do not fit.
+    """
+    warm = run.warm_start
+    if run.weights_from is not None and warm.path is not None:
+        raise ConfigError("run.weights_from and run.warm_start.path are both set. Keep one of them.")
+    if warm.path is None and (warm.rename or warm.skip):
+        raise ConfigError("run.warm_start has a rename or a skip, but no path. Set run.warm_start.path.")
+    key, path = ("run.weights_from", run.weights_from) if warm.path is None else ("run.warm_start.path", warm.path)
+    if path is None:
+        return None
+    file = Path(from_rank0(lambda: str(_find(key, Path(path).expanduser()))))
+    return on_all_ranks(lambda: _fitted(key, file, model, dict(warm.rename), list(warm.skip)))
+
+
+def _find(key: str, path: Path) -> Path:
+    """The weights file of a run directory, of a checkpoint's folder, or the file itself; verified."""
+    if path.is_file():
+        return path
+    folder = path
+    if (path / "checkpoints").is_dir():
+        checkpoints = Checkpoints(path / "checkpoints")
+        folder = checkpoints.path(checkpoints.choose("latest"))
+    elif (path / "manifest.json").is_file():
+        verify_folder(path)
+    else:
+        raise ConfigError(
+            f"{key}: {path} is no run directory, no checkpoint (checkpoints/step-000000050) and no .safetensors file."
+        )
+    average = folder / "ema.safetensors"
+    return average if average.exists() else folder / "model.safetensors"
+
+
+def _fitted(key: str, file: Path, model: nn.Module, rename: Mapping[str, str], skip: Sequence[str]) -> StartingWeights:
+    try:
+        loaded = safetensors.torch.load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{key}: {file} cannot be read ({error}).") from error
+    renamed: dict[str, str] = {}
+    for name in loaded:
+        new = _renamed(name, rename)
+        if new in renamed:
+            raise ConfigError(f"run.warm_start.rename: {renamed[new]} and {name} both become {new}.")
+        renamed[new] = name
+
+    def skipped(name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in skip)
+
+    tensors = {new: loaded[name] for new, name in renamed.items() if not skipped(new)}
+    if problems := weight_problems(model, tensors, may_lack=skipped):
+        raise ConfigError(
+            f"{key}: the weights in {file} do not fit: {problems}. run.warm_start.rename rewrites their names, "
+            "run.warm_start.skip leaves out names of the file and of the model."
+        )
+    total = len(model.state_dict())
+    left_out = f", {total - len(tensors)} of {total} left out" if len(tensors) < total else ""
+    return StartingWeights(tensors, f"with the weights of {file}{left_out}")
+
+
+def _renamed(name: str, rename: Mapping[str, str]) -> str:
+    for old, new in rename.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
+def _listed(changes: Sequence[str]) -> str:
+    return "".join(f"    {change}\n" for change in changes)

@@ -1,0 +1,290 @@
+"""Checks all values of a config before anything is written, downloaded or started.
+
+* Each value is given to the class or function that uses it in a run, so that a rule exists once.
+* A class by ``_target_`` is built only where that is cheap and has no side effects: dtrain's own classes, torch's optimizers,
+  and models on the meta device. The arguments of all others are compared with their signatures.
+* What depends on the data or on the devices is checked later: whether shards exist, an epoch's length, the precision of a GPU.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import get_object
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from torch import nn
+
+from dtrain.config.compose import resolved
+from dtrain.config.errors import ConfigError, as_config_error
+from dtrain.config.instantiate import by_target, check_arguments, nodes_with_target
+from dtrain.config.schema import Config
+from dtrain.data.batch import Transfer
+from dtrain.data.fields import Field
+from dtrain.data.node_cache import CachePolicy
+from dtrain.data.order import Recipe, choose_lanes
+from dtrain.data.sample_log import BadSampleBudget
+from dtrain.data.workers import Share, number_of_workers, worker_options
+from dtrain.distributed.stop import TimeLimit
+from dtrain.distributed.world import World
+from dtrain.precision import Precision
+from dtrain.tracking.sinks import check_tracker
+from dtrain.training.build import build_model, build_optimizer, build_schedule, build_step, prepare_model
+from dtrain.training.checkpoints import Checkpoints
+from dtrain.training.faults import Faults
+from dtrain.training.loaders import declared_fields
+from dtrain.training.loop import check_intervals
+from dtrain.training.profiler import StepProfiler
+from dtrain.training.schedule import Lengths, check_length
+from dtrain.training.tensor_copies import Ema
+
+_CPU = torch.device("cpu")
+_ALONE = World(0, 1, 0, 1, _CPU, "gloo", launched=False)
+#: What to do if a section is not set.
+_CHOICES = {
+    "model": "Choose model=NAME, or set model._target_=package.Class",
+    "task": "Choose task=classification or another preset, or set task._target_=package.Class",
+    "optimizer": "Choose optimizer=adamw or another preset, or set optimizer._target_=torch.optim.RAdam",
+    "schedule": "Choose schedule=constant, cosine or another preset, or set schedule._target_=package.Class",
+}
+
+
+def validate(cfg: Config) -> None:
+    """Checks the values of all groups except ``launch`` and ``export``, which their commands check.
+
+    Needs no process group; with the same config, environment and code the result is the same on all ranks.
+
+    Args:
+        cfg: The composed config.
+
+    Raises:
+        ConfigError: One message; it names all values that are wrong, each with its key and what to do.
+    """
+    resolved(cfg)  # refuses interpolations that lead nowhere
+    found = _Problems()
+    for section, remedy in _CHOICES.items():
+        with found.of(section):
+            if OmegaConf.is_missing(cfg, section):
+                raise ConfigError(f"{section} is not set. {remedy}.")
+    if found.errors:
+        found.raise_all()
+    precision = _check_run(cfg, found)
+    fields = _check_fields(cfg, found)
+    _check_data(cfg, fields, precision, found)
+    _check_nodes(cfg, found)
+    _check_model(cfg, precision, found)
+    found.raise_all()
+
+
+class _Problems:
+    """Collects errors, so that one message names all of them."""
+
+    def __init__(self) -> None:
+        self.errors: list[ConfigError] = []
+
+    @contextmanager
+    def of(self, key: str) -> Iterator[None]:
+        """Collects the ``ConfigError``, ``ValueError`` or ``OSError`` of its block; ``key`` is put before its message."""
+        try:
+            with as_config_error(key):
+                yield
+        except ConfigError as error:
+            if str(error) not in map(str, self.errors):
+                self.errors.append(error)
+
+    def raise_all(self) -> None:
+        if len(self.errors) > 1:
+            raise ConfigError(
+                f"{len(self.errors)} values are wrong:" + "".join(f"\n  {error}" for error in self.errors)
+            )
+        if self.errors:
+            raise self.errors[0]
+
+
+def _check_run(cfg: Config, found: _Problems) -> Precision:
+    """Checks the sections without classes; returns the precision, or fp32 if it is wrong."""
+    train, parallel = cfg.train, cfg.parallel
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    precision = Precision("fp32")
+    with found.of("precision"):
+        precision = Precision(cfg.precision.name, tuple(cfg.precision.keep_fp32))
+    with found.of("run.resume"):
+        Checkpoints.check_resume(cfg.run.resume)
+    with found.of("run.max_hours"):
+        TimeLimit.of(cfg.run.max_hours, rank=1)  # ranks other than 0 do not look at the clock
+    with found.of("train.max_steps"):
+        check_length(train)
+    with found.of("train.log_every"):
+        check_intervals(train)
+    with found.of("train.global_batch_size"):
+        Share.of(train.global_batch_size, None, 0, 1)
+        if (
+            "WORLD_SIZE" in os.environ or (train.micro_batch_size or 1) < 1
+        ):  # otherwise the number of ranks is not known
+            Share.of(train.global_batch_size, train.micro_batch_size, 0, size)
+    with found.of("train.ema_decay"):
+        if train.ema_decay is not None:
+            Ema(nn.Identity(), train.ema_decay)
+    for name in ("timeout_start", "timeout_step", "bucket_cap_mb"):
+        with found.of(f"parallel.{name}"):
+            if not parallel[name] > 0:  # type: ignore[index]
+                raise ConfigError(f"parallel.{name}: got {parallel[name]}, want a number above 0.")  # type: ignore[index]
+    with found.of("checkpoint"):
+        Checkpoints.of(Path(), cfg.checkpoint)
+    for name in ("every_steps", "every_minutes"):
+        with found.of(f"checkpoint.{name}"):
+            interval = cfg.checkpoint[name]  # type: ignore[index]
+            if interval is not None and not interval > 0:
+                raise ConfigError(f"checkpoint.{name}: got {interval}, want a number above 0, or null.")
+    with found.of("tracker"):
+        check_tracker(cfg.tracker)
+    with found.of("profile"):
+        StepProfiler.of(cfg.profile, 2**62, Path(), World(0, size, 0, size, _CPU, "gloo", launched=size > 1), print)
+    with found.of("faults"):
+        Faults.of(cfg.faults, Path(), 0)
+    return precision
+
+
+def _check_fields(cfg: Config, found: _Problems) -> tuple[Field, ...]:
+    with found.of("data.fields"):
+        return declared_fields(cfg.data)
+    return ()
+
+
+def _check_data(cfg: Config, fields: tuple[Field, ...], precision: Precision, found: _Problems) -> None:
+    data = cfg.data
+    with found.of("run.seed"):
+        Recipe(cfg.run.seed)
+    for name in ("shuffle", "tail", "window"):
+        with found.of(f"data.{name}"):
+            if data[name] is not None:  # type: ignore[index]
+                Recipe(0, **{name: data[name]})  # type: ignore[index]
+    with found.of("data.lanes"):
+        choose_lanes(max(cfg.train.global_batch_size, 1), data.lanes, data.shuffle)
+    with found.of("data.prefetch"):
+        worker_options(data.prefetch, data.start_method)
+    with found.of("data.num_workers"):
+        if data.num_workers != "auto":  # which would measure
+            number_of_workers(data.num_workers, [])
+    with found.of("data.storage"):
+        CachePolicy.of(data.storage, data.cache.dir, data.cache.max_gb)
+    with found.of("data.transfer"):
+        Transfer(fields, precision, data.transfer, data.on_overflow)
+    with found.of("data.max_bad"):
+        BadSampleBudget(data.max_bad, data.max_bad_consecutive)
+    for split in ("train", "eval"):
+        with found.of(f"data.{split}"):
+            value = None if OmegaConf.is_missing(data, split) else data[split]  # type: ignore[index]
+            patterns = [value] if isinstance(value, str) else value
+            if isinstance(value, DictConfig):
+                check_arguments(f"data.{split}", value)
+            elif value is not None and not (isinstance(patterns, (list, ListConfig)) and all(map(_is_text, patterns))):
+                raise ConfigError(
+                    f"data.{split}: got {value!r}, want shards such as 'data.{split}=\"shards/{{000..009}}.tar\"', a list of "
+                    "such patterns, or a data set by its _target_."
+                )
+
+
+def _check_nodes(cfg: Config, found: _Problems) -> None:
+    """Checks the nodes with a ``_target_``, except model and optimizer."""
+    data = cfg.data
+    nodes = {"task": cfg.task, "data.augment": data.augment, "data.mix": data.mix, "data.prepare": data.prepare}
+    nodes |= {f"train.hooks[{number}]": hook for number, hook in enumerate(cfg.train.hooks)}
+    for key, node in nodes.items():
+        with found.of(key):
+            if node is None:
+                continue
+            check_arguments(key, node)
+            if key != "data.prepare" and all(
+                str(inner._target_).startswith("dtrain.") for _, inner in nodes_with_target(key, node)
+            ):
+                by_target(key, node)
+    with found.of("parallel.comm_hook"):
+        if cfg.parallel.comm_hook is not None:
+            check_arguments("parallel.comm_hook", cfg.parallel.comm_hook, _partial_=True)
+    with found.of("schedule"):
+        # Lengths in epochs need the data, so only types and names are checked. With these lengths every order is possible.
+        if cfg.train.max_epochs is None and cfg.train.max_steps is not None and "epoch" not in str(cfg.schedule):
+            build_schedule(cfg.schedule, Lengths(cfg.train.max_steps, 1, cfg.train.global_batch_size))
+        else:
+            plain = OmegaConf.to_container(cfg.schedule, resolve=True)
+            in_steps = OmegaConf.create(Lengths(10**6, 10**4, cfg.train.global_batch_size).in_steps(plain))
+            check_arguments("schedule", in_steps, horizon=1)
+
+
+def _check_model(cfg: Config, precision: Precision, found: _Problems) -> None:
+    """Checks the model, patterns of its modules, the optimizer, and the options of the step."""
+    model: nn.Module | None = None
+    with found.of("model"):
+        check_arguments("model", cfg.model)
+        model = _model_on_meta(cfg)
+    if model is not None:
+        with found.of("train"):
+            model = prepare_model(model, cfg.train, cfg.parallel, _ALONE)
+        with found.of("precision.keep_fp32"):
+            precision.wrap_keep_fp32(model)
+    with found.of("optimizer"):
+        _check_optimizer(cfg.optimizer, model)
+    with found.of("train"):
+        build_step(
+            cfg,
+            _ALONE,
+            model=nn.Identity(),
+            task=lambda model, batch: None,  # type: ignore[arg-type]
+            optimizer=torch.optim.SGD([torch.zeros(1)]),
+            precision=precision,
+            ema=None,
+            schedule=lambda step: 1.0,
+            max_consecutive_skips=cfg.train.max_consecutive_skips,
+        )
+
+
+def _model_on_meta(cfg: Config) -> nn.Module | None:
+    """The model without memory; None if functions build it, which may load weights.
+
+    Raises:
+        ConfigError: If it cannot be built.
+    """
+    for _, node in nodes_with_target("model", cfg.model):
+        if not inspect.isclass(get_object(node._target_)):
+            return None
+    if not issubclass(get_object(cfg.model["_target_"]), nn.Module):
+        return None
+    try:
+        with torch.device("meta"):
+            return build_model(cfg.model, torch.device("meta"), cfg.train.channels_last)
+    except ConfigError:
+        # Some models cannot be built on the meta device, because they compute with values. So a real one decides.
+        with torch.random.fork_rng(devices=[]):
+            return build_model(cfg.model, _CPU, cfg.train.channels_last)
+
+
+def _check_optimizer(node: Any, model: nn.Module | None) -> None:
+    check_arguments("optimizer", _without(node, "no_decay"), params=None, model=None)
+    if model is None or not str(node._target_).startswith(("torch.optim.", "dtrain.")):
+        return
+    if (
+        "fused" in inspect.signature(get_object(node._target_)).parameters
+    ):  # torch has no fused optimizer on the meta device
+        node = node.copy()
+        with open_dict(node):
+            node.fused = None
+    build_optimizer(node, model)
+
+
+def _without(node: Any, key: str) -> Any:
+    if not isinstance(node, DictConfig):
+        return node
+    node = node.copy()
+    with open_dict(node):
+        node.pop(key, None)
+    return node
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)

@@ -1,0 +1,151 @@
+"""A node of another class replaces the default node, whether a preset, a group choice or a key names the class."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.config.command_lines import assert_not_composed, compose
+
+
+def plain(cfg: Any, key: str) -> Any:
+    node = OmegaConf.select(cfg, key)
+    return OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
+
+
+@pytest.fixture
+def preset(tmp_path: Path):
+    """Composes a preset of the user's own, with further arguments."""
+
+    def composed(text: str, *arguments: str) -> Any:
+        (tmp_path / "experiment").mkdir(exist_ok=True)
+        (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{text}")
+        return compose("--config-dir", str(tmp_path), "experiment=mine", *arguments).cfg
+
+    return composed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "expected"),
+    [
+        # a class takes the user's keys alone, in any order, also those that equal the default's
+        (["task._target_=my.Task"], "task", {"_target_": "my.Task"}),
+        (["model._target_=my.Net", "model.width=32", "model.depth=3"], "model", {"width": 32, "depth": 3}),
+        (["model.width=32", "model._target_=my.Net"], "model", {"width": 32}),
+        (["+model.depth=3", "model._target_=my.Net"], "model", {"depth": 3}),
+        (["optimizer._target_=torch.optim.RAdam"], "optimizer", {"_target_": "torch.optim.RAdam"}),
+        (["optimizer={_target_: torch.optim.RAdam, lr: 3e-3}"], "optimizer", {"lr": 3e-3}),
+        (["schedule._target_=my.schedule"], "schedule", {"_target_": "my.schedule"}),
+        (["task={_target_: my.Task}", "task.input=image"], "task", {"input": "image"}),
+        (["++task={_target_: my.Task}"], "task", {"_target_": "my.Task"}),
+        # the same class keeps its keys
+        (["model._target_=dtrain.models.SmallCNN", "model.width=4"], "model", {"classes": 10, "width": 4}),
+        (["optimizer.lr=1.0"], "optimizer", {"lr": 1.0, "weight_decay": 0.01, "no_decay": None, "betas": [0.9, 0.999]}),
+        # keys that went with the node that was replaced can still be removed
+        (["model._target_=my.Net", "~model.width"], "model", {"_target_": "my.Net"}),
+        # a group choice replaces what the experiment says of the group
+        (["optimizer=sgd"], "optimizer.lr", 0.1),
+        (["optimizer=adamw"], "optimizer.lr", 3e-3),
+        # data sets, augmentations, fields
+        (["data=memory", "data.train={_target_: my.arrays}"], "data.train", {"_target_": "my.arrays"}),
+        (["data=memory", "data.train._target_=my.arrays"], "data.train", {"_target_": "my.arrays"}),
+        (["data=map", "data.train={_target_: my.Data, root: /data}"], "data.train", {"root": "/data"}),
+        (["data=map", "data.train._target_=my.Data"], "data.train", {"_target_": "my.Data"}),
+        (["data=imagenet", "data.augment._target_=my.Noise"], "data.augment", {"_target_": "my.Noise"}),
+        (["data.augment._target_=my.Noise", "data.augment.std=0.1"], "data.augment", {"std": 0.1}),
+        (["data.fields={jpg: {name: photo}}"], "data.fields", {"jpg": {"name": "photo"}}),
+        (
+            ["data.fields={png: {size: 8}}"],
+            "data.fields",
+            {"png": {"name": "image", "role": "image", "size": 8}, "cls": {"name": "label", "role": "label"}},
+        ),
+        (["data.fields.png.size=8"], "data.fields.png", {"name": "image", "role": "image", "size": 8}),
+        (
+            ["+data.fields.txt={name: text}"],
+            "data.fields",
+            {
+                "png": {"name": "image", "role": "image"},
+                "cls": {"name": "label", "role": "label"},
+                "txt": {"name": "text"},
+            },
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_the_command_line_replaces_a_node_of_another_class(arguments: list[str], key: str, expected: Any) -> None:
+    found = plain(compose("experiment=digits", *arguments).cfg, key)
+    if isinstance(expected, dict) and "_target_" not in expected and "fields" not in key:
+        del found["_target_"]
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "key", "expected"),
+    [
+        ("task: {_target_: my.Task}\n", [], "task", {"_target_": "my.Task"}),
+        ("task: {_target_: my.Task, label: label}\n", [], "task", {"_target_": "my.Task", "label": "label"}),
+        ("optimizer: {_target_: my.Lion, lr: 1}\n", ["optimizer.lr=2"], "optimizer", {"_target_": "my.Lion", "lr": 2}),
+        ("optimizer: {lr: 0.5}\n", [], "optimizer.weight_decay", 0.01),
+        # the command line's choice, although the preset is merged after it
+        ("model: {_target_: my.Net, depth: 3}\n", ["model=mlp"], "model._target_", "dtrain.models.MLP"),
+        ("task: {_target_: my.Task}\n", ["task=classification"], "task._target_", "dtrain.tasks.Classification"),
+        ("model: {width: 8}\n", ["model=small_cnn"], "model.width", 8),
+        # a preset on top of another
+        ("defaults: [digits]\nmodel: {_target_: my.Net}\n", [], "model", {"_target_": "my.Net"}),
+        ("defaults: [digits]\n", ["optimizer=sgd"], "optimizer.lr", 0.1),
+        ("defaults: [digits]\noptimizer: {lr: 1}\n", [], "optimizer.lr", 1),
+        # nodes inside
+        (
+            "defaults: [override /data: imagenet]\ndata: {augment: {_target_: my.Noise}}\n",
+            [],
+            "data.augment",
+            {"_target_": "my.Noise"},
+        ),
+        (
+            "defaults: [override /data: memory]\ndata: {train: {_target_: my.arrays}}\n",
+            [],
+            "data.train",
+            {"_target_": "my.arrays"},
+        ),
+        (
+            "defaults: [override /data: shards]\ndata: {fields: {jpg: {name: a}}}\n",
+            [],
+            "data.fields",
+            {"jpg": {"name": "a"}},
+        ),
+        (
+            "defaults: [override /data: digits]\ndata: {fields: {png: {size: 8}}}\n",
+            ["data.fields.cls.role=target"],
+            "data.fields",
+            {"png": {"name": "image", "role": "image", "size": 8}, "cls": {"name": "label", "role": "target"}},
+        ),
+    ],
+)
+def test_a_preset_replaces_a_node_of_another_class(
+    preset, text: str, arguments: list[str], key: str, expected: Any
+) -> None:
+    assert plain(preset(text, *arguments), key) == expected
+
+
+def test_the_printed_config_is_the_composed_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(IndexError):  # nothing is composed for the entry point
+        compose("experiment=digits", "task._target_=my.Task", "--cfg", "job", "--package", "task")
+    assert capsys.readouterr().out.splitlines()[1:] == ["_target_: my.Task"]
+
+
+def test_a_sweep_over_classes_replaces_the_node_in_each_run(monkeypatch) -> None:
+    from dtrain.config.compose import run
+
+    tasks = []
+    run(
+        lambda composed: tasks.append(plain(composed.cfg, "task")), ["-m", "experiment=digits", "task._target_=a.A,b.B"]
+    )
+    assert tasks == [{"_target_": "a.A"}, {"_target_": "b.B"}]
+
+
+def test_a_misspelt_key_of_a_class_that_stays_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert_not_composed(capsys, ["experiment=digits", "model.widht=3"], "model.widht", "'width'")
+    assert_not_composed(capsys, ["experiment=digits", "dta.augment._target_=my.Noise"], "dta", "")

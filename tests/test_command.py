@@ -1,0 +1,139 @@
+"""The console command ``dtrain``: what it starts, with how many processes, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dtrain import __main__ as command
+from dtrain import __version__, pack, train
+from tests.refusals import assert_refused
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(command, "_gpus", lambda: 0)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The command lines of torchrun, which is not started."""
+    calls: list[list[str]] = []
+    monkeypatch.setattr("torch.distributed.run.main", lambda: calls.append(sys.argv))
+    monkeypatch.setattr("dtrain.config.torchrun_errors.quiet_torchrun", lambda: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return calls
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The arguments of trainings in this process, which are not started."""
+    calls: list[list[str]] = []
+    monkeypatch.setattr(train, "main", lambda: calls.append(sys.argv[1:]))
+    return calls
+
+
+@pytest.mark.parametrize(("option", "shown"), [("--help", "evaluate"), ("--version", __version__), ("-h", "--nproc N")])
+def test_help_and_version_import_neither_torch_nor_hydra(option: str, shown: str) -> None:
+    code = (
+        "import sys; from dtrain.__main__ import main; code = main(sys.argv[1:]); "
+        "heavy = {'torch', 'hydra', 'numpy'} & sys.modules.keys(); sys.exit(f'loaded: {heavy}' if heavy else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, option], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert shown in done.stdout
+
+
+def test_python_m_dtrain_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "dtrain", "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"dtrain {__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["trian"], ["'trian'", "'train'", "evaluate"]),
+        (["experiment=digits"], ["experiment=digits", "dtrain train experiment=digits"]),
+        (["train", "--nproc", "two"], ["--nproc", "two", "from 1 on"]),
+        (["train", "--nproc=0"], ["--nproc", "0", "from 1 on"]),
+        (["train", "--nproc"], ["--nproc", "nothing", "from 1 on"]),
+        (["train", "--nproc-per-node=2"], ["--nproc-per-node=2", "torchrun", "--nproc N"]),
+        (["completion", "tcsh"], ["completion", "tcsh", "bash, zsh, fish"]),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_command_line_is_one_message(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], parts: list[str]
+) -> None:
+    assert command.main(arguments) == command.EXIT_USAGE
+    message = capsys.readouterr().err
+    assert message.startswith("dtrain: error: ")
+    assert len(message.splitlines()) == 1
+    assert_refused(message, *parts)
+
+
+@pytest.mark.parametrize("launched", [{"RANK": "0"}, {"SLURM_STEP_NUM_TASKS": "4"}], ids=["torchrun", "srun"])
+def test_under_a_launcher_no_other_one_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    torchrun: list[list[str]],
+    in_process: list[list[str]],
+    launched: dict[str, str],
+) -> None:
+    monkeypatch.setattr(command, "_gpus", lambda: 8)
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    assert command.main(["train", "experiment=digits"]) == 0
+    assert (in_process, torchrun) == ([["experiment=digits"]], [])
+    assert command.main(["train", "--nproc=2", "experiment=digits"]) == command.EXIT_USAGE
+    assert_refused(capsys.readouterr().err, "--nproc", "2", "Leave --nproc out")
+
+
+@pytest.mark.parametrize(("option", "gpus"), [(["--nproc", "2"], 0), (["--nproc=2"], 8), ([], 2)])
+def test_torchrun_is_started_for_several_processes(
+    monkeypatch: pytest.MonkeyPatch, torchrun: list[list[str]], option: list[str], gpus: int
+) -> None:
+    monkeypatch.setattr(command, "_gpus", lambda: gpus)
+    assert command.main(["train", "experiment=digits", *option, "precision=bf16"]) == 0
+    expected = ["--standalone", "--nproc-per-node=2", "-m", "dtrain.train", "experiment=digits", "precision=bf16"]
+    assert [call[1:] for call in torchrun] == [expected]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--cfg", "job"], ["-m", "run.seed=1,2"], ["--nproc=1"]])
+def test_one_process_needs_no_torchrun(
+    monkeypatch: pytest.MonkeyPatch, torchrun: list[list[str]], in_process: list[list[str]], arguments: list[str]
+) -> None:
+    monkeypatch.setattr(command, "_gpus", lambda: 8)
+    assert command.main(["train", *arguments]) == 0
+    assert (len(in_process), torchrun) == (1, [])
+
+
+def test_the_cores_are_divided_among_the_processes(monkeypatch: pytest.MonkeyPatch, torchrun: list[list[str]]) -> None:
+    monkeypatch.setattr("dtrain.distributed.world.process_cpu_count", lambda: 12)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    command.main(["train", "--nproc=5"])
+    assert os.environ["OMP_NUM_THREADS"] == "2"
+
+
+def test_an_entry_point_gets_its_arguments_and_the_current_folder_and_gives_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[list[str]] = []
+
+    def main() -> int:
+        seen.extend([sys.argv[1:], sys.path[:1]])
+        return 3
+
+    monkeypatch.setattr(pack, "main", main)
+    monkeypatch.setattr(sys, "path", ["/venv/bin", *(folder for folder in sys.path if folder)])
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["pack", "text", "a", "b"]) == 3
+    assert seen == [["text", "a", "b"], [str(tmp_path)]]
