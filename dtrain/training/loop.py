@@ -302,6 +302,8 @@ class Loop:
         if self._unlogged is not None:
             self._log(self._unlogged)
         self._metrics.end()
+        if self._run.step.step and not self._run.step.applied_steps:
+            self._run_logger.note(f"Nothing was learned: {self._run.step.explain_skips()}")
         self._stop.consume()
         if is_last and not self._run.totals.evaluation_due:
             # At the last step this is done. A hook may have ended the run after a save that is still being written.
