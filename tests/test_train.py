@@ -154,7 +154,7 @@ def wrapped_model() -> torch.nn.Module:
 
 
 class FailsOnRankOne(Classification):
-    """Raises in its fifth micro-batch on rank 1, while rank 0 is busy outside any collective."""
+    """Raises in its fifth micro-batch on rank 1, while rank 0 is busy outside any collective, for longer than a test lasts."""
 
     calls = 0
 
@@ -163,17 +163,14 @@ class FailsOnRankOne(Classification):
         if self.calls == 5:
             if os.environ["RANK"] == "1":
                 raise ZeroDivisionError("a bug of the user's")
-            time.sleep(60)
+            time.sleep(1000)
         return super().__call__(model, batch)
 
 
 @pytest.mark.slow
 def test_a_rank_that_raises_ends_the_job_with_its_traceback_first(tmp_path: Path) -> None:
-    started = time.monotonic()
-    done = torchrun(
-        2, "experiment=digits", f"run.dir={tmp_path}", "tracker=none", "task._target_=tests.test_train.FailsOnRankOne"
-    )
-    assert time.monotonic() - started < 50  # far below the minute that rank 0 sleeps
+    arguments = ("experiment=digits", f"run.dir={tmp_path}", "tracker=none")
+    done = torchrun(2, *arguments, "task._target_=tests.test_train.FailsOnRankOne", timeout=280)
     assert done.returncode != 0
     ours = done.stderr[done.stderr.index("dtrain: ") :]
     assert ours.startswith("dtrain: rank 1 failed\nTraceback")
@@ -202,7 +199,7 @@ def test_a_stop_request_stops_both_ranks_after_the_same_step(tmp_path: Path, how
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         # Written when the loop has begun, and with it the handling of signals.
         while not (tmp_path / "status.json").exists() and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -213,7 +210,7 @@ def test_a_stop_request_stops_both_ranks_after_the_same_step(tmp_path: Path, how
         else:
             children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
             os.kill(int(children[1]), signal.SIGUSR1)
-        output = running.communicate(timeout=60)[0].decode()
+        output = running.communicate(timeout=200)[0].decode()
     finally:
         if running.poll() is None:
             running.kill()
