@@ -17,7 +17,8 @@ from dtrain.config import compose
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
-QUIET = ("tracker=none", "train.log_every=1", "train.deterministic=true")
+#: Workers cost a third of a short run: tests that are about them set their number.
+QUIET = ("tracker=none", "train.log_every=1", "train.deterministic=true", "data.num_workers=0")
 
 
 def train_on(ranks: int, run_dir: Path, *overrides: str, experiment: str = "digits") -> None:
