@@ -34,7 +34,14 @@ from dtrain.distributed.stop import TimeLimit
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
 from dtrain.tracking.sinks import check_tracker
-from dtrain.training.build import build_model, build_optimizer, build_schedule, build_step, prepare_model
+from dtrain.training.build import (
+    build_model,
+    build_optimizer,
+    build_schedule,
+    build_step,
+    make_precision,
+    prepare_model,
+)
 from dtrain.training.checkpoints import Checkpoints
 from dtrain.training.faults import Faults
 from dtrain.training.loaders import declared_fields
@@ -112,7 +119,7 @@ def _check_run(cfg: Config, found: _Problems) -> Precision:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     precision = Precision("fp32")
     with found.of("precision"):
-        precision = Precision(cfg.precision.name, tuple(cfg.precision.keep_fp32))
+        precision = make_precision(cfg.precision)
     with found.of("run.resume"):
         Checkpoints.check_resume(cfg.run.resume)
     with found.of("run.max_hours"):
