@@ -83,7 +83,7 @@ class DataConfig:
     fields: dict[str, Any] = field(default_factory=dict)  # by extension of the members: name, role, size, mean, std
     image_size: int = 224  # height and width of images in the presets shards and imagenet
     # processes that build batches; 0: the training process does; auto: as many as the data need and the cores allow
-    num_workers: int | str = 2
+    num_workers: int | str = "auto"
     shuffle: str = "window"  # window: within shuffle windows | full: all samples | none: as stored
     # contiguous pieces of the epoch from which each step draws; null: a divisor of the global batch up to 64
     lanes: int | None = None
@@ -204,8 +204,8 @@ class LaunchConfig:
     nodes: int = 1  # machines
     processes_per_node: int | None = None  # null, for local only: one per GPU, or one without GPUs
     dry_run: bool = False  # only show what would be started or submitted
-    # of a sweep or search: so many runs at a time. local: cores and GPUs are divided among them; null: one
-    # slurm: a sweep is then one job array; null: a sweep is a job for each run, a search has one job at a time
+    # runs of a sweep or search at a time; null: one, but all runs of a sweep on SLURM. local: cores and GPUs are divided
+    # among them. slurm: a sweep is then one job array
     max_running: int | None = None
     search: SearchConfig = field(default_factory=SearchConfig)
     # start with fewer nodes, at least so many, if the others are not free; the global batch stays the same
@@ -260,6 +260,8 @@ class Config:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+    # your own values, for use in other keys: vars.width=64 'model.width=${vars.width}'
+    vars: dict[str, Any] = field(default_factory=dict)
     # faults to inject, for tests: crash@rank=1,step=5; see training/faults.py
     faults: list[str] = field(default_factory=list)
 

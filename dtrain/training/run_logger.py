@@ -199,6 +199,7 @@ def write_final_status(run: TrainState, state: str, reason: str | None, last_ste
     if run.world.rank != 0:
         return
     step = run.step.step
+    last_step = step if state == "finished" else last_step  # a hook may have ended the run before
     write_status(run.run_dir, state, step, reason, last_step=last_step, **run.totals.times())
     print(f"{state} at step {step}{f' ({reason})' if reason else ''}: {run.run_dir}", flush=True)
 

@@ -216,7 +216,7 @@ def test_checkpoints_come_every_n_steps_at_the_clock_and_at_the_end(tmp_path: Pa
     train(2, tmp_path / "steps", "train.max_steps=5", "checkpoint.every_steps=2", "checkpoint.keep_last=9")
     assert saved(tmp_path / "steps") == [2, 4, 5]
     # Rank 0's clock asks in the vote of a step, and all obey after the next one.
-    train(2, tmp_path / "clock", "train.max_steps=5", "checkpoint.every_minutes=0", "checkpoint.keep_last=9")
+    train(2, tmp_path / "clock", "train.max_steps=5", "checkpoint.every_minutes=1e-9", "checkpoint.keep_last=9")
     assert saved(tmp_path / "clock")[-1] == 5
     assert len(saved(tmp_path / "clock")) >= 3
 
