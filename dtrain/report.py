@@ -18,8 +18,10 @@ from dtrain.distributed.atomic import replace_file
 from dtrain.reporting.charts import run_charts, setting_charts
 from dtrain.reporting.health import RunData
 from dtrain.reporting.page import gap_lines, report_page
+from dtrain.reporting.search import read_searches
 from dtrain.reporting.sweep import Sweep
 from dtrain.reporting.tables import sweep_text
+from dtrain.tracking.console import until_reader_leaves
 from dtrain.tracking.history import printable, read_all, run_directories
 
 
@@ -48,23 +50,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = [RunData.read(history, now) for history in sweep.shown]
     except (ValueError, OSError) as error:
         return _fail(str(error))
-    page = report_page(runs, sweep, now).encode("utf-8", errors="replace")  # file names may not be valid text
+    damaged: list[str] = []
+    sections = [search.section for search in read_searches(options.runs, damaged)]
+    page = report_page(runs, sweep, now, sections).encode("utf-8", errors="replace")  # file names may not be valid text
     try:
         with replace_file(out) as file:
             file.write(page)
         if options.png is not None:
             from dtrain.reporting.pictures import write_charts  # here because matplotlib takes half a second
 
-            write_charts([*setting_charts(sweep), *chain(*run_charts(runs).values())], options.png)
+            searched = [chart for section in sections for chart in section.charts]
+            write_charts([*searched, *setting_charts(sweep), *chain(*run_charts(runs).values())], options.png)
     except OSError as error:
         return _fail(f"{error}. Choose another place: --out FILE for the page, --png FOLDER for the charts.")
-    for line in gap_lines(sweep.runs):
+    for line in (*gap_lines(sweep.runs), *damaged):
         print(f"report: {printable(line)}", file=sys.stderr)
-    if len(sweep.runs) > 1:
-        print(sweep_text(sweep))
-    for run in runs:
-        print(printable(f"{run.history.label}: {run.health.word}: {run.health.line}"))
-    print(printable(str(out.resolve())))
+    with until_reader_leaves():
+        if len(sweep.runs) > 1:
+            print(sweep_text(sweep))
+        for run in runs:
+            print(printable(f"{run.history.label}: {run.health.word}: {run.health.line}"))
+        print(printable(str(out.resolve())))
     return 0
 
 

@@ -107,7 +107,8 @@ def run(
 
     try:
         _compose(job, arguments)
-        sys.stdout.flush()
+        if only_prints(arguments):
+            sys.stdout.flush()
     except BrokenPipeError:
         if not only_prints(arguments):
             raise

@@ -166,7 +166,9 @@ def _check_call(place: str, node: DictConfig, positional: int, keywords: Mapping
         return  # a builtin without signature, or a target that Hydra refuses
     by_name = [it for it in parameters if it.kind in (it.POSITIONAL_OR_KEYWORD, it.KEYWORD_ONLY)][positional:]
     given = [str(name) for name in node if name not in _OF_HYDRA]
-    if not any(it.kind is it.VAR_KEYWORD for it in parameters):
+    # A decorated target may take more than what it wraps, as the configs of transformers do.
+    called = inspect.signature(target, follow_wrapped=False).parameters.values()
+    if not any(it.kind is it.VAR_KEYWORD for it in (*parameters, *called)):
         names = [it.name for it in by_name]
         for name in given:
             if name not in names:

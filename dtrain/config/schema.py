@@ -204,8 +204,8 @@ class LaunchConfig:
     nodes: int = 1  # machines
     processes_per_node: int | None = None  # null, for local only: one per GPU, or one without GPUs
     dry_run: bool = False  # only show what would be started or submitted
-    # of a sweep or search: so many runs at a time. local: cores and GPUs are divided among them; null: one
-    # slurm: a sweep is then one job array; null: a sweep is a job for each run, a search has one job at a time
+    # runs of a sweep or search at a time; null: one, but all runs of a sweep on SLURM. local: cores and GPUs are divided
+    # among them. slurm: a sweep is then one job array
     max_running: int | None = None
     search: SearchConfig = field(default_factory=SearchConfig)
     # start with fewer nodes, at least so many, if the others are not free; the global batch stays the same

@@ -23,6 +23,7 @@ from dtrain.config.schema import LaunchConfig
 from dtrain.reporting.tables import Column, text_table
 from dtrain.tracking.history import printable
 from dtrain.tracking.run_dir import read_status
+from dtrain.training.validation import validate
 
 FINISHED = 0
 FAILED = 1
@@ -31,11 +32,6 @@ STOPPED = 75
 
 # `run.dir` is added with its absolute path; `launch.dry_run` has no meaning for a run that starts.
 _NOT_FORWARDED = ("run.dir", "launch.dry_run")
-# Keys that do not change the result of a run.
-_WITHOUT_EFFECT = (
-    *("run.name", "run.dir", "run.max_hours", "run.resume", "train.log_every"),
-    *("launch.", "tracker.", "profile.", "export.", "checkpoint.", "faults"),
-)
 ALREADY_FINISHED = "already finished"
 _MINIMUM = {
     "nodes": 1,
@@ -67,7 +63,7 @@ class Job:
         """The job of a composed config.
 
         Raises:
-            ConfigError: If the config has nothing to train, a number is too small, or ``run.dir`` holds another run.
+            ConfigError: If the config has nothing to train or a wrong value, or ``run.dir`` holds another run.
         """
         require_choice(composed)
         launch = OmegaConf.to_object(composed.cfg.launch)
@@ -78,6 +74,7 @@ class Job:
                 raise ConfigError(f"launch.{name}: got {value}, want at least {minimum}.")
         if launch.min_nodes is not None and launch.min_nodes > launch.nodes:
             raise ConfigError(f"launch.min_nodes: got {launch.min_nodes}, want at most launch.nodes={launch.nodes}.")
+        validate(composed.cfg)
         run = Run.of(composed)
         run.changes()
         return cls(run, launch)
@@ -92,9 +89,7 @@ class Job:
         """Whether the run has finished with this config before, so that starting it would change nothing."""
         with as_config_error("run.dir"):
             status = read_status(self.run.dir)
-        if status is None or status["state"] != "finished":
-            return False
-        return all(change.startswith(_WITHOUT_EFFECT) for change in self.run.changes())
+        return status is not None and status["state"] == "finished" and not self.run.changes()
 
     @property
     def arguments(self) -> list[str]:

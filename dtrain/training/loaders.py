@@ -126,7 +126,7 @@ def _loader(cfg: Config, world: World, precision: Precision, split: str, **order
     data = cfg.data
     if OmegaConf.is_missing(data, split):
         raise ConfigError(
-            f"data.{split} is not set. Name shards, such as 'data.{split}=\"shards/{{000..009}}.tar\"', or a data set by its "
+            f"data.{split} is not set. Name shards, such as 'data.{split}=\"shards/{{000..009}}.tar\"', or a dataset by its "
             "_target_ (data=map)."
         )
     named = data[split]  # type: ignore[index]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
 from contextlib import suppress
 
@@ -122,3 +123,14 @@ def test_a_users_own_values_can_be_used_in_other_keys() -> None:
 def test_a_value_that_leads_nowhere_is_refused(width: str, remedy: str) -> None:
     with refused(ConfigError, "model.width", width, remedy):
         resolved(compose("experiment=digits", f"model.width={width}").cfg)
+
+
+def test_help_may_be_cut_by_its_reader() -> None:
+    code = "from dtrain.config.compose import run; run(print, ['--help'])"
+    done = subprocess.run(
+        ["bash", "-c", f'set -o pipefail; "{sys.executable}" -c "{code}" | true'],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
