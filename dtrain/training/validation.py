@@ -146,11 +146,11 @@ def _check_run(cfg: Config, found: _Problems) -> Precision:
                 raise ConfigError(f"parallel.{name}: got {parallel[name]}, want a number above 0.")  # type: ignore[index]
     with found.of("checkpoint"):
         Checkpoints.of(Path(), cfg.checkpoint)
-    for name in ("every_steps", "every_minutes"):
+    for name, least in (("every_steps", 1), ("every_minutes", 0)):
         with found.of(f"checkpoint.{name}"):
             interval = cfg.checkpoint[name]  # type: ignore[index]
-            if interval is not None and not interval > 0:
-                raise ConfigError(f"checkpoint.{name}: got {interval}, want a number above 0, or null.")
+            if interval is not None and not interval >= least:
+                raise ConfigError(f"checkpoint.{name}: got {interval}, want at least {least}, or null.")
     with found.of("tracker"):
         check_tracker(cfg.tracker)
     with found.of("profile"):
