@@ -75,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"dtrain: error: {error}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
-        print("dtrain: interrupted", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print("dtrain: interrupted", file=sys.stderr)
         return 130
 
 
@@ -91,7 +92,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
 
 
 def _run_torchrun(name: str, processes: int, arguments: Sequence[str]) -> int:
-    """``torchrun --standalone --nproc-per-node=PROCESSES -m dtrain.NAME ARGUMENTS`` in this process."""
+    """``torchrun --standalone --nproc-per-node=PROCESSES -m dtrain NAME ARGUMENTS`` in this process."""
     from torch.distributed.run import main as torchrun
 
     from dtrain.config.torchrun_errors import quiet_torchrun
@@ -99,7 +100,8 @@ def _run_torchrun(name: str, processes: int, arguments: Sequence[str]) -> int:
 
     # torchrun would set 1, and print a warning of five lines.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, process_cpu_count() // processes)))
-    sys.argv = ["torchrun", "--standalone", f"--nproc-per-node={processes}", "-m", f"dtrain.{name}", *arguments]
+    # -m dtrain, not -m dtrain.NAME, so that Ctrl-C shows no traceback while the ranks are still importing torch.
+    sys.argv = ["torchrun", "--standalone", f"--nproc-per-node={processes}", "-m", "dtrain", name, *arguments]
     quiet_torchrun()
     torchrun()
     return 0

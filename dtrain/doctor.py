@@ -24,6 +24,7 @@ from dtrain.config import compose
 from dtrain.config.compose import Composed, add_json_option, write_json
 from dtrain.config.errors import ConfigError
 from dtrain.config.run import Run, recompose_if_run
+from dtrain.config.torchrun_errors import record_failure
 from dtrain.diagnosis.machine import examine_machine, examine_precisions, ranks_agree
 from dtrain.diagnosis.measure import AllReduce
 from dtrain.distributed.collectives import from_rank0
@@ -60,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         if compose.rank() == 0:
             print(f"doctor: error: {error}", file=sys.stderr)
+        record_failure(f"doctor: error: {error}", shown=compose.rank() == 0)
         return 1
 
 
@@ -127,7 +129,10 @@ def other_machines(world: World, found: list[Finding]) -> dict[str, list[Finding
 
 
 def _exit_code(findings: Sequence[Finding]) -> int:
-    return int(any(finding.level == "error" for finding in findings))
+    failed = any(finding.level == "error" for finding in findings)
+    if failed:
+        record_failure("", shown=True)  # the findings are on the terminal
+    return int(failed)
 
 
 def _positive(text: str) -> float:

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from dtrain import doctor
+from dtrain.__main__ import _take_nproc
+from dtrain.completion import SHELLS
 from dtrain.config import compose
 from dtrain.launching.commands import COMMANDS
 from tests.doc_pages import ROOT
 
-ENTRY_POINTS = sorted(path.stem for path in (ROOT / "dtrain").glob("*.py") if '"__main__"' in path.read_text())
+ENTRY_POINTS = sorted(path.stem for path in (ROOT / "dtrain").glob("[!_]*.py") if '"__main__"' in path.read_text())
 
 
 def compose_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,6 +42,7 @@ def user_presets(folder: Path) -> None:
             path = folder / name / group / f"{preset}.yaml"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(content)
+    (folder / "examples").symlink_to(ROOT / "examples")
 
 
 def accepted(words: list[str], monkeypatch: pytest.MonkeyPatch) -> bool:
@@ -51,6 +54,11 @@ def accepted(words: list[str], monkeypatch: pytest.MonkeyPatch) -> bool:
     if benchmark is not None:
         module = ROOT / f"{benchmark}.py"
         return module.exists() and _has_options(words, module, ROOT / "benchmarks" / "harness.py")
+    if words[0] == "dtrain":
+        if words[1] == "completion":
+            return len(words) == 3 and words[2] in SHELLS
+        several = words[1] in ("train", "evaluate", "doctor")
+        words = [f"dtrain.{words[1]}", *(_take_nproc(words[1], words[2:])[1] if several else words[2:])]
     at = next(number for number, word in enumerate(words) if word.startswith("dtrain."))
     name, arguments = words[at].removeprefix("dtrain."), [word.replace("$PWD/", "") for word in words[at + 1 :]]
     if name not in ENTRY_POINTS:

@@ -22,8 +22,11 @@ _FENCE = re.compile(
     r"^```(?P<language>\w*)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
-_COMMAND = re.compile(r"-m (?:dtrain|benchmarks)\.|\b(?:scripts|slurm)/\w+\.(?:py|sh|sbatch)")
-_STARTS = re.compile(r"^\s*(?:python|torchrun|srun|sbatch|pip|bash|wandb) ", re.MULTILINE)
+_COMMAND = re.compile(
+    r"-m (?:dtrain|benchmarks)\.|\b(?:scripts|slurm)/\w+\.(?:py|sh|sbatch)"
+    r"|(?:^|\s)dtrain (?:train|evaluate|export|predict|pack|launch|report|doctor|completion)(?=\s|$)"
+)
+_STARTS = re.compile(r"^\s*(?:python|dtrain|torchrun|srun|sbatch|pip|bash|wandb) ", re.MULTILINE)
 
 
 @dataclass(frozen=True)

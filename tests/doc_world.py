@@ -1,7 +1,7 @@
 """A folder in which the commands of the documentation find what they name, and programs that keep them short.
 
-``python`` and ``torchrun`` of that folder are the real ones, with arguments appended that make a training last some steps:
-what a reader types is run as it is written.
+``python``, ``torchrun`` and ``dtrain`` of that folder are the real ones, with arguments appended that make a training last
+some steps: what a reader types is run as it is written.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def make_world(folder: Path, session: Path) -> Path:
     (folder / "books" / "shelf").mkdir(parents=True)
     for number in range(40):
         (folder / "books" / "shelf" / f"{number}.txt").write_text("In the beginning was a sample. " * 100)
-    for name in ("benchmarks", "scripts", "slurm"):
+    for name in ("benchmarks", "examples", "scripts", "slurm"):
         (folder / name).symlink_to(ROOT / name)
     for name in ("mine", "other"):
         shutil.copytree(_trained(session), folder / "runs" / name)
@@ -82,7 +82,7 @@ def execute(script: str, folder: Path, left_out: Sequence[str] = (), timeout: fl
     """
     programs = folder / ".bin"
     programs.mkdir(exist_ok=True)
-    for name in ("python", "torchrun"):
+    for name in ("python", "torchrun", "dtrain"):
         shim = programs / name
         shim.write_text(f'#!/bin/bash\nexec "{sys.executable}" "{Path(__file__).resolve()}" {name} "$@"\n')
         shim.chmod(0o755)
@@ -127,5 +127,11 @@ def _environment() -> dict[str, str]:
 
 if __name__ == "__main__":
     program, *rest = sys.argv[1:]
+    if program == "dtrain":
+        command, *rest = rest
+        os.execv(
+            sys.executable,
+            [sys.executable, "-m", "dtrain", command, *shortened(["-m", f"dtrain.{command}", *rest])[2:]],
+        )
     launcher = ["-m", "torch.distributed.run"] if program == "torchrun" else []
     os.execv(sys.executable, [sys.executable, *launcher, *shortened(rest)])

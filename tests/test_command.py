@@ -103,7 +103,7 @@ def test_torchrun_is_started_for_several_processes(
 ) -> None:
     monkeypatch.setattr(command, "_gpus", lambda: gpus)
     assert command.main(["train", "experiment=digits", *option, "precision=bf16"]) == 0
-    expected = ["--standalone", "--nproc-per-node=2", "-m", "dtrain.train", "experiment=digits", "precision=bf16"]
+    expected = ["--standalone", "--nproc-per-node=2", "-m", "dtrain", "train", "experiment=digits", "precision=bf16"]
     assert [call[1:] for call in torchrun] == [expected]
 
 
@@ -137,3 +137,16 @@ def test_an_entry_point_gets_its_arguments_and_the_current_folder_and_gives_the_
     monkeypatch.chdir(tmp_path)
     assert command.main(["pack", "text", "a", "b"]) == 3
     assert seen == [["text", "a", "b"], [str(tmp_path)]]
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_ctrl_c_before_the_training_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "main", interrupted)
+    monkeypatch.setenv("RANK", rank)
+    assert command.main(["train", "experiment=digits"]) == 130
+    assert capsys.readouterr().err == ("dtrain: interrupted\n" if rank == "0" else "")

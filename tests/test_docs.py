@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import re
 import shlex
@@ -19,7 +20,9 @@ from dtrain import doctor, export
 from dtrain.config import compose
 from dtrain.config.compose import Composed, conf_dir
 from dtrain.config.schema import Config
+from dtrain.data.fields import Field
 from dtrain.launching.commands import COMMANDS
+from dtrain.precision.policy import ROLES
 from tests.doc_commands import ENTRY_POINTS, accepted, call, compose_only, user_presets
 from tests.doc_keys import GROUPS, check_code, is_key
 from tests.doc_pages import (
@@ -98,12 +101,15 @@ def test_a_command_that_nobody_would_accept_is_noticed(tmp_path: Path, monkeypat
         "python -m dtrain.pack imagefolder photos shards --vale 0.1",
         "python -m dtrain.predict artefact photo.jpg --tops 3",
         "python -m dtrain.nothing",
+        "dtrain train --nproc 2 experiment=digits train.max_stepz=5",
+        "dtrain pack imagefolder photos shards --vale 0.1",
         "python -m benchmarks.order --no-such-option",
         "python -m benchmarks.nothing",
         "bash scripts/no_such_script.sh",
     ):
         assert not accepted(wrong.split(), monkeypatch), wrong
-    assert accepted(train.split(), monkeypatch)
+    for right in (train, "dtrain train --nproc 2 experiment=digits", "dtrain completion zsh"):
+        assert accepted(right.split(), monkeypatch), right
 
 
 def test_a_block_that_fails_or_that_nobody_marked_is_noticed(tmp_path: Path) -> None:
@@ -254,6 +260,18 @@ def test_a_key_without_a_word_about_it_is_refused_by_name(config_page: Any, monk
         config_page.page()
 
 
+# -- the tables of docs/data.md
+
+
+def test_the_tables_of_fields_are_what_their_script_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    data_page = importlib.import_module("data_page")
+    written = data_page.PAGE.read_text()
+    assert written == data_page.page(written), "docs/data.md is stale: run `python scripts/data_page.py`"
+    for row in (*ROLES, *(field.name for field in dataclasses.fields(Field) if field.init and field.name != "ext")):
+        assert f"\n| `{row}` |" in written
+
+
 # -- what the tests above stand on
 
 
@@ -293,4 +311,7 @@ def reader_names(folder: Path) -> dict[str, Any]:
         "my_loss": loss,
         "torch": torch,
         "self": SimpleNamespace(),
+        "dist": SimpleNamespace(all_reduce=lambda tensor: None),
+        "model": (model := torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 224 * 224, 2))),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=1e-3),
     }

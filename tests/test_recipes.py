@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +22,8 @@ from dtrain.models import Logits
 from dtrain.training.build import build_model, build_optimizer
 
 PAGE = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text()
-RECIPES = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+RECIPES = re.findall(r"```yaml\n(# @package.*?)```", PAGE, re.DOTALL)
+(DECLARATION,) = re.findall(r"```python\n(import torch\n.*?)```", PAGE, re.DOTALL)
 CPU = torch.device("cpu")
 
 
@@ -32,11 +36,23 @@ def composed(recipe: str, folder: Path) -> Config:
     return found[0].cfg
 
 
+def require(package: str) -> None:
+    """Skips the test without the package; declares the operators of torchvision as the page says, if it has none."""
+    if package in ("timm", "torchvision") and find_spec("torchvision") is not None:
+        try:
+            importlib.import_module("torchvision")
+        except RuntimeError:
+            for name in [name for name in sys.modules if name.startswith("torchvision")]:
+                del sys.modules[name]
+            exec(DECLARATION.partition("from timm")[0], {})
+    pytest.importorskip(package, reason=f"pip install {package}: the recipe needs it")
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=[recipe.splitlines()[1] for recipe in RECIPES])
 def test_every_recipe_of_the_page_composes_and_takes_a_step_where_its_packages_are(recipe: str, tmp_path: Path) -> None:
     cfg = composed(recipe, tmp_path)
     for package in {target.partition(".")[0] for target in re.findall(r"_target_: ([\w.]+)", recipe)}:
-        pytest.importorskip(package)
+        require(package)
     torch.manual_seed(0)
     model = build_model(cfg.model, CPU)
     optimizer = build_optimizer(cfg.optimizer, model)

@@ -39,7 +39,7 @@ def checkout(tmp_path):
     for name in ("pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path / "a checkout")
     note = f'printf "%s|" "$(basename "$0")" "$PWD" "$@" >>"{tmp_path}/calls"; echo >>"{tmp_path}/calls"\n'
-    for name in ("python", "torchrun"):
+    for name in ("python", "dtrain"):
         executable(tmp_path / "venv" / "bin" / name, f"#!/bin/bash\n{note}case $* in *count*) echo 0;; esac\n")
     return tmp_path / "a checkout"
 
@@ -67,16 +67,15 @@ def test_a_second_call_installs_nothing_until_the_constraints_change(checkout):
     call(checkout / "scripts" / "quickstart.sh")
     (_, install) = calls(checkout, "install")
     assert install[-4:] == ["-c", "constraints.txt", "-e", ".[demo]"]
-    assert len(calls(checkout, "dtrain.train")) == 3
+    assert len(calls(checkout, "experiment=digits")) == 3
 
 
 def test_overrides_reach_the_training_as_they_are_typed(checkout):
     overrides = ["precision=bf16", 'data.train="a b/{0..9}.tar"', "model.name='x y'"]
     done = call(checkout / "scripts" / "quickstart.sh", *overrides)
-    (train,) = calls(checkout, "dtrain.train")
-    assert train[:2] == ["torchrun", str(checkout)]
+    (train,) = calls(checkout, "experiment=digits")
+    assert train[:5] == ["dtrain", str(checkout), "train", "--nproc", "2"]
     assert train[-4:] == ["experiment=digits", *overrides]
-    assert "--nproc-per-node=2" in train
     assert "The run directory has config.yaml" in done.stderr
 
 
@@ -95,7 +94,7 @@ def test_a_failed_installation_says_so_and_is_tried_again(checkout):
         assert done.returncode == 1
         assert "pip could not install dtrain[demo]" in done.stderr
     assert len(calls(checkout, "install")) == 2
-    assert not calls(checkout, "dtrain.train")
+    assert not calls(checkout, "experiment=digits")
 
 
 @pytest.mark.parametrize(
@@ -181,6 +180,14 @@ def test_a_job_goes_back_into_the_queue_only_if_its_run_can_go_on(job, srun, req
     process.communicate(timeout=30)
     assert job.requeued() == requeued
     assert process.returncode == (-signal.SIGTERM if code is None else code)
+
+
+@pytest.mark.parametrize(("exit_code", "requeued"), [(0, False), (1, True)])
+def test_a_run_that_was_finished_before_is_recognised_by_the_exit_code(job, exit_code, requeued):
+    subprocess.run(["bash", "-c", status("finished")], cwd=job.run_dir, check=True)
+    process = job(f"exit {exit_code}")
+    process.communicate(timeout=30)
+    assert job.requeued() == requeued
 
 
 def test_a_run_that_never_began_is_not_tried_again(job):

@@ -13,10 +13,11 @@ import faulthandler
 import io
 import json
 import os
+import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dtrain.config import schema
@@ -80,6 +81,7 @@ def run(
     schema.register()
     _register_resolvers()
     arguments = list(sys.argv[1:] if argv is None else argv)
+    refused: list[ConfigError] = []
     failures: list[Exception] = []
     try:
         arguments = rewrite(arguments) if rewrite else arguments
@@ -94,13 +96,19 @@ def run(
     def job(cfg: DictConfig) -> None:
         # Hydra turns an exception into sys.exit(1), so it is caught here.
         try:
-            main(_composed(cfg))
+            composed = _composed(cfg)
+        except ConfigError as error:
+            refused.append(error)
+            return
+        try:
+            main(composed)
         except Exception as error:  # noqa: BLE001 - shown below
             failures.append(error)
 
     try:
         _compose(job, arguments)
-        sys.stdout.flush()
+        if only_prints(arguments):
+            sys.stdout.flush()
     except BrokenPipeError:
         if not only_prints(arguments):
             raise
@@ -111,9 +119,10 @@ def run(
     except KeyboardInterrupt:  # before or after the training, which handles it
         _show_text("dtrain: interrupted", rank() == 0)
         raise SystemExit(EXIT_INTERRUPTED) from None
-    if failures:
-        _show(failures[0])
-        raise SystemExit(EXIT_FAILED) from None
+    for errors, code in ((refused, EXIT_USAGE), (failures, EXIT_FAILED)):
+        if errors:
+            _show(errors[0])
+            raise SystemExit(code) from None
 
 
 def only_prints(arguments: Sequence[str]) -> bool:
@@ -152,6 +161,8 @@ def resolved(cfg: Any) -> dict[str, Any]:
         container = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0].removeprefix("ConfigError raised while resolving interpolation: ")
+        if missing := re.match(r"Interpolation key '(.*)' not found", reason):
+            reason = f"${{{missing[1]}}} leads to no key. Correct it, or set {missing[1]}=..."
         raise ConfigError(f"{error.full_key or 'config'}: {reason}") from error
     assert isinstance(container, dict)
     return {str(key): value for key, value in container.items()}
@@ -199,17 +210,33 @@ def _json_file(text: str) -> Path:
 
 
 def _register_resolvers(*, as_written: bool = False) -> None:
-    """Registers ``${dtrain.env:A,B}``, the first set variable, and ``${dtrain.cache:NAME}``, a path in the cache."""
+    """Registers the resolvers of ``conf/``.
+
+    ``${dtrain.env:A,B}`` is the first set variable, ``${dtrain.cache:NAME}`` a path in the cache, and ``${dtrain.classes:N}``
+    the number of names in the file classes.json beside ``data.train``, or N without such a file.
+    """
     resolvers: dict[str, Callable[..., str]] = {
         "dtrain.env": _first_of_environment,
         "dtrain.cache": lambda name: str(cache_dir() / name),
     }
     for name, resolver in resolvers.items():
         OmegaConf.register_new_resolver(name, partial(_written, name) if as_written else resolver, replace=True)
+    OmegaConf.register_new_resolver("dtrain.classes", _number_of_classes, replace=True)
 
 
 def _written(name: str, *arguments: str) -> str:
     return f"<{name}:{','.join(arguments)}>"
+
+
+def _number_of_classes(default: int, *, _root_: DictConfig) -> int:
+    data = _root_.data
+    train = None if OmegaConf.is_missing(data, "train") else data.train
+    pattern = train[0] if isinstance(train, ListConfig) and train else train
+    if isinstance(pattern, str):
+        with suppress(OSError, ValueError):  # a damaged file is refused where the names are read
+            names = json.loads((Path(pattern).parent / "classes.json").read_text(encoding="utf-8"))
+            return len(names) if isinstance(names, list) else default
+    return default
 
 
 def _first_of_environment(*names: str) -> str:
@@ -224,7 +251,7 @@ def _compose(job: Callable[[DictConfig], None], arguments: list[str]) -> None:
     sys.argv = [argv[0], *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors, which it otherwise prints before it exits
     try:
-        with replacing_nodes():
+        with replacing_nodes(), _closed_pipe():
             hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")(job)()
     finally:
         sys.argv = argv
@@ -232,6 +259,19 @@ def _compose(job: Callable[[DictConfig], None], arguments: list[str]) -> None:
             del os.environ["HYDRA_FULL_ERROR"]
         else:
             os.environ["HYDRA_FULL_ERROR"] = full_error
+
+
+@contextmanager
+def _closed_pipe() -> Iterator[None]:
+    """Ends the process without a message if the reader of its output has ended, as in ``--help | head``."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes again
+        raise SystemExit(0) from None
 
 
 def _composed(cfg: DictConfig) -> Composed:

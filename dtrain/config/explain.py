@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -27,6 +28,7 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
@@ -53,8 +55,11 @@ def check_arguments(arguments: Sequence[str]) -> None:
         if argument in unknown or (re.match(r"-\w\w+=", argument) and key not in ("-cd", "-cn", "-cp")):
             raise ConfigError(f"{argument}: there is no such option. Keys have no dashes: {key.lstrip('-')}=VALUE.")
         if key.startswith("~") and _wanted(name := key[1:]):
+            # null is not possible for model and task, whose preset a _target_ replaces.
+            by_target = key_types(Config).get(name) == dict[str, Any]
+            instead = f"{name}=NAME, or {name}._target_=package.Name" if by_target else f"{name}=null"
             raise ConfigError(
-                f"{argument}: every config has {name}, so it cannot be removed. Set it instead, such as {name}=null."
+                f"{argument}: every config has {name}, so it cannot be removed. Set it instead, such as {instead}."
             )
         if equals and not key.startswith("-") and seen.setdefault(key, argument) != argument:
             # Hydra would use the last one: unquoted, a pattern of shards would become its last shard.
@@ -104,12 +109,12 @@ def options_last(arguments: Sequence[str]) -> list[str]:
     return [*overrides, *(argument for argument in arguments if argument not in overrides)]
 
 
-def nearest(name: str, valid: Iterable[str], most: int = 12) -> str:
+def nearest(name: str, valid: Iterable[str], most: int = 20) -> str:
     """``Did you mean 'a'? Valid: a, b, c.``"""
     names = sorted(set(valid))
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     guess = f"Did you mean {close[0]!r}? " if close else ""
-    shown = ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+    shown = ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
     return f"{guess}Valid: {shown or 'none'}."
 
 
@@ -179,18 +184,37 @@ def _explain_key(error: Exception, preset: str | None, arguments: Sequence[str],
 def _no_such_key(key: str, arguments: Sequence[str], folders: Sequence[Path]) -> str:
     """Suggests a key beside the given one, or one of a similar name elsewhere."""
     parent, _, name = key.rpartition(".")
-    keys = sorted(_all_keys(OmegaConf.to_container(_chosen(arguments, folders), resolve=False)), key=_depth)
+    chosen = _chosen(arguments, folders)
+    keys = sorted(_all_keys(OmegaConf.to_container(chosen, resolve=False)), key=_depth)
     beside = [path.rpartition(".")[2] for path in keys if path.rpartition(".")[0] == parent]
     beside += [] if parent else _groups(folders)
+    message = f"{key}: there is no such key{f' in {parent}' if parent else ''}."
     # The keys below a _target_ are the arguments of a class, so further ones may be added.
     free_form = bool(parent) and _section_at(parent) is None
-    message = f"{key}: there is no such key{f' in {parent}' if parent else ''}."
-    adding = f" To add it, write +{key}=..." if free_form else ""
+    known = _argument_names(chosen, parent) if free_form else set()
+    if name in known:
+        return f"{message} To set this argument, write +{key}=..."
+    beside += known - {"params"}  # the caller gives it
+    adding = f" To add it, write +{key}=..." if free_form and not known else ""
     if not difflib.get_close_matches(name, beside, cutoff=0.75):
         elsewhere = {path.rpartition(".")[2]: path for path in reversed(keys)}  # the least deep one counts
         if close := difflib.get_close_matches(name, elsewhere, n=1, cutoff=1.0 if free_form else 0.7):
             return f"{message} Did you mean {elsewhere[close[0]]}?"
+    adding = adding if parent else _own_value(name)
     return f"{message} {nearest(name, beside)}{adding}" if beside else f"{message}{adding}"
+
+
+def _argument_names(cfg: DictConfig, path: str) -> set[str]:
+    """The arguments of the class at a path; empty if it takes any, or is not known."""
+    with suppress(Exception):  # without a hint, the message is still complete
+        parameters = inspect.signature(get_object(OmegaConf.select(cfg, path)["_target_"])).parameters.values()
+        if not any(it.kind is it.VAR_KEYWORD for it in parameters):
+            return {it.name for it in parameters}
+    return set()
+
+
+def _own_value(name: str) -> str:
+    return f" A value of your own goes into vars: vars.{name}=..."
 
 
 def _chosen(arguments: Sequence[str], folders: Sequence[Path]) -> DictConfig:
@@ -222,7 +246,8 @@ def _check_section(node: DictConfig, kind: type, prefix: str) -> None:
     hints = key_types(kind)
     for key in map(str, node):
         if key not in hints:
-            raise ConfigError(_renamed(prefix + key) or f"{prefix}{key}: there is no such key. {nearest(key, hints)}")
+            message = f"{prefix}{key}: there is no such key. {nearest(key, hints)}{'' if prefix else _own_value(key)}"
+            raise ConfigError(_renamed(prefix + key) or message)
         if dataclasses.is_dataclass(hints[key]):
             child = node._get_node(key)
             if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():

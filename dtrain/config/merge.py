@@ -64,6 +64,8 @@ class _Loader(ConfigLoaderImpl):
             ) in fields:  # any option can be set, also one that presets leave out; an unknown one is refused later
                 if _is_mapping(field := _child(fields, ext)):
                     OmegaConf.set_struct(field, False)
+        if _is_mapping(own := _select(composed, "vars")):
+            OmegaConf.set_struct(own, False)
         for override in self._overrides:
             _make_room(composed, override)
         for override in self._overrides:

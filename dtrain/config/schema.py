@@ -83,7 +83,7 @@ class DataConfig:
     fields: dict[str, Any] = field(default_factory=dict)  # by extension of the members: name, role, size, mean, std
     image_size: int = 224  # height and width of images in the presets shards and imagenet
     # processes that build batches; 0: the training process does; auto: as many as the data need and the cores allow
-    num_workers: int | str = 2
+    num_workers: int | str = "auto"
     shuffle: str = "window"  # window: within shuffle windows | full: all samples | none: as stored
     # contiguous pieces of the epoch from which each step draws; null: a divisor of the global batch up to 64
     lanes: int | None = None
@@ -260,6 +260,8 @@ class Config:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+    # your own values, for use in other keys: vars.width=64 'model.width=${vars.width}'
+    vars: dict[str, Any] = field(default_factory=dict)
     # faults to inject, for tests: crash@rank=1,step=5; see training/faults.py
     faults: list[str] = field(default_factory=list)
 

@@ -27,7 +27,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-_MODULES = {f"dtrain.{name}" for name in ("train", "evaluate", "export", "doctor")}
+_MODULES = {"dtrain", *(f"dtrain.{name}" for name in ("train", "evaluate", "export", "doctor"))}
 _KEY = "dtrain"  # of our part of the error file
 _QUIET = "DTRAIN_TORCHRUN_QUIET"  # set in the environment of the ranks
 EXIT_USAGE = 2  # argparse and ``compose`` have explained it, on every rank or on rank 0
@@ -151,7 +151,7 @@ _REMEDIES: dict[int, str] = {
 
 
 def _is_job_of_dtrain(arguments: Sequence[str]) -> bool:
-    """Whether torchrun's command line has ``-m dtrain.train`` or another module of dtrain that runs on several ranks."""
+    """Whether torchrun's command line has ``-m dtrain.train``, ``-m dtrain`` or another entry point with several ranks."""
     return not {"-m", "--module"}.isdisjoint(arguments) and not _MODULES.isdisjoint(arguments)
 
 

@@ -23,12 +23,12 @@ function tick(value) {
 
 // The value at the cursor; without a cursor the last one.
 function shown(column, index) {
-  return index == null ? column?.findLast(value => value != null) : column[index];
+  return index == null ? column.findLast(value => value != null) : column[index];
 }
 
 // Columns of uPlot, and their series: of each line the values, and the ends of its band if it has one.
 function columns(chart) {
-  const tables = [], bands = [], raw = [];
+  const tables = [], bands = [];
   const series = [{label: chart.x_label, value: (_, step) => step == null ? "last" : text(step)}];
   for (const line of chart.lines) {
     const [x, ...values] = line.columns;
@@ -36,21 +36,21 @@ function columns(chart) {
     tables.push([x, ...values.map(column => chart.is_log ? column.map(value => value > 0 ? value : null) : column)]);
     const stroke = colour(line.colour), width = line.style === "thin" ? 0.8 : 1.6, at = series.length;
     const paths = {steps: uPlot.paths.stepped({align: 1}), dots: () => null}[line.style] ?? uPlot.paths.linear();
-    const points = {size: 5, fill: stroke, stroke, ...(line.style === "dots" && {show: true, size: 7})};
+    const points = {size: 5, fill: stroke, stroke, ...{dots: {show: true, size: 7}, thin: {show: false}}[line.style]};
     const common = {run: line.run, show: !HIDDEN.has(line.run), spanGaps: true, stroke, width, paths};
-    const value = (_plot, _value, number, index) => text(shown(raw[number], index));
-    series.push({...common, label: line.label, value, dash: line.dashes, points, class: line.label ? null : "unnamed",
-      ...(chart.is_stacked && {fill: stroke, width: 0, points: {show: false}})});
+    const value = (plot, _, number, index) => text(shown(plot.data[number], index));
+    series.push({...common, label: line.label, value, dash: line.dashes, points, class: line.label ? null : "unnamed"});
     for (let end = 1; end < values.length; end++)
       series.push({...common, label: "", width: 0, points: {show: false}, class: "unnamed"});
     if (values.length > 1) bands.push({series: [at + 2, at + 1], fill: stroke + "30"});
   }
-  const data = uPlot.join(tables);
-  raw.push(...data);
-  if (chart.is_stacked)
-    for (let number = data.length - 2; number > 0; number--) // the last line is empty: it gives all charts one x axis
-      data[number] = data[number].map((value, index) => value == null ? value : value + (data[number + 1][index] ?? 0));
-  return {data, series, bands};
+  return {data: uPlot.join(tables), series, bands};
+}
+
+// The first tick of a logarithmic axis has one digit: with more, uPlot 1.6 never comes to an end.
+function firstTick(low) {
+  const size = 10 ** Math.floor(Math.log10(low / 1.1));
+  return Math.floor(low / 1.1 / size) * size;
 }
 
 function scales(chart, data) {
@@ -59,14 +59,14 @@ function scales(chart, data) {
   const y = (_, low, high) => {
     if (low == null) return chart.is_log ? [1, 10] : [0, 1];
     if (chart.is_log && base === 2) return [2 ** Math.floor(Math.log2(low)), 2 ** Math.ceil(Math.log2(high))];
-    if (chart.is_log) return [Number((low / 2).toExponential(0)), high * 1.2]; // the first tick has one digit
+    if (chart.is_log) return [firstTick(low), high * 1.2];
     high = Math.min(high, chart.top ?? high);
     low = Math.min(chart.floor ?? low, high);
     const room = 0.05 * (high - low || Math.abs(high) || 1);
-    return [chart.floor == null ? low - room : low, chart.is_stacked ? high : high + room];
+    return [chart.floor == null ? low - room : low, high + room];
   };
-  const x = {linear: {}, log: {distr: 3}, symlog: {distr: 4, asinh: chart.x_threshold}}[chart.x_scale];
-  const wide = (_, low, high) => chart.x_scale === "log" ? [low / 1.3, high * 1.3] : [low, high + 0.02 * (high - low)];
+  const x = {linear: {}, log: {distr: 3}, symlog: {distr: 4, asinh: firstTick(chart.x_threshold)}}[chart.x_scale];
+  const wide = (_, low, high) => chart.x_scale === "log" ? [firstTick(low), high * 1.2] : [low, high + 0.02 * (high - low)];
   return {x: {time: false, ...x, range: chart.x_label === "step" ? (_, low, high) => [low, Math.max(high, low + 1)] : wide},
     y: {range: y, distr: chart.is_log ? 3 : 1, log: base}};
 }

@@ -46,7 +46,6 @@ _NOT_DRAWN = re.compile(
     r"|time/(step_seconds.*|slowest_rank|restarts|lost_seconds))$"
 )
 _MAX_OF_A_GROUP = 24  # charts
-_TIME_BINS = 60
 _MAX_RESTARTS, _MAX_SKIP_MARKS = 100, 200  # marks in a chart
 _MAX_PIECES, _MIN_PIECES_A_LINE, _MAX_PIECES_A_LINE = 3_000, 60, 300
 _MIN_FAMILY = 2  # metrics in a common chart
@@ -93,7 +92,6 @@ class Chart:
         note: Explanation below the chart, or why it is not drawn.
         lines: Its lines, or
         bars: label and shares of each bar, in the order of ``TIME_NAMES``. Without lines and bars there is nothing to draw.
-        is_stacked: Whether the lines are areas on top of one another.
         is_log: Whether the y axis is logarithmic at first.
         floor: Start of the y axis; None fits it.
         top: Largest value of a linear y axis; None fits it.
@@ -108,7 +106,6 @@ class Chart:
     note: str = ""
     lines: tuple[Line, ...] = ()
     bars: tuple[tuple[str, tuple[float, ...]], ...] = ()
-    is_stacked: bool = False
     is_log: bool = False
     floor: float | None = None
     top: float | None = None
@@ -129,7 +126,7 @@ class Chart:
             | {"columns": [_rounded(column) for column in (line.x, line.y, *(line.band or ()))]}
             for line in self.lines
         ]
-        names = ("is_stacked", "is_log", "floor", "top", "x_label", "x_scale", "x_threshold", "restarts")
+        names = ("is_log", "floor", "top", "x_label", "x_scale", "x_threshold", "restarts")
         return {"lines": lines} | {name: getattr(self, name) for name in names}
 
 
@@ -209,7 +206,7 @@ def _setting_chart(sweep: Sweep, goal: Goal, setting: Setting, numbers: np.ndarr
     if values[0] >= 0 and positive.max() >= _DECADE * positive.min():
         scale = "log" if values[0] > 0 else "symlog"  # a weight decay may be zero
     medians = np.array([np.median(best[known & (numbers == value)]) for value in values])
-    lines = [Line("median", "soft", values, medians, style="thin")]
+    lines = [Line("median", "soft", values, medians, style="thin")] if len(values) < known.sum() else []
     for run, number, result in zip(sweep.runs, numbers, best, strict=True):
         place = sweep.shown.index(run) if run in sweep.shown else None
         if np.isfinite(result):
@@ -307,23 +304,16 @@ def scale_chart(runs: Sequence[History]) -> Chart:
 
 
 def time_chart(runs: Sequence[RunData]) -> Chart:
-    """Where the time went: of one run over its steps, of several side by side."""
-    name, title = "time", "Where the time goes"
-    having = [(run.history, run.times) for run in runs if run.times is not None]
-    if not having:
-        return Chart(name, title, "No run has time/step_seconds.")
-    if len(runs) > 1:
-        missing = [run.history.label for run in runs if run.times is None]
-        note = f"No time/step_seconds in {join_some(missing)}." if missing else ""
-        return Chart(name, title, note, bars=tuple((run.label, tuple(times.shares())) for run, times in having))
-    ((_, times),) = having
-    shares = [f"{part} {format_percent(share)}" for part, share in zip(TIME_NAMES, times.shares(), strict=True)]
-    edges, seconds = times.binned(_TIME_BINS)
-    total = seconds.sum(axis=0)
-    heights = seconds / np.where(total > 0, total, 1.0)
-    heights = np.concatenate([heights, heights[:, -1:]], axis=1)  # a constant needs a value at the last edge
-    lines = (Line(part, f"time-{place}", edges, heights[place], style="steps") for place, part in enumerate(TIME_NAMES))
-    return Chart(name, title, f"In total: {', '.join(shares)}.", tuple(lines), is_stacked=True, floor=0.0, top=1.0)
+    """Where the time of each run went."""
+    bars = tuple((run.history.label, tuple(run.times.shares())) for run in runs if run.times is not None)
+    missing = [run.history.label for run in runs if run.times is None]
+    note = f"No time/step_seconds in {join_some(missing)}." if missing else ""
+    if len(runs) == len(bars) == 1:
+        ((_, shares),) = bars
+        note = (
+            ", ".join(f"{part} {format_percent(share)}" for part, share in zip(TIME_NAMES, shares, strict=True)) + "."
+        )
+    return Chart("time", "Where the time goes", note, bars=bars)
 
 
 @dataclass(frozen=True, eq=False)

@@ -158,16 +158,6 @@ class TimeBreakdown:
         total: np.ndarray = self.seconds.sum(axis=1)
         return total / total.sum()
 
-    def binned(self, bins: int) -> tuple[np.ndarray, np.ndarray]:
-        """Sums neighbouring intervals into at most ``bins`` bins.
-
-        Returns:
-            Edges in steps, float64, shape ``[k + 1]``, and seconds, float64, shape ``[4, k]``.
-        """
-        starts = np.unique(np.linspace(0, len(self.steps), min(bins, len(self.steps)), endpoint=False).astype(int))
-        ends = np.append(starts[1:], len(self.steps)) - 1
-        return np.append(0.0, self.steps[ends]), np.add.reduceat(self.seconds, starts, axis=1)
-
 
 @dataclass(frozen=True)
 class Health:

@@ -62,22 +62,14 @@ def picture(chart: Chart) -> bytes:
 
 
 def _draw_lines(chart: Chart, figure: Figure) -> list[Any]:
-    """Draws lines or stacked areas; returns what the legend names."""
+    """Returns what the legend names."""
     axes = figure.add_subplot()
     axes.grid(color=_colour("line"), linewidth=0.6)
     axes.set_xlabel(printable(chart.x_label))
-    if chart.is_stacked:
-        named = [line for line in chart.lines if line.label]
-        colours = [_colour(line.colour) for line in named]
-        axes.stackplot(named[0].x, [line.y for line in named], step="post", colors=colours, linewidth=0)
-        handles: list[Any] = [Patch(color=_colour(line.colour), label=line.label) for line in named]
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    else:
-        drawn = [axes.plot(line.x, line.y, label=line.label, **_line_style(line))[0] for line in chart.lines]
-        handles = [handle for handle, line in zip(drawn, chart.lines, strict=True) if line.label]
-        for line in chart.lines:
-            if line.band is not None:
-                axes.fill_between(line.x, *line.band, color=_colour(line.colour), alpha=0.2, linewidth=0)
+    drawn = [axes.plot(line.x, line.y, label=line.label, **_line_style(line))[0] for line in chart.lines]
+    for line in chart.lines:
+        if line.band is not None:
+            axes.fill_between(line.x, *line.band, color=_colour(line.colour), alpha=0.2, linewidth=0)
     if chart.x_scale != "linear":
         axes.set_xscale(chart.x_scale, **({"linthresh": chart.x_threshold} if chart.x_scale == "symlog" else {}))
         axes.xaxis.set_major_formatter(FuncFormatter(_plain))
@@ -92,9 +84,9 @@ def _draw_lines(chart: Chart, figure: Figure) -> list[Any]:
         axes.yaxis.set_major_formatter(FuncFormatter(_plain))
         axes.yaxis.set_minor_formatter(NullFormatter())
     elif chart.floor is not None:
-        top = axes.get_ylim()[1] if chart.top is None else chart.top * (1.0 if chart.is_stacked else 1.05)
+        top = axes.get_ylim()[1] if chart.top is None else 1.05 * chart.top
         axes.set_ylim(chart.floor, max(top, chart.floor + 1e-12))
-    return handles
+    return [handle for handle, line in zip(drawn, chart.lines, strict=True) if line.label]
 
 
 def _draw_bars(chart: Chart, figure: Figure) -> list[Any]:

@@ -28,7 +28,9 @@ def hook(text: str) -> str:
 def test_the_backbone_is_frozen_for_an_epoch_also_after_a_resume(tmp_path: Path) -> None:
     epoch = 23
     for steps in (5, epoch, epoch + 3):  # three starts of one run
-        train_on(2, tmp_path, *SMALL, hook("FreezeBackbone, head: '8.'"), "train.eval_every=0", f"train.max_steps={steps}")
+        train_on(
+            2, tmp_path, *SMALL, hook("FreezeBackbone, head: '8.'"), "train.eval_every=0", f"train.max_steps={steps}"
+        )
     first, frozen, end = (weights(tmp_path, step) for step in (5, epoch, epoch + 3))
     for name, weight in first.items():
         assert torch.equal(weight, frozen[name]) == (not name.startswith("8.")), name
@@ -72,4 +74,3 @@ def test_a_metric_that_no_evaluation_has_is_refused(tmp_path: Path) -> None:
         train_on(1, tmp_path, *SMALL, hook("StopEarly, metric: eval/acuracy"), "train.max_steps=2")
     reason = status(tmp_path)["reason"]
     assert all(part in reason for part in ("StopEarly.metric", "'eval/acuracy'", "eval/accuracy"))
-    )

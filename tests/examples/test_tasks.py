@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,12 @@ from dtrain.data.writer import write_shards
 from tests.runs import ROOT, metrics, records, train_on
 
 OWN_TASK, IMAGE_TEXT = ROOT / "examples" / "own_task", ROOT / "examples" / "image_text"
+
+
+def test_the_readme_prints_the_files_of_the_own_task() -> None:
+    blocks = re.findall(r"```(?:python|yaml)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    for file in ("my_package.py", "presets/experiment/mine.yaml"):
+        assert (OWN_TASK / file).read_text() in blocks, file
 
 
 @pytest.mark.usefixtures("digits")
@@ -60,7 +67,7 @@ def test_captions_find_their_images_in_every_precision(precision: str, shapes: P
     steps = 8 if precision == "fp16" else 60
     train_pairs(2, shapes / "run", f"precision={precision}", f"train.max_steps={steps}", "train.max_epochs=null")
     losses = metrics(shapes / "run")
-    assert len(losses) == steps
+    assert len(losses) >= steps - 3  # in fp16 the first scale may be too large: skipped steps have no loss
     assert losses[-1] < losses[0] - (0.1 if precision == "fp16" else 1.5)
     assert metrics(shapes / "run", "eval/first_to_second")[-1] > (0 if precision == "fp16" else 0.1)
 

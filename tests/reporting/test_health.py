@@ -6,7 +6,6 @@ import fcntl
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from dtrain.reporting.health import (
@@ -90,16 +89,6 @@ def test_waiting_steps_evaluations_and_interruptions_are_separated(tmp_path: Pat
     assert seconds[STEPPING] == pytest.approx(8.0, abs=1e-5)
     assert seconds[PAUSING] == pytest.approx(3.0, abs=1e-5)
     assert seconds[INTERRUPTED] == pytest.approx(20.0, abs=1e-5)
-
-
-@pytest.mark.parametrize("bins", [1, 3, 10, 100])
-def test_bins_lose_no_second(tmp_path: Path, bins: int) -> None:
-    times = made(tmp_path)
-    edges, seconds = times.binned(bins)
-    assert seconds.shape == (4, min(bins, 10))
-    assert (edges[0], edges[-1]) == (0.0, 100.0)
-    assert (np.diff(edges) > 0).all()
-    np.testing.assert_allclose(seconds.sum(axis=1), times.seconds.sum(axis=1))
 
 
 def test_a_run_of_another_version_without_waits_has_its_steps(tmp_path: Path) -> None:
