@@ -208,7 +208,8 @@ def checkerboard(arguments: argparse.Namespace) -> dict[str, Any]:
     for precision in arguments.precisions:
         overrides = ["experiment=checkerboard", f"precision={precision}", *arguments.overrides]
         run = harness.train(arguments.runs / precision, *overrides)
-        memory = max(run.values("memory/max_allocated_gib"), default=None)  # on a GPU only
+        # Of tensors on a GPU, of the whole process on a CPU.
+        memory = max(run.values("memory/max_allocated_gib") + run.values("memory/max_resident_gib"), default=None)
         values = {"loss": run.last("eval/loss"), "accuracy": run.last("eval/accuracy")}
         rows[precision] = values | {"seconds": run.seconds, "GiB": memory}
         pictures[precision] = picture(run.run_dir, precision)

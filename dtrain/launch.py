@@ -1,12 +1,15 @@
-"""``python -m dtrain.launch [--multirun] launch=local|slurm experiment=NAME [key=value ...]``: starts a run or a sweep.
+"""``python -m dtrain.launch [--multirun] launch=local|slurm experiment=NAME [key=value ...]``: starts runs.
 
 The config is that of ``dtrain.train``. ``launch=local`` returns 0 when the run is finished, 75 when it was stopped and can
 be resumed, another code on failure; ``launch=slurm`` returns 0 when the job is submitted. ``launch.dry_run=true`` prints
-the commands or scripts and starts nothing. With ``--multirun`` (``optimizer.lr=1e-3,3e-3``) each combination of values is
-a run with its own directory; runs are started one after the other on this machine, or as one SLURM job each, or as a job
-array.
+the commands or scripts and starts nothing.
 
-``python -m dtrain.launch status|tail|stop|resume DIR`` is for runs that were started.
+* A *sweep*, ``--multirun optimizer.lr=1e-3,3e-3``, has a run for each combination of values: on this machine
+  ``launch.max_running`` at a time, on SLURM as one job each, or as a job array.
+* A *search*, ``launch.search.trials=20 optimizer.lr=interval(1e-4,1e-1)``, has a run for each values that Optuna suggests.
+
+A run that was finished before is not started again. ``python -m dtrain.launch status|tail|stop|resume DIR`` is for runs that
+were started.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from tempfile import TemporaryDirectory
 from dtrain.config import compose
 from dtrain.config.errors import ConfigError
 from dtrain.config.explain import nearest
+from dtrain.config.run import recompose_if_run
 from dtrain.launching import local, slurm
 from dtrain.launching.commands import COMMANDS, run_command
 from dtrain.launching.job import (
@@ -41,9 +45,18 @@ USAGE = """Usage
   python -m dtrain.launch [--multirun] launch=local|slurm experiment=NAME [KEY=VALUE ...]
 
   --multirun                        one run for each combination of values: optimizer.lr=1e-3,3e-3 run.seed=1,2
+  launch.max_running=N              so many runs at a time; local: each has its share of the cores and GPUs
   launch.dry_run=true               print the commands or scripts, and exit
   launch.processes_per_node=N       local: default one for each GPU; slurm: default 1
   KEY=VALUE                         any key of the config; `python -m dtrain.train --help` lists them
+
+A search with Optuna (pip install 'dtrain[optuna]'); the same command continues it
+  launch.search.trials=N            number of runs
+  'KEY=tag(log,interval(1e-4,1e-1))' 'KEY=int(interval(1,8))' KEY=a,b       what to search; see docs/sweeps.md
+  launch.search.metric=eval/NAME    the objective, default eval/loss; launch.search.best=true: its best value, not its last
+  launch.search.direction=D         minimize or maximize; known for eval/loss and eval/accuracy
+  launch.search.pruner=median       stop runs that are worse than the others; also halving
+  launch.search.seed=N              of the sampler, launch.search.sampler=tpe or random
 
 Commands for runs that were started
   python -m dtrain.launch status DIR...     state, step and last metrics, as a table
@@ -58,7 +71,7 @@ With launch=slurm
   launch.gpus_per_node=N            default one for each process; 0 on a cluster without GPUs
   launch.cpus_per_process=N         default one, plus one for each of data.num_workers (auto: four)
   launch.stop_seconds=S             seconds before the time limit when the run saves and stops: more than a save takes
-  launch.max_running=N              with --multirun: submit one job array and run N of its runs at a time
+  launch.max_running=N              with --multirun: one job array; without it, a job for each run
   launch.requeue=false              do not ask for new allocations
   'launch.extra=["--qos=high"]'     more options of sbatch
   'launch.srun=["--container-image=IMAGE"]' launch.python=/usr/bin/python             a container, with Pyxis
@@ -96,7 +109,7 @@ def _start(arguments: Sequence[str]) -> int:
             jobs.append(Job.of(composed))
 
     with TemporaryDirectory() as folder:
-        compose.run(add, arguments, lambda typed: _with_sweep_dir(typed, folder))
+        compose.run(add, arguments, lambda typed: _with_sweep_dir(recompose_if_run(typed), folder))
     # Without jobs Hydra only printed the config (--cfg, --info).
     return launch(with_unique_dirs(jobs)) if jobs else FINISHED
 

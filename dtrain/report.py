@@ -21,6 +21,7 @@ from dtrain.reporting.page import gap_lines, report_page
 from dtrain.reporting.search import read_searches
 from dtrain.reporting.sweep import Sweep
 from dtrain.reporting.tables import sweep_text
+from dtrain.tracking.console import until_reader_leaves
 from dtrain.tracking.history import printable, read_all, run_directories
 
 
@@ -64,11 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"{error}. Choose another place: --out FILE for the page, --png FOLDER for the charts.")
     for line in (*gap_lines(sweep.runs), *damaged):
         print(f"report: {printable(line)}", file=sys.stderr)
-    if len(sweep.runs) > 1:
-        print(sweep_text(sweep))
-    for run in runs:
-        print(printable(f"{run.history.label}: {run.health.word}: {run.health.line}"))
-    print(printable(str(out.resolve())))
+    with until_reader_leaves():
+        if len(sweep.runs) > 1:
+            print(sweep_text(sweep))
+        for run in runs:
+            print(printable(f"{run.history.label}: {run.health.word}: {run.health.line}"))
+        print(printable(str(out.resolve())))
     return 0
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from dtrain import pack
 from dtrain.__main__ import COMMANDS
-from dtrain.completion import SHELLS, completion_script
+from dtrain.completion import SHELLS, SUBCOMMANDS, completion_script
+from dtrain.launching.commands import COMMANDS as OF_LAUNCH
 
 #: By shell: prints the candidates for a command line, one on each line. bash takes only what follows the last "=".
 _ASK = {
@@ -80,3 +84,10 @@ def test_a_key_is_completed_part_by_part(scripts: dict[str, Path], shell: str) -
 def test_fish_offers_files_where_no_word_fits(scripts: dict[str, Path]) -> None:
     assert candidates("fish", scripts["fish"], "dtrain train run.dir=fi") == ["run.dir=fish"]
     assert candidates("fish", scripts["fish"], "dtrain report fi") == ["fish"]
+
+
+def test_all_subcommands_are_completed(capsys: pytest.CaptureFixture[str]) -> None:
+    with suppress(SystemExit):
+        pack.main(["--help"])
+    assert set(re.findall(r"^ {4}(\w+)(?: |$)", capsys.readouterr().out, re.MULTILINE)) == set(SUBCOMMANDS["pack"])
+    assert set(OF_LAUNCH) == set(SUBCOMMANDS["launch"])

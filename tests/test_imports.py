@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 #: By module (``.*`` stands for all modules of a package): packages that importing it must not load, and for whose sake.
 NOT_LOADED = {
+    "dtrain.__main__": ("hydra", "omegaconf", "torch", "numpy"),  # dtrain --help answers at once
+    "dtrain.config.torchrun_errors": ("hydra", "omegaconf", "torch", "numpy"),  # every torchrun on the machine loads it
     "dtrain.report": ("hydra", "omegaconf", "wandb"),  # reads finished runs only, on any machine
     "dtrain.config.errors": ("hydra", "omegaconf", "torch"),  # loader workers import it
     "dtrain.config.cache_dir": ("hydra", "omegaconf", "torch"),  # loader workers import it

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from dtrain import launch
+from dtrain.launching.job import Job
 from dtrain.launching.slurm import code_version
+from dtrain.tracking.run_dir import write_status
+from tests.launching.compose import single
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +63,50 @@ def test_a_dry_run_of_a_job_array_shows_its_script_first(place: Path, capsys: py
     assert list(place.iterdir()) == []
 
 
+def test_a_wrong_job_refuses_the_whole_sweep_and_is_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error = error_message(capsys, "experiment=digits", "--multirun", "run.seed=1,2", "train.log_every=10,-1")
+    assert "run.seed=1 train.log_every=-1: " in error
+    assert "train.log_every" in error.partition(": ")[2]
+    assert "No run of the sweep was started" in error
+    assert list(place.iterdir()) == []
+
+
+def finished(*arguments: str) -> Job:
+    """A run that an earlier command has finished."""
+    job = single("experiment=digits", *arguments)
+    job.run.save()
+    write_status(job.run.dir, "finished", 276)
+    return job
+
+
+def test_finished_runs_of_a_sweep_are_not_started_again(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = [finished("optimizer.lr=0.1"), finished("optimizer.lr=0.2")]
+    files = {path: path.stat().st_mtime_ns for path in place.rglob("*")}
+    command = ["experiment=digits", "--multirun", "optimizer.lr=0.1,0.2", "tracker=none", "launch.max_running=2"]
+    assert launch.main(command) == launch.FINISHED
+    out, error = capsys.readouterr()
+    assert [line.split()[1:] for line in out.splitlines()[1:]] == [
+        ["already", "finished", str(job.run.dir)] for job in before
+    ]
+    assert {path: path.stat().st_mtime_ns for path in place.rglob("*")} == files
+    # A dry run shows those that would be started.
+    assert launch.main([*command[:2], "optimizer.lr=0.2,0.3", "launch.dry_run=true"]) == launch.FINISHED
+    out, error = capsys.readouterr()
+    assert f"already finished: {before[1].run.dir}" in error
+    assert [f"optimizer.lr={lr}" in out for lr in (0.2, 0.3)] == [False, True]
+
+
+def test_a_finished_run_that_is_asked_for_more_is_started_again(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finished("run.dir=r", "train.max_steps=5")
+    command = ["run.dir=r", "launch.dry_run=true"]  # the other settings are those of the run
+    assert launch.main([*command, "train.max_steps=5"]) == launch.FINISHED
+    assert "train.max_steps" not in capsys.readouterr().out
+    assert launch.main([*command, "train.max_steps=6"]) == launch.FINISHED
+    assert "train.max_steps=6" in capsys.readouterr().out
+
+
 def test_launch_slurm_without_sbatch_is_refused(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,7 +117,12 @@ def test_launch_slurm_without_sbatch_is_refused(
     assert list(place.iterdir()) == []
 
 
-def test_a_secret_in_an_override_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_secret_in_an_override_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "dtrain.launching.job.validate", lambda cfg: None
+    )  # which knows that the model has no such argument
     arguments = ("launch=slurm", "experiment=digits", "launch.dry_run=true")
     error = error_message(capsys, *arguments, "+model.api_key=abc123")
     assert "model.api_key: " in error

@@ -8,6 +8,8 @@ import hashlib
 import io
 import json
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -375,6 +377,13 @@ def test_a_page_that_cannot_be_written_is_an_error_that_names_out(
     run = make_run(tmp_path / "run", steps=1)
     assert main([str(run), "--out", str(tmp_path / "missing" / "report.html")]) == 1
     assert "--out FILE" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m dtrain.report {make_run(tmp_path / 'run', steps=1)} | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert (tmp_path / "run" / "report.html").exists()
 
 
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_the_report_of_a_run_with_faults_is_readable_and_loads_nothing(
     for title, *place in charts:
         left, top, wide, high = map(round, place)
         assert wide > 350, title
-        assert high > 150, title
+        assert high > (15 if title == "Where the time goes" else 150), title
         chart = pixels[top : top + high, left : left + wide]
         assert chart.shape[:2] == (high, wide), title
         assert ((chart.max(axis=2) - chart.min(axis=2)) > 60).sum() > 100, f"{title}: no coloured line"
@@ -87,7 +87,7 @@ def test_overlaid_runs_are_readable_and_load_nothing(run: Path, tmp_path: Path) 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_the_table_of_a_sweep_is_readable_and_loads_nothing(tmp_path: Path, dark: bool) -> None:
     for number in range(30):
-        settings = {"optimizer.lr": 10.0 ** -(number % 5), "run.seed": number // 5}
+        settings = {"optimizer.lr": 1.2345 * 10.0 ** -(number % 5), "run.seed": number // 5}
         point_of(tmp_path / str(number), settings, [number / 40, number / 30])
     assert main([str(tmp_path)]) == 0
     page = tmp_path / "report.html"

@@ -182,6 +182,14 @@ def test_a_job_goes_back_into_the_queue_only_if_its_run_can_go_on(job, srun, req
     assert process.returncode == (-signal.SIGTERM if code is None else code)
 
 
+@pytest.mark.parametrize(("exit_code", "requeued"), [(0, False), (1, True)])
+def test_a_run_that_was_finished_before_is_recognised_by_the_exit_code(job, exit_code, requeued):
+    subprocess.run(["bash", "-c", status("finished")], cwd=job.run_dir, check=True)
+    process = job(f"exit {exit_code}")
+    process.communicate(timeout=30)
+    assert job.requeued() == requeued
+
+
 def test_a_run_that_never_began_is_not_tried_again(job):
     process = job("exit 3", SLURM_RESTART_COUNT="0")
     output, _ = process.communicate(timeout=30)

@@ -28,7 +28,7 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dtrain.config import schema
@@ -107,7 +107,8 @@ def run(
 
     try:
         _compose(job, arguments)
-        sys.stdout.flush()
+        if only_prints(arguments):
+            sys.stdout.flush()
     except BrokenPipeError:
         if not only_prints(arguments):
             raise
@@ -209,17 +210,33 @@ def _json_file(text: str) -> Path:
 
 
 def _register_resolvers(*, as_written: bool = False) -> None:
-    """Registers ``${dtrain.env:A,B}``, the first set variable, and ``${dtrain.cache:NAME}``, a path in the cache."""
+    """Registers the resolvers of ``conf/``.
+
+    ``${dtrain.env:A,B}`` is the first set variable, ``${dtrain.cache:NAME}`` a path in the cache, and ``${dtrain.classes:N}``
+    the number of names in the file classes.json beside ``data.train``, or N without such a file.
+    """
     resolvers: dict[str, Callable[..., str]] = {
         "dtrain.env": _first_of_environment,
         "dtrain.cache": lambda name: str(cache_dir() / name),
     }
     for name, resolver in resolvers.items():
         OmegaConf.register_new_resolver(name, partial(_written, name) if as_written else resolver, replace=True)
+    OmegaConf.register_new_resolver("dtrain.classes", _number_of_classes, replace=True)
 
 
 def _written(name: str, *arguments: str) -> str:
     return f"<{name}:{','.join(arguments)}>"
+
+
+def _number_of_classes(default: int, *, _root_: DictConfig) -> int:
+    data = _root_.data
+    train = None if OmegaConf.is_missing(data, "train") else data.train
+    pattern = train[0] if isinstance(train, ListConfig) and train else train
+    if isinstance(pattern, str):
+        with suppress(OSError, ValueError):  # a damaged file is refused where the names are read
+            names = json.loads((Path(pattern).parent / "classes.json").read_text(encoding="utf-8"))
+            return len(names) if isinstance(names, list) else default
+    return default
 
 
 def _first_of_environment(*names: str) -> str:

@@ -55,8 +55,11 @@ def check_arguments(arguments: Sequence[str]) -> None:
         if argument in unknown or (re.match(r"-\w\w+=", argument) and key not in ("-cd", "-cn", "-cp")):
             raise ConfigError(f"{argument}: there is no such option. Keys have no dashes: {key.lstrip('-')}=VALUE.")
         if key.startswith("~") and _wanted(name := key[1:]):
+            # null is not possible for model and task, whose preset a _target_ replaces.
+            by_target = key_types(Config).get(name) == dict[str, Any]
+            instead = f"{name}=NAME, or {name}._target_=package.Name" if by_target else f"{name}=null"
             raise ConfigError(
-                f"{argument}: every config has {name}, so it cannot be removed. Set it instead, such as {name}=null."
+                f"{argument}: every config has {name}, so it cannot be removed. Set it instead, such as {instead}."
             )
         if equals and not key.startswith("-") and seen.setdefault(key, argument) != argument:
             # Hydra would use the last one: unquoted, a pattern of shards would become its last shard.

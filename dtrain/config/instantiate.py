@@ -61,8 +61,7 @@ def by_target(key: str, node: Any, *args: Any, **kwargs: Any) -> Any:
         ConfigError: If there is no ``_target_``, nothing of that name can be imported, the target does not take these
             keys or needs others, or it raises an exception.
     """
-    if not isinstance(node, DictConfig) or "_target_" not in node:
-        raise ConfigError(f"{key}: has no _target_. Name a class or function, such as {key}._target_=package.Class.")
+    _require_target(key, node)
     node = copy.deepcopy(node)
     nodes = dict(nodes_with_target(key, node))
     for place, inner in nodes.items():
@@ -95,10 +94,18 @@ def check_arguments(key: str, node: Any, **given: Any) -> None:
     Raises:
         ConfigError: If there is no ``_target_``, nothing of that name can be imported, or the target does not take these keys.
     """
-    if not isinstance(node, DictConfig) or "_target_" not in node:
-        raise ConfigError(f"{key}: has no _target_. Name a class or function, such as {key}._target_=package.Class.")
+    _require_target(key, node)
     for place, inner in nodes_with_target(key, node):
         _check_call(place, inner, 0, given if inner is node else {})
+
+
+def _require_target(key: str, node: Any) -> None:
+    if not isinstance(node, DictConfig) or node._is_none() or node._get_node("_target_") is None:
+        got = OmegaConf.to_container(node) if isinstance(node, (DictConfig, ListConfig)) else node
+        raise ConfigError(
+            f"{key}: got {shortened(repr(got), 60)}, which has no _target_. Name a class or function, such as "
+            f"{key}._target_=package.Class."
+        )
 
 
 def nodes_with_target(key: str, node: Any) -> Iterator[tuple[str, DictConfig]]:
@@ -165,7 +172,8 @@ def _check_call(place: str, node: DictConfig, positional: int, keywords: Mapping
         names = [it.name for it in by_name]
         for name in given:
             if name not in names:
-                raise ConfigError(f"{place}.{name}: {path} has no argument {name!r}. {nearest(name, names)}")
+                valid = set(names) - set(keywords)
+                raise ConfigError(f"{place}.{name}: {path} has no argument {name!r}. {nearest(name, valid)}")
     for it in by_name:
         value = node._get_node(it.name) if it.name in given else None
         wanted = getattr(it.annotation, "__name__", it.annotation)
@@ -179,7 +187,7 @@ def _check_call(place: str, node: DictConfig, positional: int, keywords: Mapping
     needed += [name for name in given if OmegaConf.is_missing(node, name)]
     if needed:
         raise ConfigError(
-            f"{place}.{needed[0]} is not set: {path} needs {' and '.join(needed)}. Set {place}.{needed[0]}=..."
+            f"{place}.{needed[0]} is not set: {path} needs {' and '.join(needed)}. Set {place}.{needed[0]}=VALUE."
         )
 
 
@@ -187,7 +195,8 @@ def _failure(place: str, node: Any, error: BaseException) -> str:
     """The message for a target that raised an exception."""
     path = str(node["_target_"])
     if isinstance(error, ValueError) and path.startswith("dtrain."):
-        return f"{place}: {error}"  # names the value and the remedy
+        text = str(error)  # names the value and the remedy
+        return text if text.startswith(place) else f"{place}: {text}"
     values = ", ".join(f"{name}={_value(str(name), node._get_node(name))}" for name in node if name not in _OF_HYDRA)
     return f"{place}: {path}({values}) failed: {_told(error)}"
 

@@ -83,7 +83,7 @@ class DataConfig:
     fields: dict[str, Any] = field(default_factory=dict)  # by extension of the members: name, role, size, mean, std
     image_size: int = 224  # height and width of images in the presets shards and imagenet
     # processes that build batches; 0: the training process does; auto: as many as the data need and the cores allow
-    num_workers: int | str = 2
+    num_workers: int | str = "auto"
     shuffle: str = "window"  # window: within shuffle windows | full: all samples | none: as stored
     # contiguous pieces of the epoch from which each step draws; null: a divisor of the global batch up to 64
     lanes: int | None = None

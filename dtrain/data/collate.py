@@ -23,6 +23,7 @@ from torch.utils.data import get_worker_info
 
 from dtrain.data.augment import Augment, begins_with
 from dtrain.data.batch import MIN_SHARED_BYTES, Batch, Transfer
+from dtrain.data.decode import tokens_and_mask
 from dtrain.data.fields import INT64, DataError, Field, SampleError
 from dtrain.data.mixing import Mix, Mixer
 from dtrain.data.randomness import Randomness, hash64
@@ -97,10 +98,8 @@ class Collator:
         if mixtures is not None:
             data = mixtures.mixed(data, keys)
         for field in self._fields:
-            if field.tokenizer is not None:  # see ``tokens_of``
-                tokens = torch.as_tensor(data[field.name])
-                data[field.columns[1]] = tokens >= 0
-                data[field.name] = tokens.clamp(min=0)
+            if field.tokenizer is not None:
+                data[field.name], data[field.columns[1]] = tokens_and_mask(torch.as_tensor(data[field.name]))
         return Batch(data, keys[:rows], torch.tensor([key != "" for key in keys[:rows]]), bad)
 
     def expect(self, ahead: Callable[[int], np.ndarray]) -> None:
@@ -129,7 +128,7 @@ class Collator:
                     place = self._reader.place(record)
                     bad.append({"key": record.key, "epoch": epoch, **place, "reason": str(error)})
             except Exception as error:
-                # An augmentation, a decoder or a data set may raise any error, without naming the sample.
+                # An augmentation, a decoder or a dataset may raise any error, without naming the sample.
                 if sys.version_info >= (3, 11):
                     place = self._reader.place(record)
                     error.add_note(f"Sample {record.key!r}, in {place['shard']} at byte {place['offset']}.")
@@ -183,7 +182,7 @@ class Collator:
                 place = self._reader.place(record)
                 first = first or f"{record.key}, in {place['shard']} at byte {place['offset']}: {error}"
         raise DataError(
-            f"epoch {epoch}: no sample can be read, neither of one global batch nor among the first of the data set. The "
+            f"epoch {epoch}: no sample can be read, neither of one global batch nor among the first of the dataset. The "
             f"first error: {first}. Check that the shards are complete and that data.fields matches them."
         )
 
@@ -301,10 +300,15 @@ class FieldBuffer:
 
     def _mismatch(self, key: str, description: str) -> DataError:
         first_key, first = self._first
+        remedy = (
+            "Set a size in data.fields (`size: 224`; with data=shards data.image_size=224), use an augmentation that crops, "
+            "or a decoder that returns equal shapes."
+            if self.field.role == "image"
+            else "Pad or cut the values: use a decoder or an augmentation that returns equal shapes, or store them so."
+        )
         return DataError(
             f"field {self.field.name!r}: sample {key!r} is {description}, {first_key!r} is {first}, and both are in one "
-            "batch. Set a size in data.fields (`size: 224`; with data=shards data.image_size=224), use an augmentation that "
-            "crops, or a decoder that returns equal shapes."
+            f"batch. {remedy}"
         )
 
 

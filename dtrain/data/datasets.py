@@ -1,12 +1,12 @@
-"""Data sets that are not shards: arrays in memory, generated samples, and any map-style data set.
+"""Datasets that are not shards: arrays in memory, generated samples, and any map-style dataset.
 
-* A *map-style* data set has ``len(dataset)`` and ``dataset[n]``. ``Arrays`` takes row *n* of each array; ``Generated``
+* A *map-style* dataset has ``len(dataset)`` and ``dataset[n]``. ``Arrays`` takes row *n* of each array; ``Generated``
   calls a function with a generator keyed by (seed, epoch, sample), so that no two ranks or workers draw the same
   numbers.
 * ``SampleSource`` makes a ``Source`` of one, so that the loader reads it as it reads shards. Random numbers that a data
   set draws from the global generators of Python, numpy and torch are keyed by (seed, epoch, sample) too: an
   augmentation in ``__getitem__``, such as torchvision's, is the same for any number of ranks and workers.
-* ``value_of`` converts the values of a data set: images become uint8 RGB ``[height, width, 3]``, everything else keeps
+* ``value_of`` converts the values of a dataset: images become uint8 RGB ``[height, width, 3]``, everything else keeps
   its type.
 """
 
@@ -29,7 +29,7 @@ from dtrain.data.fields import DataError, Field, SampleError, parse_fields
 from dtrain.data.randomness import Randomness, generators_at, hash64
 from dtrain.data.source import Index, Reader, Source
 
-# Rows of an array in its fingerprint: enough to distinguish data sets, and cheap for large ones.
+# Rows of an array in its fingerprint: enough to distinguish datasets, and cheap for large ones.
 _HASHED_ROWS = 64
 # The order keeps a few numbers for each shard; this many take milliseconds an epoch.
 _MAX_SHARDS = 2**16
@@ -106,7 +106,7 @@ class Generated:
 
 
 def as_dataset(value: Any) -> Any:
-    """A map-style data set or ``Generated``, unchanged; a dict or tuple of arrays as ``Arrays``.
+    """A map-style dataset or ``Generated``, unchanged; a dict or tuple of arrays as ``Arrays``.
 
     Raises:
         ValueError: If the value is none of them.
@@ -119,14 +119,14 @@ def as_dataset(value: Any) -> Any:
     if hasattr(value, "__iter__"):
         stream = " Samples of a stream cannot be read by number: write them to shards, or use data=iterable."
     raise ValueError(
-        f"got a {type(value).__name__}, want a data set with __len__ and __getitem__, a dict or tuple of arrays, or a "
+        f"got a {type(value).__name__}, want a dataset with __len__ and __getitem__, a dict or tuple of arrays, or a "
         f"dtrain.data.Generated.{stream}"
     )
 
 
 @dataclass(frozen=True)
 class SampleSource(Source):
-    """A map-style data set, or ``Generated``, as a source.
+    """A map-style dataset, or ``Generated``, as a source.
 
     Attributes:
         places: Key of each field in samples that are dicts; in tuples, values are in the order of ``fields``.
@@ -149,15 +149,15 @@ class SampleSource(Source):
         """Builds the source.
 
         Args:
-            dataset: A map-style data set, a dict or tuple of arrays, or ``Generated``. Its attribute ``fingerprint``,
+            dataset: A map-style dataset, a dict or tuple of arrays, or ``Generated``. Its attribute ``fingerprint``,
                 if it is a string, identifies its content; without it only name and length do.
             fields: Key of a sample that is a dict to ``{"name": ..., "role": ..., **options}``; the values of a tuple
                 in this order. A ``decoder`` is called with the value.
-            name: First part of the sample keys; None: the name of the data set's class.
+            name: First part of the sample keys; None: the name of the dataset's class.
             shard_size: See ``SampleIndex``.
 
         Raises:
-            ValueError: If ``dataset`` is not such a data set, is empty, or a field is impossible.
+            ValueError: If ``dataset`` is not such a dataset, is empty, or a field is impossible.
         """
         dataset = as_dataset(dataset)
         name = type(dataset).__name__ if name is None else name
@@ -166,7 +166,7 @@ class SampleSource(Source):
         return cls(dataset, index, value_fields(fields), tuple(fields))
 
     def open(self, seed: int) -> SampleReader:
-        """A reader; random numbers that the data set draws depend on ``seed``."""
+        """A reader; random numbers that the dataset draws depend on ``seed``."""
         return SampleReader(self, seed)
 
     def summary(self) -> str:
@@ -190,20 +190,20 @@ def value_fields(mapping: Mapping[Any, Mapping[str, Any]]) -> tuple[Field, ...]:
     if len(fields) != len(mapping):
         raise ValueError(
             f"data.fields: some of {', '.join(map(repr, mapping))} differ in upper and lower case only. Rename one of them "
-            "in the data set."
+            "in the dataset."
         )
     return fields
 
 
 class SampleIndex(Index):
-    """The index of a data set that is not in shards.
+    """The index of a dataset that is not in shards.
 
     Samples are grouped into shards of equal size, though there are no files, so that lanes and shuffle windows work as
     for shards. The default shards are so small that a window shuffle is as good as a full one; larger shards keep
     neighbouring samples together, which helps if reading neighbours is cheaper.
 
     Args:
-        name: Name of the data set; the first part of a sample's key.
+        name: Name of the dataset; the first part of a sample's key.
         num_samples: Number of samples.
         shard_size: Samples of a shard; None: the smallest size with at most 65,536 shards.
         content: Identifies the content of the samples.
@@ -217,7 +217,7 @@ class SampleIndex(Index):
 
     def __init__(self, name: str, num_samples: int, shard_size: int | None = None, content: str = "") -> None:
         if num_samples < 1:
-            raise ValueError(f"the data set {name} has {num_samples} samples, want at least one.")
+            raise ValueError(f"the dataset {name} has {num_samples} samples, want at least one.")
         size = -(-num_samples // _MAX_SHARDS) if shard_size is None else shard_size
         if size < 1:
             raise ValueError(f"data.shard_size: got {size}, want at least one sample, or null for the default.")
@@ -234,7 +234,7 @@ class SampleIndex(Index):
         return [f"{self.name}/{sample}" for sample in samples.tolist()]
 
     def describe(self) -> dict[str, Any]:
-        """The identity of the data set for a checkpoint."""
+        """The identity of the dataset for a checkpoint."""
         return {
             "name": self.name,
             "num_samples": self.num_samples,
@@ -250,7 +250,7 @@ def value_of(
 
     Args:
         field: The field. Its decoder, if it has one, is called with ``raw`` first.
-        raw: The value from the data set.
+        raw: The value from the dataset.
         out: uint8, ``[height, width, 3]``: where an encoded image is written if it has that shape.
         crop: ``crop(height, width)`` of an image, in place of the field's own.
 
@@ -308,7 +308,7 @@ def _rgb(field: Field, value: Any) -> np.ndarray:
             return np.repeat(pixels, 3, axis=2) if pixels.shape[2] == 1 else pixels[:, :, :3]
     got = f"{value.dtype} {list(value.shape)}" if isinstance(value, (np.ndarray, Tensor)) else type(value).__name__
     raise DataError(
-        f"field {field.name!r}: the data set returns {got}, but an image has to be uint8 pixels, which are normalised on the "
+        f"field {field.name!r}: the dataset returns {got}, but an image has to be uint8 pixels, which are normalised on the "
         "device. Leave out ToTensor and Normalize; or declare role: feature for values that are normalised already."
     )
 
@@ -332,7 +332,7 @@ class SampleReader(Reader):
         return map(_Numbered, self._index.keys(samples), samples.tolist(), keys.tolist())
 
     def fetch(self, record: _Numbered) -> list[Any]:
-        """The data set's value for each field; its ``ValueError``, ``OSError`` and ``EOFError`` become ``SampleError``."""
+        """The dataset's value for each field; its ``ValueError``, ``OSError`` and ``EOFError`` become ``SampleError``."""
         try:
             sample = self._sample(record)
         except SampleError:
@@ -353,7 +353,7 @@ class SampleReader(Reader):
         return list(values)
 
     def place(self, record: _Numbered) -> dict[str, Any]:
-        """The data set's name, and the sample's number."""
+        """The dataset's name, and the sample's number."""
         return {"shard": self._index.name, "offset": record.number}
 
     def _sample(self, record: _Numbered) -> Any:

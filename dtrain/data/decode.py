@@ -123,6 +123,11 @@ def tokens_of(field: Field, text: Any) -> np.ndarray:
     return row
 
 
+def tokens_and_mask(padded: Any) -> tuple[Any, Any]:
+    """Rows of ``tokens_of``, a tensor or an array, with zeros as padding; and a mask of the same shape, bool, false there."""
+    return padded.clip(min=0), padded >= 0
+
+
 def _integer(field: Field, payload: bytes | memoryview) -> int:
     try:
         value = int(bytes(payload))

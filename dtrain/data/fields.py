@@ -339,6 +339,8 @@ def _parse_field(ext: str, where: str, options: Mapping[str, Any]) -> Field:
     values = {option: value for option, value in options.items() if value is not None}
     if "name" not in values:
         raise ValueError(f"data.fields.{where} has no name. Give it one, such as name: image.")
+    if type(values.get("key")) is int:  # an index of a list
+        values["key"] = str(values["key"])
     for option in ("name", "role", "decode", "dtype", "key", "tokenizer"):
         if option in values and not isinstance(values[option], str):
             raise ValueError(f"data.fields.{where}.{option}: got {values[option]!r}, want a word.")

@@ -211,7 +211,7 @@ class ShardLoader:
         return self._position.steps_left
 
     @property
-    def samples_handed(self) -> int:
+    def samples_received(self) -> int:
         """Samples that this rank has received so far, including bad ones and batches that are not committed."""
         return self._budget.samples
 

@@ -22,6 +22,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from dtrain.data.augment import Augment, begins_with
 from dtrain.data.collate import AUGMENTATION
+from dtrain.data.decode import tokens_and_mask
 from dtrain.data.fields import DataError, SampleError, parse_fields
 from dtrain.data.order import EpochOrder, Layout, Recipe
 from dtrain.data.randomness import Randomness, hash64
@@ -218,6 +219,9 @@ class ShardDataset(IterableDataset[dict[str, Any]]):
             ) from error
         if augment is not None and rng is not None:
             sample = dict(augment(sample, rng))
+        for field in self._source.fields:
+            if field.tokenizer is not None:
+                sample[field.name], sample[field.columns[1]] = tokens_and_mask(sample[field.name])
         sample["__key__"] = record.key
         return sample
 

@@ -303,6 +303,11 @@ def _refuse_options(options: Mapping[str, Any]) -> None:
                 f"data.{name}: got {options[name]!r}, but the samples of a stream cannot be read by number. Set "
                 f"data.{name}={wish}, and let the dataset do it, or write the samples to shards."
             )
+    if options.get("num_workers") == "auto":
+        raise ValueError(
+            "data.num_workers: got 'auto', but a stream resumes only with the same number of workers, and is not read to "
+            "measure. Set a number, such as data.num_workers=2."
+        )
     if options["global_batch_size"] % options.get("world_size", 1):
         raise ValueError(
             f"train.global_batch_size: {options['global_batch_size']} is not divisible by {options['world_size']} ranks, "

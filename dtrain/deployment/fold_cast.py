@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from dtrain.config.errors import ConfigError
+from dtrain.precision.modules import dtype_name
 from dtrain.precision.policy import keep_in_fp32
 
 #: Names of a convolution and of the BatchNorm that follows it.
@@ -125,7 +126,7 @@ def check_range(
             modules = ",".join([owner, folded[owner]] if owner in folded else [owner])
             keep = f", or keep it in fp32: 'precision.keep_fp32=[{modules}]'" if owner else ""
             wider = "export.dtype=bf16 or fp32" if dtype == torch.float16 else "export.dtype=fp32"
-            short = str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+            short = dtype_name(dtype)
             raise ConfigError(
                 f"export: {name}{origin} does not fit into {short}: its largest magnitude is {largest:g}, the largest "
                 f"{short} number is {torch.finfo(dtype).max:g}. Use {wider}{keep}."

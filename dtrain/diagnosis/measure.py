@@ -86,7 +86,7 @@ def loader_rate(loader: ShardLoader, batches: Iterator[Batch], seconds: float) -
     workers = max(loader.num_workers, 1)
     for _ in range(workers):  # the first batch of each worker is not timed: the worker opens files and fills caches
         next(batches)
-    count, samples_before = 0, loader.samples_handed
+    count, samples_before = 0, loader.samples_received
     pids = [child.pid or 0 for child in multiprocessing.active_children()] if loader.num_workers else [os.getpid()]
     with _ProcessWatch(pids) as watch:
         started = time.perf_counter()
@@ -95,7 +95,7 @@ def loader_rate(loader: ShardLoader, batches: Iterator[Batch], seconds: float) -
             count += 1
         duration = time.perf_counter() - started
     # Per sample, because the last micro-batches of an epoch have fewer samples.
-    return LoaderRate(duration / max(loader.samples_handed - samples_before, 1), watch.busy, loader.bad_samples)
+    return LoaderRate(duration / max(loader.samples_received - samples_before, 1), watch.busy, loader.bad_samples)
 
 
 class _ProcessWatch:

@@ -55,7 +55,9 @@ def main(arguments: Sequence[str]) -> int:
         print_tables(report, console, options.all)
         loss_scale = composed.cfg.precision.loss_scale
         bounds = LossScaleConfig() if loss_scale == "none" else loss_scale
-        print_banner("numerics", {"run": _result(report, outcomes)} | summary(report, bounds.min, bounds.max))
+        skipped = sum(not outcome.stats.applied for outcome in outcomes), len(outcomes)
+        rows = summary(report, bounds.min, bounds.max, skipped)
+        print_banner("numerics", {"run": _result(report, outcomes)} | rows)
         more = {
             "losses": [_loss(outcome) for outcome in outcomes],
             "applied_steps": sum(outcome.stats.applied for outcome in outcomes),

@@ -21,7 +21,7 @@ from dtrain.launching.job_script import SCRIPT
 from dtrain.reporting.health import last_activity, run_state, run_state_with_reason
 from dtrain.reporting.sweep import varied_settings
 from dtrain.reporting.tables import Column, setting_column, text_table
-from dtrain.tracking.console import PlainLines
+from dtrain.tracking.console import PlainLines, until_reader_leaves
 from dtrain.tracking.history import History, printable, read_all, run_directories
 from dtrain.tracking.records import parse_record
 from dtrain.tracking.run_dir import is_plain, is_trained, read_status
@@ -60,7 +60,9 @@ def run_command(arguments: Sequence[str], launch: Launch) -> int:
 def status(directories: Sequence[Path]) -> int:
     """Prints a table with one line for each run."""
     with as_config_error("status"):
-        print(status_table(directories, shutil.get_terminal_size((_UNLIMITED, 24)).columns), end="")
+        table = status_table(directories, shutil.get_terminal_size((_UNLIMITED, 24)).columns)
+    with until_reader_leaves():
+        print(table, end="")
     return FINISHED
 
 
@@ -136,7 +138,7 @@ def tail(directories: Sequence[Path]) -> int:
     if len(directories) != 1:
         raise ConfigError(f"tail: got {len(directories)} directories, want one.")
     (run_dir,) = directories
-    with suppress(KeyboardInterrupt), as_config_error("tail"):
+    with suppress(KeyboardInterrupt), as_config_error("tail"), until_reader_leaves():
         log = newest_log(run_dir)
         print(f"==> {log}", flush=True)
         for line in _followed(run_dir, log):

@@ -32,11 +32,6 @@ STOPPED = 75
 
 # `run.dir` is added with its absolute path; `launch.dry_run` has no meaning for a run that starts.
 _NOT_FORWARDED = ("run.dir", "launch.dry_run")
-# Keys that do not change the result of a run.
-_WITHOUT_EFFECT = (
-    *("run.name", "run.dir", "run.max_hours", "run.resume", "train.log_every"),
-    *("launch.", "tracker.", "profile.", "export.", "checkpoint.", "faults"),
-)
 ALREADY_FINISHED = "already finished"
 _MINIMUM = {
     "nodes": 1,
@@ -94,9 +89,7 @@ class Job:
         """Whether the run has finished with this config before, so that starting it would change nothing."""
         with as_config_error("run.dir"):
             status = read_status(self.run.dir)
-        if status is None or status["state"] != "finished":
-            return False
-        return all(change.startswith(_WITHOUT_EFFECT) for change in self.run.changes())
+        return status is not None and status["state"] == "finished" and not self.run.changes()
 
     @property
     def arguments(self) -> list[str]:

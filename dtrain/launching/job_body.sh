@@ -86,7 +86,8 @@ rm -f "$run_dir/STOP" # the run may have ended before it read the file
 # -- the result: read from status.json, because torchrun exits with 1 for every exit code but 0
 status() { sed -n "s/.*\"$1\": *\"\{0,1\}\([^\",}]*\).*/\1/p" "$run_dir/status.json" | head -n 1; }
 state=none step=0 reason=
-if [[ $(cat "$run_dir/status.json" 2>/dev/null) != "$status_before" ]]; then
+# A run that was finished before is left as it is, with exit code 0.
+if [[ $(cat "$run_dir/status.json" 2>/dev/null) != "$status_before" || $code-$(status state) == 0-finished ]]; then
   state=$(status state) step=$(status step) reason=$(status reason)
 fi
 echo "job $job, restart $starts: state $state, step $step, exit code $code"

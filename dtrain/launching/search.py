@@ -446,6 +446,16 @@ class Search:
             )
         return self._study.ask(self._distributions)
 
+    def _values(self, trial: Any) -> dict[str, float | int | str]:
+        """Key, as typed, to the value of a trial; other numbers than integers have six digits, so that people can read them."""
+        values = {}
+        for name, key in self._names.items():
+            value, distribution = trial.params[name], self._distributions[name]
+            if isinstance(value, float):
+                value = min(max(float(f"{value:.6g}"), distribution.low), distribution.high)
+            values[key] = value
+        return values
+
     def _without_result(self) -> list[Any]:
         """The trials that an earlier command left without a result, to be continued.
 
@@ -464,7 +474,7 @@ class Search:
 
     def _begin(self, trial: Any) -> None:
         """Starts the run of a trial, or takes the result of the same run."""
-        values = {key: trial.params[name] for name, key in self._names.items()}
+        values = self._values(trial)
         shown = (f"{key}={f'{value:.4g}' if isinstance(value, float) else value}" for key, value in values.items())
         printed = io.StringIO()
         try:
@@ -551,11 +561,10 @@ class Search:
         shown = record.Search.read(self._folder, [])
         assert shown is not None
         print(text_table(shown.columns), end="")
-        print(f"\n{shown.summary}")
+        print(f"\n{shown.summary}.")
         if (best := shown.best) is not None:
             trial = self._study.trials[best.number]
-            values = {key: trial.params[name] for name, key in self._names.items()}
-            words = [*self._line.options, *self._line.of_a_trial, *assignments(values)]
+            words = [*self._line.options, *self._line.of_a_trial, *assignments(self._values(trial))]
             print(f"the best run:       {self._folder / best.run}")
             print(f"its values again:   python -m dtrain.launch {shlex.join(words)}")
         print(f"table and pictures: python -m dtrain.report {shlex.quote(str(self._folder))}")
@@ -583,7 +592,7 @@ class Search:
                 "number": trial.number,
                 "state": names.get(trial.state, "running" if trial.number in running else "stopped"),
                 "value": value if (value := as_float(_value(trial))) == value else None,
-                "values": trial.params,
+                "values": {key.lstrip("+"): value for key, value in self._values(trial).items()},
                 "run": trial.user_attrs.get("run"),
                 "reason": trial.user_attrs.get("reason"),
             }

@@ -3,7 +3,7 @@
 Files in reading order:
 
 * ``command``: parts of all packing commands: splits, shard sizes, the preset that is written beside the shards.
-* ``staging``: a data set while it is packed; interrupted commands resume, and shards appear only when all are written.
+* ``staging``: a dataset while it is packed; interrupted commands resume, and shards appear only when all are written.
 * ``pool``: jobs on several processes.
 * ``images``, ``arrays``, ``text``: one file for each kind of source.
 * ``indexing``: ``pack index``.

@@ -1,4 +1,4 @@
-"""A data set while it is packed: interrupted commands resume, and shards appear only when all of them are written.
+"""A dataset while it is packed: interrupted commands resume, and shards appear only when all of them are written.
 
 * The *plan* is everything that determines the bytes of the shards: sources, seed, shard sizes. It is stored before the
   first shard is written.
@@ -68,11 +68,11 @@ class Written:
 
 @dataclass(frozen=True)
 class StagedDataset:
-    """The data set in the staging folder; ``staged`` makes it.
+    """The dataset in the staging folder; ``staged`` makes it.
 
     Attributes:
         folder: The staging folder.
-        destination: Folder of the finished data set.
+        destination: Folder of the finished dataset.
     """
 
     folder: Path
@@ -183,7 +183,7 @@ def staged(destination: Path, prefixes: Iterable[str], plan: Mapping[str, Any]) 
     holds no finished file.
 
     Args:
-        destination: Folder of the data set; created if missing.
+        destination: Folder of the dataset; created if missing.
         prefixes: Names of the splits.
         plan: Everything that determines the bytes of the shards; values that JSON can store.
 

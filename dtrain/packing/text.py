@@ -151,12 +151,12 @@ def _stored_splits(destination: Path, facts: Mapping[str, Any]) -> dict[str, Any
         return {}
     stored = json.loads(path.read_text("utf-8"))
     if not isinstance(stored, dict) or not isinstance(stored.get("splits"), dict):
-        raise ValueError(f"{path} does not describe a data set of tokens. Choose another DST.")
+        raise ValueError(f"{path} does not describe a dataset of tokens. Choose another DST.")
     other = [
         f"{name} {stored.get(name)!r}, not {value!r}" for name, value in facts.items() if stored.get(name) != value
     ]
     if other:
-        raise ValueError(f"{path} describes another data set: {', '.join(other)}. Choose another DST.")
+        raise ValueError(f"{path} describes another dataset: {', '.join(other)}. Choose another DST.")
     return dict(stored["splits"])
 
 

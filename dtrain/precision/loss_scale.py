@@ -125,7 +125,7 @@ class LossScale:
         _require(hysteresis >= 1, "hysteresis", hysteresis, ">= 1")
         if not 0 < min_scale <= init <= max_scale < math.inf:
             raise ConfigError(
-                f"loss scale: got init={init}, min={min_scale}, max={max_scale}; want 0 < min <= init <= max < inf"
+                f"precision.loss_scale: got init={init}, min={min_scale}, max={max_scale}; want 0 < min <= init <= max < inf"
             )
         self.hysteresis = hysteresis
         self.min_scale = min_scale
@@ -227,4 +227,4 @@ class LossScale:
 
 def _require(ok: bool, name: str, got: object, want: str) -> None:
     if not ok:
-        raise ConfigError(f"loss scale: got {name}={got}; want {want}")
+        raise ConfigError(f"precision.loss_scale: got {name}={got}; want {want}")

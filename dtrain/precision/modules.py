@@ -1,4 +1,4 @@
-"""Helpers for walks over a model: module names, nested tensors, ScriptModules.
+"""Helpers for walks over a model: names of modules and dtypes, nested tensors, ScriptModules.
 
 ScriptModules (``torch.jit.script``, ``torch.jit.trace``) do not run in Python, so hooks and changed forwards have no effect
 on them.
@@ -23,6 +23,11 @@ def plain_name(name: str) -> str:
 def first_names(names: Sequence[str], most: int) -> str:
     """The first ``most`` names and the number of the others: ``a, b and 7 more``."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``fp32``, ``bf16``, ``fp16``, ``fp64``."""
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

@@ -8,6 +8,7 @@ The files in reading order:
 * ``style``, ``tables`` and ``charts`` make formatted text, tables, and charts as data.
 * ``page`` and its template ``page.html.j2`` make the page, on which ``charts.js`` draws the charts with uPlot (``uplot/``).
 * ``pictures`` draws the charts as PNG files, with matplotlib.
+* ``search`` makes the section about an Optuna search.
 
 A run directory may come from somebody else. Only regular files of a bounded size are read, only verified PNG data is embedded,
 and everything is escaped. The page runs its own two scripts only, and loads nothing.

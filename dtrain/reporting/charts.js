@@ -47,20 +47,26 @@ function columns(chart) {
   return {data: uPlot.join(tables), series, bands};
 }
 
+// The first tick of a logarithmic axis has one digit: with more, uPlot 1.6 never comes to an end.
+function firstTick(low) {
+  const size = 10 ** Math.floor(Math.log10(low / 1.1));
+  return Math.floor(low / 1.1 / size) * size;
+}
+
 function scales(chart, data) {
   const values = chart.is_log ? data.slice(1).flat().filter(value => value != null) : [];
   const base = Math.max(...values) < 1e3 * Math.min(...values) ? 2 : 10;
   const y = (_, low, high) => {
     if (low == null) return chart.is_log ? [1, 10] : [0, 1];
     if (chart.is_log && base === 2) return [2 ** Math.floor(Math.log2(low)), 2 ** Math.ceil(Math.log2(high))];
-    if (chart.is_log) return [Number((low / 2).toExponential(0)), high * 1.2]; // the first tick has one digit
+    if (chart.is_log) return [firstTick(low), high * 1.2];
     high = Math.min(high, chart.top ?? high);
     low = Math.min(chart.floor ?? low, high);
     const room = 0.05 * (high - low || Math.abs(high) || 1);
     return [chart.floor == null ? low - room : low, high + room];
   };
-  const x = {linear: {}, log: {distr: 3}, symlog: {distr: 4, asinh: chart.x_threshold}}[chart.x_scale];
-  const wide = (_, low, high) => chart.x_scale === "log" ? [low / 1.3, high * 1.3] : [low, high + 0.02 * (high - low)];
+  const x = {linear: {}, log: {distr: 3}, symlog: {distr: 4, asinh: firstTick(chart.x_threshold)}}[chart.x_scale];
+  const wide = (_, low, high) => chart.x_scale === "log" ? [firstTick(low), high * 1.2] : [low, high + 0.02 * (high - low)];
   return {x: {time: false, ...x, range: chart.x_label === "step" ? (_, low, high) => [low, Math.max(high, low + 1)] : wide},
     y: {range: y, distr: chart.is_log ? 3 : 1, log: base}};
 }

@@ -206,7 +206,7 @@ def _setting_chart(sweep: Sweep, goal: Goal, setting: Setting, numbers: np.ndarr
     if values[0] >= 0 and positive.max() >= _DECADE * positive.min():
         scale = "log" if values[0] > 0 else "symlog"  # a weight decay may be zero
     medians = np.array([np.median(best[known & (numbers == value)]) for value in values])
-    lines = [Line("median", "soft", values, medians, style="thin")]
+    lines = [Line("median", "soft", values, medians, style="thin")] if len(values) < known.sum() else []
     for run, number, result in zip(sweep.runs, numbers, best, strict=True):
         place = sweep.shown.index(run) if run in sweep.shown else None
         if np.isfinite(result):
@@ -308,7 +308,7 @@ def time_chart(runs: Sequence[RunData]) -> Chart:
     bars = tuple((run.history.label, tuple(run.times.shares())) for run in runs if run.times is not None)
     missing = [run.history.label for run in runs if run.times is None]
     note = f"No time/step_seconds in {join_some(missing)}." if missing else ""
-    if len(bars) == 1:
+    if len(runs) == len(bars) == 1:
         ((_, shares),) = bars
         note = (
             ", ".join(f"{part} {format_percent(share)}" for part, share in zip(TIME_NAMES, shares, strict=True)) + "."

@@ -123,18 +123,18 @@ class Search:
         parts = [", ".join(f"{count} {state}" for state, count in counts.items() if count)]
         if (best := self.best) is not None:
             values = ", ".join(f"{key}={_text(value)}" for key, value in best.values.items())
-            parts.append(f"best: trial {best.number} with {self.metric} {best.value:.6g} at {values}")
+            parts.append(f"Best: trial {best.number} with {self.metric} {best.value:.6g} at {values}")
         if self.importance:
             shares = ", ".join(f"{key} {format_percent(share)}" for key, share in self.importance.items())
-            parts.append(f"share of the variation that each key explains: {shares}")
+            parts.append(f"Share of the variation that each key explains: {shares}")
         return ". ".join(parts)
 
     @property
     def columns(self) -> list[Column]:
         """The table of the trials."""
-        names = short_names(self.space)
+        names, best = short_names(self.space), self.best
         return [
-            Column("trial", [str(trial.number) for trial in self.trials]),
+            Column("trial", [f"{'best ' if trial is best else ''}{trial.number}" for trial in self.trials]),
             *(
                 Column(name, [_text(trial.values.get(key, "")) for trial in self.trials], bool(self._is_number(key)))
                 for key, name in names.items()
@@ -153,10 +153,8 @@ class Search:
         return -trial.value if self.largest else trial.value
 
     def _state(self, trial: Trial) -> str:
-        best = self.best
-        mark = ", best" if best is not None and trial.number == best.number else ""
         reason = f": {printable(next(iter(trial.reason.splitlines()), ''))}" if trial.reason else ""
-        return f"{trial.state}{mark}{reason}"
+        return f"{trial.state}{reason}"
 
     def _is_number(self, key: str) -> bool:
         return all(not isinstance(trial.values.get(key, 0.0), str) for trial in self.trials)
@@ -171,9 +169,9 @@ class Search:
         numbers, values = points("finished")
         best = (np.maximum if self.largest else np.minimum).accumulate(values)
         lines = [
-            Line("best so far", "run-0", numbers, best, style="steps"),
-            Line("finished", "run-0", numbers, values, style="dots"),
-            Line("pruned, last value", "run-1", *points("pruned"), style="dots"),
+            Line("best so far", "soft", numbers, best, style="steps"),
+            Line("finished", "ink", numbers, values, style="dots"),
+            Line("pruned, last value", "warn", *points("pruned"), style="dots"),
         ]
         shown = tuple(line for line in lines if len(line.x))
         return Chart(

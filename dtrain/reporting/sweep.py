@@ -137,10 +137,13 @@ class Setting:
 
     @property
     def short_texts(self) -> list[str]:
-        """The texts, each cut in the middle if it is long."""
+        """The texts, each cut in the middle if it is long; fractions with four significant digits."""
+        texts = [
+            f"{number:.4g}" if number % 1 > 0 else text for number, text in zip(self.numbers, self.texts, strict=True)
+        ]
         return [
             text if len(text) <= _MAX_TEXT else f"{text[:_HALF_TEXT]}\N{HORIZONTAL ELLIPSIS}{text[-_HALF_TEXT:]}"
-            for text in self.texts
+            for text in texts
         ]
 
 

@@ -30,6 +30,8 @@ class Classification:
     ) -> None:
         self._input = input
         self._label = label
+        if not 0 <= label_smoothing < 1:
+            raise ValueError(f"task.label_smoothing: got {label_smoothing}, want a number in [0, 1), such as 0.1.")
         self._label_smoothing = label_smoothing
         self._top5 = top5
 

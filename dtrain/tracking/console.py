@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -80,6 +81,16 @@ def print_banner(title: str, rows: Mapping[str, str], stream: TextIO | None = No
         for number, line in enumerate(value.splitlines() or [""]):
             text.append(f"\n  {'' if number else name:<{width}}  {line}".rstrip(), style="not bold")
     Console(file=stream or sys.stdout, highlight=False).print(text, soft_wrap=True)
+
+
+@contextmanager
+def until_reader_leaves() -> Iterator[None]:
+    """Ends the block silently if the reader of standard output has gone, as in ``| head``."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # flushed once more at exit
 
 
 def align_rows(rows: Sequence[Sequence[str]], numbers: Container[int] = ()) -> str:

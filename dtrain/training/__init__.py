@@ -3,8 +3,9 @@
 1. The loop: ``task`` (for authors of tasks), ``step`` (one optimizer step), ``loop`` (steps, evaluations, saves, stop),
    ``evaluation``, ``hooks`` (user code at fixed points), ``faults`` (fault injection, as a hook).
 2. Building a run: ``build`` (connects all parts), ``loaders``, ``model_setup`` (memory layout, recomputation, compilation),
-   ``schedule``, ``tensor_copies`` (averaged weights, buffers that a skip restores), ``checks`` (refused models and tasks).
+   ``schedule``, ``tensor_copies`` (averaged weights, buffers that a skip restores), ``checks`` (refused models and tasks),
+   ``validation`` (all values, before anything is written).
 3. Saving and resuming: ``state`` (the content of a checkpoint), ``checkpoints`` (folders), ``checkpoint_manager`` (when, and in
-   a thread), ``warm_start`` (weights of another run).
+   a thread), ``resume`` (where a start begins and ends, weights of another run).
 4. Observing: ``run_logger`` (records, status, media, banner), ``metrics``, ``flops``, ``memory``, ``profiler``.
 """

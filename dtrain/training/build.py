@@ -14,7 +14,7 @@ The order matters:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -93,6 +93,7 @@ def build_run(
     eval_data = on_all_ranks(lambda: eval_loader(cfg, data_world, precision)) if with_eval_data else None
     check_same_data(train_data, eval_data)
     names = on_all_ranks(lambda: class_names(cfg.data))
+    check_classes(cfg.model, names)
 
     # -- model. Seeded immediately before, so that the initial weights do not depend on earlier random numbers.
     if cfg.train.deterministic:
@@ -254,6 +255,25 @@ def build_model(node: Any, device: torch.device, channels_last: bool = True) -> 
     return model
 
 
+def check_classes(node: Any, names: Sequence[str] | None) -> None:
+    """Compares ``model.classes`` or ``model.num_classes`` with the class names of the shards.
+
+    Args:
+        node: The config node ``model``.
+        names: The names of classes.json; None without this file.
+
+    Raises:
+        ConfigError: If the numbers differ.
+    """
+    for key in ("classes", "num_classes"):
+        number = node.get(key, None)
+        if names is not None and isinstance(number, int) and number != len(names):
+            raise ConfigError(
+                f"model.{key}: got {number}, but classes.json beside the shards names {len(names)} classes. Set "
+                f"model.{key}={len(names)}, or delete classes.json if its names are not those of the labels."
+            )
+
+
 def prepare_model(model: nn.Module, train: TrainConfig, parallel: ParallelConfig, world: World) -> nn.Module:
     """Applies SyncBatchNorm, activation checkpointing and ``torch.compile`` to the bare model, as far as they are set.
 
@@ -300,7 +320,9 @@ def build_optimizer(node: Any, model: nn.Module) -> torch.optim.Optimizer:
         with as_config_error("optimizer"):
             optimizer = by_target("optimizer", node, model=model)
     else:
-        fused = {"fused": True} if "fused" in arguments and not {"fused", "foreach", "_partial_"} & set(node) else {}
+        may_fuse = "fused" in arguments and not {"fused", "foreach", "_partial_"} & set(node)
+        on_meta = any(parameter.is_meta for parameter in model.parameters())  # where torch has no fused optimizer
+        fused = {"fused": True} if may_fuse and not on_meta else {}
         optimizer = by_target("optimizer", node, parameters, **fused)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer: {node._target_} returns {type(optimizer).__name__}, want a torch Optimizer.")
@@ -317,7 +339,8 @@ def build_schedule(node: Any, lengths: Lengths) -> Callable[[int], float]:
     """
     if isinstance(node, DictConfig):
         plain = OmegaConf.to_container(node, resolve=True)
-        node = OmegaConf.create(lengths.in_steps(plain))
+        with as_config_error("schedule"):
+            node = OmegaConf.create(lengths.in_steps(plain))
         if node.get("horizon") is None:
             node.horizon = lengths.horizon
     with as_config_error("schedule"):

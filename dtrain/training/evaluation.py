@@ -40,6 +40,9 @@ def evaluate_run(run: TrainState, stop: Callable[[], bool], *, stopping: bool = 
 
     Returns:
         The result; None if a stop request interrupted it.
+
+    Raises:
+        NotFinite: As ``evaluate``; if steps were skipped, its message begins with the reason.
     """
     assert run.eval_loader is not None
     # Each rank has updated buffers such as BatchNorm statistics from its own rows; all must evaluate the same model.
@@ -60,6 +63,11 @@ def evaluate_run(run: TrainState, stop: Callable[[], bool], *, stopping: bool = 
         )
     except Interrupted:
         return None
+    except NotFinite as error:
+        # What made the loss of the steps infinite makes that of the evaluation infinite: say the cause first.
+        if skips := run.step.explain_skips():
+            raise NotFinite(f"{skips}\nThis {error}", error.evaluation) from error
+        raise
 
 
 @torch.no_grad()  # not inference_mode: tensors that a model keeps (a ScriptModule does) could not be used in training

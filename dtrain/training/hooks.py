@@ -9,7 +9,7 @@ A *hook* is any object with a subset of these methods. All ranks call them at th
 * ``on_save(run, path)``: a checkpoint of the current step was copied to host memory. A thread writes it to ``path``.
 * ``on_end(run, state)``: the loop has ended; ``state`` is ``finished`` or ``stopped``. Not called after an exception.
 
-An exception in a hook ends the run, as one in the task does. A hook that needs other points can set them up in ``on_start``:
+An exception in a hook ends the run on all ranks. A hook that needs other points can set them up in ``on_start``:
 register module or optimizer hooks, or wrap public callables such as ``run.step.accumulate``, ``run.train_loader.epoch`` and
 ``run.checkpoints.save``, as ``dtrain.training.faults`` does.
 """
@@ -17,9 +17,11 @@ register module or optimizer hooks, or wrap public callables such as ``run.step.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.instantiate import by_target
@@ -30,25 +32,39 @@ from dtrain.training.state import TrainState
 METHODS = ("on_start", "on_step", "on_evaluation", "on_save", "on_end")
 
 
+class HookFailed(RuntimeError):
+    """A hook raised an exception, which is the cause."""
+
+
 class Hooks:
     """The hooks of a run, called in the order of the config.
 
     Args:
-        hooks: Objects with a subset of ``METHODS``.
+        hooks: Objects with a subset of ``METHODS``, by their names in errors.
         banner_rows: Their rows in the start banner.
     """
 
-    def __init__(self, hooks: Sequence[Any] = (), banner_rows: Mapping[str, str] | None = None) -> None:
+    def __init__(self, hooks: Mapping[str, Any] | None = None, banner_rows: Mapping[str, str] | None = None) -> None:
         # Looked up once: in most runs the list of every method is empty, and a step pays for one empty loop.
         self._methods = {
-            method: [getattr(hook, method) for hook in hooks if hasattr(hook, method)] for method in METHODS
+            method: [(name, getattr(hook, method)) for name, hook in (hooks or {}).items() if hasattr(hook, method)]
+            for method in METHODS
         }
         self.banner_rows = dict(banner_rows or {})
 
     def call(self, method: str, run: TrainState, *result: Any) -> None:
-        """Calls ``method`` of every hook that has it; see the module's docstring for the arguments."""
-        for call in self._methods[method]:
-            call(run, *result)
+        """Calls ``method`` of every hook that has it; see the module's docstring for the arguments.
+
+        Raises:
+            HookFailed: If one raised an exception; names the hook.
+        """
+        for name, call in self._methods[method]:
+            try:
+                call(run, *result)
+            except dist.DistError:  # another rank failed in the same hook
+                raise
+            except Exception as error:
+                raise HookFailed(f"{name}.{method} raised {type(error).__name__}: {error}") from error
 
 
 def build_hooks(cfg: Config, run_dir: Path, rank: int) -> Hooks:
@@ -57,11 +73,14 @@ def build_hooks(cfg: Config, run_dir: Path, rank: int) -> Hooks:
     Raises:
         ConfigError: If a hook cannot be built or has none of ``METHODS``, or a fault cannot be parsed.
     """
-    hooks: list[Any] = [_build(f"train.hooks[{number}]", node) for number, node in enumerate(cfg.train.hooks)]
-    rows = {"hooks": ", ".join(type(hook).__name__ for hook in hooks)} if hooks else {}
+    hooks: dict[str, Any] = {}
+    for number, node in enumerate(cfg.train.hooks):
+        hook = _build(f"train.hooks[{number}]", node)
+        hooks[f"train.hooks[{number}] ({node._target_})"] = hook
+    rows = {"hooks": ", ".join(type(hook).__name__ for hook in hooks.values())} if hooks else {}
     faults = Faults.of(cfg.faults, run_dir, rank)
     if faults:
-        hooks.insert(0, faults)
+        hooks = {"faults": faults, **hooks}
         rows["FAULTS"] = str(faults)
     return Hooks(hooks, rows)
 

@@ -54,7 +54,7 @@ def train_loader(cfg: Config, world: World, precision: Precision) -> ShardLoader
         window=data.window,
         tail=data.tail,
         augment=by_target("data.augment", data.augment) if data.augment is not None else None,
-        mix=_mix(data.mix) if data.mix is not None else None,
+        mix=build_mix(data.mix) if data.mix is not None else None,
     )
 
 
@@ -126,7 +126,7 @@ def _loader(cfg: Config, world: World, precision: Precision, split: str, **order
     data = cfg.data
     if OmegaConf.is_missing(data, split):
         raise ConfigError(
-            f"data.{split} is not set. Name shards, such as 'data.{split}=\"shards/{{000..009}}.tar\"', or a data set by its "
+            f"data.{split} is not set. Name shards, such as 'data.{split}=\"shards/{{000..009}}.tar\"', or a dataset by its "
             "_target_ (data=map)."
         )
     named = data[split]  # type: ignore[index]
@@ -158,7 +158,12 @@ def _loader(cfg: Config, world: World, precision: Precision, split: str, **order
         return ShardLoader(patterns, _plain(data.fields), policy=policy, **options)
 
 
-def _mix(node: Any) -> Mix:
+def build_mix(node: Any) -> Mix:
+    """Builds ``data.mix``.
+
+    Raises:
+        ConfigError: If it cannot be built or is no ``Mix``.
+    """
     with as_config_error("data.mix"):
         mix = by_target("data.mix", node)
     if not isinstance(mix, Mix):

@@ -25,6 +25,7 @@ from dtrain.config.schema import TrainConfig
 from dtrain.data import Batch
 from dtrain.data.batch import DeviceCopies
 from dtrain.data.sample_log import BadSampleBudget, SampleLog
+from dtrain.distributed.collectives import wait_for_all
 from dtrain.distributed.hang import BACKSTOP, Place
 from dtrain.distributed.process_group import set_timeout
 from dtrain.distributed.stop import StopRequests
@@ -111,7 +112,7 @@ class Loop:
         """Runs the loop.
 
         Returns:
-            ``("finished", None)`` or ``("stopped", reason)``.
+            ``finished`` or ``stopped``, and why before the last step; None at the last step.
 
         Raises:
             TooManySkips, TooManyBadSamples, ConfigError: On every rank at the same step.
@@ -127,7 +128,7 @@ class Loop:
                     self._evaluate_and_save(epoch_ended)
                     # The save has set the time-out of later steps, and the first step of this start is still to come.
                     set_timeout(self._run.cfg.parallel.timeout_start)
-                while step.step < self._last_step and not self._stopping:
+                while not self._is_last() and not self._stopping:
                     if epoch_ended:
                         batches = iter(loader)
                     if self._profiler is not None:
@@ -154,6 +155,7 @@ class Loop:
             if self._profiler is not None:
                 self._profiler.close()
         self._hooks.call("on_end", self._run, state)
+        wait_for_all()  # no rank records the end of the run if a hook fails on another one
         return state, reason
 
     def place(self) -> Place:
@@ -161,7 +163,7 @@ class Loop:
         step, loaders = self._run.step, (self._run.train_loader, self._run.eval_loader)
         # Waiting for the disk is not a hang and has its own time-out. While it lasts, the clock counts as progress.
         disk = time.monotonic() if self._checkpoints.waits_for_disk else 0.0
-        progress = (step.step, disk, *(loader.samples_handed for loader in loaders if loader is not None))
+        progress = (step.step, disk, *(loader.samples_received for loader in loaders if loader is not None))
         return Place(step.step + 1, list(self._window.keys), progress)
 
     # -- one step
@@ -240,7 +242,7 @@ class Loop:
 
     def _evaluate_and_save(self, epoch_ended: bool) -> None:
         every, step = self._eval_every, self._run.step.step
-        last, due = step >= self._last_step, self._run.totals.evaluation_due
+        last, due = self._is_last(), self._run.totals.evaluation_due
         evaluation = None
         metrics: dict[str, float] = {}
         improved = False
@@ -250,6 +252,7 @@ class Loop:
                 return  # interrupted: the checkpoint that the stop saves records that it is due
             metrics = evaluation.record() if evaluation is not None else {}
             improved = self._checkpoints.is_best(metrics)
+            last = self._is_last()  # a hook may have ended the run in the evaluation
         if due or last or improved or self._save_requested or (self._save_every and step % self._save_every == 0):
             self._save(metrics, final=last)
         if evaluation is not None:
@@ -290,14 +293,23 @@ class Loop:
     def _call_on_save(self) -> None:
         self._hooks.call("on_save", self._run, self._run.checkpoints.path(self._run.step.step))
 
+    def _is_last(self) -> bool:
+        return self._run.step.step >= self._last_step or self._run.ended_early is not None
+
     def _end(self) -> tuple[str, str | None]:
+        is_last = self._is_last()
         self._settle()
         if self._unlogged is not None:
             self._log(self._unlogged)
         self._metrics.end()
+        if self._run.step.step and not self._run.step.applied_steps:
+            self._run_logger.note(f"Nothing was learned: {self._run.step.explain_skips()}")
         self._stop.consume()
-        if self._run.step.step >= self._last_step and not self._run.totals.evaluation_due:
-            return "finished", None
+        if is_last and not self._run.totals.evaluation_due:
+            # At the last step this is done. A hook may have ended the run after a save that is still being written.
+            if self._run.ended_early is not None and self._checkpoints.save_last():
+                self._call_on_save()
+            return "finished", self._run.ended_early
         reasons: list[str | None] = [None] * self._run.world.size
         dist.all_gather_object(reasons, self._stop.reason)
         if self._checkpoints.save_last():

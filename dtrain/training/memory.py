@@ -40,7 +40,7 @@ def out_of_memory_explained(step: Callable[[], int], *, rows: int, share: int, d
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        advice = ["precision=bf16 or fp16", "activation checkpointing in the model", "more ranks"]
+        advice = ["precision=bf16 or fp16", "train.checkpoint_activations=[PATTERN of modules]", "more ranks"]
         if rows > 1:
             smaller = next(size for size in range(rows - 1, 0, -1) if share % size == 0)
             advice.insert(0, f"train.micro_batch_size={smaller}, which keeps the global batch and so the result")

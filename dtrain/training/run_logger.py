@@ -22,6 +22,7 @@ from dtrain.config.run import Run, without_secrets
 from dtrain.data import Batch
 from dtrain.data.sample_log import truncate_sample_logs
 from dtrain.distributed.world import World
+from dtrain.precision.modules import dtype_name
 from dtrain.tracking.console import print_banner
 from dtrain.tracking.records import Record
 from dtrain.tracking.run_dir import write_status
@@ -198,6 +199,7 @@ def write_final_status(run: TrainState, state: str, reason: str | None, last_ste
     if run.world.rank != 0:
         return
     step = run.step.step
+    last_step = step if state == "finished" else last_step  # a hook may have ended the run before
     write_status(run.run_dir, state, step, reason, last_step=last_step, **run.totals.times())
     print(f"{state} at step {step}{f' ({reason})' if reason else ''}: {run.run_dir}", flush=True)
 
@@ -230,7 +232,7 @@ def banner_rows(identity: Run, run: TrainState, start: str, last_step: int) -> d
         "directory": str(identity.dir),
         "starts": start,
         "ranks": f"{world.size} on {_device_name(world)}, {world.backend.split(':')[-1]}",
-        "precision": f"{run.precision.name} (autocast {_dtype_name(run.precision.compute_dtype)}{scaled})",
+        "precision": f"{run.precision.name} (autocast {dtype_name(run.precision.compute_dtype)}{scaled})",
         "transfer": loader.transfer.describe(),
         "train data": loader.source.summary(),
         "eval data": run.eval_loader.source.summary() if run.eval_loader is not None else "none",
@@ -248,7 +250,3 @@ def banner_rows(identity: Run, run: TrainState, start: str, last_step: int) -> d
 
 def _device_name(world: World) -> str:
     return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")

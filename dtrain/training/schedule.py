@@ -22,6 +22,8 @@ from dtrain.data import ShardLoader
 
 _DURATION = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:[eE]\d+)?)\s*(steps?|epochs?|samples?|%)\s*")
 
+_DURATIONS = "a number of steps, or text such as '500 steps', '5 epochs', '50_000 samples', '5 %'"
+
 
 @dataclass(frozen=True)
 class Lengths:
@@ -38,7 +40,11 @@ class Lengths:
     global_batch_size: int
 
     def in_steps(self, value: Any) -> Any:
-        """``value`` with every duration in it, also in lists and mappings, as a whole number of steps."""
+        """``value`` with every duration in it, also in lists and mappings, as a whole number of steps.
+
+        Raises:
+            ValueError: If text begins with a number but is no duration.
+        """
         if isinstance(value, str) and (found := _DURATION.fullmatch(value)):
             amount = float(found[1].replace("_", ""))
             steps = {
@@ -48,6 +54,8 @@ class Lengths:
                 "%": amount * self.horizon / 100,
             }
             return round(steps[found[2].removesuffix("s")])
+        if isinstance(value, str) and value.strip()[:1].isdigit():
+            raise ValueError(f"got {value!r}, want {_DURATIONS}.")
         if isinstance(value, Mapping):
             return {key: self.in_steps(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
@@ -203,6 +211,6 @@ def _require_steps(horizon: int, **part: int) -> None:
     ((name, steps),) = part.items()
     if horizon < 1 or not 0 <= steps <= horizon:
         raise ValueError(
-            f"got horizon {horizon} and {name} {steps}; want at least one step, and a part of them. Durations are a "
-            "number of steps, or text such as '500 steps', '5 epochs', '50_000 samples', '5 %'."
+            f"got horizon {horizon} and {name} {steps}; want at least one step, and a part of them. Durations are "
+            f"{_DURATIONS}."
         )

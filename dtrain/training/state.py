@@ -53,6 +53,7 @@ class TrainState:
         checkpoints: Where the run is saved.
         totals: Counts and times over all starts.
         class_names: The name of each label, if the data have a ``classes.json``.
+        ended_early: The reason given to ``end_early``; None without.
     """
 
     cfg: Config
@@ -63,6 +64,7 @@ class TrainState:
     checkpoints: Checkpoints
     totals: RunTotals = field(default_factory=lambda: RunTotals())
     class_names: list[str] | None = None
+    ended_early: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._initial_groups = group_values(self.optimizer)  # before the optimizer changes them
@@ -101,6 +103,16 @@ class TrainState:
     def last_step(self) -> int:
         """Attempted step after which the run is finished; read it after ``restore``."""
         return last_step(self.cfg.train, self.train_loader, self.step.step)
+
+    def end_early(self, reason: str) -> None:
+        """For hooks: evaluates, saves and ends the run after the current step. Its state is then ``finished``.
+
+        All ranks call it at the same step. In ``on_step`` one more step may be under way, which is completed first.
+
+        Args:
+            reason: For ``status.json``, such as ``no better eval/loss for 5 evaluations``.
+        """
+        self.ended_early = reason
 
     def checkpoint(self, metrics: dict[str, float]) -> Checkpoint:
         """Copies the whole state to the host. The last step is settled. Only rank 0 needs a checkpoint.

@@ -39,6 +39,11 @@ from dtrain.training.profiler import BACKWARD, FORWARD, OPTIMIZER, VOTE, profile
 from dtrain.training.task import Output, Task, require_output
 from dtrain.training.tensor_copies import BufferGuard, Ema
 
+_DOCTOR = (
+    "`python -m dtrain.doctor numerics` with the arguments of this run, or with its run.dir=DIR, names the operation and "
+    "its line."
+)
+
 
 class TooManySkips(Explained, RuntimeError):
     """More steps in a row were skipped than ``train.max_consecutive_skips`` allows."""
@@ -291,6 +296,17 @@ class TrainStep:
         self.step += 1
         self._unsettled = True
 
+    def explain_skips(self) -> str:
+        """Collective. How many steps were skipped, why, and what to do, equal on all ranks; "" if none was."""
+        skipped = self.step - self.applied_steps
+        if not skipped:
+            return ""
+        counted = f"all {self.step}" if skipped == self.step else f"{skipped} of {self.step}"
+        reasons = ["a loss or gradient was not finite, or no row was valid"]
+        if self.consecutive_skips:
+            reasons += [f"in the last {self.consecutive_skips} steps:", self._origin_of_skips()]
+        return f"{counted} steps of this run were skipped: " + "\n".join([*reasons, _DOCTOR])
+
     # -- state
 
     def state_dict(self) -> dict[str, int]:
@@ -309,12 +325,15 @@ class TrainStep:
         streak = f"{self.consecutive_skips} steps in a row were skipped, the last one is step {self.step}: "
         if not stats.overflow:
             return f"{streak}none had a valid row. All samples are masked or bad: check data.train and data.fields."
-        origin = "\n".join(self._diagnosis.findings(self.world.size))
-        instead = ", or try precision=bf16" if self.loss_scale is not None else ""
+        instead = ", or try precision=bf16" if self.precision.compute_dtype == torch.float16 else ""
         return (
-            f"{streak}a loss or gradient was not finite, at a loss scale of {stats.loss_scale:g}.\n{origin}\n"
-            f"Check these samples, lower optimizer.lr, set train.clip_norm{instead}."
+            f"{streak}a loss or gradient was not finite, at a loss scale of {stats.loss_scale:g}.\n"
+            f"{self._origin_of_skips()}\nCheck these samples, lower optimizer.lr, set train.clip_norm{instead}. {_DOCTOR}"
         )
+
+    def _origin_of_skips(self) -> str:
+        """Collective. The first values that were not finite in the current series of skips."""
+        return "\n".join(self._diagnosis.findings(self.world.size))
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         return norm_of(gradients) if gradients else torch.zeros((), device=self.world.device)

@@ -22,9 +22,11 @@ from torch import nn
 
 from dtrain.config.compose import resolved
 from dtrain.config.errors import ConfigError, as_config_error
+from dtrain.config.explain import nearest
 from dtrain.config.instantiate import by_target, check_arguments, nodes_with_target
 from dtrain.config.schema import Config
 from dtrain.data.batch import Transfer
+from dtrain.data.datasets import SampleIndex
 from dtrain.data.fields import Field
 from dtrain.data.node_cache import CachePolicy
 from dtrain.data.order import Recipe, choose_lanes
@@ -34,10 +36,17 @@ from dtrain.distributed.stop import TimeLimit
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
 from dtrain.tracking.sinks import check_tracker
-from dtrain.training.build import build_model, build_optimizer, build_schedule, build_step, prepare_model
+from dtrain.training.build import (
+    build_loss_scale,
+    build_model,
+    build_optimizer,
+    build_schedule,
+    build_step,
+    prepare_model,
+)
 from dtrain.training.checkpoints import Checkpoints
 from dtrain.training.faults import Faults
-from dtrain.training.loaders import declared_fields
+from dtrain.training.loaders import build_mix, declared_fields
 from dtrain.training.loop import check_intervals
 from dtrain.training.profiler import StepProfiler
 from dtrain.training.schedule import Lengths, check_length
@@ -76,7 +85,7 @@ def validate(cfg: Config) -> None:
     precision = _check_run(cfg, found)
     fields = _check_fields(cfg, found)
     _check_data(cfg, fields, precision, found)
-    _check_nodes(cfg, found)
+    _check_nodes(cfg, fields, found)
     _check_model(cfg, precision, found)
     found.raise_all()
 
@@ -123,10 +132,10 @@ def _check_run(cfg: Config, found: _Problems) -> Precision:
         check_intervals(train)
     with found.of("train.global_batch_size"):
         Share.of(train.global_batch_size, None, 0, 1)
-        if (
-            "WORLD_SIZE" in os.environ or (train.micro_batch_size or 1) < 1
-        ):  # otherwise the number of ranks is not known
-            Share.of(train.global_batch_size, train.micro_batch_size, 0, size)
+        micro = train.micro_batch_size
+        # Without a launcher, the number of ranks is not known yet.
+        if micro is not None and ("WORLD_SIZE" in os.environ or not 1 <= micro <= train.global_batch_size):
+            Share.of(train.global_batch_size, micro, 0, size)
     with found.of("train.ema_decay"):
         if train.ema_decay is not None:
             Ema(nn.Identity(), train.ema_decay)
@@ -145,6 +154,8 @@ def _check_run(cfg: Config, found: _Problems) -> Precision:
         check_tracker(cfg.tracker)
     with found.of("profile"):
         StepProfiler.of(cfg.profile, 2**62, Path(), World(0, size, 0, size, _CPU, "gloo", launched=size > 1), print)
+    with found.of("precision.loss_scale"):
+        build_loss_scale(cfg.precision.loss_scale, Precision("fp16"), _CPU)
     with found.of("faults"):
         Faults.of(cfg.faults, Path(), 0)
     return precision
@@ -177,20 +188,26 @@ def _check_data(cfg: Config, fields: tuple[Field, ...], precision: Precision, fo
         Transfer(fields, precision, data.transfer, data.on_overflow)
     with found.of("data.max_bad"):
         BadSampleBudget(data.max_bad, data.max_bad_consecutive)
+    with found.of("data.shard_size"):
+        SampleIndex("", 1, data.shard_size)
     for split in ("train", "eval"):
         with found.of(f"data.{split}"):
             value = None if OmegaConf.is_missing(data, split) else data[split]  # type: ignore[index]
-            patterns = [value] if isinstance(value, str) else value
             if isinstance(value, DictConfig):
                 check_arguments(f"data.{split}", value)
-            elif value is not None and not (isinstance(patterns, (list, ListConfig)) and all(map(_is_text, patterns))):
+            elif (value is not None or split == "train") and not _are_patterns(value):
                 raise ConfigError(
                     f"data.{split}: got {value!r}, want shards such as 'data.{split}=\"shards/{{000..009}}.tar\"', a list of "
                     "such patterns, or a data set by its _target_."
                 )
 
 
-def _check_nodes(cfg: Config, found: _Problems) -> None:
+def _are_patterns(value: Any) -> bool:
+    patterns = [value] if isinstance(value, str) else list(value) if isinstance(value, ListConfig) else []
+    return bool(patterns) and all(isinstance(pattern, str) and pattern for pattern in patterns)
+
+
+def _check_nodes(cfg: Config, fields: tuple[Field, ...], found: _Problems) -> None:
     """Checks the nodes with a ``_target_``, except model and optimizer."""
     data = cfg.data
     nodes = {"task": cfg.task, "data.augment": data.augment, "data.mix": data.mix, "data.prepare": data.prepare}
@@ -200,21 +217,37 @@ def _check_nodes(cfg: Config, found: _Problems) -> None:
             if node is None:
                 continue
             check_arguments(key, node)
-            if key != "data.prepare" and all(
-                str(inner._target_).startswith("dtrain.") for _, inner in nodes_with_target(key, node)
-            ):
-                by_target(key, node)
+            targets = [str(inner._target_) for _, inner in nodes_with_target(key, node)]
+            if key != "data.prepare" and all(target.startswith("dtrain.") for target in targets):
+                build_mix(node) if key == "data.mix" else by_target(key, node)
+            if key == "task" and targets[0].startswith("dtrain.tasks."):
+                _check_field_names(cfg.task, {field.name for field in fields})
     with found.of("parallel.comm_hook"):
         if cfg.parallel.comm_hook is not None:
             check_arguments("parallel.comm_hook", cfg.parallel.comm_hook, _partial_=True)
     with found.of("schedule"):
-        # Lengths in epochs need the data, so only types and names are checked. With these lengths every order is possible.
-        if cfg.train.max_epochs is None and cfg.train.max_steps is not None and "epoch" not in str(cfg.schedule):
-            build_schedule(cfg.schedule, Lengths(cfg.train.max_steps, 1, cfg.train.global_batch_size))
-        else:
-            plain = OmegaConf.to_container(cfg.schedule, resolve=True)
-            in_steps = OmegaConf.create(Lengths(10**6, 10**4, cfg.train.global_batch_size).in_steps(plain))
-            check_arguments("schedule", in_steps, horizon=1)
+        _check_schedule(cfg)
+
+
+def _check_field_names(task: Any, names: set[str]) -> None:
+    for key in ("input", "label", "target", "tokens", "coordinates", "pixels"):
+        if names and task.get(key, None) not in (None, *names):
+            raise ConfigError(
+                f"task.{key}: data.fields has no field named {task[key]!r}. {nearest(str(task[key]), names)}"
+            )
+
+
+def _check_schedule(cfg: Config) -> None:
+    """Builds the schedule, if its lengths can be compared without the length of an epoch; else checks its arguments."""
+    train = cfg.train
+    units = sum(unit in str(cfg.schedule) for unit in ("step", "epoch", "sample", "%"))
+    steps_per_epoch = 10**6 if units < 2 else 0
+    horizon = train.max_steps if train.max_epochs is None else train.max_epochs * steps_per_epoch
+    if horizon is not None and horizon > 0 and (steps_per_epoch or "epoch" not in str(cfg.schedule)):
+        build_schedule(cfg.schedule, Lengths(horizon, steps_per_epoch, max(train.global_batch_size, 1)))
+    else:
+        plain = OmegaConf.to_container(cfg.schedule, resolve=True)
+        check_arguments("schedule", OmegaConf.create(Lengths(1, 1, 1).in_steps(plain)), horizon=1)
 
 
 def _check_model(cfg: Config, precision: Precision, found: _Problems) -> None:
@@ -225,6 +258,11 @@ def _check_model(cfg: Config, precision: Precision, found: _Problems) -> None:
         model = _model_on_meta(cfg)
     if model is not None:
         with found.of("train"):
+            empty = [name for name, parameter in model.named_parameters() if not parameter.numel()]
+            if empty:
+                raise ConfigError(
+                    f"model: its parameter {empty[0]} has no elements. Is a width or a number of classes 0?"
+                )
             model = prepare_model(model, cfg.train, cfg.parallel, _ALONE)
         with found.of("precision.keep_fp32"):
             precision.wrap_keep_fp32(model)
@@ -268,13 +306,7 @@ def _check_optimizer(node: Any, model: nn.Module | None) -> None:
     check_arguments("optimizer", _without(node, "no_decay"), params=None, model=None)
     if model is None or not str(node._target_).startswith(("torch.optim.", "dtrain.")):
         return
-    if (
-        "fused" in inspect.signature(get_object(node._target_)).parameters
-    ):  # torch has no fused optimizer on the meta device
-        node = node.copy()
-        with open_dict(node):
-            node.fused = None
-    build_optimizer(node, model)
+    build_optimizer(_without(node, "fused"), model)
 
 
 def _without(node: Any, key: str) -> Any:
@@ -284,7 +316,3 @@ def _without(node: Any, key: str) -> Any:
     with open_dict(node):
         node.pop(key, None)
     return node
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value)

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
 from contextlib import suppress
 
 import pytest
 
-from dtrain.config.compose import EXIT_FAILED, Composed, require_choice, run
+from dtrain.config.compose import EXIT_FAILED, Composed, require_choice, resolved, run
 from dtrain.config.errors import ConfigError, Explained, PeerFailed
 from tests.config.command_lines import compose
 from tests.refusals import refused
@@ -102,3 +103,34 @@ def test_hydra_s_own_options_work(capsys: pytest.CaptureFixture[str], option: st
     with suppress(SystemExit):
         run(lambda composed: None, [*option.split("="), "experiment=digits"])
     assert "digits" in capsys.readouterr().out
+
+
+def test_the_number_of_classes_comes_from_the_names_beside_the_shards(tmp_path) -> None:
+    arguments = ["data=shards", f"data.train='{tmp_path}/train-{{000..003}}.tar'", "model=small_cnn"]
+    assert compose(*arguments).cfg.model.classes == 10
+    (tmp_path / "classes.json").write_text('["cat", "dog", "owl"]')
+    assert compose(*arguments).cfg.model.classes == 3
+    assert resolved(compose(*arguments, "model.classes=5").cfg)["model"]["classes"] == 5
+
+
+def test_a_users_own_values_can_be_used_in_other_keys() -> None:
+    config = resolved(compose("experiment=digits", "vars.width=64", "vars.note=tried", "model.width=${vars.width}").cfg)
+    assert config["model"]["width"] == 64
+    assert config["vars"] == {"width": 64, "note": "tried"}
+
+
+@pytest.mark.parametrize(("width", "remedy"), [("${vars.width}", "vars.width=..."), ("${model.widths}", "Correct it")])
+def test_a_value_that_leads_nowhere_is_refused(width: str, remedy: str) -> None:
+    with refused(ConfigError, "model.width", width, remedy):
+        resolved(compose("experiment=digits", f"model.width={width}").cfg)
+
+
+def test_help_may_be_cut_by_its_reader() -> None:
+    code = "from dtrain.config.compose import run; run(print, ['--help'])"
+    done = subprocess.run(
+        ["bash", "-c", f'set -o pipefail; "{sys.executable}" -c "{code}" | true'],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -35,6 +35,7 @@ PRECISIONS = "Valid: bf16, fp16, fp32, tf32"
         (["--config-name=digits"], "digits", ""),
         (["experiment=digits", "~data.eval"], "~data.eval", "data.eval=null"),
         (["experiment=digits", "~train"], "~train", "Set it"),
+        (["experiment=digits", "~model", "+model._target_=tests.toys.Net"], "~model", "model._target_="),
         # a wrong type or value
         (["train.max_steps=many"], "train.max_steps: Value 'many'", "Want int or null."),
         (["train.log_every=null"], "train.log_every: got null", "Want int."),

@@ -85,8 +85,13 @@ COMPOSE = "dtrain.data.augment.Compose"
     [
         # names of arguments
         ({"_target_": COMPOSE, "transforms": []}, "data.augment.transforms", COMPOSE, "Valid: steps."),
-        ({"_target_": COMPOSE}, "data.augment.steps is not set", COMPOSE, "Set data.augment.steps=..."),
-        ({"_target_": COMPOSE, "steps": "???"}, "data.augment.steps is not set", COMPOSE, "Set data.augment.steps=..."),
+        ({"_target_": COMPOSE}, "data.augment.steps is not set", COMPOSE, "Set data.augment.steps=VALUE."),
+        (
+            {"_target_": COMPOSE, "steps": "???"},
+            "data.augment.steps is not set",
+            COMPOSE,
+            "Set data.augment.steps=VALUE.",
+        ),
         (
             {"_target_": COMPOSE, "steps": [{"_target_": "dtrain.data.augment.RandomCropFlip", "pading": 4}]},
             "data.augment.steps[0].pading",

@@ -143,7 +143,7 @@ def test_ctrl_c_saves_and_ends_without_a_traceback(installed: dict[str, str], tm
         while not (tmp_path / "run" / "status.json").exists() and job.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
         job.send_signal(signal.SIGINT)
-        error = job.communicate(timeout=100)[1]
+        error = job.communicate(timeout=100)[1]  # returns when no process holds the pipe, so none is left
     finally:
         job.kill()
     assert job.returncode == 1  # as without dtrain's hook: torchrun was signalled

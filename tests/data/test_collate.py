@@ -121,7 +121,9 @@ def test_samples_of_different_shapes_name_both_and_the_remedy(tmp_path: Path, ex
 
     samples = [("small", {ext: member(8)}), ("large", {ext: member(16)})]
     path = write_tar(tmp_path / "a.tar", samples)
-    with refused(ValueError, "'a.tar/large'", "16, 8", "size: 224", "'a.tar/small'", "8, 8"):
+    with refused(
+        ValueError, "'a.tar/large'", "16, 8", "size: 224" if ext == "jpg" else "equal shapes", "'a.tar/small'", "8, 8"
+    ):
         make_builder([path], {ext: {"name": "x"}}).build(0, np.array([0, 1]), no_spare)
 
 
@@ -317,7 +319,7 @@ def test_rows_are_repeated_in_tensors_and_in_lists() -> None:
     ],
 )
 def test_values_that_do_not_go_together_name_both_samples_and_the_remedy(first: Any, second: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=rf"field 'x': sample 'shard.tar/1' .*{message}.*size: 224"):
+    with pytest.raises(ValueError, match=rf"field 'x': sample 'shard.tar/1' .*{message}.*equal shapes"):
         filled(make_column(2), [first, second])
 
 

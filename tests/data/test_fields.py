@@ -121,6 +121,10 @@ def test_one_member_gives_several_fields():
         parse_fields({"json": [{"name": "y"}, {"nam": "c"}]})
 
 
+def test_a_key_may_be_the_index_of_a_list():
+    assert one("json", role="label", key=0).key == "0"
+
+
 def test_the_mask_of_a_text_is_a_name_of_the_batch():
     tokens = {"name": "c", "role": "text", "tokenizer": "bytes", "length": 8}
     assert parse_fields({"txt": tokens})[0].columns == ("c", "c_mask")

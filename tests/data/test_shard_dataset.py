@@ -30,6 +30,13 @@ def labels(dataset: Any, workers: int = 0) -> list[int]:
     return [sample["label"] for sample in DataLoader(dataset, batch_size=None, num_workers=workers)]
 
 
+def test_a_text_is_a_row_of_tokens_and_its_mask(tmp_path: Path) -> None:
+    shard = write_tar(tmp_path / "a.tar", [("0", {"txt": b"ab"})])
+    (sample,) = ShardDataset(shard, {"txt": {"name": "caption", "tokenizer": "bytes", "length": 5}})
+    assert sample["caption"].tolist() == [97, 98, 256, 0, 0]
+    assert sample["caption_mask"].tolist() == [True, True, True, False, False]
+
+
 @pytest.mark.parametrize("shuffle", ["window", "full", "none"])
 @pytest.mark.parametrize("world_size", [1, 3, 60])
 def test_over_all_ranks_each_sample_occurs_once_and_lengths_differ_by_at_most_one(

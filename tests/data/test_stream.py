@@ -198,6 +198,7 @@ def test_a_webdataset_pipeline_gives_the_samples_of_its_shards(tmp_path: Path) -
         ({"tail": "drop"}, ["data.tail", "drop", "pad"]),
         ({"mix": object()}, ["data.mix", "null"]),
         ({"global_batch_size": 9, "world_size": 2}, ["train.global_batch_size", "9", "2 ranks"]),
+        ({"num_workers": "auto"}, ["data.num_workers", "'auto'", "data.num_workers=2"]),
     ],
 )
 def test_options_that_need_samples_by_number_are_refused(options: dict[str, Any], named: list[str]) -> None:

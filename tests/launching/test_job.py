@@ -70,10 +70,12 @@ def test_jobs_of_a_sweep_have_unique_directories() -> None:
 
 def test_jobs_with_the_same_name_get_the_varied_overrides_appended(tmp_path: Path) -> None:
     seeds = sweep("experiment=digits", "run.seed=1,2")
+    assert [job.run.name for job in seeds] == [single("experiment=digits", f"run.seed={n}").run.name for n in (1, 2)]
+    workers = sweep("experiment=digits", "data.num_workers=1,2")  # which has no effect on the result
     name = single("experiment=digits").run.name
-    assert [job.run.dir for job in seeds] == [tmp_path / "runs" / f"{name}-run.seed={seed}" for seed in (1, 2)]
-    assert [started(*job.arguments).dir for job in seeds] == [job.run.dir for job in seeds]
-    assert [started(*job.arguments).name for job in seeds] == [f"{name}-run.seed=1", f"{name}-run.seed=2"]
+    assert [job.run.dir for job in workers] == [tmp_path / "runs" / f"{name}-data.num_workers={n}" for n in (1, 2)]
+    assert [started(*job.arguments).dir for job in workers] == [job.run.dir for job in workers]
+    assert [started(*job.arguments).name for job in workers] == [f"{name}-data.num_workers={n}" for n in (1, 2)]
     placed = sweep("experiment=digits", "run.dir=here", "data.train=/a/b,/a/c")
     assert [job.run.dir.name for job in placed] == ["here-data.train=_a_b", "here-data.train=_a_c"]
 

@@ -69,14 +69,24 @@ def test_a_stop_file_stops_and_the_same_command_resumes(tmp_path: Path, digits: 
     assert status(tmp_path)["step"] == step + 3
 
 
+@pytest.mark.slow
 def test_a_failure_shows_the_ranks_own_traceback_first(
     tmp_path: Path, digits: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch_run(tmp_path, "model.width=wide") == FAILED
+    assert launch_run(tmp_path, "faults=[crash@step=2]") == FAILED
     error = capfd.readouterr().err
     assert "Traceback" in error
-    assert "dtrain: rank 0 failed" in error
+    assert error.index("dtrain: rank 0 failed") < error.index("dtrain: error: ")
     assert f"Logs of the ranks: {tmp_path / 'logs'}" in error.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_refused_leaves_nothing_and_its_own_message_last(
+    tmp_path: Path, digits: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch_run(tmp_path / "r", f"data.train={tmp_path}/no.tar") == FAILED
+    assert capfd.readouterr().err.splitlines()[-1].startswith("dtrain: error: data.train")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

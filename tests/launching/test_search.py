@@ -127,7 +127,7 @@ def test_a_search_ends_with_a_table_and_the_command_of_the_best(
     assert [trial.value for trial in search.trials] == pytest.approx([5 * rate for rate in rates])
     best = max(search.trials, key=lambda trial: trial.value)
     assert search.best == best
-    assert sum("finished, best" in line for line in out.splitlines()) == 1
+    assert sum(line.strip().startswith("best ") for line in out.splitlines()) == 1
     assert all((place / "s" / trial.run / "config.yaml").exists() for trial in search.trials)
     command = next(line for line in out.splitlines() if line.startswith("its values again:")).partition(
         "dtrain.launch "

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -331,6 +332,32 @@ def test_an_array_element_is_requeued_alone(tmp_path: Path) -> None:
     assert [ended(job, 300) for job in jobs] == ["COMPLETED", "COMPLETED"]
     assert [field(job, "Restarts") for job in jobs] == ["0", "1"]
     assert [status(run)["state"] for run in runs] == ["finished", "finished"]
+
+
+def test_a_search_submits_its_trials_and_continues_those_that_were_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("optuna")
+    monkeypatch.setattr("dtrain.launching.slurm.SECONDS_BETWEEN_SQUEUE", 1.0)
+    folder = tmp_path / "s"
+    settings = ("launch.search.trials=3", "launch.search.metric=eval/accuracy", "launch.max_running=2")
+    shape = ("launch=slurm", "launch.gpus_per_node=0", "launch.cpus_per_process=1")
+    training = digits_run("train.max_steps=8", "train.eval_every=4", pausing(3))
+    command = [*shape, *training, *settings, "optimizer.lr=interval(1e-3,1e-2)", f"run.dir={folder}"]
+
+    def interrupt() -> None:
+        wait(lambda: len(list(folder.glob("*/faults/slow-rank-0-step-3"))) == 2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert launch.main(command) == 75
+    assert slurm("squeue", "-h") == ""
+    assert launch.main(command) == 0
+    trials = json.loads((folder / "search.json").read_text())["trials"]
+    assert [trial["state"] for trial in trials] == ["finished"] * 3
+    for trial in trials:
+        steps = [record["step"] for record in records(folder / trial["run"]) if "train/loss" in record]
+        assert steps == list(range(1, 9))
 
 
 def test_stop_and_resume_by_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

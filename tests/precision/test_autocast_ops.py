@@ -1,4 +1,4 @@
-"""A torch upgrade that changes what CPU autocast does with an operation fails here.
+"""A torch upgrade that changes what autocast does with an operation fails here.
 
 torch documents these lists (https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference). dtrain's models, losses
 and documentation rely on the operations below. The table was measured with torch 2.13; after a failure, compare the new
@@ -8,11 +8,17 @@ behaviour with torch's release notes, check the models and losses that use the o
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks import autocast_table
+from dtrain.precision.audit.module_stack import floating, is_work
+from dtrain.tasks.losses import binary_cross_entropy, softmax_cross_entropy, squared_error
 
 # behaviour: operation: (shapes of its activations, the call)
 _TABLE: dict[str, dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., Tensor]]]] = {
@@ -69,3 +75,79 @@ def test_cpu_autocast_behaves_as_in_the_table(behaviour: str, name: str, low: to
         widest = wide if wide in inputs else low
         output = {"16 bits whatever comes in": low, "fp32 whatever comes in": wide}.get(behaviour, widest)
         assert result_dtypes(shapes, call, inputs, low) == [output, *inputs]
+
+
+# -- CUDA: torch's documented lists, compared with the installed torch on fake tensors
+
+_UNARY = ("acos", "asin", "cosh", "erfinv", "expm1", "log10", "log1p", "log2", "reciprocal", "sinh", "tan")
+_BINARY = ("addcmul", "atan2", "cdist", "dist", "cosine_similarity", "smooth_l1_loss", "soft_margin_loss", "addbmm")
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_autocast_on_cuda_is_as_torch_documents(low: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    three, matrix = (2, 3, 3), autocast_table.MATRIX
+    more: dict[str, Any] = {name: ((matrix,), getattr(torch, name)) for name in _UNARY}
+    more |= {name: ((matrix,) * 2, getattr(torch, name, None) or getattr(F, name)) for name in _BINARY}
+    more |= {"addcmul": ((matrix,) * 3, torch.addcmul), "addbmm": ((matrix, three, three), torch.addbmm)}
+    monkeypatch.setattr(autocast_table, "OPERATIONS", autocast_table.OPERATIONS | more)
+    documented = {name: kind for kind, names in autocast_table.DOCUMENTED.items() for name in names}
+    checked = [name for name in autocast_table.OPERATIONS if name in documented]
+    assert len(checked) > 50
+    found = {name: autocast_table.measured(name, "cuda", low) for name in checked}
+    assert found == {name: documented[name] for name in checked}
+    assert not torch.is_autocast_enabled("cuda")
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_every_operation_of_the_table_can_be_called_on_both_devices(low: torch.dtype) -> None:
+    kinds = {autocast_table.SIXTEEN, autocast_table.FP32, autocast_table.WIDEST, autocast_table.REFUSED}
+    for name in autocast_table.OPERATIONS:
+        assert autocast_table.measured(name, "cpu", low) in kinds
+        assert autocast_table.measured(name, "cuda", low) in kinds
+
+
+# -- dtrain's own losses
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x: softmax_cross_entropy(x, torch.tensor([0, 1, 2])),
+        lambda x: softmax_cross_entropy(x, torch.eye(3), label_smoothing=0.1, z_loss=1e-4),  # KL, up to a constant
+        lambda x: binary_cross_entropy(x, torch.eye(3)),
+        lambda x: squared_error(x, torch.eye(3).to(x.dtype), "task"),
+    ],
+    ids=["cross-entropy", "soft labels", "binary", "squared error"],
+)
+def test_losses_compute_in_fp32_under_autocast_from_16_bit_outputs(
+    loss: Callable[[Tensor], Tensor], low: torch.dtype
+) -> None:
+    # Confident and wrong: in 16 bits the logarithm of a probability of e^-60 would be that of zero, and 300^2 infinite.
+    outputs = (300 * torch.tensor([[0.1, 0.0, -0.1], [-0.1, 0.0, 0.1], [1.0, 0.0, -1.0]])).to(low).requires_grad_()
+    wide = outputs.detach().double().requires_grad_()
+    with torch.autocast("cpu", dtype=low), LowestDtype() as seen:
+        losses = loss(outputs)
+    assert losses.dtype == torch.float32
+    assert seen.computed == {torch.float32}
+    losses.sum().backward()
+    expected = loss(wide.float())
+    torch.testing.assert_close(losses, expected)
+    expected.sum().backward()
+    assert outputs.grad is not None
+    assert wide.grad is not None
+    torch.testing.assert_close(outputs.grad.double(), wide.grad, rtol=1e-2, atol=1e-6)
+
+
+class LowestDtype(TorchDispatchMode):
+    """Records the dtypes in which operations compute, casts and views left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if is_work(func, floating((args, kwargs or {})), floating(out)):
+            self.computed |= {tensor.dtype for tensor in floating(out)}
+        return out

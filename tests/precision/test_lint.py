@@ -18,7 +18,7 @@ from dtrain.precision.audit.summary import summary
 from tests.precision.audits import audited, findings, source_line
 
 LOWEST: Any = np.float32(-1e9)
-LINT = ("created", "constant", "fixed", "raised", "in place")
+LINT = ("created", "constant", "fixed", "raised", "in place", "naive")
 
 
 def linted(report: Report) -> list[PrecisionFinding]:
@@ -171,6 +171,74 @@ def test_weights_that_change_their_dtype_in_the_forward_are_named(way: str, chan
     assert len(places) == changed
     fixed = {finding.where for finding in findings(report, "fixed")}
     assert fixed == ({source_line(InPlace.forward, "# hard")} if way == "hard" else set())
+
+
+# -- forms that need fp32, or another formula
+
+
+def log_of_softmax(x: Tensor) -> Tensor:
+    return -x.softmax(-1).log().mean()  # form
+
+
+def log_of_clamped_softmax(x: Tensor) -> Tensor:
+    probabilities = torch.softmax(x, -1) + 1e-8
+    return -torch.log(probabilities).float().gather(-1, torch.zeros(2, 1, dtype=torch.long)).mean()  # form
+
+
+def log_of_sigmoid(x: Tensor) -> Tensor:
+    return -torch.log(torch.sigmoid(x)).mean()  # form
+
+
+def log_of_the_other_class(x: Tensor) -> Tensor:
+    return -(1 - x.sigmoid()).log().mean()  # form
+
+
+def exp_and_sum(x: Tensor) -> Tensor:
+    return (x.exp() / x.exp().sum(-1, keepdim=True)).square().mean()  # form
+
+
+def log_of_sum_of_exp(x: Tensor) -> Tensor:
+    return x.exp().sum(-1).log().mean()  # form
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("loss", "form", "instead"),
+    [
+        (log_of_softmax, "log of softmax", "log_softmax"),
+        (log_of_clamped_softmax, "log of softmax", "cross_entropy"),
+        (log_of_sigmoid, "log of sigmoid", "logsigmoid"),
+        (log_of_the_other_class, "log of 1 - sigmoid", "binary_cross_entropy_with_logits"),
+        (exp_and_sum, "div of exp", "softmax"),
+        (log_of_sum_of_exp, "log of sum of exp", "logsumexp"),
+    ],
+)
+def test_a_naive_loss_is_named_with_its_line_and_the_stable_form(
+    loss: Callable[[Tensor], Tensor], form: str, instead: str, precision: str
+) -> None:
+    report = audited(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), precision, loss=lambda out: loss(out).float())
+    (finding,) = findings(report, "naive")
+    assert finding.owner == "(task)"
+    assert finding.operation.replace("truediv", "div") == form
+    shown = summary(report)["unstable form"]
+    marked = "probabilities)" if loss is log_of_clamped_softmax else "# form"
+    assert source_line(loss, marked) in shown
+    assert instead in shown
+
+
+def stable(x: Tensor) -> Tensor:
+    shifted = (x - x.amax(-1, keepdim=True)).exp()
+    by_hand = shifted / shifted.sum(-1, keepdim=True)
+    gate = x.sigmoid() * x.softmax(-1)
+    return (by_hand + gate + x.log_softmax(-1) + nn.functional.logsigmoid(x)).square().mean() + x.abs().add(
+        1
+    ).log().mean()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_stable_forms_are_not_named(precision: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    assert not findings(audited(model, torch.randn(2, 4), precision, loss=lambda out: stable(out).float()), "naive")
 
 
 class Filled(SmallCNN):

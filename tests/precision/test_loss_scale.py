@@ -159,7 +159,7 @@ STATES: dict[str, tuple[Any, str, str, str]] = {
     "no number": ({"scale": "big"}, "gradient scaler state", "big", "not a number"),
     "several numbers": ({"scale": torch.ones(3)}, "gradient scaler state", "tensor", "not a number"),
     **{
-        f"{key}={value}": ({key: value}, "loss scale", f"{key}={value}", want)
+        f"{key}={value}": ({key: value}, "precision.loss_scale", f"{key}={value}", want)
         for key, value, want in (
             ("scale", float("nan"), "finite number above 0"),
             ("scale", 0.0, "finite number above 0"),
@@ -198,4 +198,4 @@ def test_what_is_no_state_is_refused_and_changes_nothing(name: str) -> None:
     ],
 )
 def test_impossible_schedules_are_refused_with_the_value(options: dict[str, Any], got: str, remedy: str) -> None:
-    Refusal(lambda: make(**options), "loss scale", got, remedy).check()
+    Refusal(lambda: make(**options), "precision.loss_scale", got, remedy).check()

@@ -56,7 +56,7 @@ def test_the_table_has_a_row_for_each_trial_and_marks_the_best(tmp_path: Path) -
     assert rows[0] == ["trial", "lr", "width", "eval/accuracy", "state", "run"]
     assert rows[1] == ["0", "0.0001", "8", "0.5", "finished", "r0"]
     assert rows[2] == ["1", "1", "16", "-", "failed:", "step", "3:", "out", "of", "memory", "r1"]
-    assert rows[3] == ["2", "0.01235", "16", "0.9", "finished,", "best", "r2"]
+    assert rows[3] == ["best", "2", "0.01235", "16", "0.9", "finished", "r2"]
     assert rows[5] == ["4", "0.2", "8", "-", "stopped", "r4"]
     assert "3 finished, 1 pruned, 1 failed, 1 stopped" in search.summary
     assert "optimizer.lr 75 %" in search.summary

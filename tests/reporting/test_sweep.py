@@ -94,6 +94,13 @@ def test_of_a_long_value_the_end_is_shown_too(tmp_path: Path) -> None:
     assert len(first) == 31
 
 
+def test_a_fraction_that_was_drawn_at_random_is_short(tmp_path: Path) -> None:
+    (setting,), _ = varied_settings(points(tmp_path, *({"optimizer.lr": rate} for rate in (0.00028304094924, 1e-3))))
+    assert setting.short_texts == ["0.000283", "0.001"]
+    (seed,), _ = varied_settings(points(tmp_path / "seeds", {"run.seed": 123456}, {"run.seed": 2}))
+    assert seed.short_texts == ["123456", "2"]
+
+
 def test_a_run_without_a_config_has_no_settings_and_makes_none(tmp_path: Path) -> None:
     runs = points(tmp_path, {"run.seed": 1}, {"run.seed": 1})
     (tmp_path / "dead").mkdir()

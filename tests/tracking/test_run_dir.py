@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from pathlib import Path
@@ -85,20 +86,35 @@ def test_a_failure_that_the_disk_refuses_to_record_is_still_the_one_that_is_rais
 def test_the_log_of_a_rank_has_the_traceback_without_its_secrets(tmp_path: Path) -> None:
     def failing() -> None:
         with failures_recorded(tmp_path, 1) as failure:
+            logging.getLogger("dtrain").info("before the start")
+            assert os.listdir(tmp_path) == []
+            (tmp_path / "logs").mkdir()
             failure.starts(lambda: 7)
+            open_rank_log(tmp_path, 1)
             raise OSError("no answer from https://me:hunter2@host/train.tar?token=hunter3")
 
-    (tmp_path / "logs").mkdir()
-    open_rank_log(tmp_path, 1)
     try:
         with pytest.raises(OSError, match="hunter2"):
             failing()
     finally:
         close_rank_log()
     log = (tmp_path / "logs" / "rank-00001.log").read_text()
+    assert "INFO before the start\n" in log
     assert "failed after step 7\nTraceback" in log
     assert "OSError: no answer from https://<hidden>@host/train.tar?token=<hidden>" in log
     assert "hunter" not in log
+
+
+def test_a_start_that_is_refused_logs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def failing() -> None:
+        with failures_recorded(tmp_path, 0):
+            logging.getLogger("dtrain").warning("before the start")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing()
+    assert os.listdir(tmp_path) == []
+    assert capsys.readouterr().err == ""
 
 
 def test_a_failure_is_told_without_the_secrets_of_its_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

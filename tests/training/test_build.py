@@ -238,3 +238,14 @@ def test_one_rank_needs_no_ddp_and_several_have_it_as_the_config_says() -> None:
         ]
 
     assert run_ranks(2, rank) == [[[3 * 2**20, True, False], [False, True]]] * 2
+
+
+# -- classes
+
+
+def test_the_number_of_classes_is_compared_with_the_names_beside_the_shards() -> None:
+    with refused(ConfigError, "model.classes", "10", "model.classes=3"):
+        build.check_classes(node("dtrain.models.SmallCNN", classes=10), ["a", "b", "c"])
+    build.check_classes(node("dtrain.models.SmallCNN", classes=3), ["a", "b", "c"])
+    build.check_classes(node("dtrain.models.SmallCNN", classes=10), None)
+    build.check_classes(node("dtrain.models.SmallCNN"), ["a", "b", "c"])

@@ -14,7 +14,7 @@ from dtrain.training.state import TrainState
 from dtrain.training.step import StepOutcome
 from dtrain.training.task import Evaluation
 from tests.ranks import RanksFailed
-from tests.runs import status, train_on
+from tests.runs import records, status, train_on
 
 SMALL = ("model.width=4", "data.num_workers=0", "checkpoint.best=null", "checkpoint.keep_last=9")
 
@@ -66,9 +66,27 @@ class Misspelt:
 
 
 class Failing:
-    def on_step(self, run: TrainState, outcome: StepOutcome) -> None:
-        if outcome.step == 2 and run.world.rank == 1:
+    """Raises on rank 1 in one method, after a collective in which the other ranks take part."""
+
+    def __init__(self, method: str) -> None:
+        setattr(self, method, self._fail)
+
+    def _fail(self, run: TrainState, *result: Any) -> None:
+        dist.barrier()
+        if run.world.rank == 1:
             raise ZeroDivisionError("of a hook")
+        dist.barrier()
+
+
+class EndsEarly:
+    """Ends the run in one of its methods, the first time it is called after step 2."""
+
+    def __init__(self, method: str) -> None:
+        setattr(self, method, self._end)
+
+    def _end(self, run: TrainState, *result: Any) -> None:
+        if run.step.step >= 2:
+            run.end_early("good enough")
 
 
 def hooks(*names: str) -> str:
@@ -96,12 +114,45 @@ def test_the_last_checkpoint_of_a_stopped_run_is_announced(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("digits")
-def test_an_exception_of_a_hook_ends_all_ranks_with_its_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "method",
+    [
+        "on_start",
+        "on_step",
+        "on_end",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("on_evaluation", "on_save")),
+    ],
+)
+def test_an_exception_of_a_hook_ends_all_ranks_with_its_name(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], method: str
+) -> None:
+    hook = f"train.hooks=[{{_target_: {__name__}.Failing, method: {method}}}]"
     with pytest.raises(RanksFailed) as failed:
-        train_on(2, tmp_path, *SMALL, hooks("Failing"), "train.max_steps=4")
+        train_on(2, tmp_path, *SMALL, hook, "train.max_steps=2")
     assert set(failed.value.reports) == {0, 1}
     assert not failed.value.hung
-    assert "ZeroDivisionError: of a hook" in status(tmp_path)["reason"]
+    why = f"rank 1 failed: HookFailed: train.hooks[0] ({__name__}.Failing).{method} raised ZeroDivisionError: of a hook"
+    assert (status(tmp_path)["state"], status(tmp_path)["reason"]) == ("failed", why)
+    assert "in _fail" in capfd.readouterr().err  # the traceback of the hook
+
+
+@pytest.mark.usefixtures("digits")
+@pytest.mark.parametrize(("method", "end"), [("on_step", 3), ("on_evaluation", 2), ("on_save", 2)])
+def test_a_hook_ends_the_run_early_as_finished_with_evaluation_and_checkpoint(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], method: str, end: int
+) -> None:
+    hook = f"train.hooks=[{{_target_: {__name__}.EndsEarly, method: {method}}}]"
+    every = 0 if method == "on_step" else 2  # an evaluation or a save after step 2 would wait for its outcome
+    command = (*SMALL, hook, "train.max_steps=9", f"train.eval_every={every}", f"checkpoint.every_steps={every or 50}")
+    train_on(2 if method == "on_step" else 1, tmp_path, *command)
+    state = status(tmp_path)
+    assert (state["state"], state["step"], state["last_step"], state["reason"]) == ("finished", end, end, "good enough")
+    assert records(tmp_path)[-1]["step"] == end
+    assert "eval/loss" in records(tmp_path)[-1]
+    assert (tmp_path / "checkpoints" / f"step-{end:09d}" / "manifest.json").exists()
+    capfd.readouterr()
+    train_on(1, tmp_path, *command)
+    assert f"finished at step {end} already" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ from dtrain.training.tensor_copies import Ema
 from tests.config.command_lines import compose
 from tests.fake_cuda import Collectives, on_fake_cuda
 from tests.ranks import RanksFailed, run_ranks
+from tests.refusals import assert_refused
 from tests.runs import metrics, records, status, train_on, weights
 from tests.toys import world
 
@@ -215,7 +216,7 @@ def test_checkpoints_come_every_n_steps_at_the_clock_and_at_the_end(tmp_path: Pa
     train(2, tmp_path / "steps", "train.max_steps=5", "checkpoint.every_steps=2", "checkpoint.keep_last=9")
     assert saved(tmp_path / "steps") == [2, 4, 5]
     # Rank 0's clock asks in the vote of a step, and all obey after the next one.
-    train(2, tmp_path / "clock", "train.max_steps=5", "checkpoint.every_minutes=0", "checkpoint.keep_last=9")
+    train(2, tmp_path / "clock", "train.max_steps=5", "checkpoint.every_minutes=1e-9", "checkpoint.keep_last=9")
     assert saved(tmp_path / "clock")[-1] == 5
     assert len(saved(tmp_path / "clock")) >= 3
 
@@ -297,6 +298,40 @@ def test_an_impossible_interval_is_refused(tmp_path: Path, override: str, capfd:
     with pytest.raises(RanksFailed):
         train(1, tmp_path, "train.max_steps=1", override)
     assert override.replace("=", ": got ") in capfd.readouterr().err
+
+
+# -- skipped steps
+
+
+class Overflows(nn.Module):
+    """A softmax written as ``exp`` and ``sum``, which overflows in fp16."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.head = nn.Linear(3 * 8 * 8, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        powers = (self.head(images.flatten(1)) + 20).exp()
+        return powers / powers.sum(dim=1, keepdim=True)
+
+
+def test_a_message_that_follows_from_skipped_steps_names_them_first(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = (
+        "precision=fp16",
+        f"model._target_={__name__}.Overflows",
+        "train.max_steps=3",
+        "train.global_batch_size=8",
+    )
+    with pytest.raises(RanksFailed):
+        train(2, tmp_path / "evaluated", *options)
+    message = capfd.readouterr().err
+    assert_refused(
+        message, "all 3 steps", "not finite", "dtrain.doctor numerics", "output of the model", "evaluation: the loss is"
+    )
+    train(1, tmp_path / "not", *options, "data.eval=null")
+    assert_refused(capfd.readouterr().out, "Nothing was learned", "all 3 steps", "dtrain.doctor numerics")
 
 
 # -- an evaluation that is interrupted

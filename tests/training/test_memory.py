@@ -31,6 +31,7 @@ def test_out_of_memory_names_step_and_sizes_and_what_to_try(fail: object) -> Non
         "out of memory in step 12, with micro-batches of 32 rows on the CPU. Try train.micro_batch_size=24, "
     )
     assert "precision=bf16" in text
+    assert "train.checkpoint_activations=[" in text
     assert raised.value.__cause__ is not None
 
 

@@ -20,14 +20,15 @@ from torch import nn
 
 from dtrain.precision.audit.lint import Lint
 from dtrain.precision.audit.module_stack import MODEL, TASK, ModuleStack, PrecisionFinding
+from dtrain.precision.audit.operation_ranges import OperationRange, OperationRanges, Place, to_json
 from dtrain.precision.audit.recorders import (
     Magnitudes,
     OperationRecorder,
     Operations,
     RangeRecorder,
     Ranges,
-    dtype_name,
 )
+from dtrain.precision.modules import dtype_name
 from dtrain.precision.policy import Precision
 
 
@@ -51,8 +52,9 @@ class NumericsAudit:
         names = self._stack.names.values()
         self._kept = frozenset(name for name in names if any(f"{name}.".startswith(f"{parent}.") for parent in kept))
         self._lint = Lint(self._stack, device.type, self._kept)
-        self._operations = OperationRecorder(self._stack, self._lint, self._kept)
-        self._ranges = RangeRecorder(model, self._stack)
+        self._operation_ranges = OperationRanges(self._stack)
+        self._operations = OperationRecorder(self._stack, self._lint, self._kept, self._operation_ranges)
+        self._ranges = RangeRecorder(model, self._stack, self._operation_ranges)
 
     def watched(self, task: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps ``task``, which runs the forward and the loss. Only operations inside its calls are recorded."""
@@ -98,6 +100,8 @@ class NumericsAudit:
             device,
             modules,
             self._lint.findings,
+            self._operation_ranges.places,
+            tuple(self._stack.scripted),
         )
 
 
@@ -170,6 +174,8 @@ class Report:
         device: Name of the device.
         modules: Modules in the order of their first operations, without those that have neither operations nor gradients.
         findings: Number of times each finding in the model's code was seen.
+        operations: Range of each operation, in the order of the first calls.
+        scripted: Names of ScriptModules, each of which is measured as one module.
     """
 
     precision: str
@@ -178,6 +184,8 @@ class Report:
     device: str
     modules: list[ModuleReport] = field(default_factory=list)
     findings: Counter[PrecisionFinding] = field(default_factory=Counter)
+    operations: dict[Place, OperationRange] = field(default_factory=dict)
+    scripted: tuple[str, ...] = ()
 
     @property
     def flops(self) -> int:
@@ -205,6 +213,7 @@ class Report:
             "low_precision_share": self.low_share,
             "modules": [module.to_json() for module in self.modules],
             "findings": [asdict(finding) | {"times": times} for finding, times in self.findings.items()],
+            "operations": [to_json(place, found) for place, found in self.operations.items()],
         }
 
 

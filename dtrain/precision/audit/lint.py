@@ -7,6 +7,8 @@
 * *Fixed*: a cast or a new tensor whose 16-bit dtype is written in the code, in every precision of the run.
 * *Raised*: a cast of 16-bit values to fp32 in a module that returns fp32.
 * *In place*: ``tensor.data = ...`` with another dtype, or ``module.half()``, which change the weights for good.
+* *Naive*: the logarithm of a softmax or sigmoid, which is that of zero for confident predictions; a softmax written as ``exp``
+  and a division, which overflows for inputs above 11 in fp16. They are sought in the task as well.
 
 Constants are not reported in a module that casts to fp32 itself: its author knows the ranges. *Fixed* places are taken from
 the fp32 pass, in which ``x.to(other.dtype)`` does nothing; all others from the pass in the configured precision.
@@ -24,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dtrain.precision.audit.module_stack import (
     MODEL,
@@ -45,6 +48,18 @@ _CASTS = {"bfloat16", "double", "float", "half", "to", "type", "type_as"}
 _PUT = {"add", "clamp", "clip", "fill", "full", "full_like", "iadd", "isub", "masked_fill", "nan_to_num", "new_full"}
 _PUT |= {"radd", "rsub", "scalar_tensor", "setitem", "sub", "tensor", "where"}
 _MULTIPLY = {"imul", "mul", "multiply", "rmul"}
+# What a value was computed by, for the naive forms; functions that do not change that; and what to use instead.
+_ORIGINS = {"softmax": "softmax", "sigmoid": "sigmoid", "exp": "exp"}
+_PASSED_ON = _CASTS | {"add", "radd", "clamp", "clamp_min", "clip", "gather", "getitem", "squeeze", "unsqueeze"}
+_SHIFTED = {"sub", "rsub", "isub", "neg", "softplus", "log_softmax", "logsigmoid"}
+_STABLE = {
+    ("log", "softmax"): "log_softmax or cross_entropy",
+    ("log", "sigmoid"): "logsigmoid or binary_cross_entropy_with_logits",
+    ("log", "1 - sigmoid"): "logsigmoid(-x) or binary_cross_entropy_with_logits",
+    ("div", "exp"): "softmax, or subtract the maximum first",
+    ("truediv", "exp"): "softmax, or subtract the maximum first",
+    ("log", "sum of exp"): "logsumexp",
+}
 
 
 class Lint:
@@ -69,6 +84,7 @@ class Lint:
         self._kept = kept
         self._sixteen_bit = False
         self._wide_outputs: list[tuple[PrecisionFinding, list[Tensor]]] = []
+        self._origins = WeakIdKeyDictionary()  # tensor: what computed it, a value of _ORIGINS or "shifted"
 
     @contextmanager
     def configured_run(self, sixteen_bit: bool) -> Iterator[None]:
@@ -117,8 +133,10 @@ class Lint:
     def _on_configured(self, func: Any, args: Any, kwargs: dict[str, Any], call: Callable[[], Any]) -> Any:
         self.autocast = torch.is_autocast_enabled(self._device_type)
         frame = self._stack.frame
+        if frame is not None and not called_by_torch():
+            self._seek_naive(func, args, frame)
         if frame is None or frame.owner == TASK:
-            return call()
+            return self._with_origin(func, args, call())
         inputs = floating((args, kwargs))
         if _changes_dtype_in_place(func, args):
             old, new = (str(tensor.dtype).removeprefix("torch.") for tensor in args)
@@ -126,12 +144,35 @@ class Lint:
         # Before the call, which may fail because of the constant.
         elif (number := _beyond_fp16(func, args, kwargs)) is not None and self._matters(frame, inputs):
             self.add("constant", frame, _function_name(func), next(iter((*args, *kwargs.values()))), f"{number:g}")
-        result = call()
+        result = self._with_origin(func, args, call())
         if isinstance(result, Tensor) and result.dtype in WIDE:
             if _casts(func, args):
                 self._on_cast_up(func, args[0], result, frame)
             elif not inputs and (self.autocast or not self._sixteen_bit) and not called_by_torch():
                 self._on_created(func, kwargs, result, frame)
+        return result
+
+    def _seek_naive(self, func: Any, args: Sequence[Any], frame: Frame) -> None:
+        if args and isinstance(args[0], Tensor) and frame.owner not in self._kept:
+            form = (_function_name(func), self._origins.get(args[0], ""))
+            if form in _STABLE:
+                self.add("naive", frame, f"{form[0]} of {form[1]}", args[0], f"use {_STABLE[form]}")
+
+    def _with_origin(self, func: Any, args: Sequence[Any], result: Any) -> Any:
+        """Notes what computed ``result``, and returns it."""
+        if not (args and isinstance(args[0], Tensor) and isinstance(result, Tensor) and result.is_floating_point()):
+            return result
+        name, before = _function_name(func), self._origins.get(args[0])
+        if name == "rsub" and before == "sigmoid":
+            self._origins[result] = "1 - sigmoid"
+        elif name in _SHIFTED:
+            self._origins[result] = "shifted"
+        elif name == "sum" and before == "exp":
+            self._origins[result] = "sum of exp"
+        elif name in _PASSED_ON and before is not None:
+            self._origins[result] = before
+        elif name in _ORIGINS and not (name == "exp" and before == "shifted"):
+            self._origins[result] = _ORIGINS[name]
         return result
 
     def _matters(self, frame: Frame, inputs: list[Tensor]) -> bool:

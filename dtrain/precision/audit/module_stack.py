@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from torch.utils.hooks import RemovableHandle
@@ -51,8 +52,8 @@ class PrecisionFinding:
     """A place in the model's code where the precision differs from the configured one.
 
     Attributes:
-        kind: ``created``, ``promoted``, ``product``, ``constant``, ``fixed``, ``raised`` or ``in place``; see ``lint`` and
-            ``recorders``.
+        kind: ``created``, ``promoted``, ``product``, ``constant``, ``fixed``, ``raised``, ``in place`` or ``naive``; see
+            ``lint`` and ``recorders``.
         owner: Name of the module.
         operation: Name of the operation, such as ``zeros``.
         where: ``file:line`` in the user's code; "" if unknown.
@@ -102,11 +103,23 @@ class ModuleStack:
         model: The bare model.
 
     Attributes:
-        names: Name of each module.
+        names: Name of each module, without those inside a ScriptModule, whose code does not run in Python.
+        scripted: Names of the ScriptModules.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.names = {module: name or MODEL for name, module in model.named_modules()}
+        self.names: dict[nn.Module, str] = {}
+        self.scripted: list[str] = []
+        inside: tuple[str, ...] = ()
+        for name, module in model.named_modules():
+            if name.startswith(inside):
+                continue
+            self.names[module] = name or MODEL
+            if isinstance(module, torch.jit.ScriptModule):
+                self.scripted.append(name or MODEL)
+                if not name:
+                    break
+                inside += (f"{name}.",)
         self._stack: list[Frame] = []
         self._in_forward = False
         self._in_hooks = False
@@ -150,7 +163,13 @@ class ModuleStack:
             self._in_hooks = False
 
         with ExitStack() as hooks:
+            if self.scripted:
+                # A ScriptModule refuses hooks of its own; hooks on all modules are called for it.
+                hooks.callback(register_module_forward_pre_hook(self._of_scripted(begin_hooks, enter)).remove)
+                hooks.callback(register_module_forward_hook(self._of_scripted(begin_hooks, leave)).remove)
             for module in self.names:
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue
                 for handle in (
                     module.register_forward_pre_hook(begin_hooks, prepend=True),
                     module.register_forward_pre_hook(enter),
@@ -160,12 +179,25 @@ class ModuleStack:
                     hooks.callback(handle.remove)
             yield
 
+    def parameters(self, module: nn.Module) -> Iterator[nn.Parameter]:
+        """The parameters of a module of ``names``, without those of its submodules in ``names``."""
+        return module.parameters(recurse=isinstance(module, torch.jit.ScriptModule))
+
+    def _of_scripted(self, *hooks: Callable[..., None]) -> Callable[..., None]:
+        def call(module: nn.Module, *values: Any) -> None:
+            if isinstance(module, torch.jit.ScriptModule) and module in self.names:
+                for hook in hooks:
+                    hook(module, *values)
+
+        return call
+
 
 class Operators(TorchDispatchMode):
     """Observes each operator below autograd and autocast.
 
     Args:
-        on_operator: Called after each operator as ``on_operator(func, args, kwargs, result)``.
+        on_operator: Called after each operator as ``on_operator(func, args, kwargs, inputs, result)``, with the floating-point
+            inputs as they were before the call.
     """
 
     # Such as flex_attention, which compiles itself even with the stance "force_eager".
@@ -176,14 +208,17 @@ class Operators(TorchDispatchMode):
         """Called by torch: the compiler's own operators are not observed."""
         return True
 
-    def __init__(self, on_operator: Callable[[Any, Any, dict[str, Any], Any], None]) -> None:
+    def __init__(self, on_operator: Callable[[Any, Any, dict[str, Any], list[Tensor], Any], None]) -> None:
         self._on_operator = on_operator
         super().__init__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        inputs = floating((args, kwargs))
+        if func._schema.is_mutable:
+            inputs = [tensor.clone() for tensor in inputs]
         out = func(*args, **kwargs)
-        self._on_operator(func, args, kwargs, out)
+        self._on_operator(func, args, kwargs, inputs, out)
         return out
 
 

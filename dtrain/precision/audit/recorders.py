@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,9 +39,8 @@ from dtrain.precision.audit.module_stack import (
     on_gradient,
     operator_name,
 )
-
-#: The dtypes to which casts are tried.
-SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+from dtrain.precision.audit.operation_ranges import SIXTEEN_BIT, OperationRanges
+from dtrain.precision.modules import dtype_name
 
 _FP16_MAX = torch.finfo(torch.float16).max
 # Exponent of half of fp16's smallest subnormal 2**-24: values up to it, ties included, are rounded to zero.
@@ -187,14 +187,16 @@ class OperationRecorder:
         stack: The running modules.
         lint: Observes the same passes and collects the findings; ``promoted`` and ``product`` in 16-bit runs only.
         kept: Names of the modules that compute in fp32 because of ``precision.keep_fp32``.
+        operations: Observes the operations of the same passes.
 
     Attributes:
         modules: Operations by owner, in the order of the first operation.
     """
 
-    def __init__(self, stack: ModuleStack, lint: Lint, kept: Collection[str]) -> None:
+    def __init__(self, stack: ModuleStack, lint: Lint, kept: Collection[str], operations: OperationRanges) -> None:
         self.modules: dict[str, Operations] = {}
         self._stack = stack
+        self._operation_ranges = operations
         self._lint = lint
         self._kept = kept
         self._sixteen_bit = False
@@ -227,12 +229,16 @@ class OperationRecorder:
                 module.outputs[output.dtype] += 1
             # A reentrant checkpoint runs its first forward without gradients; they come from the recomputation.
             if output.requires_grad:
-                handle = on_gradient(output, lambda gradient: module.gradients.update([gradient.dtype]))
+                handle = on_gradient(output, partial(self._on_gradient, frame.owner, module))
                 self._gradient_hooks.callback(handle.remove)
 
-    def _on_operator(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        frame = self._stack.frame
-        inputs, outputs = floating((args, kwargs)), floating(out)
+    def _on_gradient(self, owner: str, module: Operations, gradient: Tensor) -> None:
+        module.gradients[gradient.dtype] += 1
+        self._operation_ranges.backward_reached(owner)
+
+    def _on_operator(self, func: Any, args: Any, kwargs: dict[str, Any], inputs: list[Tensor], out: Any) -> None:
+        self._operation_ranges.configured(func, args, inputs, out)
+        frame, outputs = self._stack.frame, floating(out)
         if frame is None or not is_work(func, inputs, outputs):
             return
         module = self.modules.setdefault(frame.owner, Operations())
@@ -278,13 +284,15 @@ class RangeRecorder:
     Args:
         model: The bare model.
         stack: The running modules.
+        operations: Observes the operations of the same passes.
 
     Attributes:
         modules: Ranges by owner.
     """
 
-    def __init__(self, model: nn.Module, stack: ModuleStack) -> None:
+    def __init__(self, model: nn.Module, stack: ModuleStack, operations: OperationRanges) -> None:
         self.modules: dict[str, Ranges] = {}
+        self._operation_ranges = operations
         self._model = model
         self._stack = stack
         self._gradient_hooks = ExitStack()
@@ -295,7 +303,7 @@ class RangeRecorder:
         with ExitStack() as self._gradient_hooks, self._stack.watched(self._on_output), Operators(self._on_operator):
             owned: set[nn.Parameter] = set()
             for module, name in self._stack.names.items():
-                for parameter in module.parameters(recurse=False):
+                for parameter in self._stack.parameters(module):
                     if parameter.requires_grad and parameter not in owned:
                         owned.add(parameter)
                         self._on_gradient(parameter, self._of(name).parameter_gradients)
@@ -312,9 +320,9 @@ class RangeRecorder:
             if output.requires_grad:
                 self._on_gradient(output, ranges.output_gradients)
 
-    def _on_operator(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        frame = self._stack.frame
-        inputs, outputs = floating((args, kwargs)), floating(out)
+    def _on_operator(self, func: Any, args: Any, kwargs: dict[str, Any], inputs: list[Tensor], out: Any) -> None:
+        self._operation_ranges.in_fp32(func, args, inputs, out)
+        frame, outputs = self._stack.frame, floating(out)
         if frame is None or not is_work(func, inputs, outputs):
             return
         ranges = self._of(frame.owner)
@@ -329,11 +337,6 @@ class RangeRecorder:
 
     def _of(self, owner: str) -> Ranges:
         return self.modules.setdefault(owner, Ranges())
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``fp32``, ``bf16``, ``fp16``, ``fp64``."""
-    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
 
 
 def _bins_up_to(power: int, scale: float) -> int:

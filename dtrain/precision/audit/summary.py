@@ -24,11 +24,14 @@ from rich.text import Text
 
 from dtrain.precision.audit.audit import ModuleReport, Report
 from dtrain.precision.audit.module_stack import MODEL, TASK, PrecisionFinding
-from dtrain.precision.audit.recorders import SIXTEEN_BIT, Magnitudes, dtype_name
-from dtrain.precision.modules import first_names
+from dtrain.precision.audit.operation_ranges import BACKWARD, SIXTEEN_BIT, OperationRange, Place
+from dtrain.precision.audit.recorders import Magnitudes
+from dtrain.precision.modules import dtype_name, first_names
 
 #: How much larger than the largest measured gradient those of other batches and later steps may be.
 HEADROOM = 8.0
+#: Smallest share of results flushed to zero that is reported.
+FLUSHED = 0.01
 #: With more modules than this, modules whose names differ in one number share a row.
 GROUP_ABOVE = 40
 
@@ -43,6 +46,10 @@ _KINDS = {
         "beyond fp16",
         "the largest fp16 number is 65504: mask with -inf, or with torch.finfo(x.dtype).min where a whole row may be masked",
     ),
+    "naive": (
+        "unstable form",
+        "for large inputs it overflows, or takes the logarithm of zero, in 16 bits much earlier than in fp32",
+    ),
     "fixed": (
         "fixed 16 bits",
         "written in the code for every precision: leave it to autocast, or write x.to(other.dtype)",
@@ -56,6 +63,11 @@ _KINDS = {
         "the forward changes the weights for good: use a copy, w.to(x.dtype), or leave it to autocast",
     ),
 }
+_OVERFLOW = (
+    "compute it in fp32 (x.float()), or in a stable form: softmax, log_softmax, logsumexp, cross_entropy, logsigmoid, "
+    "binary_cross_entropy_with_logits"
+)
+_FLUSHED = "harmless in a softmax; what divides by these results, or takes their logarithm, needs fp32 or a stable form"
 # Most lines per kind of finding, and most modules per line.
 _LINES, _NAMED = 8, 3
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a name that is a number, as in nn.Sequential
@@ -65,19 +77,32 @@ subnormal (fewer bits) or infinite. Gradients are those of a module's outputs an
 """
 
 
-def summary(report: Report, min_scale: float = 1.0, max_scale: float = 2.0**24) -> dict[str, str]:
+def summary(
+    report: Report, min_scale: float = 1.0, max_scale: float = 2.0**24, skipped: tuple[int, int] = (0, 0)
+) -> dict[str, str]:
     """The advice and the findings of a report, as rows for ``print_banner``.
 
     Args:
         report: The report.
         min_scale: Smallest loss scale that the config allows.
         max_scale: Largest loss scale that the config allows.
+        skipped: Number of skipped steps, and of all steps.
     """
     low = f"{percent(report.low_share) or '0%'} of the forward's FLOPs in 16 bits" if report.flops else "none counted"
     lines = {"FLOPs": low, "loss scale": _scale(report, min_scale, max_scale)}
     own = [report.compute_dtype] if report.compute_dtype.itemsize == 2 else []
+    if skipped[0]:
+        lines["skipped"] = f"{skipped[0]} of {skipped[1]} steps: {_cause(report)}"
     for dtype in dict.fromkeys([*own, torch.float16, torch.bfloat16]):
-        lines[dtype_name(dtype)] = _keep(report, modules_to_keep(report, dtype))
+        lines[dtype_name(dtype)] = _keep(report, dtype)
+        if places := overflows(report, dtype):
+            lines[f"overflow in {dtype_name(dtype)}"] = _listed(_OVERFLOW, [_overflow(*one, dtype) for one in places])
+        if places := flushed(report, dtype):
+            lines[f"zero in {dtype_name(dtype)}"] = _listed(_FLUSHED, [_flushed(*one, dtype) for one in places])
+    if report.scripted:
+        lines["ScriptModule"] = (
+            f"{first_names(report.scripted, _NAMED)}: measured as one module, because its code does not run in Python"
+        )
     with_nan = [module.name for module in report.modules if module.ranges.activations.nan]
     if with_nan:
         lines["NaN in fp32"] = f"{', '.join(with_nan)}: not a matter of precision"
@@ -158,25 +183,61 @@ def advise_scale(report: Report, minimum: float = 1.0, maximum: float = 2.0**24)
 def modules_to_keep(report: Report, dtype: torch.dtype) -> list[Keep]:
     """Modules that a run in ``dtype`` should keep in fp32.
 
-    These are modules whose outputs are too large for ``dtype``, and modules whose products have too large inputs, which
-    autocast would cast down. Modules inside a module of the list are left out.
+    These are modules whose outputs, or results of operations in their forward, are too large for ``dtype``, and modules whose
+    products have too large inputs, which autocast would cast down. Modules inside a module of the list are left out.
 
     Args:
         report: The report. Of a run in 16 bits, only modules that computed in 16 bits are considered.
         dtype: ``torch.float16`` or ``torch.bfloat16``.
     """
     keep: list[Keep] = []
+    inside = {
+        place.owner: (place, found) for place, found in reversed(overflows(report, dtype)) if place.where != BACKWARD
+    }
     for module in report.modules:
         reason = _reason(module, dtype) if module.name != TASK and _is_lowered(module, report) else None
+        if reason is None and module.name != TASK and module.name in inside:
+            reason = _overflow(*inside[module.name], dtype).replace(f", in {module.name}", "", 1)
         if reason is not None:
             keep.append(Keep(module.name, reason))
     names = [one.name for one in keep]
     return [one for one in keep if not any(one.name.startswith(f"{name}.") for name in names)]
 
 
+def overflows(report: Report, dtype: torch.dtype) -> list[tuple[Place, OperationRange]]:
+    """The operations of the forward that overflow in ``dtype``, in their order; without any, those of the backward.
+
+    Args:
+        report: The report. Of a run in 16 bits, only operations that computed in 16 bits are considered.
+        dtype: ``torch.float16`` or ``torch.bfloat16``.
+    """
+    # Numbers that are written in the code, such as -1e9, are findings of their own, with another remedy.
+    constants = {finding.where for finding in report.findings if finding.kind == "constant"}
+    # After an overflow in the forward, what the backward computes means nothing.
+    spoilt = any(found.overflowed for place, found in report.operations.items() if place.where != BACKWARD)
+    return [
+        (place, found)
+        for place, found in report.operations.items()
+        if not found.in_fp32
+        and place.where not in constants
+        and not (spoilt and place.where == BACKWARD)
+        and ((found.overflowed and dtype in found.dtypes) or (found.infinite[dtype] and _is_low(place, found, report)))
+    ]
+
+
+def flushed(report: Report, dtype: torch.dtype) -> list[tuple[Place, OperationRange]]:
+    """The operations of which ``dtype`` would make at least ``FLUSHED`` of the results zero, most first; see ``overflows``."""
+    places = [
+        (place, found)
+        for place, found in report.operations.items()
+        if found.lost_share(dtype) >= FLUSHED and _is_low(place, found, report)
+    ]
+    return sorted(places, key=lambda one: -one[1].lost_share(dtype))
+
+
 def keep_line(report: Report, keep: list[Keep]) -> str | None:
     """The override for the command line, with the present patterns of the config; None if there is no new one."""
-    names = [one.name for one in keep if one.name != MODEL]
+    names = [one.name for one in keep if one.name not in (MODEL, *report.scripted)]
     return f"'precision.keep_fp32=[{','.join([*report.keep_fp32, *names])}]'" if names else None
 
 
@@ -329,14 +390,73 @@ def _share(share: float) -> str:
     return percent(share) or "none"
 
 
-def _keep(report: Report, keep: list[Keep]) -> str:
+def _keep(report: Report, dtype: torch.dtype) -> str:
+    keep, places = modules_to_keep(report, dtype), [place for place, _ in overflows(report, dtype)]
     if not keep:
+        if any(place.where != BACKWARD for place in places):
+            return "precision.keep_fp32 cannot help, because the task's own code overflows; see the next lines"
+        if places:
+            return "the backward overflows at this loss scale, see the next lines; no module needs precision.keep_fp32"
         return "nothing overflows: no module needs precision.keep_fp32"
     line = keep_line(report, keep)
     reasons = [f"{one.name}: {one.reason}" for one in keep]
-    if any(one.name == MODEL for one in keep):
+    if scripted := [one.name for one in keep if one.name in report.scripted]:
+        reasons.append(
+            f"precision.keep_fp32 refuses ScriptModules: build {first_names(scripted, _NAMED)} without torch.jit"
+        )
+    elif any(one.name == MODEL for one in keep):
         reasons.append(f"{MODEL} has no name that precision.keep_fp32 could match: move that code into a submodule")
     return "\n".join([line, *reasons] if line else reasons)
+
+
+def _cause(report: Report) -> str:
+    """Why steps were skipped, as far as the operations of the configured pass show it."""
+    origins = [(place, found) for place, found in report.operations.items() if found.overflowed]
+    if not origins:
+        return "no single operation overflowed; a sum over micro-batches, or the gradient norm, did"
+    forward = [one for one in origins if one[0].where != BACKWARD]
+    place, found = (forward or origins)[0]
+    if found.in_fp32:
+        return (
+            f"{_described(place)} is not finite in fp32 either: the cause is the data or the model, not the precision"
+        )
+    if forward:
+        return f"{_described(place)} overflows in the forward"
+    return f"{_described(place)} overflows, because the loss scale is too large for these gradients: see the line 'loss scale'"
+
+
+def _described(place: Place) -> str:
+    if place.where == BACKWARD:
+        return f"{place.operation} in the backward of {place.owner}"
+    return f"{place.operation}{f', {place.where}' if place.where else ''}, in {place.owner}"
+
+
+def _overflow(place: Place, found: OperationRange, dtype: torch.dtype) -> str:
+    name = dtype_name(dtype)
+    smallest, largest = found.inputs.smallest, found.inputs.largest
+    inputs = f"from inputs {magnitude(smallest)} .. {magnitude(largest)}" if largest else "from zeros"
+    if not found.infinite[dtype]:
+        return f"{_described(place)}: {found.overflowed} results in {name} are not finite, {inputs}"
+    results = f"results up to {magnitude(found.outputs.largest)}"
+    return f"{_described(place)}: {results} {inputs}; the largest {name} number is {torch.finfo(dtype).max:g}"
+
+
+def _flushed(place: Place, found: OperationRange, dtype: torch.dtype) -> str:
+    results = f"{magnitude(found.outputs.smallest)} .. {magnitude(found.outputs.largest)}"
+    return f"{_described(place)}: {percent(found.lost_share(dtype))} of results {results} become zero"
+
+
+def _listed(advice: str, lines: list[str]) -> str:
+    rest = len(lines) - _LINES
+    return "\n".join([advice, *lines[:_LINES], *([f"and {rest} more; --json FILE lists all"] if rest > 0 else [])])
+
+
+def _is_low(place: Place, found: OperationRange, report: Report) -> bool:
+    """Whether an operation computes in 16 bits, or might in a lower precision than that of the run."""
+    if report.compute_dtype.itemsize == 2:
+        return any(dtype.itemsize == 2 for dtype in found.dtypes)
+    # Autocast computes losses in fp32, and so do modules that are kept in it.
+    return place.owner != TASK and not any(module.kept for module in report.modules if module.name == place.owner)
 
 
 def _findings(found: Mapping[PrecisionFinding, int]) -> list[str]:

@@ -1,0 +1,119 @@
+"""Lesson: one small training in fp32, bf16 and fp16, its results side by side, and what each costs.
+
+    python examples/lessons/checkerboard.py [--out FOLDER] [--steps N]
+
+A network learns the brightness of a checkerboard's pixels from their coordinates, from 2,048 random pixels in each step, and then
+draws all 512x512 pixels. Parameters stay fp32; autocast computes the layers in the format of the column.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from torch import nn
+
+from dtrain.precision import CrossRankGradScaler
+
+SIZE = 512
+SQUARES = 8
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Features(nn.Module):
+    """Sines of many frequencies, without which a network learns sharp edges slowly (Tancik et al. 2020)."""
+
+    def __init__(self, count: int = 64) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", 12 * torch.randn(2, count))
+
+    def forward(self, coordinates: torch.Tensor) -> torch.Tensor:
+        """``[n, 2]`` -> ``[n, 2 * count]``, in fp32: a sine of a large argument needs all its digits."""
+        with torch.autocast("cpu", enabled=False):
+            angle = coordinates @ self.frequencies
+            return torch.cat([angle.sin(), angle.cos()], dim=1)
+
+
+def board() -> tuple[torch.Tensor, torch.Tensor]:
+    """Coordinates in [-1, 1], ``[SIZE * SIZE, 2]``, and brightness, 0 or 1, ``[SIZE * SIZE, 1]``."""
+    axis = torch.linspace(-1, 1, SIZE)
+    y, x = torch.meshgrid(axis, axis, indexing="ij")
+    square = torch.arange(SIZE) * SQUARES // SIZE
+    return torch.stack([x, y], dim=2).reshape(-1, 2), ((square[:, None] + square) % 2).float().reshape(-1, 1)
+
+
+def train(precision: str, steps: int) -> tuple[np.ndarray, float, float, float]:
+    """Trains in this process. Returns the picture, its error, seconds of a training step, and peak memory in MiB."""
+    torch.manual_seed(0)
+    coordinates, brightness = board()
+    model = nn.Sequential(Features(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    scaler = CrossRankGradScaler("cpu", enabled=precision == "fp16")
+    autocast = torch.autocast("cpu", dtype=DTYPES[precision], enabled=precision != "fp32")
+    chosen = torch.randint(SIZE * SIZE, (steps, 2048))
+    before = resident()
+    started = time.perf_counter()
+    for pixels in chosen:
+        optimizer.zero_grad()
+        with autocast:
+            logits = model(coordinates[pixels])
+        scaler.scale(F.binary_cross_entropy_with_logits(logits.float(), brightness[pixels])).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    seconds = (time.perf_counter() - started) / steps
+    with torch.inference_mode(), autocast:
+        picture = torch.cat([model(part).float().sigmoid() for part in coordinates.split(32_768)])
+    error = float((picture - brightness).abs().mean())
+    return picture.reshape(SIZE, SIZE).numpy(), error, seconds, resident("VmHWM") - before
+
+
+def resident(field: str = "VmRSS") -> float:
+    """Memory of this process in MiB: now, or its peak (``VmHWM``); 0 where /proc does not exist."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(field)), 0.0)
+
+
+def main(out: Path, steps: int) -> None:
+    """Trains each precision in a process of its own, so that each has its own peak of memory; prints and draws."""
+    pictures = {"target": board()[1].reshape(SIZE, SIZE).numpy()}
+    print(f"{'':6}{'mean error':>12}{'ms a step':>12}{'MiB above the start':>21}")
+    for precision in DTYPES:
+        file = out / f"checkerboard_{precision}.npz"
+        subprocess.run([sys.executable, __file__, "--steps", str(steps), "--train", precision, "--out", str(file)], check=True)
+        with np.load(file) as result:
+            pictures[precision] = result["picture"]
+            error, seconds, memory = (float(result[name]) for name in ("error", "seconds", "memory"))
+        file.unlink()
+        print(f"{precision:6}{error:12.4f}{1000 * seconds:12.1f}{memory:21.0f}", flush=True)
+
+    figure = Figure(figsize=(12, 3.4), layout="constrained")
+    for axes, (name, picture) in zip(figure.subplots(1, 4), pictures.items(), strict=True):
+        axes.imshow(picture, cmap="gray", vmin=0, vmax=1)
+        axes.set(title=name, xticks=[], yticks=[])
+    figure.savefig(out / "checkerboard.png", dpi=110)
+    print(
+        f"\n{out / 'checkerboard.png'}\n"
+        "All three formats learn the same picture: rounding in the layers is noise that training averages out.\n"
+        "What must be exact stays fp32: parameters, the sines of large angles, the loss, and the optimizer's sums.\n"
+        "16 bits save time only where there are kernels for them: bf16 on recent CPUs, both on GPUs, fp16 on no usual CPU."
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder of the picture")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--train", choices=DTYPES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.train:
+        np.savez(options.out, **dict(zip(("picture", "error", "seconds", "memory"), train(options.train, options.steps), strict=True)))
+    else:
+        main(options.out, options.steps)
