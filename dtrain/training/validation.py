@@ -199,7 +199,7 @@ def _check_data(cfg: Config, fields: tuple[Field, ...], precision: Precision, fo
             elif (value is not None or split == "train") and not _are_patterns(value):
                 raise ConfigError(
                     f"data.{split}: got {value!r}, want shards such as 'data.{split}=\"shards/{{000..009}}.tar\"', a list of "
-                    "such patterns, or a data set by its _target_."
+                    "such patterns, or a dataset by its _target_."
                 )
 
 

@@ -49,7 +49,7 @@ def preset(tmp_path: Path):
         # a group choice replaces what the experiment says of the group
         (["optimizer=sgd"], "optimizer.lr", 0.1),
         (["optimizer=adamw"], "optimizer.lr", 3e-3),
-        # data sets, augmentations, fields
+        # datasets, augmentations, fields
         (["data=memory", "data.train={_target_: my.arrays}"], "data.train", {"_target_": "my.arrays"}),
         (["data=memory", "data.train._target_=my.arrays"], "data.train", {"_target_": "my.arrays"}),
         (["data=map", "data.train={_target_: my.Data, root: /data}"], "data.train", {"root": "/data"}),
