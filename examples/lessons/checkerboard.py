@@ -2,8 +2,8 @@
 
     python examples/lessons/checkerboard.py [--out FOLDER] [--steps N]
 
-A network learns the brightness of a checkerboard's pixels from their coordinates, from 2,048 random pixels in each step, and then
-draws all 512x512 pixels. Parameters stay fp32; autocast computes the layers in the format of the column.
+A network learns the brightness of a checkerboard's pixels from their coordinates, from 2,048 random pixels in each step, and
+then draws all 512x512 pixels. Parameters stay fp32; autocast computes the layers in the format of the column.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
+from lesson import Figure, finish, parser
 from torch import nn
 
 from dtrain.precision import CrossRankGradScaler
@@ -83,37 +83,43 @@ def resident(field: str = "VmRSS") -> float:
 
 def main(out: Path, steps: int) -> None:
     """Trains each precision in a process of its own, so that each has its own peak of memory; prints and draws."""
-    pictures = {"target": board()[1].reshape(SIZE, SIZE).numpy()}
+    pictures = {"target, 512x512": board()[1].reshape(SIZE, SIZE).numpy()}
     print(f"{'':6}{'mean error':>12}{'ms a step':>12}{'MiB above the start':>21}")
     for precision in DTYPES:
         file = out / f"checkerboard_{precision}.npz"
-        subprocess.run([sys.executable, __file__, "--steps", str(steps), "--train", precision, "--out", str(file)], check=True)
+        command = [sys.executable, __file__, f"--steps={steps}", f"--train={precision}", f"--out={out}"]
+        if code := subprocess.run(command, check=False).returncode:
+            sys.exit(f"The training in {precision} ended with exit code {code}, see above")
         with np.load(file) as result:
-            pictures[precision] = result["picture"]
             error, seconds, memory = (float(result[name]) for name in ("error", "seconds", "memory"))
+            title = f"{precision}: mean error {error:.3f},\n{1000 * seconds:.1f} ms a step, {memory:.0f} MiB"
+            pictures[title] = result["picture"]
         file.unlink()
         print(f"{precision:6}{error:12.4f}{1000 * seconds:12.1f}{memory:21.0f}", flush=True)
 
-    figure = Figure(figsize=(12, 3.4), layout="constrained")
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
     for axes, (name, picture) in zip(figure.subplots(1, 4), pictures.items(), strict=True):
         axes.imshow(picture, cmap="gray", vmin=0, vmax=1)
         axes.set(title=name, xticks=[], yticks=[])
-    figure.savefig(out / "checkerboard.png", dpi=110)
-    print(
-        f"\n{out / 'checkerboard.png'}\n"
-        "All three formats learn the same picture: rounding in the layers is noise that training averages out.\n"
-        "What must be exact stays fp32: parameters, the sines of large angles, the loss, and the optimizer's sums.\n"
-        "16 bits save time only where there are kernels for them: bf16 on recent CPUs, both on GPUs, fp16 on no usual CPU."
+    finish(
+        figure,
+        out / "checkerboard_512.png",
+        "All three formats learn the same picture: rounding in the layers is noise that training averages out.",
+        "What must be exact stays fp32: parameters, the sines of large angles, the loss, and the optimizer's sums.",
+        "16 bits save time only where there are kernels for them: bf16 on recent CPUs, bf16 and fp16 on GPUs.",
     )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("."), help="folder of the picture")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--train", choices=DTYPES, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    command_line = parser(__doc__)
+    command_line.add_argument("--steps", type=int, default=200, help="of each training")
+    command_line.add_argument("--train", choices=DTYPES, help=argparse.SUPPRESS)
+    options = command_line.parse_args()
+    if options.steps < 1:
+        command_line.error(f"argument --steps: got {options.steps}, want at least 1")
     if options.train:
-        np.savez(options.out, **dict(zip(("picture", "error", "seconds", "memory"), train(options.train, options.steps), strict=True)))
+        picture, error, seconds, memory = train(options.train, options.steps)
+        file = options.out / f"checkerboard_{options.train}.npz"
+        np.savez(file, picture=picture, error=error, seconds=seconds, memory=memory)
     else:
         main(options.out, options.steps)

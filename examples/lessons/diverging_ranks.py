@@ -3,13 +3,12 @@
     python examples/lessons/diverging_ranks.py [--out FOLDER]
 
 Starts two processes. Each owns the parameters of one layer, as ZeRO and FSDP divide them: gradients are averaged over the
-ranks, each rank updates its own layer and sends it to the other one. At four steps a gradient of rank 1's layer overflows. First every rank
-has its own ``torch.amp.GradScaler``, then dtrain's ``CrossRankGradScaler``.
+ranks, each rank updates its own layer and sends it to the other one. In four steps a gradient of rank 1's layer overflows.
+First every rank has its own ``torch.amp.GradScaler``, then dtrain's ``CrossRankGradScaler``.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from matplotlib.figure import Figure
+from lesson import Figure, finish, parser
 from torch import nn
 
 from dtrain.precision import CrossRankGradScaler
@@ -84,9 +83,10 @@ def main(out: Path) -> None:
 
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for name, style in zip(SCALERS, ("-", "--"), strict=True):
-        for rank, colour in enumerate(("#0072B2", "#D55E00")):
-            left.step(range(STEPS), ranks[rank][name]["scale"], style, where="post", color=colour, label=f"{name}, rank {rank}")
+    stock, ours = SCALERS
+    left.step(range(STEPS), ranks[0][ours]["scale"], where="post", color="#BBBBBB", lw=6, label=f"{ours}, both ranks")
+    for rank, colour in enumerate(("#0072B2", "#D55E00")):
+        left.step(range(STEPS), ranks[rank][stock]["scale"], where="post", color=colour, label=f"{stock}, rank {rank}")
     left.set(xlabel="step", ylabel="loss scale", title="Rank 1 finds inf in four steps")
     left.set_yscale("log", base=2)
     left.legend(fontsize="small")
@@ -94,16 +94,14 @@ def main(out: Path) -> None:
         right.plot(ranks[0][name]["loss"], style, color=colour, label=name)
     right.set(yscale="log", xlabel="step", ylabel="loss", title="Training")
     right.legend(fontsize="small")
-    figure.savefig(out / "diverging_ranks.png", dpi=110)
-    print(
-        f"\n{out / 'diverging_ranks.png'}\n"
-        "With a scaler of its own, rank 1 skips four steps and halves its scale each time, and rank 0 does neither.\n"
-        "From then on gradients of different scale are averaged: every later update of both ranks is wrong, without a message.\n"
-        "CrossRankGradScaler adds up the overflow flags of all ranks first, so both skip, and both halve."
+    finish(
+        figure,
+        out / "diverging_ranks.png",
+        "With a scaler of its own, rank 1 skips four steps and halves its scale each time, and rank 0 does neither.",
+        "From then on gradients of different scales are averaged, so every later update is wrong, without a message.",
+        "CrossRankGradScaler first adds up the overflow flags of all ranks, so both skip, and both halve.",
     )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("."), help="folder of the picture")
-    main(parser.parse_args().out)
+    main(parser(__doc__).parse_args().out)

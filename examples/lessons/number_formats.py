@@ -7,12 +7,11 @@ Prints range and precision of each format, what becomes of some numbers, and dra
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
+from lesson import Figure, finish, parser
 
 #: Bits of exponent and of mantissa, without the sign. tf32 exists inside of matrix units only; in memory it is fp32.
 FORMATS = {"fp32": (8, 23), "tf32": (8, 10), "bf16": (8, 7), "fp16": (5, 10)}
@@ -52,19 +51,21 @@ def main(out: Path) -> None:
         distance = np.exp2(np.floor(np.log2(np.maximum(magnitude, normal))) - mantissa)
         axes.plot(magnitude, distance / magnitude, color=COLOURS[name], linewidth=1.6, label=name)
         axes.plot(magnitude[-1], distance[-1] / magnitude[-1], "|", color=COLOURS[name], markersize=14)
-    axes.set(xscale="log", yscale="log", xlim=(1e-10, 1e7), ylim=(3e-8, 2), xlabel="number", ylabel="distance to the next / number")
-    axes.set_title("The relative distance between neighbours: fp16 is finer than bf16 from 8e-6 to 65504, and ends there")
+    axes.annotate(
+        "fp16 ends\nat 65,504", (65_504, 3e-4), xytext=(65_504, 2e-5), ha="center", arrowprops={"arrowstyle": "->"}
+    )
+    axes.set(xscale="log", yscale="log", xlim=(1e-10, 1e7), ylim=(3e-8, 2))
+    axes.set(xlabel="number", ylabel="distance to the next number / number")
+    axes.set_title("Distance between neighbouring numbers: fp16 is finer than bf16 from 8e-6 to 65,504")
     axes.legend()
-    figure.savefig(out / "number_formats.png", dpi=110)
-    print(
-        f"\n{out / 'number_formats.png'}\n"
-        "bf16 is fp32 with 16 bits of the mantissa cut off: the same range, two to three decimal digits.\n"
-        "fp16 has eight times finer steps, but ends at 65,504, and below 6e-5 its steps no longer shrink with the number.\n"
-        "So bf16 fails by rounding, and fp16 by numbers that become inf or zero."
+    finish(
+        figure,
+        out / "number_formats.png",
+        "bf16 is fp32 with 16 bits of the mantissa cut off: the same range, two to three decimal digits.",
+        "fp16 has eight times finer steps, but ends at 65,504, and below 6e-5 its steps no longer shrink with the number.",
+        "So bf16 fails by rounding, and fp16 by numbers that become inf or zero.",
     )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("."), help="folder of the picture")
-    main(parser.parse_args().out)
+    main(parser(__doc__).parse_args().out)

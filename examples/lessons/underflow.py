@@ -8,11 +8,10 @@ has in the mean over an image of a megapixel. So its gradients are tiny.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
+from lesson import Figure, finish, parser
 from torch import nn
 
 from dtrain.precision import CrossRankGradScaler
@@ -88,16 +87,14 @@ def main(out: Path) -> None:
         right.plot(curve, color=COLOURS[name], label=name, linewidth=4 if name == "fp32" else 1.6)
     right.set(yscale="log", xlabel="step", ylabel="loss / weight", title="Training")
     right.legend()
-    figure.savefig(out / "underflow.png", dpi=110)
-    print(
-        f"\n{out / 'underflow.png'}\n"
-        "fp16 rounds everything below 3e-8 to zero: without scaling these gradients are lost, and nothing says so.\n"
-        "Multiplying the loss by 2^k multiplies every gradient by 2^k, and dividing afterwards, in fp32, changes no bit.\n"
-        "There is a wide range of scales in which nothing is lost at either end; the scaler looks for it by itself."
+    finish(
+        figure,
+        out / "underflow.png",
+        "fp16 rounds everything below 3e-8 to zero: without scaling these gradients are lost, and nothing says so.",
+        "Multiplying the loss by 2^k multiplies every gradient by 2^k; dividing by it afterwards, in fp32, is exact.",
+        "There is a wide range of scales in which nothing is lost at either end; the scaler finds it by itself.",
     )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("."), help="folder of the picture")
-    main(parser.parse_args().out)
+    main(parser(__doc__).parse_args().out)
