@@ -373,8 +373,14 @@ def checkpoint_state(run_dir: Path, step: int) -> dict[str, Any]:
     return state
 
 
+# The end of an epoch, the same again in the next start, and the last step, on one rank or the other.
+@pytest.mark.parametrize(
+    "stops",
+    [[(0, 1, 3)], pytest.param([(0, 0, 3), (0, 1, 3), (1, 1, 6)], marks=pytest.mark.slow)],
+    ids=["once", "three times"],
+)
 def test_a_run_that_is_stopped_in_its_evaluations_ends_as_if_it_had_not_been(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: list[tuple[int, int, int]]
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     # An epoch has three steps, and its end an evaluation of three micro-batches.
@@ -382,8 +388,7 @@ def test_a_run_that_is_stopped_in_its_evaluations_ends_as_if_it_had_not_been(
     common = (*size, "train.ema_decay=0.9", "checkpoint.best=eval/loss", "checkpoint.best_mode=min")
     monkeypatch.setattr(evaluation, "evaluate", interrupted(-1))
     train(2, whole, *common)
-    # The end of an epoch, the same again in the next start, and the last step, on one rank or the other.
-    for number, rank, step in ((0, 0, 3), (0, 1, 3), (1, 1, 6)):
+    for number, rank, step in stops:
         monkeypatch.setattr(evaluation, "evaluate", interrupted(number, rank))
         train(2, parts, *common)
         assert status(parts)["state"] == "stopped"
