@@ -2,10 +2,10 @@
 
     python -m benchmarks.autocast_table [--json FILE]
 
-* ``16 bits``: whatever the inputs are, they are cast to the dtype of autocast; ``fp32``: they are cast to fp32; ``as its inputs``:
-  the widest of their dtypes; ``refused``: an error.
-* Each entry is measured by two calls, with fp32 and with 16-bit inputs. The calls for CUDA are on fake tensors, which go through
-  the same dispatch as real ones and compute nothing.
+* ``16 bits``: any inputs are cast to the dtype of autocast; ``fp32``: any inputs are cast to fp32; ``as its inputs``: the
+  widest of their dtypes; ``refused``: an error.
+* Each entry is measured by two calls, with fp32 and with 16-bit inputs. The calls for CUDA are on fake tensors, which go
+  through the same dispatch as real ones and compute nothing.
 * ``DOCUMENTED`` are torch's own lists for CUDA, as of ``DOCUMENTED_IN``
   (https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference). A test compares them with the installed torch.
 """

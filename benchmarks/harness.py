@@ -1,6 +1,6 @@
 """Shared by all benchmarks: command line, interleaved rounds, tables, child processes, CPU time and test data.
 
-* A benchmark compares *rows*: contenders, settings or data sets.
+* A benchmark compares *rows*: contenders, settings or datasets.
 * In each *round* it measures every row once, in rotating order, so that a temporary slow-down of the machine affects all
   rows.
 * A cell is the median over the rounds with ``(min-max)``. A ratio is the median of the ratios of each round.

@@ -160,7 +160,7 @@ def measure_all(work: Work, arguments: argparse.Namespace) -> dict[tuple[int, Ro
 
 def measure(work_fields: dict[str, Any], row_fields: list[str], workers: int, seconds: float) -> dict[str, float]:
     """Samples a second and microseconds of CPU time a sample of one row; in a process of its own."""
-    multiprocessing.set_start_method("fork")  # the data sets of other loaders cannot all be pickled
+    multiprocessing.set_start_method("fork")  # the datasets of other loaders cannot all be pickled
     work, row = Work(**work_fields), Row(*row_fields)
     batches = LOADERS[row.loader](work, workers, row)
     # Not measured: the start, and the batches that workers prefetched during it, two each, and as many again.
@@ -324,7 +324,7 @@ LOADERS: dict[str, Callable[[Work, int, Row], Iterator[int]]] = {
 
 
 def _with_transform(base: type, work: Work, row: Row) -> type:
-    """A data set class of litdata or mosaicml-streaming whose samples are image and label."""
+    """A dataset class of litdata or mosaicml-streaming whose samples are image and label."""
     transform = Transform(work, row)
 
     class Images(base):

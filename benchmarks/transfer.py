@@ -87,7 +87,7 @@ def measure(kind: str, dtype: str, batches: int) -> dict[str, float]:
 
 
 class Prepared:
-    """A data set of equal, ready samples: pixels, or normalised floats."""
+    """A dataset of equal, ready samples: pixels, or normalised floats."""
 
     def __init__(self, kind: str, dtype: str) -> None:
         pixels = np.random.default_rng(0).integers(0, 256, SHAPES[kind], np.uint8)

@@ -47,6 +47,8 @@ def user_presets(folder: Path) -> None:
 
 def accepted(words: list[str], monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether a command names a program that exists, with options and keys that it takes."""
+    while re.match(r"[A-Z_]+=", words[0]):  # variables of the command's environment
+        words = words[1:]
     script = next((ROOT / word for word in words if re.match(r"(scripts|slurm)/", word)), None)
     if script is not None:
         return script.exists() and (script.suffix != ".py" or _has_options(words, script))

@@ -83,7 +83,7 @@ def commands(page: Path) -> Iterator[list[str]]:
         if block.language in ("bash", ""):
             for line in block.text.replace("\\\n", " ").splitlines():
                 if _COMMAND.search(line) and (block.language == "bash" or _STARTS.match(line)):
-                    yield from _words(line)
+                    yield from (words for words in _words(line) if _COMMAND.search(shlex.join(words)))
     for code in inline_code(page):
         if _COMMAND.search(code) and " " in code:
             yield from _words(code)

@@ -33,7 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from dtrain.config.errors import ConfigError
-from dtrain.config.merge import replacing_nodes
+from dtrain.config.merge import CLASS_GROUPS, replacing_nodes
 from dtrain.config.renamed_keys import RENAMED_KEYS
 from dtrain.config.schema import Config, key_types
 
@@ -140,6 +140,11 @@ def _explain_number(arguments: Sequence[str], folders: Sequence[Path]) -> str | 
     for argument in arguments:
         group, _, value = argument.partition("=")
         if group in _groups(folders) and re.fullmatch(r"[\d._]+|true|false|null", value, re.IGNORECASE):
+            if value.lower() == "null":
+                own = (
+                    f" For a class of your own, write {group}._target_=package.Class." if group in CLASS_GROUPS else ""
+                )
+                return f"{argument}: a preset is needed. {nearest('', _presets(group, folders))}{own}"
             quoted = f"A preset named like a number has to be quoted twice: '{group}=\"{value}\"'."
             return f"{argument}: want the name of a preset. {nearest('', _presets(group, folders))} {quoted}"
     return None

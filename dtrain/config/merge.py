@@ -59,9 +59,8 @@ class _Loader(ConfigLoaderImpl):
         self._loaded = loaded[::-1]  # super() loads them again, in the same order
         composed = super()._compose_config_from_defaults_list(defaults, repo)
         if _is_mapping(fields := _select(composed, _FIELDS)):
-            for (
-                ext
-            ) in fields:  # any option can be set, also one that presets leave out; an unknown one is refused later
+            # Any option can be set, also one that presets leave out; an unknown one is refused later.
+            for ext in fields:
                 if _is_mapping(field := _child(fields, ext)):
                     OmegaConf.set_struct(field, False)
         if _is_mapping(own := _select(composed, "vars")):

@@ -30,7 +30,7 @@ from dtrain.config.schema import Config
 #: report that they changed. All other keys count, as soon as they differ from the schema's default.
 WITHOUT_EFFECT_ON_THE_RESULT = (
     *("run.name", "run.dir", "run.resume", "run.max_hours"),
-    *("launch", "tracker", "profile", "export", "faults"),
+    *("launch", "tracker", "profile", "export", "faults", "vars"),
     *("train.log_every", "checkpoint.every_steps", "checkpoint.every_minutes"),
     *("checkpoint.keep_last", "checkpoint.keep_every"),
     *("data.num_workers", "data.prefetch", "data.start_method", "data.storage", "data.cache", "data.record_keys"),

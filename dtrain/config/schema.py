@@ -74,7 +74,7 @@ class CacheConfig:
 class DataConfig:
     """Shards, fields and order.
 
-    `train` and `eval` are a brace pattern, a glob, or a list of them; or a `_target_` that returns a map-style data set, a
+    `train` and `eval` are a brace pattern, a glob, or a list of them; or a `_target_` that returns a map-style dataset, a
     dict or tuple of arrays, or a `dtrain.data.Generated`.
     """
 
@@ -88,7 +88,7 @@ class DataConfig:
     # contiguous pieces of the epoch from which each step draws; null: a divisor of the global batch up to 64
     lanes: int | None = None
     window: int | None = None  # shards of a shuffle window: neighbours in a lane that are shuffled together; null: 8
-    # samples that are shuffled together in a data set by _target_; null: 1, in a large data set more
+    # samples that are shuffled together in a dataset by _target_; null: 1, in a large dataset more
     shard_size: int | None = None
     tail: str = "pad"  # last batch of an epoch: pad: filled with masked rows | drop: left out
     augment: Any = None  # _target_ of (sample, rng) -> sample, called in the workers

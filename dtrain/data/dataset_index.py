@@ -1,4 +1,4 @@
-"""The index of a data set: where the fields of every sample are.
+"""The index of a dataset: where the fields of every sample are.
 
 * A sample's *number* counts the samples of all shards, in the order in which the shards were named.
 * A *column* is one requested field: an extension, or alternatives in order of preference.
@@ -158,7 +158,7 @@ class DatasetIndex(Index):
         return [f"{names[shard]}/{decode_name(raw[start:end])}" for shard, start, end in spans]
 
     def describe(self) -> dict[str, Any]:
-        """The identity of the data set for a checkpoint: a few numbers and the fingerprint."""
+        """The identity of the dataset for a checkpoint: a few numbers and the fingerprint."""
         return {
             "num_shards": len(self.shards),
             "num_samples": self.num_samples,
@@ -174,13 +174,13 @@ def _restore(
         arrays = load_memmaps(folder)
     if arrays is None:
         raise FileNotFoundError(
-            f"the index of the data set was removed from {folder} while the run needs it. Start the run again."
+            f"the index of the dataset was removed from {folder} while the run needs it. Start the run again."
         )
     return DatasetIndex(shards, arrays, folder, policy)
 
 
 class IndexBuilder:
-    """Indexes all shards of a data set and builds its columns."""
+    """Indexes all shards of a dataset and builds its columns."""
 
     def __init__(self, paths: Sequence[str], extensions: Sequence[str], workers: int, policy: CachePolicy) -> None:
         if not paths or workers < 1:
@@ -273,7 +273,7 @@ class IndexBuilder:
         self._members.update(dict(zip(shard.extensions, times, strict=True)))
         if shard.doubts:
             self._doubts[place] = f"shard {redacted(shard.path)!r}: {' '.join(shard.doubts)}"
-        # Keeps the indexes of a small data set in memory; those of a large one are loaded again in the second pass.
+        # Keeps the indexes of a small dataset in memory; those of a large one are loaded again in the second pass.
         size = len(shard.key_bytes) + 8 * len(shard.key_starts) + 24 * len(shard.member_offset)
         if size <= self._room:
             self._room -= size
@@ -293,7 +293,7 @@ class IndexBuilder:
     def _check_unchanged(self, place: int, shard: ShardIndex) -> None:
         if shard.stamp != self._stamps[place]:
             raise ShardError(
-                shard.path, 0, "it changed while the data set was indexed", "Start again when it is completely written."
+                shard.path, 0, "it changed while the dataset was indexed", "Start again when it is completely written."
             )
 
     def _index(self, place: int) -> ShardIndex:

@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits as shards or arrays: a real data set that needs no download.
+"""scikit-learn's handwritten digits as shards or arrays: a real dataset that needs no download.
 
 1,797 images of 8 x 8 pixels (Alpaydin and Kaynak, 1998), grey values 0 to 16 times 15, as lossless PNG. The split is
 fixed: one fifth of every class is for testing.

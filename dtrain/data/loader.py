@@ -156,16 +156,16 @@ class ShardLoader:
         """A loader of samples that are not in shards, with the same order, masks, dtypes and state.
 
         Args:
-            dataset: A map-style data set (``__len__``, ``__getitem__``), a dict or tuple of arrays, or a
+            dataset: A map-style dataset (``__len__``, ``__getitem__``), a dict or tuple of arrays, or a
                 ``dtrain.data.Generated``.
             fields: Key of a sample that is a dict to ``{"name": ..., "role": ...}``; the values of a tuple in this
                 order.
-            name: First part of the sample keys, ``<name>/<number>``; None: the name of the data set's class.
-            shard_size: Samples that the window shuffle keeps together; None: one, in a large data set a few.
+            name: First part of the sample keys, ``<name>/<number>``; None: the name of the dataset's class.
+            shard_size: Samples that the window shuffle keeps together; None: one, in a large dataset a few.
             options: The other arguments of the class.
 
         Raises:
-            ValueError: If ``dataset`` is not such a data set, or sizes or fields do not fit.
+            ValueError: If ``dataset`` is not such a dataset, or sizes or fields do not fit.
         """
         return cls(SampleSource.build(dataset, fields, name=name, shard_size=shard_size), **options)
 
@@ -260,7 +260,7 @@ class ShardLoader:
 
         Raises:
             RuntimeError: If an iterator of this loader is open.
-            ValueError: If the data set or the seed changed, or ``state`` is not a loader's state; names the difference.
+            ValueError: If the dataset or the seed changed, or ``state`` is not a loader's state; names the difference.
         """
         if self._open_iterator() is not None:
             raise RuntimeError("load_state_dict: an iterator of this loader is open. Finish or delete it first.")

@@ -26,7 +26,7 @@ class Position:
     """The position of a run; a new one is at the start of epoch 0.
 
     Args:
-        index: Index of the data set.
+        index: Index of the dataset.
         recipe: Order of the epochs after the current one.
         layout: How those epochs are cut.
         default_window: True if the recipe's shuffle window is a default; a loaded state then keeps its own.
@@ -97,7 +97,7 @@ class Position:
         """Moves to the position that ``state`` describes.
 
         Raises:
-            ValueError: If the data set or the seed changed, or ``state`` is not a state of a loader; names the difference.
+            ValueError: If the dataset or the seed changed, or ``state`` is not a state of a loader; names the difference.
                 The position is then unchanged.
         """
         self._check(state)
@@ -130,7 +130,7 @@ class Position:
             )
         if state["data"]["fingerprint"] != self._index.fingerprint:
             raise ValueError(
-                f"the data set changed since this state was saved: {self._index.difference(state['data'])} "
+                f"the dataset changed since this state was saved: {self._index.difference(state['data'])} "
                 "Resume with the old shards, or start a new run."
             )
         if state["seed"] != self.recipe.seed:

@@ -1,7 +1,7 @@
 """The interfaces of a sample source.
 
 * A *source* is a sequence of samples, numbered from 0, with the fields to read from each of them.
-* Its *index* divides the samples into shards, the units that the order shuffles, and identifies the data set: equal on
+* Its *index* divides the samples into shards, the units that the order shuffles, and identifies the dataset: equal on
   all ranks.
 * A *reader* belongs to one worker. It finds samples by number and fetches their fields *raw*, as the source stores
   them. Decoding is a separate call, so that the caller can pass the memory that a value should be written to.
@@ -126,7 +126,7 @@ class Source(ABC):
 
     Attributes:
         fields: The fields to read from each sample.
-        index: How many samples there are, and the identity of the data set.
+        index: How many samples there are, and the identity of the dataset.
     """
 
     fields: tuple[Field, ...]

@@ -61,7 +61,7 @@ _SETTLE_SECONDS = 0.03
 _SELF_EXPLANATORY = (Explained, ValueError)
 # Positions that are computed at once: a single one costs as much as a thousand in one call.
 _LOCATED_TOGETHER = 4096
-# Samples of the data set that are tried, after those of the global batch, to find the shapes of a micro-batch without
+# Samples of the dataset that are tried, after those of the global batch, to find the shapes of a micro-batch without
 # any good sample.
 _SPARE = 100
 
@@ -354,7 +354,7 @@ class MicroBatches(IterableDataset[Batch]):
         return np.concatenate([shards, following.order.shards_ahead(0, slots, wanted)])
 
     def _spare(self, order: EpochOrder, step: int) -> list[int]:
-        """Samples to take shapes from: those of the same global batch, then the first ones of the data set."""
+        """Samples to take shapes from: those of the same global batch, then the first ones of the dataset."""
         samples = order.locate(step, np.arange(self._share.global_batch_size))
         return [*samples[samples >= 0].tolist(), *range(min(_SPARE, self._source.index.num_samples))]
 

@@ -28,7 +28,7 @@ class Description:
         folded: Pairs of convolution and BatchNorm that were merged.
         input: Preprocessing of the image that the model takes; None if it takes something else.
         rows: Dtype and shape of the model's input; None if unknown.
-        classes: Names of the outputs; None if the data set has no names.
+        classes: Names of the outputs; None if the dataset has no names.
         device: Type of the device that the artefact was exported on.
         source: The run, the checkpoint's step and its metrics.
         versions: Versions of dtrain, torch and the packages of the format.

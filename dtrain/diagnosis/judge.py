@@ -130,7 +130,7 @@ class Facts:
         precision: Name of the precision.
         compiled: Whether the model is compiled.
         workers: Number of workers of each rank.
-        waiting: Whether workers spend most of the time waiting, for storage or in the data set.
+        waiting: Whether workers spend most of the time waiting, for storage or in the dataset.
         micro_batches: Micro-batches of each rank in a step.
         rows: Rows of a micro-batch.
         read_seconds: Seconds to read the samples of a step from the disk sequentially; None if unknown.
@@ -187,7 +187,7 @@ def _data(facts: Facts) -> Iterator[str]:
     if facts.waiting:
         yield (
             f"data.num_workers={min(needed, _MAX_WAITING_WORKERS)}, even with fewer cores: workers wait most of the time, for "
-            f"storage or in the data set. About {needed:,} keep up with the step."
+            f"storage or in the dataset. About {needed:,} keep up with the step."
         )
         return
     room = max(facts.cores - (facts.device == "cpu"), 1)  # on a CPU the step itself needs a core

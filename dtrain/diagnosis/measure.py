@@ -50,7 +50,7 @@ class LoaderRate:
     Attributes:
         seconds: Seconds for each sample.
         busy: Fraction of the time in which workers computed or were ready to, in [0, 1]; in the remaining time they waited for
-            storage or in the data set. None on a system without /proc.
+            storage or in the dataset. None on a system without /proc.
         bad: Number of samples that could not be read.
     """
 

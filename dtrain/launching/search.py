@@ -423,7 +423,10 @@ class Search:
                 for job, result, seconds in self._pool.wait():
                     self._end(job, result, seconds)
                 for start in self._pool.starts:
-                    self._prune(start)
+                    if self._is_hopeless:
+                        start.stop()
+                    else:
+                        self._prune(start)
         self._write()
         return self._finish()
 
@@ -551,9 +554,6 @@ class Search:
         trial.set_user_attr("reason", reason)
         self._study.tell(trial.number, state=self._optuna.trial.TrialState.FAIL)
         self._screen.note(f"trial {trial.number}: failed: {next(iter(reason.splitlines()), '')}", done=1)
-        if self._is_hopeless:
-            for start in self._pool.starts:
-                start.stop()
         self._write()
 
     def _finish(self) -> int:

@@ -220,7 +220,18 @@ def build_precision(cfg: PrecisionConfig, device: torch.device) -> tuple[Precisi
     """Makes the precision policy and applies it to this process; returns it with warnings for the user.
 
     Raises:
-        ConfigError: If the device does not support the precision, or ``loss_scale`` is neither ``none`` nor a section.
+        ConfigError: If the device does not support the precision, and as ``make_precision``.
+    """
+    with as_config_error("precision"):
+        precision = make_precision(cfg)
+        return precision, precision.apply(device)
+
+
+def make_precision(cfg: PrecisionConfig) -> Precision:
+    """Makes the precision policy.
+
+    Raises:
+        ConfigError: If the name is unknown, or ``loss_scale`` is neither ``none`` nor a section.
     """
     scaled = isinstance(cfg.loss_scale, DictConfig)
     if not scaled and cfg.loss_scale != "none":
@@ -228,9 +239,7 @@ def build_precision(cfg: PrecisionConfig, device: torch.device) -> tuple[Precisi
             f"precision.loss_scale: got {cfg.loss_scale!r}. Set one of its keys, such as precision.loss_scale.init=1024, or "
             "none for fp16 without loss scaling."
         )
-    with as_config_error("precision"):
-        precision = Precision(cfg.name, tuple(cfg.keep_fp32), scaled)
-        return precision, precision.apply(device)
+    return Precision(cfg.name, tuple(cfg.keep_fp32), scaled)
 
 
 def build_model(node: Any, device: torch.device, channels_last: bool = True) -> nn.Module:

@@ -141,10 +141,10 @@ class TrainState:
         """Loads a checkpoint; every rank calls it.
 
         Raises:
-            ConfigError: If it is from another model, optimizer or data set; names the differences.
+            ConfigError: If it is from another model, optimizer or dataset; names the differences.
         """
         state = checkpoint.state
-        # The loader first: it compares the data set's fingerprint, before any tensor is changed.
+        # The loader first: it compares the dataset's fingerprint, before any tensor is changed.
         try:
             self.train_loader.load_state_dict(state["loader"])
         except ValueError as error:

@@ -42,6 +42,7 @@ from dtrain.training.build import (
     build_optimizer,
     build_schedule,
     build_step,
+    make_precision,
     prepare_model,
 )
 from dtrain.training.checkpoints import Checkpoints
@@ -119,9 +120,9 @@ def _check_run(cfg: Config, found: _Problems) -> Precision:
     """Checks the sections without classes; returns the precision, or fp32 if it is wrong."""
     train, parallel = cfg.train, cfg.parallel
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    precision = Precision("fp32")
+    precision = Precision("fp32", loss_scaling=False)
     with found.of("precision"):
-        precision = Precision(cfg.precision.name, tuple(cfg.precision.keep_fp32))
+        precision = make_precision(cfg.precision)
     with found.of("run.resume"):
         Checkpoints.check_resume(cfg.run.resume)
     with found.of("run.max_hours"):
@@ -145,17 +146,17 @@ def _check_run(cfg: Config, found: _Problems) -> Precision:
                 raise ConfigError(f"parallel.{name}: got {parallel[name]}, want a number above 0.")  # type: ignore[index]
     with found.of("checkpoint"):
         Checkpoints.of(Path(), cfg.checkpoint)
-    for name in ("every_steps", "every_minutes"):
+    for name, least in (("every_steps", 1), ("every_minutes", 0)):
         with found.of(f"checkpoint.{name}"):
             interval = cfg.checkpoint[name]  # type: ignore[index]
-            if interval is not None and not interval > 0:
-                raise ConfigError(f"checkpoint.{name}: got {interval}, want a number above 0, or null.")
+            if interval is not None and not interval >= least:
+                raise ConfigError(f"checkpoint.{name}: got {interval}, want at least {least}, or null.")
     with found.of("tracker"):
         check_tracker(cfg.tracker)
     with found.of("profile"):
         StepProfiler.of(cfg.profile, 2**62, Path(), World(0, size, 0, size, _CPU, "gloo", launched=size > 1), print)
     with found.of("precision.loss_scale"):
-        build_loss_scale(cfg.precision.loss_scale, Precision("fp16"), _CPU)
+        build_loss_scale(cfg.precision.loss_scale, Precision("fp16", loss_scaling=precision.loss_scaling), _CPU)
     with found.of("faults"):
         Faults.of(cfg.faults, Path(), 0)
     return precision
@@ -198,7 +199,7 @@ def _check_data(cfg: Config, fields: tuple[Field, ...], precision: Precision, fo
             elif (value is not None or split == "train") and not _are_patterns(value):
                 raise ConfigError(
                     f"data.{split}: got {value!r}, want shards such as 'data.{split}=\"shards/{{000..009}}.tar\"', a list of "
-                    "such patterns, or a data set by its _target_."
+                    "such patterns, or a dataset by its _target_."
                 )
 
 

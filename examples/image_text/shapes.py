@@ -1,4 +1,4 @@
-"""Writes a small data set of images with captions as shards: each sample is ``KEY.jpg`` and ``KEY.json``.
+"""Writes a small dataset of images with captions as shards: each sample is ``KEY.jpg`` and ``KEY.json``.
 
     python examples/image_text/shapes.py shapes
 

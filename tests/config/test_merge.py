@@ -42,14 +42,18 @@ def preset(tmp_path: Path):
         (["task={_target_: my.Task}", "task.input=image"], "task", {"input": "image"}),
         (["++task={_target_: my.Task}"], "task", {"_target_": "my.Task"}),
         # the same class keeps its keys
-        (["model._target_=dtrain.models.SmallCNN", "model.width=4"], "model", {"classes": 10, "width": 4}),
+        (
+            ["model._target_=dtrain.models.SmallCNN", "model.width=4"],
+            "model",
+            {"classes": "${dtrain.classes:10}", "width": 4},
+        ),
         (["optimizer.lr=1.0"], "optimizer", {"lr": 1.0, "weight_decay": 0.01, "no_decay": None, "betas": [0.9, 0.999]}),
         # keys that went with the node that was replaced can still be removed
         (["model._target_=my.Net", "~model.width"], "model", {"_target_": "my.Net"}),
         # a group choice replaces what the experiment says of the group
         (["optimizer=sgd"], "optimizer.lr", 0.1),
         (["optimizer=adamw"], "optimizer.lr", 3e-3),
-        # data sets, augmentations, fields
+        # datasets, augmentations, fields
         (["data=memory", "data.train={_target_: my.arrays}"], "data.train", {"_target_": "my.arrays"}),
         (["data=memory", "data.train._target_=my.arrays"], "data.train", {"_target_": "my.arrays"}),
         (["data=map", "data.train={_target_: my.Data, root: /data}"], "data.train", {"root": "/data"}),

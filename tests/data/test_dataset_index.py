@@ -1,4 +1,4 @@
-"""The index of a data set is its shards' tars end to end, however it was built and wherever its arrays lie."""
+"""The index of a dataset is its shards' tars end to end, however it was built and wherever its arrays lie."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_shard_that_changes_between_two_looks_is_an_error(shards: list[str], mon
         return load_or_build(path, *others)
 
     monkeypatch.setattr(dataset_index, "load_or_build", change_and_index)
-    with pytest.raises(ShardError, match="changed while the data set was indexed"):
+    with pytest.raises(ShardError, match="changed while the dataset was indexed"):
         DatasetIndex.build(shards, FIELDS)
 
 

@@ -1,4 +1,4 @@
-"""Data sets without shards. Pillow and plain indexing say what their samples hold."""
+"""Datasets without shards. Pillow and plain indexing say what their samples hold."""
 
 from __future__ import annotations
 
@@ -398,7 +398,7 @@ def committed(loader: ShardLoader) -> Iterator[Any]:
 def test_another_data_set_is_refused_with_the_difference(other: dict[str, Any], message: str) -> None:
     state = make_loader(Squares(), name="squares").state_dict()
     make_loader(Squares(), name="squares").load_state_dict(state)
-    with refused(ValueError, "the data set changed", message):
+    with refused(ValueError, "the dataset changed", message):
         make_loader(**other).load_state_dict(state)
 
 
@@ -409,7 +409,7 @@ def test_a_fingerprint_of_the_users_own_guards_what_name_and_length_do_not() -> 
 
     state = make_loader(Versioned("v1")).state_dict()
     make_loader(Versioned("v1")).load_state_dict(state)
-    with refused(ValueError, "the data set changed"):
+    with refused(ValueError, "the dataset changed"):
         make_loader(Versioned("v2")).load_state_dict(state)
 
 

@@ -206,7 +206,7 @@ def test_a_changed_data_set_is_refused_with_the_difference(
 ) -> None:
     state = make_loader(uneven).state_dict()
     other = make_loader(write_numbered(tmp_path, change(list(UNEVEN))))
-    with refused(ValueError, "the data set changed", message, "start a new run"):
+    with refused(ValueError, "the dataset changed", message, "start a new run"):
         other.load_state_dict(state)
 
 

@@ -178,7 +178,7 @@ def test_a_state_is_a_few_numbers() -> None:
         ({"seed": 7}, ["seed", "7", "0", "seed=7", "new run"]),
         ({"version": 99}, ["version 99", "1", "missing keys: none"]),
         ({"layouts": None, "epoch": None}, ["missing keys: epoch, layouts"]),
-        ({"data": SampleIndex("numbers", 48).describe()}, ["data set changed", "samples 48 -> 47", "new run"]),
+        ({"data": SampleIndex("numbers", 48).describe()}, ["dataset changed", "samples 48 -> 47", "new run"]),
         ({"shuffle": "often"}, ["shuffle", "'often'", "window, full, none"]),
     ],
 )

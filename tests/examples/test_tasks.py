@@ -35,7 +35,7 @@ def test_the_task_of_the_readme_reports_its_own_metric(tmp_path: Path, monkeypat
 
 @pytest.fixture
 def shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The data set of the image-text example, in small; the working directory contains it."""
+    """The dataset of the image-text example, in small; the working directory contains it."""
     monkeypatch.syspath_prepend(str(IMAGE_TEXT))
     from shapes import write  # type: ignore[import-not-found]
 

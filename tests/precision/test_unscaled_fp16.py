@@ -24,8 +24,8 @@ from tests.refusals import refused
 from tests.runs import metrics, records, train_on
 
 UNIT = 1e-4  # of the outputs: a network whose results are small numbers
-NETWORK = f"model._target_={__name__}.SmallOutputs"
-DATA = f"data.train.function._target_={__name__}.small_targets"
+NETWORK = (f"model._target_={__name__}.SmallOutputs", "model.widths=[10,20,1]")
+DATA = (f"data.train.function._target_={__name__}.small_targets", "data.train.function.points=8")
 
 
 class SmallOutputs(MLP):
@@ -42,7 +42,7 @@ def small_targets(sample: int, rng: np.random.Generator, points: int = 1) -> dic
 
 def zeros_in_the_first_layer(*overrides: str) -> float:
     """Share of zeros in the gradient of the first layer's weights, over ten steps of a training."""
-    cfg = compose("experiment=regression", NETWORK, DATA, "data.num_workers=0", *overrides).cfg
+    cfg = compose("experiment=regression", *NETWORK, *DATA, "data.num_workers=0", *overrides).cfg
     seen: list[Tensor] = []
     with process_group(60.0) as world:
         run, _ = build_run(cfg, Path(), world, with_eval_data=False)
