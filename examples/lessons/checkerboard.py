@@ -108,7 +108,7 @@ def resident(field: str = "VmRSS") -> float:
 
 def main(out: Path, steps: int) -> None:
     """Trains each precision in a process of its own, so that each has its own peak of memory; prints and draws."""
-    pictures = {"target, 512x512": board()[1].reshape(SIZE, SIZE).numpy()}
+    pictures = {"target\n512x512 pixels": board()[1].reshape(SIZE, SIZE).numpy()}
     print(" " * 6 + "".join(f"{column:>22}" for column in COLUMNS))
     for precision in DTYPES:
         file = out / f"checkerboard_{precision}.npz"
@@ -117,15 +117,18 @@ def main(out: Path, steps: int) -> None:
             sys.exit(f"The training in {precision} ended with exit code {code}, see above")
         with np.load(file) as result:
             error, milliseconds, activations, peak = (float(result[column]) for column in COLUMNS)
-            title = f"{precision}: mean error {error:.3f}\n{milliseconds:.1f} CPU ms a step, {activations:.1f} MiB"
-            pictures[title] = result["picture"]
+            caption = (
+                f"mean error {error:.3f}, {milliseconds:.1f} CPU ms a step,\n{activations:.1f} MiB for the backward"
+            )
+            pictures[f"{precision}\n{caption}"] = result["picture"]
         file.unlink()
         print(f"{precision:6}{error:22.4f}{milliseconds:22.1f}{activations:22.2f}{peak:22.0f}", flush=True)
 
     figure = Figure(figsize=(12, 3.6), layout="constrained")
-    for axes, (name, picture) in zip(figure.subplots(1, 4), pictures.items(), strict=True):
+    for axes, (text, picture) in zip(figure.subplots(1, 4), pictures.items(), strict=True):
+        name, _, caption = text.partition("\n")
         axes.imshow(picture, cmap="gray", vmin=0, vmax=1)
-        axes.set(title=name, xticks=[], yticks=[])
+        axes.set(title=name, xlabel=caption, xticks=[], yticks=[])
     finish(
         figure,
         out / "checkerboard_512.png",
