@@ -129,6 +129,9 @@ def test_a_lesson_prints_draws_and_ends_with_three_sentences(name: str, tmp_path
     if name == "checkerboard":
         errors = [float(error) for error in re.findall(r"^\w+ +(0\.\d{4}) ", done.stdout, re.MULTILINE)]
         assert len(errors) == 3
+        fp32, bf16, fp16 = (int(mib) for mib in re.findall(r"^[bf]\S+ +\S+ +\S+ +(\d+)", done.stdout, re.MULTILINE))
+        assert bf16 == fp16
+        assert bf16 / fp32 == pytest.approx(0.5, abs=0.01)
         assert max(errors) - min(errors) < 0.02
 
 
