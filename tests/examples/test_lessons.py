@@ -86,13 +86,14 @@ def test_overflow_steps_are_skipped_until_the_scale_fits_and_again_after_it_has_
     assert losses[-1] < losses[0]
 
 
-def test_diverging_ranks_only_the_stock_scaler_lets_scales_differ(lesson: Any) -> None:
-    train = lesson("diverging_ranks").train
+def test_diverging_ranks_only_the_stock_scaler_lets_scales_differ(lesson: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    diverging_ranks = lesson("diverging_ranks")
+    monkeypatch.setattr(diverging_ranks, "STEPS", 8)
 
     def scales(rank: int) -> list[float]:
         stock = torch.amp.GradScaler("cpu", init_scale=1024.0)
         ours = CrossRankGradScaler("cpu", init_scale=1024.0)
-        return [train(rank, scaler, (2, 4))["scale"][-1] for scaler in (stock, ours)]
+        return [diverging_ranks.train(rank, scaler, (2, 4))["scale"][-1] for scaler in (stock, ours)]
 
     assert run_ranks(2, scales) == [[1024.0, 256.0], [256.0, 256.0]]
 
