@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as np_st
 from PIL import Image, ImageOps
 
 from dtrain.data.crop import Crop, resize, whole
-from dtrain.data.decode import MAX_ARRAY_BYTES, MAX_PIXELS, check_image, decode, decode_image
+from dtrain.data.decode import MAX_ARRAY_BYTES, MAX_PIXELS, check_image, decode, decode_image, tokens_of
 from dtrain.data.fields import RAW_DTYPES, DataError, Field, SampleError, parse_fields
 from tests.refusals import refused
 
@@ -126,6 +126,14 @@ def test_a_value_that_is_missing_or_of_another_type_is_a_bad_sample(key, role, t
 def test_a_json_number_outside_its_type_is_a_bad_sample(role, number):
     with pytest.raises(SampleError, match="field 'x'"):
         decode(field("json", role=role), number.encode())
+
+
+@pytest.mark.parametrize("tokenizer", [{}, {"tokenizer": "bytes", "length": 8}])
+def test_json_text_with_half_a_character_is_a_bad_sample(tokenizer):
+    with pytest.raises(SampleError, match=r"field 'x': .*surrogate"):
+        decode(field("json", key="a", role="text", **tokenizer), rb'{"a": "\ud83d cut"}')
+    with pytest.raises(SampleError, match=r"field 'x': .*surrogate"):
+        tokens_of(field("json", key="a", role="text", tokenizer="bytes", length=8), "\ud83d cut")
 
 
 @given(st.text(max_size=12))
