@@ -167,7 +167,7 @@ class RegionCNN(nn.Module):
 def test_an_fp32_run_names_once_the_module_that_lowers_its_precision(
     digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], precision: str, lines: int
 ) -> None:
-    model = ("model._target_=tests.precision.test_autocast_check.RegionCNN", "~model.width")
+    model = ("model._target_=tests.precision.test_autocast_check.RegionCNN", "model.classes=10")
     train_on(1, tmp_path, f"precision={precision}", "train.max_steps=3", *model)
     warning = "this run computes in fp32, but the model (RegionCNN) in bf16, by autocast"
     assert capfd.readouterr().out.count(warning) == lines
