@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from dtrain.config import merge
 from tests.config.command_lines import assert_not_composed, compose
 
 
@@ -153,3 +154,17 @@ def test_a_sweep_over_classes_replaces_the_node_in_each_run(monkeypatch) -> None
 def test_a_misspelt_key_of_a_class_that_stays_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert_not_composed(capsys, ["experiment=digits", "model.widht=3"], "model.widht", "'width'")
     assert_not_composed(capsys, ["experiment=digits", "dta.augment._target_=my.Noise"], "dta", "")
+
+
+def test_a_command_line_is_composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra would do it twice, which takes a noticeable part of a start."""
+    calls = []
+    composing = merge._Loader._compose_config_from_defaults_list
+
+    def counted(self: Any, **of_hydra: Any) -> Any:
+        calls.append(of_hydra)
+        return composing(self, **of_hydra)
+
+    monkeypatch.setattr(merge._Loader, "_compose_config_from_defaults_list", counted)
+    compose("experiment=digits")
+    assert len(calls) == 1
