@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import autocast_table
 from dtrain.precision import CrossRankGradScaler
 from tests.ranks import run_ranks
 from tests.runs import ROOT
 
 LESSONS = ROOT / "examples" / "lessons"
+PAGE = ROOT / "docs" / "mixed_precision.md"
 NOTEBOOK = LESSONS / "mixed_precision.ipynb"
 NAMES = ("number_formats", "underflow", "overflow", "diverging_ranks", "checkerboard")
 
@@ -53,6 +55,7 @@ def test_number_formats(lesson: Any, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert re.search(r"70000 +70000 +70144 +inf", printed)
     assert re.search(r"1e-08 +1e-08 .* +0$", printed, re.MULTILINE)
     assert is_picture(tmp_path / "number_formats.png")
+    assert printed.partition(f"\n\n{tmp_path}")[0] in PAGE.read_text()
 
 
 def test_underflow_loses_every_gradient_of_the_first_layer_without_scaling_and_none_with_it(lesson: Any) -> None:
@@ -68,12 +71,15 @@ def test_underflow_the_scaled_gradient_divided_by_the_scale_is_that_of_fp32(less
     torch.testing.assert_close(underflow.gradient(2.0**16) / 2.0**16, model[0].weight.grad, rtol=0.02, atol=1e-9)
 
 
-def test_overflow_written_by_hand_every_loss_is_wrong_and_torchs_are_right(lesson: Any) -> None:
+def test_overflow_written_by_hand_every_loss_is_wrong_and_torchs_are_right(
+    lesson: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = lesson("overflow").loss_table()
     assert len(rows) == 5
     for name, naive, stable, exact in rows:
         assert naive in (float("inf"), float("-inf")) or naive != naive, name
         assert stable == pytest.approx(exact, rel=1e-5), name
+    assert capsys.readouterr().out.strip("\n") in PAGE.read_text()
 
 
 def test_overflow_steps_are_skipped_until_the_scale_fits_and_again_after_it_has_grown(lesson: Any) -> None:
@@ -199,6 +205,16 @@ def test_without_matplotlib_a_lesson_is_one_message(monkeypatch: pytest.MonkeyPa
 
 
 def test_every_lesson_is_listed_and_shown_in_the_tutorial() -> None:
-    page = (ROOT / "docs" / "mixed_precision.md").read_text()
+    page = PAGE.read_text()
     for name in NAMES:
         assert f"python examples/lessons/{name}.py" in page
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the tutorial's table is that of torch 2.13")
+def test_the_tutorials_table_of_autocast_is_what_torch_does() -> None:
+    rows = re.findall(r"^\| (`\w+`(?: `\w+`)*) \| ([\w ]+) \| ([\w ]+) \|$", PAGE.read_text(), re.MULTILINE)
+    shown = {name: (cpu, cuda) for names, cpu, cuda in rows for name in names.replace("`", "").split()}
+    assert shown.keys() == autocast_table.OPERATIONS.keys()
+    for name, columns in shown.items():
+        for dtype in (torch.bfloat16, torch.float16):
+            assert tuple(autocast_table.measured(name, device, dtype) for device in ("cpu", "cuda")) == columns, name
