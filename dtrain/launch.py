@@ -141,8 +141,10 @@ def launch(jobs: Sequence[Job]) -> int:
     results = [ended.get(job.run.dir, JobResult(ALREADY_FINISHED, FINISHED)) for job in jobs]
     if len(jobs) > 1:
         print_results(jobs, results)
-        directories = shlex.join(str(job.run.dir) for job in jobs)
-        sys.stderr.write(f"to compare these runs: python -m dtrain.launch status {directories}\n")
+        # A run that was not started has no directory, and status would refuse it.
+        directories = shlex.join(str(job.run.dir) for job in jobs if job.run.dir.is_dir())
+        if directories:
+            sys.stderr.write(f"to compare these runs: python -m dtrain.launch status {directories}\n")
     return exit_code(results)
 
 

@@ -88,6 +88,12 @@ def explain(
     folders = [conf, *([Path(own)] if own else [])]
     found = re.match(r"In '([^']+)'", text)
     preset = found[1] if found and found[1] != "train" else None  # train.yaml is dtrain's own
+    if found := re.match(r"Ambiguous value for argument '(([^=]+)=(.*?))' 1\. ", text):
+        argument, key, values = found.groups()
+        return (
+            f"{argument}: several values. A sweep over them needs -m (dtrain launch -m ...). "
+            f"A list is written {key}=[{values}], and a text with a comma is quoted twice: '{key}=\"{values}\"'."
+        )
     if "Config group override must be" in text:
         return _explain_number(arguments, folders) or text
     return _explain_preset(error, preset, folders) or _explain_key(error, preset, arguments, folders) or text

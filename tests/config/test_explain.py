@@ -52,6 +52,9 @@ PRECISIONS = "Valid: bf16, fp16, fp32, tf32"
         (["data.train=a-0.tar", "data.train=a-1.tar"], "data.train is set more than once", "quote"),
         (["train.max_steps=1", "train.max_steps=2"], "train.max_steps=1 and train.max_steps=2", "Keep one"),
         (["=3"], "string", ""),
+        # several values without -m
+        (["experiment=digits", "optimizer.lr=1e-3,1e-2"], "optimizer.lr=1e-3,1e-2", "needs -m"),
+        (["data.train=a.tar,b.tar"], "data.train=a.tar,b.tar", "data.train=[a.tar,b.tar]"),
         # an option where a key is meant
         (["--precision=bf16"], "--precision=bf16", "precision=VALUE"),
         (["-precision=bf16"], "-precision=bf16", "precision=VALUE"),

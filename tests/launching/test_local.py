@@ -246,11 +246,14 @@ def test_ctrl_c_stops_all_runs_of_a_sweep(tmp_path: Path, capfd: pytest.CaptureF
     threading.Thread(target=interrupt, daemon=True).start()
     command = [*QUICK, "run.dir=r", "-m", "run.seed=1,2,3", "tracker.project=waits", "launch.max_running=2"]
     assert launch.main(command) == STOPPED
-    table, _ = capfd.readouterr()
+    table, messages = capfd.readouterr()
     assert [line.split(maxsplit=1)[1].split("  ")[0] for line in table.splitlines()[1:]] == ["stopped"] * 2 + [
         "not started"
     ]
     assert not (tmp_path / "r-run.seed=3").exists()
+    compare = messages.splitlines()[-1]
+    assert "dtrain.launch status" in compare
+    assert "run.seed=3" not in compare
     assert not any((run_dir / "STOP").exists() for run_dir in run_dirs)
 
 
