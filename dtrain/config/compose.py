@@ -315,7 +315,9 @@ def _show(error: Exception) -> None:
 
 
 def _show_message(message: str) -> None:
-    _show_text(f"dtrain: error: {message}", rank() == 0)
+    """Shows a wrong config on rank 0. srun tells nothing of the other nodes, where something else may be missing."""
+    is_first_of_node = os.environ.get("LOCAL_RANK") == "0" and "TORCHELASTIC_RUN_ID" not in os.environ
+    _show_text(f"dtrain: error: {message}", rank() == 0 or is_first_of_node)
 
 
 def _show_text(text: str, shown: bool) -> None:

@@ -73,6 +73,29 @@ def test_a_bug_shows_its_traceback_on_the_rank_that_has_it(capsys: pytest.Captur
     assert "ZeroDivisionError: a bug" in message
 
 
+@pytest.mark.parametrize(
+    ("environment", "shown"),
+    [
+        ({"RANK": "0", "LOCAL_RANK": "0"}, True),
+        ({"RANK": "1", "LOCAL_RANK": "1"}, False),
+        ({"RANK": "4", "LOCAL_RANK": "0"}, True),  # srun: nobody else tells what is missing on the second node
+        ({"RANK": "4", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}, False),  # torchrun shows it
+    ],
+)
+def test_a_wrong_config_is_shown_once_on_each_node(
+    capsys: pytest.CaptureFixture[str], monkeypatch, environment: dict[str, str], shown: bool
+) -> None:
+    def main(composed: Composed) -> None:
+        raise ConfigError("data.train: not on this node.")
+
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        run(main, ["experiment=digits"])
+    assert capsys.readouterr().err == "dtrain: error: data.train: not on this node.\n" * shown
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_explained_error_is_shown_by_the_rank_that_raised_it_without_a_traceback(
     capsys: pytest.CaptureFixture[str], monkeypatch, rank: int
