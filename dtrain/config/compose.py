@@ -268,7 +268,8 @@ def _closed_pipe() -> Iterator[None]:
         try:
             yield
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # closed, as by some daemons
+                sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes again
         raise SystemExit(0) from None

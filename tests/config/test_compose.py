@@ -60,6 +60,13 @@ def test_only_rank_zero_explains(capsys: pytest.CaptureFixture[str], monkeypatch
     assert capsys.readouterr().err == ""
 
 
+def test_standard_output_may_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[Composed] = []
+    monkeypatch.setattr(sys, "stdout", None)
+    run(called.append, ["experiment=digits"])
+    assert len(called) == 1
+
+
 def test_a_bug_shows_its_traceback_on_the_rank_that_has_it(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     def main(composed: Composed) -> None:
         raise ZeroDivisionError("a bug")
