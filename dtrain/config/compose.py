@@ -76,6 +76,9 @@ def run(
     Raises:
         SystemExit: With a code other than 0, if composing or ``main`` failed.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as by some daemons
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the process ends
     if isinstance(sys.stdout, io.TextIOWrapper):  # as for stderr: a character that the terminal lacks is not an error
         sys.stdout.reconfigure(errors="backslashreplace")
     schema.register()
@@ -268,8 +271,7 @@ def _closed_pipe() -> Iterator[None]:
         try:
             yield
         finally:
-            if sys.stdout is not None:  # closed, as by some daemons
-                sys.stdout.flush()
+            sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes again
         raise SystemExit(0) from None

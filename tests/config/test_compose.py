@@ -60,11 +60,14 @@ def test_only_rank_zero_explains(capsys: pytest.CaptureFixture[str], monkeypatch
     assert capsys.readouterr().err == ""
 
 
-def test_standard_output_may_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[Composed] = []
-    monkeypatch.setattr(sys, "stdout", None)
-    run(called.append, ["experiment=digits"])
-    assert len(called) == 1
+def test_standard_output_and_error_may_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    run(lambda composed: written.append(sys.stdout.write("a") + sys.stderr.write("b")), ["experiment=digits"])
+    sys.stdout.close()
+    sys.stderr.close()
+    assert written == [2]
 
 
 def test_a_bug_shows_its_traceback_on_the_rank_that_has_it(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
