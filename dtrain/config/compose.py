@@ -76,6 +76,9 @@ def run(
     Raises:
         SystemExit: With a code other than 0, if composing or ``main`` failed.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as by some daemons
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the process ends
     if isinstance(sys.stdout, io.TextIOWrapper):  # as for stderr: a character that the terminal lacks is not an error
         sys.stdout.reconfigure(errors="backslashreplace")
     schema.register()
@@ -315,7 +318,9 @@ def _show(error: Exception) -> None:
 
 
 def _show_message(message: str) -> None:
-    _show_text(f"dtrain: error: {message}", rank() == 0)
+    """Shows a wrong config on rank 0. srun tells nothing of the other nodes, where something else may be missing."""
+    is_first_of_node = os.environ.get("LOCAL_RANK") == "0" and "TORCHELASTIC_RUN_ID" not in os.environ
+    _show_text(f"dtrain: error: {message}", rank() == 0 or is_first_of_node)
 
 
 def _show_text(text: str, shown: bool) -> None:

@@ -77,10 +77,9 @@ class RunLock:
                 directory could not be made or written.
         """
         with self._writable():
+            _refuse_unwritable(self._dir)
             if self._path.exists():
                 self._lock("r+")
-            else:
-                _refuse_unwritable(self._dir)
             self._found = self._content()
 
     def claim(self) -> None:

@@ -63,7 +63,7 @@ class Hooks:
                 call(run, *result)
             except dist.DistError:  # another rank failed in the same hook
                 raise
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # sys.exit(0) would end one rank as if it had succeeded
                 raise HookFailed(f"{name}.{method} raised {type(error).__name__}: {error}") from error
 
 

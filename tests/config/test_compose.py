@@ -60,6 +60,16 @@ def test_only_rank_zero_explains(capsys: pytest.CaptureFixture[str], monkeypatch
     assert capsys.readouterr().err == ""
 
 
+def test_standard_output_and_error_may_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    run(lambda composed: written.append(sys.stdout.write("a") + sys.stderr.write("b")), ["experiment=digits"])
+    sys.stdout.close()
+    sys.stderr.close()
+    assert written == [2]
+
+
 def test_a_bug_shows_its_traceback_on_the_rank_that_has_it(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     def main(composed: Composed) -> None:
         raise ZeroDivisionError("a bug")
@@ -71,6 +81,29 @@ def test_a_bug_shows_its_traceback_on_the_rank_that_has_it(capsys: pytest.Captur
     message = capsys.readouterr().err
     assert message.startswith("dtrain: rank 1 failed\nTraceback")
     assert "ZeroDivisionError: a bug" in message
+
+
+@pytest.mark.parametrize(
+    ("environment", "shown"),
+    [
+        ({"RANK": "0", "LOCAL_RANK": "0"}, True),
+        ({"RANK": "1", "LOCAL_RANK": "1"}, False),
+        ({"RANK": "4", "LOCAL_RANK": "0"}, True),  # srun: nobody else tells what is missing on the second node
+        ({"RANK": "4", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}, False),  # torchrun shows it
+    ],
+)
+def test_a_wrong_config_is_shown_once_on_each_node(
+    capsys: pytest.CaptureFixture[str], monkeypatch, environment: dict[str, str], shown: bool
+) -> None:
+    def main(composed: Composed) -> None:
+        raise ConfigError("data.train: not on this node.")
+
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        run(main, ["experiment=digits"])
+    assert capsys.readouterr().err == "dtrain: error: data.train: not on this node.\n" * shown
 
 
 @pytest.mark.parametrize("rank", [0, 1])

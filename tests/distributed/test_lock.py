@@ -104,10 +104,16 @@ def test_of_two_jobs_that_start_the_same_new_run_the_second_is_refused(tmp_path:
         second.claim()
 
 
-def test_a_directory_that_cannot_be_made_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     with refused(ConfigError, "run.dir", "file", "choose another one"):
         RunLock(tmp_path / "file" / "run", print).acquire()
+    claimed(tmp_path).release()
+    before = tree(tmp_path)
+    with monkeypatch.context() as patch, refused(ConfigError, "run.dir", tmp_path, "choose another one"):
+        patch.setattr(os, "access", lambda path, mode: False)  # a read-only file system
+        RunLock(tmp_path, print).acquire()
+    assert tree(tmp_path) == before
     if os.getuid():  # root may write everywhere
         (tmp_path / "locked").mkdir(mode=0o555)
         with refused(ConfigError, "run.dir", "locked", "choose another one"):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ from omegaconf import OmegaConf
 
 from dtrain.config.errors import ConfigError
 from dtrain.config.schema import Config
-from dtrain.training.hooks import build_hooks
+from dtrain.training.hooks import HookFailed, Hooks, build_hooks
 from dtrain.training.state import TrainState
 from dtrain.training.step import StepOutcome
 from dtrain.training.task import Evaluation
 from tests.ranks import RanksFailed
+from tests.refusals import refused
 from tests.runs import records, status, train_on
 
 SMALL = ("model.width=4", "data.num_workers=0", "checkpoint.best=null", "checkpoint.keep_last=9")
@@ -134,6 +136,15 @@ def test_an_exception_of_a_hook_ends_all_ranks_with_its_name(
     why = f"rank 1 failed: HookFailed: train.hooks[0] ({__name__}.Failing).{method} raised ZeroDivisionError: of a hook"
     assert (status(tmp_path)["state"], status(tmp_path)["reason"]) == ("failed", why)
     assert "in _fail" in capfd.readouterr().err  # the traceback of the hook
+
+
+def test_a_hook_that_exits_has_failed() -> None:
+    class Exits:
+        def on_step(self, run: Any, outcome: Any) -> None:
+            sys.exit(0)
+
+    with refused(HookFailed, "train.hooks[0].on_step", "SystemExit"):
+        Hooks({"train.hooks[0]": Exits()}).call("on_step", None, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("digits")
