@@ -502,7 +502,8 @@ class Search:
 
     def _prune(self, start: Start) -> None:
         """Reports new values of a running trial; stops it if the pruner says so."""
-        first, *_ = trials = self._running[start.job.run.dir]
+        trials = self._running[start.job.run.dir]
+        first = trials[0]
         if first.pruned or self._settings.pruner == "none" or self._pool.stopping:
             return
         first.metric.update()

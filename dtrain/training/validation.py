@@ -220,7 +220,10 @@ def _check_nodes(cfg: Config, fields: tuple[Field, ...], found: _Problems) -> No
             check_arguments(key, node)
             targets = [str(inner._target_) for _, inner in nodes_with_target(key, node)]
             if key != "data.prepare" and all(target.startswith("dtrain.") for target in targets):
-                build_mix(node) if key == "data.mix" else by_target(key, node)
+                if key == "data.mix":
+                    build_mix(node)
+                else:
+                    by_target(key, node)
             if key == "task" and targets[0].startswith("dtrain.tasks."):
                 _check_field_names(cfg.task, {field.name for field in fields})
     with found.of("parallel.comm_hook"):
