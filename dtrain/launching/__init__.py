@@ -3,7 +3,7 @@
 * A *job* is a run to start and the command line of ``dtrain.train`` that starts it from any directory. A sweep has several.
 * A *launcher*, ``local`` or ``slurm``, has four functions: ``check`` refuses jobs that cannot start, ``describe`` returns
   their commands or scripts, ``launch`` starts them, and ``starter`` returns the function with which a pool starts them.
-* A *pool* runs jobs, at most so many at a time; ``local`` uses it for sweeps, ``search`` for the trials of a search.
+* A *pool* runs jobs, a limited number at a time; ``local`` uses it for sweeps, ``search`` for the trials of a search.
 
 Files in reading order:
 

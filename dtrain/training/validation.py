@@ -244,6 +244,7 @@ def _check_field_names(task: Any, names: set[str]) -> None:
 def _check_schedule(cfg: Config) -> None:
     """Builds the schedule, if its lengths can be compared without the length of an epoch; else checks its arguments."""
     train = cfg.train
+    # Lengths in one unit can be compared with any number of steps per epoch, lengths in several units cannot.
     units = sum(unit in str(cfg.schedule) for unit in ("step", "epoch", "sample", "%"))
     steps_per_epoch = 10**6 if units < 2 else 0
     horizon = train.max_steps if train.max_epochs is None else train.max_epochs * steps_per_epoch
