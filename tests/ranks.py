@@ -53,8 +53,8 @@ def run_ranks(
     world_size: int,
     fn: Callable[..., T],
     *args: Any,
-    timeout: float = 60.0,
-    group_timeout: float = 30.0,
+    timeout: float = 200.0,
+    group_timeout: float = 100.0,
     init: bool = True,
 ) -> list[T]:
     """Runs ``fn(rank, *args)`` in ``world_size`` forked processes, one torch thread each.

@@ -17,7 +17,8 @@ from dtrain.config import compose
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
-QUIET = ("tracker=none", "train.log_every=1", "train.deterministic=true")
+#: Workers cost a third of a short run: tests that are about them set their number.
+QUIET = ("tracker=none", "train.log_every=1", "train.deterministic=true", "data.num_workers=0")
 
 
 def train_on(ranks: int, run_dir: Path, *overrides: str, experiment: str = "digits") -> None:
@@ -25,11 +26,11 @@ def train_on(ranks: int, run_dir: Path, *overrides: str, experiment: str = "digi
     chosen = {override.partition("=")[0] for override in overrides}
     quiet = [override for override in QUIET if override.partition("=")[0] not in chosen]
     arguments = [f"experiment={experiment}", f"run.dir={run_dir}", *quiet, *overrides]
-    run_ranks(ranks, lambda rank: compose.run(train.train, arguments), init=False, timeout=120)
+    run_ranks(ranks, lambda rank: compose.run(train.train, arguments), init=False, timeout=250)
 
 
 def torchrun(
-    ranks: int, *arguments: str, module: str = "dtrain.train", timeout: float = 120, **environment: str
+    ranks: int, *arguments: str, module: str = "dtrain.train", timeout: float = 250, **environment: str
 ) -> Any:
     """Runs an entry point under the real torchrun; returns the completed process with its output as text."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]

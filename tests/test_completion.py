@@ -42,7 +42,7 @@ def candidates(shell: str, script: Path, line: str) -> list[str]:
     text = f"{before} source {script}; {_ASK[shell].format(line=shlex.quote(line), words=words)}"
     options = {"bash": ["--norc"], "zsh": ["-f"], "fish": ["--no-config"]}[shell]
     done = subprocess.run(
-        [shell, *options, "-c", text], capture_output=True, text=True, timeout=30, check=True, cwd=script.parent
+        [shell, *options, "-c", text], capture_output=True, text=True, timeout=250, check=True, cwd=script.parent
     )
     assert not done.stderr, done.stderr
     prefix = current[: current.rfind("=") + 1] if shell == "bash" else ""

@@ -84,7 +84,7 @@ def test_the_command_reports_unusable_files_and_predicts_the_others(
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 1

@@ -15,7 +15,7 @@ from tests.refusals import assert_refused
 from tests.runs import QUIET, metrics, records, status, train_on, tree
 
 pytestmark = pytest.mark.usefixtures("digits")
-SMALL = ("model.width=4", "data.num_workers=0", "checkpoint.best=null")
+SMALL = ("model.width=4", "checkpoint.best=null")
 
 
 def command(ranks: int, *arguments: str) -> None:

@@ -16,15 +16,15 @@ from tests.refusals import assert_refused
 from tests.runs import QUIET, train_on, tree
 
 pytestmark = pytest.mark.usefixtures("digits")
-SMALL = ("model.width=4", "data.num_workers=0", "checkpoint.best=null")
+SMALL = ("model.width=4", "checkpoint.best=null")
 
 #: Overrides, and what the message names.
 REFUSED = [
     (["train.log_every=0"], ["train.log_every", "0", "at least 1"]),
     (["train.max_steps=-5"], ["train.max_steps", "-5", "at least 1"]),
-    (["train.micro_batch_size=24"], ["train.micro_batch_size", "24"]),
+    (["train.micro_batch_size=24"], ["train.micro_batch_size", "24", "32", "does not fit"]),
     (["data.train=/nowhere/*.tar"], ["data.train", "/nowhere/*.tar"]),
-    (["model._target_=dtrain.models.Nothing"], ["model._target_", "dtrain.models.Nothing"]),
+    (["model._target_=dtrain.models.Nothing"], ["model._target_", "dtrain.models.Nothing", "cannot be imported"]),
     (["optimizer.lr=abc"], ["optimizer", "abc"]),
     (["schedule.warmup=9999"], ["schedule", "9999"]),
     (["train.hooks=[{_target_: no.Hook}]"], ["train.hooks[0]", "no.Hook"]),

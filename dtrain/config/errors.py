@@ -11,8 +11,8 @@ _STARTS_WITH_KEY = re.compile(
     r"(run|train|data|model|task|optimizer|schedule|precision|parallel|checkpoint)\.[\w.;]+:? "
 )
 HIDDEN = "<hidden>"
-#: Matches the end of keys whose values are secret.
-SECRET_KEY = re.compile(r"(pass(word|wd)|secret|token|api_?key|credential)s?$", re.IGNORECASE)
+#: Matches the end of keys whose values are secret if they are text. ``tokens`` are usually those of a language model.
+SECRET_KEY = re.compile(r"((pass(word|wd)|secret|api_?key|credential)s?|token)$", re.IGNORECASE)
 # user:password@ of a URL, and the value of a signature or token in its query
 _URL_SECRET = re.compile(
     r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)|(?<=[?&])([\w-]*(?:sig|signature|token|key|secret|password)=)[^&\s'\"]+", re.I

@@ -33,12 +33,14 @@ _OF_HYDRA = {"_partial_", "_recursive_", "_convert_"}  # say how a node is built
 @contextmanager
 def replacing_nodes() -> Iterator[None]:
     """Inside, Hydra composes configs as this module describes it."""
-    before = hydra_main.ConfigLoaderImpl
+    before = hydra_main.ConfigLoaderImpl, hydra_main.Hydra.get_mode
     hydra_main.ConfigLoaderImpl = _Loader  # type: ignore[misc]
+    # It composes the whole config once more, only to find ``hydra.mode``. None: --multirun alone starts a sweep.
+    hydra_main.Hydra.get_mode = lambda *args, **kwargs: None  # type: ignore[method-assign]
     try:
         yield
     finally:
-        hydra_main.ConfigLoaderImpl = before  # type: ignore[misc]
+        hydra_main.ConfigLoaderImpl, hydra_main.Hydra.get_mode = before  # type: ignore[misc, method-assign]
 
 
 class _Loader(ConfigLoaderImpl):

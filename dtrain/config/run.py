@@ -100,11 +100,7 @@ class Run:
             ConfigError: If they cannot be written.
         """
         source = {
-            "overrides": [
-                without_url_secrets(override)
-                for override in self.overrides
-                if not SECRET_KEY.search(override.partition("=")[0])
-            ],
+            "overrides": [without_url_secrets(override) for override in self.overrides if not _is_secret(override)],
             "config_dirs": list(self.config_dirs),
         }
         with as_config_error(f"run.dir: {self.dir} cannot be written, choose another one"):
@@ -215,12 +211,25 @@ def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: clean(key, value) for key, value in config.items()}
 
 
+def _is_secret(override: str) -> bool:
+    key, _, value = override.partition("=")
+    # As in without_secrets: model.class_token=true is none.
+    return bool(SECRET_KEY.search(key)) and re.fullmatch(r"true|false|null|[-+.\deE]+", value, re.IGNORECASE) is None
+
+
 def _digest(config: Mapping[str, Any]) -> str:
     # Without keys at their default, so that a key of a later version does not change the name of every run.
     changed = _changed(_with_effect(config), _defaults())
     # With the old names of renamed keys, so that a default name survives a renaming.
     changed = rename_keys(changed, {new: old for old, new in RENAMED_KEYS.items()})
-    return hashlib.sha256(json.dumps(changed, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    return hashlib.sha256(json.dumps(_with_text_keys(changed), sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+def _with_text_keys(value: Any) -> Any:
+    """A copy that can be sorted: YAML has keys of several types in one mapping."""
+    if isinstance(value, Mapping):
+        return {str(key): _with_text_keys(item) for key, item in value.items()}
+    return [_with_text_keys(item) for item in value] if isinstance(value, list) else value
 
 
 def _with_effect(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -266,7 +275,7 @@ def _differences(old: Any, new: Any, defaults: Any = None, path: str = "") -> It
                 key in old or new[key] != default
             ):  # a key that is newer than the saved config, at its default, is no difference
                 yield from _differences(old.get(key), new.get(key), default, f"{path}.{key}" if path else str(key))
-    elif old != new:
+    elif old not in (new, HIDDEN):  # what was not saved cannot be compared
         yield f"{path}: {json.dumps(old, default=str)} -> {json.dumps(new, default=str)}"
 
 

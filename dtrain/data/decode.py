@@ -116,7 +116,7 @@ def tokens_of(field: Field, text: Any) -> np.ndarray:
     if not isinstance(text, str):
         raise SampleError(f"field {field.name!r}: {_described(text)}, want text")
     tokenizer = tokenizer_of(field.tokenizer)
-    tokens = tokenizer.encode(text)[: field.length - 1]
+    tokens = tokenizer.encode(_checked_text(field, text))[: field.length - 1]
     row = np.full(field.length, -1, np.int64)
     row[: len(tokens)] = tokens
     row[len(tokens)] = tokenizer.end_of_text
@@ -145,6 +145,15 @@ def _text(field: Field, payload: bytes | memoryview) -> str:
         raise SampleError(f"field {field.name!r}: not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
+def _checked_text(field: Field, text: str) -> str:
+    """The text itself; refuses half of a surrogate pair, which JSON can hold and no tokenizer or file takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise SampleError(f"field {field.name!r}: not Unicode text: {error.reason} (character {error.start})") from None
+    return text
+
+
 def _json(field: Field, payload: bytes | memoryview) -> Any:
     try:
         if field.role is None:
@@ -165,7 +174,7 @@ def _json(field: Field, payload: bytes | memoryview) -> Any:
     if field.role == "text":
         if not isinstance(value, str):
             raise SampleError(f"field {field.name!r}: {_described(value)} at key {field.key!r}, want text")
-        return value
+        return _checked_text(field, value)
     return _json_numbers(field, value)
 
 

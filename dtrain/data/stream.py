@@ -5,7 +5,7 @@
   from its part (``_WorkerPart``); the incomplete ones at the ends of the parts are joined (``_RankPart``).
 * Transfer dtypes, masked rows, augmentation and the commit of a step are those of ``ShardLoader``. The order is the
   dataset's own: samples cannot be read by index, so a run resumes in the middle of an epoch by reading and dropping the
-  samples before, and only with the same numbers of ranks, workers and rows. Shards have none of these limits.
+  samples before, and only with the same numbers of ranks, workers, rows and micro-batches. Shards have none of these limits.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class StreamLoader(ShardLoader):
         super().__init__(source, **options)
 
     def state_dict(self) -> dict[str, Any]:
-        """The committed position, and the numbers of ranks, workers and rows that it needs in the middle of an epoch."""
+        """The committed position, and the division of the stream that it needs in the middle of an epoch."""
         return super().state_dict() | {"stream": self._division()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -112,7 +112,8 @@ class StreamLoader(ShardLoader):
 
     def _division(self) -> dict[str, int]:
         share = self._share
-        return {"ranks": share.world_size, "workers": self.num_workers, "rows": share.micro_batch_size}
+        division = {"ranks": share.world_size, "workers": self.num_workers, "rows": share.micro_batch_size}
+        return division | {"micro-batches": share.micro_batches_per_step}
 
     def _micro_batches(self) -> _WorkerPart:  # type: ignore[override]
         return self._part(self._position.epoch)

@@ -300,8 +300,8 @@ def _refuse_other_search(folder: Path, definition: Mapping[str, Any]) -> None:
     path = folder / record.FILE
     if not path.exists():
         return
-    with as_config_error("run.dir"):
-        saved = json.loads(path.read_text(encoding="utf-8")).get("definition", {})
+    with _readable(path):
+        saved = dict(json.loads(path.read_text(encoding="utf-8")).get("definition", {}))
     if differing := [key for key in definition if saved.get(key) != definition[key]]:
         lines = "".join(
             f"    {key}: {json.dumps(saved.get(key))} -> {json.dumps(definition[key])}\n" for key in differing
@@ -310,6 +310,25 @@ def _refuse_other_search(folder: Path, definition: Mapping[str, Any]) -> None:
             f"run.dir: {folder} holds another search. It differs in\n{lines}  Set another run.dir (or run.name), or go back to "
             "the values on the left."
         )
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Converts the errors of a damaged file."""
+    try:
+        yield
+    except Exception as error:  # Optuna checks nothing in its journal, so any error may come
+        raise ConfigError(
+            f"run.dir: {path} cannot be read ({type(error).__name__}: {error}). Restore it, or use another run.dir."
+        ) from error
+
+
+def _without_torn_line(journal: Path) -> None:
+    """Removes an incomplete last line, which a full disk or a power cut leaves: Optuna would append to it."""
+    with contextlib.suppress(FileNotFoundError), journal.open("r+b") as file:
+        content = file.read()
+        if not content.endswith(b"\n"):
+            file.truncate(content.rfind(b"\n") + 1)
 
 
 @contextmanager
@@ -384,14 +403,16 @@ class Search:
         self._total = settings.trials
         self._names = {key.lstrip("+"): key for key in line.space}
         self._distributions = {name: _distribution(line.space[key]) for name, key in self._names.items()}
-        journal = JournalFileBackend(str(folder / _JOURNAL))
-        self._study = optuna.create_study(
-            study_name="dtrain",
-            storage=optuna.storages.JournalStorage(journal),
-            direction="maximize" if settings.direction == "maximize" else "minimize",
-            pruner=_pruner(settings.pruner),
-            load_if_exists=True,
-        )
+        with _readable(folder / _JOURNAL):
+            _without_torn_line(folder / _JOURNAL)
+            journal = JournalFileBackend(str(folder / _JOURNAL))
+            self._study = optuna.create_study(
+                study_name="dtrain",
+                storage=optuna.storages.JournalStorage(journal),
+                direction="maximize" if settings.direction == "maximize" else "minimize",
+                pruner=_pruner(settings.pruner),
+                load_if_exists=True,
+            )
         ended = [trial for trial in self._study.trials if trial.state.is_finished()]
         self._screen = Screen(max(self._total, len(self._study.trials)), len(ended))
         self._pool = Pool(running, launcher.starter(running, self._screen), self._screen)
@@ -528,6 +549,8 @@ class Search:
         """Records the result of a run that has ended; one that was stopped stays without a result."""
         trials = [trial for trial in self._running.pop(job.run.dir) if not trial.pruned]
         interrupted = result.code == STOPPED or (self._pool.stopping and result.code != FINISHED)
+        # Refused, because a process of an earlier command, which was killed meanwhile, trains this run.
+        interrupted |= result.code != FINISHED and is_trained(job.run.dir)
         for trial in trials:
             if result.code == FINISHED:
                 self._settle(trial, f" after {seconds}")

@@ -67,7 +67,9 @@ class CheckpointManager:
         if name is None or not metrics:
             return False
         if name not in metrics:
-            raise ConfigError(f"checkpoint.best: got {name!r}, but an evaluation has {', '.join(metrics)}.")
+            raise ConfigError(
+                f"checkpoint.best: got {name!r}, but an evaluation has {', '.join(metrics)}. Use one of these, or null."
+            )
 
         def improved() -> bool:
             self.is_safe()  # a thread may still be writing the best one so far

@@ -124,7 +124,8 @@ def main(out: Path) -> None:
     upper.plot(skipped, [scales[step] for step in skipped], "x", color="#D55E00", label="step skipped, scale halved")
     upper.set_yscale("log", base=2)
     upper.set(
-        ylabel="loss scale", title="The scale is halved until the gradients fit into fp16, and doubled after 20 steps"
+        ylabel="loss scale",
+        title="The scale is halved until the gradients fit into fp16, and doubled after 20 steps without overflow",
     )
     upper.legend()
     lower.plot(losses, color="#000000")

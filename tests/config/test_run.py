@@ -59,6 +59,12 @@ def test_a_key_of_a_later_version_does_not_change_the_name_while_it_has_its_defa
     assert _digest(older | {"parallel": {"static_graph": True}}) != _digest(config)
 
 
+def test_keys_of_a_mapping_may_be_of_several_types() -> None:
+    names = [compose_run(f"+model.names={names}").name for names in ("{1:a,b:c}", "{b:c,1:a}", "{1:a,b:d}")]
+    assert names[0] == names[1] != names[2]
+    assert compose_run("+train.hooks=[{_target_:a.B,names:{1:a,b:c}}]").name.startswith("digits-")
+
+
 def test_a_run_with_a_directory_of_its_own_has_its_name() -> None:
     assert compose_run("run.dir=runs/mine").name == "mine"
     assert compose_run("run.dir=runs/mine/.").name == "mine"
@@ -102,6 +108,17 @@ def test_no_secret_reaches_the_run_directory(tmp_path: Path) -> None:
     assert without_secrets({"a": {"password": "x", "tokens_per_batch": 3}}) == {
         "a": {"password": "<hidden>", "tokens_per_batch": 3}
     }
+
+
+def test_tokens_that_are_no_secrets_are_saved(tmp_path: Path) -> None:
+    arguments = ("task=language_modelling", "task.tokens=rows", "+model.class_token=true", "+model.max_tokens=77")
+    compose_run(f"run.dir={tmp_path}", *arguments).save()
+    saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert saved["task"]["tokens"] == "rows"
+    assert recompose([f"run.dir={tmp_path}"])[1:-1] == list(arguments)
+    text = (tmp_path / "config.yaml").read_text()
+    (tmp_path / "config.yaml").write_text(text.replace("tokens: rows", "tokens: <hidden>"))  # of an earlier version
+    assert compose_run(f"run.dir={tmp_path}", *arguments).changes() == []
 
 
 def test_no_secret_of_a_url_reaches_the_run_directory(tmp_path: Path) -> None:

@@ -135,7 +135,12 @@ def test_a_run_resumes_in_the_middle_of_an_epoch_as_it_would_have_gone_on() -> N
 
 @pytest.mark.parametrize(
     ("other", "named"),
-    [({"workers": 2}, "workers 0 -> 2"), ({"batch": 4}, "rows 8 -> 4"), ({"world_size": 2}, "ranks 1 -> 2")],
+    [
+        ({"workers": 2}, "workers 0 -> 2"),
+        ({"batch": 4}, "rows 8 -> 4"),
+        ({"world_size": 2}, "ranks 1 -> 2"),
+        ({"batch": 16, "micro": 8}, "micro-batches 1 -> 2"),
+    ],
 )
 def test_another_division_is_refused_in_the_middle_of_an_epoch_only(other: dict[str, Any], named: str) -> None:
     one = loader(50, 8)

@@ -106,7 +106,7 @@ def test_a_second_ctrl_c_ends_a_real_process_with_130() -> None:
         time.sleep(0.3)
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        assert b"ending at once" in process.communicate(timeout=20)[1]
+        assert b"ending at once" in process.communicate(timeout=250)[1]
         assert process.returncode == 130
     finally:
         process.kill()

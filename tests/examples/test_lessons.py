@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import json
 import os
 import re
 import runpy
@@ -20,6 +21,7 @@ from tests.ranks import run_ranks
 from tests.runs import ROOT
 
 LESSONS = ROOT / "examples" / "lessons"
+NOTEBOOK = LESSONS / "mixed_precision.ipynb"
 NAMES = ("number_formats", "underflow", "overflow", "diverging_ranks", "checkerboard")
 
 
@@ -71,7 +73,7 @@ def test_overflow_written_by_hand_every_loss_is_wrong_and_torchs_are_right(lesso
     assert len(rows) == 5
     for name, naive, stable, exact in rows:
         assert naive in (float("inf"), float("-inf")) or naive != naive, name
-        assert stable == pytest.approx(exact, rel=2e-3), name
+        assert stable == pytest.approx(exact, rel=1e-5), name
 
 
 def test_overflow_steps_are_skipped_until_the_scale_fits_and_again_after_it_has_grown(lesson: Any) -> None:
@@ -84,13 +86,14 @@ def test_overflow_steps_are_skipped_until_the_scale_fits_and_again_after_it_has_
     assert losses[-1] < losses[0]
 
 
-def test_diverging_ranks_only_the_stock_scaler_lets_scales_differ(lesson: Any) -> None:
-    train = lesson("diverging_ranks").train
+def test_diverging_ranks_only_the_stock_scaler_lets_scales_differ(lesson: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    diverging_ranks = lesson("diverging_ranks")
+    monkeypatch.setattr(diverging_ranks, "STEPS", 8)
 
     def scales(rank: int) -> list[float]:
         stock = torch.amp.GradScaler("cpu", init_scale=1024.0)
         ours = CrossRankGradScaler("cpu", init_scale=1024.0)
-        return [train(rank, scaler, (2, 4))["scale"][-1] for scaler in (stock, ours)]
+        return [diverging_ranks.train(rank, scaler, (2, 4))["scale"][-1] for scaler in (stock, ours)]
 
     assert run_ranks(2, scales) == [[1024.0, 256.0], [256.0, 256.0]]
 
@@ -127,7 +130,42 @@ def test_a_lesson_prints_draws_and_ends_with_three_sentences(name: str, tmp_path
     if name == "checkerboard":
         errors = [float(error) for error in re.findall(r"^\w+ +(0\.\d{4}) ", done.stdout, re.MULTILINE)]
         assert len(errors) == 3
+        fp32, bf16, fp16 = (int(mib) for mib in re.findall(r"^[bf]\S+ +\S+ +\S+ +(\d+)", done.stdout, re.MULTILINE))
+        assert bf16 == fp16
+        assert bf16 / fp32 == pytest.approx(0.5, abs=0.01)
         assert max(errors) - min(errors) < 0.02
+
+
+# -- the notebook
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("digits")
+def test_the_notebook_runs_from_top_to_bottom(monkeypatch: pytest.MonkeyPatch) -> None:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    for name, value in (("PYTHONPATH", str(ROOT)), ("OMP_NUM_THREADS", "1"), ("JUPYTER_PREFER_ENV_PATH", "1")):
+        monkeypatch.setenv(name, value)
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    before = set(LESSONS.iterdir())
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(LESSONS)}}).execute()
+    assert {path for path in LESSONS.iterdir() if path.name != "__pycache__"} <= before
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 5
+    shown = re.sub(r"\x1b\[[\d;]*m", "", "".join(output.get("text", "") for output in outputs))  # without colours
+    assert "Traceback" not in shown
+    assert "weight of the loss 1e-06: 100% of the gradients are zero" in shown
+    assert re.search(r"exp, .*naive_softmax.py:\d+", shown)
+    assert re.search(r"torch.amp.GradScaler +1024 +64 ", shown)
+    assert "76,840 bytes -> 38,420 bytes" in shown
+
+
+def test_the_notebook_is_stored_without_outputs() -> None:
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    assert all(
+        cell["outputs"] == [] and cell["execution_count"] is None for cell in cells if cell["cell_type"] == "code"
+    )
 
 
 # -- bad input

@@ -48,7 +48,7 @@ def test_a_launched_run_has_the_losses_of_a_run_under_torchrun(tmp_path: Path, d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_to_the_launcher_saves_and_stops(tmp_path: Path, digits: Path, number: signal.Signals) -> None:
     before = signal.getsignal(number)
     when_training(tmp_path, lambda: os.kill(os.getpid(), number))

@@ -27,7 +27,7 @@ from dtrain.launching.search import CommandLine, MetricReader, _distribution
 from dtrain.reporting.search import Search
 from dtrain.tracking.run_dir import write_status
 from tests.launching.compose import single
-from tests.refusals import refused
+from tests.refusals import assert_refused, refused
 from tests.runs import status
 
 optuna = pytest.importorskip("optuna", reason="a search needs Optuna: pip install 'dtrain[optuna]'")
@@ -352,6 +352,50 @@ def test_a_second_process_of_a_search_is_refused(place: Path, started: list[Job]
     with searching._lock(place / "s"):
         assert run_search(LR) == FAILED
     assert f"another process runs the search in {place / 's'}" in capsys.readouterr().err
+
+
+def test_a_journal_that_was_cut_short_is_continued(place: Path, started: list[Job]) -> None:
+    assert run_search(LR, trials=1) == FINISHED
+    journal = place / "s" / "journal.log"
+    with journal.open("ab") as file:  # a full disk, or a power cut
+        file.write(journal.read_bytes().splitlines()[-1][:20])
+    assert run_search(LR, trials=2) == FINISHED
+    assert run_search(LR, trials=3) == FINISHED
+    assert [trial.state for trial in found(place / "s").trials] == ["finished"] * 3
+
+
+@pytest.mark.parametrize("name", ["journal.log", "search.json"])
+@pytest.mark.parametrize("content", [b"", b"{}\n", b"[]\n", b'{"definition": 1}\n', b'{"op_code": 99}\n'])
+def test_a_damaged_file_of_a_search_is_refused(
+    place: Path, started: list[Job], capsys: Any, name: str, content: bytes
+) -> None:
+    (place / "s").mkdir()
+    (place / "s" / name).write_bytes(content)
+    code = run_search(LR, trials=1)
+    if name == "journal.log" and not content:  # as Optuna makes it
+        assert code == FINISHED
+        return
+    assert code == FAILED
+    assert_refused(capsys.readouterr().err, "run.dir", place / "s", "another run.dir")
+    assert started == []
+    assert (place / "s" / name).read_bytes() == content
+
+
+def test_a_trial_whose_run_another_process_trains_is_not_failed(
+    place: Path, started: list[Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refused(Fake):
+        def result(self) -> JobResult:
+            return JobResult("failed", FAILED)
+
+    launcher = searching.Fake  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        # The process of an earlier command, which was killed before its run had a lock.
+        patch.setattr(launcher, "make", Refused)
+        patch.setattr(searching, "is_trained", lambda run_dir: bool(started))
+        assert run_search(LR, trials=1) == STOPPED
+    assert [trial.state for trial in found(place / "s").trials] == ["stopped"]
+    assert run_search(LR, trials=1) == FINISHED
 
 
 def test_a_search_in_a_preset_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

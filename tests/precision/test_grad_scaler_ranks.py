@@ -6,6 +6,7 @@ Ranks must be equal, finite, and equal to the single-process reference that skip
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,15 +140,20 @@ def test_what_is_no_state_is_an_error_on_every_rank(state: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_loads_a_state_alone_fails_within_the_timeout() -> None:
+def test_a_rank_that_loads_a_state_alone_fails_within_the_timeout(tmp_path: Path) -> None:
+    failed = tmp_path / "failed"
+
     def work(rank: int) -> None:
         if rank == 0:
-            ours().load_state_dict(ours().state_dict())
-        # Longer than the group's timeout: this rank is alive, but elsewhere.
-        time.sleep(3)
+            try:
+                ours().load_state_dict(ours().state_dict())
+            finally:
+                failed.touch()
+        while not failed.exists():  # this rank is alive, but elsewhere
+            time.sleep(0.02)
 
     with pytest.raises(RanksFailed, match="collective over 2 ranks and not all of them took part"):
-        run_ranks(2, work, group_timeout=2.0)
+        run_ranks(2, work, group_timeout=1.0)
 
 
 @pytest.mark.parametrize("fused", [False, True])

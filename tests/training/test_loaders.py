@@ -129,7 +129,7 @@ def test_what_the_loader_refuses_is_told_by_its_key(shards: str, split: str, tmp
     [
         ({"train": {"_target_": "builtins.iter", "_args_": [[1]]}}, ["data.train", "got a list_iterator", "dataset"]),
         ({"train": {"_target_": f"{HERE}.nowhere"}}, ["data.train._target_", "nowhere' cannot be imported"]),
-        ({"train": {"root": "/data"}}, ["data.train: has no _target_"]),
+        ({"train": {"root": "/data"}}, ["data.train", "{'root': '/data'}", "data.train._target_="]),
         ({"num_workers": "many"}, ["data.num_workers", "got 'many'"]),
     ],
 )
