@@ -44,7 +44,7 @@ those of `--config-dir`). Print it again after an update. Without the package ba
 
 <!-- not run: writes to the folders of your shell -->
 ```bash
-cd ~/.local/share && mkdir -p bash-completion/completions && dtrain completion bash > bash-completion/completions/dtrain
+folder=~/.local/share/bash-completion/completions; mkdir -p $folder && dtrain completion bash > $folder/dtrain
 mkdir -p ~/.zfunc && dtrain completion zsh > ~/.zfunc/_dtrain          # with `fpath+=~/.zfunc` before `compinit` in ~/.zshrc
 mkdir -p ~/.config/fish/completions && dtrain completion fish > ~/.config/fish/completions/dtrain.fish
 ```
