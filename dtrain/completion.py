@@ -124,7 +124,7 @@ _dtrain() {
   # bash replaces only what follows the last "=".
   if [[ $current == *=* && $COMP_WORDBREAKS == *=* ]]; then strip=${current%"${current##*=}"}; fi
   for word in $words; do
-    if [[ $word != "$current"* || ($word == -* && $current != -*) ]]; then continue; fi
+    if [[ $word != "$current"* || ($word == -* && $current != -*) || ($word == "$current" && $word == *=) ]]; then continue; fi
     rest=${word:${#current}}
     part=${rest%%[.=]*}
     if [[ $part == "$rest" ]]; then part+=' '; else part=${rest:0:${#part}+1}; fi
@@ -146,7 +146,7 @@ _dtrain_candidates() {  # CURRENT COMMAND SUBCOMMAND: sets the array `reply`
 @CASES@
   esac
   for word in ${=words}; do
-    [[ $word == "$current"* && ($word != -* || $current == -*) ]] || continue
+    [[ $word == "$current"* && ($word != -* || $current == -*) && ($word != "$current" || $word != *=) ]] || continue
     rest=${word#"$current"}
     part=${rest%%[.=]*}
     [[ $part == "$rest" ]] || part=${rest[1,$#part + 1]}
@@ -181,7 +181,7 @@ function __dtrain_candidates
     end
     string match -q -- '-*' "$current"; or set words (string match -v -- '-*' $words)
     set -l start (string escape --style=regex -- "$current")
-    set -l found (string replace -rf -- "^($start"'[^.=]*[.=]?).*' '$1' $words)
+    set -l found (string replace -rf -- "^($start"'(?!(?<==)$)[^.=]*[.=]?).*' '$1' $words)
     if test (count $found) -gt 0
         printf '%s\\n' $found
     else

@@ -76,6 +76,11 @@ def test_words_are_completed(scripts: dict[str, Path], shell: str, line: str, ex
 
 
 @pytest.mark.parametrize("shell", SHELLS)
+def test_a_complete_key_without_known_values_is_not_offered_again(scripts: dict[str, Path], shell: str) -> None:
+    assert "run.dir=" not in candidates(shell, scripts[shell], "dtrain train run.dir=")  # but files are
+
+
+@pytest.mark.parametrize("shell", SHELLS)
 def test_a_key_is_completed_part_by_part(scripts: dict[str, Path], shell: str) -> None:
     offered = candidates(shell, scripts[shell], "dtrain train opti")
     assert offered == ["optimizer.", "optimizer="]

@@ -185,12 +185,12 @@ def varied_settings(runs: Sequence[History]) -> tuple[list[Setting], list[Settin
 
 
 def short_names(keys: Iterable[str]) -> dict[str, str]:
-    """Each dotted key with its shortest end that no other key has."""
+    """Each dotted key with its shortest end that no other key has; ``_target_`` is named with its parent."""
     keys = list(keys)
     names = {}
     for key in keys:
         parts = key.split(".")
-        ends = (".".join(parts[-count:]) for count in range(1, len(parts)))
+        ends = (".".join(parts[-count:]) for count in range(1 + (parts[-1] == "_target_"), len(parts)))
         others = [f".{other}" for other in keys if other != key]
         names[key] = next((end for end in ends if not any(other.endswith(f".{end}") for other in others)), key)
     return names

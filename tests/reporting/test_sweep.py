@@ -35,6 +35,10 @@ def test_a_short_name_is_the_end_of_one_key_only_and_no_shorter_one_is(keys: lis
         assert not shorter or len([other for other in keys if f".{other}".endswith(f".{shorter}")]) > 1
 
 
+def test_a_target_is_named_with_what_it_builds() -> None:
+    assert short_names(["optimizer.lr", "task._target_"]) == {"optimizer.lr": "lr", "task._target_": "task._target_"}
+
+
 def test_keys_that_vary_are_named_in_the_order_of_the_command_line(tmp_path: Path) -> None:
     shared = {"model.width": 8, "optimizer.name": "adamw", "run.name": "x", "tracker.mode": "offline"}
     runs = points(
