@@ -1,9 +1,9 @@
 """Completion scripts for ``dtrain`` in bash, zsh and fish.
 
 A script contains all words, so that completing starts no Python: importing Hydra and composing a config, as Hydra's own
-completion does for each key press, takes a second. The words come from where the commands themselves have them: the
-options from their ``--help``, the groups and presets from ``conf/``, the keys from the schema and the presets. A script is
-printed again after an update; presets of ``--config-dir`` are not in it.
+completion does for each key press, takes a second. Options are taken from the ``--help`` of each command, groups and presets
+from ``conf/``, keys from the schema and the presets. A script has to be printed again after an update; presets of
+``--config-dir`` are not in it.
 
 A key is completed part by part, at dots and ``=``, so that the list of candidates stays short.
 """
@@ -91,7 +91,7 @@ def _keys() -> list[str]:
 
 
 def _leaves(node: Any, prefix: str = "") -> Iterator[str]:
-    """The dotted keys of plain data that have values which are no sections."""
+    """The dotted keys of plain data whose values are not sections."""
     for key, value in node.items():
         if isinstance(value, dict) and value:
             yield from _leaves(value, f"{prefix}{key}.")

@@ -71,9 +71,8 @@ class FreezeBackbone:
             epoch, _ = run.train_loader.position  # of the run, so it is right after a resume as well
             if epoch < self._epochs:
                 for parameter in backbone:
-                    parameter.grad = (
-                        None  # the optimizer leaves out parameters without a gradient: no decay, no momentum
-                    )
+                    # The optimizer leaves out parameters without a gradient: no decay, no momentum.
+                    parameter.grad = None
 
         run.optimizer.register_step_pre_hook(freeze)
 

@@ -55,9 +55,8 @@ def train(precision: str, out: Path, epochs: int, save_every: int) -> None:
 
     while loader.position[0] < epochs:
         batches = loader.epoch(loader.position[0])  # the rest of the epoch, after a resume
-        for _ in range(
-            loader.steps_left
-        ):  # known before, and equal on all ranks: no rank waits for another one for ever
+        # The number of steps is known in advance and equal on all ranks, so that no rank waits for another one for ever.
+        for _ in range(loader.steps_left):
             window = [next(batches).to(device) for _ in range(loader.micro_batches_per_step)]
             loss = train_step(model, optimizer, scaler, window, DTYPES[precision])
             loader.commit()  # after the step: its samples count as used, whether or not the step was skipped

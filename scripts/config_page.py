@@ -33,10 +33,21 @@ _HEAD = """# Every key
 Written by `python scripts/config_page.py` from [the schema](../dtrain/config/schema.py) and [the presets](../conf): edit those.
 
 A run is described by keys, `KEY=VALUE` on the command line, and by presets, which set several keys, `GROUP=PRESET`.
-`python -m dtrain.train --help` shows both with the values that a command line gives them, `--cfg job` the config alone,
-`--info defaults` the files they come from. Options of a single command (`checkpoint=best`, `weights=ema`) are in its own
-`--help`.
-Your own presets come with `--config-dir`: [README](../README.md#your-own-model-and-task).
+`dtrain train --help` shows both with the values that a command line gives them, `--cfg job` the config alone, and
+`--info defaults` the files that the values come from. Options of a single command (`checkpoint=best`, `weights=ema`) are in
+its own `--help`. Your own presets are in a folder named by `--config-dir`: [README](../README.md#your-own-model-and-task).
+
+## Completion
+
+`dtrain completion bash`, `zsh` or `fish` prints a script that completes commands, options, keys and dtrain's presets (not
+those of `--config-dir`). Print it again after an update. Without the package bash-completion, `source` the file in `~/.bashrc`.
+
+<!-- not run: writes to the folders of your shell -->
+```bash
+folder=~/.local/share/bash-completion/completions; mkdir -p $folder && dtrain completion bash > $folder/dtrain
+mkdir -p ~/.zfunc && dtrain completion zsh > ~/.zfunc/_dtrain          # with `fpath+=~/.zfunc` before `compinit` in ~/.zshrc
+mkdir -p ~/.config/fish/completions && dtrain completion fish > ~/.config/fish/completions/dtrain.fish
+```
 """
 #: Groups whose keys are the arguments of the class or function that `_target_` names.
 _FREE_FORM = ("model", "task", "optimizer", "schedule")

@@ -150,7 +150,7 @@ def _check_call(place: str, node: DictConfig, positional: int, keywords: Mapping
     try:
         reason = why_missing(path)
     except Exception as error:  # of the module itself
-        raise ConfigError(f"{place}._target_: {path!r} cannot be imported: {_told(error)}") from error
+        raise ConfigError(f"{place}._target_: {path!r} cannot be imported: {_describe(error)}") from error
     if reason:
         raise ConfigError(f"{place}._target_: {path!r} cannot be imported: {reason}")
     try:
@@ -198,7 +198,7 @@ def _failure(place: str, node: Any, error: BaseException) -> str:
         text = str(error)  # names the value and the remedy
         return text if text.startswith(place) else f"{place}: {text}"
     values = ", ".join(f"{name}={_value(str(name), node._get_node(name))}" for name in node if name not in _OF_HYDRA)
-    return f"{place}: {path}({values}) failed: {_told(error)}"
+    return f"{place}: {path}({values}) failed: {_describe(error)}"
 
 
 def _value(name: str, node: Any) -> str:
@@ -208,7 +208,7 @@ def _value(name: str, node: Any) -> str:
     return hide_secret(name, shortened(repr(plain), 60))
 
 
-def _told(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     """An exception of other code: type, message and place."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "site-packages" not in frame.filename and "importlib" not in frame.filename]

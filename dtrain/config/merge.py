@@ -7,7 +7,8 @@ Hydra merges mappings key by key, so the arguments of a preset's class would rea
 * ``model=NAME`` on the command line replaces what presets say about ``model``; the same for ``task``, ``optimizer`` and
   ``schedule``.
 
-Everything else is merged as Hydra does it. A replaced node takes any key: its class decides which ones are valid.
+Everything else is merged as Hydra does it. A replaced node takes any key: its class decides which ones are valid. Hydra has no
+extension point between loading configs and merging them, so ``_Loader`` overrides private methods of its config loader.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 * The stream is *divided* among ranks and workers by ``Stream``, or by the dataset itself. Each worker builds micro-batches
   from its part (``_WorkerPart``); the incomplete ones at the ends of the parts are joined (``_RankPart``).
 * Transfer dtypes, masked rows, augmentation and the commit of a step are those of ``ShardLoader``. The order is the
-  dataset's own: samples cannot be read by number, so a run resumes in the middle of an epoch by reading and dropping the
+  dataset's own: samples cannot be read by index, so a run resumes in the middle of an epoch by reading and dropping the
   samples before, and only with the same numbers of ranks, workers, rows and micro-batches. Shards have none of these limits.
 """
 
@@ -81,7 +81,7 @@ class StreamLoader(ShardLoader):
         options: The other arguments of ``ShardLoader``.
 
     Raises:
-        ValueError: If an option needs samples by number, or sizes or fields do not fit; names the option.
+        ValueError: If an option needs samples by index, or sizes or fields do not fit; names the option.
     """
 
     def __init__(self, stream: Stream, fields: Mapping[Any, Mapping[str, Any]], **options: Any) -> None:

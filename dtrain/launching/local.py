@@ -31,7 +31,8 @@ from dtrain.tracking.run_dir import tail
 
 #: Output of a run in its directory, if it was not written to the terminal.
 OUTPUT = Path("logs") / "output.log"
-_SHOWN_OUTPUT, _SHOWN_LINES = 4000, 15  # of the output of a run that was refused: bytes read, lines without a message
+# Of the output of a refused run: bytes that are read, and lines that are shown if there is no message in them.
+_SHOWN_OUTPUT, _SHOWN_LINES = 4000, 15
 
 
 def check(jobs: Sequence[Job]) -> None:

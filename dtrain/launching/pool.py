@@ -1,11 +1,11 @@
-"""Runs jobs at most so many at a time, and stops them politely on a signal.
+"""Runs jobs, a limited number at a time, and asks them to save and stop on a signal.
 
 * A *start* is one start of a job: a torchrun process on this machine, or a SLURM job.
 * The *pool* has a number of slots; a start occupies one until it has ended.
 * The first signal asks all starts to save and stop. A second SIGINT or SIGTERM ends them without waiting for the save.
 
-The signal handler only counts, and everything else is done by the thread that waits, because a handler may interrupt any
-code, such as the creation of a process.
+The signal handler only counts signals. The waiting thread does everything else, because a handler may interrupt any code,
+such as the creation of a process.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Pool:
     Args:
         size: Number of slots.
         start: Starts a job in a slot, ``0 <= slot < size``.
-        screen: Shows what happens; None if the runs themselves write to the terminal.
+        screen: Prints the progress; None if the runs themselves write to the terminal.
     """
 
     def __init__(self, size: int, start: Callable[[Job, int], Start], screen: Screen | None = None) -> None:
@@ -77,7 +77,7 @@ class Pool:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
-            # After an error no run may be left alone: nobody would count its result.
+            # After an error the runs are stopped, too: nothing would record their results.
             self._signals += error is not None
             while self._starts:
                 self.wait()

@@ -1,4 +1,4 @@
-"""A search for good values with Optuna: ``dtrain.launch launch.search.trials=20 'optimizer.lr=interval(1e-4,1e-1)'``.
+"""Hyperparameter search with Optuna: ``dtrain.launch launch.search.trials=20 'optimizer.lr=interval(1e-4,1e-1)'``.
 
 * The *space* is the overrides of the command line that have Hydra's syntax of a sweep: ``a,b``, ``choice(...)``,
   ``interval(...)``, ``int(interval(...))``, ``range(...)``, each also as ``tag(log, ...)``.
@@ -118,7 +118,7 @@ class CommandLine:
     Attributes:
         options: Those of Hydra, such as ``--config-dir``, with their values.
         fixed: The other overrides.
-        space: Key (with ``+`` if it is typed so) to its values.
+        space: Key, as typed (perhaps with ``+``), to its values.
         texts: Key without ``+`` to the values as typed.
     """
 
@@ -523,7 +523,8 @@ class Search:
 
     def _prune(self, start: Start) -> None:
         """Reports new values of a running trial; stops it if the pruner says so."""
-        first, *_ = trials = self._running[start.job.run.dir]
+        trials = self._running[start.job.run.dir]
+        first = trials[0]
         if first.pruned or self._settings.pruner == "none" or self._pool.stopping:
             return
         first.metric.update()

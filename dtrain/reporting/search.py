@@ -181,8 +181,9 @@ class Search:
 
 def read_searches(paths: Sequence[Path], gaps: list[str]) -> list[Search]:
     """The searches in these directories, or right below them."""
-    below = [folder for path in paths for folder in [path, *sorted(path.glob(f"*/{FILE}"))]]
-    folders = dict.fromkeys(folder.parent if folder.name == FILE else folder for folder in below)
+    folders: dict[Path, None] = {}  # a set that keeps the order
+    for path in paths:
+        folders |= dict.fromkeys([path, *(file.parent for file in sorted(path.glob(f"*/{FILE}")))])
     return [search for folder in folders if (search := Search.read(folder, gaps)) is not None]
 
 

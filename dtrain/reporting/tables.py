@@ -122,6 +122,7 @@ def seed_columns(sweep: Sweep) -> list[Column]:
     for which in ("best", "last"):
         known = [results[np.isfinite(results)] for results in (getattr(group, which) for group in groups)]
         numbers = [float(of(each)) if len(each) else math.nan for of in (np.mean, np.min, np.max) for each in known]
+        # Formatted in one call, so that all have the same number of decimals.
         means, lows, highs = np.array(format_column(numbers), object).reshape(3, -1)
         ranges = [f"{low} to {high}" if low else "" for low, high in zip(lows, highs, strict=True)]
         columns += [Column(f"{which} {sweep.goal.metric}: mean", list(means)), Column("range", ranges)]

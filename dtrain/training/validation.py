@@ -220,7 +220,10 @@ def _check_nodes(cfg: Config, fields: tuple[Field, ...], found: _Problems) -> No
             check_arguments(key, node)
             targets = [str(inner._target_) for _, inner in nodes_with_target(key, node)]
             if key != "data.prepare" and all(target.startswith("dtrain.") for target in targets):
-                build_mix(node) if key == "data.mix" else by_target(key, node)
+                if key == "data.mix":
+                    build_mix(node)
+                else:
+                    by_target(key, node)
             if key == "task" and targets[0].startswith("dtrain.tasks."):
                 _check_field_names(cfg.task, {field.name for field in fields})
     with found.of("parallel.comm_hook"):
@@ -241,6 +244,7 @@ def _check_field_names(task: Any, names: set[str]) -> None:
 def _check_schedule(cfg: Config) -> None:
     """Builds the schedule, if its lengths can be compared without the length of an epoch; else checks its arguments."""
     train = cfg.train
+    # Lengths in one unit can be compared with any number of steps per epoch, lengths in several units cannot.
     units = sum(unit in str(cfg.schedule) for unit in ("step", "epoch", "sample", "%"))
     steps_per_epoch = 10**6 if units < 2 else 0
     horizon = train.max_steps if train.max_epochs is None else train.max_epochs * steps_per_epoch
