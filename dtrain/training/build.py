@@ -233,7 +233,7 @@ def make_precision(cfg: PrecisionConfig) -> Precision:
     Raises:
         ConfigError: If the name is unknown, or ``loss_scale`` is neither ``none`` nor a section.
     """
-    scaled = isinstance(cfg.loss_scale, DictConfig)
+    scaled = isinstance(cfg.loss_scale, (DictConfig, LossScaleConfig))
     if not scaled and cfg.loss_scale != "none":
         raise ConfigError(
             f"precision.loss_scale: got {cfg.loss_scale!r}. Set one of its keys, such as precision.loss_scale.init=1024, or "
