@@ -29,7 +29,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.instantiate import by_target
-from dtrain.config.schema import Config, ParallelConfig, PrecisionConfig, TrainConfig
+from dtrain.config.schema import Config, LossScaleConfig, ParallelConfig, PrecisionConfig, TrainConfig
 from dtrain.data import ShardLoader
 from dtrain.data.randomness import be_deterministic, seed_generators
 from dtrain.distributed.collectives import on_all_ranks

@@ -23,7 +23,8 @@ from dtrain.launching import pool
 from dtrain.launching import search as searching
 from dtrain.launching.job import FAILED, FINISHED, STOPPED, Job, JobResult
 from dtrain.launching.pool import Screen
-from dtrain.launching.search import CommandLine, MetricReader, _distribution
+from dtrain.launching.search import MetricReader
+from dtrain.launching.search_space import CommandLine, distribution
 from dtrain.reporting.search import Search
 from dtrain.tracking.run_dir import write_status
 from tests.launching.compose import single
@@ -268,7 +269,7 @@ def test_the_default_directory_depends_on_what_is_searched_but_not_on_how_long(
 )
 def test_hydras_sweeps_are_distributions(typed: str, expected: Any) -> None:
     line = CommandLine.of(["experiment=digits", f"+model.a={typed}", "-m", "--config-dir", "mine"])
-    assert _distribution(line.space["+model.a"]) == expected
+    assert distribution(line.space["+model.a"]) == expected
     assert line.texts == {"model.a": typed}
     assert (line.options, line.fixed) == (["--config-dir", "mine"], ["experiment=digits"])
 
