@@ -65,8 +65,11 @@ def finished_run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(autouse=True)
 def _own_logging() -> Iterator[None]:
-    """Hydra's ``--info`` sends all logging to the output of the test that asked for it, which ends before the others."""
-    handlers, level = list(logging.root.handlers), logging.root.level
+    """Hydra's ``--info`` sends all logging to the output of the test that asked for it; runs redirect the ``dtrain`` logger."""
+    loggers = [logging.root, logging.getLogger("dtrain")]
+    before = [(logger, list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
     yield
-    logging.root.handlers[:] = handlers
-    logging.root.setLevel(level)
+    for logger, handlers, level, propagate in before:
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
+        logger.propagate = propagate
