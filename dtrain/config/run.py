@@ -271,9 +271,8 @@ def _differences(old: Any, new: Any, defaults: Any = None, path: str = "") -> It
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key in {**old, **new}:
             default = defaults.get(key) if isinstance(defaults, Mapping) else None
-            if (
-                key in old or new[key] != default
-            ):  # a key that is newer than the saved config, at its default, is no difference
+            # A key that is newer than the saved config is no difference while it has its default.
+            if key in old or new[key] != default:
                 yield from _differences(old.get(key), new.get(key), default, f"{path}.{key}" if path else str(key))
     elif old not in (new, HIDDEN):  # what was not saved cannot be compared
         yield f"{path}: {json.dumps(old, default=str)} -> {json.dumps(new, default=str)}"

@@ -239,9 +239,8 @@ class _RankPart:
 
     def _rest_of_epoch(self) -> Iterator[Batch]:
         batches = self._joined()
-        for _ in range(
-            self._step * self._share.micro_batches_per_step
-        ):  # those that were used before the run was resumed
+        # Drops the micro-batches that were used before the run was resumed.
+        for _ in range(self._step * self._share.micro_batches_per_step):
             next(batches)
         return batches
 

@@ -93,11 +93,8 @@ def _walk(
     end = file.seek(0, os.SEEK_END)
     offset = 0
     data, start, headers = b"", 0, 0  # a piece of the file, where it starts, and how many headers were found in it
-    extended, long_name, long_size = (
-        None,
-        None,
-        None,
-    )  # the next member's: first extended header, name and size in these
+    # Of the next member: its first extended header, and the name and size in the extended headers.
+    extended = long_name = long_size = None
     while True:
         header = data[offset - start : offset - start + _BLOCK]
         if len(header) < _BLOCK:

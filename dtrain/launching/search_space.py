@@ -147,6 +147,7 @@ def _limits(sweep: IntervalSweep | RangeSweep) -> tuple[float, float]:
 
 
 def first_value(sweep: ChoiceSweep | IntervalSweep | RangeSweep) -> float | int | str:
+    """The first choice, or the smallest number; the config is checked with it before the search starts."""
     return _choices(sweep)[0] if isinstance(sweep, ChoiceSweep) else _limits(sweep)[0]
 
 

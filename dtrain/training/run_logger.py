@@ -150,9 +150,8 @@ class MediaLogger:
         run = self._run
         media: dict[str, bytes | str] = {}
         if "confusion" in evaluation.tables:
-            from dtrain.tracking.evaluation_results import (
-                confusion_picture,
-            )  # with matplotlib, whose import takes a second
+            # Here, because it imports matplotlib, which takes a second.
+            from dtrain.tracking.evaluation_results import confusion_picture
 
             media["confusion"] = confusion_picture(evaluation.tables["confusion"], run.class_names)
         if isinstance(run.task, IllustratingTask):
