@@ -7,9 +7,18 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dtrain.config.compose import run
 from dtrain.config.errors import ConfigError
 from dtrain.config.renamed_keys import RENAMED_KEYS
-from dtrain.config.run import WITHOUT_EFFECT_ON_THE_RESULT, Run, _digest, recompose, take, without_secrets
+from dtrain.config.run import (
+    WITHOUT_EFFECT_ON_THE_RESULT,
+    Run,
+    _digest,
+    recompose,
+    refuse_hidden,
+    take,
+    without_secrets,
+)
 from dtrain.tracking import save_run
 from tests.config.command_lines import compose
 from tests.refusals import refused
@@ -106,9 +115,74 @@ def test_no_secret_reaches_the_run_directory(tmp_path: Path) -> None:
     save_run(run)
     written = "".join(path.read_text() for path in tmp_path.glob("*.yaml"))
     assert "hunter" not in written
-    assert without_secrets({"a": {"password": "x", "tokens_per_batch": 3}}) == {
-        "a": {"password": "<hidden>", "tokens_per_batch": 3}
+    assert without_secrets({"a": {"password": "x", "tokens_per_batch": 3}, "auth": ["me", 5, {"b": "x"}]}) == {
+        "a": {"password": "<hidden>", "tokens_per_batch": 3},
+        "auth": ["<hidden>", 5, {"b": "<hidden>"}],
     }
+
+
+#: Overrides, and what is saved of them.
+SECRETS = [
+    ("+vars.storage.token=hunter2", "+vars.storage.token='<hidden>'"),
+    (
+        "+vars.storage={headers: {Authorization: Bearer hunter2, X-Trace: true}, retries: 3}",
+        "+vars.storage={headers: {Authorization: '<hidden>', X-Trace: true}, retries: 3}",
+    ),
+    ("+vars.storage.auth=[me,hunter2]", "+vars.storage.auth=['<hidden>', '<hidden>']"),
+    ("tracker.project=the-hunter2hunter2-project", "tracker.project='the-<hidden>-project'"),
+    ("+vars.storage.token=${oc.env:MY_TOKEN}", None),
+    ("+vars.storage.headers={Authorization: 'Bearer ${oc.env:MY_TOKEN}'}", None),
+    ("+model.class_token=true", None),
+    ("optimizer.lr=0.1", None),
+]
+
+
+@pytest.mark.parametrize(("override", "saved"), SECRETS)
+def test_a_secret_is_saved_neither_by_its_key_nor_by_its_value_and_has_to_be_given_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, saved: str | None
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "hunter2hunter2")
+    run = compose_run(f"run.dir={tmp_path}", override)
+    save_run(run)
+    assert "hunter2" not in "".join(path.read_text() for path in tmp_path.glob("*.yaml"))
+    assert yaml.safe_load((tmp_path / "overrides.yaml").read_text())["overrides"][-1] == (saved or override)
+    again = Run.of(compose(*recompose([f"run.dir={tmp_path}"])))
+    assert run.changes() == []
+    if saved is None:
+        refuse_hidden(again.config)
+        assert again.config == run.config
+        assert again.changes() == []
+    else:
+        with refused(ConfigError, override.lstrip("+").partition("=")[0], "<hidden>", "${oc.env:NAME}"):
+            refuse_hidden(again.config)
+
+
+def test_a_secret_that_changes_is_no_change_of_the_run(tmp_path: Path) -> None:
+    save_run(compose_run(f"run.dir={tmp_path}", "+model.api_key=hunter2", "data.train='https://me:hunter2@host/a.tar'"))
+    now = ("+model.api_key=other3", "data.train='https://me:other3@host/a.tar'")
+    assert compose_run(f"run.dir={tmp_path}", *now).changes() == []
+    (change,) = compose_run(f"run.dir={tmp_path}", now[0], "data.train='https://me:other3@host/b.tar'").changes()
+    assert "other3" not in change
+
+
+def test_how_a_start_resumes_is_not_part_of_the_saved_command_line(tmp_path: Path) -> None:
+    save_run(compose_run(f"run.dir={tmp_path}", "run.resume=never"))
+    assert Run.of(compose(*recompose([f"run.dir={tmp_path}"]))).config["run"]["resume"] == "auto"
+    assert Run.of(compose(*recompose([f"run.dir={tmp_path}", "run.resume=must"]))).config["run"]["resume"] == "must"
+
+
+@pytest.mark.parametrize("option", [["--cfg", "job"], ["--cfg", "job", "--resolve"], ["--info", "config"]])
+def test_no_secret_is_printed_with_the_config(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, option: list[str]
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "hunter2hunter2")
+    secrets = ("experiment=digits", "+vars.auth=hunter3", "tracker.project=${oc.env:MY_TOKEN}", "+model.token=5")
+    run(lambda composed: None, [*secrets, *option])
+    printed = capsys.readouterr().out
+    assert "hunter" not in printed
+    assert "auth: <hidden>" in printed
+    assert "token: 5" in printed
+    assert ("project: ${oc.env:MY_TOKEN}" in printed) == ("--resolve" not in option)
 
 
 def test_tokens_that_are_no_secrets_are_saved(tmp_path: Path) -> None:
