@@ -130,17 +130,18 @@ def read_status(run_dir: Path) -> dict[str, Any] | None:
         raise ValueError(f"{path} is not JSON ({error})") from error
     if not isinstance(status, dict) or status.get("state") not in STATES:
         raise ValueError(f"{path} has no 'state' among {', '.join(STATES)}")
-    for name in _NUMBERS:
-        value = status.get(name, 0)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-            raise ValueError(f"{path} has {value!r} for {name}, want a number of at least 0")
     return status
 
 
 def status_or_none(run_dir: Path, problems: list[str] | None = None) -> dict[str, Any] | None:
-    """As ``read_status``, but None for a damaged file; appends a line about it to ``problems``."""
+    """As ``read_status``, but None for a damaged file, also one with wrong numbers; appends a line to ``problems``."""
     try:
-        return read_status(run_dir)
+        status = read_status(run_dir)
+        for name in _NUMBERS:
+            value = (status or {}).get(name, 0)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise ValueError(f"{run_dir / 'status.json'} has {value!r} for {name}, want a number of at least 0")
+        return status
     except ValueError as error:
         if problems is not None:
             problems.append(f"{error}. It is not used: restarts and lost time are counted from 0 again.")
