@@ -11,7 +11,6 @@ import pytest
 
 from dtrain import train
 from dtrain.config import compose
-from dtrain.training.checkpoints import Checkpoints
 from tests.ranks import RanksFailed, run_ranks
 from tests.refusals import assert_refused
 from tests.runs import QUIET, metrics, status, train_on, tree
@@ -156,22 +155,21 @@ def test_a_run_whose_checkpoints_were_lost_is_left_as_it_is_until_it_is_told_to_
     assert len(metrics(run_dir)) == 1
 
 
-def test_a_run_that_was_killed_before_its_first_save_begins_again_and_keeps_its_records(
-    finished: Path, tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    shutil.copytree(finished, run_dir)
-    shutil.rmtree(run_dir / "checkpoints")
-    Checkpoints(run_dir / "checkpoints").record(0)
+def test_a_run_that_failed_before_its_first_save_begins_again_and_keeps_its_records(tmp_path: Path) -> None:
+    common = (*SMALL, "train.max_steps=3", 'faults=["crash@step=3"]')
+    with pytest.raises(RanksFailed):
+        train_on(1, tmp_path, *common)
+    assert status(tmp_path)["state"] == "failed"
+    before = (tmp_path / "metrics.jsonl").read_text()
+    assert before
     for name in (".status.json.staged", ".config.yaml.staged"):  # in the place of dtrain's own files
-        (run_dir / name).mkdir()
-    (run_dir / "status.json").write_text("torn")
-    before = (run_dir / "metrics.jsonl").read_text()
-    train_on(1, run_dir, *SMALL, "train.max_steps=2")
-    assert (status(run_dir)["state"], status(run_dir)["step"]) == ("finished", 2)
-    assert len(metrics(run_dir)) == 2
-    assert (run_dir / "cut-metrics.jsonl").read_text() == before
-    assert not (run_dir / "moved-aside").exists()
+        (tmp_path / name).mkdir()
+    (tmp_path / "status.json").write_text("torn")
+    train_on(1, tmp_path, *common)
+    assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("finished", 3)
+    assert len(metrics(tmp_path)) == 3
+    assert (tmp_path / "cut-metrics.jsonl").read_text() == before
+    assert not (tmp_path / "moved-aside").exists()
 
 
 class BuggyHook:

@@ -285,8 +285,8 @@ def _write_folder(folder: Path, checkpoint: Checkpoint) -> None:
     with replace_folder(folder) as staged:
         for name, tensors in checkpoint.tensors.items():
             _write_tensors(staged / f"{name}.safetensors", tensors)
-        own = {"format": _FORMAT, "step": _step_of(folder), "tensors": sorted(checkpoint.tensors)}
-        (staged / "state.json").write_text(json.dumps({**own, **checkpoint.state}, indent=1))
+        content = {"step": _step_of(folder), "tensors": sorted(checkpoint.tensors)}
+        (staged / "state.json").write_text(json.dumps({"format": _FORMAT, **checkpoint.state, **content}, indent=1))
         manifest = {path.name: _size_and_hash(path) for path in sorted(staged.iterdir())}
         (staged / "manifest.json").write_text(json.dumps(manifest, indent=1))
 

@@ -97,6 +97,9 @@ def test_a_start_passes_over_broken_checkpoints_and_says_so(place: Place, mode: 
     with refused(ConfigError, "no checkpoint", "step-000000010", "", *REMEDIES):
         place.start(mode)
     assert place.start("never").moved_aside
+    place.checkpoints.record(0)  # the record of the save was lost
+    with refused(ConfigError, "no checkpoint", "step-000000010", "", *REMEDIES):
+        place.start(mode)
 
 
 @pytest.mark.parametrize("files", [["status"], ["metrics"], ["keys"], ["status", "metrics", "keys"]])
