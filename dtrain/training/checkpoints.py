@@ -278,7 +278,7 @@ def verify_folder(folder: Path) -> None:
     step, counters = _step_of(folder), state.get("counters", {})
     saved = state.get("step", counters.get("step") if isinstance(counters, Mapping) else None)
     if None not in (step, saved) and step != saved:
-        raise BadCheckpoint(f"{folder} has the checkpoint of step {saved}. Rename it to step-{saved:09d}")
+        raise BadCheckpoint(f"{folder} has the checkpoint of step {saved}. Delete it, or rename it to step-{saved:09d}")
 
 
 def _write_folder(folder: Path, checkpoint: Checkpoint) -> None:

@@ -91,7 +91,11 @@ class EarlierStarts:
             is_done = earlier.finished and not changes  # as nothing_left says
             is_lost = bool(broken) or (bool(progress) and checkpoints.recorded() != 0)
             if step is None and is_lost and not is_done:
-                raise ConfigError(_without_checkpoint("run.dir:", checkpoints, [*progress, *changes]))
+                raise ConfigError(
+                    _without_checkpoint(
+                        "run.dir:", checkpoints, [*progress, *(f"this command changes {change}" for change in changes)]
+                    )
+                )
             return asdict(earlier)
 
         return cls(**from_rank0(read))
