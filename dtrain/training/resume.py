@@ -65,7 +65,7 @@ class EarlierStarts:
                 there is no whole checkpoint although the run shows progress.
         """
         mode = cfg.run.resume
-        if mode == "never" and any(os.environ.get(name, "0") != "0" for name in _AUTOMATIC_STARTS):
+        if mode == "never" and any(os.environ.get(name) not in (None, "", "0") for name in _AUTOMATIC_STARTS):
             mode = "auto"  # it is about the first start of a job; its restarts continue the new run
 
         def read() -> dict[str, Any]:
