@@ -19,7 +19,7 @@ from rich.console import Console
 
 from dtrain.config import compose
 from dtrain.config.errors import ConfigError, as_config_error
-from dtrain.config.run import Run, recompose, take, without_secrets
+from dtrain.config.run import Run, recompose, refuse_hidden, take, without_secrets
 from dtrain.config.schema import Config
 from dtrain.data import ShardLoader
 from dtrain.distributed.collectives import from_rank0, on_all_ranks
@@ -95,6 +95,8 @@ def evaluate_checkpoint(
         ConfigError: On every rank, if model, task or data cannot be built, or the checkpoint is of another model.
     """
     forget_peak(world.device)
+    config = Run.of(composed).config
+    refuse_hidden({section: config[section] for section in ("data", "model")})
     parts = build_for_evaluation(composed.cfg, world, checkpoint, weights)
     started = time.monotonic()
     with _progress_bar(parts.loader, world, name) as on_progress:
@@ -106,7 +108,7 @@ def evaluate_checkpoint(
             result = error.evaluation
     seconds = time.monotonic() - started
     parts.loader.close()
-    config = without_secrets(Run.of(composed).config)
+    config = without_secrets(config)
     return CheckpointEvaluation(
         checkpoint=path,
         weights=parts.weights,

@@ -19,7 +19,7 @@ from dtrain.distributed.process_exit import exit_with_torchrun
 from dtrain.distributed.process_group import process_group, settle_network
 from dtrain.distributed.stop import StopRequests, TimeLimit
 from dtrain.distributed.world import join_srun
-from dtrain.tracking import failures_recorded, open_rank_log, tracker_mode
+from dtrain.tracking import failures_recorded, open_rank_log, save_run, tracker_mode
 from dtrain.training.build import build_run
 from dtrain.training.hooks import build_hooks
 from dtrain.training.loop import Loop
@@ -60,7 +60,8 @@ def train(composed: compose.Composed) -> None:
 
         # -- loop: accumulate -> vote -> apply or skip -> commit; all ranks evaluate, save and stop at the same steps
         claim_run_dir()
-        from_rank0(identity.save)
+        from_rank0(lambda: earlier.prepare(run))
+        from_rank0(lambda: save_run(identity))
         failure.starts(lambda: run.step.step, run.totals.times)
         open_rank_log(identity.dir, world.rank)
         run_logger = on_all_ranks(lambda: RunLogger.open(run, identity, end))

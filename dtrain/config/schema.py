@@ -34,7 +34,8 @@ class RunConfig:
     dir: str | None = None  # null: runs/<name>
     seed: int = 0  # of the order, the augmentation, the initial weights and dropout
     max_hours: float | None = None  # of this start: it then saves and stops, and the same command resumes
-    # auto: resume if there is a checkpoint | must: fail if there is none | never: fail if there is one
+    # auto: resume if there is a checkpoint | must: fail if there is none | never: begin at step 0 and move the records of a run
+    # whose checkpoints were lost aside; fail if there is a checkpoint
     resume: str = "auto"
     weights_from: str | None = None  # initial weights of a new run: a path as in warm_start; all names must match
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)

@@ -1,7 +1,7 @@
 """Which samples a run used, and how many bad ones are allowed.
 
 * A ``SampleLog`` writes a rank's files below ``logs/``: every bad sample and, on request, the keys of every step's
-  samples. A line is written when its step is committed; lines after a checkpoint's step are dropped on resume.
+  samples. A line is written when its step is committed; lines after a checkpoint's step are cut on resume.
 * A ``BadSampleBudget`` ends a run with too many bad samples. A limit on their *share* allows the few damaged files of
   every large collection. A limit on bad samples *in a row* detects a new failure: after a hundred million good samples,
   a share of 1 % alone would allow a million bad ones.
@@ -13,11 +13,12 @@ import json
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
 
 from dtrain.config.errors import Explained
-from dtrain.distributed.atomic import replace_file
+from dtrain.distributed.atomic import cut_lines, open_to_append
 
 logger = logging.getLogger("dtrain")
 _ALWAYS_ALLOWED = 10.0
@@ -69,14 +70,16 @@ class SampleLog:
                     file.close()
 
     def _open(self, kind: str) -> TextIO:
-        return (self._folder / f"{kind}-rank-{self._rank:05d}.jsonl").open("a", encoding="utf-8")
+        return TextIOWrapper(open_to_append(self._folder / f"{kind}-rank-{self._rank:05d}.jsonl"), encoding="utf-8")
 
 
 def truncate_sample_logs(folder: Path, step: int) -> None:
-    """Drops all ranks' lines after ``step``, and incomplete last lines; rank 0 calls it before any rank opens its log."""
+    """Cuts all ranks' lines after ``step``, and incomplete last lines; rank 0 calls it before any rank opens its log.
+
+    The lines go to ``cut-keys-rank-00000.jsonl`` and the like.
+    """
     for path in [*folder.glob("keys-rank-*.jsonl"), *folder.glob("bad-rank-*.jsonl")]:
-        with path.open("rb") as lines, replace_file(path) as file:
-            file.writelines(line for line in lines if _step(line) <= step)
+        cut_lines(path, lambda line: _step(line) <= step)
 
 
 class BadSampleBudget:
@@ -143,6 +146,6 @@ def _append(file: TextIO, line: dict[str, Any]) -> None:
 
 def _step(line: bytes) -> float:
     if line.endswith(b"\n"):  # the next line would be appended to an incomplete one
-        with suppress(ValueError, KeyError, TypeError):
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
             return int(json.loads(line)["step"])
     return float("inf")

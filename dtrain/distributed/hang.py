@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
 
@@ -26,6 +27,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from dtrain.config.schema import ParallelConfig
+from dtrain.distributed.atomic import open_to_append
 from dtrain.distributed.process_exit import exit_now
 from dtrain.distributed.process_group import let_others_read, publish_failure, published_failure
 from dtrain.distributed.world import World
@@ -158,7 +160,7 @@ class HangWatch:
         let_others_read(self._world)
 
     def _write_stacks(self, why: str, line: str) -> None:
-        with self._file.open("a", encoding="utf-8") as file:
+        with TextIOWrapper(open_to_append(self._file), encoding="utf-8") as file:
             keys = json.dumps(list(self._where().keys if self._where is not None else ()))
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {why}\n{line}\nlast samples: {keys}\n\n")
             file.flush()

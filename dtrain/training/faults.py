@@ -24,6 +24,7 @@ from pathlib import Path
 
 from dtrain.config.errors import ConfigError
 from dtrain.data import Batch
+from dtrain.distributed.atomic import open_to_append
 from dtrain.training.checkpoints import Checkpoint
 from dtrain.training.state import TrainState
 
@@ -158,7 +159,7 @@ class Faults:
         for fault in self._own:
             if fault.step == step and fault.kind in kinds and not (fault.once and self._marker(fault).exists()):
                 self._marker(fault).parent.mkdir(exist_ok=True)
-                self._marker(fault).touch()
+                open_to_append(self._marker(fault)).close()
                 logger.warning("injected fault: %s", fault)
                 yield fault
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import torch
 
-from dtrain.config.errors import as_config_error
+from dtrain.config.errors import as_config_error, without_secrets_in
 from dtrain.config.run import Run, without_secrets
 from dtrain.data import Batch
 from dtrain.data.sample_log import truncate_sample_logs
@@ -215,7 +215,7 @@ def print_start_banner(identity: Run, run: TrainState, start: str, last_step: in
     """
     if run.world.rank == 0:
         every = banner_rows(identity, run, start, last_step) | {"restarts": run.totals.interruptions(), **rows}
-        print_banner("dtrain", {name: text for name, text in every.items() if text})
+        print_banner("dtrain", {name: without_secrets_in(text) for name, text in every.items() if text})
 
 
 def banner_rows(identity: Run, run: TrainState, start: str, last_step: int) -> dict[str, str]:

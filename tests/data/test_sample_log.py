@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 
 from dtrain.config.errors import Explained
+from dtrain.data import sample_log
 from dtrain.data.sample_log import BadSampleBudget, SampleLog, TooManyBadSamples, truncate_sample_logs
 from tests.refusals import refused
 
@@ -94,16 +96,15 @@ def test_other_logs_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_takes_bad_samples_to_the_log_and_ends_a_run_that_records_keys(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "bad-rank-00000.jsonl").symlink_to("/dev/full")
+    monkeypatch.setattr(sample_log, "open_to_append", lambda path: io.FileIO("/dev/full", "a"))
     ledger = SampleLog(tmp_path, 0, record_keys=False)
     ledger.write(3, ["a.tar/0"], [BAD])
     ledger.close()
     assert "step 3" in caplog.text
     assert "No space left" in caplog.text
     assert "torn" in caplog.text
-    (tmp_path / "keys-rank-00000.jsonl").symlink_to("/dev/full")
     with refused(Explained, "data.record_keys=true", "step 4"):
         SampleLog(tmp_path, 0, record_keys=True).write(4, ["a.tar/0"], [])
 

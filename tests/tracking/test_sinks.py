@@ -47,7 +47,7 @@ def test_a_resumed_run_writes_each_step_once(tmp_path, capsys):
         sinks.finish("stopped")
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(8))
-    assert "2 lines after step 2 dropped" in capsys.readouterr().out
+    assert "2 lines after step 2 moved to cut-metrics.jsonl" in capsys.readouterr().out
 
 
 def test_a_new_start_keeps_no_record_of_an_earlier_one(tmp_path):
