@@ -28,6 +28,7 @@ from dtrain.config.torchrun_errors import record_failure
 from dtrain.diagnosis.machine import examine_machine, examine_precisions, ranks_agree
 from dtrain.diagnosis.measure import AllReduce
 from dtrain.distributed.collectives import from_rank0
+from dtrain.distributed.hang import HangWatch
 from dtrain.distributed.process_exit import exit_with_torchrun
 from dtrain.distributed.process_group import process_group, settle_network
 from dtrain.distributed.world import World, join_srun
@@ -86,7 +87,7 @@ def examine_run(composed: Composed, options: argparse.Namespace) -> int:
     cfg = composed.cfg
     run = Run.of(composed)
     exit_with_torchrun()
-    with process_group(options.timeout or cfg.parallel.timeout_start) as world:
+    with process_group(options.timeout or cfg.parallel.timeout_start) as world, HangWatch(world, cfg.parallel):
 
         def print_message(text: str) -> None:
             if world.rank == 0:
