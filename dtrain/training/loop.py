@@ -91,7 +91,7 @@ class Loop:
         self._stop = stop
         # A time limit must leave room for the final checkpoint, whose duration is known from the earlier ones.
         stop.save_takes(lambda: self._checkpoints.seconds)
-        self._metrics = StepMetrics(run)
+        self._metrics = StepMetrics(run, run_logger.warn, run_logger.recovered)
         self._sample_log = SampleLog(run.run_dir / "logs", run.world.rank, run.cfg.data.record_keys)
         self._profiler = StepProfiler.of(run.cfg.profile, run.step.step, run.run_dir, run.world, run_logger.note)
         self._to_device = DeviceCopies(run.world.device)
