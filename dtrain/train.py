@@ -76,6 +76,11 @@ def train(composed: compose.Composed) -> None:
                 loop = Loop(run, end, run_logger, stop, hooks)
                 with watch.following(loop.place, identity.dir / "logs"):
                     state, reason = loop.run()
+            if world.rank == 0 and tracker_mode(cfg.tracker) != "disabled":
+                from dtrain.reporting.health import problems_of  # importing it takes 0.1 s
+
+                if problems := problems_of(identity.dir):
+                    run_logger.alert(problems)
             run_logger.finish(state, reason)
         finally:
             run.train_loader.close()

@@ -121,6 +121,10 @@ class RunLogger:
         self._sinks.note(f"WARNING: {text}")
         self._sinks.alert(text)
 
+    def alert(self, text: str) -> None:
+        """Sends an alert to the user, if the run has a tracker that does."""
+        self._sinks.alert(text)
+
     def recovered(self, text: str) -> None:
         """Shows and logs that something needs no action any more."""
         logger.info(text)

@@ -302,3 +302,23 @@ def training(folder: Path, world: World, where: Callable[[], Place], cfg: Parall
 
     with HangWatch(world, cfg, failed) as watch, watch.following(where, folder):
         yield
+
+
+def test_the_records_of_gloo_and_nccl_are_both_in_a_report_and_a_blocked_recorder_delays_it_little(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def record(name: str) -> Callable[[bool, bool], bytes]:
+        return lambda include_collectives, only_active: f'{{"entries":[{{"name": "{name}"}}]}}'.encode()
+
+    backend = torch._C._distributed_c10d
+    monkeypatch.setattr(backend, "_dump_fr_trace_json", record("of gloo"), raising=False)
+    monkeypatch.setattr(backend, "_dump_nccl_trace_json", record("of nccl"), raising=False)
+    assert hang._flight_records().count("flight recorder:") == 2
+    assert "of gloo" in hang._flight_records()
+    assert "of nccl" in hang._flight_records()
+    monkeypatch.setattr(hang, "_REPORT_TIMEOUT", 0.05)
+    forever = threading.Event()
+    monkeypatch.setattr(backend, "_dump_nccl_trace_json", lambda *arguments: forever.wait())
+    assert "of gloo" in hang._flight_records()
+    assert "_dump_nccl_trace_json: TimeoutError" in hang._flight_records()
+    forever.set()
