@@ -154,8 +154,8 @@ def _joining(world: World, timeout: float) -> Iterator[None]:
         store = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         message = (
             f"dtrain: error: rank {world.rank} on {socket.gethostname()}: the ranks have not joined within {timeout:g} s "
-            f"(parallel.timeout_start), because their store on {store} does not answer. Its machine is down, or the "
-            "network to it."
+            f"(parallel.timeout_start): their store on {store} or one of them does not answer. Is a machine down, or the "
+            "network?"
         )
         exit_unless(joined, timeout + BACKSTOP, message)
     try:

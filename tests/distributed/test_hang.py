@@ -245,7 +245,7 @@ def test_a_start_ends_if_the_store_stops_to_answer(tmp_path: Path, capfd: pytest
         with pytest.raises(RanksFailed) as failed:
             run_ranks(2, rank, init=False)
     assert "ended with code 1" in failed.value.reports[1]
-    assert "parallel.timeout_start), because their store on 127.0.0.1:" in capfd.readouterr().err
+    assert "(parallel.timeout_start): their store on 127.0.0.1:" in capfd.readouterr().err
 
 
 def declarations(
