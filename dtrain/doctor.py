@@ -24,6 +24,7 @@ from dtrain.config import compose
 from dtrain.config.compose import Composed, add_json_option, write_json
 from dtrain.config.errors import ConfigError
 from dtrain.config.run import Run, recompose_if_run
+from dtrain.config.schema import ParallelConfig
 from dtrain.config.torchrun_errors import record_failure
 from dtrain.diagnosis.machine import examine_machine, examine_precisions, ranks_agree
 from dtrain.diagnosis.measure import AllReduce
@@ -68,7 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def check_machine(options: argparse.Namespace) -> int:
     """Prints the findings about this machine and the ranks; returns the exit code."""
-    with process_group(options.timeout or _JOIN_TIMEOUT) as world:
+    timeout = options.timeout or _JOIN_TIMEOUT
+    limits = ParallelConfig(timeout_start=timeout, timeout_step=timeout)
+    with process_group(timeout) as world, HangWatch(world, limits):
         findings, _ = _environment(world)
     if world.rank == 0:
         if world.size == 1:

@@ -25,19 +25,22 @@ class StoreBehindProxy:
 
     def __init__(self, folder: Path) -> None:
         self.frozen = folder / "frozen"
-        self._store = dist.TCPStore(
+        self._store: dist.TCPStore | None = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
+        self._port = self._store.port
         self._server = socket.create_server(("127.0.0.1", 0))
         self._sockets: list[socket.socket] = [self._server]
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def join(self, *, through_proxy: bool) -> None:
+    def join(self, *, through_proxy: bool = False) -> None:
         """Sets the environment of a rank, as torchrun's agents do."""
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        os.environ["MASTER_PORT"] = str(self._server.getsockname()[1] if through_proxy else self._store.port)
+        os.environ["MASTER_PORT"] = str(self._server.getsockname()[1] if through_proxy else self._port)
 
     def close(self) -> None:
+        # Now: a process that is forked later would abort where it collects a server whose thread it does not have.
+        self._store = None
         for one in self._sockets:
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
@@ -47,7 +50,7 @@ class StoreBehindProxy:
         with suppress(OSError):  # closed
             while True:
                 client = self._server.accept()[0]
-                store = socket.create_connection(("127.0.0.1", self._store.port))
+                store = socket.create_connection(("127.0.0.1", self._port))
                 self._sockets += [client, store]
                 for source, target in ((client, store), (store, client)):
                     threading.Thread(target=self._copy, args=(source, target), daemon=True).start()

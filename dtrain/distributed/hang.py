@@ -208,6 +208,7 @@ class HangWatch:
     def _follow_failure(self, why: str) -> None:
         self._show(f"dtrain: rank {self._world.rank} stops: {in_brief(why)}", shown=not torchrun_is_quiet())
         self._tell_tracker(why)
+        let_others_read(self._world)
         exit_now(1, f"dtrain: rank {self._world.rank} stops: {in_brief(why)}", shown=not torchrun_is_quiet())
 
     def _report(self, why: str) -> None:

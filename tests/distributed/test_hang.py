@@ -47,12 +47,13 @@ def test_every_rank_reports_where_it_waits_even_if_only_one_is_stuck(
         def where() -> Place:
             return Place(7, [f"s/{number}"], 0 if number == 0 else time.monotonic())
 
+        store.join()
         with process_group(20) as world, training(tmp_path, world, where):
             if number == 0:
                 dist.all_reduce(torch.ones(1))
             asleep_in_code_of_its_own()
 
-    with pytest.raises(RanksFailed) as failed:
+    with store_behind_proxy(tmp_path) as store, pytest.raises(RanksFailed) as failed:
         run_ranks(2, rank, init=False)
     assert all("ended with code 1" in report for report in failed.value.reports.values())
     message = capfd.readouterr().err
@@ -136,15 +137,16 @@ def test_a_hang_ends_the_process_even_on_a_write_failure(tmp_path: Path, capfd: 
 
 
 def test_a_rank_that_waits_in_a_collective_of_the_start_reports_after_the_limit(
-    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def rank(number: int) -> None:
+        store.join()
         with process_group(20) as world, HangWatch(world, LIMITS):
             if number == 0:
                 dist.all_reduce(torch.ones(1))
             asleep_in_code_of_its_own()
 
-    with pytest.raises(RanksFailed) as failed:
+    with store_behind_proxy(tmp_path) as store, pytest.raises(RanksFailed) as failed:
         run_ranks(2, rank, init=False)
     assert all("ended with code 1" in report for report in failed.value.reports.values())
     message = capfd.readouterr().err
@@ -169,12 +171,13 @@ def test_a_failed_rank_ends_the_others_even_if_their_main_threads_are_stuck_in_c
 ) -> None:
     def rank(number: int) -> None:
         hang._GRACE = 0.2
+        store.join()
         with process_group(100) as world, training(tmp_path, world, lambda: Place(3, [], 0), PATIENT):
             if number == 1:
                 raise ZeroDivisionError("the culprit")
             stuck_in_c(ctypes.CDLL(None))
 
-    with pytest.raises(RanksFailed) as failed:
+    with store_behind_proxy(tmp_path) as store, pytest.raises(RanksFailed) as failed:
         run_ranks(2, rank, init=False)
     assert "ZeroDivisionError: the culprit" in failed.value.reports[1]
     assert "ended with code 1" in failed.value.reports[0]
