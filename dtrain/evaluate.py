@@ -23,6 +23,7 @@ from dtrain.config.run import Run, recompose, refuse_hidden, take, without_secre
 from dtrain.config.schema import Config
 from dtrain.data import ShardLoader
 from dtrain.distributed.collectives import from_rank0, on_all_ranks
+from dtrain.distributed.hang import HangWatch
 from dtrain.distributed.process_group import process_group, settle_network
 from dtrain.distributed.world import World, join_srun
 from dtrain.tracking import evaluation_results
@@ -65,7 +66,7 @@ def run_evaluation(configs: Sequence[compose.Composed], which: str, weights: str
     """
     cfg: Config = configs[0].cfg
     run = Run.of(configs[0])
-    with process_group(cfg.parallel.timeout_start) as world:
+    with process_group(cfg.parallel.timeout_start) as world, HangWatch(world, cfg.parallel):
         if not cfg.data.eval:
             raise ConfigError("data.eval is not set, so there is nothing to evaluate on. Set data.eval=...")
         checkpoints = Checkpoints.of(run.dir, cfg.checkpoint)

@@ -38,6 +38,7 @@ def train(composed: compose.Composed) -> None:
     with (
         failures_recorded(identity.dir, compose.rank()) as failure,
         process_group(cfg.parallel.timeout_start) as world,
+        HangWatch(world, cfg.parallel, failure.write) as watch,
         run_lock(identity.dir) as claim_run_dir,
     ):
         # -- checks: before hours of indexing, not after
@@ -70,19 +71,17 @@ def train(composed: compose.Composed) -> None:
             run_logger.note(line)
         failure.on_failure = lambda reason: run_logger.finish("failed", reason)
         try:
-            with (
-                HangWatch(identity.dir / "logs", world, cfg.parallel, failure.write) as watch,
-                StopRequests(
-                    identity.dir / "STOP" if world.rank == 0 else None,
-                    failure.write,
-                    time_limit=time_limit,
-                    stuck=watch.declare,
-                ) as stop,
-            ):
+            stop_file = identity.dir / "STOP" if world.rank == 0 else None
+            with StopRequests(stop_file, time_limit=time_limit, stuck=watch.declare) as stop:
                 hooks.call("on_start", run)
                 loop = Loop(run, end, run_logger, stop, hooks)
-                watch.follow(loop.place)
-                state, reason = loop.run()
+                with watch.following(loop.place, identity.dir / "logs"):
+                    state, reason = loop.run()
+            if world.rank == 0 and tracker_mode(cfg.tracker) != "disabled":
+                from dtrain.reporting.health import problems_of  # importing it takes 0.1 s
+
+                if problems := problems_of(identity.dir):
+                    run_logger.alert(problems)
             run_logger.finish(state, reason)
         finally:
             run.train_loader.close()

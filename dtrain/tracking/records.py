@@ -61,6 +61,9 @@ class JsonlSink:
     def media(self, step: int, name: str, path: Path) -> None:
         """Does nothing: media are files of their own."""
 
+    def alert(self, text: str) -> None:
+        """Does nothing: the ranks' logs have it."""
+
     def finish(self, state: str, reason: str | None = None) -> None:
         """Closes the file."""
         self._file.close()

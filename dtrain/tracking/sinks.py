@@ -62,6 +62,9 @@ class Sink(Protocol):
     def media(self, step: int, name: str, path: Path) -> None:
         """Takes a picture (``.png``) or a text (``.txt``)."""
 
+    def alert(self, text: str) -> None:
+        """Takes a warning that a person should see soon."""
+
     def finish(self, state: str, reason: str | None = None) -> None:
         """Ends with the state and reason that status.json has. No record follows."""
 
@@ -76,6 +79,9 @@ class NullSinks:
         """Does nothing."""
 
     def note(self, text: str) -> None:
+        """Does nothing."""
+
+    def alert(self, text: str) -> None:
         """Does nothing."""
 
     def finish(self, state: str, reason: str | None = None) -> None:
@@ -120,6 +126,11 @@ class Sinks:
             self._console.note(text)
         except OSError:  # the reader of the output is gone
             logger.warning("not shown: %s", text)
+
+    def alert(self, text: str) -> None:
+        """Passes a warning to the sinks besides the console, of which wandb sends it to the user."""
+        for sink in self._others:
+            self._report_errors(f"{type(sink).__name__} could not send an alert", partial(sink.alert, text))
 
     def finish(self, state: str, reason: str | None = None) -> None:
         """Ends every sink, at the first call. Blocks until they have written everything, for about a minute at most.
@@ -262,6 +273,10 @@ class BackgroundSink:
     def media(self, step: int, name: str, path: Path) -> None:
         """Puts a picture or text into the queue; never blocks."""
         self._put(lambda sink: sink.media(step, name, path))
+
+    def alert(self, text: str) -> None:
+        """Puts an alert into the queue; never blocks."""
+        self._put(lambda sink: sink.alert(text))
 
     def finish(self, state: str, reason: str | None = None) -> None:
         """Waits until the sink has sent or stored everything, or until the time-out."""

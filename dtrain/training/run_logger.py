@@ -116,9 +116,19 @@ class RunLogger:
         self._sinks.note(line)
 
     def warn(self, text: str) -> None:
-        """Shows and logs something that the user should act on."""
+        """Shows and logs something that the user should act on; wandb sends an alert."""
         logger.warning(text)
         self._sinks.note(f"WARNING: {text}")
+        self._sinks.alert(text)
+
+    def alert(self, text: str) -> None:
+        """Sends an alert to the user, if the run has a tracker that does."""
+        self._sinks.alert(text)
+
+    def recovered(self, text: str) -> None:
+        """Shows and logs that something needs no action any more."""
+        logger.info(text)
+        self._sinks.note(text)
 
     def close(self) -> None:
         """Reports the last messages of the compiler."""
