@@ -50,7 +50,8 @@ class ShardLoader:
         seed: Seed of the order and of every augmentation.
         shuffle: ``"window"`` (shards permuted, samples permuted within shuffle windows), ``"full"`` or ``"none"``.
         lanes: Contiguous pieces of the epoch that a step draws from; a divisor of ``global_batch_size``. None: the
-            largest one up to 64.
+            largest one up to 64; with shuffle ``"none"`` one, which is the stored order. There, several lanes let each
+            rank open only its share of the shards, as in evaluation. With ``"full"`` there is always one.
         window: Shards in a shuffle window. None: 8.
         tail: ``"pad"`` masks the missing rows of the last step; ``"drop"`` leaves out samples that do not fill a step.
         precision: Name or policy; decides the transfer dtypes.

@@ -18,6 +18,7 @@ from dtrain.data.datasets import value_fields
 from dtrain.data.fields import Field, parse_fields
 from dtrain.data.mixing import Mix
 from dtrain.data.node_cache import CachePolicy
+from dtrain.data.order import choose_lanes
 from dtrain.data.stream import Stream, StreamLoader
 from dtrain.distributed.collectives import from_rank0
 from dtrain.distributed.world import World
@@ -58,13 +59,25 @@ def train_loader(cfg: Config, world: World, precision: Precision) -> ShardLoader
     )
 
 
-def eval_loader(cfg: Config, world: World, precision: Precision) -> ShardLoader | None:
-    """This rank's evaluation loader, in stored order, each sample once; None without ``data.eval``.
+def eval_loader(
+    cfg: Config, world: World, precision: Precision, *, in_stored_order: bool = False
+) -> ShardLoader | None:
+    """This rank's evaluation loader, each sample once; None without ``data.eval``.
+
+    Args:
+        cfg: The config.
+        world: The ranks.
+        precision: Decides the transfer dtypes.
+        in_stored_order: Without it, a step draws from several lanes in stored order, so that each rank opens about its
+            share of the shards. With it, every rank opens all of them.
 
     Raises:
         ConfigError: If shards, fields and sizes cannot work together.
     """
-    return _loader(cfg, world, precision, "eval", shuffle="none") if cfg.data.eval else None
+    if not cfg.data.eval:
+        return None
+    lanes = None if in_stored_order else choose_lanes(max(cfg.train.global_batch_size, 1), None, "window")
+    return _loader(cfg, world, precision, "eval", shuffle="none", lanes=lanes)
 
 
 def check_same_data(train: ShardLoader | None, evaluation: ShardLoader | None) -> None:
