@@ -66,7 +66,7 @@ def tables() -> str:
         (
             " ".join(f"`{ext}`" for ext in PICKLES),
             "refused",
-            "pickles can run any code; store `npy` or `json`, or set a `decoder`",
+            "pickles can run any code; store `npy` or `json`, set a `decoder`, or `role: bytes`, which loads nothing",
         ),
     ]
     roles = [(f"`{role}`", meaning, _transfer(role)) for role, meaning in _ROLES.items()]

@@ -94,8 +94,8 @@ class DataConfig:
     augment: Any = None  # _target_ of (sample, rng) -> sample, called in the workers
     mix: Any = None  # mixup and cutmix: dtrain.data.mixing.Mix
     prepare: Any = None  # a _target_ that rank 0 calls once before the shards are listed
-    # bad samples at which the run fails: 0: the first; below 1: a share, ten are always allowed; else a count
-    max_bad: float = 0.01
+    # more bad samples end the run: 0: none; below 1 or 0.5%: a share, ten are always allowed; else a count
+    max_bad: int | float | str = 0.01
     # bad samples in consecutive steps without a good sample at which the run fails; 0: one such step; null: no limit
     max_bad_consecutive: int | None = 100
     storage: str = "auto"  # slow: read files through the cache | fast: directly | auto: slow on network file systems

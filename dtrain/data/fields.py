@@ -188,14 +188,16 @@ class Field:
             return "raw"
         if self.decoder is not None:
             return "custom"
+        if self.role == "bytes":
+            return "bytes"
         last = _last(ext)
         if last in PICKLES:
             raise ValueError(
                 f"field {self.name!r}: .{ext} is a pickle, which can run any code when it is loaded; dtrain never loads one. "
-                "Store arrays as npy and other values as json, or set a decoder of your own."
+                "Store arrays as npy and other values as json, set a decoder of your own, or role: bytes for its bytes."
             )
-        if self.role in ("bytes", "text"):
-            return self.role
+        if self.role == "text":
+            return "text"
         if last not in KINDS:
             raise ValueError(
                 f"field {self.name!r}: no decoder for .{ext}{nearest(last, KINDS)} Set a decoder (decoder: "

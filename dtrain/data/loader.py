@@ -58,8 +58,9 @@ class ShardLoader:
         augment: ``augment(sample, rng) -> sample`` on a dict of numpy arrays, called in the worker with a generator
             that depends on (seed, epoch, sample) only.
         mix: Mixup and cutmix, applied after ``augment``; labels become probabilities.
-        max_bad: Bad samples that the loader allows before it raises: 0 for none, a number below 1 for that share of the
-            samples received (at least ten), any other number for that count. None: the caller counts, over all ranks.
+        max_bad: Bad samples that the loader allows before it raises: 0 for none, a number below 1 or a percentage
+            (``"0.5%"``) for that share of the samples received (at least ten), any other number for that count. None: the
+            caller counts, over all ranks.
         max_bad_consecutive: The same for bad samples in a row, in micro-batches without a good one; None: no such limit.
         transfer: Transfer dtype of features: ``"auto"`` is the compute dtype, ``"fp32"`` is fp32.
         on_overflow: Handling of a feature outside the range of fp16: ``"error"``, ``"clamp"``, or ``"fp32"`` for
@@ -101,7 +102,7 @@ class ShardLoader:
         precision: str | Precision = "fp32",
         augment: Augment | None = None,
         mix: Mix | None = None,
-        max_bad: float | None = 0.01,
+        max_bad: float | str | None = 0.01,
         max_bad_consecutive: int | None = 100,
         transfer: str = "auto",
         on_overflow: str = "error",

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
+from dtrain.data.decode import decode
 from dtrain.data.fields import Field, parse_fields
 from dtrain.precision.policy import ROLES
 from tests.refusals import refused
@@ -133,11 +134,13 @@ def test_the_mask_of_a_text_is_a_name_of_the_batch():
 
 
 @pytest.mark.parametrize("ext", ["pyd", "pth", "pkl", "pickle", "pt", "meta.pkl"])
-@pytest.mark.parametrize("role", [None, "bytes"])
-def test_a_pickle_is_refused_unless_the_user_decodes_it(ext, role):
-    with pytest.raises(ValueError, match="pickle"):
-        one(ext, **({"role": role} if role else {}))
+def test_a_pickle_is_refused_unless_the_user_decodes_it_or_takes_its_bytes(ext):
+    for role in ({}, {"role": "feature"}, {"role": "text"}):
+        with refused(ValueError, f".{ext}", "pickle", "role: bytes"):
+            one(ext, **role)
     assert one(ext, decoder=len).kind == "custom"
+    field = one(ext, role="bytes")
+    assert decode(field, memoryview(b"\x80\x04.")) == b"\x80\x04."  # as they are: nothing is loaded
 
 
 def test_what_a_decoder_returns_has_no_implied_role():
