@@ -86,8 +86,8 @@ class Field:
     Args:
         ext: Extension in the shard, such as ``jpg``, ``seg.png``, or alternatives of one kind, ``jpg;jpeg;png``.
         name: Key of the batch.
-        role: One of ``dtrain.precision.policy.ROLES``; None: the role that the extension implies, if any and if there
-            is no decoder.
+        role: What the values are, one of ``dtrain.precision.policy.ROLES``; None: the role that the extension implies, if
+            any and if there is no decoder.
         size: Height and width in pixels that an image, or each frame of a video, is resized to; None keeps its own. An
             augmentation that starts with a crop (``dtrain.data.augment.Cropper``) replaces it.
         shorter_side: Resize the image's shorter side to this many pixels, the other in proportion, and cut ``size``
