@@ -33,6 +33,8 @@ MEDIA = ("audio", "video")
 MAX_BYTES = 2**30
 #: Larger images and frames are rejected as decompression bombs: a quarter GiB of RGB, the size from which Pillow warns.
 MAX_PIXELS = 89_478_485
+# The last torchcodec on PyPI that needs no CUDA, for versions of torch before 2.11; from then on it is 0.13.
+_FITTING = {"2.9": "0.9.1", "2.10": "0.10.0"}
 # torchcodec's errors begin with the place in its own source code.
 _source_place = re.compile(r"^.*?\.cpp:\d+, ", re.DOTALL)
 # Decoded beyond the end of a part: resampling may round the time of a sample up.
@@ -62,11 +64,11 @@ def torchcodec_decoders() -> Any:
         ) from error
     except (ImportError, OSError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        fitting = _FITTING.get(".".join(torch.__version__.split(".")[:2]), "0.13.0")
         raise ImportError(
-            f"audio and video need torchcodec, which cannot be loaded here ({reason}). Install FFmpeg's libraries (apt install "
-            f"ffmpeg, or conda install ffmpeg), and the torchcodec that fits torch {torch.__version__}: the table of versions "
-            "is on https://github.com/meta-pytorch/torchcodec. A torch for CPUs only needs a torchcodec for CPUs only: pip "
-            "install torchcodec==0.13.0"
+            f"audio and video need torchcodec, which cannot be loaded here ({reason}). Install FFmpeg's libraries, version 4 to "
+            "8 (apt install ffmpeg, or conda install ffmpeg), and the torchcodec that fits this "
+            f"torch {torch.__version__}: pip install torchcodec=={fitting}"
         ) from error
     return torchcodec.decoders
 

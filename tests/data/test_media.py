@@ -11,16 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from dtrain.config.schema import Config
 from dtrain.data import ShardDataset, ShardLoader, media
 from dtrain.data.augment import RandomResizedCrop
 from dtrain.data.crop import whole
 from dtrain.data.decode import decode
 from dtrain.data.fields import DataError, Field, SampleError, parse_fields
+from dtrain.precision import Precision
+from dtrain.training.loaders import eval_loader, train_loader
 from tests.refusals import refused
 from tests.shards import make_loader, read_epoch, write_tar
+from tests.toys import world
 
 try:
     media.torchcodec_decoders()
@@ -247,7 +252,7 @@ def test_options_that_do_not_fit_are_refused(ext: str, options: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
-    ("module", "remedy"), [(None, "pip install 'dtrain[media]'"), ("broken", "apt install ffmpeg")]
+    ("module", "remedy"), [(None, "pip install 'dtrain[media]'"), ("broken", "pip install torchcodec==")]
 )
 def test_without_torchcodec_the_field_is_refused_with_the_command(
     module: str | None, remedy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -261,7 +266,7 @@ def test_without_torchcodec_the_field_is_refused_with_the_command(
         monkeypatch.syspath_prepend(str(tmp_path))
     media.torchcodec_decoders.cache_clear()
     try:
-        with refused(ValueError, "field 'x'", "torchcodec", remedy):
+        with refused(ValueError, "field 'x'", "torchcodec", remedy, "apt install ffmpeg"):
             one("wav")
     finally:
         media.torchcodec_decoders.cache_clear()
@@ -321,6 +326,24 @@ def test_audio_is_transferred_in_the_compute_dtype_with_its_mask(
     assert arrived["sound_mask"].sum(1).tolist() == [min(100 + n, 104) for n in arrived["label"].tolist()]
     assert arrived["sound"].isfinite().all()
     assert not arrived["sound"][0, :, 100:].any()
+
+
+@needs_torchcodec
+def test_an_evaluation_takes_the_middle(tmp_path: Path) -> None:
+    listed = {"wav": [SOUND["wav"], {"name": "again", "length": 50}], "cls": SOUND["cls"]}
+    for fields in (SOUND, listed):
+        data = {
+            "train": write_recordings(tmp_path),
+            "eval": write_recordings(tmp_path),
+            "fields": fields,
+            "num_workers": 0,
+        }
+        cfg = OmegaConf.merge(OmegaConf.structured(Config), {"train": {"global_batch_size": 4}, "data": data})
+        training, evaluation = (build(cfg, world(), Precision("fp32")) for build in (train_loader, eval_loader))
+        assert training is not None
+        assert evaluation is not None
+        assert [loader.source.fields[0].clip for loader in (training, evaluation)] == ["random", "middle"]
+    assert starts(evaluation) == {label: (50 + label + 1) // 2 for label in range(8)}
 
 
 @needs_torchcodec
