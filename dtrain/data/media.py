@@ -66,7 +66,7 @@ def torchcodec_decoders() -> Any:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         fitting = _FITTING.get(".".join(torch.__version__.split(".")[:2]), "0.13.0")
         raise ImportError(
-            f"audio and video need torchcodec, which cannot be loaded here ({reason}). Install FFmpeg's libraries, version 4 to "
+            f"audio and video need torchcodec, which cannot be loaded here ({reason}). Install FFmpeg's libraries, 4 to "
             "8 (apt install ffmpeg, or conda install ffmpeg), and the torchcodec that fits this "
             f"torch {torch.__version__}: pip install torchcodec=={fitting}"
         ) from error
