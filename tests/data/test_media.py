@@ -63,14 +63,14 @@ def mp4(frames: int, height: int = 32, width: int = 48, fps: float = 10) -> byte
     encoders = pytest.importorskip("torchcodec.encoders", exc_type=ImportError)
     levels = (10 * torch.arange(frames, dtype=torch.uint8))[:, None, None, None]
     content: Tensor = encoders.VideoEncoder(levels.expand(-1, 3, height, width).contiguous(), frame_rate=fps).to_tensor(
-        format="mp4", codec="libx264", crf=0
+        format="mp4", codec="mpeg4"
     )
     return content.numpy().tobytes()
 
 
 def levels(video: np.ndarray) -> list[int]:
     """The number of each frame, by its grey level."""
-    assert np.ptp(video.astype(int), axis=(1, 2, 3)).max() <= 2  # of one colour
+    assert np.ptp(video.astype(int), axis=(1, 2, 3)).max() <= 4  # of one colour
     return [round(frame.mean() / 10) for frame in video]
 
 
