@@ -186,7 +186,7 @@ class MediaLogger:
         run, cfg = self._run, copy.deepcopy(self._run.cfg)
         cfg.data.num_workers = 0
         cfg.train.micro_batch_size = run.train_loader.rows_per_micro_batch
-        loader = eval_loader(cfg, replace(run.world, rank=0, size=1), run.precision)
+        loader = eval_loader(cfg, replace(run.world, rank=0, size=1), run.precision, in_stored_order=True)
         if loader is None:
             return
         try:

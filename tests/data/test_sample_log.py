@@ -113,10 +113,15 @@ LAST = {"key": "a.tar/1", "reason": "torn"}
 
 
 def test_the_budget_is_a_count_a_share_or_nothing_at_all() -> None:
-    for bad, samples, most in ((0, 10, 0), (10, 20, 0.01), (50, 5000, 0.01), (3, 4, 3), (1, 1, 1)):
+    for bad, samples, most in (
+        (0, 10, 0), (10, 20, 0.01), (50, 5000, 0.01), (3, 4, 3), (1, 1, 1), (3, 4, 3.0), (0, 10, "0%"), (25, 5000, "0.5%"),
+        (5000, 5000, "100%"), (5000, 5000, " 100 % "),
+    ):  # fmt: skip
         BadSampleBudget(most).count(samples - bad, bad, LAST)
-    for bad, samples, most in ((1, 10_000, 0), (11, 20, 0.01), (51, 5000, 0.01), (4, 4, 3), (2, 2, 1)):
-        with refused(TooManyBadSamples, f"data.max_bad={most:g}", f"{bad} of {samples} samples", "", "a.tar/1: torn"):
+    for bad, samples, most in (
+        (1, 10_000, 0), (11, 20, 0.01), (51, 5000, 0.01), (4, 4, 3), (2, 2, 1), (1, 10_000, "0%"), (26, 5000, "0.5%"),
+    ):  # fmt: skip
+        with refused(TooManyBadSamples, f"data.max_bad={most}", f"{bad} of {samples} samples", "", "a.tar/1: torn"):
             BadSampleBudget(most).count(samples - bad, bad, LAST)
 
 
@@ -151,8 +156,19 @@ def test_a_rank_whose_own_samples_are_good_ends_too_and_gives_no_example() -> No
 
 
 @pytest.mark.parametrize(
-    ("limits", "names"), [((-1, None), ["max_bad", "got -1"]), ((0, -2), ["max_bad_consecutive", "got -2"])]
+    ("limits", "names"),
+    [
+        ((-1, None), ["data.max_bad", "got -1", "0 or more"]),
+        ((0, -2), ["data.max_bad_consecutive", "got -2"]),
+        # 0.999 would allow nearly all samples to be bad, 1.0 as a count only one.
+        ((1.0, None), ["data.max_bad", "got 1.0", "100%", "data.max_bad=1 "]),
+        *(
+            (bad, ["data.max_bad", repr(bad[0]), "0.5%"])
+            for bad in (("101%", None), ("-1%", None), ("0.5", None), ("%", None))
+        ),
+        ((float("nan"), None), ["data.max_bad", "nan", "0 or more"]),
+    ],
 )
-def test_limits_below_zero_are_refused(limits: tuple[float, int | None], names: list[str]) -> None:
+def test_impossible_limits_are_refused(limits: tuple[float | str, int | None], names: list[str]) -> None:
     with refused(ValueError, *names):
         BadSampleBudget(*limits)
