@@ -10,13 +10,16 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import os
 import random
 import re
 import sys
+import tarfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import fsspec
@@ -157,7 +160,7 @@ class RemoteFile:
     Attributes:
         size: Bytes.
         version: A number derived from the file's etag, else from its time; 0 if the server reports neither.
-        md5: Base64 of its MD5, if the server reports it.
+        digest: Name and value of a hash of its content, if the server reports one.
 
     Raises:
         OSError: If it cannot be found, or not be reached after several attempts.
@@ -174,7 +177,7 @@ class RemoteFile:
             raise OSError(f"{redacted(url)} cannot be used as a shard: {reason}")
         self.size = int(info["size"])
         self.version = _version(info)
-        self.md5: str | None = info.get("Content-MD5")
+        self.digest = _digest(info)
 
     def stamp(self) -> Stamp:
         """Size and version as the server reported them when the file was opened."""
@@ -278,6 +281,24 @@ class ReadAhead:
         data = self._piece[self._at - self._start : end - self._start]
         self._at += len(data)
         return data
+
+
+def walk_reads_all(url: str) -> bool:
+    """Whether a walk over a tar's headers would read nearly all of it, because its members are small."""
+    with closing(RemoteFile(url)) as file:
+        if file.size <= _PIECE:
+            return True
+        try:
+            start = file.read(0, _HEADERS)
+            offset = headers = 0
+            while offset + tarfile.BLOCKSIZE <= len(start):
+                header = start[offset : offset + tarfile.BLOCKSIZE]
+                size = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").size
+                offset += tarfile.BLOCKSIZE + -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+                headers += 1
+        except (tarfile.HeaderError, NoRanges):
+            return False
+    return offset <= headers * _MAX_GAP
 
 
 def list_urls(pattern: str) -> list[str]:
@@ -388,6 +409,12 @@ def _explained(url: str, error: BaseException) -> OSError:
         return PermissionError(f"{redacted(url)}: access denied with the current credentials")
     reason = f"HTTP {status}" if isinstance(status, int) else without_secrets(f"{type(error).__name__}: {error}")
     return OSError(f"{redacted(url)} cannot be read: {reason}")
+
+
+def _digest(info: dict[str, Any]) -> tuple[str, bytes] | None:
+    if md5 := info.get("Content-MD5"):
+        return "md5", base64.b64decode(md5)
+    return None
 
 
 def _version(info: dict[str, Any]) -> int:

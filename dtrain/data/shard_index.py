@@ -38,8 +38,8 @@ import safetensors
 import safetensors.numpy
 
 from dtrain.config.cache_dir import cache_dir
-from dtrain.data.node_cache import CachePolicy
-from dtrain.data.shard_file import NoRanges, ReadAhead, RemoteFile, Stamp, absolute, is_url, stamp_of
+from dtrain.data.node_cache import CacheFull, CachePolicy
+from dtrain.data.shard_file import NoRanges, ReadAhead, RemoteFile, Stamp, absolute, is_url, stamp_of, walk_reads_all
 from dtrain.data.tar import ShardError, Walkable, walk
 from dtrain.distributed.atomic import replace_file
 
@@ -63,7 +63,7 @@ def load_or_build(path: str, stamp: Stamp | None = None, policy: CachePolicy | N
     Args:
         path: A path or a URL.
         stamp: Its stamp; None: ``stamp_of(path)``.
-        policy: Its cache receives a copy of the shard if the server does not support range requests.
+        policy: Its cache receives a copy of a URL if there is room, or if the server does not support range requests.
 
     Raises:
         ShardError: If the shard is damaged.
@@ -330,11 +330,20 @@ def _member_name(index: ShardIndex, member: int) -> str:
 
 
 def _build(path: str, stamp: Stamp, policy: CachePolicy) -> ShardIndex:
+    # Copied first, the shard is read once, for its index and its samples. Other copies are not removed for it: where a
+    # dataset does not fit, its last shards would remove its first ones before their samples are read.
+    if is_url(path) and walk_reads_all(path):
+        with suppress(CacheFull):
+            return _index_copy(path, stamp, policy, evict=False)
     try:
         return index_tar(path)
     except NoRanges:
-        with open(policy.cache.fetch_path(path, stamp), "rb", buffering=0) as copy:
-            return _index(path, stamp, copy)
+        return _index_copy(path, stamp, policy, evict=True)
+
+
+def _index_copy(path: str, stamp: Stamp, policy: CachePolicy, evict: bool) -> ShardIndex:
+    with policy.cache.fetch_open(path, stamp, evict=evict) as copy:
+        return _index(path, stamp, copy)
 
 
 def _uploaded(url: str, stamp: Stamp) -> ShardIndex | None:
