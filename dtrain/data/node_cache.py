@@ -25,6 +25,7 @@ import mmap
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _is_ours = re.compile(r"[0-9a-f]{32}\.(?:tar|(?:([0-9]+)\.)?part)").fullmatch
 # Space on a disk is allocated in blocks, nearly always of this size.
 _BLOCK = 4096
+_POLL_SECONDS = 0.05
 STORAGE = ("auto", "fast", "slow")
 # fmt: off
 _NETWORK = frozenset((
@@ -176,19 +178,18 @@ class NodeCache:
         part = place.with_suffix(f".{stamp.size}.part")
         self._make_folder()
         while not place.exists():
-            with self._folder_locked():
+            with self._folder_locked(fcntl.LOCK_EX):
                 if place.exists():
                     break
-                file, is_mine = self._reserve(part, path, stamp.size, evict)
-            with file:
-                if is_mine:
+                file = self._reserve(part, path, stamp.size, evict)
+            if file is not None:
+                with file:
                     self._publish(file, part, place, path, stamp)
-                elif wait:
-                    # A shared lock: the file may be published meanwhile, and then readers hold shared locks on it.
-                    with _locked(file, fcntl.LOCK_SH):
-                        continue
-                else:
-                    return False
+            elif not wait:
+                return False
+            else:
+                # Not in a queue for its lock: the file would have to be open, and stay on the disk if it is removed.
+                time.sleep(_POLL_SECONDS)
         return True
 
     def fetch_open(self, path: str, stamp: Stamp, *, evict: bool = True) -> BinaryIO:
@@ -198,48 +199,57 @@ class NodeCache:
         return file
 
     def _open_copy(self, path: str, stamp: Stamp) -> BinaryIO | None:
+        place = self._place(path, stamp)
         try:
-            file = open(self._place(path, stamp), "rb", buffering=0)  # noqa: SIM115
+            os.stat(place)  # usually there is none
+            # Nobody removes it between the opening and the lock: its bytes would stay on the disk for that time.
+            with self._folder_locked(fcntl.LOCK_SH):
+                file = open(place, "rb", buffering=0)  # noqa: SIM115
+                # Not released: it is held for as long as the file, or a mapping of it, is open.
+                if _try_lock(file, fcntl.LOCK_SH):
+                    _mark_used(file.fileno())
+                    return file
         except FileNotFoundError:
             return None
         except OSError as error:
             raise self._unusable(error) from error
-        # Without `_locked`, because the lock is held as long as the file, or a mapping of it, is open.
-        # If the lock is taken, another process is removing or publishing the copy.
-        if _try_lock(file, fcntl.LOCK_SH) and os.fstat(file.fileno()).st_nlink:
-            _mark_used(file.fileno())
-            return file
-        file.close()
+        file.close()  # it is just being published
         return None
 
-    def _reserve(self, part: Path, path: str, size: int, evict: bool) -> tuple[BinaryIO, bool]:
-        """Opens or creates a ``.part`` file; and whether it is locked, with room made for ``size`` bytes."""
+    def _reserve(self, part: Path, path: str, size: int, evict: bool) -> BinaryIO | None:
+        """Opens or creates a ``.part`` file, locks it, and makes room for ``size`` bytes; None if another has locked it."""
         file = self._opened(part)
         try:
-            is_mine = _try_lock(file, fcntl.LOCK_EX)
-            if is_mine:
+            if _try_lock(file, fcntl.LOCK_EX):
                 self._make_room(path, size, part, evict)
+                return file
         except BaseException:
             file.close()
             raise
-        return file, is_mine
+        file.close()
+        return None
 
     def _publish(self, file: BinaryIO, part: Path, place: Path, path: str, stamp: Stamp) -> None:
-        keep = False
+        target: Path | None = None
         try:
             self._fill(file, path, stamp)
-            os.replace(part, place)
-            keep = True
+            target = place
         except (CacheFull, ShardChanged):
             raise
         except OSError:
             # The next attempt continues the file. Without a version, it could be the start of another shard.
-            keep = bool(stamp.version and os.fstat(file.fileno()).st_size)
+            if stamp.version and os.fstat(file.fileno()).st_size:
+                target = part
             raise
         finally:
-            if not keep:
-                part.unlink(missing_ok=True)
-            fcntl.flock(file, fcntl.LOCK_UN)
+            # Under the lock of the folder: nobody takes the published file for a .part file, or removes it while it is open.
+            with self._folder_locked(fcntl.LOCK_EX):
+                if target is not None:
+                    os.replace(part, target)
+                else:
+                    part.unlink(missing_ok=True)
+                fcntl.flock(file, fcntl.LOCK_UN)
+                file.close()
 
     def _fill(self, file: BinaryIO, path: str, stamp: Stamp) -> None:
         source = open_shard(path)
@@ -309,12 +319,12 @@ class NodeCache:
         raise self._full(path, size)
 
     @contextmanager
-    def _folder_locked(self) -> Iterator[None]:
+    def _folder_locked(self, operation: int) -> Iterator[None]:
         with ExitStack() as stack:
             try:
                 folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 stack.callback(os.close, folder)
-                stack.enter_context(_locked(folder, fcntl.LOCK_EX))
+                stack.enter_context(_locked(folder, operation))
             except OSError as error:  # some network file systems have no locks
                 raise self._unusable(error) from error
             yield

@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import json
 import multiprocessing
 import os
 import pickle
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections import namedtuple
 from collections.abc import Iterator
@@ -318,7 +321,7 @@ def test_who_waits_for_another_gets_what_that_one_published(cache: NodeCache, sh
     stamp = stamp_of(shards[0])
     place = cache._place(shards[0], stamp)
     cache.folder.mkdir()
-    part = place.with_suffix(".part")
+    part = place.with_suffix(f".{stamp.size}.part")
     with open(part, "w+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         waiting = threading.Thread(target=cache.fetch, args=(shards[0], stamp))
@@ -327,6 +330,91 @@ def test_who_waits_for_another_gets_what_that_one_published(cache: NodeCache, sh
         os.replace(part, place)
     waiting.join(60)
     assert place.read_bytes() == b"published"
+
+
+@pytest.mark.parametrize("during", [(LocalFile, "read"), (shutil, "disk_usage")], ids=["fetch", "search for room"])
+def test_a_process_that_was_forked_meanwhile_does_not_keep_the_locks(
+    cache: NodeCache, shards: list[str], monkeypatch: pytest.MonkeyPatch, during: tuple[Any, str]
+) -> None:
+    children = []
+    original = getattr(*during)
+
+    def call_and_fork(*arguments: Any) -> Any:
+        if not children:
+            children.append(multiprocessing.get_context("fork").Process(target=signal.pause))
+            children[0].start()
+        return original(*arguments)
+
+    monkeypatch.setattr(*during, call_and_fork)
+    try:
+        cache.fetch(shards[0], stamp_of(shards[0]))
+        with open(cache.folder / next(cache.folder.iterdir())) as copy:  # neither of the copy nor of the folder
+            fcntl.flock(copy, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        folder = os.open(cache.folder, os.O_RDONLY)
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(folder)
+    finally:
+        children[0].kill()
+        children[0].join()
+
+
+def test_half_a_copy_is_not_continued_without_a_version(
+    cache: NodeCache, shards: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stamp = Stamp(SIZE, 0)  # of a server that reports neither an etag nor a time
+    monkeypatch.setattr(node_cache, "stamp_of", lambda path: stamp)
+    monkeypatch.setattr(LocalFile, "stamp", lambda self: stamp)
+    cache.folder.mkdir()
+    part = cache._place(shards[0], stamp).with_suffix(f".{SIZE}.part")
+    part.write_bytes(b"of another version")
+    cache.fetch(shards[0], stamp)
+    copy = cache.use(shards[0], stamp)
+    assert copy is not None
+    assert bytes(copy.read(0, SIZE)) == Path(shards[0]).read_bytes()
+
+
+def test_a_fetch_that_fails_before_its_first_byte_leaves_nothing(
+    cache: NodeCache, shards: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: LocalFile, offset: int, size: int) -> bytes:
+        raise ConnectionError("away")
+
+    monkeypatch.setattr(LocalFile, "read", fail)
+    with pytest.raises(ConnectionError, match="away"):
+        cache.fetch(shards[0], stamp_of(shards[0]))
+    assert in_folder(cache) == []
+
+
+def test_an_empty_part_of_a_process_that_was_killed_does_not_stay(cache: NodeCache, shards: list[str]) -> None:
+    cache.folder.mkdir()
+    (cache.folder / f"{0:032x}.{SIZE}.part").touch()
+    cache.fetch(shards[0], stamp_of(shards[0]))
+    assert in_folder(cache) == [".tar"]
+
+
+def test_a_cache_on_a_disk_that_cannot_be_written_is_named(
+    cache: NodeCache, shards: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with refused(CacheFull, str(cache.folder), "Input/output error", "data.cache.dir"):
+        cache.fetch(shards[0], stamp_of(shards[0]))
+    assert in_folder(cache) == []
+
+
+@pytest.mark.slow
+def test_a_small_disk_holds_the_cache_with_open_readers_concurrent_fetches_and_kills(tmp_path: Path) -> None:
+    isolated = ["unshare", "--map-root-user", "--mount"]
+    if not shutil.which("unshare") or subprocess.run([*isolated, "mount", "-t", "tmpfs", "none", tmp_path]).returncode:
+        pytest.skip("needs a user namespace in which it may mount a tmpfs")
+    program = [*isolated, sys.executable, "-m", "tests.data.small_disk", tmp_path, "4"]
+    result = subprocess.run(program, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    counts = json.loads(result.stdout)
+    assert counts["limit"] / 2 < counts["most"] <= counts["limit"]
+    assert min(counts["kills"], counts["fetched"], counts["read"], counts["in_use"]) > 0, counts
 
 
 def test_a_copy_of_a_url_survives_failures_of_the_server(
