@@ -63,7 +63,8 @@ def load_or_build(path: str, stamp: Stamp | None = None, policy: CachePolicy | N
     Args:
         path: A path or a URL.
         stamp: Its stamp; None: ``stamp_of(path)``.
-        policy: Its cache receives a copy of a URL if there is room, or if the server does not support range requests.
+        policy: Its cache receives a copy of a URL if there is room, and is indexed. None: the default cache does, but only if
+            the server does not support range requests.
 
     Raises:
         ShardError: If the shard is damaged.
@@ -78,7 +79,7 @@ def load_or_build(path: str, stamp: Stamp | None = None, policy: CachePolicy | N
             return index
     index = _uploaded(path, stamp) if is_url(path) else None
     if index is None:
-        index = _build(path, stamp, policy or CachePolicy())
+        index = _build(path, stamp, policy)
     try:
         write_index(index)
     except OSError as error:
@@ -329,16 +330,16 @@ def _member_name(index: ShardIndex, member: int) -> str:
     return f"{index.key(int(index.member_sample[member]))}.{index.extensions[index.member_extension[member]]}"
 
 
-def _build(path: str, stamp: Stamp, policy: CachePolicy) -> ShardIndex:
+def _build(path: str, stamp: Stamp, policy: CachePolicy | None) -> ShardIndex:
     # Copied first, the shard is read once, for its index and its samples. Other copies are not removed for it: where a
     # dataset does not fit, its last shards would remove its first ones before their samples are read.
-    if is_url(path) and walk_reads_all(path):
+    if policy is not None and is_url(path) and walk_reads_all(path):
         with suppress(CacheFull):
             return _index_copy(path, stamp, policy, evict=False)
     try:
         return index_tar(path)
     except NoRanges:
-        return _index_copy(path, stamp, policy, evict=True)
+        return _index_copy(path, stamp, policy or CachePolicy(), evict=True)
 
 
 def _index_copy(path: str, stamp: Stamp, policy: CachePolicy, evict: bool) -> ShardIndex:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import shutil
@@ -97,6 +98,24 @@ def test_of_large_members_only_the_headers_are_read(
     assert server.sent < 0.2 * os.path.getsize(path)
 
 
+def test_a_disk_that_fills_up_does_not_end_the_run(
+    server: FileServer, shards: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def full(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".part"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.warns(
+        UserWarning, match=r"no room for .* GB free, .*data\.cache\.max_gb .*data\.cache\.dir .*one by one"
+    ):
+        assert keys(make_loader(server.url(URLS))) == keys(make_loader(shards))
+    assert not list((cache / "shards").iterdir())
+
+
 def test_ranks_of_a_node_fetch_each_shard_once(server: FileServer) -> None:
     ranks = [make_loader(server.url(URLS), rank=rank, world_size=2) for rank in range(2)]
     for rank in ranks:
@@ -126,6 +145,7 @@ def test_pack_index_knows_urls(server: FileServer, cache: Path, capsys: pytest.C
 
     assert pack.main(["index", server.url(URLS)]) == 0
     assert "shards: 6, samples: 47" in capsys.readouterr().out
+    assert not (cache / "shards").exists()
     before = server.requests.total()
     make_loader(server.url(URLS))
     assert server.requests.total() == before
