@@ -292,18 +292,18 @@ class ReadAhead:
         return data
 
 
-def walk_reads_all(url: str) -> bool:
-    """Whether a walk over a tar's headers would read nearly all of it, because its members are small."""
+def walk_reads_all(url: str, size: int) -> bool:
+    """Whether a walk over the headers of a tar of ``size`` bytes reads nearly all of it, because its members are small."""
+    if size <= _PIECE:
+        return True
     with closing(RemoteFile(url)) as file:
-        if file.size <= _PIECE:
-            return True
         try:
             start = file.read(0, _HEADERS)
             offset = headers = 0
             while offset + tarfile.BLOCKSIZE <= len(start):
                 header = start[offset : offset + tarfile.BLOCKSIZE]
-                size = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").size
-                offset += tarfile.BLOCKSIZE + -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+                payload = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").size
+                offset += tarfile.BLOCKSIZE + -(-payload // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
                 headers += 1
         except (tarfile.HeaderError, NoRanges):
             return False

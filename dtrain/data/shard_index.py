@@ -333,7 +333,7 @@ def _member_name(index: ShardIndex, member: int) -> str:
 def _build(path: str, stamp: Stamp, policy: CachePolicy | None) -> ShardIndex:
     # Copied first, the shard is read once, for its index and its samples. Other copies are not removed for it: where a
     # dataset does not fit, its last shards would remove its first ones before their samples are read.
-    if policy is not None and is_url(path) and walk_reads_all(path):
+    if policy is not None and is_url(path) and walk_reads_all(path, stamp.size):
         with suppress(CacheFull):
             return _index_copy(path, stamp, policy, evict=False)
     try:
