@@ -302,7 +302,7 @@ def walk_reads_all(url: str, size: int) -> bool:
             offset = headers = 0
             while offset + tarfile.BLOCKSIZE <= len(start):
                 header = start[offset : offset + tarfile.BLOCKSIZE]
-                payload = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").size
+                payload = max(0, tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").size)
                 offset += tarfile.BLOCKSIZE + -(-payload // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
                 headers += 1
         except (tarfile.HeaderError, NoRanges):

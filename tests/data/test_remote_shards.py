@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from dtrain.data import ShardLoader, shard_file, shard_source, workers
-from dtrain.data.node_cache import CachePolicy
+from dtrain.data.node_cache import CacheFull, CachePolicy
 from dtrain.data.shard_file import ShardChanged
 from tests.data.http_server import FileServer, serving
+from tests.refusals import refused
 from tests.shards import UNEVEN, make_loader, read_epoch, write_numbered, write_tar
 
 aiohttp = pytest.importorskip("aiohttp", reason="http needs aiohttp: pip install 'dtrain[http]'")
@@ -57,6 +58,15 @@ def test_shards_behind_a_server_give_the_batches_of_local_ones(
 def test_a_server_without_ranges_is_good_enough(server: FileServer, shards: list[str]) -> None:
     server.ranges = False
     assert keys(make_loader(server.url(URLS))) == keys(make_loader(shards))
+
+
+def test_a_server_without_ranges_needs_a_cache_with_room_for_a_shard(server: FileServer, cache: Path) -> None:
+    server.ranges = False
+    with refused(CacheFull, "/shard-00", "no room for", "data.cache.max_gb", "data.cache.dir"):
+        keys(make_loader(server.url(URLS), policy=CachePolicy(folder=str(cache / "small"), max_gb=1e-9)))
+    # Room for one at a time is enough: a reader closes its copies before it fetches another.
+    policy = CachePolicy(folder=str(cache / "one"), max_gb=20480 / 1e9)
+    assert keys(make_loader(server.url(URLS), policy=policy)) == keys(make_loader(server.url(URLS)))
 
 
 def test_samples_come_one_by_one_where_there_is_no_room_for_copies(
