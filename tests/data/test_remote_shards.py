@@ -60,6 +60,7 @@ def test_a_server_without_ranges_is_good_enough(server: FileServer, shards: list
     assert keys(make_loader(server.url(URLS))) == keys(make_loader(shards))
 
 
+@pytest.mark.filterwarnings("ignore:the cache")
 def test_a_server_without_ranges_needs_a_cache_with_room(server: FileServer, cache: Path) -> None:
     server.ranges = False
     with refused(CacheFull, "/shard-00", "no room for", "data.cache.max_gb", "data.cache.dir"):
