@@ -102,9 +102,9 @@ class Collator:
                 data[field.name], data[field.columns[1]] = values_and_mask(field, data[field.name])
         return Batch(data, keys[:rows], torch.tensor([key != "" for key in keys[:rows]]), bad)
 
-    def expect(self, ahead: Callable[[int], np.ndarray]) -> None:
+    def expect(self, ahead: Callable[[int], np.ndarray], at_once: int | None = None) -> None:
         """See ``Reader.expect``."""
-        self._reader.expect(ahead)
+        self._reader.expect(ahead, at_once)
 
     def close(self) -> None:
         """Closes the reader."""

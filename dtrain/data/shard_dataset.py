@@ -186,7 +186,8 @@ class ShardDataset(IterableDataset[dict[str, Any]]):
         first = skipped * workers // self._lanes
         for step in range(first, order.num_steps, steps_together):
             steps = np.arange(step, min(step + steps_together, order.num_steps))
-            reader.expect(functools.partial(order.shards_ahead, step, slots))
+            at_once = self._lanes * self._recipe.window if self._recipe.shuffle == "window" else None
+            reader.expect(functools.partial(order.shards_ahead, step, slots), at_once)
             samples = order.locate(steps[:, np.newaxis], slots).reshape(-1)
             number = step * self._lanes + np.arange(len(samples))  # of each sample in the sequence of this rank
             samples, number = samples[samples >= 0], number[: np.count_nonzero(samples >= 0)]

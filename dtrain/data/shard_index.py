@@ -41,8 +41,8 @@ import safetensors
 import safetensors.numpy
 
 from dtrain.config.cache_dir import cache_dir
-from dtrain.data.node_cache import CachePolicy
-from dtrain.data.shard_file import NoRanges, ReadAhead, RemoteFile, Stamp, absolute, is_url, stamp_of
+from dtrain.data.node_cache import CacheFull, CachePolicy
+from dtrain.data.shard_file import NoRanges, ReadAhead, RemoteFile, Stamp, absolute, is_url, stamp_of, walk_reads_all
 from dtrain.data.tar import ShardError, Walkable, walk
 from dtrain.distributed.atomic import replace_file
 
@@ -66,7 +66,8 @@ def load_or_build(path: str, stamp: Stamp | None = None, policy: CachePolicy | N
     Args:
         path: A path or a URL.
         stamp: Its stamp; None: ``stamp_of(path)``.
-        policy: Its cache receives a copy of the shard if the server does not support range requests.
+        policy: Its cache receives a copy of a URL if there is room, and is indexed. None: the default cache does, but only if
+            the server does not support range requests.
 
     Raises:
         ShardError: If the shard is damaged.
@@ -81,7 +82,7 @@ def load_or_build(path: str, stamp: Stamp | None = None, policy: CachePolicy | N
             return index
     index = _uploaded(path, stamp) if is_url(path) else None
     if index is None:
-        index = _build(path, stamp, policy or CachePolicy())
+        index = _build(path, stamp, policy)
     try:
         write_index(index)
     except OSError as error:
@@ -346,12 +347,21 @@ def _member_name(index: ShardIndex, member: int) -> str:
     return f"{index.key(int(index.member_sample[member]))}.{index.extensions[index.member_extension[member]]}"
 
 
-def _build(path: str, stamp: Stamp, policy: CachePolicy) -> ShardIndex:
+def _build(path: str, stamp: Stamp, policy: CachePolicy | None) -> ShardIndex:
+    # Copied first, the shard is read once, for its index and its samples. Other copies are not removed for it: where a
+    # dataset does not fit, its last shards would remove its first ones before their samples are read.
+    if policy is not None and is_url(path) and walk_reads_all(path, stamp.size):
+        with suppress(CacheFull):
+            return _index_copy(path, stamp, policy, evict=False)
     try:
         return index_tar(path)
     except NoRanges:
-        with open(policy.cache.fetch_path(path, stamp), "rb", buffering=0) as copy:
-            return _index(path, stamp, copy)
+        return _index_copy(path, stamp, policy or CachePolicy(), evict=True)
+
+
+def _index_copy(path: str, stamp: Stamp, policy: CachePolicy, evict: bool) -> ShardIndex:
+    with policy.cache.fetch_open(path, stamp, evict=evict) as copy:
+        return _index(path, stamp, copy)
 
 
 def _uploaded(url: str, stamp: Stamp) -> ShardIndex | None:

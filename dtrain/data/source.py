@@ -114,12 +114,13 @@ class Reader(ABC):
         """
         return
 
-    def expect(self, ahead: Callable[[int], np.ndarray]) -> None:
+    def expect(self, ahead: Callable[[int], np.ndarray], at_once: int | None = None) -> None:
         """Called from time to time, so that the reader can prefetch.
 
         Args:
             ahead: ``ahead(n)`` returns up to ``n`` shards that are read now and next, roughly in that order, int64,
                 shape ``[n]``; a shard may occur twice.
+            at_once: From how many shards samples are read in turn; None if that is unknown.
         """
         return
 

@@ -219,6 +219,7 @@ def test_archives_joined_with_cat_are_refused_with_the_remedy() -> None:
         (b"BZh91AY" + bytes(range(200)) * 10, ["bzip2 data", "bunzip2"]),
         (b"\xfd7zXZ\x00" + bytes(range(200)) * 10, ["xz data"]),
         (b"\x28\xb5\x2f\xfd" + bytes(range(200)) * 10, ["zstd data"]),
+        (b"\x04\x22\x4d\x18" + bytes(range(200)) * 10, ["lz4 data", "unlz4"]),
         (b"PK\x03\x04" + bytes(range(200)) * 10, ["a zip archive"]),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", ["git lfs pull"]),
         (b"\n<!DOCTYPE html><html>404</html>", ["HTML or XML", "download it again"]),
