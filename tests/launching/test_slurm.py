@@ -248,7 +248,6 @@ def test_a_second_job_for_the_same_run_is_refused(tmp_path: Path, capsys: pytest
     [
         "launch.partition=nowhere",
         "launch.nodes=99",
-        "launch.time=later",
         "launch.partition=small",
         "launch.processes_per_node=64",
     ],
@@ -265,7 +264,7 @@ def test_an_error_of_sbatch_is_printed_and_no_job_is_left(
 
 def test_all_jobs_of_a_sweep_are_submitted_or_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["launch=slurm", *digits_run(), f"run.dir={tmp_path / 'r'}", 'launch.extra=["--hold"]', "--multirun"]
-    assert launch.main([*command, "launch.time=10,later"]) == 1
+    assert launch.main([*command, "launch.partition=main,small"]) == 1
     wait(lambda: not slurm("squeue", "-h"))
     capsys.readouterr()
     assert launch.main([*command, "run.seed=1,2"]) == 0

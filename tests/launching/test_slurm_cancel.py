@@ -1,0 +1,144 @@
+"""Crashes of nodes and scancel on a real SLURM, at random moments: a run never has two jobs, and a cancelled one stays so.
+
+``DTRAIN_TEST_CRASHES=20`` sets the number of crashes; ``pytest -s`` prints what happened. Instead of torchrun the jobs start
+a script that notes its start in the run directory.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.launching.slurm_jobs import slurm, submit, wait
+
+CRASHES = int(os.environ.get("DTRAIN_TEST_CRASHES", "3"))
+# A run that was killed, with a new checkpoint in each allocation, so that it always asks for another one.
+_TRAINING = """#!/bin/bash
+cd {run_dir} || exit
+if ((SLURM_PROCID == 0)); then
+  read -r started </proc/uptime
+  echo "${{started%% *}} $SLURM_JOB_ID" >>starts
+  mkdir -p checkpoints/step-00000$((1000 + $(wc -l <starts)))
+  echo "{{\\"state\\": \\"running\\", \\"step\\": 3, \\"reason\\": null, \\"time\\": ${{started%% *}}}}" >status.json
+fi
+exec sleep 1000
+"""
+
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("slurm")]
+
+
+def now() -> float:
+    """The clock of ``starts``."""
+    return float(Path("/proc/uptime").read_text().split()[0])
+
+
+@dataclass
+class Disturbed:
+    """A run on two nodes.
+
+    Attributes:
+        kind: ``requeue``; ``no requeue``: the job may not be requeued, so other jobs continue it; ``array``.
+        cancelled: When ``scancel`` had returned.
+    """
+
+    run_dir: Path
+    kind: str
+    cancelled: float | None = None
+
+    def submit(self) -> None:
+        self.run_dir.mkdir(parents=True)
+        script = self.run_dir / "training"
+        script.write_text(_TRAINING.format(run_dir=self.run_dir))
+        script.chmod(0o755)
+        options = {"requeue": "", "no requeue": '"--no-requeue"', "array": '"--array=4"'}[self.kind]
+        shape = ("launch.nodes=2", "launch.processes_per_node=1", "launch.gpus_per_node=0", "launch.cpus_per_process=1")
+        name = f"run.name={self.run_dir.name}"
+        submit(self.run_dir, f"launch.python={script}", f"launch.extra=[{options}]", name, shape=shape)
+
+    @property
+    def starts(self) -> list[tuple[float, str]]:
+        path = self.run_dir / "starts"
+        lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+        return [(float(at), job) for at, job in lines]
+
+    @property
+    def jobs(self) -> list[str]:
+        """The states of its jobs in the queue."""
+        return slurm("squeue", "--noheader", "--array", f"--name={self.run_dir.name}", "--format=%T").split()
+
+    def cancel(self) -> None:
+        """As a user does who looks at ``launch status``."""
+        subprocess.run(["scancel", (self.run_dir / ".job").read_text().strip()], check=False)
+        self.cancelled = now()
+
+    def output(self) -> str:
+        return "".join(path.read_text() for path in sorted((self.run_dir / "logs").glob("slurm-*.out")))
+
+
+@contextmanager
+def crashed(bed: Path, node: str) -> Iterator[None]:
+    subprocess.run(["bash", str(bed / "crash-node.sh"), node], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([Path(os.environ["SLURM_BED_DIR"]) / "start-node.sh", node], check=True)
+        wait(lambda: node in slurm("sinfo", "-h", "-N", "-t", "idle,alloc,mix", "-o", "%N"))
+
+
+@pytest.mark.timeout(CRASHES * 120)
+def test_no_run_has_two_jobs_and_no_cancelled_run_comes_back_after_crashes_of_nodes(
+    tmp_path: Path, bed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen: Counter[str] = Counter()
+    for crash in range(CRASHES):
+        draw = random.Random(crash)
+        began = time.monotonic()
+        runs = [Disturbed(tmp_path / f"{crash}-{kind[:2]}", kind) for kind in ("requeue", "no requeue", "array")]
+        for run in runs:
+            run.submit()
+        for run in runs:
+            wait(lambda run=run: bool(run.starts), details=run.output)  # type: ignore[misc]
+        # Before SLURM notices the crash, while it ends the jobs, when it has requeued them, or after the next start.
+        moments = {
+            run.kind: draw.choice((0.0, draw.uniform(0, 1), draw.uniform(1, 4), draw.uniform(4, 14), 60.0))
+            for run in runs
+        }
+        node = draw.choice(("n1", "n2"))  # that of the batch shell, or the other one
+        with crashed(bed, node):
+            noticed = False
+            end = time.monotonic() + 16
+            while any(run.cancelled is None for run in runs) or time.monotonic() < end:
+                if not noticed and time.monotonic() >= end - 15.5:
+                    slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=crash")
+                    noticed = True
+                for run in runs:
+                    states = run.jobs
+                    assert states.count("RUNNING") <= 1, (run, states, run.output())
+                    continued = len(run.starts) == 2 or (not states and run.kind == "no requeue")
+                    if run.cancelled is None and (continued or time.monotonic() - end + 16 >= moments[run.kind]):
+                        run.cancel()
+                time.sleep(0.1)
+        for run in runs:
+            # Without a job in the queue nothing can start it again.
+            wait(lambda run=run: run.jobs == [], details=run.output)  # type: ignore[misc]
+            came_back = [start for start in run.starts if run.cancelled is None or start[0] > run.cancelled]
+            assert came_back == [], (run, run.output())
+            assert "unexpected EOF" not in run.output()
+            assert moments[run.kind] < 60 or run.kind == "no requeue" or len(run.starts) == 2, run.output()
+            seen[f"{run.kind}, cancelled in start {len(run.starts)}"] += 1
+            print(
+                f"crash {crash}: {run.kind}, {moments[run.kind]:.1f} s, {len(run.starts)} starts, {time.monotonic() - began:.0f} s"
+            )
+    print(
+        f"\n{CRASHES} crashes, {sum(seen.values())} runs cancelled, 0 came back, 0 had two jobs, 0 lost signals: {dict(seen)}"
+    )
