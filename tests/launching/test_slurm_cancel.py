@@ -53,6 +53,7 @@ class Disturbed:
     run_dir: Path
     kind: str
     cancelled: float | None = None
+    had_two_jobs: bool = False
 
     def submit(self) -> None:
         self.run_dir.mkdir(parents=True)
@@ -69,6 +70,10 @@ class Disturbed:
         path = self.run_dir / "starts"
         lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
         return [(float(at), job) for at, job in lines]
+
+    @property
+    def came_back(self) -> bool:
+        return self.cancelled is not None and any(at > self.cancelled for at, _ in self.starts)
 
     @property
     def jobs(self) -> list[str]:
@@ -100,45 +105,52 @@ def test_no_run_has_two_jobs_and_no_cancelled_run_comes_back_after_crashes_of_no
 ) -> None:
     monkeypatch.chdir(tmp_path)
     seen: Counter[str] = Counter()
+    faults: Counter[str] = Counter()
+    outputs = ""
     for crash in range(CRASHES):
         draw = random.Random(crash)
-        began = time.monotonic()
         runs = [Disturbed(tmp_path / f"{crash}-{kind[:2]}", kind) for kind in ("requeue", "no requeue", "array")]
         for run in runs:
             run.submit()
         for run in runs:
             wait(lambda run=run: bool(run.starts), details=run.output)  # type: ignore[misc]
-        # Before SLURM notices the crash, while it ends the jobs, when it has requeued them, or after the next start.
+        # Seconds after the crash: before SLURM notices it, while it ends the jobs, when it has requeued them, or (60) after the
+        # next start.
         moments = {
             run.kind: draw.choice((0.0, draw.uniform(0, 1), draw.uniform(1, 4), draw.uniform(4, 14), 60.0))
             for run in runs
         }
         node = draw.choice(("n1", "n2"))  # that of the batch shell, or the other one
         with crashed(bed, node):
-            noticed = False
-            end = time.monotonic() + 16
-            while any(run.cancelled is None for run in runs) or time.monotonic() < end:
-                if not noticed and time.monotonic() >= end - 15.5:
+            at, noticed = time.monotonic(), False
+            while any(run.cancelled is None for run in runs):
+                elapsed = time.monotonic() - at
+                if elapsed > 0.5 and not noticed:
                     slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=crash")
                     noticed = True
                 for run in runs:
                     states = run.jobs
-                    assert states.count("RUNNING") <= 1, (run, states, run.output())
-                    continued = len(run.starts) == 2 or (not states and run.kind == "no requeue")
-                    if run.cancelled is None and (continued or time.monotonic() - end + 16 >= moments[run.kind]):
+                    run.had_two_jobs |= states.count("RUNNING") > 1
+                    # Where requeue is forbidden the failure of the first node, which has the batch shell, ends the run.
+                    goes_on = len(run.starts) == 2 or (run.kind == "no requeue" and not states)
+                    if run.cancelled is None and (goes_on or elapsed >= moments[run.kind]):
                         run.cancel()
                 time.sleep(0.1)
         for run in runs:
-            # Without a job in the queue nothing can start it again.
-            wait(lambda run=run: run.jobs == [], details=run.output)  # type: ignore[misc]
-            came_back = [start for start in run.starts if run.cancelled is None or start[0] > run.cancelled]
-            assert came_back == [], (run, run.output())
-            assert "unexpected EOF" not in run.output()
-            assert moments[run.kind] < 60 or run.kind == "no requeue" or len(run.starts) == 2, run.output()
-            seen[f"{run.kind}, cancelled in start {len(run.starts)}"] += 1
-            print(
-                f"crash {crash}: {run.kind}, {moments[run.kind]:.1f} s, {len(run.starts)} starts, {time.monotonic() - began:.0f} s"
-            )
-    print(
-        f"\n{CRASHES} crashes, {sum(seen.values())} runs cancelled, 0 came back, 0 had two jobs, 0 lost signals: {dict(seen)}"
-    )
+            # Without a job in the queue nothing can start the run again.
+            wait(lambda run=run: run.came_back or run.jobs == [], details=run.output)  # type: ignore[misc]
+            goes_on = moments[run.kind] < 60 or len(run.starts) == 2 or (run.kind, node) == ("no requeue", "n1")
+            found = {
+                "came back": run.came_back,
+                "had two jobs": run.had_two_jobs,
+                "lost a signal": "unexpected EOF"
+                in run.output(),  # as bash reports a handler that it could not execute
+                "did not go on": not goes_on,
+            }
+            faults.update(name for name, is_so in found.items() if is_so)
+            outputs += run.output() if any(found.values()) else ""
+            subprocess.run(["scancel", f"--name={run.run_dir.name}"], check=False)
+            seen[f"{run.kind}: {'before' if len(run.starts) == 1 else 'after'} the next start"] += 1
+    print(f"\n{CRASHES} crashes, {sum(seen.values())} runs cancelled; faults: {dict(faults) or 'none'}")
+    print("cancelled " + ", ".join(f"{name} {count}" for name, count in sorted(seen.items())))
+    assert not faults, outputs
