@@ -30,7 +30,10 @@ if ((SLURM_PROCID == 0)); then
   mkdir -p checkpoints/step-00000$((1000 + $(wc -l <starts)))
   echo "{{\\"state\\": \\"running\\", \\"step\\": 3, \\"reason\\": null, \\"time\\": ${{started%% *}}}}" >status.json
 fi
-exec sleep 1000
+# The failure of the other node ends this process, mostly before SLURM notices it.
+while [[ ! -e peer_failed ]]; do sleep 0.1; done
+rm -f peer_failed
+exit 1
 """
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("slurm")]
@@ -54,6 +57,7 @@ class Disturbed:
     kind: str
     cancelled: float | None = None
     had_two_jobs: bool = False
+    job: str = ""
 
     def submit(self) -> None:
         self.run_dir.mkdir(parents=True)
@@ -63,7 +67,7 @@ class Disturbed:
         options = {"requeue": "", "no requeue": '"--no-requeue"', "array": '"--array=4"'}[self.kind]
         shape = ("launch.nodes=2", "launch.processes_per_node=1", "launch.gpus_per_node=0", "launch.cpus_per_process=1")
         name = f"run.name={self.run_dir.name}"
-        submit(self.run_dir, f"launch.python={script}", f"launch.extra=[{options}]", name, shape=shape)
+        self.job = submit(self.run_dir, f"launch.python={script}", f"launch.extra=[{options}]", name, shape=shape)
 
     @property
     def starts(self) -> list[tuple[float, str]]:
@@ -81,8 +85,9 @@ class Disturbed:
         return slurm("squeue", "--noheader", "--array", f"--name={self.run_dir.name}", "--format=%T").split()
 
     def cancel(self) -> None:
-        """As a user does who looks at ``launch status``."""
-        subprocess.run(["scancel", (self.run_dir / ".job").read_text().strip()], check=False)
+        """Cancels the job that was submitted, as a user does; where requeue is forbidden, that of ``launch status``."""
+        job = self.job if self.kind != "no requeue" else (self.run_dir / ".job").read_text().strip()
+        subprocess.run(["scancel", job], check=False)
         self.cancelled = now()
 
     def output(self) -> str:
@@ -123,14 +128,18 @@ def test_no_run_has_two_jobs_and_no_cancelled_run_comes_back_after_crashes_of_no
         node = draw.choice(("n1", "n2"))  # that of the batch shell, or the other one
         with crashed(bed, node):
             at, noticed = time.monotonic(), False
+            for run in runs:
+                if draw.random() < 0.7:
+                    (run.run_dir / "peer_failed").touch()
             while any(run.cancelled is None for run in runs):
                 elapsed = time.monotonic() - at
-                if elapsed > 0.5 and not noticed:
+                if elapsed > 1 and not noticed:
                     slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=crash")
                     noticed = True
                 for run in runs:
                     states = run.jobs
-                    run.had_two_jobs |= states.count("RUNNING") > 1
+                    # One that waits for the end of another one is needed where requeue is forbidden only.
+                    run.had_two_jobs |= states.count("RUNNING") > 1 or len(states) > 1 + (run.kind == "no requeue")
                     # Where requeue is forbidden the failure of the first node, which has the batch shell, ends the run.
                     goes_on = len(run.starts) == 2 or (run.kind == "no requeue" and not states)
                     if run.cancelled is None and (goes_on or elapsed >= moments[run.kind]):
