@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
 import time
 from collections import Counter
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching.slurm_jobs import slurm, submit, wait
+from tests.launching.slurm_jobs import ENDED, ended, field, output, slurm, submit, wait
 
 CRASHES = int(os.environ.get("DTRAIN_TEST_CRASHES", "3"))
 # A run that was killed, with a new checkpoint in each allocation, so that it always asks for another one.
@@ -164,3 +165,34 @@ def test_no_run_has_two_jobs_and_no_cancelled_run_comes_back_after_crashes_of_no
     print(f"\n{CRASHES} crashes, {sum(seen.values())} runs cancelled; faults: {dict(faults) or 'none'}")
     print("cancelled " + ", ".join(f"{name} {count}" for name, count in sorted(seen.items())))
     assert not faults, outputs
+
+
+def test_a_run_that_was_handed_over_is_trained_by_the_new_job_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Disturbed(tmp_path / "r", "requeue")
+    scontrol = tmp_path / "bin" / "scontrol"  # of a cluster where users may not requeue
+    scontrol.parent.mkdir()
+    scontrol.write_text(f'#!/bin/bash\n[[ $1 != requeue ]] && exec {shutil.which("scontrol")} "$@"\n')
+    scontrol.chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", f"{scontrol.parent}:{os.environ['PATH']}")
+        run.submit()
+    wait(lambda: len(run.starts) == 1, details=run.output)
+    (run.run_dir / "peer_failed").touch()
+    wait(lambda: len(run.starts) == 2, details=run.output)
+    following = (run.run_dir / ".job").read_text().strip()
+    assert following != run.job
+    # An administrator starts the first job again, and a user submits the script again.
+    slurm("scontrol", "requeue", run.job)
+    again = slurm("sbatch", "--parsable", str(run.run_dir / "job.sbatch"))
+    assert ended(again) == "FAILED"
+    assert f"the run already has job {following} RUNNING" in output(again)
+    wait(lambda: field(run.job, "Restarts") == "1" and field(run.job, "JobState") in ENDED)
+    assert field(run.job, "JobState") == "COMPLETED"
+    assert f"the run belongs to job {following} now" in output(run.job)
+    assert (run.jobs, len(run.starts)) == (["RUNNING"], 2)
+    slurm("scancel", following)
+    wait(lambda: run.jobs == [], details=run.output)
+    assert len(run.starts) == 2
