@@ -172,8 +172,8 @@ esac
 ((fruitless >= 3)) && fail "no new checkpoint in $fruitless allocations: no new allocation. Increase the time limit."
 ((requeue)) || fail "no new allocation, because requeue is off. The same command resumes the run."
 
-# -- another allocation: only while SLURM runs this one, or ends it at its time limit or after the failure of a node.
-# Otherwise a user has cancelled the job, or SLURM has requeued it.
+# -- another allocation: only while SLURM runs this one, or ends it at its time limit. Otherwise a user has cancelled the
+# job, or a node has failed, and SLURM has requeued it.
 other=$(owner)
 [[ $other == "$job" ]] || fail "the run belongs to job $other now: no new allocation for job $job"
 echo "$fruitless" >"$run_dir/.requeue"
@@ -194,8 +194,9 @@ for _ in {1..20}; do
     # SLURM itself checks under its lock that the job still runs, so a job that is cancelled meanwhile stays cancelled. A
     # successor depends on the success of this job, so it is cancelled with it.
     RUNNING-* | SIGNALING-* | SUSPENDED-*) only=(Incomplete) after=afterok ;;
-    # SLURM does not cancel a job that it ends itself, nor count it as a success. (NodeDown: it may not requeue the job.)
-    COMPLETING-TimeLimit | COMPLETING-NodeDown) only=() after=afterany ;;
+    # SLURM does not cancel a job that it ends itself, nor count it as a success.
+    COMPLETING-TimeLimit) only=() after=afterany ;;
+    COMPLETING-NodeDown) fail "a node failed, and SLURM may not requeue this job. The same command resumes the run." ;;
     *) fail "SLURM has cancelled this allocation, or requeued the job: no new allocation from here" ;;
   esac
   if ((!refused)); then

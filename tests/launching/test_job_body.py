@@ -219,7 +219,7 @@ def test_every_start_has_its_own_rendezvous_and_the_same_run_directory(cluster: 
         "PENDING 3 BeginTime",
         "RUNNING 3 None",  # and running elsewhere; this shell is on a node that lost its network
         "COMPLETING 3 TimeLimit",
-        "NODE_FAIL 2 None",
+        "COMPLETING 2 NodeDown",  # the failure of a node, where SLURM may not requeue
     ],
 )
 @pytest.mark.parametrize("refused", [False, True])
