@@ -26,7 +26,7 @@ import socket
 import struct
 import time
 import uuid
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -62,11 +62,15 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 @contextmanager
-def process_group(timeout: float) -> Iterator[World]:
+def process_group(
+    timeout: float, join: Callable[[timedelta], tuple[World, dist.Store]] | None = None
+) -> Iterator[World]:
     """Joins the ranks that the launcher started; without a launcher, a world of one.
 
     Args:
         timeout: Seconds that a collective may take, until ``set_timeout`` changes it.
+        join: Returns this rank's world and a store that all its ranks see. The caller can then continue without a lost
+            rank, so a lost connection is not published as the failure of the run.
 
     Yields:
         This rank's world.
@@ -76,13 +80,11 @@ def process_group(timeout: float) -> Iterator[World]:
         PeerLost: Instead of a broken connection, if no rank has published an error.
         ConfigError: If the launcher's environment is incomplete or there are more ranks than GPUs.
     """
-    world = World.of()
+    limit = timedelta(seconds=timeout)
+    world, store = (join or join_launched)(limit)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # NCCL's flight recorder, for reports of a hang
-    limit = timedelta(seconds=timeout)
-    # A store in memory: a world of one opens no port and cannot collide with another.
-    store = fresh_store(world.rank, world.size, limit) if world.launched else dist.HashStore()
     dist.init_process_group(world.backend, store=store, rank=world.rank, world_size=world.size, timeout=limit)
     if world.size > 1:
         assert dist.group.WORLD is not None
@@ -96,7 +98,7 @@ def process_group(timeout: float) -> Iterator[World]:
         _leave()  # every rank raises it, so no rank waits for this one
         raise
     except BaseException as error:
-        first = _first_failure(world, error)
+        first = _first_failure(world, error, publish=join is None or not _is_lost_connection(error))
         let_others_read(world)
         if world.device.type == "cuda":
             c10d._abort_process_group()  # destroying a NCCL group waits for its peers, and one of them is gone
@@ -147,10 +149,11 @@ def _leave() -> None:
     """Leaves the group while no collective is running; gloo's threads would wait for one until its time-out."""
     dist.destroy_process_group()
     if _groups:
-        atexit.register(_join_threads)
+        atexit.register(join_threads)
 
 
-def _join_threads() -> None:
+def join_threads() -> None:
+    """Frees the groups that this process has left: their threads end, and their connections close."""
     gc.collect()  # models in DDP hold the group, too
     _groups.clear()
 
@@ -162,12 +165,19 @@ def _wait_until_all_joined(world: World, limit: timedelta) -> None:
     store.wait([_ALL_JOINED], limit)
 
 
-def _first_failure(world: World, error: BaseException) -> str | None:
-    """Publishes this rank's error; returns the text of another rank if that was first, else None."""
+def join_launched(timeout: timedelta) -> tuple[World, dist.Store]:
+    """The world that the launcher started, and a store that all its ranks see."""
+    world = World.of()
+    # A store in memory: a world of one opens no port and cannot collide with another.
+    return world, fresh_store(world.rank, world.size, timeout) if world.launched else dist.HashStore()
+
+
+def _first_failure(world: World, error: BaseException, publish: bool) -> str | None:
+    """Publishes this rank's error, if it may; returns the text of another rank if that was first, else None."""
     deadline = time.monotonic() + (_WAIT_FOR_ERROR if _is_from_collective(error) and world.size > 1 else 0)
     while (first := published_failure()) is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    if first is None:
+    if first is None and publish:
         reason = _LOST if _is_lost_connection(error) else f"{type(error).__name__}: {error}"
         first = publish_failure(f"rank {world.rank} failed: {reason}")
     return None if first is None or first.startswith(f"rank {world.rank} ") else first

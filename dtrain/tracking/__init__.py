@@ -12,10 +12,18 @@ In reading order:
 """
 
 from dtrain.tracking.console import print_banner
-from dtrain.tracking.run_dir import close_rank_log, failures_recorded, open_rank_log, read_status, write_status
+from dtrain.tracking.run_dir import (
+    FailureRecord,
+    close_rank_log,
+    failures_recorded,
+    open_rank_log,
+    read_status,
+    write_status,
+)
 from dtrain.tracking.sinks import NullSinks, Sinks, build_sinks, tracker_mode
 
 __all__ = [
+    "FailureRecord",
     "NullSinks",
     "Sinks",
     "build_sinks",
