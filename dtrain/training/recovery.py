@@ -48,9 +48,7 @@ from dtrain.training.state import TrainState
 
 T = TypeVar("T")
 _FOLDER = ".recovery"
-# Seconds. The leader is rank 0 if it is left, so that the run is logged by the same process as before.
-_ADVANTAGE_OF_RANK_0 = 1.0
-_CONNECT_TIMEOUT = 10.0
+_CONNECT_TIMEOUT = 10.0  # seconds
 _POLL = 0.02
 _MOST_GENERATIONS = 1000
 
@@ -219,9 +217,6 @@ class Recovery:
 
     def _store_of(self, file: Path) -> tuple[dist.Store, bool]:
         """The store of the generation whose leader wrote ``file``, and whether this process is the leader."""
-        deadline = time.monotonic() + (_ADVANTAGE_OF_RANK_0 if self._name != self._members[0] else 0.0)
-        while not file.exists() and time.monotonic() < deadline:
-            time.sleep(_POLL)
         limit = timedelta(seconds=_CONNECT_TIMEOUT)
         if not file.exists():
             local = os.environ.get("MASTER_ADDR", "").startswith(("127.", "localhost"))
@@ -236,14 +231,14 @@ class Recovery:
         return dist.TCPStore(host, port, is_master=False, timeout=limit), False
 
     def _arrived(self, store: dist.Store) -> list[str]:
-        """Waits until each member has arrived or has ended; returns the arrived ones, this process first."""
+        """Waits until each member has arrived or has ended; returns the arrived ones."""
         deadline = time.monotonic() + self._timeout
         missing = [name for name in self._members if name != self._name]
         while missing and time.monotonic() < deadline:
             missing = [name for name in missing if not store.check([f"arrived/{name}"]) and self._is_alive(name)]
             time.sleep(_POLL)
-        others = [name for name in self._members if name != self._name and store.check([f"arrived/{name}"])]
-        return [self._name, *others]
+        # In the order before, so that rank 0, which holds the lock of the run directory, stays rank 0.
+        return [name for name in self._members if store.check([f"arrived/{name}"])]
 
     def _is_alive(self, name: str) -> bool:
         """Whether the member's process holds its lock."""
