@@ -20,7 +20,7 @@ from dtrain.distributed.process_exit import exit_with_torchrun
 from dtrain.distributed.process_group import process_group, settle_network
 from dtrain.distributed.stop import StopRequests, TimeLimit
 from dtrain.distributed.world import join_srun
-from dtrain.tracking import FailureRecord, failures_recorded, open_rank_log, tracker_mode
+from dtrain.tracking import FailureRecord, failures_recorded, open_rank_log, save_run, tracker_mode
 from dtrain.training.build import build_run
 from dtrain.training.hooks import build_hooks
 from dtrain.training.loop import Loop
@@ -43,10 +43,12 @@ def train(composed: compose.Composed) -> None:
 
 
 def train_on_ranks(cfg: Config, identity: Run, failure: FailureRecord, recovery: Recovery) -> None:
-    """Joins the other ranks and trains until the run ends, or until a rank is lost."""
+    """Joins the other ranks and trains until the run ends."""
     with (
-        process_group(cfg.parallel.timeout_start, recovery.join if recovery.is_on else None) as world,
+        process_group(cfg.parallel.timeout_start, recovery.join) as world,
+        HangWatch(world, cfg.parallel, failure.write) as watch,
         run_lock(recovery.run_lock) as claim_run_dir,
+        recovery.lost_ranks(world),
     ):
         # -- checks: before hours of indexing, not after
         from_rank0(lambda: tracker_mode(cfg.tracker))
@@ -68,7 +70,8 @@ def train_on_ranks(cfg: Config, identity: Run, failure: FailureRecord, recovery:
 
         # -- loop: accumulate -> vote -> apply or skip -> commit; all ranks evaluate, save and stop at the same steps
         claim_run_dir()
-        from_rank0(identity.save)
+        from_rank0(lambda: earlier.prepare(run))
+        from_rank0(lambda: save_run(identity))
         failure.starts(world.rank, lambda: run.step.step, run.totals.times)
         open_rank_log(identity.dir, world.rank)
         run_logger = on_all_ranks(lambda: RunLogger.open(run, identity, end))
@@ -77,20 +80,18 @@ def train_on_ranks(cfg: Config, identity: Run, failure: FailureRecord, recovery:
             run_logger.note(line)
         failure.on_failure = lambda reason: run_logger.finish("failed", reason)
         try:
-            with (
-                HangWatch(identity.dir / "logs", world, cfg.parallel, failure.write) as watch,
-                StopRequests(
-                    identity.dir / "STOP" if world.rank == 0 else None,
-                    failure.write,
-                    time_limit=time_limit,
-                    stuck=watch.declare,
-                ) as stop,
-            ):
+            stop_file = identity.dir / "STOP" if world.rank == 0 else None
+            with StopRequests(stop_file, time_limit=time_limit, stuck=watch.declare) as stop:
                 hooks.call("on_start", run)
                 loop = Loop(run, end, run_logger, stop, hooks)
-                recovery.follow(run, loop, run_logger)
-                watch.follow(loop.place)
-                state, reason = loop.run()
+                recovery.remembers(run, loop, run_logger)
+                with watch.following(loop.place, identity.dir / "logs"), recovery.lost_ranks(world):
+                    state, reason = loop.run()
+            if world.rank == 0 and tracker_mode(cfg.tracker) != "disabled":
+                from dtrain.reporting.health import problems_of  # importing it takes 0.1 s
+
+                if problems := problems_of(identity.dir):
+                    run_logger.alert(problems)
             run_logger.finish(state, reason)
         finally:
             run.train_loader.close()

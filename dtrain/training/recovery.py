@@ -25,8 +25,8 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -35,11 +35,11 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from dtrain.config.errors import ConfigError, PeerLost
+from dtrain.config.errors import ConfigError, PeerLost, RankLost
 from dtrain.config.schema import ParallelConfig
 from dtrain.distributed.collectives import from_rank0, wait_for_all
 from dtrain.distributed.lock import RunLock
-from dtrain.distributed.process_group import join_launched, join_threads
+from dtrain.distributed.process_group import is_lost_rank, join_threads
 from dtrain.distributed.world import World
 from dtrain.training.checkpoints import Checkpoint
 from dtrain.training.loop import Loop
@@ -87,38 +87,45 @@ class Recovery:
         self._memory: Checkpoint | None = None
 
     def run(self, start: Callable[[], T]) -> T:
-        """Calls ``start``, and again after a rank was lost during training.
-
-        Raises:
-            PeerLost: If this process cannot continue.
-        """
+        """Calls ``start``, and again whenever it raises ``RankLost``."""
         while True:
             try:
                 return start()
-            except PeerLost:
-                if not self.is_on or (self._training is None and self._memory is None):
-                    raise
+            except RankLost:
+                pass  # behind this block nothing refers to the stack any more
             self._remember()
             # A member that waits for this one, and not for the lost rank, notices only now.
             join_threads()
             self._generation += 1
 
-    def join(self, timeout: timedelta) -> tuple[World, dist.Store]:
-        """The world, and a store that all its ranks see. After the first start, the members that are left.
+    @contextmanager
+    def lost_ranks(self, world: World) -> Iterator[None]:
+        """Raises ``RankLost`` instead of the error of a collective, if a rank is lost and this process can continue."""
+        try:
+            yield
+        except Exception as error:
+            can_continue = self._training is not None or self._memory is not None
+            if self.is_on and can_continue and is_lost_rank(error, world):
+                raise RankLost("another rank is lost") from error
+            raise
+
+    def join(self, timeout: timedelta) -> tuple[World, dist.Store] | None:
+        """The world of the members that are left, and a store that all of them see; None on the first start.
 
         Args:
             timeout: How long to wait for the others.
 
         Raises:
+            ConfigError: If this run cannot recover.
             PeerLost: If the others continue without this process.
         """
         if self._generation == 0:
-            if World.of().device.type == "cuda":
+            if self.is_on and World.of().device.type == "cuda":
                 raise ConfigError(
                     "parallel.recover: got true, but it works with gloo on CPUs only: NCCL may end a broken vote with wrong "
                     "sums, which the optimizer would apply. Set parallel.recover=false."
                 )
-            return join_launched(timeout)
+            return None
         while True:
             try:
                 return self._join_generation(timeout)
@@ -150,7 +157,7 @@ class Recovery:
         run.totals.evaluation_due = any(due for reached, due in places if reached == step)
         return f"after step {step}, from the memory of member {self._members[source]}"
 
-    def follow(self, run: TrainState, loop: Loop, run_logger: RunLogger) -> None:
+    def remembers(self, run: TrainState, loop: Loop, run_logger: RunLogger) -> None:
         """Collective. From here on, this process can continue without other ranks; the run directory exists."""
         self._training, self._memory = (run, loop, run_logger), None
         if not self.is_on or self._lock is not None:
