@@ -14,16 +14,23 @@ The precision policy chooses the dtypes; this module applies them to the fields.
 
 from __future__ import annotations
 
+import errno
 import functools
 import math
+import os
+import pickle
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dtrain.config.errors import Explained
 from dtrain.data.fields import DataError, Field, NoSuchField
 from dtrain.precision.policy import Precision
 
@@ -244,15 +251,78 @@ def _grey_levels(values: tuple[float, float, float], device: torch.device) -> Te
 
 
 class IpcBatch:
-    """Wraps a batch for pickling; it is unpickled in another process as a ``Batch``."""
+    """A batch in the form in which a worker sends it; it is unpickled in another process as a ``Batch``.
+
+    Raises:
+        SharedMemoryFull: If there is no space for a large tensor.
+        DataError: If a value of a field cannot be pickled; names the field.
+    """
 
     def __init__(self, batch: Batch) -> None:
-        self._batch = batch
+        columns = {name: _to_ipc(column) if isinstance(column, Tensor) else column for name, column in batch.items()}
+        rest = batch.sample_keys, _to_ipc(batch.valid), batch.bad
+        # Not left to the thread of the queue: that would print an error and lose the batch, for which the trainer would
+        # then wait for ever.
+        with _shared_memory_named():
+            try:
+                self._pickled = bytes(ForkingPickler.dumps((columns, *rest)))
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise _not_picklable(columns, error) from error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        batch = self._batch
-        columns = {name: _to_ipc(column) if isinstance(column, Tensor) else column for name, column in batch.items()}
-        return Batch, (columns, batch.sample_keys, _to_ipc(batch.valid), batch.bad)
+        return _unpickled, (self._pickled,)
+
+
+def _unpickled(pickled: bytes) -> Batch:
+    return Batch(*pickle.loads(pickled))
+
+
+def _not_picklable(columns: Mapping[str, Any], error: Exception) -> DataError:
+    for name, column in columns.items():
+        try:
+            ForkingPickler.dumps(column)
+        except (pickle.PicklingError, AttributeError, TypeError):
+            return DataError(
+                f"field {name!r}: a worker process cannot send its values, because they cannot be pickled: {error}. Return "
+                "tensors, arrays, numbers, text or bytes, or set data.num_workers=0."
+            )
+    return DataError(f"a worker process cannot send a batch, because it cannot be pickled: {error}.")
+
+
+class SharedMemoryFull(Explained):
+    """There is no space in /dev/shm for a batch of a worker."""
+
+
+def shared_storage(nbytes: int, dtype: torch.dtype) -> torch.UntypedStorage:
+    """New shared memory, for a tensor that a worker sends.
+
+    Raises:
+        SharedMemoryFull: If there is no space for it.
+    """
+    with _shared_memory_named():
+        # As torch's default_collate in a worker. There is no public way to do this.
+        storage: torch.UntypedStorage = torch.empty(0, dtype=dtype).untyped_storage()._new_shared(nbytes)
+        return storage
+
+
+@contextmanager
+def _shared_memory_named() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if os.strerror(errno.ENOSPC) not in str(error):
+            raise
+        raise SharedMemoryFull(shared_memory_is_full()) from error
+
+
+def shared_memory_is_full() -> str:
+    """The message for a worker that found no space in /dev/shm."""
+    usage = shutil.disk_usage("/dev/shm")
+    return (
+        f"/dev/shm, through which worker processes send batches, is full: {usage.free / 1e6:,.0f} MB of "
+        f"{usage.total / 1e6:,.0f} MB are free. Start the container with a larger one (docker: --shm-size=8g, or --ipc=host), "
+        "or use fewer data.num_workers, a smaller data.prefetch or train.micro_batch_size, or data.num_workers=0."
+    )
 
 
 class _Inline:

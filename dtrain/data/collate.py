@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from dtrain.data.augment import Augment, begins_with
-from dtrain.data.batch import MIN_SHARED_BYTES, Batch, Transfer
+from dtrain.data.batch import MIN_SHARED_BYTES, Batch, SharedMemoryFull, Transfer, shared_storage
 from dtrain.data.decode import tokens_and_mask
 from dtrain.data.fields import INT64, DataError, Field, SampleError
 from dtrain.data.mixing import Mix, Mixer
@@ -127,6 +127,8 @@ class Collator:
                 if row < rows:  # a partner is counted in the micro-batch in which it has a row
                     place = self._reader.place(record)
                     bad.append({"key": record.key, "epoch": epoch, **place, "reason": str(error)})
+            except SharedMemoryFull:  # which is not the sample's fault
+                raise
             except Exception as error:
                 # An augmentation, a decoder or a dataset may raise any error, without naming the sample.
                 if sys.version_info >= (3, 11):
@@ -322,8 +324,6 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, begin: int = 0) -> Tensor
     if get_worker_info() is None or nbytes < MIN_SHARED_BYTES:
         storage = torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
     else:
-        # As torch's default_collate in a worker: the storage is created in shared memory. There is no public way to do
-        # this.
-        storage = torch.empty(0, dtype=dtype).untyped_storage()._new_shared(nbytes)
+        storage = shared_storage(nbytes, dtype)
     strides = torch.empty(shape, device="meta").stride()
     return torch.empty(0, dtype=dtype).set_(storage, begin // dtype.itemsize, shape, strides)
