@@ -5,8 +5,6 @@
   directly into shared memory; everything else keeps the dtype it is stored in.
 * *Arrival* (``arrived``) is the conversion on the device: images become ``[rows, 3, height, width]`` (channels_last by
   default), normalised in fp32 and cast last. Normalising in bf16 instead would lose two grey levels and shift the mean.
-* *Ipc* (between processes): large tensors are sent as shared memory, small ones as bytes in the message, which is
-  cheaper.
 * *Device copies* run on a CUDA stream of their own, so that they overlap with compute.
 
 The precision policy chooses the dtypes; this module applies them to the fields.
@@ -14,23 +12,15 @@ The precision policy chooses the dtypes; this module applies them to the fields.
 
 from __future__ import annotations
 
-import errno
 import functools
 import math
-import os
-import pickle
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from copy import copy
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from dtrain.config.errors import Explained
 from dtrain.data.fields import DataError, Field, NoSuchField
 from dtrain.precision.policy import Precision
 
@@ -38,10 +28,6 @@ ON_OVERFLOW = ("error", "clamp", "fp32")
 # No role, or a role that the extension may imply: labels are integers, so floats under that role are undeclared.
 _UNDECLARED = (None, "label")
 _MIN_SAVING = 256  # bytes per sample that are worth a suggestion
-#: Tensors of fewer bytes are sent inside the message. For a file, each side needs a message, a memory map and a page
-#: fault for every page, and the number of open files is limited. Measured: at 100 kB inline costs both sides a third
-#: less, at 800 kB the same.
-MIN_SHARED_BYTES = 1 << 19
 
 
 class Batch(dict[str, Any]):
@@ -248,100 +234,6 @@ def _grey_levels(values: tuple[float, float, float], device: torch.device) -> Te
     """One value per channel, scaled to 0 to 255, fp32, shape ``[3, 1, 1]``; cached, because a copy to a GPU blocks the host."""
     with torch.inference_mode(False):  # else a tensor cached in an evaluation could not be used in training
         return torch.tensor([255 * value for value in values], device=device).view(3, 1, 1)
-
-
-class IpcBatch:
-    """A batch in the form in which a worker sends it; it is unpickled in another process as a ``Batch``.
-
-    Raises:
-        SharedMemoryFull: If there is no space for a large tensor.
-        DataError: If a value of a field cannot be pickled; names the field.
-    """
-
-    def __init__(self, batch: Batch) -> None:
-        columns = {name: _to_ipc(column) if isinstance(column, Tensor) else column for name, column in batch.items()}
-        rest = batch.sample_keys, _to_ipc(batch.valid), batch.bad
-        # Not left to the thread of the queue: that would print an error and lose the batch, for which the trainer would
-        # then wait for ever.
-        with _shared_memory_named():
-            try:
-                self._pickled = bytes(ForkingPickler.dumps((columns, *rest)))
-            except (pickle.PicklingError, AttributeError, TypeError) as error:
-                raise _not_picklable(columns, error) from error
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (self._pickled,)
-
-
-def _unpickled(pickled: bytes) -> Batch:
-    return Batch(*pickle.loads(pickled))
-
-
-def _not_picklable(columns: Mapping[str, Any], error: Exception) -> DataError:
-    for name, column in columns.items():
-        try:
-            ForkingPickler.dumps(column)
-        except (pickle.PicklingError, AttributeError, TypeError):
-            return DataError(
-                f"field {name!r}: a worker process cannot send its values, because they cannot be pickled: {error}. Return "
-                "tensors, arrays, numbers, text or bytes, or set data.num_workers=0."
-            )
-    return DataError(f"a worker process cannot send a batch, because it cannot be pickled: {error}.")
-
-
-class SharedMemoryFull(Explained):
-    """There is no space in /dev/shm for a batch of a worker."""
-
-
-def shared_storage(nbytes: int, dtype: torch.dtype) -> torch.UntypedStorage:
-    """New shared memory, for a tensor that a worker sends.
-
-    Raises:
-        SharedMemoryFull: If there is no space for it.
-    """
-    with _shared_memory_named():
-        # As torch's default_collate in a worker. There is no public way to do this.
-        storage: torch.UntypedStorage = torch.empty(0, dtype=dtype).untyped_storage()._new_shared(nbytes)
-        return storage
-
-
-@contextmanager
-def _shared_memory_named() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if os.strerror(errno.ENOSPC) not in str(error):
-            raise
-        raise SharedMemoryFull(shared_memory_is_full()) from error
-
-
-def shared_memory_is_full() -> str:
-    """The message for a worker that found no space in /dev/shm."""
-    usage = shutil.disk_usage("/dev/shm")
-    return (
-        f"/dev/shm, through which worker processes send batches, is full: {usage.free / 1e6:,.0f} MB of "
-        f"{usage.total / 1e6:,.0f} MB are free. Start the container with a larger one (docker: --shm-size=8g, or --ipc=host), "
-        "or use fewer data.num_workers, a smaller data.prefetch or train.micro_batch_size, or data.num_workers=0."
-    )
-
-
-class _Inline:
-    """A small tensor that is pickled as bytes."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # As bytes, because numpy does not have every dtype of torch.
-        return _from_ipc, (self._tensor.flatten().view(torch.uint8).numpy(), self._tensor.dtype, self._tensor.shape)
-
-
-def _from_ipc(data: np.ndarray, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    return torch.from_numpy(data).view(dtype).view(shape)
-
-
-def _to_ipc(tensor: Tensor) -> Tensor | _Inline:
-    return _Inline(tensor) if tensor.nbytes < MIN_SHARED_BYTES else tensor
 
 
 class DeviceCopies:

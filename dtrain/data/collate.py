@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from dtrain.data.augment import Augment, begins_with
-from dtrain.data.batch import MIN_SHARED_BYTES, Batch, SharedMemoryFull, Transfer, shared_storage
+from dtrain.data.batch import Batch, Transfer
 from dtrain.data.decode import tokens_and_mask
 from dtrain.data.fields import INT64, DataError, Field, SampleError
+from dtrain.data.ipc import MIN_SHARED_BYTES, SharedMemoryFull, shared_storage
 from dtrain.data.mixing import Mix, Mixer
 from dtrain.data.randomness import Randomness, hash64
 from dtrain.data.source import Source
@@ -324,6 +325,6 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, begin: int = 0) -> Tensor
     if get_worker_info() is None or nbytes < MIN_SHARED_BYTES:
         storage = torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
     else:
-        storage = shared_storage(nbytes, dtype)
+        storage = shared_storage(nbytes)
     strides = torch.empty(shape, device="meta").stride()
     return torch.empty(0, dtype=dtype).set_(storage, begin // dtype.itemsize, shape, strides)

@@ -38,8 +38,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from dtrain.config.errors import Explained
 from dtrain.data.augment import Augment
-from dtrain.data.batch import Batch, IpcBatch, Transfer, shared_memory_is_full
+from dtrain.data.batch import Batch, Transfer
 from dtrain.data.collate import Collator
+from dtrain.data.ipc import IpcBatch, Slots, shared_memory_is_full, use_slots
 from dtrain.data.mixing import Mix
 from dtrain.data.order import EpochOrder
 from dtrain.data.position import Position
@@ -90,12 +91,13 @@ class WorkerStream:
         micro_batches_per_step: int,
     ) -> None:
         to_message: Callable[[Any], Any] = IpcBatch if loading["num_workers"] else _unchanged
+        slots = Slots(loading["num_workers"]) if loading["num_workers"] else None
         with _more_workers_than_cores():
             loader = DataLoader(
                 dataset,
                 batch_size=None,
                 collate_fn=to_message,
-                worker_init_fn=functools.partial(_begin_worker, os.getpid(), _ends_with_this_thread(loading)),
+                worker_init_fn=functools.partial(_begin_worker, os.getpid(), _ends_with_this_thread(loading), slots),
                 generator=torch.Generator(),  # else starting workers would draw from the run's global generator
                 **loading,
             )
@@ -105,7 +107,7 @@ class WorkerStream:
         _let_take_notice_ended_workers(self._iterator)
         # The finalizer holds torch's iterator. In a reference cycle the iterator would be collected after its queues,
         # through which it sends the workers the request to end.
-        self._end_workers = weakref.finalize(self, _end_workers, self._iterator, os.getpid())
+        self._end_workers = weakref.finalize(self, _end_workers, self._iterator, slots, os.getpid())
         self._end_workers.atexit = False  # see _close_streams
         self._epoch, self._step = start
         self._micro_batch = 0
@@ -188,7 +190,8 @@ def _close_streams() -> None:
         stream.close()
 
 
-def _end_workers(iterator: Iterator[Batch], owner: int) -> None:
+def _end_workers(iterator: Iterator[Batch], slots: Slots | None, owner: int) -> None:
+    # ``slots`` is an argument because the thread that page-locks batches needs it until the iterator is shut down.
     # Dropping the iterator does the same, but the traceback of an error may keep it alive.
     shut_down = getattr(iterator, "_shutdown_workers", None)
     if shut_down is None or os.getpid() != owner:  # a forked copy of the stream does not own the workers
@@ -288,7 +291,9 @@ def _ends_with_this_thread(loading: Mapping[str, Any]) -> bool:
     return is_main or (method or multiprocessing.get_start_method()) == "forkserver"
 
 
-def _begin_worker(trainer: int, ends_with_thread: bool, worker: int) -> None:
+def _begin_worker(trainer: int, ends_with_thread: bool, slots: Slots | None, worker: int) -> None:
+    if slots is not None:
+        use_slots(slots, worker)
     exit_with_parent(trainer)
     if ends_with_thread:
         _let_fork_server_end()

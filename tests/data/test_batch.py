@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from dtrain.data import Batch
-from dtrain.data.batch import DeviceCopies, IpcBatch, Transfer
+from dtrain.data.batch import DeviceCopies, Transfer
 from dtrain.data.fields import DataError, parse_fields
+from dtrain.data.ipc import IpcBatch
 from dtrain.precision import Precision
 from dtrain.precision.policy import ROLES
 from tests.refusals import refused

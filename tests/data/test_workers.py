@@ -29,8 +29,9 @@ from torch.utils.data import IterableDataset
 from dtrain.data import Batch, Generated, ShardLoader
 from dtrain.data import collate as collate_module
 from dtrain.data import workers as workers_module
-from dtrain.data.batch import SharedMemoryFull, Transfer
+from dtrain.data.batch import Transfer
 from dtrain.data.fields import DataError, parse_fields
+from dtrain.data.ipc import SharedMemoryFull
 from dtrain.data.order import EpochOrder, Layout, Recipe
 from dtrain.data.position import Position
 from dtrain.data.shard_file import ShardChanged
