@@ -25,7 +25,7 @@ from dtrain.data.augment import Augment, begins_with
 from dtrain.data.batch import Batch, Transfer
 from dtrain.data.decode import tokens_and_mask
 from dtrain.data.fields import INT64, DataError, Field, SampleError
-from dtrain.data.ipc import MIN_SHARED_BYTES, SharedMemoryFull, shared_storage
+from dtrain.data.ipc import SharedMemoryFull, worker_storage
 from dtrain.data.mixing import Mix, Mixer
 from dtrain.data.randomness import Randomness, hash64
 from dtrain.data.source import Source
@@ -322,9 +322,9 @@ def _describe(dtype: torch.dtype, shape: torch.Size) -> str:
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, begin: int = 0) -> Tensor:
     """A tensor whose data starts ``begin`` bytes after an aligned address; a large one is in shared memory in a worker."""
     nbytes = math.prod(shape) * dtype.itemsize + begin
-    if get_worker_info() is None or nbytes < MIN_SHARED_BYTES:
+    if get_worker_info() is None:
         storage = torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
     else:
-        storage = shared_storage(nbytes)
+        storage = worker_storage(nbytes)
     strides = torch.empty(shape, device="meta").stride()
     return torch.empty(0, dtype=dtype).set_(storage, begin // dtype.itemsize, shape, strides)

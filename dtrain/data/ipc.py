@@ -4,8 +4,8 @@
 * A large one lies in a *slot*: shared memory that a worker creates, sends once and uses again. To create, map and fault in
   the pages of new shared memory for each batch takes several times as long as to write the batch.
 * A slot is *busy* from the moment its tensor is sent until the trainer has dropped the last tensor in its memory. So a
-  batch that is kept stays as it is. A worker never waits for a slot: it creates another one and, when it has ``MAX_SLOTS``,
-  sends the tensor in shared memory of its own, as torch does.
+  batch that is kept stays as it is. A worker never waits for a slot: it creates another one.
+* With ``MAX_SLOTS`` of them, all busy, it sends the tensor inline or as a *file*: in shared memory of its own, as torch does.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ from dtrain.config.errors import Explained
 from dtrain.data.batch import Batch
 from dtrain.data.fields import DataError
 
-#: Tensors of fewer bytes are sent inline: a slot takes whole pages, and a file the first time that it is sent.
-MIN_SHARED_BYTES = 1 << 16
+#: Tensors of fewer bytes are sent inline, which costs them about as much as a slot.
+MIN_SLOT_BYTES = 1 << 16
+#: Without a free slot, tensors of fewer bytes are sent inline, which costs no more than a file, and the number of open
+#: files is limited.
+MIN_FILE_BYTES = 1 << 19
 #: Slots of a worker. Batches that it has built ahead need ``prefetch`` of them for each large field, those in use a few more.
 MAX_SLOTS = 32
 _NOT_PICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
@@ -92,9 +95,11 @@ def _from_bytes(data: np.ndarray, dtype: torch.dtype, shape: torch.Size) -> Tens
 
 
 def _to_ipc(tensor: Tensor) -> Any:
-    if tensor.nbytes < MIN_SHARED_BYTES:
-        return _Inline(tensor)
-    return tensor if _own_slots is None else _own_slots.sendable(tensor)
+    if _own_slots is not None and tensor.nbytes >= MIN_SLOT_BYTES:
+        in_slot = _own_slots.sendable(tensor)
+        if in_slot is not None:
+            return in_slot
+    return tensor if tensor.nbytes >= MIN_FILE_BYTES else _Inline(tensor)
 
 
 # -- slots
@@ -206,13 +211,13 @@ class WorkerSlots:
             return None
         return slot.lease(nbytes)
 
-    def sendable(self, tensor: Tensor) -> Any:
-        """A tensor in the form in which it is sent; it is copied to a slot unless it is in one."""
+    def sendable(self, tensor: Tensor) -> _InSlot | None:
+        """A tensor in the form in which it is sent, copied to a slot unless it is in one; None if all slots are busy."""
         slot = self._slot_of(tensor)
         if slot is None:
             storage = self.storage(tensor.nbytes)
             if storage is None:
-                return tensor
+                return None
             tensor = _tensor_in(storage, 0, tensor.dtype, tensor.shape, _strides(tensor.shape)).copy_(tensor)
             slot = self._slot_of(tensor)
             assert slot is not None
@@ -256,14 +261,17 @@ class SharedMemoryFull(Explained):
     """There is no space in /dev/shm for a batch of a worker."""
 
 
-def shared_storage(nbytes: int) -> torch.UntypedStorage:
-    """Shared memory for a tensor of a worker: a slot if there is a free one.
+def worker_storage(nbytes: int) -> torch.UntypedStorage:
+    """Memory for a tensor of a worker, from which it can be sent without a copy if it is large.
 
     Raises:
         SharedMemoryFull: If there is no space for it.
     """
-    storage = _own_slots.storage(nbytes) if _own_slots is not None else None
-    return _new_shared(nbytes) if storage is None else storage
+    if _own_slots is not None and nbytes >= MIN_SLOT_BYTES:
+        storage = _own_slots.storage(nbytes)
+        if storage is not None:
+            return storage
+    return _new_shared(nbytes) if nbytes >= MIN_FILE_BYTES else torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
 
 
 def shared_memory_is_full() -> str:

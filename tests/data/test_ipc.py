@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
 
 from dtrain.data import Batch, ShardLoader
 from dtrain.data import ipc as ipc_module
-from dtrain.data.ipc import MAX_SLOTS, MIN_SHARED_BYTES, Slots, WorkerSlots
-from dtrain.data.workers import WorkerStream
+from dtrain.data.ipc import MAX_SLOTS, MIN_SLOT_BYTES, Slots, WorkerSlots
 
 ROWS, WIDTH = 8, 8192  # a feature of 256 KiB
 
@@ -53,7 +50,7 @@ def test_batches_that_are_dropped_use_few_slots_again_and_again() -> None:
 
 
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
-def test_batches_that_are_kept_stay_as_they_are_and_cost_no_worker_time(start_method: str) -> None:
+def test_batches_that_are_kept_stay_as_they_are_and_need_no_slot(start_method: str) -> None:
     loader = make_loader(16 * ROWS * MAX_SLOTS // 4, start_method=start_method)
     kept = list(loader)
     assert len(kept) > 2 * MAX_SLOTS  # more than there are slots: the rest have memory of their own
@@ -123,14 +120,13 @@ def a_worker() -> tuple[Slots, WorkerSlots]:
 
 
 def sent(worker: WorkerSlots, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as the trainer gets it."""
-    return received(worker.sendable(tensor))
-
-
-def received(message: Any) -> torch.Tensor:
+    """A tensor as the trainer gets it, or the tensor itself if all slots are busy."""
+    message = worker.sendable(tensor)
+    if message is None:
+        return tensor
     function, arguments = message.__reduce__()
-    tensor: torch.Tensor = function(*arguments)
-    return tensor
+    arrived: torch.Tensor = function(*arguments)
+    return arrived
 
 
 def numbers_of(worker: WorkerSlots) -> list[int]:
@@ -140,18 +136,18 @@ def numbers_of(worker: WorkerSlots) -> list[int]:
 def test_a_tensor_that_a_worker_drops_unsent_frees_its_slot() -> None:
     _, worker = a_worker()
     for _ in range(2 * MAX_SLOTS):
-        assert worker.storage(MIN_SHARED_BYTES) is not None
-    assert numbers_of(worker) == [MIN_SHARED_BYTES]
+        assert worker.storage(MIN_SLOT_BYTES) is not None
+    assert numbers_of(worker) == [MIN_SLOT_BYTES]
 
 
 def test_a_tensor_that_a_worker_still_has_keeps_the_slot_that_the_trainer_has_dropped() -> None:
     slots, worker = a_worker()
-    mine = torch.empty(0, dtype=torch.uint8).set_(worker.storage(MIN_SHARED_BYTES))
+    mine = torch.empty(0, dtype=torch.uint8).set_(worker.storage(MIN_SLOT_BYTES))
     mine.fill_(7)
     got = sent(worker, mine)
     del got
     assert not slots.busy.any()
-    sent(worker, torch.zeros(MIN_SHARED_BYTES, dtype=torch.uint8))
+    sent(worker, torch.zeros(MIN_SLOT_BYTES, dtype=torch.uint8))
     assert (mine == 7).all()
 
 
@@ -186,29 +182,10 @@ def test_dtype_shape_and_strides_arrive(dtype: torch.dtype) -> None:
         got[0] = 0  # it can be written to
 
 
-class PinnedLater(IterableDataset):
-    def __iter__(self) -> Iterator[Batch]:
-        info = get_worker_info()
-        assert info is not None
-        for n in range(40):
-            x = torch.full((MIN_SHARED_BYTES,), n, dtype=torch.uint8)
-            yield Batch({"x": x, "n": torch.tensor([n])}, ["k"], torch.ones(1, dtype=torch.bool))
-
-
-def test_a_thread_may_receive_the_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As with pin_memory: torch's thread receives a batch, and hands over a copy.
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(Batch, "pin_memory", Batch.clone)
-    loading = {"num_workers": 1, "pin_memory": True, "prefetch_factor": 2, "multiprocessing_context": "fork"}
-    stream = WorkerStream(PinnedLater(), loading, (0, 0), (100, 100), 1)  # type: ignore[arg-type]
-    for n in range(40):
-        batch = stream.take()
-        assert (batch["x"] == n).all()
-    stream.close()
-
-
-def test_without_slots_a_worker_sends_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("file_bytes", [1, 1 << 30], ids=["as files", "inline"])
+def test_without_a_free_slot_batches_arrive_too(monkeypatch: pytest.MonkeyPatch, file_bytes: int) -> None:
     monkeypatch.setattr(ipc_module, "MAX_SLOTS", 0)
+    monkeypatch.setattr(ipc_module, "MIN_FILE_BYTES", file_bytes)
     loader = make_loader()
     assert all(map(is_whole, loader))
     loader.close()

@@ -28,6 +28,7 @@ from torch.utils.data import IterableDataset
 
 from dtrain.data import Batch, Generated, ShardLoader
 from dtrain.data import collate as collate_module
+from dtrain.data import ipc as ipc_module
 from dtrain.data import workers as workers_module
 from dtrain.data.batch import Transfer
 from dtrain.data.fields import DataError, parse_fields
@@ -342,7 +343,7 @@ def test_shared_memory_that_is_full_is_named_with_its_size_and_no_sample(
         )
 
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared", classmethod(no_space))
-    monkeypatch.setattr(collate_module, "MIN_SHARED_BYTES", 1)
+    monkeypatch.setattr(ipc_module, "MIN_FILE_BYTES", 1)
     monkeypatch.setattr(collate_module, "get_worker_info", lambda: SimpleNamespace())
     images = ShardLoader.over({"x": np.zeros((9, 8, 8, 3), np.uint8)}, IMAGES, global_batch_size=9, num_workers=0)
     size = f"{shutil.disk_usage('/dev/shm').total / 1e6:,.0f} MB"
