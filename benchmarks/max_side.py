@@ -22,7 +22,7 @@ from dtrain.data.augment import RandomResizedCrop
 
 CROP, BATCH = 224, 64
 #: Number of images, and with --quick.
-NUMBER = {"500x375": (2_000, 16), "1600x1200": (400, 8)}
+NUMBER = {"500x375": (2_000, 16), "1600x1200": (120, 8)}
 UNCHANGED = "unchanged"
 
 

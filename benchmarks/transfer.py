@@ -2,13 +2,17 @@
 
     python -m benchmarks.transfer [--rounds 7] [--json FILE]
     python -m benchmarks.transfer --megabytes 0.1 1 4 16 64 --workers 1 2 4 8
+    python -m benchmarks.transfer --threads 1 2 4
 
 With ``--megabytes``: what each means of transport costs a batch of one tensor of that size, for each number of workers. A
 worker writes the batch by one copy in memory, and the trainer reads it by another; ``copies`` is both of them in one
 process, which is the least possible. ``pipe`` sends the bytes through torch's queue; ``file`` creates shared memory for
 each batch, as torch's DataLoader does; ``slots`` uses shared memory again, as ``ShardLoader`` does for large tensors.
 
-Without it, by transfer dtype:
+With ``--threads``: what it costs to decode photographs of 500x375 and to cut random crops of 224x224 out of them into one
+batch, in so many threads of a process, and in as many processes, without any transport.
+
+Without these options, by transfer dtype:
 
 Batches of 64: images of 224x224x3 and features of 4,096 floats. Each row sends the same values through the loader with one
 worker: pixels as uint8, or values normalised beforehand and cast in the worker to fp32, bf16 or fp16. Nothing is decoded.
@@ -20,10 +24,13 @@ is the time of ``batch.to("cpu")``: nothing for floats, for uint8 the normalisat
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
+import multiprocessing
 import statistics
 import time
 from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -32,6 +39,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from benchmarks import harness
 from dtrain.data import Batch, ShardLoader, ipc
+from dtrain.data.augment import RandomResizedCrop
+from dtrain.data.decode import decode_image
 from dtrain.data.workers import WorkerStream
 
 BATCH = 64
@@ -39,6 +48,7 @@ SHAPES = {"image": (224, 224, 3), "feature": (4096,)}
 DTYPES = {"image": ("fp32", "bf16", "fp16", "uint8"), "feature": ("fp32", "bf16", "fp16")}
 #: Means of transport: the values of ``ipc.MIN_FILE_BYTES`` and ``ipc.MAX_SLOTS``.
 TRANSPORTS = {"pipe": (1 << 62, 0), "file": (1, 0), "slots": (1, ipc.MAX_SLOTS)}
+PHOTOS, CROP = 48, 224
 PIPE_MB = 16  # larger batches take seconds
 WARM_UP_BATCHES = 10
 COPIES = 9
@@ -50,9 +60,13 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=300, help="measured in each process (default %(default)s)")
     parser.add_argument("--megabytes", type=float, nargs="+", metavar="MB", help="compare means of transport")
     parser.add_argument("--workers", type=int, nargs="+", default=[1], help="with --megabytes (default: 1)")
+    parser.add_argument("--threads", type=int, nargs="+", metavar="N", help="compare threads with processes")
     arguments = harness.parse(parser, rounds=1, batches=10)
     if arguments.megabytes:
         harness.finish(arguments, {"measured": compare_transports(arguments)})
+        return
+    if arguments.threads:
+        harness.finish(arguments, {"measured": compare_threads(arguments)}, ("torch", "simplejpeg"))
         return
     rows = [(kind, dtype) for kind, dtypes in DTYPES.items() for dtype in dtypes]
     results = harness.interleaved(
@@ -147,8 +161,9 @@ def transport(workers: int, megabytes: float, way: str, batches: int) -> dict[st
         loading = {"num_workers": workers, "prefetch_factor": 2, "multiprocessing_context": "fork"}
         stream = WorkerStream(Written(source), loading, (0, 0), (10**9, 10**9), 1)  # type: ignore[arg-type]
         spent: dict[int, float] = {}
-        for number in range(6 * workers + batches):
-            if number == 6 * workers:  # the first batches are faulted in, and were built ahead
+        warm_up = 6 * workers + min(40, int(200 / megabytes))  # batches built ahead, and the first use of each slot
+        for number in range(warm_up + batches):
+            if number == warm_up:
                 before_them, cpu, started = sum(spent.values()), time.process_time(), time.perf_counter()
             batch = stream.take()
             sink.copy_(batch["x"])
@@ -161,6 +176,74 @@ def transport(workers: int, megabytes: float, way: str, batches: int) -> dict[st
         ipc.MIN_FILE_BYTES, ipc.MAX_SLOTS = before
     values = {"worker CPU ms": of_workers, "trainer CPU ms": cpu, "CPU ms": cpu + of_workers, "ms a batch": seconds}
     return {name: 1e3 * value / batches for name, value in values.items()}
+
+
+def compare_threads(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Prints the table of threads and processes; returns all measurements."""
+    torch.set_num_threads(1)
+    batch = _PhotoBatch([sample["jpg"] for sample in harness.jpegs(PHOTOS, (500, 375))])
+    cases = [(number, kind) for number in arguments.threads for kind in ("threads", "processes")]
+    pools: dict[tuple[int, str], Executor] = {}
+    for number, kind in cases:
+        context = multiprocessing.get_context("fork")
+        pools[number, kind] = (
+            ThreadPoolExecutor(number)
+            if kind == "threads"
+            else ProcessPoolExecutor(number, context, _keep_photos, (batch,))
+        )
+
+    def measure_case(case: tuple[int, str]) -> dict[str, float]:
+        number, kind = case
+        decode = batch.decode if kind == "threads" else _decode_kept
+        cpu, started = time.process_time(), time.perf_counter()
+        of_parts = list(pools[case].map(decode, [range(part, PHOTOS, number) for part in range(number)]))
+        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+        cpu = cpu if kind == "threads" else sum(of_parts)
+        return {"CPU us a photo": 1e6 * cpu / PHOTOS, "us a photo": 1e6 * seconds / PHOTOS}
+
+    for case in cases:  # starts the processes
+        measure_case(case)
+    results = harness.interleaved(arguments.rounds, cases, measure_case)
+    labels = {(number, kind): f"{number} {kind}" for number, kind in cases}
+    table = harness.Table(f"500x375 JPEG -> {CROP}x{CROP}, batch {PHOTOS}", cases, labels)
+    cpu, wall = (harness.column(results, name) for name in ("CPU us a photo", "us a photo"))
+    table.medians("CPU us a photo", cpu)
+    table.text("least", {case: f"{min(values):,.0f}" for case, values in cpu.items()})
+    table.medians("us a photo", wall)
+    table.text("least ", {case: f"{min(values):,.0f}" for case, values in wall.items()})
+    table.show(harness.rounds_note(arguments.rounds))
+    for pool in pools.values():
+        pool.shutdown()
+    return [{"row": labels[case], "rounds": found} for case, found in results.items()]
+
+
+class _PhotoBatch:
+    """Photographs, and the batch that they are decoded into."""
+
+    def __init__(self, photos: list[bytes]) -> None:
+        self._photos = photos
+        self._crop = RandomResizedCrop(CROP)
+        self._pixels = np.ones((len(photos), CROP, CROP, 3), np.uint8)
+
+    def decode(self, rows: range) -> float:
+        """Decodes these rows; returns the CPU time of the process meanwhile."""
+        cpu = time.process_time()
+        for row in rows:
+            crop = functools.partial(self._crop.crop, rng=np.random.default_rng(row))
+            decode_image(self._photos[row], crop, self._pixels[row])
+        return time.process_time() - cpu
+
+
+_kept: _PhotoBatch
+
+
+def _keep_photos(batch: _PhotoBatch) -> None:
+    global _kept
+    _kept = batch
+
+
+def _decode_kept(rows: range) -> float:
+    return _kept.decode(rows)
 
 
 class Written(IterableDataset[Batch]):
