@@ -199,14 +199,16 @@ class WorkerSlots:
     def storage(self, nbytes: int) -> torch.UntypedStorage | None:
         """Memory for a tensor; None if all slots are busy."""
         free = [slot for slot in self._slots if not self._busy[slot.number] and not slot.is_used]
-        fitting = [slot for slot in free if len(slot.memory) >= nbytes]
-        if fitting:
-            slot = min(fitting, key=lambda slot: len(slot.memory))
-        elif len(self._slots) < MAX_SLOTS:
+        is_room = len(self._slots) < MAX_SLOTS
+        # Of about this size, so that small tensors do not use the slots of large ones, and texts may grow.
+        usable = [slot for slot in free if nbytes <= 2 * len(slot.memory) <= 4 * nbytes] or ([] if is_room else free)
+        if usable:
+            slot = max(usable, key=lambda slot: (len(slot.memory) >= nbytes, -len(slot.memory)))
+            if len(slot.memory) < nbytes:
+                slot = self._slots[slot.number] = _Slot(slot.number, nbytes)
+        elif is_room:
             slot = _Slot(len(self._slots), nbytes)
             self._slots.append(slot)
-        elif free:  # they are too small
-            slot = self._slots[free[0].number] = _Slot(free[0].number, nbytes)
         else:
             return None
         return slot.lease(nbytes)
@@ -276,11 +278,13 @@ def worker_storage(nbytes: int) -> torch.UntypedStorage:
 
 def shared_memory_is_full() -> str:
     """The message for a worker that found no space in /dev/shm."""
-    usage = shutil.disk_usage("/dev/shm")
+    is_there = os.path.isdir("/dev/shm")  # only on Linux
+    total, _, free = shutil.disk_usage("/dev/shm") if is_there else (0, 0, 0)
+    size = f": {free / 1e6:,.0f} MB of {total / 1e6:,.0f} MB are free" if is_there else ""
     return (
-        f"/dev/shm, through which worker processes send batches, is full: {usage.free / 1e6:,.0f} MB of "
-        f"{usage.total / 1e6:,.0f} MB are free. Start the container with a larger one (docker: --shm-size=8g, or --ipc=host), "
-        "or use fewer data.num_workers, a smaller data.prefetch or train.micro_batch_size, or data.num_workers=0."
+        f"/dev/shm, through which worker processes send batches, is full{size}. Start the container with a larger one "
+        "(docker: --shm-size=8g, or --ipc=host), or use fewer data.num_workers, a smaller data.prefetch or "
+        "train.micro_batch_size, or data.num_workers=0."
     )
 
 

@@ -115,6 +115,7 @@ def test_a_forked_process_that_drops_a_batch_frees_no_slot_of_its_parent() -> No
 
 
 def a_worker() -> tuple[Slots, WorkerSlots]:
+    """The slots of one worker, as the trainer, which has to keep them, and as the worker see them."""
     slots = Slots(1)
     return slots, WorkerSlots(slots.name, slots.busy, 0)
 
@@ -134,7 +135,7 @@ def numbers_of(worker: WorkerSlots) -> list[int]:
 
 
 def test_a_tensor_that_a_worker_drops_unsent_frees_its_slot() -> None:
-    _, worker = a_worker()
+    _slots, worker = a_worker()
     for _ in range(2 * MAX_SLOTS):
         assert worker.storage(MIN_SLOT_BYTES) is not None
     assert numbers_of(worker) == [MIN_SLOT_BYTES]
@@ -163,18 +164,35 @@ def test_two_views_of_one_tensor_free_the_slot_together() -> None:
     assert not slots.busy.any()
 
 
-def test_growing_tensors_replace_slots_that_are_too_small() -> None:
-    _, worker = a_worker()
-    for size in range(1, 3 * MAX_SLOTS):
-        assert torch.equal(sent(worker, torch.full((size * 100,), float(size))), torch.full((size * 100,), float(size)))
-    kept = [sent(worker, torch.full((10_000 + size,), float(size))) for size in range(2 * MAX_SLOTS)]
-    assert len(worker._slots) == MAX_SLOTS
-    assert all((tensor == size).all() for size, tensor in enumerate(kept))
+def test_tensors_that_grow_replace_a_slot_of_about_their_size() -> None:
+    _slots, worker = a_worker()
+    for size in range(100_000, 1_000_000, 10_000):
+        assert (sent(worker, torch.full((size,), size % 251, dtype=torch.uint8)) == size % 251).all()
+    assert len(worker._slots) == 1
+
+
+def test_small_tensors_leave_the_slots_of_large_ones() -> None:
+    _slots, worker = a_worker()
+    for _ in range(5):
+        for nbytes in (900_000, 100_000, 880_000):
+            sent(worker, torch.zeros(nbytes, dtype=torch.uint8))
+    assert numbers_of(worker) == [900_000, 100_000]
+
+
+def test_with_all_slots_in_use_a_free_one_of_any_size_serves() -> None:
+    _slots, worker = a_worker()
+    kept = [sent(worker, torch.full((100_000 * 3 ** (n % 2),), n, dtype=torch.uint8)) for n in range(MAX_SLOTS)]
+    assert worker.storage(100_000) is None
+    del kept[0]
+    large = sent(worker, torch.full((10_000_000,), 77, dtype=torch.uint8))
+    assert max(numbers_of(worker)) == 10_000_000
+    assert (large == 77).all()
+    assert all((tensor == number).all() for number, tensor in enumerate(kept, start=1))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.bfloat16, torch.float64])
 def test_dtype_shape_and_strides_arrive(dtype: torch.dtype) -> None:
-    _, worker = a_worker()
+    _slots, worker = a_worker()
     for tensor in (torch.arange(24).view(2, 3, 4).to(dtype), torch.arange(24).view(4, 6).t().to(dtype)):
         got = sent(worker, tensor)
         assert (got.dtype, got.shape) == (dtype, tensor.shape)
