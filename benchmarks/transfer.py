@@ -47,9 +47,9 @@ BATCH = 64
 SHAPES = {"image": (224, 224, 3), "feature": (4096,)}
 DTYPES = {"image": ("fp32", "bf16", "fp16", "uint8"), "feature": ("fp32", "bf16", "fp16")}
 #: Means of transport: the values of ``ipc.MIN_FILE_BYTES`` and ``ipc.MAX_SLOTS``.
-TRANSPORTS = {"pipe": (1 << 62, 0), "file": (1, 0), "slots": (1, ipc.MAX_SLOTS)}
+TRANSPORTS = {"pipe": (1 << 62, 0), "file": (1 << 10, 0), "slots": (ipc.MIN_FILE_BYTES, ipc.MAX_SLOTS)}
 PHOTOS, CROP = 48, 224
-PIPE_MB = 16  # larger batches take seconds
+PIPE_MB = 4  # larger batches take seconds
 WARM_UP_BATCHES = 10
 COPIES = 9
 
