@@ -11,13 +11,15 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import resource
 import threading
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,12 +27,24 @@ from dtrain.data.dataset_index import DatasetIndex
 from dtrain.data.decode import decode
 from dtrain.data.fields import DataError, Field, SampleError
 from dtrain.data.node_cache import CachedShard, CacheFull, CachePolicy
-from dtrain.data.shard_file import NoRanges, ShardChanged, ShardFile, Stamp, check_unchanged, open_shard, redacted
+from dtrain.data.shard_file import (
+    LocalFile,
+    NoRanges,
+    ShardChanged,
+    ShardFile,
+    Stamp,
+    check_unchanged,
+    open_shard,
+    redacted,
+)
 from dtrain.data.shards import expand
 from dtrain.data.source import Reader, Source
 
 #: Larger members are not read: a worker and the batch would each hold a copy.
 MAX_MEMBER_BYTES = 2**30
+# Bytes that are read before they are decoded: a part of a CPU core's own cache.
+_BLOCK_BYTES = 1 << 17
+_COPIED = 1 << 14
 # Reading the headers between adjacent members is cheaper than another read.
 _MAX_GAP = 8192
 # One process reads at most 64 lanes x 8 shards in a shuffle window with the default settings.
@@ -91,14 +105,14 @@ class ShardSource(Source):
         spread = np.linspace(0, len(firsts) - 1, min(len(firsts), _CHECKED_SHARDS)).astype(np.int64)
         reader = self.open(0)
         problems: dict[int, str] = {}
-        for record in reader.find(0, firsts[spread]):
+        for sample in firsts[spread].tolist():
             for column in columns.copy():
                 field = self.fields[column]
                 try:
-                    decode(field, reader.fetch(record)[column])
+                    decode(field, reader.fetch(0, sample)[column])
                     columns.remove(column)
                 except SampleError as error:
-                    problems.setdefault(column, f"{record.key}: {error}")
+                    problems.setdefault(column, f"{self.index.keys([sample])[0]}: {error}")
         reader.close()
         if columns:
             field = self.fields[columns[0]]
@@ -129,33 +143,53 @@ class ShardSampleReader(Reader):
         policy = index.policy if index.far else None
         self._reader = ShardReader(index.shards, stamp=index.stamp, policy=policy)
 
-    def find(self, epoch: int, samples: np.ndarray) -> Iterable[_Members]:
-        """Where the members of these samples are."""
+    def fetch(self, epoch: int, sample: int) -> list[memoryview]:
+        """The bytes of each member."""
+        offsets, sizes = self._index.offsets[[sample]], self._index.sizes[[sample]]
+        for field, offset, size in zip(self._fields, offsets[0].tolist(), sizes[0].tolist(), strict=True):
+            if offset < 0:
+                raise SampleError(f"has no .{field.ext} member")
+            if size > MAX_MEMBER_BYTES:
+                raise SampleError(f"has a member of {size} bytes, more than the limit of {MAX_MEMBER_BYTES}")
+        (start,), (length,) = joint_reads(offsets, sizes)
+        shard = int(self._index.shards_of(sample))
+        return self._reader.members(shard, offsets[0].tolist(), sizes[0].tolist(), int(start), int(length))
+
+    def fetch_all(self, epoch: int, samples: np.ndarray) -> Iterator[tuple[Sequence[int], list[list[Any]]]]:
+        """The bytes of each member; shards that are read in place over the network are left to ``fetch``."""
         index = self._index
         # One look-up for all: numpy's cost for a single number is that of many.
-        shards = index.shards_of(samples)
         offsets, sizes = index.offsets[samples], index.sizes[samples]
         complete = (offsets >= 0).all(axis=1) & (sizes <= MAX_MEMBER_BYTES).all(axis=1)
-        columns = (complete, shards, offsets, sizes, *joint_reads(offsets, sizes))
-        return map(_Members, index.keys(samples), *(column.tolist() for column in columns))
+        starts, lengths = joint_reads(offsets, sizes)
+        regular = np.flatnonzero(complete & (lengths >= 0))
+        begins = (offsets - starts[:, np.newaxis])[regular].T
+        pieces = [*zip(begins.tolist(), (begins + sizes[regular].T).tolist(), strict=True)]
+        shards, starts, lengths = index.shards_of(samples)[regular], starts[regular], lengths[regular]
+        # Of small samples many are read before they are decoded, of large ones one: they stay in the CPU's cache.
+        ends = np.flatnonzero(np.diff(np.cumsum(lengths) // _BLOCK_BYTES, append=-1)) + 1
+        positions, spans = regular.tolist(), (shards.tolist(), starts.tolist(), lengths.tolist())
+        for first, end in itertools.pairwise([0, *ends.tolist()]):
+            block = slice(first, end)
+            data = self._reader.read_all(*(column[block] for column in spans))
+            columns: list[list[Any]] = [positions[block]]
+            columns += [
+                [one[begin:end] for one, begin, end in zip(data, begins[block], ends[block], strict=True)]
+                for begins, ends in pieces
+            ]
+            if not all(data):
+                columns = [list(itertools.compress(column, data)) for column in columns]
+            yield columns[0], columns[1:]
 
-    def fetch(self, record: _Members) -> list[memoryview]:
-        """The bytes of each member."""
-        if record.complete:
-            return self._reader.members(record.shard, record.offsets, record.sizes, record.start, record.length)
-        if -1 in record.offsets:
-            missing = self._fields[record.offsets.index(-1)]
-            raise SampleError(f"has no .{missing.ext} member")
-        raise SampleError(f"has a member of {max(record.sizes)} bytes, more than the limit of {MAX_MEMBER_BYTES}")
-
-    def check(self, record: _Members) -> None:
+    def check(self, sample: int) -> None:
         """Compares the sample's shard with its index."""
-        self._reader.check(record.shard)
+        self._reader.check(int(self._index.shards_of(sample)))
 
-    def place(self, record: _Members) -> dict[str, Any]:
+    def place(self, sample: int) -> dict[str, Any]:
         """The shard's path, and the first byte of the sample's members; -1 if it has none."""
-        offset = min((offset for offset in record.offsets if offset >= 0), default=-1)
-        return {"shard": redacted(self._index.shards[record.shard]), "offset": offset}
+        shard = self._index.shards[int(self._index.shards_of(sample))]
+        offset = min((offset for offset in self._index.offsets[sample].tolist() if offset >= 0), default=-1)
+        return {"shard": redacted(shard), "offset": offset}
 
     def expect(self, ahead: Callable[[int], np.ndarray]) -> None:
         """Prefetches shards into the node cache."""
@@ -164,18 +198,6 @@ class ShardSampleReader(Reader):
     def close(self) -> None:
         """Closes the shards."""
         self._reader.close()
-
-
-class _Members(NamedTuple):
-    """A sample: its shard, offset and size of each member, and first byte and length of the joint read."""
-
-    key: str
-    complete: bool
-    shard: int
-    offsets: list[int]
-    sizes: list[int]
-    start: int
-    length: int
 
 
 class ShardReader:
@@ -248,6 +270,29 @@ class ShardReader:
                 f"{offset + size}. It changed after it was indexed. Restore the old file, or start a new run on the new data."
             )
         return data
+
+    def read_all(
+        self, shards: Sequence[int], starts: Sequence[int], lengths: Sequence[int]
+    ) -> list[bytes | memoryview]:
+        """Ranges of files, in one flat loop; empty where ``read`` has to be called, which may fail or take long."""
+        found: list[bytes | memoryview] = []
+        current, pread = -1, os.pread
+        for shard, start, length in zip(shards, starts, lengths, strict=True):
+            data: bytes | memoryview = b""
+            try:
+                if shard != current:
+                    current, file = shard, self._file(shard)
+                    # Another shard may close this one, but none is opened before it has been read.
+                    descriptor = file.descriptor if isinstance(file, LocalFile) else -1
+                if descriptor >= 0:
+                    data = pread(descriptor, length, start)
+                elif isinstance(file, CachedShard):
+                    data = file.read(start, length)
+            except Exception:  # noqa: BLE001 - ``read`` raises it again
+                current = -1
+            # Copying a small piece is cheaper than a view of it.
+            found.append(b"" if len(data) != length else data if length < _COPIED else memoryview(data))
+        return found
 
     def check(self, shard: int) -> None:
         """Compares an open shard with its index again: other bytes may have been written into the same file."""

@@ -17,6 +17,7 @@ from dtrain.data import shard_source as shard_source_module
 from dtrain.data.augment import Augment, ColorJitter, Compose, Flip, RandomResizedCrop
 from dtrain.data.batch import Transfer
 from dtrain.data.collate import Collator, FieldBuffer
+from dtrain.data.decode import decode
 from dtrain.data.fields import DataError, parse_fields
 from dtrain.data.shard_source import ShardSource
 from dtrain.precision import Precision
@@ -193,12 +194,12 @@ def test_an_augmentation_that_loses_a_field_is_told_which(tmp_path: Path) -> Non
 
 def make_column(rows: int, ext: str = "npy", precision: str = "fp32", **options: Any) -> FieldBuffer:
     fields = parse_fields({ext: {"name": "x", **options}})
-    return FieldBuffer(fields[0], rows, Transfer(fields, Precision(precision)))
+    return FieldBuffer(fields[0], rows, Transfer(fields, Precision(precision)), decode, "shard.tar/{}".format)
 
 
 def filled(column: FieldBuffer, values: list[Any]) -> Tensor | list[Any]:
     for row, value in enumerate(values):
-        column.put(row, value, f"shard.tar/{row}")
+        column.put(row, value)
     return column.data()
 
 
@@ -227,7 +228,7 @@ def test_arrays_may_be_strided_read_only_or_tensors() -> None:
 def test_masked_rows_repeat_others_of_any_type(dtype: str) -> None:
     column = make_column(4)
     for row in (1, 3):
-        column.put(row, np.array([row, 0]).astype(dtype), "shard.tar/x")
+        column.put(row, np.array([row, 0]).astype(dtype))
     column.repeat([1, 3], [0, 2])
     got = column.data()
     assert isinstance(got, Tensor)
@@ -277,14 +278,14 @@ def test_everything_else_becomes_a_list() -> None:
 def test_a_decoder_may_write_into_the_column() -> None:
     column = make_column(3, "jpg", role="image")
     assert column.target(0) is None  # nobody knows the size yet
-    column.put(0, np.full((2, 4, 3), 7, np.uint8), "a")
+    column.put(0, np.full((2, 4, 3), 7, np.uint8))
     target = column.target(2)
     assert target is not None
     assert target.shape == (2, 4, 3)
     target[...] = 9
-    column.put(2, target, "c")
+    column.put(2, target)
     column.target(1)
-    column.put(1, np.full((2, 4, 3), 8, np.uint8), "b")  # another array than the target counts
+    column.put(1, np.full((2, 4, 3), 8, np.uint8))  # another array than the target counts
     got = column.data()
     assert isinstance(got, Tensor)
     assert [row.unique().tolist() for row in got] == [[7], [8], [9]]
@@ -292,7 +293,7 @@ def test_a_decoder_may_write_into_the_column() -> None:
 
 def test_only_images_have_a_target() -> None:
     column = make_column(2, "npy")
-    column.put(0, np.zeros((2, 4, 3), np.uint8), "a")
+    column.put(0, np.zeros((2, 4, 3), np.uint8))
     assert column.target(1) is None
 
 
@@ -300,7 +301,7 @@ def test_rows_are_repeated_in_tensors_and_in_lists() -> None:
     for ext, values in (("npy", [np.array([row]) for row in range(4)]), ("txt", ["0", "1", "2", "3"])):
         column = make_column(6, ext)
         for row, value in zip((0, 2, 3, 4), values, strict=True):
-            column.put(row, value, "key")
+            column.put(row, value)
         column.repeat([3, 0], [1, 5])
         got = column.data()
         found = got.flatten().tolist() if isinstance(got, Tensor) else [int(value) for value in got]
@@ -346,7 +347,7 @@ def test_a_number_of_more_than_64_bits_is_refused() -> None:
 
 def test_rows_of_images_begin_where_libjpeg_turbo_writes_through_the_caches() -> None:
     column = make_column(4, "jpg")
-    column.put(0, np.zeros((32, 32, 3), np.uint8), "a")
+    column.put(0, np.zeros((32, 32, 3), np.uint8))
     tensor = column.data()
     assert isinstance(tensor, torch.Tensor)
     assert tensor.data_ptr() % 32 == 16
