@@ -298,6 +298,7 @@ class FieldBuffer:
         self._tensor: Tensor | None = None
         self._slots: Sequence[Tensor] = ()  # views of the tensor's rows
         self._array: np.ndarray | None = None  # the same memory, if numpy has the tensor's dtype
+        self._shape: tuple[int, ...] = ()  # of its rows
         self._target: np.ndarray | None = None
         self._objects: list[Any] | None = None
         self._first = (0, "")  # the first row that was set, and its shape or type
@@ -319,6 +320,9 @@ class FieldBuffer:
             return self._write_jpegs(rows, raws)
         if self._decode is decode_member and field.kind == "integer":
             return self._write_integers(rows, raws)
+        return self._write_each(rows, raws)
+
+    def _write_each(self, rows: Sequence[int], raws: Sequence[Any]) -> list[int]:
         return [row for row, raw in zip(rows, raws, strict=True) if not self._write(row, raw)]
 
     def _write(self, row: int, raw: Any) -> bool:
@@ -329,18 +333,18 @@ class FieldBuffer:
         return True
 
     def _write_jpegs(self, rows: Sequence[int], payloads: Sequence[bytes | memoryview]) -> list[int]:
-        failed, decode_jpeg, array = [], simplejpeg.decode_jpeg, self._array
+        failed, decode_jpeg, array, shape = [], simplejpeg.decode_jpeg, self._array, self._shape
         for row, payload in zip(rows, payloads, strict=True):
             if array is not None:
                 try:
                     # It fills the row, or less if the image is smaller.
-                    if decode_jpeg(payload, "RGB", buffer=array[row]).shape == array.shape[1:]:
+                    if decode_jpeg(payload, "RGB", buffer=array[row]).shape == shape:
                         continue
                 except ValueError:
                     pass
             if not self._write(row, payload):  # the first image, or no JPEG
                 failed.append(row)
-            array = self._array
+            array, shape = self._array, self._shape
         return failed
 
     def _write_integers(self, rows: Sequence[int], payloads: Sequence[bytes | memoryview]) -> list[int]:
@@ -454,7 +458,7 @@ class FieldBuffer:
         # small one.
         self._slots = () if is_image else tensor.unbind()
         with suppress(TypeError):  # numpy does not have every dtype: no bf16, for example
-            self._array = tensor.numpy()
+            self._array, self._shape = tensor.numpy(), tuple(value.shape)
         self._first = (row, _describe(dtype, value.shape))
         return tensor
 

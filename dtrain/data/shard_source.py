@@ -19,6 +19,7 @@ import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from dtrain.data.node_cache import CachedShard, CacheFull, CachePolicy
 from dtrain.data.shard_file import (
     LocalFile,
     NoRanges,
+    RemoteFile,
     ShardChanged,
     ShardFile,
     Stamp,
@@ -159,27 +161,26 @@ class ShardSampleReader(Reader):
         """The bytes of each member; shards that are read in place over the network are left to ``fetch``."""
         index = self._index
         # One look-up for all: numpy's cost for a single number is that of many.
-        offsets, sizes = index.offsets[samples], index.sizes[samples]
-        complete = (offsets >= 0).all(axis=1) & (sizes <= MAX_MEMBER_BYTES).all(axis=1)
+        shards, offsets, sizes = index.shards_of(samples), index.offsets[samples], index.sizes[samples]
         starts, lengths = joint_reads(offsets, sizes)
-        regular = np.flatnonzero(complete & (lengths >= 0))
-        begins = (offsets - starts[:, np.newaxis])[regular].T
-        pieces = [*zip(begins.tolist(), (begins + sizes[regular].T).tolist(), strict=True)]
-        shards, starts, lengths = index.shards_of(samples)[regular], starts[regular], lengths[regular]
+        positions = np.flatnonzero((starts >= 0) & (lengths > 0) & (lengths <= MAX_MEMBER_BYTES))
+        if len(positions) < len(samples):
+            shards, offsets, sizes, starts, lengths = (
+                column[positions] for column in (shards, offsets, sizes, starts, lengths)
+            )
+        begins = offsets.T - starts
+        members = [*zip(begins.tolist(), (begins + sizes.T).tolist(), strict=True)]
+        columns = [column.tolist() for column in (positions, shards, starts, lengths)]
         # Of small samples many are read before they are decoded, of large ones one: they stay in the CPU's cache.
-        ends = np.flatnonzero(np.diff(np.cumsum(lengths) // _BLOCK_BYTES, append=-1)) + 1
-        positions, spans = regular.tolist(), (shards.tolist(), starts.tolist(), lengths.tolist())
-        for first, end in itertools.pairwise([0, *ends.tolist()]):
-            block = slice(first, end)
-            data = self._reader.read_all(*(column[block] for column in spans))
-            columns: list[list[Any]] = [positions[block]]
-            columns += [
-                [one[begin:end] for one, begin, end in zip(data, begins[block], ends[block], strict=True)]
-                for begins, ends in pieces
-            ]
+        together = max(1, _BLOCK_BYTES * len(positions) // max(1, int(lengths.sum())))
+        for first in range(0, len(positions), together):
+            block = slice(first, first + together)
+            numbers, *spans = (column[block] for column in columns)
+            data = self._reader.read_all(*spans)
+            raws = [list(map(getitem, data, map(slice, begins[block], ends[block]))) for begins, ends in members]
             if not all(data):
-                columns = [list(itertools.compress(column, data)) for column in columns]
-            yield columns[0], columns[1:]
+                numbers, *raws = (list(itertools.compress(column, data)) for column in (numbers, *raws))
+            yield numbers, raws
 
     def check(self, sample: int) -> None:
         """Compares the sample's shard with its index."""
@@ -273,26 +274,31 @@ class ShardReader:
 
     def read_all(
         self, shards: Sequence[int], starts: Sequence[int], lengths: Sequence[int]
-    ) -> list[bytes | memoryview]:
-        """Ranges of files, in one flat loop; empty where ``read`` has to be called, which may fail or take long."""
-        found: list[bytes | memoryview] = []
-        current, pread = -1, os.pread
-        for shard, start, length in zip(shards, starts, lengths, strict=True):
-            data: bytes | memoryview = b""
-            try:
-                if shard != current:
-                    current, file = shard, self._file(shard)
-                    # Another shard may close this one, but none is opened before it has been read.
-                    descriptor = file.descriptor if isinstance(file, LocalFile) else -1
-                if descriptor >= 0:
-                    data = pread(descriptor, length, start)
-                elif isinstance(file, CachedShard):
-                    data = file.read(start, length)
-            except Exception:  # noqa: BLE001 - ``read`` raises it again
-                current = -1
-            # Copying a small piece is cheaper than a view of it.
-            found.append(b"" if len(data) != length else data if length < _COPIED else memoryview(data))
-        return found
+    ) -> Sequence[bytes | memoryview]:
+        """Ranges of files; empty where ``read`` has to be called, which may fail or take long."""
+        data: Sequence[bytes | memoryview]
+        distinct = dict.fromkeys(shards)
+        if len(distinct) > self._max_open:
+            half = len(shards) // 2
+            return [
+                *self.read_all(shards[:half], starts[:half], lengths[:half]),
+                *self.read_all(shards[half:], starts[half:], lengths[half:]),
+            ]
+        try:
+            opened = {shard: self._file(shard) for shard in distinct}
+            files = [opened[shard] for shard in shards]
+            if all(isinstance(file, LocalFile) for file in opened.values()):
+                # No Python code for each range.
+                data = list(map(os.pread, [file.descriptor for file in files], lengths, starts))  # type: ignore[attr-defined]
+            else:
+                spans = zip(files, starts, lengths, strict=True)
+                data = [b"" if isinstance(file, RemoteFile) else file.read(*span) for file, *span in spans]
+        except Exception:  # noqa: BLE001 - ``read`` raises it again
+            return [b""] * len(shards)
+        if list(map(len, data)) != lengths:
+            data = [one if len(one) == length else b"" for one, length in zip(data, lengths, strict=True)]
+        # Copying a small piece is cheaper than a view of it.
+        return data if max(lengths) < _COPIED else [memoryview(one) for one in data]
 
     def check(self, shard: int) -> None:
         """Compares an open shard with its index again: other bytes may have been written into the same file."""
