@@ -377,10 +377,11 @@ class FieldBuffer:
                 is_float = values.is_floating_point() or self.field.role == "feature"
                 values = values.to(torch.float32 if is_float else torch.int64)
         dtype = self._transfer.dtype(self.field.name, values.dtype)
-        self._tensor = values
-        if dtype != values.dtype:
-            self._tensor = _empty(values.shape, dtype)
-            self._transfer.cast(self.field.name, str, values, self._tensor)
+        self._tensor = tensor = values if dtype == values.dtype else _empty(tuple(values.shape), dtype)
+        if tensor is not values:
+            self._transfer.cast(self.field.name, str, values, tensor)
+        with suppress(TypeError):
+            self._array = tensor.numpy()
 
     def put(self, row: int, value: Any) -> None:
         """Sets a row; a value that a decoder has already written to ``target(row)`` is not copied again.
