@@ -221,11 +221,7 @@ class Collator:
             name = buffer.field.name
             crop = functools.partial(cropper.crop, rng=rng) if cropper and cropper.field == name else None
             # Further augmentations change the value, so it is not written into the batch yet.
-            decoded[name] = (
-                buffer.decode(row, one, crop)
-                if self._augment is None
-                else self._reader.decode(buffer.field, one, None, crop)
-            )
+            decoded[name] = buffer.decode(row, one, crop) if self._augment is None else buffer.decode_apart(one, crop)
         if self._augment is None:
             return list(decoded.values())
         values = self._augment(decoded, rng)
@@ -312,6 +308,12 @@ class FieldBuffer:
     def decode(self, row: int, raw: Any, crop: Callable[[int, int], Crop] | None = None) -> Any:
         """The value of a raw field, in ``target(row)`` if it fits there."""
         return self._decode(self.field, raw, self.target(row), crop)
+
+    def decode_apart(self, raw: Any, crop: Callable[[int, int], Crop] | None = None) -> Any:
+        """The same in memory of its own."""
+        # A JPEG of the size of earlier rows is decoded without reading its header first.
+        out = np.empty(self._shape, np.uint8) if self._shape and self.field.role == "image" else None
+        return self._decode(self.field, raw, out, crop)
 
     def write(self, rows: Sequence[int], raws: Sequence[Any]) -> list[int]:
         """Decodes and puts many rows; returns those that raised an exception, which ``decode`` and ``put`` raise again."""
