@@ -3,6 +3,9 @@
 * A row is *masked* if it has no sample or a bad one. A masked row repeats a valid row, so that BatchNorm gets the
   statistics of real samples.
 * The values of a sample depend on (seed, epoch, sample) only, not on the worker that reads it or on its neighbours.
+* There are two ways to fill a micro-batch, with equal results. The *fast path* (``_fill_fast``) reads and decodes many
+  samples at once, without keys and messages. Whatever it cannot do, for any reason, it leaves to the *careful path*
+  (``_fill``), one sample at a time, which decides whether a sample is bad and says why.
 * A ``FieldBuffer`` holds one field of all rows. Numbers are written directly into the tensor that is sent to the
   trainer, cast on the way: in a worker that tensor is in shared memory, so sending it copies nothing.
 """
