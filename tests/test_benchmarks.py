@@ -123,7 +123,7 @@ def test_class_mix_is_pearsons_statistic_over_its_degrees_of_freedom() -> None:
 
 @pytest.mark.slow
 def test_loader(tmp_path: Path) -> None:
-    rows = ("dtrain", "webdataset", "litdata", "mosaicml-streaming", "decoding alone")
+    rows = ("dtrain", "webdataset", "litdata", "mosaicml-streaming", "DALI", "decoding alone")
     [found] = quick("loader", tmp_path, "--images", "32x32", "--workers", "0", rows=rows)["measured"].values()
     rates = {(row["loader"], row["decoder"]): row["rounds"] for row in found}
     assert rates["dtrain", "simplejpeg"][0]["samples/s"] > 0

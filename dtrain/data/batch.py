@@ -18,10 +18,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dtrain.data.fields import DataError, Field, NoSuchField
+from dtrain.data.source import Index
 from dtrain.precision.policy import Precision
 
 ON_OVERFLOW = ("error", "clamp", "fp32")
@@ -34,7 +36,7 @@ class Batch(dict[str, Any]):
     """A micro-batch of one rank; ``batch[name]`` is a tensor ``[rows, ...]`` or, for text and bytes, a list.
 
     Attributes:
-        sample_keys: ``<shard>/<key>`` of each row; ``""`` where the row is masked.
+        rows: The samples of the rows; the constructor also takes their keys.
         valid: bool, shape ``[rows]``; false for rows that pad a short batch and for rows of bad samples.
         bad: One record for each bad sample of this micro-batch: its key, epoch, shard, offset and reason.
         transfer: The transfer dtypes, from which ``to`` converts; None after that.
@@ -44,20 +46,30 @@ class Batch(dict[str, Any]):
     def __init__(
         self,
         columns: Mapping[str, Any],
-        sample_keys: list[str],
+        rows: Rows | list[str],
         valid: Tensor,
         bad: Sequence[dict[str, Any]] = (),
         transfer: Transfer | None = None,
         transfer_bytes: int | None = None,
     ) -> None:
         super().__init__(columns)
-        self.sample_keys = sample_keys
+        self.rows = rows if isinstance(rows, Rows) else Rows(rows)
         self.valid = valid
         self.bad = list(bad)
         self.transfer = transfer
         if transfer_bytes is None:
             transfer_bytes = sum(column.nbytes for column in self.values() if isinstance(column, Tensor))
         self.transfer_bytes = transfer_bytes
+
+    @property
+    def sample_keys(self) -> list[str]:
+        """``<shard>/<key>`` of each row; ``""`` where the row is masked."""
+        return self.rows.keys
+
+    @property
+    def num_valid(self) -> int:
+        """The number of valid rows, without waiting for the device."""
+        return self.rows.num_valid
 
     def __missing__(self, name: str) -> Any:
         raise NoSuchField(
@@ -89,7 +101,7 @@ class Batch(dict[str, Any]):
         return self
 
     def __copy__(self) -> Batch:
-        return Batch(self, self.sample_keys, self.valid, self.bad, self.transfer, self.transfer_bytes)
+        return self._map(lambda tensor: tensor)
 
     def clone(self) -> Batch:
         """A copy that shares no tensor with this one."""
@@ -106,7 +118,45 @@ class Batch(dict[str, Any]):
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         columns = {name: function(column) if isinstance(column, Tensor) else column for name, column in self.items()}
-        return Batch(columns, self.sample_keys, function(self.valid), self.bad, self.transfer, self.transfer_bytes)
+        return Batch(columns, self.rows, function(self.valid), self.bad, self.transfer, self.transfer_bytes)
+
+
+class Rows:
+    """The samples of a batch's rows.
+
+    Strings take long to make and to send, and most keys are never looked at. So a worker sends the numbers of the samples,
+    and the keys are made when they are first asked for.
+
+    Args:
+        samples: The number of each row's sample, int64, shape ``[rows]``, -1 where the row is masked; or its key, ``""``
+            where the row is masked.
+        index: Has the keys of numbered samples. It is not sent: the loader sets it, also an attribute.
+    """
+
+    def __init__(self, samples: np.ndarray | list[str], index: Index | None = None) -> None:
+        self._samples = samples
+        self.index = index
+
+    @property
+    def keys(self) -> list[str]:
+        """The key of each row; ``""`` where the row is masked."""
+        samples = self._samples
+        if isinstance(samples, np.ndarray):
+            assert self.index is not None
+            keys = iter(self.index.keys(samples[samples >= 0]))
+            samples = self._samples = [next(keys) if sample >= 0 else "" for sample in samples.tolist()]
+        return samples
+
+    @property
+    def num_valid(self) -> int:
+        """The number of rows that are not masked."""
+        samples = self._samples
+        if isinstance(samples, np.ndarray):
+            return int(np.count_nonzero(samples >= 0))
+        return len(samples) - samples.count("")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Rows, (self._samples,)
 
 
 class Transfer:
@@ -171,8 +221,8 @@ class Transfer:
         wanted = self._dtypes[name]
         return wanted if wanted is not None and own.is_floating_point else own
 
-    def cast(self, name: str, key: str, source: Tensor, out: Tensor) -> None:
-        """Writes a value of sample ``key`` into ``out``, a row of the same shape in the transfer dtype.
+    def cast(self, name: str, key: Callable[[], str], source: Tensor, out: Tensor) -> None:
+        """Writes a value of sample ``key()`` into ``out``, a row of the same shape in the transfer dtype.
 
         Raises:
             DataError: If a finite value is outside the range of the transfer dtype and is not clamped; names it.
@@ -193,7 +243,7 @@ class Transfer:
             return tensor.to(torch.float32).sub_(mean).div_(std).to(self._compute_dtype)
         return normalised(tensor, mean, std, self._compute_dtype).contiguous(memory_format=self._layout)
 
-    def _within_range(self, name: str, key: str, source: Tensor, dtype: torch.dtype) -> Tensor:
+    def _within_range(self, name: str, key: Callable[[], str], source: Tensor, dtype: torch.dtype) -> Tensor:
         # Checks the source, because finding infinities in the result of the cast takes ten times as long.
         limit = torch.finfo(dtype).max
         low, high = (value.item() for value in torch.aminmax(source)) if source.numel() else (0, 0)
@@ -207,7 +257,7 @@ class Transfer:
         if self._clamp:
             return torch.where(source.isfinite(), source.clamp(-limit, limit), source)
         raise DataError(
-            f"sample {key!r}: field {name!r} holds {worst:g}, outside the range of {_name(dtype)}, +-{limit:g}. Set "
+            f"sample {key()!r}: field {name!r} holds {worst:g}, outside the range of {_name(dtype)}, +-{limit:g}. Set "
             "data.on_overflow=fp32 to transfer features in fp32, or =clamp to clip them, or scale the field when packing."
         )
 

@@ -300,12 +300,11 @@ class ShardLoader:
                 "failed. Call epoch() again, which continues at the committed position."
             )
         batch = stream.take()
-        # Not sent with every batch: it is the same for all of them.
-        batch.transfer = self.transfer
+        # Not sent with every batch: they are the same for all of them.
+        batch.transfer, batch.rows.index = self.transfer, self.index
         self._uncommitted += 1
-        good = len(batch.sample_keys) - batch.sample_keys.count("")
         bad = batch.bad
-        self._budget.count(good, len(bad), bad[-1] if bad else {})
+        self._budget.count(batch.num_valid, len(bad), bad[-1] if bad else {})
         return batch
 
 

@@ -115,7 +115,7 @@ def evaluate(
         for number, batch in enumerate(loader.epoch(epoch)):
             if stop_vote is not None and stop_vote.agreed():
                 raise Interrupted
-            samples += sum(1 for key in batch.sample_keys if key)
+            samples += batch.num_valid
             bad += len(batch.bad)
             with precision.autocast(world.device.type):
                 sums.add(require_output(task(model, to_device(batch))))

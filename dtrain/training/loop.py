@@ -23,7 +23,7 @@ import torch.distributed as dist
 from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.schema import TrainConfig
 from dtrain.data import Batch
-from dtrain.data.batch import DeviceCopies
+from dtrain.data.batch import DeviceCopies, Rows
 from dtrain.data.sample_log import BadSampleBudget, SampleLog
 from dtrain.distributed.collectives import wait_for_all
 from dtrain.distributed.hang import Place
@@ -172,7 +172,7 @@ class Loop:
         """The progress of this rank, for the hang detection, which calls this in another thread."""
         step, loaders = self._run.step, (self._run.train_loader, self._run.eval_loader)
         progress = (step.step, *(loader.samples_received for loader in loaders if loader is not None))
-        return Place(step.step + 1, list(self._window.keys), progress, self._checkpoints.waits_for_disk)
+        return Place(step.step + 1, self._window.keys(), progress, self._checkpoints.waits_for_disk)
 
     # -- one step
 
@@ -197,7 +197,7 @@ class Loop:
             with profiler_label(DATA):
                 batch = next(batches)
             self._window.waited += time.monotonic() - started
-            self._window.keys += [key for key in batch.sample_keys if key]
+            self._window.rows.append(batch.rows)
             self._window.bad += batch.bad
             batch = self._to_device(batch)
             if run.step.step == number == 0:
@@ -215,7 +215,8 @@ class Loop:
         epoch, _ = loader.position
         used = loader.commit()
         # After the commit, so that the log of used samples never has a step that a resumed run repeats.
-        self._sample_log.write(self._run.step.step, window.keys, window.bad)
+        keys = window.keys() if self._run.cfg.data.record_keys else []
+        self._sample_log.write(self._run.step.step, keys, window.bad)
         self._last_bad = window.bad[-1] if window.bad else self._last_bad
         now = time.monotonic()
         totals.samples += used
@@ -383,6 +384,10 @@ class _Window:
     """Samples of one accumulation window on this rank, and the seconds that the loop waited for them."""
 
     def __init__(self) -> None:
-        self.keys: list[str] = []
+        self.rows: list[Rows] = []
         self.bad: list[dict[str, Any]] = []
         self.waited = 0.0
+
+    def keys(self) -> list[str]:
+        """Keys of the valid rows."""
+        return [key for rows in self.rows for key in rows.keys if key]

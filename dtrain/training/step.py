@@ -188,7 +188,8 @@ class TrainStep:
             # Seeded from the position, not from a saved generator state: a resumed run draws the same dropout, and no
             # generator state is needed in checkpoints.
             seed_generators(self.world.device, self._seed, self.step, number, self.world.rank)
-            observed = self._diagnosis.micro_batch(self.step + 1, number, batch.sample_keys)
+            keys = batch.sample_keys if self._diagnosis.armed else []
+            observed = self._diagnosis.micro_batch(self.step + 1, number, keys)
             with self._sync(last=number == micro_batches - 1), observed:
                 with profiler_label(FORWARD), self._autocast:
                     output = require_output(self.task(self.model, batch))
@@ -396,6 +397,6 @@ class _WindowCounts:
     nbytes: int = 0
 
     def add(self, batch: Batch) -> None:
-        self.samples += len(batch.sample_keys) - batch.sample_keys.count("")
+        self.samples += batch.num_valid
         self.bad += len(batch.bad)
         self.nbytes += batch.transfer_bytes
