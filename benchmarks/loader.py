@@ -46,8 +46,9 @@ from PIL import Image
 from benchmarks import harness
 from dtrain.data import ShardLoader
 from dtrain.data.augment import RandomResizedCrop
-from dtrain.data.collate import Collator, FieldBuffer
+from dtrain.data.collate import Collator
 from dtrain.data.dataset_index import DatasetIndex
+from dtrain.data.field_buffer import FieldBuffer
 from dtrain.data.order import EpochOrder
 from dtrain.data.shard_source import ShardReader
 

@@ -8,6 +8,7 @@ In reading order:
 * ``explain``: clear messages for the errors that Hydra raises.
 * ``torchrun_errors``: what torchrun shows when a rank fails.
 * ``run``: the run's name, its directory and saved config, which configs may resume it, and its command line.
+* ``trust``: which targets the saved config of somebody else's run may name.
 * ``instantiate``: objects from ``_target_`` nodes.
 * ``renamed_keys``: keys of earlier versions, and their new names.
 * ``errors``: errors that are shown without a traceback.

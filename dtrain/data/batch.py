@@ -124,13 +124,14 @@ class Batch(dict[str, Any]):
 class Rows:
     """The samples of a batch's rows.
 
-    Strings take long to make and to send, and most keys are never looked at. So a worker sends the numbers of the samples,
-    and the keys are made when they are first asked for.
+    Building and sending strings is slow, and most keys are never read. So a worker sends the numbers of the samples, and
+    the keys are built when they are first read.
 
     Args:
         samples: The number of each row's sample, int64, shape ``[rows]``, -1 where the row is masked; or its key, ``""``
             where the row is masked.
-        index: Has the keys of numbered samples. It is not sent: the loader sets it, also an attribute.
+        index: Has the keys of numbered samples. It is not pickled; the loader sets the attribute after it has received the
+            batch.
     """
 
     def __init__(self, samples: np.ndarray | list[str], index: Index | None = None) -> None:

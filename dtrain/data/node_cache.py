@@ -11,7 +11,7 @@
 * To make room, the least recently used copies are removed. The time of use is the file's modification time, because
   many file systems do not record the access time. A copy that a process has open is not removed, because its bytes
   would stay on the disk: readers hold a shared lock on it.
-* Nobody waits for room. If everything in the cache is in use, ``CacheInUse`` is raised and the shard is read in place.
+* No process waits for room. If everything in the cache is in use, ``CacheInUse`` is raised and the shard is read in place.
 """
 
 from __future__ import annotations

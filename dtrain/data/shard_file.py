@@ -475,7 +475,7 @@ def _explained(url: str, error: BaseException, attempts: int) -> OSError:
     told = f" (HTTP {status})" if status else ""
     kind = scheme(url)
     credentials = _CREDENTIALS.get(_ALIASES.get(kind, kind), "Set credentials that may read it.")
-    if kind == "hf" and status == 401:  # the hub does not tell
+    if kind == "hf" and status == 401:  # the hub does not say which of the two
         return PermissionError(f"{redacted(url)} does not exist, or is private{told}. Correct it, or: {credentials}")
     if isinstance(error, PermissionError) or status in (401, 403):
         return PermissionError(f"{redacted(url)}: access denied with the current credentials{told}. {credentials}")

@@ -3,7 +3,7 @@
 In reading order:
 
 * ``world``: rank, device and backend of this process, under torchrun or srun.
-* ``store``: rendezvous and published failures, by calls that end in time.
+* ``store``: rendezvous and published failures; calls with a time limit.
 * ``process_group``: joins and leaves the process group; network settings; which rank failed first.
 * ``collectives``: rank 0's decisions and all ranks' errors, shared by all ranks.
 * ``lock``: one job per run directory.

@@ -37,7 +37,7 @@ def replace_file(path: Path, *, concurrent: bool = False) -> Iterator[BinaryIO]:
     Raises:
         OSError: On a write failure; ``path`` is unchanged.
     """
-    # A folder of that name is not ours to delete.
+    # A folder of that name was not made by dtrain, so it is kept.
     staged = _staged(path, concurrent or _staged(path, False).is_dir())
     try:
         staged.unlink(missing_ok=True)  # left by a killed process; or a link, which must not be followed

@@ -99,7 +99,7 @@ class HangWatch:
             self._threads.append(threading.Thread(target=self._listen, name="hang listener", daemon=True))
 
     def __enter__(self) -> HangWatch:
-        self._limit_lock(self._timeouts[0])  # the watch may not get the lock once
+        self._limit_lock(self._timeouts[0])  # C code may hold the lock before the watch has run once
         for thread in self._threads:
             thread.start()
         return self
@@ -149,7 +149,7 @@ class HangWatch:
     # -- threads
 
     def _listen(self) -> None:
-        """Reads the store, and may be late for that."""
+        """Reads the store; a call may take long, so ``_watch`` does not wait for it."""
         while not self._left.wait(self._poll):
             with suppress(StoreLost):
                 hung, failed = self._store.read(_HUNG, FAILED)
@@ -189,7 +189,7 @@ class HangWatch:
     # -- ends
 
     def _fails(self, error: BaseException) -> None:
-        """The main thread is on its way out with an error: tells the others now, and limits the way."""
+        """Publishes the error with which the main thread ends, and limits the time of its cleanup."""
         if isinstance(error, (ConfigError, RankLost)) or self._left.is_set() or self._world.size == 1:
             return
         self._left.set()

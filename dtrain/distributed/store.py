@@ -1,7 +1,8 @@
-"""The store of the ranks: how they find each other, and how they tell each other why they end.
+"""The store of the ranks: rendezvous, and the error of the rank that failed first.
 
-* The *store* is a server on one machine, mostly that of rank 0. torch's client (2.9-2.13) has no time limit for most of
-  its calls: if that machine is lost, or the network to it, a call returns when TCP gives up, after a quarter of an hour.
+* The *store* is a key-value server (``TCPStore``) on one machine, usually that of rank 0. torch's client (2.9-2.13) has no
+  time limit for most of its calls: if that machine is lost, or the network to it, a call returns when TCP gives up, after a
+  quarter of an hour.
   ``GroupStore`` makes each call in a thread that it abandons, so that every call ends in time.
 * A rank that fails *publishes* its error. The others end because of it, and only the first error is shown as the reason.
 * Rendezvous: torchrun keeps one store over all restarts of its workers, without a prefix for each (torch 2.9-2.13). An

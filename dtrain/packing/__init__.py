@@ -5,7 +5,7 @@ Files in reading order:
 * ``command``: parts of all packing commands: splits, shard sizes, the preset that is written beside the shards.
 * ``staging``: a dataset while it is packed; interrupted commands resume, and shards appear only when all are written.
 * ``pool``: jobs on several processes.
-* ``images``, ``arrays``, ``text``: one file for each kind of source.
+* ``images``, ``arrays``, ``text``: one file for each kind of source. ``resizing``: smaller images, for ``--max-side``.
 * ``indexing``: ``pack index``.
 * ``standard_library``: a text corpus that every machine has, for examples and tests.
 """

@@ -63,7 +63,7 @@ class Sink(Protocol):
         """Takes a picture (``.png``) or a text (``.txt``)."""
 
     def alert(self, text: str) -> None:
-        """Takes a warning that a person should see soon."""
+        """Sends a warning that the user should see soon, if the sink can."""
 
     def finish(self, state: str, reason: str | None = None) -> None:
         """Ends with the state and reason that status.json has. No record follows."""

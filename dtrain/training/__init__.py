@@ -6,6 +6,8 @@
    ``schedule``, ``tensor_copies`` (averaged weights, buffers that a skip restores), ``checks`` (refused models and tasks),
    ``validation`` (all values, before anything is written).
 3. Saving and resuming: ``state`` (the content of a checkpoint), ``checkpoints`` (folders), ``checkpoint_manager`` (when, and in
-   a thread), ``resume`` (where a start begins and ends, weights of another run).
-4. Observing: ``run_logger`` (records, status, media, banner), ``metrics``, ``flops``, ``memory``, ``profiler``.
+   a thread), ``resume`` (where a start begins and ends, weights of another run), ``recovery`` (the others continue when a
+   rank is lost).
+4. Observing: ``run_logger`` (records, status, media, banner), ``metrics``, ``stragglers`` (slow ranks), ``flops``, ``memory``,
+   ``profiler``.
 """

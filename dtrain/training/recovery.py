@@ -92,9 +92,9 @@ class Recovery:
             try:
                 return start()
             except RankLost:
-                pass  # behind this block nothing refers to the stack any more
+                pass  # after this block nothing refers to the stack any more
             self._remember()
-            # A member that waits for this one, and not for the lost rank, notices only now.
+            # This closes the connections. A member that waits for this rank, and not for the lost one, gets its error only now.
             join_threads()
             self._generation += 1
 

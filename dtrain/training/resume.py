@@ -2,7 +2,7 @@
 
 * All functions but ``EarlierStarts.prepare`` only read. Whatever they refuse leaves the run directory as it is.
 * A run *shows progress* if its status, metrics or sample logs have a step. Without a whole checkpoint it is refused, unless
-  none was ever saved: a run that was killed before its first save begins again at step 0, without a person.
+  none was ever saved: a run that was killed before its first save begins again at step 0 by itself.
 * A run that is *finished* is not started again by the command that finished it. A longer one extends it. A command that asks
   for fewer steps than the run has done is refused.
 * ``run.weights_from`` is for the same model: all names and shapes must be equal. ``run.warm_start`` is for another model:
@@ -34,7 +34,7 @@ from dtrain.training.checkpoints import Checkpoints, verify_folder
 from dtrain.training.schedule import step_limits
 from dtrain.training.state import TrainState, weight_problems
 
-# Set by torchrun, SLURM and dtrain's batch script when the same command runs again without a person.
+# Set by torchrun, SLURM and dtrain's batch script when they start the same command again.
 _AUTOMATIC_STARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "DTRAIN_STARTS")
 
 

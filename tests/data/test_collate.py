@@ -22,9 +22,10 @@ from dtrain.data import ShardLoader
 from dtrain.data import shard_source as shard_source_module
 from dtrain.data.augment import Augment, ColorJitter, Compose, Flip, RandomResizedCrop
 from dtrain.data.batch import Transfer
-from dtrain.data.collate import Collator, FieldBuffer
+from dtrain.data.collate import Collator
 from dtrain.data.datasets import SampleSource
 from dtrain.data.decode import decode
+from dtrain.data.field_buffer import FieldBuffer
 from dtrain.data.fields import DataError, parse_fields
 from dtrain.data.shard_file import ShardChanged
 from dtrain.data.shard_source import ShardSource
@@ -517,7 +518,9 @@ def outcome(collator: Collator, samples: np.ndarray, count: int) -> Any:
 def test_both_paths_give_the_same_batches_and_the_same_errors(
     tmp_path: Path, kinds: list[str], rows: list[int], precision: str, augment: Augment | None, block: int
 ) -> None:
-    samples = [(f"{n} {kind}".replace(" ", "-"), (KINDS | CLASHES)[kind]) for n, kind in enumerate(kinds)]
+    samples = [
+        (f"{n} {kind}".replace(" ", "-"), (KINDS | CLASHES)[kind]) for n, kind in enumerate([*kinds, "good"])
+    ]  # one has all fields
     folder = Path(tempfile.mkdtemp(dir=tmp_path))
     half = len(samples) // 2
     paths = [write_tar(folder / "a.tar", samples[:half]), write_tar(folder / "b.tar", samples[half:])]

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 from dtrain.data import Batch, Generated, ShardLoader
-from dtrain.data import collate as collate_module
+from dtrain.data import field_buffer as field_buffer_module
 from dtrain.data import ipc as ipc_module
 from dtrain.data import workers as workers_module
 from dtrain.data.batch import Transfer
@@ -344,8 +344,10 @@ def test_shared_memory_that_is_full_is_named_with_its_size_and_no_sample(
 
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared", classmethod(no_space))
     monkeypatch.setattr(ipc_module, "MIN_FILE_BYTES", 1)
-    monkeypatch.setattr(collate_module, "get_worker_info", lambda: SimpleNamespace())
-    images = ShardLoader.over({"x": np.zeros((9, 8, 8, 3), np.uint8)}, IMAGES, global_batch_size=9, num_workers=0)
+    monkeypatch.setattr(field_buffer_module, "get_worker_info", lambda: SimpleNamespace())
+    arrays = {"x": np.zeros((9, 8, 8, 3), np.uint8)}
+    # With an augmentation, the rows are written one by one.
+    images = ShardLoader.over(arrays, IMAGES, global_batch_size=9, num_workers=0, augment=lambda sample, rng: sample)
     size = f"{shutil.disk_usage('/dev/shm').total / 1e6:,.0f} MB"
     with refused(SharedMemoryFull, "/dev/shm", size, "--shm-size", "data.num_workers") as raised:
         next(iter(images))
