@@ -161,6 +161,10 @@ class ShardSampleReader(Reader):
         """Prefetches shards into the node cache."""
         self._reader.expect(ahead)
 
+    def share_files(self, readers: int) -> None:
+        """Keeps fewer shards open."""
+        self._reader.max_open = max(1, self._reader.max_open // readers)
+
     def close(self) -> None:
         """Closes the shards."""
         self._reader.close()
@@ -197,7 +201,7 @@ class ShardReader:
         policy: CachePolicy | None = None,
     ) -> None:
         self._paths = paths
-        self._max_open = _default_max_open() if max_open is None else max_open
+        self.max_open = _default_max_open() if max_open is None else max_open
         self._stamp = stamp
         self._policy = policy
         self._open: OrderedDict[int, ShardFile] = OrderedDict()
@@ -295,7 +299,7 @@ class ShardReader:
         before = self._open.pop(shard, None)
         if before is not None:
             before.close()
-        elif len(self._open) >= self._max_open:
+        elif len(self._open) >= self.max_open:
             closed, oldest = self._open.popitem(last=False)
             self._waiting.discard(closed)
             oldest.close()
