@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from dtrain.data.order import EpochLine, Layout, Recipe, check_range, lane_bounds
+from dtrain.data.order import EpochLine, Layout, Recipe, check_range, lane_bounds, permutation_key
 from dtrain.data.randomness import permute
 from dtrain.data.source import Index
 
@@ -247,14 +247,15 @@ class MixedSources:
         epoch, inside = np.divmod(position, self._lengths[source, lane])
         place = self._bounds[source, lane] + inside
         groups = list(self._groups(source, epoch))
-        start, size, key = np.zeros_like(place), np.ones_like(place), np.zeros(place.shape, np.uint64)
+        start, size, key = np.empty_like(place), np.empty_like(place), np.empty(place.shape, np.uint64)
         for rows, line, _ in groups:
             if beside:
-                place[rows] = line.beside(place[rows])
+                place[rows] = line.beside(place[rows], lane[rows])
             if self._shuffled:
-                start[rows], size[rows], key[rows] = line.permutations(place[rows])
+                start[rows], size[rows] = line.permutations(place[rows], lane[rows])
+                key[rows] = line.key
         if self._shuffled:  # all sources at once: the time of a call hardly depends on its size
-            place = start + permute(place - start, size, key)
+            place = start + permute(place - start, size, permutation_key(self._recipes[0], key, start))
         samples = np.empty_like(place)
         for rows, line, number in groups:
             samples[rows] = line.samples(place[rows]) + self.first_samples[number]
@@ -375,9 +376,8 @@ class MixtureOrder:
         check_range("step", steps, self.first_step, self.num_steps)
         check_range("slot", slots, -1, self._batch)
         each, row = np.unique(steps, return_inverse=True)
-        run_step = self.start + each
-        before = self._sources.lane_positions(self._deal.at(run_step))
-        after = self._sources.lane_positions(self._deal.at(run_step + 1))
+        run_steps = self.start + np.concatenate([each, each + 1])
+        before, after = np.split(self._sources.lane_positions(self._deal.at(run_steps)), 2)
         # A cell is what one source gives from one lane in one step. The cells of a step are ordered by lane, then by source.
         begins = before.transpose(0, 2, 1).reshape(-1)
         ends = np.cumsum((after - before).transpose(0, 2, 1).reshape(-1))  # each step has `batch` samples

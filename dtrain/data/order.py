@@ -155,7 +155,8 @@ class EpochOrder:
         """
         place = self._places(steps, slots)
         filled = place >= 0
-        place[filled] = self._line.beside(place[filled])
+        at = place[filled]
+        place[filled] = self._line.beside(at, self._line.lane_of(at))
         return self._samples(place)
 
     def shards_ahead(self, step: int, slots: np.ndarray, most: int) -> np.ndarray:
@@ -190,8 +191,8 @@ class EpochOrder:
         filled = place >= 0
         at = place[filled]
         if self.recipe.shuffle != "none":
-            start, size, key = self._line.permutations(at)
-            at = start + permute(at - start, size, key)
+            start, size = self._line.permutations(at, self._line.lane_of(at))
+            at = start + permute(at - start, size, permutation_key(self.recipe, self._line.key, start))
         samples[filled] = self._line.samples(at)
         return samples
 
@@ -208,6 +209,7 @@ class EpochLine:
     Attributes:
         num_samples: Places of the line.
         bounds: First place of each lane, and the end, int64, shape ``[lanes + 1]``.
+        key: Key of the permutations, uint64, shape ``[]``.
     """
 
     def __init__(self, counts: np.ndarray, recipe: Recipe, epoch: int, lanes: int) -> None:
@@ -217,29 +219,34 @@ class EpochLine:
         shards = np.arange(len(counts), dtype=np.int64)
         if recipe.shuffle == "window":
             shards = permute(shards, max(len(counts), 1), hash64(recipe.seed, epoch, _SHARDS))
-        self._key = hash64(recipe.seed, epoch, _WINDOW if recipe.shuffle == "window" else _FULL)
+        self.key = hash64(recipe.seed, epoch, _WINDOW if recipe.shuffle == "window" else _FULL)
         self._shards = shards
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts[shards])])  # first place of each shard
         self._first_sample = (np.cumsum(counts) - counts)[shards]  # number of that shard's first sample
+        self._lane_shards = self._shard_at(self.bounds[:-1])
 
-    def permutations(self, place: np.ndarray) -> tuple[np.ndarray | int, np.ndarray | int, np.ndarray]:
-        """The permutation that each place belongs to: its first place, its size, and its key for ``permute``.
+    def permutations(self, place: np.ndarray, lane: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """First place and size of the permutation that each place of a lane belongs to, int64, of the shape of ``place``.
 
-        All are int64 (the key uint64), of the shape of ``place`` or ``[]``. There is none with ``shuffle="none"``.
+        There is none with ``shuffle="none"``.
         """
         if self._shuffle == "full":
-            return 0, self.num_samples, self._key
-        start, end = self._window_of(place)
-        return start, end - start, hash64(self._key.astype(np.int64), start)
+            return np.zeros_like(place), np.full_like(place, self.num_samples)
+        start, end = self._window_of(place, lane)
+        return start, end - start
 
     def samples(self, place: np.ndarray) -> np.ndarray:
         """The number of the sample at each place of the line, after the shuffle."""
         shard = self._shard_at(place)
         return self._first_sample[shard] + place - self._starts[shard]
 
-    def beside(self, place: np.ndarray) -> np.ndarray:
-        """The other place of each place's pair: see ``EpochOrder.partners``."""
-        start, end = self._lane_of(place)
+    def lane_of(self, place: np.ndarray) -> np.ndarray:
+        """The lane that contains each place."""
+        return np.searchsorted(self.bounds, place, side="right") - 1
+
+    def beside(self, place: np.ndarray, lane: np.ndarray) -> np.ndarray:
+        """The other place of each place's pair in its lane: see ``EpochOrder.partners``."""
+        start, end = self.bounds[lane], self.bounds[lane + 1]
         other = start + ((place - start) ^ 1)
         return np.where(other < end, other, np.maximum(other - 2, start))
 
@@ -247,31 +254,32 @@ class EpochLine:
         """Up to ``most`` shards from these places on, up to the ends of their lanes; see ``EpochOrder.shards_ahead``."""
         if self._shuffle == "full":  # any shard may be needed next
             return self._shards[:most]
-        begin = self._window_of(place)[0] if self._shuffle == "window" else place
-        _, lane_end = self._lane_of(place)
-        lanes = np.unique(np.stack([self._shard_at(begin), self._shard_at(lane_end - 1)], axis=1), axis=0)
+        lane = self.lane_of(place)
+        begin = self._window_of(place, lane)[0] if self._shuffle == "window" else place
+        last = self.bounds[lane + 1] - 1
+        lanes = np.unique(np.stack([self._shard_at(begin), self._shard_at(last)], axis=1), axis=0)
         ahead = lanes[:, :1] + np.arange(min(most, len(self._shards)))
         # Transposed: the first shard of every lane, then the second of every lane, and so on.
         nearest_first = ahead.T[(ahead <= lanes[:, 1:]).T]
         _, once = np.unique(nearest_first, return_index=True)
         return self._shards[nearest_first[np.sort(once)]][:most]
 
-    def _window_of(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        lane_start, lane_end = self._lane_of(place)
-        lane_shard = self._shard_at(lane_start)
+    def _window_of(self, place: np.ndarray, lane: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        lane_shard = self._lane_shards[lane]
         number = (self._shard_at(place) - lane_shard) // self._window
         first = lane_shard + number * self._window
         last = np.minimum(first + self._window, len(self._starts) - 1)
-        return np.maximum(self._starts[first], lane_start), np.minimum(self._starts[last], lane_end)
-
-    def _lane_of(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """First place and end of the lane that contains each place."""
-        lane = np.searchsorted(self.bounds, place, side="right") - 1
-        return self.bounds[lane], self.bounds[lane + 1]
+        start = np.maximum(self._starts[first], self.bounds[lane])
+        return start, np.minimum(self._starts[last], self.bounds[lane + 1])
 
     def _shard_at(self, place: np.ndarray) -> np.ndarray:
         """Index into the permuted shards of the shard at each place."""
         return np.searchsorted(self._starts, place, side="right") - 1
+
+
+def permutation_key(recipe: Recipe, key: np.ndarray, start: np.ndarray) -> np.ndarray:
+    """The key, for ``permute``, of the permutation that begins at place ``start`` of the line with this key."""
+    return hash64(key.astype(np.int64), start) if recipe.shuffle == "window" else key
 
 
 def lane_bounds(num_samples: int, lanes: int) -> np.ndarray:
