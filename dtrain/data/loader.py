@@ -144,7 +144,7 @@ class ShardLoader:
             )
         self.steps_per_epoch = self._position.steps_per_epoch
         self.micro_batches_per_step = self._share.micro_batches_per_step
-        self._names = tuple(self.samples_by_source)
+        self._names = tuple(self.samples_by_source())
         if not self.steps_per_epoch:
             raise ValueError(
                 f"{self.index.num_samples} samples do not fill one global batch of {global_batch_size}, and tail is "
@@ -255,10 +255,9 @@ class ShardLoader:
         """Global batches from the committed position to the start of an epoch; below 0 if the position is past it."""
         return self._position.steps_until(epoch)
 
-    @property
-    def samples_by_source(self) -> dict[str, int]:
-        """Committed samples of each source of a mixture, over all its epochs; {} without a mixture."""
-        return self._position.drawn if isinstance(self._position, MixturePosition) else {}
+    def samples_by_source(self, steps_ahead: int = 0) -> dict[str, int]:
+        """Samples of each source of a mixture, over all its epochs, once so many more steps are committed; {} without one."""
+        return self._position.drawn(steps_ahead) if isinstance(self._position, MixturePosition) else {}
 
     def commit(self) -> int:
         """Advances the position by one global batch; after the last one of epoch *n* it is the start of epoch *n* + 1.

@@ -258,6 +258,12 @@ def _check_sum(schedules: Sequence[Schedule], step: int) -> None:
             )
 
 
+def _weight_text(points: Schedule) -> str:
+    if len(points) == 1:
+        return f"{points[0][1]:.4g}"
+    return ", ".join(f"{weight:.4g} at step {step:,}" for step, weight in points)
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -368,9 +374,12 @@ class MixtureSource(Source):
         raise TypeError("a mixture has no reader of its own: open its sources.")
 
     def summary(self) -> str:
-        """``1,000 samples in 10 shards of 2 sources``; each source in a line of its own follows."""
-        lines = [f"{self.index.num_samples:,} samples of {len(self.sources)} sources"]
-        lines += [f"{name}: {source.summary()}" for name, source in zip(self.names, self.sources, strict=True)]
+        """``1,000 samples of 2 sources``, and a line for each source."""
+        lines = [f"{self.index.num_samples:,} samples of {len(self.sources)} {'sources' if self.mixed else 'sets'}"]
+        for number, (name, source) in enumerate(zip(self.names, self.sources, strict=True)):
+            lines.append(f"{name}: {source.summary()}")
+            if self._deal is not None:
+                lines[-1] += f", weight {_weight_text(self._deal[0][number])}"
         return "\n".join(lines)
 
     def position(

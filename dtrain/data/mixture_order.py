@@ -484,10 +484,9 @@ class MixturePosition:
         """Steps of the epoch that are not committed yet."""
         return self.order.num_steps - self.step
 
-    @property
-    def drawn(self) -> dict[str, int]:
-        """Committed samples of each source, over all its epochs."""
-        return self._by_name(self._deal.at(np.array([self.order.start + self.step]))[0].tolist())
+    def drawn(self, steps_ahead: int = 0) -> dict[str, int]:
+        """Samples of each source, over all its epochs, after so many more steps than are committed."""
+        return self._by_name(self._deal.at(np.array([self.order.start + self.step + steps_ahead]))[0].tolist())
 
     def advance(self) -> int:
         """Commits one step and returns its samples over all ranks, including bad ones; may begin the next epoch."""
@@ -528,7 +527,7 @@ class MixturePosition:
             "position": self.samples,
             "epoch_steps": self.step,
             "steps": self.order.start + self.step,
-            "drawn": self.drawn,
+            "drawn": self.drawn(),
             "plan": {
                 "global_batch_size": self._plan.global_batch_size,
                 "weights": self._by_name([[list(point) for point in points] for points in self._plan.weights]),

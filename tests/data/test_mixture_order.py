@@ -21,7 +21,7 @@ from tests.refusals import refused
 
 weights = st.floats(1e-4, 1)
 few = settings(deadline=None, max_examples=8)
-many = settings(deadline=None, max_examples=150)
+many = settings(deadline=None, max_examples=50)
 
 
 def constant(*values: float) -> tuple[Schedule, ...]:
@@ -220,7 +220,7 @@ def check_resuming(data: st.DataObject, sizes: list[int]) -> None:
         for source, count in Counter(source for source, _, _ in taken).items():
             share = plan.weights[source][0][1] / total
             assert abs(count - before[source] - len(new) * share) < max(2, plan.global_batch_size)
-        assert again.drawn == {f"s{n}": sum(one == n for one, _, _ in taken) for n in range(len(sizes))}
+        assert again.drawn() == {f"s{n}": sum(one == n for one, _, _ in taken) for n in range(len(sizes))}
         state = again.state_dict()
     check_exactly_once(taken, sizes)
 
@@ -258,11 +258,11 @@ def test_an_epoch_ends_with_the_step_in_which_the_source_of_epoch_of_ends_its_ep
         assert at.steps_until(3) == limits[3] - steps
         assert at.steps_of(epoch) == limits[epoch + 1] - limits[epoch] > 0
         while at.epoch == epoch:
-            drawn = at.drawn[f"s{epoch_of}"]
+            drawn = at.drawn()[f"s{epoch_of}"]
             assert drawn < (epoch + 1) * per_epoch * sizes[epoch_of]
             assert at.advance() == batch
             steps += 1
-        assert at.drawn[f"s{epoch_of}"] >= (epoch + 1) * per_epoch * sizes[epoch_of]
+        assert at.drawn()[f"s{epoch_of}"] >= (epoch + 1) * per_epoch * sizes[epoch_of]
         assert steps == limits[epoch + 1]
     at.begin(1)
     assert (at.epoch, at.step, at.steps_until(1), at.steps_until(0)) == (1, 0, 0, -limits[1])

@@ -184,7 +184,7 @@ def test_a_worker_that_is_packing_when_the_stream_is_closed_does_not_abort(
     start_method: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     loading = {"num_workers": 1, "prefetch_factor": 4, "multiprocessing_context": start_method}
-    stream = WorkerStream(EndlessBatches(), loading, (0, 0), (100, 100), 1)  # type: ignore[arg-type]
+    stream = WorkerStream(EndlessBatches(), loading, (0, 0), lambda epoch: 100, 1)  # type: ignore[arg-type]
     stream.take()
     stream.close()
     assert capfd.readouterr().err == ""
