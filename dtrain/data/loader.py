@@ -247,6 +247,11 @@ class ShardLoader:
         """The current epoch, and how many of its samples are committed."""
         return self._position.epoch, self._position.samples
 
+    @property
+    def epochs(self) -> float:
+        """Committed epochs, with the part of the current one."""
+        return self._position.epochs
+
     def steps_in(self, epochs: int) -> int:
         """Global batches of the first ``epochs`` epochs of a run with these settings."""
         return self._position.steps_in(epochs)

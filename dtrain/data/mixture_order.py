@@ -480,6 +480,11 @@ class MixturePosition:
         return self.order.position(self.step)
 
     @property
+    def epochs(self) -> float:
+        """Committed epochs, with the part of the current one."""
+        return self.epoch + self.step / self.order.num_steps
+
+    @property
     def steps_left(self) -> int:
         """Steps of the epoch that are not committed yet."""
         return self.order.num_steps - self.step

@@ -61,6 +61,11 @@ class Position:
         return self.order.position(self.step)
 
     @property
+    def epochs(self) -> float:
+        """Committed epochs, with the part of the current one."""
+        return self.epoch + self.samples / self.order.num_samples
+
+    @property
     def steps_left(self) -> int:
         """Steps of the epoch that are not committed yet."""
         return self.order.num_steps - self.step
