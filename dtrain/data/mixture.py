@@ -93,8 +93,10 @@ class _Sources:
             own = self._fields.get(name, fields)
             try:
                 opened.append(_open(name, data, own, rank, world_size, policy, shard_size))
-            except (ValueError, FileNotFoundError) as error:
-                raise type(error)(f"{self._key}.{name}: {error}") from error
+            except FileNotFoundError as error:
+                raise FileNotFoundError(f"{self._key}.{name}: {error}") from error
+            except ValueError as error:
+                raise ValueError(f"{self._key}.{name}: {error}") from error
         return opened
 
 
