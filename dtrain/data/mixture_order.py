@@ -621,13 +621,13 @@ class MixturePosition:
             changes = [f"{name} was removed" for name in state["sources"] if name not in self._names]
             changes += [f"{name} is new" for name in self._names if name not in state["sources"]]
             raise ValueError(
-                f"data.mixture: the set of sources changed since this state was saved: {', '.join(changes)}. Resume with "
+                f"the set of sources of data.mixture changed since this state was saved: {', '.join(changes)}. Resume with "
                 f"{', '.join(state['sources'])} (a weight of 0 turns a source off), or start a new run."
             )
         for name, index in zip(self._names, self._indexes, strict=True):
             if difference := index.difference(state["sources"][name]):
                 raise ValueError(
-                    f"data.mixture.{name}: the data changed since this state was saved: {difference} Resume with the old "
+                    f"the data of data.mixture.{name} changed since this state was saved: {difference} Resume with the old "
                     "shards, or start a new run."
                 )
         fixed = {"seed": self.recipe.seed, "shuffle": self.recipe.shuffle}

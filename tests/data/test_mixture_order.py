@@ -21,7 +21,7 @@ from tests.refusals import refused
 
 weights = st.floats(1e-4, 1)
 few = settings(deadline=None, max_examples=8)
-many = settings(deadline=None, max_examples=50)
+many = settings(deadline=None, max_examples=30)
 
 
 def constant(*values: float) -> tuple[Schedule, ...]:
