@@ -132,7 +132,7 @@ def _make_room(composed: DictConfig, override: Override) -> None:
         return
     node = _select(composed, path)
     if path in _WHOLE:
-        replaces = all(_WHOLE[path] in options for options in value.values() if isinstance(options, dict))
+        replaces = not node or all(_WHOLE[path] in it for it in value.values() if isinstance(it, dict))
     elif path == _SETS and "_target_" not in value:
         replaces = _is_mapping(node) and _target(node) is not None
     else:
