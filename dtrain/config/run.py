@@ -25,6 +25,7 @@ from dtrain.config.compose import Composed, portable, resolved
 from dtrain.config.errors import HIDDEN, SECRET_KEY, ConfigError, as_config_error, without_url_secrets
 from dtrain.config.renamed_keys import RENAMED_KEYS, rename_keys, rename_override
 from dtrain.config.schema import Config
+from dtrain.config.trust import TRUST, is_marked, mark, require_known
 
 #: Sections and keys that do not change the result of a run. They are not part of its default name, and a resumed run does not
 #: report that they changed. All other keys count, as soon as they differ from the schema's default.
@@ -37,6 +38,7 @@ WITHOUT_EFFECT_ON_THE_RESULT = (
     *("parallel.timeout_start", "parallel.timeout_step"),
 )
 _CONFIG, _OVERRIDES = "config.yaml", "overrides.yaml"
+_MARKS = "started"
 _RESTORE = "Restore it, or use another run.dir."
 
 
@@ -107,6 +109,7 @@ class Run:
             (self.dir / "logs").mkdir(parents=True, exist_ok=True)
             for name, content in ((_CONFIG, without_secrets(self.config)), (_OVERRIDES, source)):
                 _replace(self.dir / name, yaml.safe_dump(content, sort_keys=False))
+        mark(self.dir / _OVERRIDES, _MARKS)
 
 
 def take(arguments: Sequence[str], **defaults: str) -> tuple[dict[str, str], list[str]]:
@@ -138,11 +141,15 @@ def recompose(arguments: Sequence[str]) -> list[str]:
     """The command line of the run that ``run.dir=DIR`` names, with ``arguments`` applied on top.
 
     The config is composed anew from the saved command line, because group choices such as ``precision=bf16`` cannot be
-    applied to a resolved config.
+    applied to a resolved config. A run that this user did not start may only name known targets (``trust``), unless the
+    arguments have ``--trust``; of its other keys, those without effect on the result are left out, because they can name
+    files to write and commands to run.
 
     Raises:
-        ConfigError: If ``run.dir`` is not given or has no run, or ``overrides.yaml`` is damaged.
+        ConfigError: If ``run.dir`` is not given or has no run, ``overrides.yaml`` is damaged, or the run is not trusted.
     """
+    trusted = TRUST in arguments
+    arguments = [argument for argument in arguments if argument != TRUST]
     new = dict(argument.split("=", 1) for argument in arguments if re.match(r"[\w.+~@/]+=", argument))
     if "run.dir" not in new:
         raise ConfigError("run.dir=DIR is missing: name the directory of the run.")
@@ -158,6 +165,9 @@ def recompose(arguments: Sequence[str]) -> list[str]:
         raise ConfigError(f"{path}: lacks the lists overrides and config_dirs. {_RESTORE}")
     renamed = (rename_override(str(override)) for override in overrides)
     old = [override for override in renamed if override.partition("=")[0] not in new]
+    if not trusted and not is_marked(path, _MARKS):
+        old = [override for override in old if not _has_no_effect(override)]
+        require_known(path, old, config_dirs)
     folders = [part for folder in config_dirs for part in ("--config-dir", str(folder))]
     return [*folders, *old, *arguments]
 
@@ -239,6 +249,14 @@ def _with_effect(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         for key, value in config.items()
         if f"{prefix}{key}" not in WITHOUT_EFFECT_ON_THE_RESULT
     }
+
+
+def _has_no_effect(override: str) -> bool:
+    key = override.partition("=")[0].lstrip("+~")
+    # Variables have an effect where another key refers to them.
+    return key.split(".")[0] != "vars" and any(
+        key == name or key.startswith((f"{name}.", f"{name}/")) for name in WITHOUT_EFFECT_ON_THE_RESULT
+    )
 
 
 def _changed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,8 +3,7 @@
 An artefact is a folder that is either complete or absent. Loading one may run code: a safetensors artefact builds its model
 by ``_target_``, and torch programs hold code. Without ``trust``, two kinds of artefacts are loaded:
 
-* those that this user exported: a *mark* for each is an empty file in dtrain's cache, named by the SHA-256 of its
-  ``model.json``, which holds the SHA-256 of the model. The mark stays with the cache and is not copied with the artefact.
+* those that this user exported: their ``model.json``, which holds the SHA-256 of the model, has a mark (``config.trust``).
 * *harmless* ones: a graph without code, or a model that is built only by calling subclasses of ``torch.nn.Module``.
 """
 
@@ -13,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain.config.cache_dir import cache_dir
 from dtrain.config.errors import ConfigError
+from dtrain.config.trust import is_marked, mark
 from dtrain.deployment.description import DESCRIPTION, Description
 from dtrain.deployment.formats import FORMATS
 from dtrain.deployment.program import Program
@@ -31,6 +30,7 @@ from dtrain.precision import Precision
 
 REPORT = "report.json"
 _OWN_FILES = {*(form.file for form in FORMATS.values()), DESCRIPTION, REPORT}
+_MARKS = "exported"
 _TRUST = "If you trust the origin of the artefact, add --trust."
 
 
@@ -169,14 +169,11 @@ def replacing(out: Path) -> Iterator[Path]:
 
 def mark_trusted(folder: Path) -> None:
     """Marks an artefact as exported by this user, so that ``load`` does not need ``trust``; needs a writable cache."""
-    with suppress(OSError):
-        mark = _mark(folder)
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+    mark(folder / DESCRIPTION, _MARKS)
 
 
 def _require_trusted(folder: Path, description: Description) -> None:
-    if _mark(folder).exists():
+    if is_marked(folder / DESCRIPTION, _MARKS):
         return
     form = FORMATS[description.stored_as]
     if form.holds_code:
@@ -215,10 +212,6 @@ def _require_module_class(target: str, folder: Path) -> None:
             f"{folder}: its model is built by calling {target}, which is not a subclass of torch.nn.Module and could do "
             f"anything. {_TRUST}"
         )
-
-
-def _mark(folder: Path) -> Path:
-    return cache_dir() / "exported" / hashlib.sha256((folder / DESCRIPTION).read_bytes()).hexdigest()
 
 
 def _sha256(path: Path) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.run import recompose
+from dtrain.config.trust import is_marked
 from dtrain.launching import slurm
 from dtrain.launching.job import FINISHED, assignment
 from dtrain.launching.job_script import SCRIPT
@@ -236,10 +237,15 @@ def resume(directories: Sequence[Path], launch: Launch) -> int:
     """
     codes = []
     for run_dir in directories:
-        if (run_dir / SCRIPT).exists():
+        if (script := run_dir / SCRIPT).exists():
+            if not is_marked(script, "submitted"):
+                raise ConfigError(
+                    f"{script}: dtrain.launch did not write this batch script for you on this machine, or it was edited since. "
+                    f"It could do anything: read it, and submit it yourself: sbatch {shlex.quote(str(script))}"
+                )
             slurm.require_sbatch()
             slurm.refuse_second_job(run_dir)
-            slurm.write_job_id(run_dir, submitted := slurm.submit(run_dir / SCRIPT))
+            slurm.write_job_id(run_dir, submitted := slurm.submit(script))
             print(f"{run_dir}: submitted job {submitted}")
             codes.append(FINISHED)
         elif job_id := slurm.read_job_id(run_dir):

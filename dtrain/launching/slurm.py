@@ -24,6 +24,7 @@ import torch
 import dtrain
 from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.run import without_secrets
+from dtrain.config.trust import mark
 from dtrain.distributed.atomic import replace_file
 from dtrain.launching.job import FINISHED, STOPPED, Job, JobResult, StatusJudge
 from dtrain.launching.job_script import (
@@ -146,6 +147,7 @@ def _write_script(job: Job) -> None:
         log_path(job).parent.mkdir(parents=True, exist_ok=True)
         with replace_file(script_path(job)) as handle:
             handle.write(job_script(job).encode())
+    mark(script_path(job), "submitted")
     freeze_presets(job)
 
 

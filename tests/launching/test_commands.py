@@ -18,6 +18,7 @@ import yaml
 from dtrain import launch
 from dtrain.launching.commands import COMMANDS, newest_log, status_table
 from dtrain.tracking.run_dir import is_trained, write_status
+from tests.refusals import assert_refused
 from tests.runs import status, train_on
 
 
@@ -145,6 +146,15 @@ def test_resume_refuses_a_run_of_the_users_batch_script(tmp_path: Path, capsys: 
     (run / ".job").write_text("12\n")
     assert launch.main(["resume", str(run)]) == launch.FAILED
     assert f"RUN_DIR={run} sbatch slurm/..." in capsys.readouterr().err
+
+
+def test_resume_refuses_a_batch_script_that_dtrain_did_not_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "a", "stopped", {}, {"step": 3})
+    (run / "job.sbatch").write_text("#!/bin/bash\nrm -r everything\n")
+    assert launch.main(["resume", str(run)]) == launch.FAILED
+    assert_refused(capsys.readouterr().err, run / "job.sbatch", "", f"sbatch {run / 'job.sbatch'}")
 
 
 @pytest.mark.slow
