@@ -149,7 +149,8 @@ class _Apportionment:
         node = len(shares)
         while len(heap) > 1:
             (one, first), (other, second) = heapq.heappop(heap), heapq.heappop(heap)
-            ratio = round(one / (one + other) * 2**self._BITS) if one + other else 0
+            # At least 1: the lightest source comes some day, or an epoch of the mixture might never end.
+            ratio = max(round(one / (one + other) * 2**self._BITS), 1) if one else 0
             self._nodes.append((node, first, second, ratio))
             heapq.heappush(heap, (one + other, node))
             node += 1

@@ -124,6 +124,10 @@ def test_a_deal_is_exact_after_any_number_of_steps() -> None:
     assert drawn == [5 * 10**14, 25 * 10**13, 25 * 10**13]
 
 
+def test_the_lightest_source_comes_some_day() -> None:
+    assert 0 < Deal(constant(1, 1e-15, 0), 64).step_of(1, 3) < 10**9
+
+
 def test_a_deal_never_changes() -> None:
     """A resumed run finds its deal again after an upgrade."""
     drawn = Deal((((0, 0.7),), ((0, 0.2), (10, 0.4)), ((0, 1e-3),)), 32).at(np.array([1, 7, 100, 10**6]))
