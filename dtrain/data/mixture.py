@@ -16,6 +16,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import numpy as np
@@ -547,10 +548,16 @@ class MixtureCollator:
         column = empty_column((rows, *first.shape[1:]), first.dtype)
         if sum(len(at) for _, at, _ in having) < rows:
             column.zero_()
+        array = None
+        with suppress(TypeError):  # numpy does not have every dtype, but its copies start no threads
+            array = column.numpy()
         for source, at, part in having:
             if not isinstance(part, Tensor) or part.dtype != first.dtype or part.shape[1:] != first.shape[1:]:
                 raise self._clash(name, having[0], (source, at, part))
-            column[torch.from_numpy(at)] = part
+            if array is None:
+                column[torch.from_numpy(at)] = part
+            else:
+                array[at] = part.numpy()
         return column
 
     def _example(self, name: str) -> Tensor | list[Any]:
