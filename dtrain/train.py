@@ -19,7 +19,7 @@ from dtrain.distributed.process_exit import exit_with_torchrun
 from dtrain.distributed.process_group import process_group, settle_network
 from dtrain.distributed.stop import StopRequests, TimeLimit
 from dtrain.distributed.world import join_srun
-from dtrain.tracking import failures_recorded, open_rank_log, tracker_mode
+from dtrain.tracking import failures_recorded, open_rank_log, save_run, tracker_mode
 from dtrain.training.build import build_run
 from dtrain.training.hooks import build_hooks
 from dtrain.training.loop import Loop
@@ -38,6 +38,7 @@ def train(composed: compose.Composed) -> None:
     with (
         failures_recorded(identity.dir, compose.rank()) as failure,
         process_group(cfg.parallel.timeout_start) as world,
+        HangWatch(world, cfg.parallel, failure.write) as watch,
         run_lock(identity.dir) as claim_run_dir,
     ):
         # -- checks: before hours of indexing, not after
@@ -60,7 +61,8 @@ def train(composed: compose.Composed) -> None:
 
         # -- loop: accumulate -> vote -> apply or skip -> commit; all ranks evaluate, save and stop at the same steps
         claim_run_dir()
-        from_rank0(identity.save)
+        from_rank0(lambda: earlier.prepare(run))
+        from_rank0(lambda: save_run(identity))
         failure.starts(lambda: run.step.step, run.totals.times)
         open_rank_log(identity.dir, world.rank)
         run_logger = on_all_ranks(lambda: RunLogger.open(run, identity, end))
@@ -69,19 +71,17 @@ def train(composed: compose.Composed) -> None:
             run_logger.note(line)
         failure.on_failure = lambda reason: run_logger.finish("failed", reason)
         try:
-            with (
-                HangWatch(identity.dir / "logs", world, cfg.parallel, failure.write) as watch,
-                StopRequests(
-                    identity.dir / "STOP" if world.rank == 0 else None,
-                    failure.write,
-                    time_limit=time_limit,
-                    stuck=watch.declare,
-                ) as stop,
-            ):
+            stop_file = identity.dir / "STOP" if world.rank == 0 else None
+            with StopRequests(stop_file, time_limit=time_limit, stuck=watch.declare) as stop:
                 hooks.call("on_start", run)
                 loop = Loop(run, end, run_logger, stop, hooks)
-                watch.follow(loop.place)
-                state, reason = loop.run()
+                with watch.following(loop.place, identity.dir / "logs"):
+                    state, reason = loop.run()
+            if world.rank == 0 and tracker_mode(cfg.tracker) != "disabled":
+                from dtrain.reporting.health import problems_of  # importing it takes 0.1 s
+
+                if problems := problems_of(identity.dir):
+                    run_logger.alert(problems)
             run_logger.finish(state, reason)
         finally:
             run.train_loader.close()

@@ -32,7 +32,7 @@ from dtrain.data.fields import DataError, Field, parse_fields
 from dtrain.data.mixing import Mix
 from dtrain.data.mixture_order import MixturePosition, Plan, Schedule, weights_at
 from dtrain.data.node_cache import CachePolicy
-from dtrain.data.order import EpochOrder, Layout, Recipe
+from dtrain.data.order import EpochOrder, Layout, Recipe, choose_lanes
 from dtrain.data.position import Position
 from dtrain.data.randomness import hash64
 from dtrain.data.shard_source import ShardSource
@@ -390,7 +390,8 @@ class MixtureSource(Source):
     ) -> MixturePosition | Position:
         """The position at the start."""
         if self._deal is None:
-            return _SetsPosition(self, recipe, Layout(global_batch_size, 1))
+            lanes = choose_lanes(global_batch_size, lanes, recipe.shuffle)
+            return _SetsPosition(self, recipe, Layout(global_batch_size, lanes))
         weights, epoch_of = self._deal
         return MixturePosition(
             self.names,
@@ -398,7 +399,7 @@ class MixtureSource(Source):
             Plan(global_batch_size, weights, epoch_of),
             recipe,
             self._seeds(recipe.seed),
-            lanes=1 if recipe.shuffle != "window" else lanes,
+            lanes=1 if recipe.shuffle == "full" or (recipe.shuffle == "none" and lanes is None) else lanes,
             default_window=default_window,
         )
 
@@ -469,7 +470,7 @@ class MixtureCollator:
             parts = list(self._parts(filled, samples[filled], None if partners is None else partners[filled]))
         return self._joined(parts, len(samples), masked=not filled.size)
 
-    def expect(self, ahead: Callable[[int], np.ndarray]) -> None:
+    def expect(self, ahead: Callable[[int], np.ndarray], at_once: int | None = None) -> None:
         """See ``Reader.expect``; ``ahead`` counts shards over all sources."""
         for number, collator in enumerate(self._collators):
             first, end = self._first_shards[number : number + 2].tolist()
@@ -478,7 +479,7 @@ class MixtureCollator:
                 shards = ahead(most * len(self._collators))
                 return shards[(shards >= first) & (shards < end)][:most] - first
 
-            collator.expect(of_source)
+            collator.expect(of_source, at_once)
 
     def close(self) -> None:
         """Closes all sources."""
@@ -604,7 +605,7 @@ class _SetsOrder:
         self._firsts = epoch * index.num_samples + index.first_samples
         self._shards = np.cumsum([0, *(len(one.counts) for one in index.indexes)])
         self._begins = np.cumsum([0, *(order.num_steps for order in self._orders)])
-        self.layouts = (layout,)
+        self.recipe, self.layouts = recipe, (layout,)
         self.num_steps = int(self._begins[-1])
 
     def position(self, step: int) -> int:

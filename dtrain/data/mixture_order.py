@@ -199,13 +199,15 @@ class MixedSources:
         sizes: Samples of each source, int64, shape ``[sources]``.
         first_samples: Number of the first sample of each source, and the end: samples are counted over all sources.
         first_shards: The same for shards.
+        lanes: The argument.
+        recipe: That of the first source.
     """
 
     def __init__(self, counts: Sequence[np.ndarray], recipes: Sequence[Recipe], lanes: int) -> None:
         self.sizes = np.array([each.sum() for each in counts], np.int64)
         self.first_samples = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes)])
         self.first_shards = np.cumsum([0, *map(len, counts)])
-        self.lanes = lanes
+        self.lanes, self.recipe = lanes, recipes[0]
         self._counts, self._recipes = counts, recipes
         self._shuffled = recipes[0].shuffle != "none"
         self._lines: dict[tuple[int, int], EpochLine] = {}
@@ -328,6 +330,8 @@ class MixtureOrder:
 
     Attributes:
         start: The argument.
+        recipe: Shuffle and window of all sources.
+        layouts: Global batch size and lanes.
         first_step: First step of the deal in this epoch.
         num_steps: The argument.
     """
@@ -337,6 +341,7 @@ class MixtureOrder:
     ) -> None:
         self._sources, self._deal, self._batch = sources, deal, batch
         self._samples_before = samples_before
+        self.recipe, self.layouts = sources.recipe, (Layout(batch, sources.lanes),)
         self.start = start
         self.first_step = max(deal.step - start, 0)
         self.num_steps = num_steps
@@ -367,10 +372,17 @@ class MixtureOrder:
 
     def shards_ahead(self, step: int, slots: np.ndarray, most: int) -> np.ndarray:
         """Up to ``most`` shards that these slots read from ``step`` on; shards are counted over all sources."""
-        lanes, batch = self._sources.lanes, self._batch
-        first, end = int(slots.min()) * lanes // batch, -(-(int(slots.max()) + 1) * lanes // batch)
         drawn = self._deal.at(np.array([self.start + step]))[0]
-        return self._sources.shards_ahead(drawn, np.arange(first, end), most)
+        return self._sources.shards_ahead(drawn, self._lanes_of(slots), most)
+
+    def shards_at_once(self, slots: np.ndarray) -> int:
+        """The shards of one source that these slots read at a time: those of one shuffle window of each of their lanes."""
+        window = self.recipe.window if self.recipe.shuffle == "window" else 1
+        return (len(self._lanes_of(slots)) + 2) * window  # a few samples come from the neighbouring lanes
+
+    def _lanes_of(self, slots: np.ndarray) -> np.ndarray:
+        lanes, batch = self._sources.lanes, self._batch
+        return np.arange(int(slots.min()) * lanes // batch, -(-(int(slots.max()) + 1) * lanes // batch))
 
     def _located(self, steps: np.ndarray | int, slots: np.ndarray, *, beside: bool) -> np.ndarray:
         steps, slots = np.asarray(steps, np.int64), np.asarray(slots, np.int64)

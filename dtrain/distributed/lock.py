@@ -18,9 +18,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import BinaryIO
 
 from dtrain.config.errors import ConfigError, as_config_error
+from dtrain.distributed.atomic import open_to_append
 from dtrain.distributed.collectives import from_rank0
 
 # Seconds. A killed trainer's children end within seconds; an NFS server drops a dead client's locks after its lease,
@@ -65,7 +66,7 @@ class RunLock:
         self._dir = run_dir
         self._path = run_dir / ".lock"
         self._note = note
-        self._file: IO[Any] | None = None
+        self._file: BinaryIO | None = None
         self._found: object = None
         self.claimed = False
 
@@ -78,8 +79,8 @@ class RunLock:
         """
         with self._writable():
             _refuse_unwritable(self._dir)
-            if self._path.exists():
-                self._lock("r+")
+            if os.path.lexists(self._path):
+                self._lock()
             self._found = self._content()
 
     def claim(self) -> None:
@@ -92,7 +93,7 @@ class RunLock:
         with self._writable():
             self._dir.mkdir(parents=True, exist_ok=True)
             if self._file is None:
-                self._lock("a+")
+                self._lock()
                 if self._content() != self._found:
                     self.release()
                     raise ConfigError(
@@ -102,7 +103,7 @@ class RunLock:
             assert self._file is not None
             since = time.strftime("%Y-%m-%d %H:%M:%S")
             self._file.truncate(0)
-            self._file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}))
+            self._file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode())
             self._file.flush()
 
     def release(self) -> None:
@@ -123,8 +124,8 @@ class RunLock:
             return None
         return status.st_ino, status.st_mtime_ns
 
-    def _lock(self, mode: str) -> None:
-        file = self._path.open(mode)
+    def _lock(self) -> None:
+        file = open_to_append(self._path)
         # A forked loader worker would hold the lock for some seconds after this process was killed.
         os.register_at_fork(after_in_child=file.close)
         started, is_noted = time.monotonic(), False

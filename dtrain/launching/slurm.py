@@ -37,6 +37,7 @@ from dtrain.launching.job_script import (
 )
 from dtrain.launching.pool import Screen
 from dtrain.tracking.console import print_banner
+from dtrain.tracking.run_dir import save_run
 
 SECONDS_BETWEEN_SQUEUE = 10.0
 # Times in a row that squeue must not show a job before it counts as ended: other nodes see its last files a little later.
@@ -195,7 +196,7 @@ def _write_record(job: Job, job_id: str) -> None:
     write_job_id(job.run.dir, job_id)
     if not (job.run.dir / "config.yaml").exists():  # else dtrain.train records the changes when the run resumes
         with as_config_error("run.dir"):
-            job.run.save()
+            save_run(job.run)
 
 
 def _next_commands(job: Job, job_id: str) -> dict[str, str]:

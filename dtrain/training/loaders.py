@@ -20,6 +20,7 @@ from dtrain.data.fields import Field, parse_fields
 from dtrain.data.mixing import Mix
 from dtrain.data.mixture import EvaluationSets
 from dtrain.data.node_cache import CachePolicy
+from dtrain.data.order import choose_lanes
 from dtrain.data.stream import Stream, StreamLoader
 from dtrain.distributed.collectives import from_rank0
 from dtrain.distributed.world import World
@@ -62,13 +63,25 @@ def train_loader(cfg: Config, world: World, precision: Precision) -> ShardLoader
     )
 
 
-def eval_loader(cfg: Config, world: World, precision: Precision) -> ShardLoader | None:
-    """This rank's evaluation loader, in stored order, each sample once; None without ``data.eval``.
+def eval_loader(
+    cfg: Config, world: World, precision: Precision, *, in_stored_order: bool = False
+) -> ShardLoader | None:
+    """This rank's evaluation loader, each sample once; None without ``data.eval``.
+
+    Args:
+        cfg: The config.
+        world: The ranks.
+        precision: Decides the transfer dtypes.
+        in_stored_order: Without it, a step draws from several lanes in stored order, so that each rank opens about its
+            share of the shards. With it, every rank opens all of them.
 
     Raises:
         ConfigError: If shards, fields and sizes cannot work together.
     """
-    return _loader(cfg, world, precision, "eval", shuffle="none") if cfg.data.eval else None
+    if not cfg.data.eval:
+        return None
+    lanes = None if in_stored_order else choose_lanes(max(cfg.train.global_batch_size, 1), None, "window")
+    return _loader(cfg, world, precision, "eval", shuffle="none", lanes=lanes)
 
 
 def check_same_data(train: ShardLoader | None, evaluation: ShardLoader | None) -> None:
@@ -199,7 +212,8 @@ def build_sets(data: DataConfig, *, build: bool = True) -> EvaluationSets:
     with as_config_error("data.eval"):
         sets = {str(name): _source(f"data.eval.{name}", named, build) for name, named in data.eval.items()}
         sources = {name: data.mixture[name] for name in sets if isinstance(data.mixture.get(name), DictConfig)}
-        fields = {name: _plain(source.fields) for name, source in sources.items() if source.get("fields") is not None}
+        own = {name: _plain(source.fields) for name, source in sources.items() if source.get("fields") is not None}
+        fields = {name: _in_the_middle(of_source) for name, of_source in own.items()}
         return EvaluationSets(sets, fields=fields, missing=data.missing)
 
 
@@ -233,7 +247,9 @@ def _loader(cfg: Config, world: World, precision: Precision, split: str, **order
             f"data.{split} is not set. Name shards, such as 'data.{split}=\"shards/{{000..009}}.tar\"', or a dataset by its "
             "_target_ (data=map)."
         )
-    named = None if mixed else data[split]  # type: ignore[index]
+    named, fields = None if mixed else data[split], _plain(data.fields)  # type: ignore[index]
+    if split == "eval":
+        fields = _in_the_middle(fields)
     options: dict[str, Any] = {
         "global_batch_size": cfg.train.global_batch_size,
         "micro_batch_size": cfg.train.micro_batch_size,
@@ -255,16 +271,16 @@ def _loader(cfg: Config, world: World, precision: Precision, split: str, **order
     if mixed or (split == "eval" and _are_sets(named)):
         sources = build_mixture(data) if mixed else build_sets(data)
         with as_config_error("data.mixture" if mixed else "data.eval"):
-            return ShardLoader(sources, _plain(data.fields), policy=policy, shard_size=data.shard_size, **options)
+            return ShardLoader(sources, fields, policy=policy, shard_size=data.shard_size, **options)
     with as_config_error(f"data.{split}"):
         if isinstance(named, DictConfig):
             dataset = by_target(f"data.{split}", named)
             if isinstance(dataset, Stream):
-                return StreamLoader(dataset, _plain(data.fields), **options)
-            return ShardLoader.over(dataset, _plain(data.fields), shard_size=data.shard_size, **options)
+                return StreamLoader(dataset, fields, **options)
+            return ShardLoader.over(dataset, fields, shard_size=data.shard_size, **options)
         assert named is not None
         patterns = named if isinstance(named, str) else list(named)
-        return ShardLoader(patterns, _plain(data.fields), policy=policy, **options)
+        return ShardLoader(patterns, fields, policy=policy, **options)
 
 
 def build_mix(node: Any) -> Mix:
@@ -294,6 +310,17 @@ def _plain(fields: object) -> dict[str, dict[str, object]]:
                 where = f"{ext!s}[{number}]" if is_list else str(ext)
                 options["decoder"] = by_target(f"data.fields.{where}.decoder", node.decoder)
     return plain  # type: ignore[return-value]
+
+
+def _in_the_middle(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields without ``clip: random``: an evaluation takes the middle of a recording."""
+
+    def fixed(options: Any) -> Any:
+        if isinstance(options, list):
+            return [fixed(one) for one in options]
+        return {**options, "clip": None} if isinstance(options, dict) else options
+
+    return {ext: fixed(options) for ext, options in fields.items()}
 
 
 def _classes_file(pattern: Any) -> Path | None:

@@ -26,7 +26,7 @@ from dtrain.data import Batch
 from dtrain.data.batch import DeviceCopies
 from dtrain.data.sample_log import BadSampleBudget, SampleLog
 from dtrain.distributed.collectives import wait_for_all
-from dtrain.distributed.hang import BACKSTOP, Place
+from dtrain.distributed.hang import Place
 from dtrain.distributed.process_group import set_timeout
 from dtrain.distributed.stop import StopRequests
 from dtrain.precision.autocast_check import AutocastCheck
@@ -91,7 +91,7 @@ class Loop:
         self._stop = stop
         # A time limit must leave room for the final checkpoint, whose duration is known from the earlier ones.
         stop.save_takes(lambda: self._checkpoints.seconds)
-        self._metrics = StepMetrics(run)
+        self._metrics = StepMetrics(run, run_logger.warn, run_logger.recovered)
         self._sample_log = SampleLog(run.run_dir / "logs", run.world.rank, run.cfg.data.record_keys)
         self._profiler = StepProfiler.of(run.cfg.profile, run.step.step, run.run_dir, run.world, run_logger.note)
         self._to_device = DeviceCopies(run.world.device)
@@ -146,7 +146,7 @@ class Loop:
                         self._profiler.after(step.step)
                     if step.step == self._first_step + 1:
                         # The first step of a start loads kernels and compiles; later ones may take less time.
-                        set_timeout(self._run.cfg.parallel.timeout_step + BACKSTOP)
+                        set_timeout(self._run.cfg.parallel.timeout_step)
                     self._evaluate_and_save(epoch_ended)
                 state, reason = self._end()
         finally:
@@ -161,10 +161,8 @@ class Loop:
     def place(self) -> Place:
         """The progress of this rank, for the hang detection, which calls this in another thread."""
         step, loaders = self._run.step, (self._run.train_loader, self._run.eval_loader)
-        # Waiting for the disk is not a hang and has its own time-out. While it lasts, the clock counts as progress.
-        disk = time.monotonic() if self._checkpoints.waits_for_disk else 0.0
-        progress = (step.step, disk, *(loader.samples_received for loader in loaders if loader is not None))
-        return Place(step.step + 1, list(self._window.keys), progress)
+        progress = (step.step, *(loader.samples_received for loader in loaders if loader is not None))
+        return Place(step.step + 1, list(self._window.keys), progress, self._checkpoints.waits_for_disk)
 
     # -- one step
 
