@@ -273,7 +273,7 @@ class MixedSources:
             most: Number of shards.
         """
         position = self.lane_positions(drawn[np.newaxis])[0]
-        of_sources, turns = [], []
+        of_sources, turns = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for source, size in enumerate(self.sizes.tolist()):
             used = lanes[self._lengths[source, lanes] > 0]
             if not used.size:
@@ -381,6 +381,8 @@ class MixtureOrder:
         return (len(self._lanes_of(slots)) + 2) * window  # a few samples come from the neighbouring lanes
 
     def _lanes_of(self, slots: np.ndarray) -> np.ndarray:
+        if not slots.size:  # with more ranks than slots
+            return slots
         lanes, batch = self._sources.lanes, self._batch
         return np.arange(int(slots.min()) * lanes // batch, -(-(int(slots.max()) + 1) * lanes // batch))
 

@@ -306,6 +306,7 @@ def test_shards_ahead_are_those_that_the_slots_read_next() -> None:
     # A few samples of a neighbouring lane come too, where the numbers of a step do not divide by the lanes.
     assert len(read - set(ahead)) < 0.1 * len(read)
     assert set(ahead) < set(range(100 + 67))
+    assert at.order.shards_ahead(0, np.zeros(0, np.int64), 8).size == 0
     few_ahead = at.order.shards_ahead(0, np.arange(10, 20), 8).tolist()
     assert few_ahead == ahead[:8]
     assert {shard < 100 for shard in few_ahead} == {True, False}

@@ -390,7 +390,7 @@ def test_sets_of_data_eval_have_the_fields_of_their_sources(shards: str) -> None
     given = mixture(shards)
     sets = {name: source["shards"] for name, source in given.items()}
     cfg = config(mixture=given, eval=sets)
-    loader = eval_loader(cfg, world(), FP32)
+    loader = eval_loader(cfg, world(), FP32, in_stored_order=True)
     assert loader is not None
     assert numbers(loader) == [*range(50), *range(1000, 1030)]
     assert [field.name for field in declared_fields(cfg.data)] == ["x", "number"]
