@@ -156,6 +156,9 @@ class ParallelConfig:
     sync_batchnorm: bool = False  # BatchNorm statistics over all ranks; GPUs only
     reduce_dtype: str = "fp32"  # of the all-reduce of gradients: fp32 | bf16 | fp16, which limits the loss scale
     comm_hook: Any = None  # instead: _target_ of a DDP communication hook, hook(state, bucket), and its state
+    recover: bool = (
+        False  # experimental: when a rank is lost, the others continue without a restart; needs srun and CPUs
+    )
 
 
 @dataclass

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ from dtrain.training.metrics import StepMetrics, Timing
 from dtrain.training.profiler import DATA, StepProfiler, profiler_label
 from dtrain.training.run_logger import RunLogger
 from dtrain.training.state import TrainState
-from dtrain.training.step import StepOutcome
+from dtrain.training.step import StepOutcome, TooManySkips
 from dtrain.training.task import Evaluation
 
 logger = logging.getLogger("dtrain")
@@ -158,6 +158,16 @@ class Loop:
         wait_for_all()  # no rank records the end of the run if a hook fails on another one
         return state, reason
 
+    def abandon(self) -> None:
+        """Drops the window under way after a collective failed: the run is as after its last applied step."""
+        self._checkpoints.is_safe()
+        self._run.step.abandon()
+        # Its record is not written, which would be collective; a series of skipped steps goes on.
+        with suppress(TooManySkips, RuntimeError):
+            outcome = self._run.step.settle()
+            if outcome is not None and self._timing is not None:
+                self._metrics.add(outcome, self._timing)
+
     def place(self) -> Place:
         """The progress of this rank, for the hang detection, which calls this in another thread."""
         step, loaders = self._run.step, (self._run.train_loader, self._run.eval_loader)
@@ -264,14 +274,16 @@ class Loop:
         if run.eval_loader is None:
             return None
         self._settle()
+        totals.evaluation_due = True  # until it has ended
         with self._clock_stopped():
             result = evaluate_run(run, lambda: self._stop.reason is not None, stopping=self._stopping)
             if result is None:
-                self._stopping = totals.evaluation_due = True
+                self._stopping = True
                 self._run_logger.note(
                     f"The evaluation after step {run.step.step} was interrupted by a stop request. It runs first on resume."
                 )
                 return None
+            totals.evaluation_due = False
             totals.evaluations += 1
             metrics = result.record()
             record = self._position() | metrics
