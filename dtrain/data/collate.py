@@ -118,6 +118,10 @@ class Collator:
         """See ``Reader.expect``."""
         self._reader.expect(ahead, at_once)
 
+    def share_files(self, readers: int) -> None:
+        """See ``Reader.share_files``."""
+        self._reader.share_files(readers)
+
     def close(self) -> None:
         """Closes the reader."""
         self._reader.close()
@@ -389,7 +393,7 @@ class FieldBuffer:
                 is_float = values.is_floating_point() or self.field.role == "feature"
                 values = values.to(torch.float32 if is_float else torch.int64)
         dtype = self._transfer.dtype(self.field.name, values.dtype)
-        self._tensor = tensor = values if dtype == values.dtype else _empty(tuple(values.shape), dtype)
+        self._tensor = tensor = values if dtype == values.dtype else empty_column(tuple(values.shape), dtype)
         if tensor is not values:
             self._transfer.cast(self.field.name, str, values, tensor)
         with suppress(TypeError):
@@ -466,7 +470,7 @@ class FieldBuffer:
                 f"{self._place(row)} is {_describe(value.dtype, value.shape)}, but an image has to be "
                 "uint8 [height, width, 3]; it is normalised on the device. Return that from the augmentation."
             )
-        self._tensor = tensor = _empty((self._rows, *value.shape), dtype, _MISALIGNMENT if is_image else 0)
+        self._tensor = tensor = empty_column((self._rows, *value.shape), dtype, _MISALIGNMENT if is_image else 0)
         # Views of the rows, used for casting. Images are never cast, and creating the views takes a tenth of decoding a
         # small one.
         self._slots = () if is_image else tensor.unbind()
@@ -508,7 +512,7 @@ def _describe(dtype: torch.dtype, shape: torch.Size) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, begin: int = 0) -> Tensor:
+def empty_column(shape: tuple[int, ...], dtype: torch.dtype, begin: int = 0) -> Tensor:
     """A tensor whose data starts ``begin`` bytes after an aligned address; a large one is in shared memory in a worker."""
     nbytes = math.prod(shape) * dtype.itemsize + begin
     if get_worker_info() is None:
