@@ -159,7 +159,7 @@ def transport(workers: int, megabytes: float, way: str, batches: int) -> dict[st
         # The workers are forked, so this changes them, too.
         ipc.MIN_FILE_BYTES, ipc.MAX_SLOTS = TRANSPORTS[way]
         loading = {"num_workers": workers, "prefetch_factor": 2, "multiprocessing_context": "fork"}
-        stream = WorkerStream(Written(source), loading, (0, 0), (10**9, 10**9), 1)  # type: ignore[arg-type]
+        stream = WorkerStream(Written(source), loading, (0, 0), lambda epoch: 10**9, 1)  # type: ignore[arg-type]
         spent: dict[int, float] = {}
         warm_up = 6 * workers + min(40, int(200 / megabytes))  # batches built ahead, and the first use of each slot
         for number in range(warm_up + batches):

@@ -41,7 +41,10 @@ class Batch(dict[str, Any]):
         bad: One record for each bad sample of this micro-batch: its key, epoch, shard, offset and reason.
         transfer: The transfer dtypes, from which ``to`` converts; None after that.
         transfer_bytes: Bytes of the tensors that the worker sent.
+        sources: Names of the sources of a mixture in training, in the order of their numbers in ``batch["source"]``; else ().
     """
+
+    sources: Sequence[str] = ()
 
     def __init__(
         self,
@@ -77,6 +80,33 @@ class Batch(dict[str, Any]):
             "data.fields (such as data.fields.jpg.name), or configure the task to use another field."
         )
 
+    def valid_for(self, *names: str) -> Tensor:
+        """``valid``, without the rows whose source lacks one of these fields: bool, shape ``[rows]``.
+
+        Only in a mixture with ``missing="mask"`` do sources lack fields, and the batch then has ``has_<field>``.
+        """
+        valid = self.valid
+        if "source" in self:
+            for name in names:
+                if f"has_{name}" in self:
+                    valid = valid & self[f"has_{name}"]
+        return valid
+
+    def by_source(self, losses: Tensor, counts: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
+        """Metrics of a task with the loss of each source, ``loss/<source>``; {} without a mixture in training.
+
+        Args:
+            losses: Sum of the losses of each row, shape ``[rows]``; rows where ``valid`` is false are left out.
+            counts: How many losses (such as tokens) each sum has, shape ``[rows]``; None: one for each valid row.
+        """
+        if not self.sources:
+            return {}
+        valid = self.valid
+        mine = (self["source"] == torch.arange(len(self.sources), device=valid.device).unsqueeze(1)) & valid
+        sums = torch.where(mine, losses.detach(), 0).sum(dim=1).unbind()
+        numbers = (mine if counts is None else mine * counts).sum(dim=1).unbind()
+        return {f"loss/{name}": pair for name, *pair in zip(self.sources, sums, numbers, strict=True)}  # type: ignore[misc]
+
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
         """The batch on ``device``.
 
@@ -101,7 +131,7 @@ class Batch(dict[str, Any]):
         return self
 
     def __copy__(self) -> Batch:
-        return self._map(lambda tensor: tensor)
+        return self._with(self, self.valid)
 
     def clone(self) -> Batch:
         """A copy that shares no tensor with this one."""
@@ -118,7 +148,12 @@ class Batch(dict[str, Any]):
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         columns = {name: function(column) if isinstance(column, Tensor) else column for name, column in self.items()}
-        return Batch(columns, self.rows, function(self.valid), self.bad, self.transfer, self.transfer_bytes)
+        return self._with(columns, function(self.valid))
+
+    def _with(self, columns: Mapping[str, Any], valid: Tensor) -> Batch:
+        batch = Batch(columns, self.rows, valid, self.bad, self.transfer, self.transfer_bytes)
+        batch.sources = self.sources
+        return batch
 
 
 class Rows:

@@ -108,6 +108,10 @@ class Collator:
         """See ``Reader.expect``."""
         self._reader.expect(ahead, at_once)
 
+    def share_files(self, readers: int) -> None:
+        """See ``Reader.share_files``."""
+        self._reader.share_files(readers)
+
     def close(self) -> None:
         """Closes the reader."""
         self._reader.close()

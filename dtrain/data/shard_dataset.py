@@ -25,6 +25,7 @@ from dtrain.data.augment import Augment, begins_with
 from dtrain.data.collate import AUGMENTATION
 from dtrain.data.decode import values_and_mask
 from dtrain.data.fields import DataError, SampleError, parse_fields
+from dtrain.data.mixture import Mixture
 from dtrain.data.order import EpochOrder, Layout, Recipe
 from dtrain.data.randomness import Randomness, hash64
 from dtrain.data.shard_source import ShardSource
@@ -71,6 +72,8 @@ class ShardDataset(IterableDataset[dict[str, Any]]):
         augment: Augment | None = None,
     ) -> None:
         super().__init__()
+        if isinstance(shards, Mixture):
+            raise ValueError("ShardDataset: got a Mixture, want shards. ShardLoader mixes sources.")
         self._rank, self._world_size = _rank_and_size(rank, world_size)
         self._recipe = Recipe(seed, shuffle)
         self._source = ShardSource.build(shards, parse_fields(fields), rank=self._rank, world_size=self._world_size)

@@ -198,6 +198,10 @@ class ShardSampleReader(Reader):
         """Prefetches shards into the node cache."""
         self._reader.expect(ahead, at_once)
 
+    def share_files(self, readers: int) -> None:
+        """Keeps fewer shards open."""
+        self._reader.share_files(readers)
+
     def close(self) -> None:
         """Closes the shards."""
         self._reader.close()
@@ -310,6 +314,10 @@ class ShardReader:
         file = self._open.get(shard)
         if file is not None and self._stamp is not None:
             check_unchanged(self._paths[shard], self._stamp(shard), file)
+
+    def share_files(self, readers: int) -> None:
+        """See ``Reader.share_files``."""
+        self._max_open = self._most_open = max(1, self._most_open // readers)
 
     def expect(self, ahead: Callable[[int], np.ndarray], at_once: int | None = None) -> None:
         """Compares the open shards with their indexes, and prefetches those that are read next; see ``Reader.expect``.

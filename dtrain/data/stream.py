@@ -129,7 +129,8 @@ class StreamLoader(ShardLoader):
         steps = (position.order.num_steps, self.steps_per_epoch)
 
         def start_workers(epoch: int) -> WorkerStream:
-            return WorkerStream(self._part(epoch), self._loading, (0, 0), steps, 1)  # type: ignore[arg-type]
+            # An epoch of one worker stream ends with the workers, so its steps are not counted.
+            return WorkerStream(self._part(epoch), self._loading, (0, 0), lambda epoch: -1, 1)  # type: ignore[arg-type]
 
         return _RankPart(  # type: ignore[return-value]
             start_workers, self._stream_of_samples, self.index, share, (position.epoch, position.step), steps

@@ -24,7 +24,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -42,6 +42,8 @@ from dtrain.data.batch import Batch, Transfer
 from dtrain.data.collate import Collator
 from dtrain.data.ipc import IpcBatch, Slots, shared_memory_is_full, use_slots
 from dtrain.data.mixing import Mix
+from dtrain.data.mixture import MixtureCollator, MixtureSource
+from dtrain.data.mixture_order import MixtureOrder, MixturePosition
 from dtrain.data.order import EpochOrder
 from dtrain.data.position import Position
 from dtrain.data.source import Source
@@ -78,7 +80,7 @@ class WorkerStream:
         dataset: The micro-batches.
         loading: Options of torch's DataLoader.
         start: Epoch and step of the first micro-batch.
-        steps: Steps of the first epoch, and of each later one.
+        steps_of: Steps of an epoch, by its number.
         micro_batches_per_step: Micro-batches of a step.
     """
 
@@ -87,7 +89,7 @@ class WorkerStream:
         dataset: MicroBatches,
         loading: Mapping[str, Any],
         start: tuple[int, int],
-        steps: tuple[int, int],
+        steps_of: Callable[[int], int],
         micro_batches_per_step: int,
     ) -> None:
         slots = Slots(loading["num_workers"]) if loading["num_workers"] else None
@@ -100,7 +102,8 @@ class WorkerStream:
         self._end_workers.atexit = False  # see _close_streams
         self._epoch, self._step = start
         self._micro_batch = 0
-        self._num_steps, self._later_steps = steps
+        self._steps_of = steps_of
+        self._num_steps = steps_of(self._epoch)
         self._micro_batches = micro_batches_per_step
         _open_streams.add(self)
 
@@ -144,7 +147,7 @@ class WorkerStream:
             self._micro_batch = 0
             self._step += 1
         if self._step == self._num_steps:
-            self._epoch, self._step, self._num_steps = self._epoch + 1, 0, self._later_steps
+            self._epoch, self._step, self._num_steps = self._epoch + 1, 0, self._steps_of(self._epoch + 1)
         return batch
 
     def close(self) -> None:
@@ -378,7 +381,7 @@ class MicroBatches(IterableDataset[Batch]):
     def __init__(
         self,
         source: Source,
-        position: Position,
+        position: Position | MixturePosition,
         share: Share,
         transfer: Transfer,
         augment: Augment | None = None,
@@ -395,7 +398,12 @@ class MicroBatches(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()
         turn, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        collator = Collator(self._source, self._transfer, self._augment, self._position.recipe.seed, self._mix)
+        source, seed = self._source, self._position.recipe.seed
+        collator: Collator | MixtureCollator
+        if isinstance(source, MixtureSource):
+            collator = source.collator(self._transfer, self._augment, seed, self._mix)
+        else:
+            collator = Collator(source, self._transfer, self._augment, seed, self._mix)
         try:
             position, per_step = copy(self._position), self._share.micro_batches_per_step
             built = 0  # by all workers, in earlier epochs
@@ -411,7 +419,7 @@ class MicroBatches(IterableDataset[Batch]):
             collator.close()
 
     def _located(
-        self, epoch: int, order: EpochOrder, micro_batches: range, collator: Collator
+        self, epoch: int, order: EpochOrder | MixtureOrder, micro_batches: range, collator: Collator | MixtureCollator
     ) -> Iterator[tuple[int, np.ndarray, np.ndarray | None]]:
         """Step, samples and partners of each of these micro-batches; also passes the next shards to the collator."""
         together = max(1, _LOCATED_TOGETHER // self._share.micro_batch_size)
@@ -425,7 +433,7 @@ class MicroBatches(IterableDataset[Batch]):
             partners = [None] * len(numbers) if self._mix is None else order.partners(steps[:, np.newaxis], slots)
             yield from zip(steps.tolist(), samples, partners, strict=True)
 
-    def _shards_ahead(self, epoch: int, order: EpochOrder, step: int, most: int) -> np.ndarray:
+    def _shards_ahead(self, epoch: int, order: EpochOrder | MixtureOrder, step: int, most: int) -> np.ndarray:
         """The shards that this rank reads from a step on, and those of the first shuffle windows of the next epoch."""
         slots = self._share.slots(np.arange(self._share.micro_batches_per_step))
         slots = slots[slots >= 0]
@@ -438,16 +446,19 @@ class MicroBatches(IterableDataset[Batch]):
         following.begin(epoch + 1)
         return np.concatenate([shards, following.order.shards_ahead(0, slots, wanted)])
 
-    def _shards_at_once(self, order: EpochOrder) -> int | None:
+    def _shards_at_once(self, order: EpochOrder | MixtureOrder) -> int | None:
         """The shards that this rank reads at a time, those of one shuffle window of each of its lanes; None for any."""
         recipe, lanes = order.recipe, order.layouts[-1].lanes
         if recipe.shuffle == "full":
             return None
         slots = self._share.slots(np.arange(self._share.micro_batches_per_step))
-        own_lanes = np.unique(slots[slots >= 0] * lanes // self._share.global_batch_size)
+        slots = slots[slots >= 0]
+        if isinstance(order, MixtureOrder):
+            return order.shards_at_once(slots)
+        own_lanes = np.unique(slots * lanes // self._share.global_batch_size)
         return len(own_lanes) * (recipe.window if recipe.shuffle == "window" else 1)
 
-    def _spare(self, order: EpochOrder, step: int) -> list[int]:
+    def _spare(self, order: EpochOrder | MixtureOrder, step: int) -> list[int]:
         """Samples to take shapes from: those of the same global batch, then the first ones of the dataset."""
         samples = order.locate(step, np.arange(self._share.global_batch_size))
         return [*samples[samples >= 0].tolist(), *range(min(_SPARE, self._source.index.num_samples))]

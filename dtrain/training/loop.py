@@ -331,11 +331,10 @@ class Loop:
     def _position(self) -> dict[str, float | int]:
         """The fields of a record that describe the position; only valid between settling a step and committing the next."""
         step, loader = self._run.step, self._run.train_loader
-        epoch, samples = loader.position
         return {
             "step": step.step,
             "applied_steps": step.applied_steps,
-            "epoch": epoch + samples / loader.index.num_samples,
+            "epoch": loader.epochs,
             "samples": self._run.totals.samples,
             "time": time.time(),
         }

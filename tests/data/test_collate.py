@@ -509,7 +509,10 @@ def outcome(collator: Collator, samples: np.ndarray, count: int) -> Any:
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    kinds=st.lists(st.sampled_from([*["good", "other"] * 6, *KINDS, *CLASHES]), min_size=1, max_size=9),
+    # Without any member of a field the dataset is refused.
+    kinds=st.lists(st.sampled_from([*["good", "other"] * 6, *KINDS, *CLASHES]), max_size=8).map(
+        lambda some: [*some, "good"]
+    ),
     rows=st.lists(st.integers(-1, 8), min_size=1, max_size=9),
     precision=st.sampled_from(["fp32", "bf16", "fp16"]),
     augment=st.sampled_from([None, Flip(), RandomResizedCrop(5), Compose([RandomResizedCrop(5), Flip()])]),
@@ -518,9 +521,7 @@ def outcome(collator: Collator, samples: np.ndarray, count: int) -> Any:
 def test_both_paths_give_the_same_batches_and_the_same_errors(
     tmp_path: Path, kinds: list[str], rows: list[int], precision: str, augment: Augment | None, block: int
 ) -> None:
-    samples = [
-        (f"{n} {kind}".replace(" ", "-"), (KINDS | CLASHES)[kind]) for n, kind in enumerate([*kinds, "good"])
-    ]  # one has all fields
+    samples = [(f"{n} {kind}".replace(" ", "-"), (KINDS | CLASHES)[kind]) for n, kind in enumerate(kinds)]
     folder = Path(tempfile.mkdtemp(dir=tmp_path))
     half = len(samples) // 2
     paths = [write_tar(folder / "a.tar", samples[:half]), write_tar(folder / "b.tar", samples[half:])]

@@ -187,7 +187,7 @@ class BatchesWithThread(IterableDataset):
 
 def test_a_worker_with_a_thread_in_cpp_does_not_abort_at_its_end(capfd: pytest.CaptureFixture[str]) -> None:
     loading = {"num_workers": 1, "prefetch_factor": 4, "multiprocessing_context": "spawn"}
-    stream = WorkerStream(BatchesWithThread(), loading, (0, 0), (100, 100), 1)  # type: ignore[arg-type]
+    stream = WorkerStream(BatchesWithThread(), loading, (0, 0), lambda epoch: 100, 1)  # type: ignore[arg-type]
     stream.take()
     stream.close()
     assert capfd.readouterr().err == ""
@@ -345,9 +345,9 @@ def test_shared_memory_that_is_full_is_named_with_its_size_and_no_sample(
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared", classmethod(no_space))
     monkeypatch.setattr(ipc_module, "MIN_FILE_BYTES", 1)
     monkeypatch.setattr(field_buffer_module, "get_worker_info", lambda: SimpleNamespace())
-    arrays = {"x": np.zeros((9, 8, 8, 3), np.uint8)}
-    # With an augmentation, the rows are written one by one.
-    images = ShardLoader.over(arrays, IMAGES, global_batch_size=9, num_workers=0, augment=lambda sample, rng: sample)
+    # Not arrays, whose columns are taken at once.
+    samples = [{"x": np.zeros((8, 8, 3), np.uint8)}] * 9
+    images = ShardLoader.over(samples, IMAGES, global_batch_size=9, num_workers=0)
     size = f"{shutil.disk_usage('/dev/shm').total / 1e6:,.0f} MB"
     with refused(SharedMemoryFull, "/dev/shm", size, "--shm-size", "data.num_workers") as raised:
         next(iter(images))
