@@ -2,11 +2,8 @@
 
 * A *source* has shards (or a dataset), a weight, and, if it needs them, fields and an augmentation of its own. Which samples
   of it come when is decided in ``mixture_order``.
-* Each worker has a ``Collator`` for every source. ``MixtureCollator`` builds the rows of each source with its collator, so
-  decoding, augmentation and mixup are those of a loader over that source alone, and puts the rows together.
-* A field that some sources lack is refused, or *masked*: its rows are zeros (or empty), and the batch has a mask, bool,
-  shape ``[rows]``, under the name ``has_<field>``.
-* A batch has the field ``source``, the number of the source of each row, int64, shape ``[rows]``.
+* A ``MixtureSource`` has the fields of all its sources. A field that some of them lack is refused, or masked.
+* Workers build the rows of a batch as in ``mixture_collator``.
 """
 
 from __future__ import annotations
@@ -15,22 +12,19 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from dtrain.config.explain import nearest
 from dtrain.data.augment import Augment
-from dtrain.data.batch import Batch, Transfer
+from dtrain.data.batch import Transfer
 from dtrain.data.collate import Collator
 from dtrain.data.datasets import SampleSource
-from dtrain.data.field_buffer import empty_column
-from dtrain.data.fields import DataError, Field, parse_fields
+from dtrain.data.fields import Field, parse_fields
 from dtrain.data.mixing import Mix
+from dtrain.data.mixture_collator import SOURCE, MixtureCollator
 from dtrain.data.mixture_order import MixturePosition, Plan, Schedule, weights_at
 from dtrain.data.node_cache import CachePolicy
 from dtrain.data.order import EpochOrder, Layout, Recipe, choose_lanes
@@ -39,12 +33,9 @@ from dtrain.data.randomness import hash64
 from dtrain.data.shard_source import ShardSource
 from dtrain.data.source import Index, Reader, Source
 
-#: Field of a batch with the number of each row's source.
-SOURCE = "source"
 MISSING = ("refuse", "mask")
 # What two sources must agree on in a field of the same name, because a batch holds it once.
 _COMMON = ("role", "size", "mean", "std", "dtype", "length", "tokenizer")
-_SPARE = 100  # samples of a source that are tried for the shapes of rows without any good sample
 
 
 class _Sources:
@@ -430,166 +421,6 @@ class MixtureSource(Source):
             return [seed] * len(self.names)
         digests = (hashlib.sha256(name.encode()).digest()[:8] for name in self.names)
         return [int(hash64(seed, int.from_bytes(digest, "little"))) for digest in digests]
-
-
-class MixtureCollator:
-    """Builds micro-batches of several sources in one worker, with the methods of ``Collator``.
-
-    Args:
-        source: The sources.
-        collators: The collator of each.
-    """
-
-    def __init__(self, source: MixtureSource, collators: Sequence[Collator]) -> None:
-        self._source = source
-        self._index = source.index
-        self._collators = collators
-        self._examples: dict[str, Tensor | list[Any]] = {}
-        self._first_shards = np.cumsum([0, *(len(index.counts) for index in self._index.indexes)])
-        for collator in collators:
-            collator.share_files(len(collators))
-
-    def build(
-        self,
-        epoch: int,
-        samples: np.ndarray,
-        spare: Callable[[], Iterable[int]],
-        partners: np.ndarray | None = None,
-    ) -> Batch:
-        """One micro-batch; as ``Collator.build``, but samples and partners are those of ``MixtureOrder.locate``.
-
-        Args:
-            epoch: Not used: each sample has the epoch of its source.
-            samples: ``epoch * total + sample`` of each row, int64, shape ``[rows]``; -1 where the row is masked.
-            spare: Returns samples, of which the first gives the shapes if all rows are masked.
-            partners: The same for the sample that each row may be mixed with; None: no mixing.
-        """
-        filled = np.flatnonzero(samples >= 0)
-        if not filled.size:
-            parts = list(self._parts(np.zeros(1, np.int64), np.array([next(iter(spare()))]), None))
-        else:
-            parts = list(self._parts(filled, samples[filled], None if partners is None else partners[filled]))
-        return self._joined(parts, len(samples), masked=not filled.size)
-
-    def expect(self, ahead: Callable[[int], np.ndarray], at_once: int | None = None) -> None:
-        """See ``Reader.expect``; ``ahead`` counts shards over all sources."""
-        for number, collator in enumerate(self._collators):
-            first, end = self._first_shards[number : number + 2].tolist()
-
-            def of_source(most: int, first: int = first, end: int = end) -> np.ndarray:
-                shards = ahead(most * len(self._collators))
-                return shards[(shards >= first) & (shards < end)][:most] - first
-
-            collator.expect(of_source, at_once)
-
-    def close(self) -> None:
-        """Closes all sources."""
-        for collator in self._collators:
-            collator.close()
-
-    def _parts(
-        self, rows: np.ndarray, samples: np.ndarray, partners: np.ndarray | None
-    ) -> Iterator[tuple[int, np.ndarray, Batch]]:
-        """For each epoch of each source: the number of the source, its rows, and a batch of them."""
-        epochs, sample = np.divmod(samples, self._index.num_samples)
-        sources, own = self._index.split(sample)
-        if partners is not None:  # of the same source and epoch
-            partners = self._index.split(partners % self._index.num_samples)[1]
-        for number in np.unique(sources).tolist():
-            of_source = sources == number
-            for epoch in np.unique(epochs[of_source]).tolist():
-                here = np.flatnonzero(of_source & (epochs == epoch))
-                of_rows = None if partners is None else partners[here]
-                yield number, rows[here], self._collators[number].build(epoch, own[here], self._spare(number), of_rows)
-
-    def _spare(self, number: int) -> Callable[[], Iterable[int]]:
-        size = self._index.indexes[number].num_samples
-        return lambda: range(min(_SPARE, size))
-
-    def _joined(self, parts: list[tuple[int, np.ndarray, Batch]], rows: int, *, masked: bool) -> Batch:
-        """The rows of all parts in one batch; a row without a sample repeats a valid one."""
-        keys = [""] * rows
-        bad: list[dict[str, Any]] = []
-        origin = np.full(rows, -1, np.int64)  # which part a row is from
-        for number, (source, at, batch) in enumerate(parts):
-            origin[at] = number
-            name = self._source.names[source]
-            bad += [record | {"key": f"{name}/{record['key']}", "source": name} for record in batch.bad]
-            for row, key in zip(at.tolist(), batch.sample_keys, strict=True):
-                keys[row] = f"{name}/{key}" if key and not masked else ""
-        empty = np.flatnonzero(origin < 0)
-        donors = [row for row, key in enumerate(keys) if key] or np.flatnonzero(origin >= 0).tolist()
-        donor = np.array([donors[turn % len(donors)] for turn in range(len(empty))], np.int64)
-        data: dict[str, Any] = {}
-        for name in dict.fromkeys(name for _, _, batch in parts for name in batch) | dict.fromkeys(
-            name for field in self._source.fields for name in field.columns
-        ):
-            data[name] = self._column(name, parts, rows)
-            if len(empty):
-                _repeat(data[name], donor, empty)
-        for name in self._source.optional:
-            given = np.array([name in batch for _, _, batch in parts])[origin]
-            given[empty] = given[donor]
-            data[f"has_{name}"] = torch.from_numpy(given)
-        sources = np.array([source for source, _, _ in parts], np.int64)[origin]
-        sources[empty] = sources[donor]
-        data[SOURCE] = torch.from_numpy(sources)
-        return Batch(data, keys, torch.tensor([key != "" for key in keys]), bad)
-
-    def _column(self, name: str, parts: list[tuple[int, np.ndarray, Batch]], rows: int) -> Tensor | list[Any]:
-        having = [(source, at, batch[name]) for source, at, batch in parts if name in batch]
-        first = having[0][2] if having else self._example(name)
-        if not isinstance(first, Tensor):
-            values: list[Any] = [type(first[0])()] * rows
-            for source, at, column in having:
-                if isinstance(column, Tensor):
-                    raise self._clash(name, having[0], (source, at, column))
-                for row, value in zip(at.tolist(), column, strict=True):
-                    values[row] = value
-            return values
-        column = empty_column((rows, *first.shape[1:]), first.dtype)
-        if sum(len(at) for _, at, _ in having) < rows:
-            column.zero_()
-        array = None
-        with suppress(TypeError):  # numpy does not have every dtype, but its copies start no threads
-            array = column.numpy()
-        for source, at, part in having:
-            if not isinstance(part, Tensor) or part.dtype != first.dtype or part.shape[1:] != first.shape[1:]:
-                raise self._clash(name, having[0], (source, at, part))
-            if array is None:
-                column[torch.from_numpy(at)] = part
-            else:
-                array[at] = part.numpy()
-        return column
-
-    def _example(self, name: str) -> Tensor | list[Any]:
-        """A column of a field that no sample of the micro-batch has, for its shape."""
-        if name not in self._examples:
-            field = next(field for field in self._source.fields if name in field.columns)
-            has = [any(one.name == field.name for one in source.fields) for source in self._source.sources]
-            number = has.index(True)
-            self._examples[name] = self._collators[number].build(0, np.zeros(1, np.int64), self._spare(number))[name]
-        return self._examples[name]
-
-    def _clash(self, name: str, one: tuple[int, Any, Any], other: tuple[int, Any, Any]) -> DataError:
-        found = [
-            f"{f'{column.dtype} {list(column.shape[1:])}' if isinstance(column, Tensor) else type(column[0]).__name__} in "
-            f"{self._source.names[source]}"
-            for source, _, column in (one, other)
-        ]
-        return DataError(
-            f"field {name!r} is {found[0]} and {found[1]}, and both are in one batch. Use a size, a crop or a decoder that "
-            "returns the same for both sources."
-        )
-
-
-def _repeat(column: Tensor | list[Any], donors: np.ndarray, rows: np.ndarray) -> None:
-    """Copies row ``donors[i]`` to row ``rows[i]``."""
-    if isinstance(column, Tensor):
-        column[torch.from_numpy(rows)] = column[torch.from_numpy(donors)]
-    else:
-        for donor, row in zip(donors.tolist(), rows.tolist(), strict=True):
-            column[row] = column[donor]
 
 
 class _SetsOrder:

@@ -42,7 +42,8 @@ from dtrain.data.batch import Batch, Transfer
 from dtrain.data.collate import Collator
 from dtrain.data.ipc import IpcBatch, Slots, shared_memory_is_full, use_slots
 from dtrain.data.mixing import Mix
-from dtrain.data.mixture import MixtureCollator, MixtureSource
+from dtrain.data.mixture import MixtureSource
+from dtrain.data.mixture_collator import MixtureCollator
 from dtrain.data.mixture_order import MixtureOrder, MixturePosition
 from dtrain.data.order import EpochOrder
 from dtrain.data.position import Position
