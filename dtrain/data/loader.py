@@ -26,7 +26,7 @@ from dtrain.data.datasets import SampleSource
 from dtrain.data.fields import parse_fields
 from dtrain.data.mixing import Mix
 from dtrain.data.mixture import EvaluationSets, Mixture, MixtureSource
-from dtrain.data.mixture_order import MixturePosition
+from dtrain.data.mixture_position import MixturePosition
 from dtrain.data.node_cache import CachePolicy
 from dtrain.data.order import DEFAULT_WINDOW, Layout, Recipe, choose_lanes
 from dtrain.data.position import Position

@@ -25,7 +25,8 @@ from dtrain.data.datasets import SampleSource
 from dtrain.data.fields import Field, parse_fields
 from dtrain.data.mixing import Mix
 from dtrain.data.mixture_collator import SOURCE, MixtureCollator
-from dtrain.data.mixture_order import MixturePosition, Plan, Schedule, weights_at
+from dtrain.data.mixture_order import Schedule, weights_at
+from dtrain.data.mixture_position import MixturePosition, Plan
 from dtrain.data.node_cache import CachePolicy
 from dtrain.data.order import EpochOrder, Layout, Recipe, choose_lanes
 from dtrain.data.position import Position

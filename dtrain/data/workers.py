@@ -44,7 +44,8 @@ from dtrain.data.ipc import IpcBatch, Slots, shared_memory_is_full, use_slots
 from dtrain.data.mixing import Mix
 from dtrain.data.mixture import MixtureSource
 from dtrain.data.mixture_collator import MixtureCollator
-from dtrain.data.mixture_order import MixtureOrder, MixturePosition
+from dtrain.data.mixture_order import MixtureOrder
+from dtrain.data.mixture_position import MixturePosition
 from dtrain.data.order import EpochOrder
 from dtrain.data.position import Position
 from dtrain.data.source import Source
@@ -170,7 +171,7 @@ def _workers(dataset: MicroBatches, loading: Mapping[str, Any], slots: Slots) ->
     _let_threads_settle(loading)
     with _signals_blocked(loading), _more_workers_than_cores():
         iterator = iter(loader)
-    _let_take_notice_ended_workers(iterator)
+    _raise_ended_workers_in_take(iterator)
     return iterator
 
 
@@ -248,7 +249,7 @@ _REMEDIES: dict[int, str] = {
 }
 
 
-def _let_take_notice_ended_workers(iterator: Any) -> None:
+def _raise_ended_workers_in_take(iterator: Any) -> None:
     # torch raises an error in the main thread as soon as a worker was killed, wherever that thread is then, such as in the
     # write of a checkpoint. Without its entry in torch's list, ``next`` raises it when it waits for that worker.
     if getattr(iterator, "_worker_pids_set", False):

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.data.datasets import SampleIndex
-from dtrain.data.mixture_order import Deal, MixturePosition, Plan, Schedule
+from dtrain.data.mixture_order import Deal, Schedule
+from dtrain.data.mixture_position import MixturePosition, Plan
 from dtrain.data.order import EpochOrder, Layout, Recipe
 from tests.refusals import refused
 
