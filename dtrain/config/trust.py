@@ -7,6 +7,8 @@ whatever its author wrote. Therefore ``dtrain`` marks what it writes, and restri
   on another machine has none.
 * A run without a mark is composed only if every target in its saved command line is *known*: one of the presets, or a class
   of the packages in ``_PACKAGES``. Importing a target already runs code, so an unknown one is refused before it is imported.
+  The ``decoder`` of a field is a target too.
+* It is refused if it names files that dtrain would write: a folder of ``data.prepare``, or links in the run directory.
 * What is typed on the command line is never restricted.
 """
 
@@ -36,6 +38,8 @@ _PACKAGES = (
     *("dtrain.models", "dtrain.tasks", "dtrain.optimizers", "dtrain.training.schedule"),
     *("dtrain.data.augment", "dtrain.data.mixing"),
 )
+#: Sections with keys that name files to write and commands to run; these keys are left out where they stand alone.
+_SECTIONS = ("run", "train", "data", "checkpoint", "parallel")
 _PRESET = re.compile(r"\w[\w-]*(/\w[\w-]*)*")
 
 
@@ -70,6 +74,8 @@ def require_known(path: Path, overrides: Sequence[str], config_dirs: Sequence[st
     Raises:
         ConfigError: Names the first key that is refused, and ``--trust``.
     """
+    if link := next((entry for entry in sorted(path.parent.iterdir()) if entry.is_symlink()), None):
+        raise _refused(path, f"{link.name} is a link, so dtrain would write to {link.resolve()}")
     if config_dirs:
         raise _refused(path, f"it uses presets in {config_dirs[0]}, which could run anything")
     parser = OverridesParser.create()
@@ -83,6 +89,8 @@ def require_known(path: Path, overrides: Sequence[str], config_dirs: Sequence[st
         if key.split(".")[0].split("/")[0] == "hydra" or parsed.is_sweep_override():
             raise _refused(path, f"{override!r} changes Hydra itself, which could run anything")
         # A preset is a file below conf/; ".." would leave it.
+        if isinstance(value, Mapping) and (key in _SECTIONS or parsed.package):
+            raise _refused(path, f"{override!r} sets several keys at once, which could name files to write")
         chooses = ("." not in key or parsed.package) and not isinstance(value, Mapping)
         if chooses and not all(map(_PRESET.fullmatch, (key, *_texts(value)))):
             raise _refused(path, f"{override!r} does not name a preset of dtrain")
@@ -91,6 +99,8 @@ def require_known(path: Path, overrides: Sequence[str], config_dirs: Sequence[st
                 raise _refused(
                     path, f"{place} is {target!r}, which is not a target that dtrain knows and could do anything"
                 )
+        if "prepare" in (names := [*key.split("."), *_names(value)]) and not (names[-1] == "prepare" and value is None):
+            raise _refused(path, f"{override!r} changes data.prepare, which writes files")
         for text in _texts(value):
             # A resolver can read the environment, and decode text to a mapping with a _target_.
             if "${" in re.sub(r"\$\{[\w.]+\}", "", text):
@@ -101,7 +111,7 @@ def require_known(path: Path, overrides: Sequence[str], config_dirs: Sequence[st
 def is_known(target: str) -> bool:
     """Whether a target is one of dtrain's presets, or a class of a package whose classes only compute."""
     if target in _presets():
-        return True
+        return not target.endswith(".prepare")  # which writes to the folder that it is given
     package = next((package for package in _PACKAGES if target.startswith(f"{package}.")), None)
     if package is None:
         return False
@@ -122,14 +132,25 @@ def _presets() -> frozenset[str]:
 
 def _targets(key: str, value: Any) -> Iterator[tuple[str, str]]:
     """The targets in an override, each with its place in the config."""
-    if key.rpartition(".")[2] == "_target_":
-        yield key, str(value)
-    elif isinstance(value, Mapping):
+    if isinstance(value, Mapping):
         for name, item in value.items():
             yield from _targets(f"{key}.{name}", item)
     elif isinstance(value, Sequence) and not isinstance(value, str):
         for number, item in enumerate(value):
             yield from _targets(f"{key}[{number}]", item)
+    elif key.rpartition(".")[2] == "_target_" or (key.rpartition(".")[2] == "decoder" and value is not None):
+        yield key, str(value)
+
+
+def _names(value: Any) -> Iterator[str]:
+    """The keys of all mappings in a value."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield str(name)
+            yield from _names(item)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for item in value:
+            yield from _names(item)
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -39,6 +39,14 @@ def downloaded(folder: Path, *overrides: str, config_dirs: Sequence[str] = ()) -
         ("data.eval='https://evil.example/${${vars.x}:HOME}/x.tar'", "data.eval", "HOME"),
         ("+hydra.callbacks.x._target_=subprocess.run", "hydra.callbacks", "subprocess.run"),
         ("hydra/launcher=basic", "hydra/launcher", "basic"),
+        ("task={_target_:dtrain.data.digits.prepare,directory:/x}", "task._target_", "dtrain.data.digits.prepare"),
+        ("data.fields.png.decoder=os.system", "data.fields.png.decoder", "os.system"),
+        ("vars={f:{name:image,decoder:os.system}}", "vars.f.decoder", "os.system"),
+        ("data={cache:{dir:/tmp/evil}}", "data", "/tmp/evil"),
+        ("data@vars={cache:{dir:/tmp/evil}}", "data@vars", "/tmp/evil"),
+        ("+data.prepare.directory=/tmp/evil", "data.prepare", "/tmp/evil"),
+        ("data.prepare=${vars.x}", "data.prepare", "${vars.x}"),
+        ("vars={x:{prepare:{_args_:[/tmp/evil]}}}", "data.prepare", "/tmp/evil"),
         ("task=../../../../tmp/evil", "task", "../../../../tmp/evil"),
         ("task/../../evil=x", "task/../../evil", "x"),
         ("+task@data.prepare=[classification,/tmp/evil]", "task", "/tmp/evil"),
@@ -61,6 +69,14 @@ def test_a_run_of_somebody_else_cannot_bring_its_own_presets(tmp_path: Path) -> 
     assert "/tmp/evil" in recompose([argument, "--trust"])
 
 
+def test_a_run_of_somebody_else_cannot_lead_writes_to_files_of_this_user(tmp_path: Path) -> None:
+    argument = downloaded(tmp_path / "run")
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "mine")
+    with refused(ConfigError, "checkpoints", tmp_path / "mine", "--trust"):
+        recompose([argument])
+    assert recompose([argument, "--trust"])
+
+
 def test_a_key_that_is_typed_replaces_the_refused_one(tmp_path: Path) -> None:
     argument = downloaded(tmp_path, "task._target_=os.system")
     assert "task._target_=my.Task" in recompose([argument, "task._target_=my.Task"])
@@ -72,6 +88,7 @@ def test_a_run_of_somebody_else_neither_writes_nor_runs_anything(tmp_path: Path)
         "vars={lr:1}",
         "train.max_steps=5",
         "data.eval='../x-{00..09}.tar'",
+        "data.prepare=null",
         "precision=bf16",
     ]
     dropped = ["export.out=/home/me", "launch=slurm", "launch.setup=[rm]", "tracker=wandb", "data.cache.dir=/home/me"]
@@ -100,10 +117,16 @@ def test_a_run_that_this_user_started_is_trusted_until_its_command_line_changes(
 
 
 def test_known_targets() -> None:
-    known = ["torch.nn.Linear", "torch.optim.SGD", "dtrain.models.ResNet9", "dtrain.data.digits.prepare"]
+    known = ["torch.nn.Linear", "torch.optim.SGD", "dtrain.models.ResNet9", "dtrain.data.digits.arrays"]
     known += ["dtrain.data.color_jitter.ColorJitter", "dtrain.tasks.Classification"]
     assert [target for target in known if not is_known(target)] == []
-    other = ["torch.load", "torch.nn.Module.load_state_dict", "torch.nn.modules.torch.load", "dtrain.export.main"]
+    other = [
+        "torch.load",
+        "torch.nn.Module.load_state_dict",
+        "torch.nn.modules.torch.load",
+        "dtrain.export.main",
+        "dtrain.data.digits.prepare",
+    ]
     assert [target for target in other if is_known(target)] == []
 
 
