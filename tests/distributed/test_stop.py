@@ -260,6 +260,24 @@ def test_a_rank_that_has_not_agreed_to_stop_reports_before_torchrun_kills_it(
     assert all("asked to stop, but the ranks did not agree within" in text for text in messages)
 
 
+@pytest.mark.parametrize(("until_kill", "waits"), [(30.0, 25.0), (5.0, 0.0), (1.0, 0.0)])
+def test_the_report_begins_some_seconds_before_the_kill(until_kill: float, waits: float) -> None:
+    waited: list[float] = []
+
+    class Never(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            waited.append(timeout)
+            return False
+
+    messages: list[str] = []
+    stop = StopRequests(None, stuck=messages.append)
+    stop._ended = Never()
+    stop._watch(until_kill)
+    assert waited == [waits]
+    assert len(messages) == 1
+
+
 def test_only_torchrun_is_known_to_kill() -> None:
     assert module.seconds_until_kill({}) is None
     assert module.seconds_until_kill({"TORCHELASTIC_RUN_ID": "one"}) == 30
