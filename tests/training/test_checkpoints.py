@@ -302,6 +302,9 @@ def test_a_checkpoint_is_there_again_if_the_one_that_replaces_it_never_gets_its_
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.newest_good() == (10, [])
     assert loaded_value(checkpoints, 10) == 1.0
+    checkpoints.save(20, content(3.0))
+    assert checkpoints.steps() == [10, 20]
+    assert loaded_value(checkpoints, 10) == 1.0
 
 
 def save_until_killed(folder: Path, step: int, seconds: float) -> int:
