@@ -486,6 +486,14 @@ def test_a_manifest_that_dtrain_did_not_write_is_refused(tmp_path: Path, entry: 
         verify_folder(folder)
 
 
+def test_a_manifest_of_any_size_is_not_read(tmp_path: Path) -> None:
+    folder = written(tmp_path / "saved")
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text() + " " * module._MOST_MANIFEST)
+    with refused(BadCheckpoint, "manifest.json", f"more than {module._MOST_MANIFEST:,} bytes"):
+        verify_folder(folder)
+
+
 @pytest.mark.parametrize("version", ["of today", "with its step among the counters"])
 def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(tmp_path: Path, version: str) -> None:
     checkpoints = Checkpoints(tmp_path)
