@@ -106,6 +106,30 @@ def test_a_kill_before_any_change_on_the_disk_leaves_old_or_new_content(
 
 
 @WRITERS
+def test_everything_is_synced_before_it_gets_its_name_and_the_name_afterwards(
+    tmp_path: Path, write: Callable[[Path, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    for name in ("replace", "rename"):
+        monkeypatch.setattr(
+            atomic.os, name, lambda *paths, call=getattr(os, name): (call(*paths), done.append("named"))
+        )
+    fsync = os.fsync
+
+    def recorded(descriptor: int) -> None:
+        done.append(str(Path(os.readlink(f"/proc/self/fd/{descriptor}")).relative_to(tmp_path)))
+        fsync(descriptor)
+
+    monkeypatch.setattr(atomic.os, "fsync", recorded)
+    write(tmp_path / "name", "text")
+    staged = [".name.staged"]
+    if write is write_folder:
+        staged += [".name.staged/inner", ".name.staged/inner/content"]
+    assert sorted(done[: done.index("named")]) == staged
+    assert done[done.index("named") + 1 :] == ["."]
+
+
+@WRITERS
 def test_permissions_follow_the_umask(tmp_path: Path, write: Callable[[Path, str], None]) -> None:
     before = os.umask(0o027)
     try:
