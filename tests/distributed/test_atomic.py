@@ -110,10 +110,16 @@ def test_everything_is_synced_before_it_gets_its_name_and_the_name_afterwards(
     tmp_path: Path, write: Callable[[Path, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
+
+    def named(call: Callable[..., None]) -> Callable[..., None]:
+        def rename(*paths: Path) -> None:
+            call(*paths)
+            done.append("named")
+
+        return rename
+
     for name in ("replace", "rename"):
-        monkeypatch.setattr(
-            atomic.os, name, lambda *paths, call=getattr(os, name): (call(*paths), done.append("named"))
-        )
+        monkeypatch.setattr(atomic.os, name, named(getattr(os, name)))
     fsync = os.fsync
 
     def recorded(descriptor: int) -> None:

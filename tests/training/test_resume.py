@@ -30,7 +30,9 @@ SMALL = ("model.width=4", "data.num_workers=0", "schedule=constant")
 def test_a_new_run_begins_with_the_average_of_another_and_its_own_counters(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     train_on(1, first, *SMALL, "train.max_steps=3", "optimizer.lr=0.01", "train.ema_decay=0.5")
-    train_on(2, second, *SMALL, "train.max_steps=1", "optimizer.lr=0", "train.ema_decay=0.5", f"run.weights_from={first}")
+    train_on(
+        2, second, *SMALL, "train.max_steps=1", "optimizer.lr=0", "train.ema_decay=0.5", f"run.weights_from={first}"
+    )
     expected = weights(first, 3, "ema")
     for got in (weights(second, 1), weights(second, 1, "ema")):
         assert expected.keys() == got.keys()
