@@ -67,6 +67,24 @@ def test_a_write_failure_keeps_the_old_content(
     assert os.listdir(tmp_path) == ["name"]
 
 
+def test_a_folder_whose_replacement_never_gets_its_name_has_its_own_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = os.rename
+
+    def refuse_new(source: Path, target: Path) -> None:
+        if source.name.endswith(".staged"):
+            raise OSError(28, "No space left on device")
+        rename(source, target)
+
+    write_folder(tmp_path / "name", "old")
+    monkeypatch.setattr(atomic.os, "rename", refuse_new)
+    with pytest.raises(OSError, match="No space left"):
+        write_folder(tmp_path / "name", "new")
+    assert content(tmp_path / "name") == "old"
+    assert os.listdir(tmp_path) == ["name"]
+
+
 @WRITERS
 def test_a_kill_before_any_change_on_the_disk_leaves_old_or_new_content(
     tmp_path: Path, write: Callable[[Path, str], None]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -181,3 +182,23 @@ def test_two_runs_in_one_process_take_the_lock_one_after_the_other(
         with pytest.raises(ZeroDivisionError), run_lock(tmp_path):  # refused before it has started
             raise ZeroDivisionError
         assert not is_trained(tmp_path)
+
+
+def test_a_file_system_without_locks_is_used_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(error: int) -> None:
+        def flock(file: object, operation: int) -> None:
+            raise OSError(error, os.strerror(error))
+
+        monkeypatch.setattr(lock.fcntl, "flock", flock)
+
+    notes: list[str] = []
+    refuse(errno.ENOLCK)
+    one = RunLock(tmp_path, notes.append)
+    one.acquire()
+    one.claim()
+    one.release()
+    assert str(os.getpid()) in (tmp_path / ".lock").read_text()
+    assert len(notes) == 1
+    refuse(errno.EIO)
+    with refused(ConfigError, "run.dir", os.strerror(errno.EIO), "choose another one"):
+        RunLock(tmp_path, notes.append).acquire()
