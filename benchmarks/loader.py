@@ -1,28 +1,34 @@
-"""Valid samples a second of dtrain, webdataset, litdata and mosaicml-streaming, in one run.
+"""Valid samples a second of dtrain, webdataset, litdata, mosaicml-streaming and DALI on the CPU, in one run.
 
     python -m benchmarks.loader [--images 32x32 500x375 1600x1200] [--workers 0 1 2] [--rounds 5] [--json FILE]
+    python -m benchmarks.loader --stages [--images 32x32 500x375]
 
 * Images: 32x32 (CIFAR-10 shards where ``--cifar10`` or ``$DTRAIN_TEST_CIFAR10`` names their folder, else generated) in
   batches of 256; photographs of 500x375 and 1600x1200, cropped at random to 224x224, in batches of 64 and 16.
 * A row names the loader, its decoder and the dtype of its batches: ``uint8`` pixels ``[batch, height, width, 3]``, or
   ``fp32``, normalised, ``[batch, 3, height, width]``, which is torchvision's ToTensor and Normalize. The other loaders are
   measured as their documentation uses them (Pillow, fp32), then with uint8, then with dtrain's decoder too.
-* ``decoding alone`` is the ceiling: one process that decodes files in memory.
+* ``decoding alone`` is the ceiling: one process that decodes files in memory; simplejpeg writes into the rows of a batch.
+* DALI decodes and crops with its own operators, in so many threads of this process.
+* ``--stages`` shows in which stage of dtrain's loader, without workers, the CPU time of a sample is spent.
 
 Each measurement is a process of its own with files in the page cache and one thread a process; the first batches are not
 counted. CPU time covers loader and workers; other load of the machine changes it little, and samples a second a lot.
 
 litdata and mosaicml-streaming need older versions of numpy than dtrain is tested with, so install them without
-constraints.txt in an environment of their own: ``pip install -e '.[bench]'``. Rows of missing packages say so.
+constraints.txt in an environment of their own: ``pip install -e '.[bench]' nvidia-dali-cuda120``. Rows of missing packages
+say so.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import glob
 import importlib.util
 import io
 import itertools
+import math
 import multiprocessing
 import os
 import statistics
@@ -40,7 +46,9 @@ from PIL import Image
 from benchmarks import harness
 from dtrain.data import ShardLoader
 from dtrain.data.augment import RandomResizedCrop
+from dtrain.data.collate import Collator, FieldBuffer
 from dtrain.data.dataset_index import DatasetIndex
+from dtrain.data.order import EpochOrder
 from dtrain.data.shard_source import ShardReader
 
 CROP = 224
@@ -90,6 +98,7 @@ class Work:
         if self.crop is not None:
             rows.append(Row("dtrain", "simplejpeg, reduced", "uint8"))
         rows += [Row(loader, *recipe) for recipe in RECIPES for loader in ("webdataset", *PEERS)]
+        rows.append(Row("DALI", "DALI", "uint8"))
         return rows if workers else [*rows, *(Row(CEILING, decoder, "") for decoder in DECODERS)]
 
     def samples(self) -> Iterator[tuple[bytes, int]]:
@@ -109,12 +118,24 @@ def main() -> None:
     parser.add_argument("--cifar10", type=Path, default=os.environ.get("DTRAIN_TEST_CIFAR10"), metavar="FOLDER")
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--seconds", type=float, default=2.5, help="measured in each process (default %(default)s)")
+    parser.add_argument(
+        "--stages", action="store_true", help="where dtrain's own CPU time is spent, instead of the tables"
+    )
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="where to keep the generated data")
     arguments = harness.parse(parser, rounds=1, seconds=0.2)
-    report = {}
+    report: dict[str, Any] = {}
     with harness.scratch(arguments.data) as folder:
         for size in arguments.images:
             work = make_work(size, folder, arguments.cifar10, arguments.quick)
+            if arguments.stages:
+                report[work.name] = costs = harness.in_new_process(stages, vars(work), arguments.rounds)
+                table = harness.Table(f"{work.name}, stage", costs)
+                table.text("CPU us a sample", {stage: f"{cost:.2f}" for stage, cost in costs.items()})
+                table.text(
+                    "of decoding alone", {stage: f"{cost / costs[CEILING]:.2f}" for stage, cost in costs.items()}
+                )
+                table.show(f"least of {arguments.rounds} rounds each")
+                continue
             results = measure_all(work, arguments)
             for workers in arguments.workers:
                 show(
@@ -148,14 +169,21 @@ def measure_all(work: Work, arguments: argparse.Namespace) -> dict[tuple[int, Ro
     for path in work.shards:
         Path(path).read_bytes()  # into the page cache
     cases = [(workers, row) for workers in arguments.workers for row in work.rows(workers)]
-    modules = {CEILING: "simplejpeg", "mosaicml-streaming": "streaming"}
-    there = [case for case in cases if importlib.util.find_spec(modules.get(case[1].loader, case[1].loader))]
+    modules = {CEILING: "simplejpeg", "mosaicml-streaming": "streaming", "DALI": "nvidia.dali"}
+    there = [case for case in cases if _is_installed(modules.get(case[1].loader, case[1].loader))]
 
     def measure_case(case: tuple[int, Row]) -> dict[str, float]:
         return harness.in_new_process(measure, vars(work), case[1], case[0], arguments.seconds)
 
     results = harness.interleaved(arguments.rounds, there, measure_case)
     return {case: results.get(case, []) for case in cases}
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that the module is in
+        return False
 
 
 def measure(work_fields: dict[str, Any], row_fields: list[str], workers: int, seconds: float) -> dict[str, float]:
@@ -198,7 +226,63 @@ def show(work: Work, workers: int, results: dict[Row, list[dict[str, float]]], r
             notes.append(
                 f"dtrain is {faster:.2f} times as fast as {name} with {' and '.join(recipe)} ({cheaper:.2f} by CPU time)"
             )
+    alone = costs.get(Row(CEILING, "simplejpeg", ""))
+    if alone:
+        notes.append(
+            f"dtrain needs {min(costs[DTRAIN]) / min(alone):.2f} times the CPU time of simplejpeg alone, by minima"
+        )
     table.show(*notes)
+
+
+def stages(work_fields: dict[str, Any], rounds: int) -> dict[str, float]:
+    """Least CPU time over the rounds of the stages of dtrain's loader, without workers, in microseconds a sample.
+
+    A stage is timed around its function, so the rest includes what timing costs: a microsecond for each call.
+    """
+    work = Work(**work_fields)
+    spent: dict[str, float] = {}
+    depth: list[float] = []
+
+    def timed(owner: Any, name: str, stage: str) -> None:
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def call(*arguments: Any, **options: Any) -> Any:
+            depth.append(0.0)
+            started = time.process_time()
+            try:
+                return function(*arguments, **options)
+            finally:
+                took = time.process_time() - started
+                spent[stage] = spent.get(stage, 0.0) + took - depth.pop()
+                if depth:
+                    depth[-1] += took
+
+        setattr(owner, name, call)
+
+    for owner, name, stage in (
+        (ShardLoader, "_take", "take, and the iterators"),
+        (EpochOrder, "locate", "order"),
+        (Collator, "build", "micro-batch: the rest"),
+        (ShardReader, "read_all", "read"),
+        (FieldBuffer, "write", "decode and write"),
+        (FieldBuffer, "data", "finish the fields"),
+    ):
+        timed(owner, name, stage)
+    batches, limit = dtrain(work, 0, DTRAIN), decoding(work, 0, Row(CEILING, "simplejpeg", ""))
+    many = max(2, 4096 // work.batch)
+    results: list[dict[str, float]] = []
+    for _ in range(rounds + 1):
+        spent.clear()
+        started = time.process_time()
+        samples = sum(itertools.islice(batches, many))
+        whole = (time.process_time() - started) / samples * 1e6
+        started = time.process_time()
+        decoded = sum(itertools.islice(limit, many))
+        alone = (time.process_time() - started) / decoded * 1e6
+        of_stage = {stage: seconds / samples * 1e6 for stage, seconds in spent.items()}
+        results.append(of_stage | {"whole loader": whole, CEILING: alone})
+    return {stage: min(result.get(stage, 0.0) for result in results[1:]) for stage in results[-1]}
 
 
 # -- decoders and transforms of the other loaders
@@ -208,7 +292,7 @@ def _pillow(payload: bytes) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(payload)).convert("RGB"))
 
 
-DECODERS: dict[str, Callable[[bytes], np.ndarray]] = {"Pillow": _pillow, "simplejpeg": simplejpeg.decode_jpeg}
+DECODERS: dict[str, Callable[..., np.ndarray]] = {"Pillow": _pillow, "simplejpeg": simplejpeg.decode_jpeg}
 _HALF = torch.full((3, 1, 1), 0.5)
 
 
@@ -306,12 +390,44 @@ def streaming(work: Work, workers: int, row: Row) -> Iterator[int]:
 
 def decoding(work: Work, workers: int, row: Row) -> Iterator[int]:
     """No loader: one process decodes (and does not crop) files in memory."""
-    payloads = itertools.cycle([jpg for jpg, _ in itertools.islice(work.samples(), 2000)])
-    decode = DECODERS[row.decoder]
+    jpegs = [jpg for jpg, _ in itertools.islice(work.samples(), 2000)]
+    payloads, shape = itertools.cycle(jpegs), DECODERS["simplejpeg"](jpegs[0]).shape
+    # As dtrain allocates them; see its collator.
+    memory = torch.empty(work.batch * math.prod(shape) + 16, dtype=torch.uint8).numpy()[16:].reshape(work.batch, *shape)
+    decode, rows = DECODERS[row.decoder], list(memory)
+    options = [{"buffer": one} for one in rows] if row.decoder == "simplejpeg" else [{}] * work.batch
     while True:
-        for payload in itertools.islice(payloads, work.batch):
-            decode(payload)
+        for payload, option in zip(itertools.islice(payloads, work.batch), options, strict=True):
+            decode(payload, **option)
         yield work.batch
+
+
+def dali(work: Work, workers: int, row: Row) -> Iterator[int]:
+    """A pipeline of NVIDIA DALI on the CPU over the same shards, with as many threads as workers, at least one."""
+    from nvidia.dali import fn, types
+    from nvidia.dali.pipeline import Pipeline
+
+    pipeline = Pipeline(batch_size=work.batch, num_threads=max(1, workers), device_id=None, prefetch_queue_depth=2)
+    with pipeline:
+        jpegs, labels = fn.readers.webdataset(
+            paths=work.shards,
+            ext=["jpg", "cls"],
+            random_shuffle=True,
+            initial_fill=1000,
+            missing_component_behavior="error",
+        )
+        if work.crop is None:
+            images = fn.decoders.image(jpegs, device="cpu", output_type=types.RGB)
+        else:
+            # Decodes only the window, which is DALI's advice for training.
+            images = fn.decoders.image_random_crop(jpegs, device="cpu", output_type=types.RGB, random_area=[0.08, 1.0])
+            images = fn.resize(images, resize_x=work.crop, resize_y=work.crop, antialias=True)
+        pipeline.set_outputs(images, labels)
+    pipeline.build()
+    while True:
+        images, labels = pipeline.run()
+        numbers = [int(bytes(np.asarray(labels.at(n)))) for n in range(len(labels))]
+        yield _check(work, row, np.array(images.as_array()), numbers)
 
 
 LOADERS: dict[str, Callable[[Work, int, Row], Iterator[int]]] = {
@@ -319,6 +435,7 @@ LOADERS: dict[str, Callable[[Work, int, Row], Iterator[int]]] = {
     "webdataset": webdataset,
     "litdata": litdata,
     "mosaicml-streaming": streaming,
+    "DALI": dali,
     CEILING: decoding,
 }
 

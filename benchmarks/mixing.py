@@ -15,6 +15,8 @@ import itertools
 import time
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from benchmarks import harness
 from dtrain.data import ShardLoader
 from dtrain.data.augment import Augment, RandomCropFlip, RandomResizedCrop
@@ -91,22 +93,22 @@ def measure(images: Images, shards: list[str], seconds: float, row: str) -> dict
         mix=mix,
     )
     batches = itertools.chain.from_iterable(loader.epoch(epoch) for epoch in itertools.count())
-    fetch, fetched = ShardSampleReader.fetch, 0
+    fetch_all, fetched = ShardSampleReader.fetch_all, 0
 
-    def counting_fetch(self: ShardSampleReader, record: Any) -> Any:
+    def counting_fetch(self: ShardSampleReader, epoch: int, samples: np.ndarray) -> Any:
         nonlocal fetched
-        fetched += 1
-        return fetch(self, record)
+        fetched += len(samples)
+        return fetch_all(self, epoch, samples)
 
     next(batches)
-    ShardSampleReader.fetch = counting_fetch  # type: ignore[method-assign]
+    ShardSampleReader.fetch_all = counting_fetch  # type: ignore[method-assign]
     try:
         samples, started, spent = 0, time.process_time(), 0.0
         while spent < seconds:
             samples += int(next(batches).valid.sum())
             spent = time.process_time() - started
     finally:
-        ShardSampleReader.fetch = fetch  # type: ignore[method-assign]
+        ShardSampleReader.fetch_all = fetch_all  # type: ignore[method-assign]
     return {"us/sample": spent / samples * 1e6, "decoded": fetched / samples}
 
 

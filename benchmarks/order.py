@@ -5,6 +5,10 @@
 The shards are simulated by an index with their numbers of samples; nothing is stored on a disk. Times are CPU times of looking
 up 1,024 positions at once, as a loader worker does, at random steps of an epoch. A rank of 10,000 looks up its 1,024 slots
 of a global batch of 10,240,000. Memory is the growth of the process by the order; the state is that of a checkpoint, as JSON.
+
+The second table compares the window shuffle of one source with mixtures of 8 sources that together have the same shards, with
+constant weights and with weights that change linearly. The last two columns are for a global batch of 256 on 8 ranks, in which
+a rank would open one eighth of the shards if none were shared.
 """
 
 from __future__ import annotations
@@ -21,11 +25,13 @@ from benchmarks import harness
 from dtrain.data import ShardLoader
 from dtrain.data.dataset_index import DatasetIndex
 from dtrain.data.fields import parse_fields
+from dtrain.data.mixture_order import Deal, MixedSources, MixtureOrder, Schedule
 from dtrain.data.order import SHUFFLES, EpochOrder, Layout, Recipe, choose_lanes
 from dtrain.data.shard_source import ShardSource
 from dtrain.data.workers import Share
 
 POSITIONS = 1024
+SOURCES = 8
 RANKS = 10_000
 MIB = 1 << 20
 
@@ -62,6 +68,20 @@ def main() -> None:
         table.medians(heading, values, 2)
     table.show(harness.rounds_note(arguments.rounds))
 
+    mixtures = mixed_orders(counts, POSITIONS)
+    compared: dict[str, Order] = {"one source": orders["window"], **mixtures}
+
+    def look_up_mixed(name: str) -> float:
+        order, slots = compared[name], np.arange(POSITIONS)
+        steps = np.random.default_rng().integers(orders["window"].num_steps // 4, size=20)
+        return milliseconds(lambda: [order.locate(int(step), slots) for step in steps]) / len(steps)
+
+    mixed = harness.interleaved(arguments.rounds, compared, look_up_mixed)
+    table = harness.Table(f"mixtures of {SOURCES} sources with the shares 1/2, 1/4, ...", compared)
+    table.medians("ms for 1,024 positions", mixed, 2)
+    table.text("shards a rank opens, of its eighth", {name: f"{opened(name == 'one source'):.2f}" for name in compared})
+    table.show(harness.rounds_note(arguments.rounds))
+
     state, index_mib = loader_state(counts)
     sizes = {
         "order, MiB in RAM": f"{order_mib:,.1f}",
@@ -72,13 +92,49 @@ def main() -> None:
     table = harness.Table("size", sizes)
     table.text("", sizes)
     table.show(state)
-    results = {"ms": times, "order_mib": order_mib, "index_mib": index_mib, "state": json.loads(state)}
+    results = {
+        "ms": times,
+        "mixture_ms": mixed,
+        "order_mib": order_mib,
+        "index_mib": index_mib,
+        "state": json.loads(state),
+    }
     harness.finish(arguments, results)
 
 
 def epoch_order(counts: np.ndarray, shuffle: str, batch: int, epoch: int = 0) -> EpochOrder:
     """The order of an epoch with the default lanes."""
     return EpochOrder(counts, Recipe(0, shuffle), epoch, [Layout(batch, choose_lanes(batch, None, shuffle))])
+
+
+Order = EpochOrder | MixtureOrder
+
+
+def mixed_orders(counts: np.ndarray, batch: int) -> dict[str, MixtureOrder]:
+    """Orders of the shards, divided among the sources, for many steps."""
+    constant: tuple[Schedule, ...] = tuple(((0, 0.5**n),) for n in range(SOURCES))
+    changing: tuple[Schedule, ...] = tuple(((0, 1.0), (10**6, 0.5**n)) for n in range(SOURCES))
+    sources = MixedSources(np.array_split(counts, SOURCES), [Recipe(n) for n in range(SOURCES)], 64)
+    return {
+        name: MixtureOrder(sources, Deal(weights, batch), batch, 0, 10**9, 0)
+        for name, weights in (("constant weights", constant), ("changing weights", changing))
+    }
+
+
+def opened(single: bool, batch: int = 256, ranks: int = 8, shards: int = 1024, per_shard: int = 100) -> float:
+    """Shards that a rank opens in an epoch, relative to an equal division of all shards."""
+    order: Order
+    if single:
+        order = epoch_order(np.full(shards, per_shard), "window", batch)
+    else:
+        parts = [np.full(max(shards >> n + 1, 8), per_shard) for n in range(SOURCES)]
+        sources = MixedSources(parts, [Recipe(n) for n in range(SOURCES)], 64)
+        weights: tuple[Schedule, ...] = tuple(((0, 0.5**n),) for n in range(SOURCES))
+        order = MixtureOrder(sources, Deal(weights, batch), batch, 0, 10**9, 0)
+    steps = np.arange(shards * per_shard // batch)[:, np.newaxis]
+    read = order.locate(steps, np.arange(batch)) // per_shard
+    of_ranks = [np.unique(read[:, rank * batch // ranks : (rank + 1) * batch // ranks]).size for rank in range(ranks)]
+    return sum(of_ranks) / np.unique(read).size
 
 
 def milliseconds(function: Callable[[], object]) -> float:

@@ -123,7 +123,7 @@ def test_class_mix_is_pearsons_statistic_over_its_degrees_of_freedom() -> None:
 
 @pytest.mark.slow
 def test_loader(tmp_path: Path) -> None:
-    rows = ("dtrain", "webdataset", "litdata", "mosaicml-streaming", "decoding alone")
+    rows = ("dtrain", "webdataset", "litdata", "mosaicml-streaming", "DALI", "decoding alone")
     [found] = quick("loader", tmp_path, "--images", "32x32", "--workers", "0", rows=rows)["measured"].values()
     rates = {(row["loader"], row["decoder"]): row["rounds"] for row in found}
     assert rates["dtrain", "simplejpeg"][0]["samples/s"] > 0
@@ -151,6 +151,23 @@ def test_order_has_a_small_state(tmp_path: Path) -> None:
     state = quick("order", tmp_path, rows=("window", "full", "none", "state in a checkpoint, bytes"))["state"]
     assert state["data"]["num_shards"] == 10_000
     assert len(json.dumps(state)) < 400
+
+
+@pytest.mark.slow
+def test_transports_and_threads_are_compared(tmp_path: Path) -> None:
+    rows = ("0.1 MB, copies", "0.1 MB, pipe", "0.1 MB, file", "0.1 MB, slots")
+    found = quick("transfer", tmp_path, "--megabytes", "0.1", rows=rows)["measured"]
+    assert [one["way"] for one in found] == ["copies", "pipe", "file", "slots"]
+    found = quick("transfer", tmp_path, "--threads", "1", "2", rows=("1 threads", "2 processes"))["measured"]
+    assert len(found) == 4
+
+
+@pytest.mark.slow
+def test_smaller_photographs_are_smaller_and_load(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    found = quick("max_side", tmp_path, "--images", "500x375", "--workers", "0", rows=("unchanged", "--max-side 256"))
+    packed = found["measured"]["500x375"]
+    assert packed["--max-side 256"]["MB"] < packed["--max-side 384"]["MB"] < packed["unchanged"]["MB"]
 
 
 @pytest.mark.slow

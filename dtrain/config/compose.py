@@ -142,10 +142,12 @@ def require_choice(composed: Composed) -> None:
         ConfigError: Lists the experiments.
     """
     missing = [key for key in ("data.train", "model") if OmegaConf.is_missing(*_parent(composed.cfg, key))]
+    if composed.cfg.data.mixture and "data.train" in missing:
+        missing.remove("data.train")
     if missing == ["data.train"]:
         raise ConfigError(
             "data.train is not set: name your shards, 'data.train=\"/data/train-{000000..000099}.tar\"', and those to evaluate "
-            "on in data.eval."
+            "on in data.eval; or several sources in data.mixture."
         )
     if missing:
         folders = [conf_dir(), *map(Path, composed.config_dirs)]
@@ -218,7 +220,7 @@ def _register_resolvers(*, as_written: bool = False) -> None:
     """Registers the resolvers of ``conf/``.
 
     ``${dtrain.env:A,B}`` is the first set variable, ``${dtrain.cache:NAME}`` a path in the cache, and ``${dtrain.classes:N}``
-    the number of names in the file classes.json beside ``data.train``, or N without such a file.
+    the number of names in the file classes.json beside ``data.train`` or a source of the mixture, or N without such a file.
     """
     resolvers: dict[str, Callable[..., str]] = {
         "dtrain.env": _first_of_environment,
@@ -236,11 +238,13 @@ def _written(name: str, *arguments: str) -> str:
 def _number_of_classes(default: int, *, _root_: DictConfig) -> int:
     data = _root_.data
     train = None if OmegaConf.is_missing(data, "train") else data.train
-    pattern = train[0] if isinstance(train, ListConfig) and train else train
-    if isinstance(pattern, str):
-        with suppress(OSError, ValueError):  # a damaged file is refused where the names are read
-            names = json.loads((Path(pattern).parent / "classes.json").read_text(encoding="utf-8"))
-            return len(names) if isinstance(names, list) else default
+    sources = [source.get("shards") for source in data.mixture.values() if isinstance(source, DictConfig)]
+    for shards in sources or [train]:
+        pattern = shards[0] if isinstance(shards, ListConfig) and shards else shards
+        if isinstance(pattern, str):
+            with suppress(OSError, ValueError):  # a damaged file is refused where the names are read
+                names = json.loads((Path(pattern).parent / "classes.json").read_text(encoding="utf-8"))
+                return len(names) if isinstance(names, list) else default
     return default
 
 

@@ -58,6 +58,10 @@ class PeerLost(Explained, RuntimeError):
     """This rank ends because another one is gone and no rank has published an error."""
 
 
+class RankLost(PeerLost):
+    """Another rank is gone, and this rank continues without it (``parallel.recover``)."""
+
+
 def shortened(text: str, most: int) -> str:
     """The beginning of a text, at most ``most`` characters."""
     return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -4,6 +4,7 @@ Hydra merges mappings key by key, so the arguments of a preset's class would rea
 
 * a mapping with another ``_target_`` replaces the earlier mapping of the same key, also one inside of a node;
 * ``data.fields`` replaces the earlier fields if each of its fields has a name; otherwise it changes single options of them;
+  likewise ``data.mixture`` if each of its sources has shards;
 * ``model=NAME`` on the command line replaces what presets say about ``model``; the same for ``task``, ``optimizer`` and
   ``schedule``.
 
@@ -26,7 +27,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 #: Groups whose presets are the arguments of a class.
 CLASS_GROUPS = ("model", "task", "optimizer", "schedule")
-_FIELDS = "data.fields"
+#: Mappings that replace earlier ones if each of their entries has this key.
+_WHOLE = {"data.fields": "name", "data.mixture": "shards"}
+_SETS = "data.eval"  # a mapping without a class is several sets, which replace a dataset by its class
 _OF_HYDRA = {"_partial_", "_recursive_", "_convert_"}  # say how a node is built, not what its class takes
 
 
@@ -61,11 +64,12 @@ class _Loader(ConfigLoaderImpl):
                 _remove_other(configs[:number], path, OmegaConf.select(config, path))
         self._loaded = loaded[::-1]  # super() loads them again, in the same order
         composed = super()._compose_config_from_defaults_list(defaults, repo)
-        if _is_mapping(fields := _select(composed, _FIELDS)):
+        for path in _WHOLE:
             # Any option can be set, also one that presets leave out; an unknown one is refused later.
-            for ext in fields:
-                if _is_mapping(field := _child(fields, ext)):
-                    OmegaConf.set_struct(field, False)
+            if _is_mapping(entries := _select(composed, path)):
+                for key in entries:
+                    if _is_mapping(entry := _child(entries, key)):
+                        OmegaConf.set_struct(entry, False)
         if _is_mapping(own := _select(composed, "vars")):
             OmegaConf.set_struct(own, False)
         for override in self._overrides:
@@ -99,7 +103,7 @@ class _Loader(ConfigLoaderImpl):
 
 def _replacing(node: DictConfig, path: str = "") -> Iterator[str]:
     """Paths of the mappings that may replace earlier ones, the outer ones first."""
-    if _child(node, "_target_") is not None or (path == _FIELDS and _are_complete(node)):
+    if _child(node, "_target_") is not None or (path in _WHOLE and _are_complete(path, node)):
         yield path
     for key in map(str, node):
         if _is_mapping(child := _child(node, key)) and key != "hydra":
@@ -110,7 +114,7 @@ def _remove_other(configs: Sequence[DictConfig], path: str, new: DictConfig) -> 
     """Removes the mapping at a path from earlier configs, if the one that they make has another class."""
     found = [(config, node) for config in configs if _is_mapping(node := _select(config, path))]
     targets = [target for _, node in found if (target := _target(node)) is not None]
-    if path == _FIELDS or (targets and targets[-1] != _target(new)):
+    if path in _WHOLE or (targets and targets[-1] != _target(new)):
         for _, node in found:
             with open_dict(node):
                 for key in set(node) - _OF_HYDRA:
@@ -127,13 +131,16 @@ def _make_room(composed: DictConfig, override: Override) -> None:
     if not isinstance(value, dict):
         return
     node = _select(composed, path)
-    if path == _FIELDS:
-        replaces = all("name" in options for options in value.values() if isinstance(options, dict))
+    if path in _WHOLE:
+        replaces = not node or all(_WHOLE[path] in it for it in value.values() if isinstance(it, dict))
+    elif path == _SETS and "_target_" not in value:
+        replaces = _is_mapping(node) and _target(node) is not None
     else:
         replaces = "_target_" in value and (not _is_mapping(node) or _target(node) not in (None, value["_target_"]))
     if replaces and not override.is_add():
         with suppress(OmegaConfBaseException):  # Hydra reports that there is no such key
-            kept = {key: node[key] for key in _OF_HYDRA & set(node)} if _is_mapping(node) and path != _FIELDS else {}
+            keeps = _is_mapping(node) and "_target_" in value
+            kept = {key: node[key] for key in _OF_HYDRA & set(node)} if keeps else {}
             OmegaConf.update(composed, path, kept, merge=False)
             OmegaConf.set_struct(OmegaConf.select(composed, path), False)
 
@@ -146,8 +153,8 @@ def _allow_removal(composed: DictConfig, override: Override) -> None:
         node[key] = "removed by the command line"
 
 
-def _are_complete(fields: DictConfig) -> bool:
-    return bool(fields) and all(not _is_mapping(node := _child(fields, key)) or "name" in node for key in fields)
+def _are_complete(path: str, entries: DictConfig) -> bool:
+    return bool(entries) and all(not _is_mapping(it := _child(entries, key)) or _WHOLE[path] in it for key in entries)
 
 
 def _target(node: DictConfig) -> Any:

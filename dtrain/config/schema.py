@@ -77,10 +77,20 @@ class DataConfig:
 
     `train` and `eval` are a brace pattern, a glob, or a list of them; or a `_target_` that returns a map-style dataset, a
     dict or tuple of arrays, or a `dtrain.data.Generated`.
+
+    `mixture` is `{NAME: {shards: ..., weight: ...}}`: `shards` as `train`; `weight`, a number or points `[[step, number],
+    ...]`, is 1 by default; `fields` and `augment` (`none`: no augmentation) replace those of `data` for this source; and
+    with `tokens_per_sample` weights are shares of the tokens.
     """
 
     train: Any = MISSING  # training shards, or a _target_
-    eval: Any = None  # evaluation shards, or a _target_; null: no evaluation
+    eval: Any = (
+        None  # evaluation shards, or a _target_, or {NAME: either of them} for several sets; null: no evaluation
+    )
+    mixture: dict[str, Any] = field(default_factory=dict)  # several sources instead of train, see above
+    epoch_of: str | None = None  # the source whose epochs are those of the mixture; null: the first
+    # a field that a source of the mixture lacks: refuse | mask: zeros, and false in the field has_NAME
+    missing: str = "refuse"
     fields: dict[str, Any] = field(default_factory=dict)  # by extension of the members: name, role, size, mean, std
     image_size: int = 224  # height and width of images in the presets shards and imagenet
     # processes that build batches; 0: the training process does; auto: as many as the data need and the cores allow
@@ -146,6 +156,9 @@ class ParallelConfig:
     sync_batchnorm: bool = False  # BatchNorm statistics over all ranks; GPUs only
     reduce_dtype: str = "fp32"  # of the all-reduce of gradients: fp32 | bf16 | fp16, which limits the loss scale
     comm_hook: Any = None  # instead: _target_ of a DDP communication hook, hook(state, bucket), and its state
+    recover: bool = (
+        False  # experimental: when a rank is lost, the others continue without a restart; needs srun and CPUs
+    )
 
 
 @dataclass

@@ -5,12 +5,13 @@ reading order:
 
 1. Batches: ``fields`` (the fields of a sample), ``batch`` (a micro-batch, transfer dtypes, copies to the device).
 2. Order: ``order`` (a pure function from position to sample), ``position`` (committed samples, state of a checkpoint),
-   ``randomness`` (seeding and permutations).
-3. Loading: ``loader`` (the public class), ``workers`` (a rank's rows of a batch; processes), ``collate`` (builds one
-   micro-batch), ``sample_log`` (used and bad samples), ``shard_dataset`` (the public dataset of single samples).
+   ``mixture_order`` (both for several sources), ``randomness`` (seeding and permutations).
+3. Loading: ``loader`` (the public class), ``workers`` (a rank's rows of a batch; processes), ``ipc`` (batches between
+   processes), ``collate`` (builds one micro-batch), ``sample_log`` (used and bad samples), ``shard_dataset`` (the public
+   dataset of single samples).
 4. Values: ``decode``, ``tokenizers``, ``crop``, ``augment``, ``mixing``.
 5. Sources: ``source`` (the interfaces), ``shard_source`` (tar shards), ``datasets`` (arrays, functions, map-style
-   datasets), ``stream`` (iterable datasets).
+   datasets), ``mixture`` (several sources), ``stream`` (iterable datasets).
 6. Tar shards: ``shards`` (patterns), ``tar`` (headers), ``shard_index`` and ``dataset_index`` (where members are),
    ``shard_file`` (files and URLs), ``node_cache`` (local copies).
 7. Writing: ``writer``, ``digits`` (an example).
@@ -19,7 +20,8 @@ reading order:
 from dtrain.data.batch import Batch
 from dtrain.data.datasets import Arrays, Generated
 from dtrain.data.loader import ShardLoader
+from dtrain.data.mixture import Mixture
 from dtrain.data.shard_dataset import ShardDataset
 from dtrain.data.stream import Stream
 
-__all__ = ["Arrays", "Batch", "Generated", "ShardDataset", "ShardLoader", "Stream"]
+__all__ = ["Arrays", "Batch", "Generated", "Mixture", "ShardDataset", "ShardLoader", "Stream"]

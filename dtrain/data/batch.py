@@ -5,8 +5,6 @@
   directly into shared memory; everything else keeps the dtype it is stored in.
 * *Arrival* (``arrived``) is the conversion on the device: images become ``[rows, 3, height, width]`` (channels_last by
   default), normalised in fp32 and cast last. Normalising in bf16 instead would lose two grey levels and shift the mean.
-* *Ipc* (between processes): large tensors are sent as shared memory, small ones as bytes in the message, which is
-  cheaper.
 * *Device copies* run on a CUDA stream of their own, so that they overlap with compute.
 
 The precision policy chooses the dtypes; this module applies them to the fields.
@@ -25,40 +23,40 @@ import torch
 from torch import Tensor
 
 from dtrain.data.fields import DataError, Field, NoSuchField
+from dtrain.data.source import Index
 from dtrain.precision.policy import Precision
 
 ON_OVERFLOW = ("error", "clamp", "fp32")
 # No role, or a role that the extension may imply: labels are integers, so floats under that role are undeclared.
 _UNDECLARED = (None, "label")
 _MIN_SAVING = 256  # bytes per sample that are worth a suggestion
-#: Tensors of fewer bytes are sent inside the message. For a file, each side needs a message, a memory map and a page
-#: fault for every page, and the number of open files is limited. Measured: at 100 kB inline costs both sides a third
-#: less, at 800 kB the same.
-MIN_SHARED_BYTES = 1 << 19
 
 
 class Batch(dict[str, Any]):
     """A micro-batch of one rank; ``batch[name]`` is a tensor ``[rows, ...]`` or, for text and bytes, a list.
 
     Attributes:
-        sample_keys: ``<shard>/<key>`` of each row; ``""`` where the row is masked.
+        rows: The samples of the rows; the constructor also takes their keys.
         valid: bool, shape ``[rows]``; false for rows that pad a short batch and for rows of bad samples.
         bad: One record for each bad sample of this micro-batch: its key, epoch, shard, offset and reason.
         transfer: The transfer dtypes, from which ``to`` converts; None after that.
         transfer_bytes: Bytes of the tensors that the worker sent.
+        sources: Names of the sources of a mixture in training, in the order of their numbers in ``batch["source"]``; else ().
     """
+
+    sources: Sequence[str] = ()
 
     def __init__(
         self,
         columns: Mapping[str, Any],
-        sample_keys: list[str],
+        rows: Rows | list[str],
         valid: Tensor,
         bad: Sequence[dict[str, Any]] = (),
         transfer: Transfer | None = None,
         transfer_bytes: int | None = None,
     ) -> None:
         super().__init__(columns)
-        self.sample_keys = sample_keys
+        self.rows = rows if isinstance(rows, Rows) else Rows(rows)
         self.valid = valid
         self.bad = list(bad)
         self.transfer = transfer
@@ -66,11 +64,48 @@ class Batch(dict[str, Any]):
             transfer_bytes = sum(column.nbytes for column in self.values() if isinstance(column, Tensor))
         self.transfer_bytes = transfer_bytes
 
+    @property
+    def sample_keys(self) -> list[str]:
+        """``<shard>/<key>`` of each row; ``""`` where the row is masked."""
+        return self.rows.keys
+
+    @property
+    def num_valid(self) -> int:
+        """The number of valid rows, without waiting for the device."""
+        return self.rows.num_valid
+
     def __missing__(self, name: str) -> Any:
         raise NoSuchField(
             f"the batch has no field {name!r}; it has {', '.join(map(repr, self)) or 'none'}. Give a field this name in "
             "data.fields (such as data.fields.jpg.name), or configure the task to use another field."
         )
+
+    def valid_for(self, *names: str) -> Tensor:
+        """``valid``, without the rows whose source lacks one of these fields: bool, shape ``[rows]``.
+
+        Only in a mixture with ``missing="mask"`` do sources lack fields, and the batch then has ``has_<field>``.
+        """
+        valid = self.valid
+        if "source" in self:
+            for name in names:
+                if f"has_{name}" in self:
+                    valid = valid & self[f"has_{name}"]
+        return valid
+
+    def by_source(self, losses: Tensor, counts: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
+        """Metrics of a task with the loss of each source, ``loss/<source>``; {} without a mixture in training.
+
+        Args:
+            losses: Sum of the losses of each row, shape ``[rows]``; rows where ``valid`` is false are left out.
+            counts: How many losses (such as tokens) each sum has, shape ``[rows]``; None: one for each valid row.
+        """
+        if not self.sources:
+            return {}
+        valid = self.valid
+        mine = (self["source"] == torch.arange(len(self.sources), device=valid.device).unsqueeze(1)) & valid
+        sums = torch.where(mine, losses.detach(), 0).sum(dim=1).unbind()
+        numbers = (mine if counts is None else mine * counts).sum(dim=1).unbind()
+        return {f"loss/{name}": pair for name, *pair in zip(self.sources, sums, numbers, strict=True)}  # type: ignore[misc]
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
         """The batch on ``device``.
@@ -96,7 +131,7 @@ class Batch(dict[str, Any]):
         return self
 
     def __copy__(self) -> Batch:
-        return Batch(self, self.sample_keys, self.valid, self.bad, self.transfer, self.transfer_bytes)
+        return self._with(self, self.valid)
 
     def clone(self) -> Batch:
         """A copy that shares no tensor with this one."""
@@ -113,7 +148,50 @@ class Batch(dict[str, Any]):
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         columns = {name: function(column) if isinstance(column, Tensor) else column for name, column in self.items()}
-        return Batch(columns, self.sample_keys, function(self.valid), self.bad, self.transfer, self.transfer_bytes)
+        return self._with(columns, function(self.valid))
+
+    def _with(self, columns: Mapping[str, Any], valid: Tensor) -> Batch:
+        batch = Batch(columns, self.rows, valid, self.bad, self.transfer, self.transfer_bytes)
+        batch.sources = self.sources
+        return batch
+
+
+class Rows:
+    """The samples of a batch's rows.
+
+    Strings take long to make and to send, and most keys are never looked at. So a worker sends the numbers of the samples,
+    and the keys are made when they are first asked for.
+
+    Args:
+        samples: The number of each row's sample, int64, shape ``[rows]``, -1 where the row is masked; or its key, ``""``
+            where the row is masked.
+        index: Has the keys of numbered samples. It is not sent: the loader sets it, also an attribute.
+    """
+
+    def __init__(self, samples: np.ndarray | list[str], index: Index | None = None) -> None:
+        self._samples = samples
+        self.index = index
+
+    @property
+    def keys(self) -> list[str]:
+        """The key of each row; ``""`` where the row is masked."""
+        samples = self._samples
+        if isinstance(samples, np.ndarray):
+            assert self.index is not None
+            keys = iter(self.index.keys(samples[samples >= 0]))
+            samples = self._samples = [next(keys) if sample >= 0 else "" for sample in samples.tolist()]
+        return samples
+
+    @property
+    def num_valid(self) -> int:
+        """The number of rows that are not masked."""
+        samples = self._samples
+        if isinstance(samples, np.ndarray):
+            return int(np.count_nonzero(samples >= 0))
+        return len(samples) - samples.count("")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Rows, (self._samples,)
 
 
 class Transfer:
@@ -178,8 +256,8 @@ class Transfer:
         wanted = self._dtypes[name]
         return wanted if wanted is not None and own.is_floating_point else own
 
-    def cast(self, name: str, key: str, source: Tensor, out: Tensor) -> None:
-        """Writes a value of sample ``key`` into ``out``, a row of the same shape in the transfer dtype.
+    def cast(self, name: str, key: Callable[[], str], source: Tensor, out: Tensor) -> None:
+        """Writes a value of sample ``key()`` into ``out``, a row of the same shape in the transfer dtype.
 
         Raises:
             DataError: If a finite value is outside the range of the transfer dtype and is not clamped; names it.
@@ -200,7 +278,7 @@ class Transfer:
             return tensor.to(torch.float32).sub_(mean).div_(std).to(self._compute_dtype)
         return normalised(tensor, mean, std, self._compute_dtype).contiguous(memory_format=self._layout)
 
-    def _within_range(self, name: str, key: str, source: Tensor, dtype: torch.dtype) -> Tensor:
+    def _within_range(self, name: str, key: Callable[[], str], source: Tensor, dtype: torch.dtype) -> Tensor:
         # Checks the source, because finding infinities in the result of the cast takes ten times as long.
         limit = torch.finfo(dtype).max
         low, high = (value.item() for value in torch.aminmax(source)) if source.numel() else (0, 0)
@@ -214,7 +292,7 @@ class Transfer:
         if self._clamp:
             return torch.where(source.isfinite(), source.clamp(-limit, limit), source)
         raise DataError(
-            f"sample {key!r}: field {name!r} holds {worst:g}, outside the range of {_name(dtype)}, +-{limit:g}. Set "
+            f"sample {key()!r}: field {name!r} holds {worst:g}, outside the range of {_name(dtype)}, +-{limit:g}. Set "
             "data.on_overflow=fp32 to transfer features in fp32, or =clamp to clip them, or scale the field when packing."
         )
 
@@ -244,37 +322,6 @@ def _grey_levels(values: tuple[float, float, float], device: torch.device) -> Te
     """One value per channel, scaled to 0 to 255, fp32, shape ``[3, 1, 1]``; cached, because a copy to a GPU blocks the host."""
     with torch.inference_mode(False):  # else a tensor cached in an evaluation could not be used in training
         return torch.tensor([255 * value for value in values], device=device).view(3, 1, 1)
-
-
-class IpcBatch:
-    """Wraps a batch for pickling; it is unpickled in another process as a ``Batch``."""
-
-    def __init__(self, batch: Batch) -> None:
-        self._batch = batch
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        batch = self._batch
-        columns = {name: _to_ipc(column) if isinstance(column, Tensor) else column for name, column in batch.items()}
-        return Batch, (columns, batch.sample_keys, _to_ipc(batch.valid), batch.bad)
-
-
-class _Inline:
-    """A small tensor that is pickled as bytes."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # As bytes, because numpy does not have every dtype of torch.
-        return _from_ipc, (self._tensor.flatten().view(torch.uint8).numpy(), self._tensor.dtype, self._tensor.shape)
-
-
-def _from_ipc(data: np.ndarray, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    return torch.from_numpy(data).view(dtype).view(shape)
-
-
-def _to_ipc(tensor: Tensor) -> Tensor | _Inline:
-    return _Inline(tensor) if tensor.nbytes < MIN_SHARED_BYTES else tensor
 
 
 class DeviceCopies:

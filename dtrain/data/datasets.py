@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -35,6 +35,8 @@ _HASHED_ROWS = 64
 # The order keeps a few numbers for each shard; this many take milliseconds an epoch.
 _MAX_SHARDS = 2**16
 _CHANNELS = (1, 3, 4)
+# Not uint64: a single number of it may not fit into the int64 of a batch.
+_REGULAR = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "float16", "float32", "float64")
 # Uses of (seed, epoch) need different keys: the order has 1 to 3, augmentation 4, mixing 6.
 _GENERATION = 5
 
@@ -68,6 +70,13 @@ class Arrays:
 
     def __len__(self) -> int:
         return len(self._arrays[0])
+
+    def columns(self, places: Sequence[Any]) -> list[Any]:
+        """The arrays at these places: names, or all of them in their order; fewer if one is missing."""
+        if self._names is None:
+            return self._arrays
+        named = dict(zip(self._names, self._arrays, strict=True))
+        return [named[place] for place in places if place in named]
 
     def __getitem__(self, sample: int) -> Any:
         """A dict if the arrays have names, else a tuple."""
@@ -329,21 +338,46 @@ class SampleReader(Reader):
 
     def __init__(self, source: SampleSource, seed: int) -> None:
         self._dataset = source.dataset
+        self._fields = source.fields
         self._index = source.index
         self._places = source.places
         self._seed = seed
         self._randomness = Randomness()
 
-    def find(self, epoch: int, samples: np.ndarray) -> Iterable[_Numbered]:
-        """The samples' numbers, and the keys of their random numbers."""
-        draw_epoch = 0 if isinstance(self._dataset, Generated) and not self._dataset.fresh else epoch
-        keys = hash64(self._seed, draw_epoch, _GENERATION, samples)
-        return map(_Numbered, self._index.keys(samples), samples.tolist(), keys.tolist())
-
-    def fetch(self, record: _Numbered) -> list[Any]:
+    def fetch(self, epoch: int, sample: int) -> list[Any]:
         """The dataset's value for each field; its ``ValueError``, ``OSError`` and ``EOFError`` become ``SampleError``."""
+        return self._fetch(sample, int(self._randoms(epoch, np.array(sample))))
+
+    def fetch_all(self, epoch: int, samples: np.ndarray) -> Iterator[tuple[Sequence[int], list[Sequence[Any]]]]:
+        """The same for many samples, without those that raise an exception."""
+        randoms = self._randoms(epoch, samples).tolist()
+        for position, (sample, random) in enumerate(zip(samples.tolist(), randoms, strict=True)):
+            try:
+                values = self._fetch(sample, random)
+            except Exception:  # noqa: BLE001 - ``fetch`` raises it again
+                continue
+            yield [position], [[value] for value in values]
+
+    def columns(self) -> list[np.ndarray | Tensor] | None:
+        """The arrays of ``Arrays``, if all are numbers of which a batch is the same as the values one by one."""
+        if not isinstance(self._dataset, Arrays):
+            return None
+        columns = self._dataset.columns(self._places)
+        regular = len(columns) == len(self._fields) and all(map(_is_regular, self._fields, columns))
+        return columns if regular else None
+
+    def place(self, sample: int) -> dict[str, Any]:
+        """The dataset's name, and the sample's number."""
+        return {"shard": self._index.name, "offset": sample}
+
+    def _randoms(self, epoch: int, samples: np.ndarray) -> np.ndarray:
+        """The keys of the samples' random numbers."""
+        draw_epoch = 0 if isinstance(self._dataset, Generated) and not self._dataset.fresh else epoch
+        return hash64(self._seed, draw_epoch, _GENERATION, samples)
+
+    def _fetch(self, number: int, random: int) -> list[Any]:
         try:
-            sample = self._sample(record)
+            sample = self._sample(number, random)
         except SampleError:
             raise
         except (ValueError, OSError, EOFError) as error:
@@ -356,30 +390,30 @@ class SampleReader(Reader):
         values: Sequence[Any] = sample if isinstance(sample, (tuple, list)) else (sample,)
         if len(values) != len(self._places):
             raise DataError(
-                f"sample {record.key!r} has {len(values)} values, data.fields declares {len(self._places)}: "
-                f"{', '.join(map(str, self._places))}. Declare all values, in their order."
+                f"sample {self._index.keys(np.array([number]))[0]!r} has {len(values)} values, data.fields declares "
+                f"{len(self._places)}: {', '.join(map(str, self._places))}. Declare all values, in their order."
             )
         return list(values)
 
-    def place(self, record: _Numbered) -> dict[str, Any]:
-        """The dataset's name, and the sample's number."""
-        return {"shard": self._index.name, "offset": record.number}
-
-    def _sample(self, record: _Numbered) -> Any:
+    def _sample(self, number: int, random: int) -> Any:
         if isinstance(self._dataset, Generated):
-            return self._dataset.function(record.number, self._randomness.of(record.random))
+            return self._dataset.function(number, self._randomness.of(random))
         if isinstance(self._dataset, (Arrays, dict)):  # which draw no random numbers
-            return self._dataset[record.number]
-        with generators_at(record.random):
-            return self._dataset[record.number]
+            return self._dataset[number]
+        with generators_at(random):
+            return self._dataset[number]
 
 
-class _Numbered(NamedTuple):
-    """A sample: its key, its number, and the key of its random numbers."""
-
-    key: str
-    number: int
-    random: int
+def _is_regular(field: Field, array: Any) -> bool:
+    """Whether a batch of rows of an array is made of them as they are, all at once."""
+    if type(array) is Tensor:
+        usable = array.device.type == "cpu" and array.layout == torch.strided
+    else:
+        usable = type(array) in (np.ndarray, np.memmap) and array.dtype.isnative and array.dtype.name in _REGULAR
+    if not usable or field.decoder is not identity or field.tokenizer is not None:
+        return False
+    is_rgb = len(array.shape) == 4 and array.shape[3] == 3 and str(array.dtype).endswith("uint8")
+    return field.role != "image" or (is_rgb and field.crop is None)
 
 
 def _content(value: Any) -> bytes:

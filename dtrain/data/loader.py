@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 from dtrain.data.augment import Augment
@@ -24,6 +25,8 @@ from dtrain.data.batch import Batch, Transfer
 from dtrain.data.datasets import SampleSource
 from dtrain.data.fields import parse_fields
 from dtrain.data.mixing import Mix
+from dtrain.data.mixture import EvaluationSets, Mixture, MixtureSource
+from dtrain.data.mixture_order import MixturePosition
 from dtrain.data.node_cache import CachePolicy
 from dtrain.data.order import DEFAULT_WINDOW, Layout, Recipe, choose_lanes
 from dtrain.data.position import Position
@@ -38,8 +41,8 @@ class ShardLoader:
     """Micro-batches of one rank from ``.tar`` shards; over all ranks, each sample of an epoch exactly once.
 
     Args:
-        shards: Paths or URLs; each may be a brace pattern (``train-{00000..00009}.tar``) or a glob. Or any ``Source``,
-            which has its own fields.
+        shards: Paths or URLs; each may be a brace pattern (``train-{00000..00009}.tar``) or a glob. Or a ``Mixture`` of
+            several sources. Or any ``Source``, which has its own fields.
         fields: Extension to ``{"name": ..., "role": ..., **options}``, for example
             ``{"jpg": {"name": "image", "role": "image", "size": 224}, "cls": {"name": "label", "role": "label"}}``.
         global_batch_size: Samples of one optimizer step over all ranks.
@@ -51,9 +54,11 @@ class ShardLoader:
         shuffle: ``"window"`` (shards permuted, samples permuted within shuffle windows), ``"full"`` or ``"none"``.
         lanes: Contiguous pieces of the epoch that a step draws from; a divisor of ``global_batch_size``. None: the
             largest one up to 64; with shuffle ``"none"`` one, which is the stored order. There, several lanes let each
-            rank open only its share of the shards, as in evaluation. With ``"full"`` there is always one.
+            rank open only its share of the shards, as in evaluation. With ``"full"`` there is always one. In a mixture
+            any number, and None is 64.
         window: Shards in a shuffle window. None: 8.
-        tail: ``"pad"`` masks the missing rows of the last step; ``"drop"`` leaves out samples that do not fill a step.
+        tail: ``"pad"`` masks the missing rows of the last step; ``"drop"`` leaves out samples that do not fill a step. In a
+            mixture every step is full.
         precision: Name or policy; decides the transfer dtypes.
         augment: ``augment(sample, rng) -> sample`` on a dict of numpy arrays, called in the worker with a generator
             that depends on (seed, epoch, sample) only.
@@ -70,6 +75,7 @@ class ShardLoader:
         start_method: ``"fork"``, ``"forkserver"``, ``"spawn"``; None: Python's default.
         pin_memory: Return page-locked tensors, whose copies to a GPU can overlap compute.
         policy: Which shards are read through the node cache, and its size. None: URLs and network file systems.
+        shard_size: Of the datasets in a mixture: samples that the window shuffle keeps together; None: see ``over``.
 
     Attributes:
         source: Where samples come from.
@@ -86,7 +92,7 @@ class ShardLoader:
 
     def __init__(
         self,
-        shards: str | Sequence[str] | Source,
+        shards: str | Sequence[str] | Source | Mixture | EvaluationSets,
         fields: Mapping[str, Mapping[str, Any]] | None = None,
         *,
         global_batch_size: int,
@@ -111,12 +117,16 @@ class ShardLoader:
         start_method: str | None = None,
         pin_memory: bool = False,
         policy: CachePolicy | None = None,
+        shard_size: int | None = None,
     ) -> None:
         self._share = Share.of(global_batch_size, micro_batch_size, rank, world_size)
         recipe = Recipe(seed, shuffle, DEFAULT_WINDOW if window is None else window, tail)
-        layout = Layout(global_batch_size, choose_lanes(global_batch_size, lanes, shuffle))
-        if isinstance(shards, Source):
-            self.source: Source = shards
+        if isinstance(shards, (Mixture, EvaluationSets)):
+            self.source: Source = shards.build(
+                fields or {}, rank=rank, world_size=world_size, policy=policy, shard_size=shard_size
+            )
+        elif isinstance(shards, Source):
+            self.source = shards
         else:
             parsed = parse_fields(fields or {})
             self.source = ShardSource.build(shards, parsed, rank=rank, world_size=world_size, policy=policy)
@@ -125,11 +135,19 @@ class ShardLoader:
         self._augment = augment
         self._mix = mix
         self._budget = BadSampleBudget(math.inf) if max_bad is None else BadSampleBudget(max_bad, max_bad_consecutive)
-        self._position = Position(
-            self.index, recipe, layout, default_window=window is None, default_lanes=lanes is None
-        )
-        self.steps_per_epoch = self.steps_left
+        self._position: Position | MixturePosition
+        if isinstance(self.source, MixtureSource):
+            if mix is not None:
+                self.source.check_mix(mix)
+            self._position = self.source.position(recipe, global_batch_size, lanes, default_window=window is None)
+        else:
+            layout = Layout(global_batch_size, choose_lanes(global_batch_size, lanes, shuffle))
+            self._position = Position(
+                self.index, recipe, layout, default_window=window is None, default_lanes=lanes is None
+            )
+        self.steps_per_epoch = self._position.steps_per_epoch
         self.micro_batches_per_step = self._share.micro_batches_per_step
+        self._names = tuple(self.samples_by_source())
         if not self.steps_per_epoch:
             raise ValueError(
                 f"{self.index.num_samples} samples do not fill one global batch of {global_batch_size}, and tail is "
@@ -232,6 +250,23 @@ class ShardLoader:
         """The current epoch, and how many of its samples are committed."""
         return self._position.epoch, self._position.samples
 
+    @property
+    def epochs(self) -> float:
+        """Committed epochs, with the part of the current one."""
+        return self._position.epochs
+
+    def steps_in(self, epochs: int) -> int:
+        """Global batches of the first ``epochs`` epochs of a run with these settings."""
+        return self._position.steps_in(epochs)
+
+    def steps_until(self, epoch: int) -> int:
+        """Global batches from the committed position to the start of an epoch; below 0 if the position is past it."""
+        return self._position.steps_until(epoch)
+
+    def samples_by_source(self, steps_ahead: int = 0) -> dict[str, int]:
+        """Samples of each source of a mixture, over all its epochs, once so many more steps are committed; {} without one."""
+        return self._position.drawn(steps_ahead) if isinstance(self._position, MixturePosition) else {}
+
     def commit(self) -> int:
         """Advances the position by one global batch; after the last one of epoch *n* it is the start of epoch *n* + 1.
 
@@ -280,8 +315,8 @@ class ShardLoader:
 
     def _open_stream(self) -> WorkerStream:
         position = self._position
-        start, steps = (position.epoch, position.step), (position.order.num_steps, self.steps_per_epoch)
-        return WorkerStream(self._micro_batches(), self._loading, start, steps, self.micro_batches_per_step)
+        start, counted = (position.epoch, position.step), copy(position)  # the position of the loader moves on
+        return WorkerStream(self._micro_batches(), self._loading, start, counted.steps_of, self.micro_batches_per_step)
 
     def _end_stream(self) -> None:
         if self._stream is not None:
@@ -300,12 +335,11 @@ class ShardLoader:
                 "failed. Call epoch() again, which continues at the committed position."
             )
         batch = stream.take()
-        # Not sent with every batch: it is the same for all of them.
-        batch.transfer = self.transfer
+        # Not sent with every batch: they are the same for all of them.
+        batch.transfer, batch.rows.index, batch.sources = self.transfer, self.index, self._names
         self._uncommitted += 1
-        good = len(batch.sample_keys) - batch.sample_keys.count("")
         bad = batch.bad
-        self._budget.count(good, len(bad), bad[-1] if bad else {})
+        self._budget.count(batch.num_valid, len(bad), bad[-1] if bad else {})
         return batch
 
 

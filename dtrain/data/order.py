@@ -113,14 +113,10 @@ class EpochOrder:
     def __init__(self, counts: np.ndarray, recipe: Recipe, epoch: int, layouts: Sequence[Layout]) -> None:
         self.recipe = recipe
         self.layouts = tuple(layouts)
-        self.num_samples = int(counts.sum())
-        shards = np.arange(len(counts), dtype=np.int64)
-        if recipe.shuffle == "window":
-            shards = permute(shards, max(len(counts), 1), hash64(recipe.seed, epoch, _SHARDS))
-        self._key = hash64(recipe.seed, epoch, _WINDOW if recipe.shuffle == "window" else _FULL)
-        self._shards = shards
-        self._line = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts[shards])])  # first place of each shard
-        self._first_sample = (np.cumsum(counts) - counts)[shards]  # number of that shard's first sample
+        # Lanes of the first layout, even after a change of the batch size: if samples changed their places, a committed one
+        # could be drawn a second time.
+        self._line = EpochLine(counts, recipe, epoch, self.layouts[0].lanes)
+        self.num_samples = self._line.num_samples
         self._cuts = [_Cut.whole(self.num_samples, self.layouts[0])]
         # Each later layout cuts the rest of the layout before it.
         for layout in self.layouts[1:]:
@@ -159,7 +155,8 @@ class EpochOrder:
         """
         place = self._places(steps, slots)
         filled = place >= 0
-        place[filled] = self._beside(place[filled])
+        at = place[filled]
+        place[filled] = self._line.beside(at, self._line.lane_of(at))
         return self._samples(place)
 
     def shards_ahead(self, step: int, slots: np.ndarray, most: int) -> np.ndarray:
@@ -169,26 +166,17 @@ class EpochOrder:
             Indices into ``counts``, without duplicates, int64, shape ``[n]``: first the shards of all shuffle windows in use
             at ``step``, then the others roughly in the order in which they are read.
         """
-        if self.recipe.shuffle == "full":  # any shard may be needed next
-            return self._shards[:most]
         place = self._cuts[-1].place(np.asarray(step - self.first_step), np.asarray(slots, np.int64))
         place = place[place >= 0]
         for cut in reversed(self._cuts):
             place = cut.outer(place)
-        begin = self._window_of(place)[0] if self.recipe.shuffle == "window" else place
-        _, lane_end = self._cuts[0].lane_of(place)
-        lanes = np.unique(np.stack([self._shard_at(begin), self._shard_at(lane_end - 1)], axis=1), axis=0)
-        ahead = lanes[:, :1] + np.arange(min(most, len(self._shards)))
-        # Transposed: the first shard of every lane, then the second of every lane, and so on.
-        nearest_first = ahead.T[(ahead <= lanes[:, 1:]).T]
-        _, once = np.unique(nearest_first, return_index=True)
-        return self._shards[nearest_first[np.sort(once)]][:most]
+        return self._line.shards_ahead(place, most)
 
     def _places(self, steps: np.ndarray | int, slots: np.ndarray) -> np.ndarray:
         """Places on the first line, before shuffling; -1 where there is none."""
         steps, slots = np.asarray(steps, np.int64), np.asarray(slots, np.int64)
-        _check_range("step", steps, self.first_step, self.num_steps)
-        _check_range("slot", slots, -1, self.layouts[-1].global_batch_size)
+        check_range("step", steps, self.first_step, self.num_steps)
+        check_range("slot", slots, -1, self.layouts[-1].global_batch_size)
         place = self._cuts[-1].place(steps - self.first_step, slots)
         filled = place >= 0
         on_line = place[filled]
@@ -201,38 +189,102 @@ class EpochOrder:
         """The samples that the shuffle puts at these places; -1 where there is none."""
         samples = np.full(place.shape, -1, np.int64)
         filled = place >= 0
-        at = self._shuffled(place[filled])
-        shard = self._shard_at(at)
-        samples[filled] = self._first_sample[shard] + at - self._line[shard]
+        at = place[filled]
+        if self.recipe.shuffle != "none":
+            start, size = self._line.permutations(at, self._line.lane_of(at))
+            at = start + permute(at - start, size, permutation_key(self.recipe, self._line.key, start))
+        samples[filled] = self._line.samples(at)
         return samples
 
-    def _beside(self, place: np.ndarray) -> np.ndarray:
-        # Lanes of the first layout, so that a sample keeps its partner when the batch size changes.
-        start, end = self._cuts[0].lane_of(place)
+
+class EpochLine:
+    """The permuted shards of an epoch, concatenated, in lanes that are equal to within one sample.
+
+    Args:
+        counts: Samples of each shard, int64, shape ``[num_shards]``.
+        recipe: Seed, shuffle and shuffle window.
+        epoch: Number of the epoch, from 0.
+        lanes: Number of lanes.
+
+    Attributes:
+        num_samples: Places of the line.
+        bounds: First place of each lane, and the end, int64, shape ``[lanes + 1]``.
+        key: Key of the permutations, uint64, shape ``[]``.
+    """
+
+    def __init__(self, counts: np.ndarray, recipe: Recipe, epoch: int, lanes: int) -> None:
+        self.num_samples = int(counts.sum())
+        self.bounds = lane_bounds(self.num_samples, lanes)
+        self._shuffle, self._window = recipe.shuffle, recipe.window
+        shards = np.arange(len(counts), dtype=np.int64)
+        if recipe.shuffle == "window":
+            shards = permute(shards, max(len(counts), 1), hash64(recipe.seed, epoch, _SHARDS))
+        self.key = hash64(recipe.seed, epoch, _WINDOW if recipe.shuffle == "window" else _FULL)
+        self._shards = shards
+        self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts[shards])])  # first place of each shard
+        self._first_sample = (np.cumsum(counts) - counts)[shards]  # number of that shard's first sample
+        self._lane_shards = self._shard_at(self.bounds[:-1])
+
+    def permutations(self, place: np.ndarray, lane: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """First place and size of the permutation that each place of a lane belongs to, int64, of the shape of ``place``.
+
+        There is none with ``shuffle="none"``.
+        """
+        if self._shuffle == "full":
+            return np.zeros_like(place), np.full_like(place, self.num_samples)
+        start, end = self._window_of(place, lane)
+        return start, end - start
+
+    def samples(self, place: np.ndarray) -> np.ndarray:
+        """The number of the sample at each place of the line, after the shuffle."""
+        shard = self._shard_at(place)
+        return self._first_sample[shard] + place - self._starts[shard]
+
+    def lane_of(self, place: np.ndarray) -> np.ndarray:
+        """The lane that contains each place."""
+        return np.searchsorted(self.bounds, place, side="right") - 1
+
+    def beside(self, place: np.ndarray, lane: np.ndarray) -> np.ndarray:
+        """The other place of each place's pair in its lane: see ``EpochOrder.partners``."""
+        start, end = self.bounds[lane], self.bounds[lane + 1]
         other = start + ((place - start) ^ 1)
         return np.where(other < end, other, np.maximum(other - 2, start))
 
-    def _shuffled(self, place: np.ndarray) -> np.ndarray:
-        if self.recipe.shuffle == "none":
-            return place
-        if self.recipe.shuffle == "full":
-            return permute(place, self.num_samples, self._key)
-        start, end = self._window_of(place)
-        return start + permute(place - start, end - start, hash64(self._key.astype(np.int64), start))
+    def shards_ahead(self, place: np.ndarray, most: int) -> np.ndarray:
+        """Up to ``most`` shards from these places on, up to the ends of their lanes; see ``EpochOrder.shards_ahead``."""
+        if self._shuffle == "full":  # any shard may be needed next
+            return self._shards[:most]
+        lane = self.lane_of(place)
+        begin = self._window_of(place, lane)[0] if self._shuffle == "window" else place
+        last = self.bounds[lane + 1] - 1
+        lanes = np.unique(np.stack([self._shard_at(begin), self._shard_at(last)], axis=1), axis=0)
+        ahead = lanes[:, :1] + np.arange(min(most, len(self._shards)))
+        # Transposed: the first shard of every lane, then the second of every lane, and so on.
+        nearest_first = ahead.T[(ahead <= lanes[:, 1:]).T]
+        _, once = np.unique(nearest_first, return_index=True)
+        return self._shards[nearest_first[np.sort(once)]][:most]
 
-    def _window_of(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        # Lanes of the first layout, even after a change of the batch size: if samples changed their places, a committed one
-        # could be drawn a second time.
-        lane_start, lane_end = self._cuts[0].lane_of(place)
-        lane_shard = self._shard_at(lane_start)
-        number = (self._shard_at(place) - lane_shard) // self.recipe.window
-        first = lane_shard + number * self.recipe.window
-        last = np.minimum(first + self.recipe.window, len(self._line) - 1)
-        return np.maximum(self._line[first], lane_start), np.minimum(self._line[last], lane_end)
+    def _window_of(self, place: np.ndarray, lane: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        lane_shard = self._lane_shards[lane]
+        number = (self._shard_at(place) - lane_shard) // self._window
+        first = lane_shard + number * self._window
+        last = np.minimum(first + self._window, len(self._starts) - 1)
+        start = np.maximum(self._starts[first], self.bounds[lane])
+        return start, np.minimum(self._starts[last], self.bounds[lane + 1])
 
     def _shard_at(self, place: np.ndarray) -> np.ndarray:
         """Index into the permuted shards of the shard at each place."""
-        return np.searchsorted(self._line, place, side="right") - 1
+        return np.searchsorted(self._starts, place, side="right") - 1
+
+
+def permutation_key(recipe: Recipe, key: np.ndarray, start: np.ndarray) -> np.ndarray:
+    """The key, for ``permute``, of the permutation that begins at place ``start`` of the line with this key."""
+    return hash64(key.astype(np.int64), start) if recipe.shuffle == "window" else key
+
+
+def lane_bounds(num_samples: int, lanes: int) -> np.ndarray:
+    """First place of each of ``lanes`` equal pieces of a line, and the end, int64, shape ``[lanes + 1]``."""
+    return np.arange(lanes + 1) * num_samples // lanes
 
 
 @dataclass(frozen=True)
@@ -278,12 +330,6 @@ class _Cut:
         place = self._bounds(lane) + steps * self._per_lane + slots % self._per_lane
         return np.where((slots >= 0) & (place < self._bounds(lane + 1)), place, -1)
 
-    def lane_of(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """First place and end of the lane that contains each place."""
-        # The inverse of _bounds: the last lane that starts at or before this place.
-        lane = ((place + 1) * self.layout.lanes - 1) // self.num_samples
-        return self._bounds(lane), self._bounds(lane + 1)
-
     def outer(self, place: np.ndarray) -> np.ndarray:
         """The same places on the previous line."""
         piece = np.searchsorted(self.offsets, place, side="right") - 1
@@ -293,7 +339,8 @@ class _Cut:
         return lane * self.num_samples // self.layout.lanes
 
 
-def _check_range(name: str, values: np.ndarray, low: int, end: int) -> None:
+def check_range(name: str, values: np.ndarray, low: int, end: int) -> None:
+    """Raises an ``IndexError`` that names the first of ``values`` outside ``[low, end)``."""
     outside = values[(values < low) | (values >= end)]
     if outside.size:
         raise IndexError(f"{name} {outside[0]} is outside [{low}, {end}) of this layout")

@@ -39,6 +39,7 @@ class Position:
         epoch: Number of the current epoch.
         order: Order of the current epoch, as it was when the epoch began.
         step: Committed steps of the current epoch.
+        steps_per_epoch: Steps of a whole epoch.
     """
 
     order: EpochOrder
@@ -50,6 +51,7 @@ class Position:
         self._default_window, self._default_lanes = default_window, default_lanes
         self.recipe, self.layout = recipe, layout
         self.begin(0)
+        self.steps_per_epoch = self.order.num_steps
 
     def begin(self, epoch: int) -> None:
         """Moves to the start of an epoch."""
@@ -62,9 +64,26 @@ class Position:
         return self.order.position(self.step)
 
     @property
+    def epochs(self) -> float:
+        """Committed epochs, with the part of the current one."""
+        return self.epoch + self.samples / self.order.num_samples
+
+    @property
     def steps_left(self) -> int:
         """Steps of the epoch that are not committed yet."""
         return self.order.num_steps - self.step
+
+    def steps_of(self, epoch: int) -> int:
+        """Steps of an epoch."""
+        return self.order.num_steps if epoch == self.epoch else self.steps_per_epoch
+
+    def steps_in(self, epochs: int) -> int:
+        """Steps of the first epochs of a run with this global batch size."""
+        return epochs * self.steps_per_epoch
+
+    def steps_until(self, epoch: int) -> int:
+        """Steps from this position to the start of an epoch; below 0 if the position is past it."""
+        return self.steps_left + (epoch - self.epoch - 1) * self.steps_per_epoch
 
     def advance(self) -> int:
         """Commits one step and returns its samples over all ranks, including bad ones; may begin the next epoch."""

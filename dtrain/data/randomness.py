@@ -153,15 +153,22 @@ def _network(cell: np.ndarray, rows: np.ndarray, columns: np.ndarray, key: np.nd
 
 
 def _shift(place: np.ndarray, length: np.ndarray, by: np.ndarray) -> np.ndarray:
-    """``place`` rotated in a ring of ``length`` by a random share of it, taken from 64 random bits."""
-    shifted = place + ((by >> _U64(32)) * length >> _U64(32))
-    return np.where(shifted >= length, shifted - length, shifted)
+    """``place`` rotated in a ring of ``length`` by a random share of it, taken from 64 random bits; overwrites ``by``."""
+    by >>= _U64(32)
+    by *= length
+    by >>= _U64(32)
+    by += place
+    return np.minimum(by, by - length)  # the difference of a smaller one wraps to a huge number
 
 
 def _mix(z: np.ndarray) -> np.ndarray:
-    z = (z ^ (z >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> _U64(27))) * _U64(0x94D049BB133111EB)
-    return z ^ (z >> _U64(31))
+    """Overwrites ``z``."""
+    z ^= z >> _U64(30)
+    z *= _U64(0xBF58476D1CE4E5B9)
+    z ^= z >> _U64(27)
+    z *= _U64(0x94D049BB133111EB)
+    z ^= z >> _U64(31)
+    return z
 
 
 def _seed(key: int) -> None:

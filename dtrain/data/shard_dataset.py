@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from dtrain.data.augment import Augment, begins_with
 from dtrain.data.collate import AUGMENTATION
 from dtrain.data.decode import values_and_mask
 from dtrain.data.fields import DataError, SampleError, parse_fields
+from dtrain.data.mixture import Mixture
 from dtrain.data.order import EpochOrder, Layout, Recipe
 from dtrain.data.randomness import Randomness, hash64
 from dtrain.data.shard_source import ShardSource
@@ -70,6 +72,8 @@ class ShardDataset(IterableDataset[dict[str, Any]]):
         augment: Augment | None = None,
     ) -> None:
         super().__init__()
+        if isinstance(shards, Mixture):
+            raise ValueError("ShardDataset: got a Mixture, want shards. ShardLoader mixes sources.")
         self._rank, self._world_size = _rank_and_size(rank, world_size)
         self._recipe = Recipe(seed, shuffle)
         self._source = ShardSource.build(shards, parse_fields(fields), rank=self._rank, world_size=self._world_size)
@@ -115,8 +119,11 @@ class ShardDataset(IterableDataset[dict[str, Any]]):
         reader = self._source.open(self._recipe.seed)
         try:
             for samples in self._samples(epoch, skipped, reader):
-                for record, random in zip(reader.find(epoch, samples), self._randoms(epoch, samples), strict=True):
-                    sample = self._read(reader, record, random)
+                rows = zip(
+                    samples.tolist(), self._source.index.keys(samples), self._randoms(epoch, samples), strict=True
+                )
+                for (number, key, random), raw in zip(rows, _fetched(reader, epoch, samples), strict=True):
+                    sample = self._read(reader, epoch, number, key, raw, random)
                     # Before the yield: a state that is saved after this sample was received includes it.
                     self._yielded += 1
                     yield sample
@@ -202,21 +209,30 @@ class ShardDataset(IterableDataset[dict[str, Any]]):
         for key in hash64(self._recipe.seed, epoch, AUGMENTATION, samples).tolist():
             yield randomness.of(key)
 
-    def _read(self, reader: Reader, record: Any, rng: np.random.Generator | None) -> dict[str, Any]:
+    def _read(
+        self,
+        reader: Reader,
+        epoch: int,
+        number: int,
+        key: str,
+        raw: Sequence[Any] | None,
+        rng: np.random.Generator | None,
+    ) -> dict[str, Any]:
         cropper, augment = begins_with(self._augment)
         sample: dict[str, Any] = {}
         try:
-            for field, raw in zip(self._source.fields, reader.fetch(record), strict=True):
+            raw = reader.fetch(epoch, number) if raw is None else raw
+            for field, value in zip(self._source.fields, raw, strict=True):
                 crop = None
                 if cropper is not None and rng is not None and cropper.field == field.name:
                     crop = functools.partial(cropper.crop, rng=rng)
                 at = rng.random() if rng is not None and field.clip == "random" else 0.5
-                sample[field.name] = reader.decode(field, raw, None, crop, at)
+                sample[field.name] = reader.decode(field, value, None, crop, at)
         except SampleError as error:
-            reader.check(record)
-            place = reader.place(record)
+            reader.check(number)
+            place = reader.place(number)
             raise DataError(
-                f"sample {record.key!r}, in {place['shard']} at byte {place['offset']}: {error}. Repair or remove it, or use "
+                f"sample {key!r}, in {place['shard']} at byte {place['offset']}: {error}. Repair or remove it, or use "
                 "ShardLoader, which masks bad samples and counts them."
             ) from error
         if augment is not None and rng is not None:
@@ -226,8 +242,19 @@ class ShardDataset(IterableDataset[dict[str, Any]]):
                 sample[field.name], sample[field.columns[1]] = (
                     column.numpy() for column in values_and_mask(field, sample[field.name])
                 )
-        sample["__key__"] = record.key
+        sample["__key__"] = key
         return sample
+
+
+def _fetched(reader: Reader, epoch: int, samples: np.ndarray) -> Iterator[Sequence[Any] | None]:
+    """The raw fields of each sample; None where ``fetch`` has to be called."""
+    done = 0
+    for positions, fields in reader.fetch_all(epoch, samples):
+        for position, *raw in zip(positions, *fields, strict=True):
+            yield from itertools.repeat(None, position - done)
+            yield raw
+            done = position + 1
+    yield from itertools.repeat(None, len(samples) - done)
 
 
 def _rank_and_size(rank: int | None, world_size: int | None) -> tuple[int, int]:

@@ -142,21 +142,25 @@ class ShardChanged(Explained, RuntimeError):
 
 
 class LocalFile:
-    """A shard that is a local file."""
+    """A shard that is a local file.
+
+    Attributes:
+        descriptor: Of the open file.
+    """
 
     def __init__(self, path: str) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def stamp(self) -> Stamp:
         """Size and modification time."""
-        status = os.fstat(self._descriptor)
+        status = os.fstat(self.descriptor)
         return Stamp(status.st_size, status.st_mtime_ns)
 
     def read(self, offset: int, size: int) -> bytes:
         """``size`` bytes at ``offset``; fewer only at the end of the file."""
-        data = os.pread(self._descriptor, size, offset)
+        data = os.pread(self.descriptor, size, offset)
         while len(data) < size:  # one call reads at most 2 GiB, and some file systems return less
-            more = os.pread(self._descriptor, size - len(data), offset + len(data))
+            more = os.pread(self.descriptor, size - len(data), offset + len(data))
             if not more:
                 break
             data += more
@@ -164,7 +168,7 @@ class LocalFile:
 
     def close(self) -> None:
         """Closes the file."""
-        os.close(self._descriptor)
+        os.close(self.descriptor)
 
 
 class RemoteFile:

@@ -11,13 +11,16 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import resource
 import threading
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from operator import getitem
+from typing import Any
 
 import numpy as np
 
@@ -25,12 +28,25 @@ from dtrain.data.dataset_index import DatasetIndex
 from dtrain.data.decode import decode
 from dtrain.data.fields import DataError, Field, SampleError
 from dtrain.data.node_cache import CachedShard, CacheFull, CacheInUse, CachePolicy
-from dtrain.data.shard_file import NoRanges, ShardChanged, ShardFile, Stamp, check_unchanged, open_shard, redacted
+from dtrain.data.shard_file import (
+    LocalFile,
+    NoRanges,
+    RemoteFile,
+    ShardChanged,
+    ShardFile,
+    Stamp,
+    check_unchanged,
+    open_shard,
+    redacted,
+)
 from dtrain.data.shards import expand
 from dtrain.data.source import Reader, Source
 
 #: Larger members are not read: a worker and the batch would each hold a copy.
 MAX_MEMBER_BYTES = 2**30
+# Bytes that are read before they are decoded: a part of a CPU core's own cache.
+_BLOCK_BYTES = 1 << 17
+_COPIED = 1 << 14
 # Reading the headers between adjacent members is cheaper than another read.
 _MAX_GAP = 8192
 # One process reads at most 64 lanes x 8 shards in a shuffle window with the default settings.
@@ -93,14 +109,14 @@ class ShardSource(Source):
         spread = np.linspace(0, len(firsts) - 1, min(len(firsts), _CHECKED_SHARDS)).astype(np.int64)
         reader = self.open(0)
         problems: dict[int, str] = {}
-        for record in reader.find(0, firsts[spread]):
+        for sample in firsts[spread].tolist():
             for column in columns.copy():
                 field = self.fields[column]
                 try:
-                    decode(field, reader.fetch(record)[column])
+                    decode(field, reader.fetch(0, sample)[column])
                     columns.remove(column)
                 except SampleError as error:
-                    problems.setdefault(column, f"{record.key}: {error}")
+                    problems.setdefault(column, f"{self.index.keys([sample])[0]}: {error}")
         reader.close()
         if columns:
             field = self.fields[columns[0]]
@@ -131,53 +147,64 @@ class ShardSampleReader(Reader):
         policy = index.policy if index.far else None
         self._reader = ShardReader(index.shards, stamp=index.stamp, policy=policy)
 
-    def find(self, epoch: int, samples: np.ndarray) -> Iterable[_Members]:
-        """Where the members of these samples are."""
+    def fetch(self, epoch: int, sample: int) -> list[memoryview]:
+        """The bytes of each member."""
+        offsets, sizes = self._index.offsets[[sample]], self._index.sizes[[sample]]
+        for field, offset, size in zip(self._fields, offsets[0].tolist(), sizes[0].tolist(), strict=True):
+            if offset < 0:
+                raise SampleError(f"has no .{field.ext} member")
+            if size > MAX_MEMBER_BYTES:
+                raise SampleError(f"has a member of {size} bytes, more than the limit of {MAX_MEMBER_BYTES}")
+        (start,), (length,) = joint_reads(offsets, sizes)
+        shard = int(self._index.shards_of(sample))
+        return self._reader.members(shard, offsets[0].tolist(), sizes[0].tolist(), int(start), int(length))
+
+    def fetch_all(self, epoch: int, samples: np.ndarray) -> Iterator[tuple[Sequence[int], list[list[Any]]]]:
+        """The bytes of each member; shards that are read in place over the network are left to ``fetch``."""
         index = self._index
         # One look-up for all: numpy's cost for a single number is that of many.
-        shards = index.shards_of(samples)
-        offsets, sizes = index.offsets[samples], index.sizes[samples]
-        complete = (offsets >= 0).all(axis=1) & (sizes <= MAX_MEMBER_BYTES).all(axis=1)
-        columns = (complete, shards, offsets, sizes, *joint_reads(offsets, sizes))
-        return map(_Members, index.keys(samples), *(column.tolist() for column in columns))
+        shards, offsets, sizes = index.shards_of(samples), index.offsets[samples], index.sizes[samples]
+        starts, lengths = joint_reads(offsets, sizes)
+        positions = np.flatnonzero((starts >= 0) & (lengths > 0) & (lengths <= MAX_MEMBER_BYTES))
+        if len(positions) < len(samples):
+            shards, offsets, sizes, starts, lengths = (
+                column[positions] for column in (shards, offsets, sizes, starts, lengths)
+            )
+        begins = offsets.T - starts
+        members = [*zip(begins.tolist(), (begins + sizes.T).tolist(), strict=True)]
+        columns = [column.tolist() for column in (positions, shards, starts, lengths)]
+        # Of small samples many are read before they are decoded, of large ones one: they stay in the CPU's cache.
+        together = max(1, _BLOCK_BYTES * len(positions) // max(1, int(lengths.sum())))
+        for first in range(0, len(positions), together):
+            block = slice(first, first + together)
+            numbers, *spans = (column[block] for column in columns)
+            data = self._reader.read_all(*spans)
+            raws = [list(map(getitem, data, map(slice, begins[block], ends[block]))) for begins, ends in members]
+            if not all(data):
+                numbers, *raws = (list(itertools.compress(column, data)) for column in (numbers, *raws))
+            yield numbers, raws
 
-    def fetch(self, record: _Members) -> list[memoryview]:
-        """The bytes of each member."""
-        if record.complete:
-            return self._reader.members(record.shard, record.offsets, record.sizes, record.start, record.length)
-        if -1 in record.offsets:
-            missing = self._fields[record.offsets.index(-1)]
-            raise SampleError(f"has no .{missing.ext} member")
-        raise SampleError(f"has a member of {max(record.sizes)} bytes, more than the limit of {MAX_MEMBER_BYTES}")
-
-    def check(self, record: _Members) -> None:
+    def check(self, sample: int) -> None:
         """Compares the sample's shard with its index."""
-        self._reader.check(record.shard)
+        self._reader.check(int(self._index.shards_of(sample)))
 
-    def place(self, record: _Members) -> dict[str, Any]:
+    def place(self, sample: int) -> dict[str, Any]:
         """The shard's path, and the first byte of the sample's members; -1 if it has none."""
-        offset = min((offset for offset in record.offsets if offset >= 0), default=-1)
-        return {"shard": redacted(self._index.shards[record.shard]), "offset": offset}
+        shard = self._index.shards[int(self._index.shards_of(sample))]
+        offset = min((offset for offset in self._index.offsets[sample].tolist() if offset >= 0), default=-1)
+        return {"shard": redacted(shard), "offset": offset}
 
     def expect(self, ahead: Callable[[int], np.ndarray], at_once: int | None = None) -> None:
         """Prefetches shards into the node cache."""
         self._reader.expect(ahead, at_once)
 
+    def share_files(self, readers: int) -> None:
+        """Keeps fewer shards open."""
+        self._reader.share_files(readers)
+
     def close(self) -> None:
         """Closes the shards."""
         self._reader.close()
-
-
-class _Members(NamedTuple):
-    """A sample: its shard, offset and size of each member, and first byte and length of the joint read."""
-
-    key: str
-    complete: bool
-    shard: int
-    offsets: list[int]
-    sizes: list[int]
-    start: int
-    length: int
 
 
 class ShardReader:
@@ -254,11 +281,43 @@ class ShardReader:
             )
         return data
 
+    def read_all(
+        self, shards: Sequence[int], starts: Sequence[int], lengths: Sequence[int]
+    ) -> Sequence[bytes | memoryview]:
+        """Ranges of files; empty where ``read`` has to be called, which may fail or take long."""
+        data: Sequence[bytes | memoryview]
+        distinct = dict.fromkeys(shards)
+        if len(distinct) > self._max_open:
+            half = len(shards) // 2
+            return [
+                *self.read_all(shards[:half], starts[:half], lengths[:half]),
+                *self.read_all(shards[half:], starts[half:], lengths[half:]),
+            ]
+        try:
+            opened = {shard: self._file(shard) for shard in distinct}
+            files = [opened[shard] for shard in shards]
+            if all(isinstance(file, LocalFile) for file in opened.values()):
+                # No Python code for each range.
+                data = list(map(os.pread, [file.descriptor for file in files], lengths, starts))  # type: ignore[attr-defined]
+            else:
+                spans = zip(files, starts, lengths, strict=True)
+                data = [b"" if isinstance(file, RemoteFile) else file.read(*span) for file, *span in spans]
+        except Exception:  # noqa: BLE001 - ``read`` raises it again
+            return [b""] * len(shards)
+        if list(map(len, data)) != lengths:
+            data = [one if len(one) == length else b"" for one, length in zip(data, lengths, strict=True)]
+        # Copying a small piece is cheaper than a view of it.
+        return data if max(lengths) < _COPIED else [memoryview(one) for one in data]
+
     def check(self, shard: int) -> None:
         """Compares an open shard with its index again: other bytes may have been written into the same file."""
         file = self._open.get(shard)
         if file is not None and self._stamp is not None:
             check_unchanged(self._paths[shard], self._stamp(shard), file)
+
+    def share_files(self, readers: int) -> None:
+        """See ``Reader.share_files``."""
+        self._max_open = self._most_open = max(1, self._most_open // readers)
 
     def expect(self, ahead: Callable[[int], np.ndarray], at_once: int | None = None) -> None:
         """Compares the open shards with their indexes, and prefetches those that are read next; see ``Reader.expect``.

@@ -3,8 +3,10 @@
 * A *source* is a sequence of samples, numbered from 0, with the fields to read from each of them.
 * Its *index* divides the samples into shards, the units that the order shuffles, and identifies the dataset: equal on
   all ranks.
-* A *reader* belongs to one worker. It finds samples by number and fetches their fields *raw*, as the source stores
-  them. Decoding is a separate call, so that the caller can pass the memory that a value should be written to.
+* A *reader* belongs to one worker. It fetches the fields of samples *raw*, as the source stores them, by their numbers.
+  Decoding is a separate call, so that the caller can pass the memory that a value should be written to.
+* There are two ways to fetch: many samples at once, fast and without reasons for what failed (``fetch_all``), or one sample
+  with the reason (``fetch``).
 
 Order, ranks, masks, augmentation, transfer and state belong to the loader and are the same for every source.
 """
@@ -12,10 +14,11 @@ Order, ranks, masks, augmentation, transfer and state belong to the loader and a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+from torch import Tensor
 
 from dtrain.data.crop import Crop
 from dtrain.data.fields import Field
@@ -63,21 +66,32 @@ class Reader(ABC):
     """Reads samples in one worker."""
 
     @abstractmethod
-    def find(self, epoch: int, samples: np.ndarray) -> Iterable[Any]:
-        """Looks up samples, all at once; a record has at least the attribute ``key``, ``<shard>/<key>``.
+    def fetch(self, epoch: int, sample: int) -> Sequence[Any]:
+        """The raw fields of a sample, in the order of the source's fields.
 
         Args:
             epoch: Number of the epoch.
-            samples: Sample numbers, int64, shape ``[n]``.
-        """
-
-    @abstractmethod
-    def fetch(self, record: Any) -> Sequence[Any]:
-        """The raw fields of a sample, in the order of the source's fields.
+            sample: Number of the sample.
 
         Raises:
             SampleError: If a field is missing or the sample is bad.
         """
+
+    @abstractmethod
+    def fetch_all(self, epoch: int, samples: np.ndarray) -> Iterator[tuple[Sequence[int], Sequence[Sequence[Any]]]]:
+        """The raw fields of many samples, in blocks. Samples that could not be fetched are left out; ``fetch`` says why.
+
+        Args:
+            epoch: Number of the epoch.
+            samples: Sample numbers, int64, shape ``[n]``; in ascending order, reading takes the least time.
+
+        Returns:
+            Of each block the positions of its samples in ``samples``, and for each field the raw values of these samples.
+        """
+
+    def columns(self) -> Sequence[np.ndarray | Tensor] | None:
+        """For each field an array whose row *n* is the value of sample *n*; None where samples are fetched one by one."""
+        return None
 
     @abstractmethod
     def decode(
@@ -103,10 +117,10 @@ class Reader(ABC):
         """
 
     @abstractmethod
-    def place(self, record: Any) -> dict[str, Any]:
+    def place(self, sample: int) -> dict[str, Any]:
         """Where a sample is stored, for the log of bad samples: ``shard`` and ``offset``."""
 
-    def check(self, record: Any) -> None:
+    def check(self, sample: int) -> None:
         """Checks that the sample's file is still the indexed one; called before a sample counts as bad.
 
         Raises:
@@ -122,6 +136,10 @@ class Reader(ABC):
                 shape ``[n]``; a shard may occur twice.
             at_once: From how many shards samples are read in turn; None if that is unknown.
         """
+        return
+
+    def share_files(self, readers: int) -> None:
+        """Called once if so many readers are open in one process, so that together they stay below its limit of open files."""
         return
 
     def close(self) -> None:

@@ -25,6 +25,7 @@ from dtrain.data.collate import Collator
 from dtrain.data.datasets import SampleIndex, SampleSource, value_fields
 from dtrain.data.fields import DataError
 from dtrain.data.loader import ShardLoader
+from dtrain.data.source import Index
 from dtrain.data.workers import Share, WorkerStream
 
 
@@ -128,10 +129,11 @@ class StreamLoader(ShardLoader):
         steps = (position.order.num_steps, self.steps_per_epoch)
 
         def start_workers(epoch: int) -> WorkerStream:
-            return WorkerStream(self._part(epoch), self._loading, (0, 0), steps, 1)  # type: ignore[arg-type]
+            # An epoch of one worker stream ends with the workers, so its steps are not counted.
+            return WorkerStream(self._part(epoch), self._loading, (0, 0), lambda epoch: -1, 1)  # type: ignore[arg-type]
 
         return _RankPart(  # type: ignore[return-value]
-            start_workers, self._stream_of_samples, share, (position.epoch, position.step), steps
+            start_workers, self._stream_of_samples, self.index, share, (position.epoch, position.step), steps
         )
 
 
@@ -186,12 +188,14 @@ class _RankPart:
         self,
         start_workers: Callable[[int], WorkerStream],
         stream: Stream,
+        index: Index,
         share: Share,
         start: tuple[int, int],
         steps: tuple[int, int],
     ) -> None:
         self._start_workers = start_workers
         self._stream = stream
+        self._index = index
         self._share = share
         self._allowed = stream.share(share.rank, share.world_size)
         self._epoch, self._step = start
@@ -274,6 +278,7 @@ class _RankPart:
             batch = self._workers.take()
         except StopIteration:
             return None
+        batch.rows.index = self._index
         self._received += int(batch.valid.sum()) + len(batch.bad)
         if self._received > (most := self._allowed[1]):
             self._refuse("goes on", most)

@@ -20,14 +20,16 @@ import os
 import signal
 import statistics
 import sys
+import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
@@ -36,13 +38,16 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from dtrain.config.errors import Explained
 from dtrain.data.augment import Augment
-from dtrain.data.batch import Batch, IpcBatch, Transfer
+from dtrain.data.batch import Batch, Transfer
 from dtrain.data.collate import Collator
+from dtrain.data.ipc import IpcBatch, Slots, shared_memory_is_full, use_slots
 from dtrain.data.mixing import Mix
+from dtrain.data.mixture import MixtureCollator, MixtureSource
+from dtrain.data.mixture_order import MixtureOrder, MixturePosition
 from dtrain.data.order import EpochOrder
 from dtrain.data.position import Position
 from dtrain.data.source import Source
-from dtrain.distributed.process_exit import exit_with_parent
+from dtrain.distributed.process_exit import exit_with_parent, kill_with_parent
 from dtrain.distributed.world import process_cpu_count
 
 #: Seconds in which a micro-batch should be ready: the step time of a small model on a GPU.
@@ -55,6 +60,8 @@ _FEW_WORKERS = 2
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 _SETTLE_SECONDS = 0.03
+# SIGKILL takes effect within this time, unless the process waits for a disk or a network file system.
+_KILL_SECONDS = 1.0
 
 # Errors whose message is complete by itself. torch adds a traceback to the message of an error in a worker, which would
 # hide it in `status.json` and in the one-line report of other ranks.
@@ -73,7 +80,7 @@ class WorkerStream:
         dataset: The micro-batches.
         loading: Options of torch's DataLoader.
         start: Epoch and step of the first micro-batch.
-        steps: Steps of the first epoch, and of each later one.
+        steps_of: Steps of an epoch, by its number.
         micro_batches_per_step: Micro-batches of a step.
     """
 
@@ -82,29 +89,21 @@ class WorkerStream:
         dataset: MicroBatches,
         loading: Mapping[str, Any],
         start: tuple[int, int],
-        steps: tuple[int, int],
+        steps_of: Callable[[int], int],
         micro_batches_per_step: int,
     ) -> None:
-        to_message: Callable[[Any], Any] = IpcBatch if loading["num_workers"] else _unchanged
-        with _more_workers_than_cores():
-            loader = DataLoader(
-                dataset,
-                batch_size=None,
-                collate_fn=to_message,
-                worker_init_fn=functools.partial(_begin_worker, os.getpid()),
-                generator=torch.Generator(),  # else starting workers would draw from the run's global generator
-                **loading,
-            )
-        _let_threads_settle(loading)
-        with _signals_blocked(loading), _more_workers_than_cores():
-            self._iterator: Iterator[Batch] | None = iter(loader)
+        slots = Slots(loading["num_workers"]) if loading["num_workers"] else None
+        self._iterator: Iterator[Batch] | None = (
+            _workers(dataset, loading, slots) if slots else _in_this_process(dataset, loading["pin_memory"])
+        )
         # The finalizer holds torch's iterator. In a reference cycle the iterator would be collected after its queues,
         # through which it sends the workers the request to end.
-        self._end_workers = weakref.finalize(self, _end_workers, self._iterator, os.getpid())
+        self._end_workers = weakref.finalize(self, _end_workers, self._iterator, slots, os.getpid())
         self._end_workers.atexit = False  # see _close_streams
         self._epoch, self._step = start
         self._micro_batch = 0
-        self._num_steps, self._later_steps = steps
+        self._steps_of = steps_of
+        self._num_steps = steps_of(self._epoch)
         self._micro_batches = micro_batches_per_step
         _open_streams.add(self)
 
@@ -122,6 +121,7 @@ class WorkerStream:
         """The next micro-batch; waits for the workers. On a failure, the stream is closed.
 
         Raises:
+            WorkerEnded: If a worker process was killed; names it and the signal.
             Exception: Any error of a worker; the message of a ``ValueError`` or ``Explained`` has no traceback.
         """
         if self._iterator is None:
@@ -134,6 +134,11 @@ class WorkerStream:
             if original is None:
                 raise
             raise original from error
+        except RuntimeError as error:
+            ended = explain_ended(getattr(self._iterator, "_workers", ()))
+            if not ended:
+                raise
+            raise WorkerEnded(ended) from error
         finally:
             if batch is None:  # the other workers would continue, and leave a gap where this one failed
                 self.close()
@@ -142,13 +147,36 @@ class WorkerStream:
             self._micro_batch = 0
             self._step += 1
         if self._step == self._num_steps:
-            self._epoch, self._step, self._num_steps = self._epoch + 1, 0, self._later_steps
+            self._epoch, self._step, self._num_steps = self._epoch + 1, 0, self._steps_of(self._epoch + 1)
         return batch
 
     def close(self) -> None:
         """Ends the workers."""
         self._iterator = None
         self._end_workers()
+
+
+def _workers(dataset: MicroBatches, loading: Mapping[str, Any], slots: Slots) -> Iterator[Batch]:
+    with _more_workers_than_cores():
+        loader = DataLoader(
+            dataset,
+            batch_size=None,
+            collate_fn=IpcBatch,  # type: ignore[arg-type]
+            worker_init_fn=functools.partial(_begin_worker, os.getpid(), _ends_with_this_thread(loading), slots),
+            generator=torch.Generator(),  # else starting workers would draw from the run's global generator
+            **loading,
+        )
+    _let_threads_settle(loading)
+    with _signals_blocked(loading), _more_workers_than_cores():
+        iterator = iter(loader)
+    _let_take_notice_ended_workers(iterator)
+    return iterator
+
+
+def _in_this_process(dataset: MicroBatches, pin_memory: bool) -> Iterator[Batch]:
+    # Without torch's DataLoader, which would take 0.1 ms for each micro-batch.
+    pins = pin_memory and torch.cuda.is_available()
+    return (batch.pin_memory() if pins else batch for batch in dataset)
 
 
 def worker_options(prefetch: int, start_method: str | None) -> dict[str, Any]:
@@ -177,15 +205,54 @@ def _close_streams() -> None:
         stream.close()
 
 
-def _end_workers(iterator: Iterator[Batch], owner: int) -> None:
+def _end_workers(iterator: Iterator[Batch], slots: Slots | None, owner: int) -> None:
+    # ``slots`` is an argument because the thread that page-locks batches needs it until the iterator is shut down.
     # Dropping the iterator does the same, but the traceback of an error may keep it alive.
     shut_down = getattr(iterator, "_shutdown_workers", None)
-    if shut_down is not None and os.getpid() == owner:  # a forked copy of the stream does not own the workers
-        shut_down()
+    if shut_down is None or os.getpid() != owner:  # a forked copy of the stream does not own the workers
+        return
+    workers: Sequence[BaseProcess] = iterator._workers  # type: ignore[attr-defined]
+    for worker in workers:
+        if worker.exitcode is None and worker.pid is not None:
+            os.kill(worker.pid, signal.SIGCONT)  # one that was stopped would not notice the request to end
+    shut_down()
+    for worker in workers:
+        if worker.exitcode is None:  # stuck; it ignores the SIGTERM that torch has sent
+            worker.kill()
+            worker.join(_KILL_SECONDS)
 
 
-def _unchanged(batch: Any) -> Any:
-    return batch
+class WorkerEnded(Explained, RuntimeError):
+    """A worker process ended without being asked to."""
+
+
+def explain_ended(workers: Sequence[Any]) -> str:
+    """The message for the first of these processes that ended without being asked to; empty if there is none."""
+    for number, worker in enumerate(workers):
+        code = worker.exitcode
+        if not code:
+            continue
+        name = f"loader worker {number} (process {worker.pid})"
+        if code > 0:
+            return f"{name} ended with exit code {code}. Its output is above."
+        remedy = shared_memory_is_full() if -code == signal.SIGBUS else _REMEDIES.get(-code, "")
+        return f"{name} was killed by {signal.Signals(-code).name}. {remedy}".rstrip()
+    return ""
+
+
+_REMEDIES: dict[int, str] = {
+    signal.SIGKILL: "If nobody has killed it, the memory of this machine, or that granted to the job or container, was used "
+    "up: see dmesg. Use fewer data.num_workers, a smaller data.prefetch or train.micro_batch_size, or request more memory.",
+    signal.SIGSEGV: "A library that decodes or augments samples crashed: PYTHONFAULTHANDLER=1 prints where.",
+}
+
+
+def _let_take_notice_ended_workers(iterator: Any) -> None:
+    # torch raises an error in the main thread as soon as a worker was killed, wherever that thread is then, such as in the
+    # write of a checkpoint. Without its entry in torch's list, ``next`` raises it when it waits for that worker.
+    if getattr(iterator, "_worker_pids_set", False):
+        torch.utils.data._utils.signal_handling._remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
 
 
 def _without_traceback(error: Exception) -> Exception | None:
@@ -228,14 +295,34 @@ def _signals_blocked(loading: Mapping[str, Any]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _begin_worker(trainer: int, worker: int) -> None:
+def _ends_with_this_thread(loading: Mapping[str, Any]) -> bool:
+    """Whether the kernel may end a worker with the thread that starts it: the main thread, or that of the fork server."""
+    method = loading["multiprocessing_context"] if loading["num_workers"] else None
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main or (method or multiprocessing.get_start_method()) == "forkserver"
+
+
+def _begin_worker(trainer: int, ends_with_thread: bool, slots: Slots | None, worker: int) -> None:
+    if slots is not None:
+        use_slots(slots, worker)
     exit_with_parent(trainer)
+    if ends_with_thread:
+        _let_fork_server_end()
+        kill_with_parent()  # a stopped worker cannot end itself
     for number in _IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED_SIGNALS)
-    # A spawned worker finalizes its interpreter, while the queue's thread may still pickle batches. If that thread
-    # returns from C++ then, the process aborts. Workers of the other start methods exit with os._exit anyway.
+    # A spawned worker finalizes its interpreter, while a thread of a library may be in C++. If it returns from there then,
+    # the process aborts. Workers of the other start methods exit with os._exit anyway.
     atexit.register(os._exit, 0)
+
+
+def _let_fork_server_end() -> None:
+    # The fork server, the parent of its workers, ends when a pipe is closed that the trainer and all workers hold open.
+    server: Any = forkserver._forkserver
+    pipe, server._forkserver_alive_fd = getattr(server, "_forkserver_alive_fd", None), None
+    if pipe is not None:
+        os.close(pipe)
 
 
 @dataclass(frozen=True)
@@ -294,7 +381,7 @@ class MicroBatches(IterableDataset[Batch]):
     def __init__(
         self,
         source: Source,
-        position: Position,
+        position: Position | MixturePosition,
         share: Share,
         transfer: Transfer,
         augment: Augment | None = None,
@@ -311,7 +398,12 @@ class MicroBatches(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()
         turn, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        collator = Collator(self._source, self._transfer, self._augment, self._position.recipe.seed, self._mix)
+        source, seed = self._source, self._position.recipe.seed
+        collator: Collator | MixtureCollator
+        if isinstance(source, MixtureSource):
+            collator = source.collator(self._transfer, self._augment, seed, self._mix)
+        else:
+            collator = Collator(source, self._transfer, self._augment, seed, self._mix)
         try:
             position, per_step = copy(self._position), self._share.micro_batches_per_step
             built = 0  # by all workers, in earlier epochs
@@ -327,7 +419,7 @@ class MicroBatches(IterableDataset[Batch]):
             collator.close()
 
     def _located(
-        self, epoch: int, order: EpochOrder, micro_batches: range, collator: Collator
+        self, epoch: int, order: EpochOrder | MixtureOrder, micro_batches: range, collator: Collator | MixtureCollator
     ) -> Iterator[tuple[int, np.ndarray, np.ndarray | None]]:
         """Step, samples and partners of each of these micro-batches; also passes the next shards to the collator."""
         together = max(1, _LOCATED_TOGETHER // self._share.micro_batch_size)
@@ -341,7 +433,7 @@ class MicroBatches(IterableDataset[Batch]):
             partners = [None] * len(numbers) if self._mix is None else order.partners(steps[:, np.newaxis], slots)
             yield from zip(steps.tolist(), samples, partners, strict=True)
 
-    def _shards_ahead(self, epoch: int, order: EpochOrder, step: int, most: int) -> np.ndarray:
+    def _shards_ahead(self, epoch: int, order: EpochOrder | MixtureOrder, step: int, most: int) -> np.ndarray:
         """The shards that this rank reads from a step on, and those of the first shuffle windows of the next epoch."""
         slots = self._share.slots(np.arange(self._share.micro_batches_per_step))
         slots = slots[slots >= 0]
@@ -354,16 +446,19 @@ class MicroBatches(IterableDataset[Batch]):
         following.begin(epoch + 1)
         return np.concatenate([shards, following.order.shards_ahead(0, slots, wanted)])
 
-    def _shards_at_once(self, order: EpochOrder) -> int | None:
+    def _shards_at_once(self, order: EpochOrder | MixtureOrder) -> int | None:
         """The shards that this rank reads at a time, those of one shuffle window of each of its lanes; None for any."""
         recipe, lanes = order.recipe, order.layouts[-1].lanes
         if recipe.shuffle == "full":
             return None
         slots = self._share.slots(np.arange(self._share.micro_batches_per_step))
-        own_lanes = np.unique(slots[slots >= 0] * lanes // self._share.global_batch_size)
+        slots = slots[slots >= 0]
+        if isinstance(order, MixtureOrder):
+            return order.shards_at_once(slots)
+        own_lanes = np.unique(slots * lanes // self._share.global_batch_size)
         return len(own_lanes) * (recipe.window if recipe.shuffle == "window" else 1)
 
-    def _spare(self, order: EpochOrder, step: int) -> list[int]:
+    def _spare(self, order: EpochOrder | MixtureOrder, step: int) -> list[int]:
         """Samples to take shapes from: those of the same global batch, then the first ones of the dataset."""
         samples = order.locate(step, np.arange(self._share.global_batch_size))
         return [*samples[samples >= 0].tolist(), *range(min(_SPARE, self._source.index.num_samples))]

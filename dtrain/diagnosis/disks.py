@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from dtrain.config.errors import as_config_error
 from dtrain.config.schema import CheckpointConfig
+from dtrain.data.mixture import MixtureSource
 from dtrain.data.shard_file import is_url
 from dtrain.data.shard_source import ShardSource
 from dtrain.data.source import Source
@@ -65,6 +66,8 @@ class ShardReads:
         Raises:
             ConfigError: On every rank, if a shard cannot be read.
         """
+        if isinstance(source, MixtureSource):  # the one with the most samples stands for all
+            source = max(source.sources, key=lambda one: one.index.num_samples)
         if not isinstance(source, ShardSource):
             return None
         index = source.index

@@ -32,7 +32,7 @@ from types import FrameType, TracebackType
 
 import torch
 
-from dtrain.config.errors import ConfigError, in_brief
+from dtrain.config.errors import ConfigError, RankLost, in_brief
 from dtrain.config.schema import ParallelConfig
 from dtrain.config.torchrun_errors import torchrun_is_quiet
 from dtrain.distributed.atomic import open_to_append
@@ -190,7 +190,7 @@ class HangWatch:
 
     def _fails(self, error: BaseException) -> None:
         """The main thread is on its way out with an error: tells the others now, and limits the way."""
-        if isinstance(error, ConfigError) or self._left.is_set() or self._world.size == 1:
+        if isinstance(error, (ConfigError, RankLost)) or self._left.is_set() or self._world.size == 1:
             return
         self._left.set()
         trace = "".join(traceback.format_exception(error)).rstrip()

@@ -30,8 +30,11 @@ _WAIT_HERE, _WAIT_ELSEWHERE = 15.0, 120.0
 
 
 @contextmanager
-def run_lock(run_dir: Path) -> Iterator[Callable[[], None]]:
+def run_lock(lock: RunLock) -> Iterator[Callable[[], None]]:
     """Collective. Rank 0 locks the run directory against other jobs, and changes nothing in it.
+
+    Args:
+        lock: Of this process; it is opened on rank 0 only.
 
     Yields:
         A collective function to call before the first change: it makes the directory, if it does not exist, and locks it.
@@ -39,7 +42,6 @@ def run_lock(run_dir: Path) -> Iterator[Callable[[], None]]:
     Raises:
         ConfigError: On every rank, if another job holds the lock or the directory cannot be written; also by the function.
     """
-    lock = RunLock(run_dir, print)  # opened on rank 0 only
     from_rank0(lock.acquire)
     try:
         yield lambda: from_rank0(lock.claim)
@@ -71,12 +73,14 @@ class RunLock:
         self.claimed = False
 
     def acquire(self) -> None:
-        """Locks the directory if it has a lock file, as every run has that was started. Writes nothing.
+        """Locks the directory if it has a lock file, as every run has that was started, and is not locked. Writes nothing.
 
         Raises:
             ConfigError: If another job still holds the lock after the wait, naming its process, host and start; or if the
                 directory could not be made or written.
         """
+        if self._file is not None:
+            return
         with self._writable():
             _refuse_unwritable(self._dir)
             if os.path.lexists(self._path):

@@ -23,7 +23,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -35,7 +35,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch.distributed import distributed_c10d as c10d
 
-from dtrain.config.errors import ConfigError, PeerFailed, PeerLost
+from dtrain.config.errors import ConfigError, PeerFailed, PeerLost, RankLost
 from dtrain.distributed.process_exit import exit_unless
 from dtrain.distributed.store import (
     close_group_store,
@@ -68,11 +68,14 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 @contextmanager
-def process_group(timeout: float) -> Iterator[World]:
+def process_group(
+    timeout: float, join: Callable[[timedelta], tuple[World, dist.Store] | None] = lambda timeout: None
+) -> Iterator[World]:
     """Joins the ranks that the launcher started; without a launcher, a world of one.
 
     Args:
         timeout: Seconds that a collective may take, until ``set_timeout`` changes it.
+        join: Returns this rank's world and a store that all its ranks see, or None for those of the launcher.
 
     Yields:
         This rank's world.
@@ -82,14 +85,15 @@ def process_group(timeout: float) -> Iterator[World]:
         PeerLost: Instead of a broken connection, if no rank has published an error.
         ConfigError: If the launcher's environment is incomplete or there are more ranks than GPUs.
     """
-    world = World.of()
+    limit = timedelta(seconds=timeout)
+    world, store = join(limit) or (World.of(), None)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # NCCL's flight recorder, for reports of a hang
-    limit = timedelta(seconds=timeout)
     with _joining(world, timeout):
-        # A store in memory: a world of one opens no port and cannot collide with another.
-        store = fresh_store(world.rank, world.size, limit) if world.launched else dist.HashStore()
+        if store is None:
+            # A store in memory: a world of one opens no port and cannot collide with another.
+            store = fresh_store(world.rank, world.size, limit) if world.launched else dist.HashStore()
         dist.init_process_group(world.backend, store=store, rank=world.rank, world_size=world.size, timeout=limit)
         set_timeout(timeout)
         open_group_store(store, world)
@@ -102,6 +106,10 @@ def process_group(timeout: float) -> Iterator[World]:
         with _joining(world, timeout):
             _wait_until_all_joined(world, limit)
         yield world
+    except RankLost:
+        close_group_store()
+        dist.destroy_process_group()
+        raise
     except ConfigError:
         _leave(world)  # every rank raises it, so no rank waits for this one
         raise
@@ -138,10 +146,11 @@ def _leave(world: World) -> None:
     dist.destroy_process_group()
     left.set()
     if _groups:
-        atexit.register(_join_threads)
+        atexit.register(join_threads)
 
 
-def _join_threads() -> None:
+def join_threads() -> None:
+    """Frees the groups that this process has left: their threads end, and their connections close."""
     gc.collect()  # models in DDP hold the group, too
     _groups.clear()
 
@@ -173,13 +182,24 @@ def _wait_until_all_joined(world: World, limit: timedelta) -> None:
 
 def first_failure(world: World, error: BaseException) -> str | None:
     """Publishes this rank's error; returns the text of another rank if that was first, else None."""
-    deadline = time.monotonic() + (_WAIT_FOR_ERROR if _is_from_collective(error) and world.size > 1 else 0)
-    while (first := published_failure()) is None and time.monotonic() < deadline:
-        time.sleep(0.05)
+    first = _published_because_of(error, world)
     if first is None:
         reason = _LOST if _is_lost_connection(error) else f"{type(error).__name__}: {error}"
         first = publish_failure(f"rank {world.rank} failed: {reason}")
     return None if first is None or first.startswith(f"rank {world.rank} ") else first
+
+
+def is_lost_rank(error: BaseException, world: World) -> bool:
+    """Whether a collective failed because another rank is gone; waits two seconds for an error of that rank."""
+    return _is_lost_connection(error) and _published_because_of(error, world) is None
+
+
+def _published_because_of(error: BaseException, world: World) -> str | None:
+    """The error of the rank that failed first; waits for it if this one's is that of a collective."""
+    deadline = time.monotonic() + (_WAIT_FOR_ERROR if _is_from_collective(error) and world.size > 1 else 0)
+    while (first := published_failure()) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return first
 
 
 def _is_from_collective(error: BaseException) -> bool:

@@ -215,13 +215,13 @@ def newest_log(run_dir: Path) -> Path:
 def stop(directories: Sequence[Path]) -> int:
     """Asks running runs to save and stop; cancels jobs that wait in the queue."""
     for run_dir in directories:
-        job = slurm.active_job(run_dir)
+        job = slurm.queued_job(run_dir)
         if job is not None and not job.has_nodes:
             subprocess.run(["scancel", job.id], check=True)
             print(f"{run_dir}: cancelled {job}, which was waiting in the queue")
         elif job is not None or is_trained(run_dir):
             with as_config_error("stop"):
-                (run_dir / "STOP").touch()
+                slurm.request_stop(run_dir)
             print(f"{run_dir}: the run will save and stop")
         else:
             raise ConfigError(f"{run_dir}: no process trains this run, so there is nothing to stop.")

@@ -340,7 +340,7 @@ class Search:
         states = (self._optuna.trial.TrialState.RUNNING,)
         frozen = self._study.get_trials(deepcopy=False, states=states)
         for run_dir in (self._folder / trial.user_attrs["run"] for trial in frozen if "run" in trial.user_attrs):
-            if is_trained(run_dir) and slurm.active_job(run_dir) is None:
+            if is_trained(run_dir) and slurm.queued_job(run_dir) is None:
                 raise ConfigError(
                     f"run.dir: {run_dir}, a trial of this search, is still trained by a process of an earlier command. Wait "
                     f"until it ends, or stop it: python -m dtrain.launch stop {shlex.quote(str(run_dir))}"

@@ -3,7 +3,7 @@
 * A *chart* is a set of *lines* with common axes, or of *bars* that share out a whole. ``charts.js`` draws it on the page,
   ``pictures`` as a PNG file.
 * Charts of metrics are *grouped* by the prefix of the metric. ``train/loss/web`` and ``train/loss/books`` of one run are
-  lines of one chart.
+  lines of one chart, and so are ``eval/web/loss`` and ``eval/books/loss``.
 * Long lines are shown as an ``Envelope``: a mean line inside a band from the smallest to the largest value.
 """
 
@@ -42,7 +42,7 @@ _USUAL = tuple(_TITLES)[:5]  # the page names those that no run has
 _FITTED = ("train", "eval")  # prefixes whose y axis is fitted to the data; the others start at zero
 # Counts, and metrics that are part of another chart.
 _NOT_DRAWN = re.compile(
-    r"(eval/(bad_)?samples|precision/(loss_scale|skipped_steps)|data/(bytes_per_sample|bad_samples)|comm/.*"
+    r"(eval/(.*/)?(bad_)?samples|precision/(loss_scale|skipped_steps)|data/(bytes_per_sample|bad_samples)|comm/.*"
     r"|time/(step_seconds.*|slowest_rank|restarts|lost_seconds))$"
 )
 _MAX_OF_A_GROUP = 24  # charts
@@ -165,10 +165,15 @@ def run_charts(runs: Sequence[RunData]) -> dict[str, list[Chart]]:
 
 
 def _metric_charts(runs: Sequence[History], names: Sequence[str], floor: float | None) -> list[Chart]:
-    """A chart of each metric; of one run, one chart for all metrics that differ in what follows the second slash."""
+    """A chart of each metric; of one run, one chart for all metrics that differ in the source, or the evaluation set, only."""
     families: dict[str, list[str]] = {}
+    labels = {}
     for name in names:
-        families.setdefault("/".join(name.split("/")[:2]), []).append(name)
+        prefix, *middle = name.split("/", 2)
+        if prefix == "eval":  # eval/SET/METRIC
+            middle.reverse()
+        families.setdefault(f"{prefix}/{middle[0]}", []).append(name)
+        labels[name] = "/".join(middle[1:])
     charts = []
     for family, members in families.items():
         nested = [name for name in members if name != family] if len(runs) == 1 else []
@@ -176,7 +181,7 @@ def _metric_charts(runs: Sequence[History], names: Sequence[str], floor: float |
         charts += [line_chart(runs, name, _TITLES.get(name, name), floor=floor) for name in alone]
         if parts := [line_chart(runs, name, name, floor=floor) for name in nested if name not in alone]:
             lines = tuple(
-                replace(part.lines[0], label=part.title.removeprefix(f"{family}/"), colour=_run_colour(place), run=None)
+                replace(part.lines[0], label=labels[part.title], colour=_run_colour(place), run=None)
                 for place, part in enumerate(parts)
             )
             name, tops = f"{family}/*", [part.top for part in parts if part.top is not None]

@@ -28,7 +28,7 @@ from dtrain.tracking.history import ABSENT, History, as_float, differences, prin
 
 _MAX_METRICS, _MAX_OVERRIDES, _MAX_VALUE = 4, 100, 300
 _MAX_SETTINGS = 4  # that are no details
-_COUNTS = ("eval/samples", "eval/bad_samples")  # not results
+_COUNTS = ("samples", "bad_samples")  # not results
 
 Rows = dict[str, list[str]]
 
@@ -185,7 +185,9 @@ def config_rows(runs: Sequence[History]) -> Rows:
 
 def _evaluation_metrics(sweep: Sweep) -> list[str]:
     """Evaluation metrics of any run, that of the goal first."""
-    names = dict.fromkeys(name for run in sweep.runs for name in run.names("eval/") if name not in _COUNTS)
+    names = dict.fromkeys(
+        name for run in sweep.runs for name in run.names("eval/") if name.rpartition("/")[2] not in _COUNTS
+    )
     first = [sweep.goal.metric] if sweep.goal and sweep.goal.metric in names else []
     return [*first, *(name for name in names if name not in first)]
 

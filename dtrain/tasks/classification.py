@@ -45,7 +45,7 @@ class Classification:
             ValueError: If the shapes of logits and labels do not match, ``top5`` is set with fewer than five classes, or, on a
                 CPU, a label is out of range.
         """
-        logits, labels, valid = model(batch[self._input]), batch[self._label], batch.valid
+        logits, labels, valid = model(batch[self._input]), batch[self._label], batch.valid_for(self._input, self._label)
         try:
             losses = softmax_cross_entropy(logits, labels, label_smoothing=self._label_smoothing)
         except RuntimeError as error:
@@ -61,7 +61,8 @@ class Classification:
         tables = {}
         if not model.training and classes <= MOST_CLASSES:
             tables["confusion"] = _confusion(correct, predicted, valid, classes)
-        return Output(losses.masked_fill(~valid, 0).sum(), count, metrics, tables)
+        losses = losses.masked_fill(~valid, 0)
+        return Output(losses.sum(), count, metrics | batch.by_source(losses, valid), tables)
 
 
 def _require_classes(labels: Tensor, classes: int, failure: RuntimeError) -> None:

@@ -57,7 +57,7 @@ class Contrastive:
             DataError: If the model does not return two embeddings of the same shape and a scale.
         """
         first, second, scale = _require_embeddings(model(batch[self._first], batch[self._second]))
-        valid = batch.valid
+        valid = batch.valid_for(self._first, self._second)
         # In fp32: with a scale of 100, the spacing of similarities in bf16 is too coarse for the softmax.
         with torch.autocast(first.device.type, enabled=False):
             first, second = F.normalize(first.float(), dim=1), F.normalize(second.float(), dim=1)
@@ -76,7 +76,8 @@ class Contrastive:
             name: (((logits.argmax(dim=1) == own) & valid).sum(), count)
             for name, logits in (("first_to_second", to_second), ("second_to_first", to_first))
         }
-        return Output(losses.masked_fill(~valid, 0).sum(), count, metrics)
+        losses = losses.masked_fill(~valid, 0)
+        return Output(losses.sum(), count, metrics | batch.by_source(losses, valid))
 
 
 def _require_embeddings(returned: object) -> tuple[Tensor, Tensor, Tensor]:

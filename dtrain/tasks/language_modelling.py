@@ -55,17 +55,20 @@ class LanguageModelling:
         tokens = batch[self._tokens].long()
         targets = tokens[:, 1:]
         logits = model(tokens[:, :-1])
-        counted = batch.valid.unsqueeze(1).expand_as(targets)
+        counted = batch.valid_for(self._tokens).unsqueeze(1).expand_as(targets)
         if self._ignore is not None:
             counted = counted & (targets != self._ignore)
         count = counted.sum()
-        loss_sum = softmax_cross_entropy(logits, targets).masked_fill(~counted, 0).sum()
+        losses = softmax_cross_entropy(logits, targets).masked_fill(~counted, 0)
+        loss_sum = losses.sum()
         if self._bytes_per_token is None:
             text_bytes = ((targets < _BYTES) & counted).sum()
         else:
             text_bytes = count * self._bytes_per_token
         correct = ((logits.argmax(dim=-1) == targets) & counted).sum()
         metrics = {"accuracy": (correct, count), "bits_per_byte": (loss_sum.detach() / math.log(2), text_bytes)}
+        if batch.sources:
+            metrics |= batch.by_source(losses.sum(dim=1), counted.sum(dim=1))
         return Output(loss_sum, count, metrics)
 
     def conclude(self, model: nn.Module, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -37,10 +37,11 @@ class Regression:
         if target.dim() == 1 and predicted.shape == (len(target), 1):
             target = target.unsqueeze(1)
         errors = squared_error(predicted, target, "regression").flatten(1)
-        masked = ~batch.valid
-        count = batch.valid.sum()
-        absolute = errors.detach().sqrt().mean(dim=1).masked_fill(masked, 0).sum()
-        return Output(errors.mean(dim=1).masked_fill(masked, 0).sum(), count, {"mae": (absolute, count)})
+        valid = batch.valid_for(self._input, self._target)
+        count = valid.sum()
+        absolute = errors.detach().sqrt().mean(dim=1).masked_fill(~valid, 0).sum()
+        losses = errors.mean(dim=1).masked_fill(~valid, 0)
+        return Output(losses.sum(), count, {"mae": (absolute, count)} | batch.by_source(losses, valid))
 
 
 _MAX_PIXELS = 16_000_000  # larger pictures are not logged

@@ -13,6 +13,7 @@ In reading order:
 
 from dtrain.tracking.console import print_banner
 from dtrain.tracking.run_dir import (
+    FailureRecord,
     close_rank_log,
     failures_recorded,
     open_rank_log,
@@ -23,6 +24,7 @@ from dtrain.tracking.run_dir import (
 from dtrain.tracking.sinks import NullSinks, Sinks, build_sinks, tracker_mode
 
 __all__ = [
+    "FailureRecord",
     "NullSinks",
     "Sinks",
     "build_sinks",

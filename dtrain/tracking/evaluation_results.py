@@ -96,7 +96,7 @@ def evaluation_banner(one: CheckpointEvaluation) -> dict[str, str]:
 def side_by_side(several: Sequence[CheckpointEvaluation]) -> list[list[str]]:
     """A table of cells: a heading, and one row per precision with its differences from the first."""
     # Metrics that a task derives are missing where the loss is not finite.
-    compared = list(dict.fromkeys(name for one in several for name in one.metrics if name not in _COUNTS))
+    compared = list(dict.fromkeys(name for one in several for name in one.metrics if not _is_count(name)))
     heading = ["precision", *(f"eval/{name}" for name in (*compared, *_COUNTS)), *several[0].cost]
     return [
         heading,
@@ -132,6 +132,11 @@ def explain_not_finite(several: Sequence[CheckpointEvaluation]) -> str:
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """A table of ``side_by_side`` or ``class_table`` as text, indented: names to the left, numbers to the right."""
     return indent(align_rows(rows, numbers=range(1, len(rows[0]))), "  ").rstrip()
+
+
+def _is_count(name: str) -> bool:
+    """Also of a set: ``web/samples``."""
+    return name.rpartition("/")[2] in _COUNTS
 
 
 def _number(value: float) -> str:

@@ -185,14 +185,15 @@ class FailureRecord:
         self._extra: Callable[[], dict[str, Any]] = dict
         self.on_failure: Callable[[str], None] = lambda reason: None
 
-    def starts(self, step: Callable[[], int], extra: Callable[[], dict[str, Any]] = dict) -> None:
+    def starts(self, rank: int, step: Callable[[], int], extra: Callable[[], dict[str, Any]] = dict) -> None:
         """The run starts.
 
         Args:
+            rank: This process; another one than before if the run continues without a lost rank.
             step: Returns the attempted steps so far.
             extra: Returns further entries of status.json.
         """
-        self.step, self._extra = step, extra
+        self._rank, self.step, self._extra = rank, step, extra
 
     def write(self, reason: str) -> None:
         """Sets the state ``failed`` and calls ``on_failure``. A write failure is printed and does not hide the reason."""

@@ -1,7 +1,8 @@
 """Evaluation: sums and counts over all ranks, each sample once, without gradients.
 
 * ``evaluate`` runs a task over one epoch of a loader. It reads nothing from the device before the end, and adds micro-batches
-  up, so its memory does not grow with their number.
+  up, so its memory does not grow with their number. With several sets (``EvaluationSets``) each micro-batch is of one set, and
+  each set has sums of its own.
 * ``evaluate_run`` is an evaluation during training: of the averaged weights if there are any, and interruptible by a stop
   request. The ranks agree on an interruption by an all-reduce that no rank waits for.
 """
@@ -9,15 +10,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtrain.data import ShardLoader
+from dtrain.data import Batch, ShardLoader
 from dtrain.data.batch import DeviceCopies
+from dtrain.data.mixture import SOURCE, MixtureSource
 from dtrain.data.randomness import seed_generators
 from dtrain.distributed.collectives import broadcast_buffers
 from dtrain.distributed.world import World
@@ -95,7 +97,8 @@ def evaluate(
         stop: Whether this rank has a stop request; called in every micro-batch. None: no interruption.
 
     Returns:
-        ``loss`` and each metric of the task as sum / count over all ranks, ``samples`` (valid ones) and ``bad_samples``; the
+        ``loss`` and each metric of the task as sum / count over all ranks, ``samples`` (valid ones) and ``bad_samples``; with
+        several sets these are over all of them, and each has its own: ``NAME/loss``, and so on; the
         metrics of ``ConcludingTask.conclude``; the task's tables.
 
     Raises:
@@ -106,8 +109,8 @@ def evaluate(
     """
     was_training = model.training
     model.eval()
-    sums = _Sums(world.device)
-    samples = bad = 0
+    source = loader.source
+    sums = _Sums(world.device, source.names if isinstance(source, MixtureSource) and not source.mixed else ())
     total = loader.steps_per_epoch * loader.micro_batches_per_step
     to_device = DeviceCopies(world.device)
     stop_vote = _StopVote(stop, world) if stop is not None else None
@@ -115,13 +118,12 @@ def evaluate(
         for number, batch in enumerate(loader.epoch(epoch)):
             if stop_vote is not None and stop_vote.agreed():
                 raise Interrupted
-            samples += sum(1 for key in batch.sample_keys if key)
-            bad += len(batch.bad)
+            of_set = sums.count(batch)
             with precision.autocast(world.device.type):
-                sums.add(require_output(task(model, to_device(batch))))
+                sums.add(require_output(task(model, to_device(batch))), of_set)
             if progress is not None:
                 progress(number + 1, total)
-        result = sums.over_all_ranks(samples, bad)
+        result = sums.over_all_ranks()
         if not math.isfinite(result["loss"]):
             raise NotFinite(
                 f"evaluation: the loss is {result['loss']} over {result['samples']} samples. Either the run diverged, "
@@ -160,19 +162,35 @@ class _StopVote:
 
 
 class _Sums:
-    """Sums of micro-batches on the device: pairs of sum and count in fp64, tables in int64."""
+    """Sums of micro-batches on the device: pairs of sum and count in fp64, for each set, and tables in int64.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: The device.
+        sets: Names of the sets; () for a single one without a name.
+    """
+
+    def __init__(self, device: torch.device, sets: Sequence[str] = ()) -> None:
         self._device = device
+        self._sets = sets
         self._names: list[str] = []
-        self._pairs = torch.zeros(0, dtype=torch.float64, device=device)  # of the loss, then of each metric
+        self._pairs: Tensor | None = None  # [sets, 2 + 2 * metrics]: of the loss, then of each metric
         self._tables: dict[str, Tensor] = {}
+        self._counted = [[0, 0] for _ in sets or [""]]  # samples and bad samples of each set
 
-    def add(self, output: Output) -> None:
+    def count(self, batch: Batch) -> int:
+        """Counts the samples of a batch on the host; returns the number of its set."""
+        of_set = int(batch[SOURCE][0]) if self._sets else 0
+        self._counted[of_set][0] += batch.num_valid
+        self._counted[of_set][1] += len(batch.bad)
+        return of_set
+
+    def add(self, output: Output, of_set: int) -> None:
+        """Adds the result of a micro-batch of a set."""
         tables = dict(sorted(output.tables.items()))
-        if not len(self._pairs):
+        if self._pairs is None:
             self._names = sorted(output.metrics)
-            self._pairs = torch.zeros(2 + 2 * len(self._names), dtype=torch.float64, device=self._device)
+            shape = len(self._counted), 2 + 2 * len(self._names)
+            self._pairs = torch.zeros(shape, dtype=torch.float64, device=self._device)
             self._tables = {name: torch.zeros_like(table, device=self._device) for name, table in tables.items()}
         elif (found := _layout(sorted(output.metrics), tables)) != (before := _layout(self._names, self._tables)):
             raise ValueError(
@@ -180,29 +198,35 @@ class _Sums:
                 "tables; a sum and a count of 0 are allowed."
             )
         pairs = [(output.loss_sum, output.count), *(output.metrics[name] for name in self._names)]
-        self._pairs += torch.stack([self._float64(value) for pair in pairs for value in pair])
+        self._pairs[of_set] += torch.stack([self._float64(value) for pair in pairs for value in pair])
         for name, table in tables.items():
             self._tables[name] += table.to(self._device)
 
-    def over_all_ranks(self, samples: int, bad: int) -> Evaluation:
+    def over_all_ranks(self) -> Evaluation:
         """Collective. The result of all ranks."""
         layouts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(layouts, _layout(self._names, self._tables))
         for rank, layout in enumerate(layouts):
             if layout != layouts[0]:
                 raise ValueError(f"the task returned {layouts[0]} on rank 0 and {layout} on rank {rank}.")
-        counted = torch.tensor([samples, bad], dtype=torch.float64, device=self._device)
-        sums = torch.cat([self._pairs, counted])
+        assert self._pairs is not None
+        counted = torch.tensor(self._counted, dtype=torch.float64, device=self._device)
+        sums = torch.cat([self._pairs, counted], dim=1)
         dist.all_reduce(sums)
         for table in self._tables.values():
             dist.all_reduce(table)
-        *totals, samples_of_all, bad_of_all = sums.tolist()
+        metrics = self._metrics(sums.sum(dim=0), "")
+        for name, of_set in zip(self._sets, sums, strict=False):
+            metrics |= self._metrics(of_set, f"{name}/")
+        return Evaluation(metrics, {name: table.cpu() for name, table in self._tables.items()})
+
+    def _metrics(self, sums: Tensor, prefix: str) -> dict[str, float]:
+        *totals, samples, bad = sums.tolist()
         metrics = {
-            name: total / count if count else math.nan
+            f"{prefix}{name}": total / count if count else math.nan
             for name, total, count in zip(["loss", *self._names], totals[::2], totals[1::2], strict=True)
         }
-        metrics |= {"samples": int(samples_of_all), "bad_samples": int(bad_of_all)}
-        return Evaluation(metrics, {name: table.cpu() for name, table in self._tables.items()})
+        return metrics | {f"{prefix}samples": int(samples), f"{prefix}bad_samples": int(bad)}
 
     def _float64(self, value: Tensor | float) -> Tensor:
         if isinstance(value, Tensor):

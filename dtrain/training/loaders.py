@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from dtrain.config.errors import ConfigError, as_config_error
+from dtrain.config.explain import nearest
 from dtrain.config.instantiate import by_target
 from dtrain.config.schema import Config, DataConfig
-from dtrain.data import ShardLoader, shards
+from dtrain.data import Mixture, ShardLoader, shards
 from dtrain.data.datasets import value_fields
 from dtrain.data.fields import Field, parse_fields
 from dtrain.data.mixing import Mix
+from dtrain.data.mixture import EvaluationSets
 from dtrain.data.node_cache import CachePolicy
 from dtrain.data.order import choose_lanes
 from dtrain.data.stream import Stream, StreamLoader
@@ -25,6 +27,8 @@ from dtrain.distributed.world import World
 from dtrain.precision import Precision
 
 _CLASSES = "classes.json"
+#: Keys of a source of ``data.mixture``.
+_SOURCE_KEYS = ("shards", "weight", "fields", "augment", "tokens_per_sample")
 
 
 def prepare_data(data: DataConfig) -> None:
@@ -111,38 +115,139 @@ def declared_fields(data: DataConfig) -> tuple[Field, ...]:
     Raises:
         ConfigError: If a field is impossible.
     """
-    with as_config_error("data.fields"):
-        fields = _plain(data.fields)
-        named = data.eval or (None if OmegaConf.is_missing(data, "train") else data.train)
-        return value_fields(fields) if isinstance(named, DictConfig) else parse_fields(fields)
+    own = {name: source.get("fields") for name, source in data.mixture.items() if isinstance(source, DictConfig)}
+    if data.eval:
+        read = dict(data.eval) if _are_sets(data.eval) else {"": data.eval}
+    elif data.mixture:
+        read = {name: source.get("shards") for name, source in data.mixture.items() if isinstance(source, DictConfig)}
+    else:
+        read = {"": None if OmegaConf.is_missing(data, "train") else data.train}
+    found: dict[str, Field] = {}
+    for name, named in read.items():
+        with as_config_error(f"data.mixture.{name}.fields" if own.get(name) else "data.fields"):
+            fields = _plain(own.get(name) or data.fields)
+            for field in value_fields(fields) if isinstance(named, DictConfig) else parse_fields(fields):
+                found.setdefault(field.name, field)
+    return tuple(found.values())
 
 
 def class_names(data: DataConfig) -> list[str] | None:
     """Reads ``classes.json``, which ``dtrain.pack imagefolder`` writes beside the shards.
 
     Args:
-        data: The config. The file beside ``data.train`` has priority over that beside ``data.eval``.
+        data: The config. The file beside ``data.train``, or the sources of the mixture, has priority over that beside
+            ``data.eval``.
 
     Returns:
         The name of each label; None without such a file.
 
     Raises:
-        ConfigError: If the file is no readable list of names.
+        ConfigError: If the file is no readable list of names, or the sources of a mixture have different ones.
     """
-    for pattern in (None if OmegaConf.is_missing(data, "train") else data.train, data.eval):
-        if (file := _classes_file(pattern)) is not None:
-            return _read_classes(file)
+    train = [] if OmegaConf.is_missing(data, "train") else [data.train]
+    if data.mixture:
+        train = [source.get("shards") for source in data.mixture.values() if isinstance(source, DictConfig)]
+    files = [file for pattern in train if (file := _classes_file(pattern)) is not None]
+    names = {file: _read_classes(file) for file in files}
+    for file in files:
+        if names[file] != names[files[0]]:
+            raise ConfigError(
+                f"data.mixture: {files[0]} and {file} name different classes, so a label would mean two things. Pack both "
+                "sources with the same classes, or delete the file that does not hold."
+            )
+    if files:
+        return names[files[0]]
+    for pattern in data.eval.values() if _are_sets(data.eval) else [data.eval]:
+        if (found := _classes_file(pattern)) is not None:
+            return _read_classes(found)
     return None
+
+
+def build_mixture(data: DataConfig, *, build: bool = True) -> Mixture:
+    """The mixture that ``data.mixture`` describes; nothing is opened yet.
+
+    Args:
+        data: The config.
+        build: False leaves nodes with a ``_target_`` unbuilt, to check everything else.
+
+    Raises:
+        ConfigError: If a source is impossible; names it.
+    """
+    with as_config_error("data.mixture"):
+        options: dict[str, dict[str, Any]] = {key: {} for key in _SOURCE_KEYS}
+        for name, source in data.mixture.items():
+            key = f"data.mixture.{name}"
+            if not isinstance(source, DictConfig) or not source.get("shards"):
+                raise ConfigError(f"{key}: got {source!r}, want {{shards: PATTERN, weight: NUMBER}}.")
+            if unknown := [str(option) for option in source if option not in _SOURCE_KEYS]:
+                raise ConfigError(f"{key}: there is no key {unknown[0]!r}. {nearest(unknown[0], _SOURCE_KEYS)}")
+            plain = OmegaConf.to_container(source, resolve=True)
+            assert isinstance(plain, dict)
+            options["shards"][name] = _source(f"{key}.shards", source.shards, build)
+            options["weight"][name] = plain.get("weight", 1)
+            if source.get("fields") is not None:
+                options["fields"][name] = _plain(source.fields)
+            if (augment := source.get("augment")) is not None:
+                none = augment == "none"
+                options["augment"][name] = by_target(f"{key}.augment", augment) if build and not none else None
+            if "tokens_per_sample" in plain:
+                options["tokens_per_sample"][name] = plain["tokens_per_sample"]
+        return Mixture(
+            options["shards"],
+            options["weight"],
+            epoch_of=data.epoch_of,
+            fields=options["fields"],
+            augment=options["augment"],
+            missing=data.missing,
+            tokens_per_sample=options["tokens_per_sample"] or None,
+        )
+
+
+def build_sets(data: DataConfig, *, build: bool = True) -> EvaluationSets:
+    """The sets that ``data.eval`` names, with the fields of the sources of the mixture of the same names.
+
+    Raises:
+        ConfigError: If a set is impossible; names it.
+    """
+    with as_config_error("data.eval"):
+        sets = {str(name): _source(f"data.eval.{name}", named, build) for name, named in data.eval.items()}
+        sources = {name: data.mixture[name] for name in sets if isinstance(data.mixture.get(name), DictConfig)}
+        own = {name: _plain(source.fields) for name, source in sources.items() if source.get("fields") is not None}
+        fields = {name: _in_the_middle(of_source) for name, of_source in own.items()}
+        return EvaluationSets(sets, fields=fields, missing=data.missing)
+
+
+def _source(key: str, named: Any, build: bool) -> Any:
+    """Patterns as they are, or the dataset of a ``_target_``."""
+    if isinstance(named, DictConfig):
+        dataset = by_target(key, named) if build else ()
+        if isinstance(dataset, Stream):
+            raise ConfigError(f"{key}: a stream cannot be mixed, its samples have no numbers. Write them to shards.")
+        return dataset
+    if not are_patterns(named):
+        raise ConfigError(f"{key}: got {named!r}, want shards such as 'shards/{{000..009}}.tar', or a _target_.")
+    return named if isinstance(named, str) else list(named)
+
+
+def _are_sets(named: Any) -> bool:
+    return isinstance(named, DictConfig) and "_target_" not in named
+
+
+def are_patterns(value: Any) -> bool:
+    """Whether a value of the config is a pattern of shards, or a list of them."""
+    patterns = [value] if isinstance(value, str) else list(value) if isinstance(value, ListConfig) else []
+    return bool(patterns) and all(isinstance(pattern, str) and pattern for pattern in patterns)
 
 
 def _loader(cfg: Config, world: World, precision: Precision, split: str, **order: object) -> ShardLoader:
     data = cfg.data
-    if OmegaConf.is_missing(data, split):
+    mixed = split == "train" and bool(data.mixture)
+    if not mixed and OmegaConf.is_missing(data, split):
         raise ConfigError(
             f"data.{split} is not set. Name shards, such as 'data.{split}=\"shards/{{000..009}}.tar\"', or a dataset by its "
             "_target_ (data=map)."
         )
-    named, fields = data[split], _plain(data.fields)  # type: ignore[index]
+    named, fields = None if mixed else data[split], _plain(data.fields)  # type: ignore[index]
     if split == "eval":
         fields = _in_the_middle(fields)
     options: dict[str, Any] = {
@@ -162,13 +267,18 @@ def _loader(cfg: Config, world: World, precision: Precision, split: str, **order
         "pin_memory": world.device.type == "cuda",
         **order,
     }
+    policy = CachePolicy.of(data.storage, data.cache.dir, data.cache.max_gb)
+    if mixed or (split == "eval" and _are_sets(named)):
+        sources = build_mixture(data) if mixed else build_sets(data)
+        with as_config_error("data.mixture" if mixed else "data.eval"):
+            return ShardLoader(sources, fields, policy=policy, shard_size=data.shard_size, **options)
     with as_config_error(f"data.{split}"):
         if isinstance(named, DictConfig):
             dataset = by_target(f"data.{split}", named)
             if isinstance(dataset, Stream):
                 return StreamLoader(dataset, fields, **options)
             return ShardLoader.over(dataset, fields, shard_size=data.shard_size, **options)
-        policy = CachePolicy.of(data.storage, data.cache.dir, data.cache.max_gb)
+        assert named is not None
         patterns = named if isinstance(named, str) else list(named)
         return ShardLoader(patterns, fields, policy=policy, **options)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.schema import TrainConfig
 from dtrain.data import Batch
-from dtrain.data.batch import DeviceCopies
+from dtrain.data.batch import DeviceCopies, Rows
 from dtrain.data.sample_log import BadSampleBudget, SampleLog
 from dtrain.distributed.collectives import wait_for_all
 from dtrain.distributed.hang import Place
@@ -40,7 +40,7 @@ from dtrain.training.metrics import StepMetrics, Timing
 from dtrain.training.profiler import DATA, StepProfiler, profiler_label
 from dtrain.training.run_logger import RunLogger
 from dtrain.training.state import TrainState
-from dtrain.training.step import StepOutcome
+from dtrain.training.step import StepOutcome, TooManySkips
 from dtrain.training.task import Evaluation
 
 logger = logging.getLogger("dtrain")
@@ -158,11 +158,21 @@ class Loop:
         wait_for_all()  # no rank records the end of the run if a hook fails on another one
         return state, reason
 
+    def abandon(self) -> None:
+        """Drops the window under way after a collective failed: the run is as after its last applied step."""
+        self._checkpoints.is_safe()
+        self._run.step.abandon()
+        # Its record is not written, which would be collective; a series of skipped steps goes on.
+        with suppress(TooManySkips, RuntimeError):
+            outcome = self._run.step.settle()
+            if outcome is not None and self._timing is not None:
+                self._metrics.add(outcome, self._timing)
+
     def place(self) -> Place:
         """The progress of this rank, for the hang detection, which calls this in another thread."""
         step, loaders = self._run.step, (self._run.train_loader, self._run.eval_loader)
         progress = (step.step, *(loader.samples_received for loader in loaders if loader is not None))
-        return Place(step.step + 1, list(self._window.keys), progress, self._checkpoints.waits_for_disk)
+        return Place(step.step + 1, self._window.keys(), progress, self._checkpoints.waits_for_disk)
 
     # -- one step
 
@@ -187,7 +197,7 @@ class Loop:
             with profiler_label(DATA):
                 batch = next(batches)
             self._window.waited += time.monotonic() - started
-            self._window.keys += [key for key in batch.sample_keys if key]
+            self._window.rows.append(batch.rows)
             self._window.bad += batch.bad
             batch = self._to_device(batch)
             if run.step.step == number == 0:
@@ -205,7 +215,8 @@ class Loop:
         epoch, _ = loader.position
         used = loader.commit()
         # After the commit, so that the log of used samples never has a step that a resumed run repeats.
-        self._sample_log.write(self._run.step.step, window.keys, window.bad)
+        keys = window.keys() if self._run.cfg.data.record_keys else []
+        self._sample_log.write(self._run.step.step, keys, window.bad)
         self._last_bad = window.bad[-1] if window.bad else self._last_bad
         now = time.monotonic()
         totals.samples += used
@@ -264,14 +275,16 @@ class Loop:
         if run.eval_loader is None:
             return None
         self._settle()
+        totals.evaluation_due = True  # until it has ended
         with self._clock_stopped():
             result = evaluate_run(run, lambda: self._stop.reason is not None, stopping=self._stopping)
             if result is None:
-                self._stopping = totals.evaluation_due = True
+                self._stopping = True
                 self._run_logger.note(
                     f"The evaluation after step {run.step.step} was interrupted by a stop request. It runs first on resume."
                 )
                 return None
+            totals.evaluation_due = False
             totals.evaluations += 1
             metrics = result.record()
             record = self._position() | metrics
@@ -318,11 +331,10 @@ class Loop:
     def _position(self) -> dict[str, float | int]:
         """The fields of a record that describe the position; only valid between settling a step and committing the next."""
         step, loader = self._run.step, self._run.train_loader
-        epoch, samples = loader.position
         return {
             "step": step.step,
             "applied_steps": step.applied_steps,
-            "epoch": epoch + samples / loader.index.num_samples,
+            "epoch": loader.epochs,
             "samples": self._run.totals.samples,
             "time": time.time(),
         }
@@ -371,6 +383,10 @@ class _Window:
     """Samples of one accumulation window on this rank, and the seconds that the loop waited for them."""
 
     def __init__(self) -> None:
-        self.keys: list[str] = []
+        self.rows: list[Rows] = []
         self.bad: list[dict[str, Any]] = []
         self.waited = 0.0
+
+    def keys(self) -> list[str]:
+        """Keys of the valid rows."""
+        return [key for rows in self.rows for key in rows.keys if key]

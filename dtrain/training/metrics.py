@@ -129,6 +129,7 @@ class StepMetrics:
     def record(self, outcome: StepOutcome) -> dict[str, float | int]:
         """Collective, without a wait. The metrics of the steps since the last record, of which ``outcome`` is the last."""
         record = self._restarts | self._sums.record()
+        record |= {f"data/samples/{name}": n for name, n in self._run.train_loader.samples_by_source().items()}
         if self._ddp_bytes is not None:
             record["comm/bytes_per_step"] = self._ddp_bytes + payload_bytes(len(outcome.stats.metrics))
         return record | self._stragglers.exchange(outcome.step)

@@ -19,7 +19,8 @@ import torch
 
 from dtrain.config.errors import as_config_error, without_secrets_in
 from dtrain.config.run import Run, without_secrets
-from dtrain.data import Batch
+from dtrain.data import Batch, ShardLoader
+from dtrain.data.mixture import MixtureSource
 from dtrain.data.sample_log import truncate_sample_logs
 from dtrain.distributed.world import World
 from dtrain.precision.modules import dtype_name
@@ -243,7 +244,7 @@ def banner_rows(identity: Run, run: TrainState, start: str, last_step: int) -> d
         "ranks": f"{world.size} on {_device_name(world)}, {world.backend.split(':')[-1]}",
         "precision": f"{run.precision.name} (autocast {dtype_name(run.precision.compute_dtype)}{scaled})",
         "transfer": loader.transfer.describe(),
-        "train data": loader.source.summary(),
+        "train data": "\n".join([loader.source.summary(), *_mixed(loader, last_step - run.step.step)]),
         "eval data": run.eval_loader.source.summary() if run.eval_loader is not None else "none",
         "workers": f"{loader.num_workers} for each rank"
         + (f" ({loader.workers_reason})" if loader.workers_reason else ""),
@@ -255,6 +256,20 @@ def banner_rows(identity: Run, run: TrainState, start: str, last_step: int) -> d
         + (" (fused)" if optimizer.defaults.get("fused") else ""),
         "versions": f"torch {torch.__version__}, Python {sys.version.split()[0]}",
     }
+
+
+def _mixed(loader: ShardLoader, steps: int) -> list[str]:
+    """What the sources of a mixture will give in the next steps."""
+    if not (before := loader.samples_by_source()):
+        return []
+    assert isinstance(loader.source, MixtureSource)
+    ahead, indexes = loader.samples_by_source(steps), loader.source.index.indexes
+    total = sum(ahead.values()) - sum(before.values())
+    parts = [
+        f"{name} {(ahead[name] - before[name]) / max(total, 1):.2%} ({ahead[name] / index.num_samples:.3g} epochs by then)"
+        for name, index in zip(ahead, indexes, strict=True)
+    ]
+    return [f"in the next {steps:,} steps: {', '.join(parts)}"]
 
 
 def _device_name(world: World) -> str:

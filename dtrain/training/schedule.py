@@ -72,7 +72,7 @@ def schedule_horizon(train: TrainConfig, loader: ShardLoader) -> int:
         ConfigError: If neither is set, or one is below 1.
     """
     check_length(train)
-    return train.max_steps if train.max_epochs is None else train.max_epochs * loader.steps_per_epoch  # type: ignore[return-value]
+    return train.max_steps if train.max_epochs is None else loader.steps_in(train.max_epochs)  # type: ignore[return-value]
 
 
 def check_length(train: TrainConfig) -> None:
@@ -96,8 +96,7 @@ def step_limits(train: TrainConfig, loader: ShardLoader, step: int) -> dict[str,
     """
     limits = {"train.max_steps": train.max_steps} if train.max_steps is not None else {}
     if train.max_epochs is not None:
-        later_epochs = train.max_epochs - loader.position[0] - 1
-        limits["train.max_epochs"] = step + loader.steps_left + later_epochs * loader.steps_per_epoch
+        limits["train.max_epochs"] = step + loader.steps_until(train.max_epochs)
     return limits
 
 

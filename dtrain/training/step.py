@@ -161,7 +161,7 @@ class TrainStep:
         self._diagnosis = SkipDiagnosis(bare)
         self._metric_names: list[str] = []
         self._window_counts = _WindowCounts()
-        self._unapplied = self._unsettled = False
+        self._unapplied = self._unsettled = self._is_open = False
         self._first_window = True
         self.step = 0
         self.applied_steps = 0
@@ -182,12 +182,14 @@ class TrainStep:
         """
         # A skipped step must also restore BatchNorm's running statistics, which the forward changes.
         self._buffers.save()
+        self._is_open = True
         done = 0
         for number, batch in enumerate(window):
             # Seeded from the position, not from a saved generator state: a resumed run draws the same dropout, and no
             # generator state is needed in checkpoints.
             seed_generators(self.world.device, self._seed, self.step, number, self.world.rank)
-            observed = self._diagnosis.micro_batch(self.step + 1, number, batch.sample_keys)
+            keys = batch.sample_keys if self._diagnosis.armed else []
+            observed = self._diagnosis.micro_batch(self.step + 1, number, keys)
             with self._sync(last=number == micro_batches - 1), observed:
                 with profiler_label(FORWARD), self._autocast:
                     output = require_output(self.task(self.model, batch))
@@ -294,7 +296,17 @@ class TrainStep:
             # ``overflowed``, not ``skip``: a step without valid rows is skipped too, but its cause is not the scale.
             self.loss_scale.update(overflowed)
         self.step += 1
-        self._unsettled = True
+        self._unsettled, self._is_open = True, False
+
+    def abandon(self) -> None:
+        """Drops a window that was not applied, and DDP: the bare model is as after the last applied step."""
+        if self._is_open:
+            self._buffers.restore(torch.ones((), dtype=torch.bool, device=self.world.device))
+        self._is_open = self._unapplied = False
+        if self.model is not self.bare_model:
+            # Its connections close when nothing refers to the process group any more, wherever this step is still known.
+            vars(self.model).clear()
+            self.model = self.bare_model
 
     def explain_skips(self) -> str:
         """Collective. How many steps were skipped, why, and what to do, equal on all ranks; "" if none was."""
@@ -385,6 +397,6 @@ class _WindowCounts:
     nbytes: int = 0
 
     def add(self, batch: Batch) -> None:
-        self.samples += len(batch.sample_keys) - batch.sample_keys.count("")
+        self.samples += batch.num_valid
         self.bad += len(batch.bad)
         self.nbytes += batch.transfer_bytes

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from hydra.utils import get_object
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import nn
 
 from dtrain.config.compose import resolved
@@ -25,7 +25,7 @@ from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.explain import nearest
 from dtrain.config.instantiate import by_target, check_arguments, nodes_with_target
 from dtrain.config.run import refuse_hidden
-from dtrain.config.schema import Config
+from dtrain.config.schema import Config, DataConfig
 from dtrain.data.batch import Transfer
 from dtrain.data.datasets import SampleIndex
 from dtrain.data.fields import Field
@@ -48,7 +48,7 @@ from dtrain.training.build import (
 )
 from dtrain.training.checkpoints import Checkpoints
 from dtrain.training.faults import Faults
-from dtrain.training.loaders import build_mix, declared_fields
+from dtrain.training.loaders import are_patterns, build_mix, build_mixture, build_sets, declared_fields
 from dtrain.training.loop import check_intervals
 from dtrain.training.profiler import StepProfiler
 from dtrain.training.schedule import Lengths, check_length
@@ -178,7 +178,10 @@ def _check_data(cfg: Config, fields: tuple[Field, ...], precision: Precision, fo
             if data[name] is not None:  # type: ignore[index]
                 Recipe(0, **{name: data[name]})  # type: ignore[index]
     with found.of("data.lanes"):
-        choose_lanes(max(cfg.train.global_batch_size, 1), data.lanes, data.shuffle)
+        if not data.mixture:  # whose lanes need not divide the batch
+            choose_lanes(max(cfg.train.global_batch_size, 1), data.lanes, data.shuffle)
+        elif data.lanes is not None and data.lanes < 1:
+            raise ConfigError(f"data.lanes: got {data.lanes}, want at least 1, or null.")
     with found.of("data.prefetch"):
         worker_options(data.prefetch, data.start_method)
     with found.of("data.num_workers"):
@@ -192,21 +195,34 @@ def _check_data(cfg: Config, fields: tuple[Field, ...], precision: Precision, fo
         BadSampleBudget(data.max_bad, data.max_bad_consecutive)
     with found.of("data.shard_size"):
         SampleIndex("", 1, data.shard_size)
-    for split in ("train", "eval"):
+    if data.mixture:
+        _check_mixture(data, found)
+    for split in ("train", "eval")[bool(data.mixture) :]:
         with found.of(f"data.{split}"):
             value = None if OmegaConf.is_missing(data, split) else data[split]  # type: ignore[index]
-            if isinstance(value, DictConfig):
+            if isinstance(value, DictConfig) and "_target_" not in value and split == "eval":
+                build_sets(data, build=False)
+                for name in map(str, value):
+                    if isinstance(value[name], DictConfig):
+                        check_arguments(f"data.eval.{name}", value[name])
+            elif isinstance(value, DictConfig):
                 check_arguments(f"data.{split}", value)
-            elif (value is not None or split == "train") and not _are_patterns(value):
+            elif (value is not None or split == "train") and not are_patterns(value):
                 raise ConfigError(
                     f"data.{split}: got {value!r}, want shards such as 'data.{split}=\"shards/{{000..009}}.tar\"', a list of "
                     "such patterns, or a dataset by its _target_."
                 )
 
 
-def _are_patterns(value: Any) -> bool:
-    patterns = [value] if isinstance(value, str) else list(value) if isinstance(value, ListConfig) else []
-    return bool(patterns) and all(isinstance(pattern, str) and pattern for pattern in patterns)
+def _check_mixture(data: DataConfig, found: _Problems) -> None:
+    with found.of("data.mixture"):
+        build_mixture(data, build=False)
+    for name, source in data.mixture.items():
+        for key in ("shards", "augment"):
+            node = source.get(key) if isinstance(source, DictConfig) else None
+            if isinstance(node, DictConfig):
+                with found.of(f"data.mixture.{name}.{key}"):
+                    check_arguments(f"data.mixture.{name}.{key}", node)
 
 
 def _check_nodes(cfg: Config, fields: tuple[Field, ...], found: _Problems) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import os
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,9 @@ import numpy as np
 import pytest
 import simplejpeg
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
 from torch import Tensor
 
 from dtrain.data import ShardLoader
@@ -17,7 +23,10 @@ from dtrain.data import shard_source as shard_source_module
 from dtrain.data.augment import Augment, ColorJitter, Compose, Flip, RandomResizedCrop
 from dtrain.data.batch import Transfer
 from dtrain.data.collate import Collator, FieldBuffer
+from dtrain.data.datasets import SampleSource
+from dtrain.data.decode import decode
 from dtrain.data.fields import DataError, parse_fields
+from dtrain.data.shard_file import ShardChanged
 from dtrain.data.shard_source import ShardSource
 from dtrain.precision import Precision
 from tests.refusals import refused
@@ -33,6 +42,14 @@ from tests.shards import (
     write_tar,
 )
 
+
+def png(seed: int) -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+PNG = png(3)
 GOOD = {"jpg": jpeg(0), "cls": b"0"}
 
 
@@ -193,12 +210,12 @@ def test_an_augmentation_that_loses_a_field_is_told_which(tmp_path: Path) -> Non
 
 def make_column(rows: int, ext: str = "npy", precision: str = "fp32", **options: Any) -> FieldBuffer:
     fields = parse_fields({ext: {"name": "x", **options}})
-    return FieldBuffer(fields[0], rows, Transfer(fields, Precision(precision)))
+    return FieldBuffer(fields[0], rows, Transfer(fields, Precision(precision)), decode, "shard.tar/{}".format)
 
 
 def filled(column: FieldBuffer, values: list[Any]) -> Tensor | list[Any]:
     for row, value in enumerate(values):
-        column.put(row, value, f"shard.tar/{row}")
+        column.put(row, value)
     return column.data()
 
 
@@ -227,7 +244,7 @@ def test_arrays_may_be_strided_read_only_or_tensors() -> None:
 def test_masked_rows_repeat_others_of_any_type(dtype: str) -> None:
     column = make_column(4)
     for row in (1, 3):
-        column.put(row, np.array([row, 0]).astype(dtype), "shard.tar/x")
+        column.put(row, np.array([row, 0]).astype(dtype))
     column.repeat([1, 3], [0, 2])
     got = column.data()
     assert isinstance(got, Tensor)
@@ -277,14 +294,14 @@ def test_everything_else_becomes_a_list() -> None:
 def test_a_decoder_may_write_into_the_column() -> None:
     column = make_column(3, "jpg", role="image")
     assert column.target(0) is None  # nobody knows the size yet
-    column.put(0, np.full((2, 4, 3), 7, np.uint8), "a")
+    column.put(0, np.full((2, 4, 3), 7, np.uint8))
     target = column.target(2)
     assert target is not None
     assert target.shape == (2, 4, 3)
     target[...] = 9
-    column.put(2, target, "c")
+    column.put(2, target)
     column.target(1)
-    column.put(1, np.full((2, 4, 3), 8, np.uint8), "b")  # another array than the target counts
+    column.put(1, np.full((2, 4, 3), 8, np.uint8))  # another array than the target counts
     got = column.data()
     assert isinstance(got, Tensor)
     assert [row.unique().tolist() for row in got] == [[7], [8], [9]]
@@ -292,7 +309,7 @@ def test_a_decoder_may_write_into_the_column() -> None:
 
 def test_only_images_have_a_target() -> None:
     column = make_column(2, "npy")
-    column.put(0, np.zeros((2, 4, 3), np.uint8), "a")
+    column.put(0, np.zeros((2, 4, 3), np.uint8))
     assert column.target(1) is None
 
 
@@ -300,7 +317,7 @@ def test_rows_are_repeated_in_tensors_and_in_lists() -> None:
     for ext, values in (("npy", [np.array([row]) for row in range(4)]), ("txt", ["0", "1", "2", "3"])):
         column = make_column(6, ext)
         for row, value in zip((0, 2, 3, 4), values, strict=True):
-            column.put(row, value, "key")
+            column.put(row, value)
         column.repeat([3, 0], [1, 5])
         got = column.data()
         found = got.flatten().tolist() if isinstance(got, Tensor) else [int(value) for value in got]
@@ -346,7 +363,7 @@ def test_a_number_of_more_than_64_bits_is_refused() -> None:
 
 def test_rows_of_images_begin_where_libjpeg_turbo_writes_through_the_caches() -> None:
     column = make_column(4, "jpg")
-    column.put(0, np.zeros((32, 32, 3), np.uint8), "a")
+    column.put(0, np.zeros((32, 32, 3), np.uint8))
     tensor = column.data()
     assert isinstance(tensor, torch.Tensor)
     assert tensor.data_ptr() % 32 == 16
@@ -441,3 +458,134 @@ def test_rows_of_tokens_arrive_as_they_were_stored(tmp_path: Path, num_workers: 
     assert np.array_equal(batch["tokens"].numpy()[batch.valid], rows)
     assert batch.valid.tolist() == [True, False, True, True, True, True]
     assert batch.bad[0]["reason"] == "field 'tokens': 17 bytes are not 9 numbers of uint16"
+
+
+# -- the fast path and the careful path
+
+
+class Carefully(Collator):
+    """Fills every row on the careful path."""
+
+    def _fill_fast(
+        self, buffers: Any, epoch: int, samples: np.ndarray, order: np.ndarray, draws: np.ndarray
+    ) -> list[int]:
+        return [int(row) for row in order]
+
+
+#: What a shard of random samples is made of: members by name, with an id that says what is wrong.
+KINDS: dict[str, dict[str, bytes]] = {
+    "good": {"jpg": jpeg(1), "cls": b"1", "npy": npy(np.arange(3, dtype=np.float32))},
+    "other": {"jpg": jpeg(2), "cls": b" -22\n", "npy": npy(np.ones(3, np.float32))},
+    "no JPEG": {"jpg": PNG, "cls": b"3", "npy": npy(np.zeros(3, np.float32))},
+    "cut": {"jpg": jpeg(3)[:-60], "cls": b"4", "npy": npy(np.zeros(3, np.float32))},
+    "no label": {"jpg": jpeg(4), "npy": npy(np.zeros(3, np.float32))},
+    "bad label": {"jpg": jpeg(5, 9, 7), "cls": b"cat", "npy": npy(np.zeros(3, np.float32))},
+    "large label": {"jpg": jpeg(5), "cls": b"9" * 30, "npy": npy(np.zeros(3, np.float32))},
+    "bad array": {"jpg": jpeg(6), "cls": b"6", "npy": b"\x93NUMPY"},
+    "oversized": {"jpg": jpeg(7, 40, 40), "cls": b"7", "npy": npy(np.zeros(3, np.float32))},
+    "apart": {"jpg": jpeg(8), "txt": bytes(9000), "cls": b"8", "npy": npy(np.full(3, 8, np.float32))},
+}
+#: These do not go together with others: the run ends.
+CLASHES: dict[str, dict[str, bytes]] = {
+    "small": {"jpg": jpeg(1, 4, 4), "cls": b"1", "npy": npy(np.zeros(3, np.float32))},
+    "as many pixels": {"jpg": jpeg(1, 16, 4), "cls": b"1", "npy": npy(np.zeros(3, np.float32))},
+    "long array": {"jpg": jpeg(1), "cls": b"1", "npy": npy(np.zeros(5, np.float32))},
+    "out of range": {"jpg": jpeg(1), "cls": b"1", "npy": npy(np.full(3, 1e6, np.float32))},
+}
+BOTH_FIELDS = IMAGE | LABEL | {"npy": {"name": "x", "role": "feature"}}
+
+
+def outcome(collator: Collator, samples: np.ndarray, count: int) -> Any:
+    """A batch as plain values, or the error."""
+    try:
+        batch = collator.build(2, samples, lambda: range(count))
+    except (DataError, ValueError) as error:
+        return type(error), str(error)
+    dtypes = {name: column.dtype for name, column in batch.items()}
+    columns = {name: column.float().tolist() for name, column in batch.items()}
+    return batch.sample_keys, batch.valid.tolist(), batch.bad, dtypes, columns
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    # Without any member of a field the dataset is refused.
+    kinds=st.lists(st.sampled_from([*["good", "other"] * 6, *KINDS, *CLASHES]), max_size=8).map(
+        lambda some: [*some, "good"]
+    ),
+    rows=st.lists(st.integers(-1, 8), min_size=1, max_size=9),
+    precision=st.sampled_from(["fp32", "bf16", "fp16"]),
+    augment=st.sampled_from([None, Flip(), RandomResizedCrop(5), Compose([RandomResizedCrop(5), Flip()])]),
+    block=st.sampled_from([1, 2000, 1 << 17]),
+)
+def test_both_paths_give_the_same_batches_and_the_same_errors(
+    tmp_path: Path, kinds: list[str], rows: list[int], precision: str, augment: Augment | None, block: int
+) -> None:
+    samples = [(f"{n} {kind}".replace(" ", "-"), (KINDS | CLASHES)[kind]) for n, kind in enumerate(kinds)]
+    folder = Path(tempfile.mkdtemp(dir=tmp_path))
+    half = len(samples) // 2
+    paths = [write_tar(folder / "a.tar", samples[:half]), write_tar(folder / "b.tar", samples[half:])]
+    source = ShardSource.build(paths, parse_fields(BOTH_FIELDS))
+    transfer = Transfer(source.fields, Precision(precision))
+    numbers = np.array([min(row, len(samples) - 1) for row in rows])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_source_module, "MAX_MEMBER_BYTES", len(jpeg(7, 40, 40)) - 1)
+        patch.setattr(shard_source_module, "_BLOCK_BYTES", block)
+        fast, careful = (
+            outcome(kind(source, transfer, augment, 5), numbers, len(samples)) for kind in (Collator, Carefully)
+        )
+    assert fast == careful
+
+
+def test_a_shard_that_is_overwritten_while_it_is_open_ends_the_run(tmp_path: Path) -> None:
+    paths = write_numbered(tmp_path, [8], image=True)
+    builder = make_builder(paths)
+    assert builder.build(0, np.arange(4), no_spare).valid.all()
+    size = Path(paths[0]).stat().st_size
+    with open(paths[0], "r+b") as file:  # the same file, of the same size
+        file.write(np.random.default_rng(0).bytes(size))
+    os.utime(paths[0], ns=(1, 1))
+    with refused(ShardChanged, "shard-000.tar", "was replaced"):
+        builder.build(0, np.arange(4, 8), no_spare)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "bool",
+        "int8",
+        "uint16",
+        "int32",
+        "int64",
+        "uint64",
+        "float16",
+        "float32",
+        "float64",
+        "bf16 tensor",
+        "int32 tensor",
+    ],
+)
+@pytest.mark.parametrize("role", [None, "feature"])
+def test_columns_of_arrays_are_taken_as_their_rows_one_by_one(precision: str, dtype: str, role: str | None) -> None:
+    numbers, image = np.arange(24).reshape(8, 3) % 5, np.arange(8 * 48, dtype=np.uint8).reshape(8, 4, 4, 3)
+    kind, _, tensor = dtype.partition(" ")
+    x: Any = (
+        torch.from_numpy(numbers).to(getattr(torch, kind.replace("bf16", "bfloat16")))
+        if tensor
+        else numbers.astype(kind)
+    )
+    fields = {"x": {"name": "x", "role": role}, "y": {"name": "y", "role": role}, "i": {"name": "i", "role": "image"}}
+    source = SampleSource.build({"x": x, "y": x[:, 1], "i": image}, fields)
+    transfer = Transfer(source.fields, Precision(precision))
+    samples = np.array([3, -1, 7, 0, -1, 3])
+    collator, slow = Collator(source, transfer, None, 0), Carefully(source, transfer, None, 0)
+    assert (collator._columns is None) == (dtype == "uint64")
+    assert outcome(collator, samples, 8) == outcome(slow, samples, 8)
+
+
+def test_a_value_out_of_range_in_a_column_names_its_sample() -> None:
+    source = SampleSource.build({"x": np.array([[1.0], [1e6]])}, {"x": {"name": "x", "role": "feature"}}, name="set")
+    builder = Collator(source, Transfer(source.fields, Precision("fp16")), None, 0)
+    assert builder.build(0, np.array([0, -1]), no_spare)["x"].tolist() == [[1], [1]]
+    with refused(DataError, "'set/1'", "1e+06", "data.on_overflow"):
+        builder.build(0, np.array([0, 1]), no_spare)

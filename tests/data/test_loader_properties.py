@@ -94,7 +94,7 @@ def test_damaged_samples_are_masked_or_read_and_all_others_are_as_before(damage:
         try:
             batches = list(itertools.chain(*read_epoch(loader)))
         except ValueError as error:  # garbage may happen to be an image, of another size
-            assert "one batch holds both" in str(error)  # noqa: PT017
+            assert "both are in one batch" in str(error)  # noqa: PT017
             return
         after = {key: row for batch in batches for key, row in rows(batch)}
         bad = {line["key"] for batch in batches for line in batch.bad}

@@ -211,13 +211,13 @@ def test_an_even_share_of_each_lane_has_nothing_read_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lanes: int, reads: int
 ) -> None:
     fetched: list[str] = []
-    fetch = ShardSampleReader.fetch
+    fetch_all = ShardSampleReader.fetch_all
 
-    def counted(self: ShardSampleReader, record: Any) -> Any:
-        fetched.append(record.key)
-        return fetch(self, record)
+    def counted(self: ShardSampleReader, epoch: int, samples: np.ndarray) -> Any:
+        fetched.extend(self._index.keys(samples))
+        return fetch_all(self, epoch, samples)
 
-    monkeypatch.setattr(ShardSampleReader, "fetch", counted)
+    monkeypatch.setattr(ShardSampleReader, "fetch_all", counted)
     paths = write_numbered(tmp_path, [16, 16, 16], image=True)
     mix = Mix(48, cutmix_alpha=1.0)
     of_rank = []

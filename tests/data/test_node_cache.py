@@ -278,7 +278,7 @@ def _stop_half_way(folder: Path, path: str, half_way: Any) -> None:
         if offset:
             half_way.set()
             signal.pause()
-        return os.pread(self._descriptor, size, offset)
+        return os.pread(self.descriptor, size, offset)
 
     node_cache._PIECE = SIZE // 2
     LocalFile.read = read  # type: ignore[method-assign]

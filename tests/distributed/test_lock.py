@@ -175,11 +175,11 @@ def test_two_runs_in_one_process_take_the_lock_one_after_the_other(
     monkeypatch.setattr(lock, "_WAIT_HERE", 0.0)
     with process_group(timeout=20):
         for _ in range(2):
-            with run_lock(tmp_path) as claim:
+            with run_lock(RunLock(tmp_path, print)) as claim:
                 claim()
                 assert is_trained(tmp_path)
             assert not is_trained(tmp_path)
-        with pytest.raises(ZeroDivisionError), run_lock(tmp_path):  # refused before it has started
+        with pytest.raises(ZeroDivisionError), run_lock(RunLock(tmp_path, print)):  # refused before it has started
             raise ZeroDivisionError
         assert not is_trained(tmp_path)
 

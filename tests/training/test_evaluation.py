@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dtrain.config.errors import ConfigError
 from dtrain.data import Batch, ShardLoader
+from dtrain.data.mixture import EvaluationSets
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
 from dtrain.training.evaluation import Interrupted, evaluate
@@ -104,6 +105,21 @@ def test_a_set_smaller_than_a_global_batch_is_evaluated_all_the_same(few: str, r
     for result in run_ranks(ranks, rank):
         assert result["loss"] == pytest.approx(want["loss"], rel=1e-6)
         assert {**result, "loss": 0} == {**want, "loss": 0}
+
+
+def test_each_set_has_its_own_metrics_and_all_together_too(shards: str, few: str) -> None:
+    def rank(number: int) -> Evaluation:
+        sets = EvaluationSets({"many": shards, "few": few})
+        data = loader(sets, number, 2, micro_batch_size=2)  # type: ignore[arg-type]
+        return evaluate(Net(), squares, data, world=world(number, 2), precision=FP32)
+
+    many, of_few = one_by_one(range(50)), one_by_one(range(4))
+    for result in run_ranks(2, rank):
+        assert result["samples"] == 54
+        assert result["loss"] == pytest.approx((many["loss"] * 50 + of_few["loss"] * 4) / 54, rel=1e-6)
+        for name, want in (("many", many), ("few", of_few)):
+            assert {key: result[f"{name}/{key}"] for key in want} == pytest.approx(want, rel=1e-6)
+        assert result.tables["remainders"].sum() == 54
 
 
 @pytest.fixture

@@ -354,3 +354,76 @@ def test_a_file_that_is_no_list_of_names_is_refused(data: DataConfig, tmp_path: 
     (tmp_path / "classes.json").write_text(content)
     with refused(ConfigError, "classes.json", remedy="Correct or delete it"):
         class_names(data)
+
+
+# -- mixtures and evaluation sets
+
+
+def mixture(first: str, **of_second: Any) -> dict[str, Any]:
+    """Two sources: vectors, weight 3, and a generated one, weight 1."""
+    second = {
+        "shards": {"_target_": f"{HERE}.more_vectors"},
+        "fields": {"x": {"name": "x", "role": "feature"}, "n": {"name": "number", "role": "label"}},
+    }
+    return {"first": {"shards": first, "weight": 3}, "second": {**second, **of_second}}
+
+
+def more_vectors() -> dict[str, np.ndarray]:
+    return {"x": np.zeros((30, 3), np.float32), "n": np.arange(1000, 1030)}
+
+
+def test_the_mixture_of_a_config_replaces_data_train(shards: str) -> None:
+    given = mixture(shards, augment={"_target_": f"{HERE}.AddOne"})
+    loader = train_loader(config(train="nowhere/*.tar", mixture=given), world(), FP32)
+    batch = next(iter(loader))
+    is_second = batch["source"] == 1
+    assert is_second.sum() == 3
+    assert torch.equal(batch["number"] >= 1000, is_second)
+    assert (batch["x"][is_second] == 1).all()
+    assert batch.sources == ("first", "second")
+    assert loader.samples_by_source() == {"first": 0, "second": 0}
+    loader.commit()
+    assert loader.samples_by_source() == {"first": 9, "second": 3}
+
+
+def test_sets_of_data_eval_have_the_fields_of_their_sources(shards: str) -> None:
+    given = mixture(shards)
+    sets = {name: source["shards"] for name, source in given.items()}
+    cfg = config(mixture=given, eval=sets)
+    loader = eval_loader(cfg, world(), FP32, in_stored_order=True)
+    assert loader is not None
+    assert numbers(loader) == [*range(50), *range(1000, 1030)]
+    assert [field.name for field in declared_fields(cfg.data)] == ["x", "number"]
+
+
+@pytest.mark.parametrize(
+    ("of_second", "names"),
+    [
+        ({"wieght": 1}, ["data.mixture.second", "'wieght'", "weight"]),
+        ({"shards": None}, ["data.mixture.second", "shards: PATTERN"]),
+        ({"shards": 5}, ["data.mixture.second.shards", "5", "_target_"]),
+        ({"weight": -1}, ["data.mixture.second.weight", "-1", "at least 0"]),
+        (
+            {"shards": {"_target_": "dtrain.data.Stream", "dataset": [1], "length": 1}},
+            ["data.mixture.second.shards", "stream", "shards"],
+        ),
+        ({"fields": {"x": {"name": "x", "role": "target"}}}, ["field 'x'", "first", "second", "role"]),
+    ],
+)
+def test_impossible_sources_are_told_by_their_key(shards: str, of_second: dict[str, Any], names: list[str]) -> None:
+    with refused(ConfigError, *names):
+        train_loader(config(mixture=mixture(shards, **of_second)), world(), FP32)
+
+
+def test_an_unknown_source_of_epoch_of_is_refused(shards: str) -> None:
+    with refused(ConfigError, "data.epoch_of", "'third'", "first, second"):
+        train_loader(config(mixture=mixture(shards), epoch_of="third"), world(), FP32)
+
+
+def test_sources_with_other_class_names_are_refused(tmp_path: Path, shards: str) -> None:
+    given = {name: {"shards": write_vectors(tmp_path / name, 3)} for name in ("cats", "dogs")}
+    (tmp_path / "cats" / "classes.json").write_text('["a", "b"]')
+    assert class_names(config(mixture=given).data) == ["a", "b"]
+    (tmp_path / "dogs" / "classes.json").write_text('["b", "a"]')
+    with refused(ConfigError, "data.mixture", str(tmp_path / "dogs"), "same classes"):
+        class_names(config(mixture=given).data)

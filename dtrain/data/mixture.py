@@ -1,0 +1,642 @@
+"""Several sources in one loader: ``Mixture`` for training, ``EvaluationSets`` for evaluation.
+
+* A *source* has shards (or a dataset), a weight, and, if it needs them, fields and an augmentation of its own. Which samples
+  of it come when is decided in ``mixture_order``.
+* Each worker has a ``Collator`` for every source. ``MixtureCollator`` builds the rows of each source with its collator, so
+  decoding, augmentation and mixup are those of a loader over that source alone, and puts the rows together.
+* A field that some sources lack is refused, or *masked*: its rows are zeros (or empty), and the batch has a mask, bool,
+  shape ``[rows]``, under the name ``has_<field>``.
+* A batch has the field ``source``, the number of the source of each row, int64, shape ``[rows]``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dtrain.config.explain import nearest
+from dtrain.data.augment import Augment
+from dtrain.data.batch import Batch, Transfer
+from dtrain.data.collate import Collator, empty_column
+from dtrain.data.datasets import SampleSource
+from dtrain.data.fields import DataError, Field, parse_fields
+from dtrain.data.mixing import Mix
+from dtrain.data.mixture_order import MixturePosition, Plan, Schedule, weights_at
+from dtrain.data.node_cache import CachePolicy
+from dtrain.data.order import EpochOrder, Layout, Recipe, choose_lanes
+from dtrain.data.position import Position
+from dtrain.data.randomness import hash64
+from dtrain.data.shard_source import ShardSource
+from dtrain.data.source import Index, Reader, Source
+
+#: Field of a batch with the number of each row's source.
+SOURCE = "source"
+MISSING = ("refuse", "mask")
+# What two sources must agree on in a field of the same name, because a batch holds it once.
+_COMMON = ("role", "size", "mean", "std", "dtype", "length", "tokenizer")
+_SPARE = 100  # samples of a source that are tried for the shapes of rows without any good sample
+
+
+class _Sources:
+    """Named sources; arguments as those of ``Mixture``."""
+
+    _key = "data.mixture"
+
+    def __init__(
+        self,
+        sources: Mapping[str, Any],
+        *,
+        fields: Mapping[str, Mapping[str, Any]] | None = None,
+        missing: str = "refuse",
+    ) -> None:
+        if not isinstance(sources, Mapping) or not sources:
+            raise ValueError(f"{self._key}: got {sources!r}, want at least one source: {{'web': 'web/*.tar'}}.")
+        for name in sources:
+            if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
+                raise ValueError(
+                    f"{self._key}: the source {name!r} cannot be part of the name of a metric. Use letters, digits, _, - and ."
+                )
+        if missing not in MISSING:
+            raise ValueError(f"data.missing: got {missing!r}, want one of {', '.join(MISSING)}.")
+        self.names = tuple(sources)
+        self.missing = missing
+        self._sources = dict(sources)
+        self._fields = self._known("fields", fields)
+
+    def _known(self, option: str, values: Mapping[str, Any] | None) -> dict[str, Any]:
+        for name in values or {}:
+            if name not in self._sources:
+                raise ValueError(
+                    f"{self._key}: {option} names {name!r}, which is no source. {nearest(name, self.names)}"
+                )
+        return dict(values or {})
+
+    def open(
+        self,
+        fields: Mapping[str, Mapping[str, Any]],
+        rank: int,
+        world_size: int,
+        policy: CachePolicy | None,
+        shard_size: int | None = None,
+    ) -> list[Source]:
+        """Finds and indexes all sources."""
+        opened = []
+        for name, data in self._sources.items():
+            own = self._fields.get(name, fields)
+            try:
+                opened.append(_open(name, data, own, rank, world_size, policy, shard_size))
+            except FileNotFoundError as error:
+                raise FileNotFoundError(f"{self._key}.{name}: {error}") from error
+            except ValueError as error:
+                raise ValueError(f"{self._key}.{name}: {error}") from error
+        return opened
+
+
+def _open(
+    name: str,
+    data: Any,
+    fields: Mapping[str, Mapping[str, Any]],
+    rank: int,
+    world_size: int,
+    policy: CachePolicy | None,
+    shard_size: int | None,
+) -> Source:
+    if isinstance(data, str) or (isinstance(data, Sequence) and all(isinstance(pattern, str) for pattern in data)):
+        data = ShardSource.build(data, parse_fields(fields), rank=rank, world_size=world_size, policy=policy)
+    if not isinstance(data, Source):
+        data = SampleSource.build(data, fields, name=name, shard_size=shard_size)
+    if not data.index.num_samples:
+        raise ValueError("it has no samples. Remove it, or correct its shards.")
+    return data
+
+
+class Mixture(_Sources):
+    """Sources that are mixed by their weights, for ``ShardLoader``.
+
+    Each global batch has its share of each source. Each source goes through its own epochs, each sample once per epoch.
+
+    Args:
+        sources: Name to shards (paths or URLs, each may be a brace pattern or a glob), a map-style dataset, a dict or tuple of
+            arrays, a ``dtrain.data.Generated``, or a ``Source``.
+        weights: Name to weight; the share of a source is its weight divided by the sum of all. A list of ``[step, weight]``
+            is a schedule over the steps of the run: shares change linearly from step to step, and jump where a step is given
+            twice. None: all are equal.
+        epoch_of: The source whose epochs are those of the mixture; None: the first. If it is smaller than its share of a
+            global batch, an epoch of the mixture is as many of its epochs as fill one.
+        fields: Name to the fields of a source, where they are not those of the loader.
+        augment: Name to the augmentation of a source, where it is not that of the loader; None for no augmentation.
+        missing: What happens if a source lacks fields of another one: ``"refuse"``, or ``"mask"``.
+        tokens_per_sample: Average number of tokens of a sample, for all sources or none: weights then are shares of the
+            tokens instead of the samples.
+
+    Raises:
+        ValueError: If a weight, a name or an option is impossible; names it.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Any],
+        weights: Mapping[str, float | Sequence[Sequence[float]]] | None = None,
+        *,
+        epoch_of: str | None = None,
+        fields: Mapping[str, Mapping[str, Any]] | None = None,
+        augment: Mapping[str, Augment | None] | None = None,
+        missing: str = "refuse",
+        tokens_per_sample: Mapping[str, float] | None = None,
+    ) -> None:
+        super().__init__(sources, fields=fields, missing=missing)
+        self._augment = self._known("augment", augment)
+        epoch_of = self.names[0] if epoch_of is None else epoch_of
+        if epoch_of not in self.names:
+            raise ValueError(
+                f"data.epoch_of: {epoch_of!r} is no source of the mixture. {nearest(epoch_of, self.names)}"
+            )
+        given = self._all_or_none("weights", weights)
+        tokens = self._all_or_none("tokens_per_sample", tokens_per_sample)
+        schedules = []
+        for name in self.names:
+            divisor = tokens.get(name, 1)
+            if not _is_number(divisor) or divisor <= 0:
+                raise ValueError(f"data.mixture.{name}.tokens_per_sample: got {divisor!r}, want a number above 0.")
+            points = _schedule(name, given.get(name, 1))
+            schedules.append(tuple((step, weight / divisor) for step, weight in points))
+        for step in sorted({0, *(step for points in schedules for step, _ in points)}):
+            _check_sum(schedules, step)
+        self.weights = tuple(schedules)
+        self.epoch_of = self.names.index(epoch_of)
+        if schedules[self.epoch_of][-1][1] == 0:
+            raise ValueError(
+                f"data.epoch_of: the weight of {epoch_of!r} is 0 in the end, so its epoch would never end. Name another source."
+            )
+
+    def build(
+        self,
+        fields: Mapping[str, Mapping[str, Any]],
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        policy: CachePolicy | None = None,
+        shard_size: int | None = None,
+    ) -> MixtureSource:
+        """Finds and indexes all sources; arguments as those of ``ShardSource.build``.
+
+        Raises:
+            ValueError: If a source has no samples, or the fields of two sources do not fit each other; names them.
+        """
+        sources = self.open(fields, rank, world_size, policy, shard_size)
+        return MixtureSource(self, sources, self._augment, (self.weights, self.epoch_of))
+
+    def _all_or_none(self, option: str, values: Mapping[str, Any] | None) -> dict[str, Any]:
+        known = self._known(option, values)
+        if known and (without := [name for name in self.names if name not in known]):
+            raise ValueError(
+                f"data.mixture: {option} lacks {', '.join(without)}. Give it for all sources, or for none."
+            )
+        return known
+
+
+class EvaluationSets(_Sources):
+    """Sources that are evaluated one after the other, each in stored order and with metrics of its own, for ``ShardLoader``.
+
+    Args:
+        sources: Name to shards or dataset, as for ``Mixture``.
+        fields: Name to the fields of a source, where they are not those of the loader.
+        missing: As for ``Mixture``.
+    """
+
+    _key = "data.eval"
+
+    def build(
+        self,
+        fields: Mapping[str, Mapping[str, Any]],
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        policy: CachePolicy | None = None,
+        shard_size: int | None = None,
+    ) -> MixtureSource:
+        """As ``Mixture.build``."""
+        return MixtureSource(self, self.open(fields, rank, world_size, policy, shard_size), {}, None)
+
+
+def _schedule(name: str, weight: Any) -> Schedule:
+    """The points of a weight.
+
+    Raises:
+        ValueError: If it is impossible.
+    """
+    points = ((0, weight),) if _is_number(weight) else weight
+    try:
+        found = tuple((step, value) for step, value in points)
+    except (TypeError, ValueError):
+        found = ()
+    steps = [step for step, _ in found]
+    if (
+        not found
+        or not all(isinstance(step, int) and step >= 0 for step in steps)
+        or steps != sorted(steps)
+        or not all(_is_number(value) and 0 <= value < math.inf for _, value in found)
+    ):
+        raise ValueError(
+            f"data.mixture.{name}.weight: got {weight!r}, want a number of at least 0, or points [step, weight] in ascending "
+            "order of the steps, such as [[0, 1], [1000, 0.2]]."
+        )
+    return found
+
+
+def _check_sum(schedules: Sequence[Schedule], step: int) -> None:
+    for before in (True, False):
+        if not sum(weights_at(schedules, step, before=before)) > 0:
+            raise ValueError(
+                f"data.mixture: all weights are 0{f' at step {step}' if step else ''}. Give one source a weight above 0."
+            )
+
+
+def _weight_text(points: Schedule) -> str:
+    if len(points) == 1:
+        return f"{points[0][1]:.4g}"
+    return ", ".join(f"{weight:.4g} at step {step:,}" for step, weight in points)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+class MixtureIndex(Index):
+    """The indexes of all sources; samples and shards are counted over all of them.
+
+    Args:
+        names: Names of the sources.
+        indexes: Their indexes.
+    """
+
+    labels: ClassVar = {"num_samples": "samples"}
+    other_difference = "the same number of samples, but other sources."
+
+    def __init__(self, names: Sequence[str], indexes: Sequence[Index]) -> None:
+        self.names, self.indexes = tuple(names), tuple(indexes)
+        self.counts = np.concatenate([index.counts for index in indexes])
+        self.first_samples = np.cumsum([0, *(index.num_samples for index in indexes)])
+        self.num_samples = int(self.first_samples[-1])
+        identity = json.dumps([[name, index.fingerprint] for name, index in zip(names, indexes, strict=True)])
+        self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
+
+    def keys(self, samples: np.ndarray) -> list[str]:
+        """``<source>/<shard>/<key>`` of each of these samples."""
+        source, own = self.split(samples)
+        of_each = zip(source.tolist(), own, strict=True)
+        return [
+            f"{self.names[number]}/{self.indexes[number].keys(np.array([sample]))[0]}" for number, sample in of_each
+        ]
+
+    def describe(self) -> dict[str, Any]:
+        """The identity of all sources."""
+        sources = {name: index.describe() for name, index in zip(self.names, self.indexes, strict=True)}
+        return {"num_samples": self.num_samples, "fingerprint": self.fingerprint, "sources": sources}
+
+    def split(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The source of each sample, and its number there."""
+        source = np.searchsorted(self.first_samples, samples, side="right") - 1
+        return source, samples - self.first_samples[source]
+
+
+class MixtureSource(Source):
+    """Sources with the fields of all of them.
+
+    Args:
+        description: What the user asked for.
+        sources: The sources, in the order of its names.
+        augment: Name to the augmentation of a source that has its own.
+        deal: Weights, and number of the source of ``epoch_of``; None: the sources come one after the other.
+
+    Attributes:
+        names: Names of the sources.
+        sources: The argument.
+        optional: Names of the fields that some sources lack.
+        mixed: False if the sources come one after the other.
+
+    Raises:
+        ValueError: If fields of the same name do not fit each other, or a source lacks fields; names them.
+    """
+
+    def __init__(
+        self,
+        description: _Sources,
+        sources: Sequence[Source],
+        augment: Mapping[str, Augment | None],
+        deal: tuple[tuple[Schedule, ...], int] | None,
+    ) -> None:
+        self.names = description.names
+        self.sources = tuple(sources)
+        self.mixed = deal is not None
+        self._deal = deal
+        self._augment = dict(augment)
+        self.fields = self._all_fields()
+        given = [{field.name for field in source.fields} for source in sources]
+        self.optional = tuple(field.name for field in self.fields if not all(field.name in fields for fields in given))
+        if self.optional and description.missing == "refuse":
+            lacking = [
+                f"{name} lacks {', '.join(lack)}"
+                for name, fields in zip(self.names, given, strict=True)
+                if (lack := [field for field in self.optional if field not in fields])
+            ]
+            raise ValueError(
+                f"data.missing: the sources have different fields: {'; '.join(lacking)}. Give them the same fields, or set "
+                "data.missing=mask to get zeros and a mask, has_<field>, for the task."
+            )
+        columns = {column for field in self.fields for column in field.columns}
+        if taken := sorted(columns & {SOURCE, *(f"has_{name}" for name in self.optional)}):
+            raise ValueError(f"data.fields: the name {taken[0]!r} is taken in a mixture. Give the field another name.")
+        self.index: MixtureIndex = MixtureIndex(self.names, [source.index for source in sources])
+
+    def _all_fields(self) -> tuple[Field, ...]:
+        found: dict[str, tuple[str, Field]] = {}
+        for name, source in zip(self.names, self.sources, strict=True):
+            for field in source.fields:
+                first, other = found.setdefault(field.name, (name, field))
+                for option in _COMMON:
+                    one, two = getattr(other, option), getattr(field, option)
+                    if one != two:
+                        raise ValueError(
+                            f"data.fields: field {field.name!r} has {option} {one} in {first} and {two} in {name}, and a batch "
+                            "holds both. Declare it alike for both sources, or under different names."
+                        )
+        return tuple(field for _, field in found.values())
+
+    def open(self, seed: int) -> Reader:
+        """Not supported: ``MixtureCollator`` opens each source."""
+        raise TypeError("a mixture has no reader of its own: open its sources.")
+
+    def summary(self) -> str:
+        """``1,000 samples of 2 sources``, and a line for each source."""
+        lines = [f"{self.index.num_samples:,} samples of {len(self.sources)} {'sources' if self.mixed else 'sets'}"]
+        for number, (name, source) in enumerate(zip(self.names, self.sources, strict=True)):
+            lines.append(f"{name}: {source.summary()}")
+            if self._deal is not None:
+                lines[-1] += f", weight {_weight_text(self._deal[0][number])}"
+        return "\n".join(lines)
+
+    def position(
+        self, recipe: Recipe, global_batch_size: int, lanes: int | None, *, default_window: bool
+    ) -> MixturePosition | Position:
+        """The position at the start."""
+        if self._deal is None:
+            lanes = choose_lanes(global_batch_size, lanes, recipe.shuffle)
+            return _SetsPosition(self, recipe, Layout(global_batch_size, lanes))
+        weights, epoch_of = self._deal
+        return MixturePosition(
+            self.names,
+            self.index.indexes,
+            Plan(global_batch_size, weights, epoch_of),
+            recipe,
+            self._seeds(recipe.seed),
+            lanes=1 if recipe.shuffle == "full" or (recipe.shuffle == "none" and lanes is None) else lanes,
+            default_window=default_window,
+        )
+
+    def collator(self, transfer: Transfer, augment: Augment | None, seed: int, mix: Mix | None) -> MixtureCollator:
+        """Builds micro-batches in one worker; see ``Collator``."""
+        collators = [
+            Collator(source, transfer, self._augment.get(name, augment), of_source, mix)
+            for name, source, of_source in zip(self.names, self.sources, self._seeds(seed), strict=True)
+        ]
+        return MixtureCollator(self, collators)
+
+    def check_mix(self, mix: Mix) -> None:
+        """Refuses mixup and cutmix where a source has no image or label.
+
+        Raises:
+            ValueError: Names the source.
+        """
+        for name, source in zip(self.names, self.sources, strict=True):
+            try:
+                mix.fields(source.fields)
+            except ValueError as error:
+                raise ValueError(f"data.mixture.{name}: {error}") from error
+
+    def _seeds(self, seed: int) -> list[int]:
+        """Seed of each source: by its name, so that two sources of one size have different orders."""
+        if not self.mixed:
+            return [seed] * len(self.names)
+        digests = (hashlib.sha256(name.encode()).digest()[:8] for name in self.names)
+        return [int(hash64(seed, int.from_bytes(digest, "little"))) for digest in digests]
+
+
+class MixtureCollator:
+    """Builds micro-batches of several sources in one worker, with the methods of ``Collator``.
+
+    Args:
+        source: The sources.
+        collators: The collator of each.
+    """
+
+    def __init__(self, source: MixtureSource, collators: Sequence[Collator]) -> None:
+        self._source = source
+        self._index = source.index
+        self._collators = collators
+        self._examples: dict[str, Tensor | list[Any]] = {}
+        self._first_shards = np.cumsum([0, *(len(index.counts) for index in self._index.indexes)])
+        for collator in collators:
+            collator.share_files(len(collators))
+
+    def build(
+        self,
+        epoch: int,
+        samples: np.ndarray,
+        spare: Callable[[], Iterable[int]],
+        partners: np.ndarray | None = None,
+    ) -> Batch:
+        """One micro-batch; as ``Collator.build``, but samples and partners are those of ``MixtureOrder.locate``.
+
+        Args:
+            epoch: Not used: each sample has the epoch of its source.
+            samples: ``epoch * total + sample`` of each row, int64, shape ``[rows]``; -1 where the row is masked.
+            spare: Returns samples, of which the first gives the shapes if all rows are masked.
+            partners: The same for the sample that each row may be mixed with; None: no mixing.
+        """
+        filled = np.flatnonzero(samples >= 0)
+        if not filled.size:
+            parts = list(self._parts(np.zeros(1, np.int64), np.array([next(iter(spare()))]), None))
+        else:
+            parts = list(self._parts(filled, samples[filled], None if partners is None else partners[filled]))
+        return self._joined(parts, len(samples), masked=not filled.size)
+
+    def expect(self, ahead: Callable[[int], np.ndarray], at_once: int | None = None) -> None:
+        """See ``Reader.expect``; ``ahead`` counts shards over all sources."""
+        for number, collator in enumerate(self._collators):
+            first, end = self._first_shards[number : number + 2].tolist()
+
+            def of_source(most: int, first: int = first, end: int = end) -> np.ndarray:
+                shards = ahead(most * len(self._collators))
+                return shards[(shards >= first) & (shards < end)][:most] - first
+
+            collator.expect(of_source, at_once)
+
+    def close(self) -> None:
+        """Closes all sources."""
+        for collator in self._collators:
+            collator.close()
+
+    def _parts(
+        self, rows: np.ndarray, samples: np.ndarray, partners: np.ndarray | None
+    ) -> Iterator[tuple[int, np.ndarray, Batch]]:
+        """For each epoch of each source: the number of the source, its rows, and a batch of them."""
+        epochs, sample = np.divmod(samples, self._index.num_samples)
+        sources, own = self._index.split(sample)
+        if partners is not None:  # of the same source and epoch
+            partners = self._index.split(partners % self._index.num_samples)[1]
+        for number in np.unique(sources).tolist():
+            of_source = sources == number
+            for epoch in np.unique(epochs[of_source]).tolist():
+                here = np.flatnonzero(of_source & (epochs == epoch))
+                of_rows = None if partners is None else partners[here]
+                yield number, rows[here], self._collators[number].build(epoch, own[here], self._spare(number), of_rows)
+
+    def _spare(self, number: int) -> Callable[[], Iterable[int]]:
+        size = self._index.indexes[number].num_samples
+        return lambda: range(min(_SPARE, size))
+
+    def _joined(self, parts: list[tuple[int, np.ndarray, Batch]], rows: int, *, masked: bool) -> Batch:
+        """The rows of all parts in one batch; a row without a sample repeats a valid one."""
+        keys = [""] * rows
+        bad: list[dict[str, Any]] = []
+        origin = np.full(rows, -1, np.int64)  # which part a row is from
+        for number, (source, at, batch) in enumerate(parts):
+            origin[at] = number
+            name = self._source.names[source]
+            bad += [record | {"key": f"{name}/{record['key']}", "source": name} for record in batch.bad]
+            for row, key in zip(at.tolist(), batch.sample_keys, strict=True):
+                keys[row] = f"{name}/{key}" if key and not masked else ""
+        empty = np.flatnonzero(origin < 0)
+        donors = [row for row, key in enumerate(keys) if key] or np.flatnonzero(origin >= 0).tolist()
+        donor = np.array([donors[turn % len(donors)] for turn in range(len(empty))], np.int64)
+        data: dict[str, Any] = {}
+        for name in dict.fromkeys(name for _, _, batch in parts for name in batch) | dict.fromkeys(
+            name for field in self._source.fields for name in field.columns
+        ):
+            data[name] = self._column(name, parts, rows)
+            if len(empty):
+                _repeat(data[name], donor, empty)
+        for name in self._source.optional:
+            given = np.array([name in batch for _, _, batch in parts])[origin]
+            given[empty] = given[donor]
+            data[f"has_{name}"] = torch.from_numpy(given)
+        sources = np.array([source for source, _, _ in parts], np.int64)[origin]
+        sources[empty] = sources[donor]
+        data[SOURCE] = torch.from_numpy(sources)
+        return Batch(data, keys, torch.tensor([key != "" for key in keys]), bad)
+
+    def _column(self, name: str, parts: list[tuple[int, np.ndarray, Batch]], rows: int) -> Tensor | list[Any]:
+        having = [(source, at, batch[name]) for source, at, batch in parts if name in batch]
+        first = having[0][2] if having else self._example(name)
+        if not isinstance(first, Tensor):
+            values: list[Any] = [type(first[0])()] * rows
+            for source, at, column in having:
+                if isinstance(column, Tensor):
+                    raise self._clash(name, having[0], (source, at, column))
+                for row, value in zip(at.tolist(), column, strict=True):
+                    values[row] = value
+            return values
+        column = empty_column((rows, *first.shape[1:]), first.dtype)
+        if sum(len(at) for _, at, _ in having) < rows:
+            column.zero_()
+        array = None
+        with suppress(TypeError):  # numpy does not have every dtype, but its copies start no threads
+            array = column.numpy()
+        for source, at, part in having:
+            if not isinstance(part, Tensor) or part.dtype != first.dtype or part.shape[1:] != first.shape[1:]:
+                raise self._clash(name, having[0], (source, at, part))
+            if array is None:
+                column[torch.from_numpy(at)] = part
+            else:
+                array[at] = part.numpy()
+        return column
+
+    def _example(self, name: str) -> Tensor | list[Any]:
+        """A column of a field that no sample of the micro-batch has, for its shape."""
+        if name not in self._examples:
+            field = next(field for field in self._source.fields if name in field.columns)
+            has = [any(one.name == field.name for one in source.fields) for source in self._source.sources]
+            number = has.index(True)
+            self._examples[name] = self._collators[number].build(0, np.zeros(1, np.int64), self._spare(number))[name]
+        return self._examples[name]
+
+    def _clash(self, name: str, one: tuple[int, Any, Any], other: tuple[int, Any, Any]) -> DataError:
+        found = [
+            f"{f'{column.dtype} {list(column.shape[1:])}' if isinstance(column, Tensor) else type(column[0]).__name__} in "
+            f"{self._source.names[source]}"
+            for source, _, column in (one, other)
+        ]
+        return DataError(
+            f"field {name!r} is {found[0]} and {found[1]}, and both are in one batch. Use a size, a crop or a decoder that "
+            "returns the same for both sources."
+        )
+
+
+def _repeat(column: Tensor | list[Any], donors: np.ndarray, rows: np.ndarray) -> None:
+    """Copies row ``donors[i]`` to row ``rows[i]``."""
+    if isinstance(column, Tensor):
+        column[torch.from_numpy(rows)] = column[torch.from_numpy(donors)]
+    else:
+        for donor, row in zip(donors.tolist(), rows.tolist(), strict=True):
+            column[row] = column[donor]
+
+
+class _SetsOrder:
+    """The order of ``EvaluationSets``: all steps of the first set, then those of the second one, and so on.
+
+    Methods as those of ``MixtureOrder``; the last step of each set is filled up with masked rows.
+    """
+
+    first_step = 0
+
+    def __init__(self, source: MixtureSource, recipe: Recipe, epoch: int, layout: Layout) -> None:
+        index = source.index
+        self._orders = [EpochOrder(one.counts, recipe, epoch, [layout]) for one in index.indexes]
+        self._firsts = epoch * index.num_samples + index.first_samples
+        self._shards = np.cumsum([0, *(len(one.counts) for one in index.indexes)])
+        self._begins = np.cumsum([0, *(order.num_steps for order in self._orders)])
+        self.recipe, self.layouts = recipe, (layout,)
+        self.num_steps = int(self._begins[-1])
+
+    def position(self, step: int) -> int:
+        return sum(
+            order.position(min(max(step - begin, 0), order.num_steps))
+            for order, begin in zip(self._orders, self._begins.tolist(), strict=False)
+        )
+
+    def locate(self, steps: np.ndarray | int, slots: np.ndarray) -> np.ndarray:
+        steps, slots = np.broadcast_arrays(np.asarray(steps, np.int64), slots)
+        which = np.searchsorted(self._begins, steps, side="right") - 1
+        located = np.full(slots.shape, -1, np.int64)
+        for number in np.unique(which).tolist():
+            here = which == number
+            samples = self._orders[number].locate(steps[here] - self._begins[number], slots[here])
+            located[here] = np.where(samples >= 0, samples + self._firsts[number], -1)
+        return located
+
+    def shards_ahead(self, step: int, slots: np.ndarray, most: int) -> np.ndarray:
+        number = int(np.searchsorted(self._begins, step, side="right")) - 1
+        shards = self._orders[number].shards_ahead(step - int(self._begins[number]), slots, most)
+        return shards + self._shards[number]
+
+
+class _SetsPosition(Position):
+    """The position in ``EvaluationSets``, whose states are never saved."""
+
+    def __init__(self, source: MixtureSource, recipe: Recipe, layout: Layout) -> None:
+        self._source = source
+        super().__init__(source.index, recipe, layout)
+
+    def begin(self, epoch: int) -> None:
+        self.epoch, self.step = epoch, 0
+        self.order = _SetsOrder(self._source, self.recipe, epoch, self.layout)  # type: ignore[assignment]
