@@ -157,7 +157,6 @@ def test_percent_signs_in_the_directory_are_escaped() -> None:
             ("launch.processes_per_node", "launch=slurm needs a number", "Set it to"),
         ),
         (("launch.extra=[qos]",), ("launch.extra", "got 'qos'", "options of sbatch")),
-        (("launch.extra=['--qos=a\n#SBATCH --b']",), ("launch.extra", "got '--qos=a", "options of sbatch")),
         (("launch.srun=[image.sqsh]",), ("launch.srun", "got 'image.sqsh'", "options of srun")),
         (
             ("launch.time=00:02:00",),
