@@ -101,6 +101,7 @@ def loader_state(counts: np.ndarray) -> tuple[str, float]:
     unmapped = np.broadcast_to(np.int64(0), (int(counts.sum()), 2))
     arrays = {"counts": counts, "shard_sizes": counts * 100_000, "offsets": unmapped, "sizes": unmapped}
     arrays |= {"key_bytes": np.zeros(0, np.uint8), "key_starts": np.zeros(1, np.int64)}
+    arrays |= {"shard_digests": np.zeros(len(counts), np.uint64)}
     index = DatasetIndex(paths, arrays)
     mib = (resident_bytes() - before) / MIB
     source = ShardSource(index, parse_fields({"jpg": {"name": "image", "size": 224}, "cls": {"name": "label"}}))

@@ -24,10 +24,12 @@ from dtrain.config import compose
 from dtrain.config.compose import Composed, add_json_option, write_json
 from dtrain.config.errors import ConfigError
 from dtrain.config.run import Run, recompose_if_run
+from dtrain.config.schema import ParallelConfig
 from dtrain.config.torchrun_errors import record_failure
 from dtrain.diagnosis.machine import examine_machine, examine_precisions, ranks_agree
 from dtrain.diagnosis.measure import AllReduce
 from dtrain.distributed.collectives import from_rank0
+from dtrain.distributed.hang import HangWatch
 from dtrain.distributed.process_exit import exit_with_torchrun
 from dtrain.distributed.process_group import process_group, settle_network
 from dtrain.distributed.world import World, join_srun
@@ -67,7 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def check_machine(options: argparse.Namespace) -> int:
     """Prints the findings about this machine and the ranks; returns the exit code."""
-    with process_group(options.timeout or _JOIN_TIMEOUT) as world:
+    timeout = options.timeout or _JOIN_TIMEOUT
+    limits = ParallelConfig(timeout_start=timeout, timeout_step=timeout)
+    with process_group(timeout) as world, HangWatch(world, limits):
         findings, _ = _environment(world)
     if world.rank == 0:
         if world.size == 1:
@@ -86,7 +90,7 @@ def examine_run(composed: Composed, options: argparse.Namespace) -> int:
     cfg = composed.cfg
     run = Run.of(composed)
     exit_with_torchrun()
-    with process_group(options.timeout or cfg.parallel.timeout_start) as world:
+    with process_group(options.timeout or cfg.parallel.timeout_start) as world, HangWatch(world, cfg.parallel):
 
         def print_message(text: str) -> None:
             if world.rank == 0:

@@ -19,10 +19,11 @@ from rich.console import Console
 
 from dtrain.config import compose
 from dtrain.config.errors import ConfigError, as_config_error
-from dtrain.config.run import Run, recompose, take, without_secrets
+from dtrain.config.run import Run, recompose, refuse_hidden, take, without_secrets
 from dtrain.config.schema import Config
 from dtrain.data import ShardLoader
 from dtrain.distributed.collectives import from_rank0, on_all_ranks
+from dtrain.distributed.hang import HangWatch
 from dtrain.distributed.process_group import process_group, settle_network
 from dtrain.distributed.world import World, join_srun
 from dtrain.tracking import evaluation_results
@@ -65,7 +66,7 @@ def run_evaluation(configs: Sequence[compose.Composed], which: str, weights: str
     """
     cfg: Config = configs[0].cfg
     run = Run.of(configs[0])
-    with process_group(cfg.parallel.timeout_start) as world:
+    with process_group(cfg.parallel.timeout_start) as world, HangWatch(world, cfg.parallel):
         if not cfg.data.eval:
             raise ConfigError("data.eval is not set, so there is nothing to evaluate on. Set data.eval=...")
         checkpoints = Checkpoints.of(run.dir, cfg.checkpoint)
@@ -95,6 +96,8 @@ def evaluate_checkpoint(
         ConfigError: On every rank, if model, task or data cannot be built, or the checkpoint is of another model.
     """
     forget_peak(world.device)
+    config = Run.of(composed).config
+    refuse_hidden({section: config[section] for section in ("data", "model")})
     parts = build_for_evaluation(composed.cfg, world, checkpoint, weights)
     started = time.monotonic()
     with _progress_bar(parts.loader, world, name) as on_progress:
@@ -106,7 +109,7 @@ def evaluate_checkpoint(
             result = error.evaluation
     seconds = time.monotonic() - started
     parts.loader.close()
-    config = without_secrets(Run.of(composed).config)
+    config = without_secrets(config)
     return CheckpointEvaluation(
         checkpoint=path,
         weights=parts.weights,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dtrain.config import compose
 from dtrain.config.run import Run, recompose_if_run
+from dtrain.config.schema import Config
 from dtrain.distributed.collectives import from_rank0, on_all_ranks
 from dtrain.distributed.hang import HangWatch
 from dtrain.distributed.lock import run_lock
@@ -19,10 +20,11 @@ from dtrain.distributed.process_exit import exit_with_torchrun
 from dtrain.distributed.process_group import process_group, settle_network
 from dtrain.distributed.stop import StopRequests, TimeLimit
 from dtrain.distributed.world import join_srun
-from dtrain.tracking import failures_recorded, open_rank_log, tracker_mode
+from dtrain.tracking import FailureRecord, failures_recorded, open_rank_log, save_run, tracker_mode
 from dtrain.training.build import build_run
 from dtrain.training.hooks import build_hooks
 from dtrain.training.loop import Loop
+from dtrain.training.recovery import Recovery
 from dtrain.training.resume import EarlierStarts, restore
 from dtrain.training.run_logger import RunLogger, print_start_banner, write_final_status
 from dtrain.training.validation import validate
@@ -35,10 +37,18 @@ def train(composed: compose.Composed) -> None:
     validate(cfg)
     identity = Run.of(composed)
     exit_with_torchrun()
+    recovery = Recovery(identity.dir, cfg.parallel)
+    with failures_recorded(identity.dir, compose.rank()) as failure:
+        recovery.run(lambda: train_on_ranks(cfg, identity, failure, recovery))
+
+
+def train_on_ranks(cfg: Config, identity: Run, failure: FailureRecord, recovery: Recovery) -> None:
+    """Joins the other ranks and trains until the run ends."""
     with (
-        failures_recorded(identity.dir, compose.rank()) as failure,
-        process_group(cfg.parallel.timeout_start) as world,
-        run_lock(identity.dir) as claim_run_dir,
+        process_group(cfg.parallel.timeout_start, recovery.join) as world,
+        HangWatch(world, cfg.parallel, failure.write) as watch,
+        run_lock(recovery.run_lock) as claim_run_dir,
+        recovery.lost_ranks(world),
     ):
         # -- checks: before hours of indexing, not after
         from_rank0(lambda: tracker_mode(cfg.tracker))
@@ -54,14 +64,15 @@ def train(composed: compose.Composed) -> None:
         run, warnings = build_run(cfg, identity.dir, world)
 
         # -- restore: everything or nothing
-        start = restore(run, earlier)
+        start = recovery.restore(run) or restore(run, earlier)
         run.totals.add_restart(earlier.status)
         end = earlier.last_step(run)
 
         # -- loop: accumulate -> vote -> apply or skip -> commit; all ranks evaluate, save and stop at the same steps
         claim_run_dir()
-        from_rank0(identity.save)
-        failure.starts(lambda: run.step.step, run.totals.times)
+        from_rank0(lambda: earlier.prepare(run))
+        from_rank0(lambda: save_run(identity))
+        failure.starts(world.rank, lambda: run.step.step, run.totals.times)
         open_rank_log(identity.dir, world.rank)
         run_logger = on_all_ranks(lambda: RunLogger.open(run, identity, end))
         print_start_banner(identity, run, start, end, {"time limit": str(time_limit)} | hooks.banner_rows)
@@ -69,19 +80,18 @@ def train(composed: compose.Composed) -> None:
             run_logger.note(line)
         failure.on_failure = lambda reason: run_logger.finish("failed", reason)
         try:
-            with (
-                HangWatch(identity.dir / "logs", world, cfg.parallel, failure.write) as watch,
-                StopRequests(
-                    identity.dir / "STOP" if world.rank == 0 else None,
-                    failure.write,
-                    time_limit=time_limit,
-                    stuck=watch.declare,
-                ) as stop,
-            ):
+            stop_file = identity.dir / "STOP" if world.rank == 0 else None
+            with StopRequests(stop_file, time_limit=time_limit, stuck=watch.declare) as stop:
                 hooks.call("on_start", run)
                 loop = Loop(run, end, run_logger, stop, hooks)
-                watch.follow(loop.place)
-                state, reason = loop.run()
+                recovery.remembers(run, loop, run_logger)
+                with watch.following(loop.place, identity.dir / "logs"), recovery.lost_ranks(world):
+                    state, reason = loop.run()
+            if world.rank == 0 and tracker_mode(cfg.tracker) != "disabled":
+                from dtrain.reporting.health import problems_of  # importing it takes 0.1 s
+
+                if problems := problems_of(identity.dir):
+                    run_logger.alert(problems)
             run_logger.finish(state, reason)
         finally:
             run.train_loader.close()
@@ -89,6 +99,7 @@ def train(composed: compose.Composed) -> None:
                 run.eval_loader.close()
         # The last file that a run writes: once its state is "finished", all other files are complete.
         write_final_status(run, state, reason, end)
+        recovery.end()
 
 
 def main() -> None:

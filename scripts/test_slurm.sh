@@ -5,7 +5,7 @@
 #   DTRAIN_TEST_SLURM_BED=DIR bash scripts/test_slurm.sh [pytest arguments]
 #
 # DIR has start.sh, which starts a cluster of several nodes on this machine, and stop.sh. The tests take about half an hour
-# on two cores.
+# on two cores. DTRAIN_TEST_CRASHES=20 makes 20 nodes crash in the test of cancelled runs, instead of three.
 set -uo pipefail
 : "${DTRAIN_TEST_SLURM_BED:?set it to the folder whose start.sh starts a SLURM}"
 

@@ -9,7 +9,7 @@ import pytest
 from dtrain import launch
 from dtrain.launching.job import Job
 from dtrain.launching.slurm import code_version
-from dtrain.tracking.run_dir import write_status
+from dtrain.tracking.run_dir import save_run, write_status
 from tests.launching.compose import single
 
 
@@ -74,7 +74,7 @@ def test_a_wrong_job_refuses_the_whole_sweep_and_is_named(place: Path, capsys: p
 def finished(*arguments: str) -> Job:
     """A run that an earlier command has finished."""
     job = single("experiment=digits", *arguments)
-    job.run.save()
+    save_run(job.run)
     write_status(job.run.dir, "finished", 276)
     return job
 

@@ -1,11 +1,9 @@
-"""The shell scripts: clean under shellcheck, idempotent, clear about what is missing, and right about when to requeue."""
+"""The shell scripts: clean under shellcheck, idempotent, and clear about what is missing."""
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -129,132 +127,6 @@ def test_a_folder_that_is_no_environment_is_left_alone(checkout):
     assert done.returncode == 1
     assert "Set another folder: DTRAIN_VENV=DIR" in done.stderr
     assert os.listdir(mine) == ["thesis.tex"]
-
-
-# -- slurm/one_node.sbatch, and with it what all jobs do after the training: stand-ins for srun and scontrol
-
-
-@pytest.fixture
-def job(tmp_path):
-    """Starts the batch script; ``srun`` is the given shell text, ``scontrol requeue`` ends the script as SLURM does."""
-    (tmp_path / "dtrain").symlink_to(ROOT / "dtrain")
-    run_dir = tmp_path / "runs" / "digits-7"
-    run_dir.mkdir(parents=True)
-    executable(tmp_path / "bin" / "scontrol", f'#!/bin/bash\necho "$*" >>"{tmp_path}/requeued"\nkill -TERM $PPID\n')
-    executable(tmp_path / "bin" / "squeue", "#!/bin/bash\necho ${WHY_ENDED:-None}\n")
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "digits", "SLURM_RESTART_COUNT": "2", "SLURM_JOB_NODELIST": "n1"}
-    slurm |= {"SLURM_CPUS_PER_TASK": "8", "SLURM_GPUS_ON_NODE": "2", "SLURM_SUBMIT_DIR": str(tmp_path)}
-    environ = {name: value for name, value in os.environ.items() if name not in ("VENV", "RUN_DIR", "OMP_NUM_THREADS")}
-    environ |= slurm | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
-
-    def start(srun, *arguments, **settings):
-        executable(tmp_path / "bin" / "srun", f'#!/bin/bash\ncd "{run_dir}"\n{srun}\n')
-        script = ["bash", ROOT / "slurm" / "one_node.sbatch", *arguments]
-        return subprocess.Popen(
-            script, env=environ | settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-
-    start.run_dir = run_dir
-    start.requeued = lambda: (tmp_path / "requeued").exists()
-    return start
-
-
-def status(state, step=50, reason="null"):
-    return f"""echo '{{\n  "state": "{state}",\n  "step": {step},\n  "reason": {reason}\n}}' >status.json; """
-
-
-@pytest.mark.parametrize(
-    ("srun", "requeued", "code"),
-    [
-        (status("finished") + "exit 0", False, 0),
-        (status("finished") + "exit 1", False, 0),  # torchrun's exit barrier may fail after all is done
-        (status("stopped", reason='"SIGTERM"') + "exit 1", True, None),  # preempted: SLURM told torchrun
-        (status("stopped", reason='"STOP file"') + "exit 0", False, 0),  # somebody else wrote STOP
-        (status("running") + "exit 137", True, None),  # killed without a word
-        (status("failed", reason='"ValueError: no"') + "exit 1", False, 1),
-        ("exit 3", True, None),  # a bad node: it began in an earlier allocation
-    ],
-)
-def test_a_job_goes_back_into_the_queue_only_if_its_run_can_go_on(job, srun, requeued, code):
-    process = job(srun)
-    process.communicate(timeout=250)
-    assert job.requeued() == requeued
-    assert process.returncode == (-signal.SIGTERM if code is None else code)
-
-
-@pytest.mark.parametrize(("exit_code", "requeued"), [(0, False), (1, True)])
-def test_a_run_that_was_finished_before_is_recognised_by_the_exit_code(job, exit_code, requeued):
-    subprocess.run(["bash", "-c", status("finished")], cwd=job.run_dir, check=True)
-    process = job(f"exit {exit_code}")
-    process.communicate(timeout=250)
-    assert job.requeued() == requeued
-
-
-def test_a_run_that_never_began_is_not_tried_again(job):
-    process = job("exit 3", SLURM_RESTART_COUNT="0")
-    output, _ = process.communicate(timeout=250)
-    assert not job.requeued()
-    assert process.returncode == 3
-    assert "the run ended before the first step" in output
-
-
-def wait_for(path):
-    while not path.exists():
-        time.sleep(0.02)
-
-
-def test_the_signal_before_the_time_limit_becomes_a_stop_request_and_the_job_is_requeued(job):
-    process = job("touch begun; until [ -e STOP ]; do sleep 0.05; done; " + status("stopped", reason='"STOP file"'))
-    wait_for(job.run_dir / "begun")
-    process.send_signal(signal.SIGUSR1)
-    process.communicate(timeout=250)
-    assert job.requeued()
-
-
-def test_a_cancelled_job_does_not_come_back_to_life(job):
-    process = job("touch begun; sleep 1; " + status("stopped", reason='"SIGTERM"') + "exit 143")
-    wait_for(job.run_dir / "begun")
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=250)
-    assert not job.requeued()
-    assert process.returncode == 143
-
-
-def test_a_job_that_is_over_its_time_all_the_same_goes_on(job):
-    """A step that takes longer than the warning, for example; what was saved before is not lost."""
-    srun = "touch begun; sleep 1; mkdir -p checkpoints/step-000000050; " + status("stopped", reason='"SIGTERM"')
-    process = job(srun + "exit 143", WHY_ENDED="TimeLimit")
-    wait_for(job.run_dir / "begun")
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=250)
-    assert job.requeued()
-
-
-def test_a_stop_request_of_the_last_start_does_not_stop_this_one(job):
-    (job.run_dir / "STOP").touch()
-    process = job("[ -e STOP ] && exit 9; " + status("finished"))
-    process.communicate(timeout=250)
-    assert process.returncode == 0
-
-
-@pytest.mark.parametrize(("saved", "requeued", "kept"), [("", False, "2"), ("step-000000051", True, "0")])
-def test_restarts_without_a_new_checkpoint_come_to_an_end_and_one_forgives_them(job, saved, requeued, kept):
-    (job.run_dir / "checkpoints" / "step-000000050").mkdir(parents=True)
-    (job.run_dir / ".requeue").write_text("2\n")
-    process = job(f"mkdir -p checkpoints/{saved}; " + status("stopped", 51, '"SIGTERM"') + "exit 1")
-    output, _ = process.communicate(timeout=250)
-    assert job.requeued() == requeued
-    assert (job.run_dir / ".requeue").read_text() == f"{kept}\n"
-    assert requeued or "no new checkpoint in 3 allocations" in output
-
-
-def test_every_start_has_its_own_rendezvous_and_the_same_run_directory(job):
-    process = job('printf "%s\\n" "$@" OMP=$OMP_NUM_THREADS >arguments; ' + status("finished"), "optimizer.lr=1e-3")
-    process.communicate(timeout=250)
-    arguments = (job.run_dir / "arguments").read_text().splitlines()
-    expected = {"--kill-on-bad-exit=1", "--cpus-per-task=8", "--nproc-per-node=2", "--rdzv-id=7.2", "OMP=4"}
-    assert expected < set(arguments)
-    assert arguments[-4:-1] == ["dtrain.train", "optimizer.lr=1e-3", f"run.dir='{job.run_dir}'"]
 
 
 # -- scripts/wandb_sync.sh

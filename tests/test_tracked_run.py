@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dtrain.training import evaluation, metrics
+from dtrain.training import evaluation, stragglers
 from dtrain.training.evaluation import evaluate
 from dtrain.training.task import Evaluation
 from tests.runs import records, status, torchrun, train_on
@@ -110,14 +111,19 @@ def test_a_failed_run_ends_with_an_alert_and_a_line_that_says_why(tmp_path: Path
     assert (alert.text, alert.level) == (why, "ERROR")
 
 
-def test_a_rank_that_is_slow_is_named_in_the_record_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "EVERY", 1)
-    slow = 'faults=["slow@rank=1,step=4,seconds=3"]'
-    train_on(3, tmp_path, "train.max_steps=8", "train.log_every=2", "train.eval_every=0", "data.num_workers=0", slow)
+def test_a_rank_that_is_slow_is_named_in_the_record_after_and_once_on_the_console(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stragglers, "EVERY", 1)
+    slow = 'faults=["slow@rank=1,step=4,seconds=1,steps=3"]'
+    train_on(3, tmp_path, "train.max_steps=8", "train.log_every=1", "train.eval_every=0", "data.num_workers=0", slow)
     message = {record["step"]: record for record in records(tmp_path) if "train/loss" in record}
     assert "time/slowest_rank" not in message[2]
-    assert message[6]["time/slowest_rank"] == 1
-    assert 1.0 < message[6]["time/straggler_seconds"] < 3.0  # in one of the two steps
+    assert message[5]["time/slowest_rank"] == 1
+    assert 0.5 < message[5]["time/straggler_seconds"] < 1.5
+    output = capfd.readouterr().out
+    assert output.count("is slower than the other ranks") == 1, output
+    assert f"WARNING: rank 1 on {socket.gethostname()} is slower than the other ranks since step 4 (" in output
 
 
 def test_the_picture_of_an_image_fitting_is_whole_whatever_the_number_of_ranks(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from dtrain import train
 from dtrain.config import compose
 from tests.ranks import RanksFailed, run_ranks
 from tests.refusals import assert_refused
-from tests.runs import QUIET, train_on, tree
+from tests.runs import QUIET, metrics, status, train_on, tree
 
 pytestmark = pytest.mark.usefixtures("digits")
 SMALL = ("model.width=4", "checkpoint.best=null")
@@ -43,7 +43,7 @@ REFUSED_BY_A_FINISHED_RUN = [
         ["is finished", "optimizer.lr: 0.003 -> 0.5", "Increase train.max_steps", "another run.dir"],
     ),
     (["train.global_batch_size=32"], ["is finished", "train.global_batch_size: 64 -> 32"]),
-    (["run.resume=never"], ["run.resume=never", "another run.dir"]),
+    (["run.resume=never"], ["run.resume=never", "step 2", "another run.dir"]),
 ]
 
 
@@ -130,19 +130,46 @@ def test_a_bug_of_the_user_before_the_start_leaves_a_finished_run_as_it_is(
     assert tree(finished) == before
 
 
-def test_a_run_whose_checkpoints_were_deleted_stays_finished(
+def test_a_run_whose_checkpoints_were_lost_is_left_as_it_is_until_it_is_told_to_begin_again(
     finished: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(finished, run_dir)
     shutil.rmtree(run_dir / "checkpoints")
     before = tree(run_dir)
-    with pytest.raises(RanksFailed):
-        train_on(1, run_dir, *SMALL, "train.max_steps=4")
-    assert_refused(
-        capfd.readouterr().err, "run.dir", "without checkpoints", "another run.dir", "train.max_steps: 2 -> 4"
-    )
+    with pytest.raises(RanksFailed) as failed:
+        train_on(2, run_dir, *SMALL, "train.max_steps=3")
+    assert set(failed.value.reports) == {0, 1}
+    message = capfd.readouterr().err
+    assert_refused(message, "run.dir", "finished at step 2", "run.resume=never", "train.max_steps: 2 -> 3")
+    assert message.count("dtrain: ") == 1, message
     assert tree(run_dir) == before
+
+    train_on(1, run_dir, *SMALL, "train.max_steps=1", "run.resume=never")
+    assert (status(run_dir)["state"], status(run_dir)["step"], status(run_dir)["restarts"]) == ("finished", 1, 0)
+    (aside,) = (run_dir / "moved-aside").iterdir()
+    moved = tree(aside)
+    for name in ("metrics.jsonl", "status.json", "config.yaml", "logs/rank-00000.log"):
+        assert moved[name] == before[name]
+    assert "moved-aside" in capfd.readouterr().out
+    assert len(metrics(run_dir)) == 1
+
+
+def test_a_run_that_failed_before_its_first_save_begins_again_and_keeps_its_records(tmp_path: Path) -> None:
+    common = (*SMALL, "train.max_steps=3", 'faults=["crash@step=3"]')
+    with pytest.raises(RanksFailed):
+        train_on(1, tmp_path, *common)
+    assert status(tmp_path)["state"] == "failed"
+    before = (tmp_path / "metrics.jsonl").read_text()
+    assert before
+    for name in (".status.json.staged", ".config.yaml.staged"):  # in the place of dtrain's own files
+        (tmp_path / name).mkdir()
+    (tmp_path / "status.json").write_text("torn")
+    train_on(1, tmp_path, *common)
+    assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("finished", 3)
+    assert len(metrics(tmp_path)) == 3
+    assert (tmp_path / "cut-metrics.jsonl").read_text() == before
+    assert not (tmp_path / "moved-aside").exists()
 
 
 class BuggyHook:

@@ -17,7 +17,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,13 +33,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dtrain.config import schema
 from dtrain.config.cache_dir import cache_dir
-from dtrain.config.errors import ConfigError, Explained, PeerFailed, in_brief
+from dtrain.config.errors import HIDDEN, SECRET_KEY, ConfigError, Explained, PeerFailed, in_brief, without_secrets_in
 from dtrain.config.explain import check_arguments, check_keys, explain, options_last
 from dtrain.config.merge import replacing_nodes
 from dtrain.config.torchrun_errors import EXIT_USAGE, record_failure, torchrun_is_quiet
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
+# A line of YAML with a text; the groups are all before the text, and the key.
+_YAML_TEXT = re.compile(r"""(\s*(?:- )*['"]?([\w.-]+)['"]?: )(?!true\n|false\n|null\n|[-+\d.e]+\n|['"]?\$\{)\S.*\n""")
 #: Options of Hydra that print something instead of running.
 _PRINTING = ("--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i", "--version")
 
@@ -254,7 +256,7 @@ def _compose(job: Callable[[DictConfig], None], arguments: list[str]) -> None:
     sys.argv = [argv[0], *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors, which it otherwise prints before it exits
     try:
-        with replacing_nodes(), _closed_pipe():
+        with replacing_nodes(), _closed_pipe(), _secrets_not_printed(only_prints(arguments)):
             hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")(job)()
     finally:
         sys.argv = argv
@@ -275,6 +277,23 @@ def _closed_pipe() -> Iterator[None]:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes again
         raise SystemExit(0) from None
+
+
+@contextmanager
+def _secrets_not_printed(is_printing: bool) -> Iterator[None]:
+    """Hides secrets in what ``--cfg`` and ``--info`` print."""
+    if not is_printing:
+        yield
+        return
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed):
+            yield
+    finally:
+        for line in printed.getvalue().splitlines(keepends=True):
+            if (found := _YAML_TEXT.fullmatch(line)) and SECRET_KEY.search(found[2]):
+                line = f"{found[1]}{HIDDEN}\n"
+            sys.stdout.write(without_secrets_in(line))
 
 
 def _composed(cfg: DictConfig) -> Composed:
@@ -324,6 +343,7 @@ def _show_message(message: str) -> None:
 
 
 def _show_text(text: str, shown: bool) -> None:
+    text = without_secrets_in(text)
     if shown:
         sys.stderr.write(f"{text}\n")  # one write, so that the lines of several ranks are not interleaved
         sys.stderr.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import textwrap
 from collections.abc import Iterator
@@ -11,12 +12,26 @@ _STARTS_WITH_KEY = re.compile(
     r"(run|train|data|model|task|optimizer|schedule|precision|parallel|checkpoint)\.[\w.;]+:? "
 )
 HIDDEN = "<hidden>"
-#: Matches the end of keys whose values are secret if they are text. ``tokens`` are usually those of a language model.
-SECRET_KEY = re.compile(r"((pass(word|wd)|secret|api_?key|credential)s?|token)$", re.IGNORECASE)
+_SECRET_NAME = (
+    r"(?:(?:pass(?:word|wd|phrase)|secret|credential|cookie|(?:api|access|account|private|secret|signing)[_-]?key)s?"
+    r"|auth(?:orization)?|token)"
+)
+#: Matches the end of names of keys and environment variables whose values are secret if they are text. ``tokens`` are usually
+#: those of a language model.
+SECRET_KEY = re.compile(f"{_SECRET_NAME}$", re.IGNORECASE)
+# A shorter value of the environment may be an ordinary word of other texts.
+_SHORTEST_SECRET = 8
 # user:password@ of a URL, and the value of a signature or token in its query
 _URL_SECRET = re.compile(
     r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)|(?<=[?&])([\w-]*(?:sig|signature|token|key|secret|password)=)[^&\s'\"]+", re.I
 )
+# `name=value`, `"name": "value"`, and `Authorization: Basic value`. A number, a truth value or an interpolation is no secret.
+_NAMED_SECRET = re.compile(
+    rf"""((?:[\w-]*{_SECRET_NAME}(?:=|["']\s?:\s?)|authorization:\s)\\?["']?(?:(?:basic|bearer|token)\s)?)"""
+    r"""(?!(?:true|false|none|null|[-+\d.e]+|\$\{.*?|<hidden>.*?)(?:[\s"',;&})\]]|$))([^\s"',;&})\]\\]+)""",
+    re.IGNORECASE,
+)
+_BEARER = re.compile(rf"(?<=bearer )[\w.~+/=-]{{{_SHORTEST_SECRET},}}", re.IGNORECASE)
 
 
 class ConfigError(ValueError):
@@ -43,6 +58,10 @@ class PeerLost(Explained, RuntimeError):
     """This rank ends because another one is gone and no rank has published an error."""
 
 
+class RankLost(PeerLost):
+    """Another rank is gone, and this rank continues without it (``parallel.recover``)."""
+
+
 def shortened(text: str, most: int) -> str:
     """The beginning of a text, at most ``most`` characters."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
@@ -50,7 +69,7 @@ def shortened(text: str, most: int) -> str:
 
 def hide_secret(key: str, value: str) -> str:
     """The text of a value; without passwords, signatures and tokens."""
-    return HIDDEN if SECRET_KEY.search(key) else without_url_secrets(value)
+    return HIDDEN if SECRET_KEY.search(key) else without_secrets_in(value)
 
 
 def in_brief(message: str) -> str:
@@ -78,6 +97,15 @@ def as_config_error(what: str) -> Iterator[None]:
         raise ConfigError(message if known else f"{what}: {message}") from error
 
 
-def without_url_secrets(text: str) -> str:
-    """A text in which the passwords, signatures and tokens of URLs are hidden."""
-    return _URL_SECRET.sub(lambda match: f"{match[1] or ''}{HIDDEN}", text)
+def without_secrets_in(text: str) -> str:
+    """A text in which secrets are hidden.
+
+    They are passwords, signatures and tokens in URLs; values after a name such as ``token=`` or ``"Authorization":``; and
+    values of environment variables with such names, such as ``WANDB_API_KEY``, if they have at least eight characters.
+    """
+    text = _URL_SECRET.sub(lambda match: f"{match[1] or ''}{HIDDEN}", text)
+    text = _BEARER.sub(HIDDEN, _NAMED_SECRET.sub(rf"\1{HIDDEN}", text))
+    values = {value for name, value in os.environ.items() if len(value) >= _SHORTEST_SECRET and SECRET_KEY.search(name)}
+    for value in sorted(values, key=len, reverse=True):
+        text = text.replace(value, HIDDEN)
+    return text

@@ -5,6 +5,8 @@
 * The *identity* of a run is model, task, optimizer class and seed (and the data's fingerprint, which the checkpoint
   has). A config with another identity is refused.
 * Everything else may change when a run is resumed. The changes are printed, and the new config is saved.
+* *Secrets* are not saved. One that is written as an interpolation, ``${oc.env:NAME}``, is saved as it is written; any other one
+  has to be given again by a command that composes the run from its directory.
 """
 
 from __future__ import annotations
@@ -19,10 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from dtrain.config.compose import Composed, portable, resolved
-from dtrain.config.errors import HIDDEN, SECRET_KEY, ConfigError, as_config_error, without_url_secrets
+from dtrain.config.errors import HIDDEN, SECRET_KEY, ConfigError, as_config_error, without_secrets_in
 from dtrain.config.renamed_keys import RENAMED_KEYS, rename_keys, rename_override
 from dtrain.config.schema import Config
 from dtrain.config.trust import TRUST, is_marked, mark, require_known
@@ -83,8 +88,7 @@ class Run:
         path = self.dir / _CONFIG
         if not path.exists():
             return []
-        saved = rename_keys(_mapping(path))
-        ours = without_secrets(self.config)
+        saved, ours = rename_keys(_mapping(path)), self.config
         forbidden = list(_differences(_identity(saved), _identity(ours)))
         if forbidden:
             raise ConfigError(
@@ -95,20 +99,16 @@ class Run:
         saved, ours = (_with_effect(config) for config in (saved, ours))
         return list(_differences(saved, ours, _defaults()))
 
-    def save(self) -> None:
-        """Writes ``config.yaml`` (resolved, without secrets) and ``overrides.yaml`` (the command line). On rank 0 only.
-
-        Raises:
-            ConfigError: If they cannot be written.
-        """
-        source = {
-            "overrides": [without_url_secrets(override) for override in self.overrides if not _is_secret(override)],
-            "config_dirs": list(self.config_dirs),
+    def files(self) -> dict[str, dict[str, Any]]:
+        """Name and content of ``config.yaml`` (resolved) and ``overrides.yaml`` (the command line), without secrets."""
+        overrides = [_without_secrets(override) for override in self.overrides]
+        return {
+            _CONFIG: without_secrets(self.config),
+            _OVERRIDES: {"overrides": overrides, "config_dirs": list(self.config_dirs)},
         }
-        with as_config_error(f"run.dir: {self.dir} cannot be written, choose another one"):
-            (self.dir / "logs").mkdir(parents=True, exist_ok=True)
-            for name, content in ((_CONFIG, without_secrets(self.config)), (_OVERRIDES, source)):
-                _replace(self.dir / name, yaml.safe_dump(content, sort_keys=False))
+
+    def mark_started(self) -> None:
+        """Remembers that this user wrote ``overrides.yaml``, so that ``recompose`` does not need ``--trust``."""
         mark(self.dir / _OVERRIDES, _MARKS)
 
 
@@ -164,7 +164,9 @@ def recompose(arguments: Sequence[str]) -> list[str]:
     if not isinstance(overrides, list) or not isinstance(config_dirs, list):
         raise ConfigError(f"{path}: lacks the lists overrides and config_dirs. {_RESTORE}")
     renamed = (rename_override(str(override)) for override in overrides)
-    old = [override for override in renamed if override.partition("=")[0] not in new]
+    # How a start resumes is not part of the run.
+    left_out = {*new, "run.resume"}
+    old = [override for override in renamed if override.partition("=")[0] not in left_out]
     if not trusted and not is_marked(path, _MARKS):
         old = [override for override in old if not _has_no_effect(override)]
         require_known(path, old, config_dirs)
@@ -207,24 +209,63 @@ def _as_typed(directory: str) -> Path:
 
 
 def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy without secrets: values of keys such as ``api_key``, ``password`` or ``token``, and parts of URLs."""
+    """A copy without secrets: texts under keys such as ``api_key``, ``password``, ``token`` or ``auth``, and those in texts."""
+    return {str(key): _clean(value, _is_secret(str(key))) for key, value in config.items()}
 
-    def clean(key: str, value: Any) -> Any:
-        if SECRET_KEY.search(key) and isinstance(value, str):
-            return HIDDEN
+
+def refuse_hidden(config: Mapping[str, Any], prefix: str = "") -> None:
+    """Refuses a config with a secret that its run directory does not have.
+
+    Raises:
+        ConfigError: Names the key, and how to give the secret.
+    """
+    for key, value in config.items():
+        name = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            return {str(k): clean(str(k), v) for k, v in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [clean("", item) for item in value]
-        return without_url_secrets(value) if isinstance(value, str) else value
+            refuse_hidden(value, f"{name}.")
+        elif HIDDEN in (value if isinstance(value, str) else json.dumps(value, default=str)):
+            raise ConfigError(
+                f"{name}: got {value!r}, because a run directory has no secrets. Give the value again, {name}=..., or as "
+                f"'{name}=${{oc.env:NAME}}' from an environment variable, which is saved as it is written."
+            )
 
-    return {key: clean(key, value) for key, value in config.items()}
+
+def _clean(value: Any, is_secret: bool, *, keeps_interpolations: bool = False) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            str(key): _clean(item, is_secret or _is_secret(str(key)), keeps_interpolations=keeps_interpolations)
+            for key, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [_clean(item, is_secret, keeps_interpolations=keeps_interpolations) for item in value]
+    if not isinstance(value, str) or (keeps_interpolations and re.fullmatch(r"(\w+ )?\$\{.*\}", value)):
+        return value
+    return HIDDEN if is_secret and value else without_secrets_in(value)
 
 
-def _is_secret(override: str) -> bool:
-    key, _, value = override.partition("=")
-    # As in without_secrets: model.class_token=true is none.
-    return bool(SECRET_KEY.search(key)) and re.fullmatch(r"true|false|null|[-+.\deE]+", value, re.IGNORECASE) is None
+def _is_secret(key: str) -> bool:
+    return SECRET_KEY.search(key) is not None
+
+
+def _without_secrets(override: str) -> str:
+    """An override of the command line with its secrets hidden."""
+    key = override.partition("=")[0]
+    is_secret = any(map(_is_secret, key.split(".")))
+    try:
+        value = OverridesParser.create().parse_override(override).value()
+    except HydraException:
+        return f"{key}='{HIDDEN}'" if is_secret else without_secrets_in(override)
+    clean = _clean(value, is_secret, keeps_interpolations=True)
+    return override if clean == value else f"{key}={_as_typed_value(clean)}"
+
+
+def _as_typed_value(value: Any) -> str:
+    """A value as Hydra's command line has it."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_as_typed_value(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_as_typed_value, value))}]"
+    return QuotedString(value, Quote.single).with_quotes() if isinstance(value, str) else json.dumps(value)
 
 
 def _digest(config: Mapping[str, Any]) -> str:
@@ -292,15 +333,16 @@ def _differences(old: Any, new: Any, defaults: Any = None, path: str = "") -> It
             # A key that is newer than the saved config is no difference while it has its default.
             if key in old or new[key] != default:
                 yield from _differences(old.get(key), new.get(key), default, f"{path}.{key}" if path else str(key))
-    elif old not in (new, HIDDEN):  # what was not saved cannot be compared
-        yield f"{path}: {json.dumps(old, default=str)} -> {json.dumps(new, default=str)}"
+    elif not _fits(old, new):
+        is_secret = any(map(_is_secret, path.split(".")))
+        before, now = (json.dumps(_clean(value, is_secret), default=str) for value in (old, new))
+        yield f"{path}: {before} -> {now}"
 
 
-def _replace(path: Path, text: str) -> None:
-    # As distributed.atomic.replace_file, which config must not import.
-    staged = path.with_name(f".{path.name}.staged")
-    with staged.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())  # a run with an empty file after a power cut could not be resumed
-    os.replace(staged, path)
+def _fits(saved: Any, value: Any) -> bool:
+    """Whether a saved value, of which secrets are hidden, may have been this value."""
+    if isinstance(saved, list) and isinstance(value, list):
+        return len(saved) == len(value) and all(map(_fits, saved, value))
+    if isinstance(saved, str) and isinstance(value, str) and HIDDEN in saved:
+        return re.fullmatch(".*".join(map(re.escape, saved.split(HIDDEN))), value, re.DOTALL) is not None
+    return saved in (value, HIDDEN)

@@ -34,7 +34,8 @@ class RunConfig:
     dir: str | None = None  # null: runs/<name>
     seed: int = 0  # of the order, the augmentation, the initial weights and dropout
     max_hours: float | None = None  # of this start: it then saves and stops, and the same command resumes
-    # auto: resume if there is a checkpoint | must: fail if there is none | never: fail if there is one
+    # auto: resume if there is a checkpoint | must: fail if there is none | never: begin at step 0 and move the records of a run
+    # whose checkpoints were lost aside; fail if there is a checkpoint
     resume: str = "auto"
     weights_from: str | None = None  # initial weights of a new run: a path as in warm_start; all names must match
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
@@ -85,7 +86,7 @@ class DataConfig:
     # processes that build batches; 0: the training process does; auto: as many as the data need and the cores allow
     num_workers: int | str = "auto"
     shuffle: str = "window"  # window: within shuffle windows | full: all samples | none: as stored
-    # contiguous pieces of the epoch from which each step draws; null: a divisor of the global batch up to 64
+    # contiguous pieces of the epoch from which each step draws; null: a divisor of the global batch up to 64; 1 if unshuffled
     lanes: int | None = None
     window: int | None = None  # shards of a shuffle window: neighbours in a lane that are shuffled together; null: 8
     # samples that are shuffled together in a dataset by _target_; null: 1, in a large dataset more
@@ -94,8 +95,8 @@ class DataConfig:
     augment: Any = None  # _target_ of (sample, rng) -> sample, called in the workers
     mix: Any = None  # mixup and cutmix: dtrain.data.mixing.Mix
     prepare: Any = None  # a _target_ that rank 0 calls once before the shards are listed
-    # bad samples at which the run fails: 0: the first; below 1: a share, ten are always allowed; else a count
-    max_bad: float = 0.01
+    # more bad samples end the run: 0: none; below 1 or 0.5%: a share, ten are always allowed; else a count
+    max_bad: int | float | str = 0.01
     # bad samples in consecutive steps without a good sample at which the run fails; 0: one such step; null: no limit
     max_bad_consecutive: int | None = 100
     storage: str = "auto"  # slow: read files through the cache | fast: directly | auto: slow on network file systems
@@ -145,6 +146,9 @@ class ParallelConfig:
     sync_batchnorm: bool = False  # BatchNorm statistics over all ranks; GPUs only
     reduce_dtype: str = "fp32"  # of the all-reduce of gradients: fp32 | bf16 | fp16, which limits the loss scale
     comm_hook: Any = None  # instead: _target_ of a DDP communication hook, hook(state, bucket), and its state
+    recover: bool = (
+        False  # experimental: when a rank is lost, the others continue without a restart; needs srun and CPUs
+    )
 
 
 @dataclass

@@ -77,7 +77,8 @@ class Batch(dict[str, Any]):
 
         Images arrive as uint8 ``[rows, height, width, 3]`` and become ``[rows, 3, height, width]``, in channels_last
         memory format unless the loader was built without it: scaled to [0, 1], normalised with the field's mean and
-        standard deviation in fp32, then cast to the compute dtype. Every other field keeps its dtype.
+        standard deviation in fp32, then cast to the compute dtype. Video, uint8 ``[rows, frames, 3, height, width]``, keeps
+        its shape and is normalised in the same way. Every other field keeps its dtype.
         """
         return self.copied(device, non_blocking).arrived()
 
@@ -149,7 +150,7 @@ class Transfer:
         fits = self._compute_dtype != torch.float16 or on_overflow != "fp32"
         self._feature_dtype = self._compute_dtype if mode == "auto" and fits else torch.float32
         self._dtypes = {field.name: precision.transfer_dtype(field.role) if field.role else None for field in fields}
-        self._dtypes |= {field.name: self._feature_dtype for field in fields if field.role == "feature"}
+        self._dtypes |= {field.name: self._feature_dtype for field in fields if field.role in ("feature", "audio")}
 
     def describe(self) -> str:
         """``image uint8, label as stored``: a line for the banner."""
@@ -192,9 +193,11 @@ class Transfer:
     def arrive(self, name: str, tensor: Tensor) -> Tensor:
         """A field as the model receives it, on the device of ``tensor``."""
         field = self._fields.get(name)  # None for the mask of a text
-        if field is None or field.role != "image":
+        if field is None or field.role not in ("image", "video"):
             return tensor
         mean, std = _grey_levels(field.mean, tensor.device), _grey_levels(field.std, tensor.device)
+        if field.role == "video":
+            return tensor.to(torch.float32).sub_(mean).div_(std).to(self._compute_dtype)
         return normalised(tensor, mean, std, self._compute_dtype).contiguous(memory_format=self._layout)
 
     def _within_range(self, name: str, key: str, source: Tensor, dtype: torch.dtype) -> Tensor:

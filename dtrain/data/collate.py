@@ -23,7 +23,7 @@ from torch.utils.data import get_worker_info
 
 from dtrain.data.augment import Augment, begins_with
 from dtrain.data.batch import MIN_SHARED_BYTES, Batch, Transfer
-from dtrain.data.decode import tokens_and_mask
+from dtrain.data.decode import values_and_mask
 from dtrain.data.fields import INT64, DataError, Field, SampleError
 from dtrain.data.mixing import Mix, Mixer
 from dtrain.data.randomness import Randomness, hash64
@@ -49,9 +49,9 @@ class Collator:
     ) -> None:
         self._fields = source.fields
         self._transfer = transfer
-        self._draws = augment is not None
+        self._draws = augment is not None or any(field.clip == "random" for field in source.fields)
         self._cropper, self._augment = begins_with(augment)
-        images = [field.name for field in source.fields if field.role == "image"]
+        images = [field.name for field in source.fields if field.role in ("image", "video")]
         if self._cropper is not None and self._cropper.field not in images:
             raise ValueError(
                 f"data.augment crops {self._cropper.field!r}, which is not an image. Images: {', '.join(images) or 'none'}."
@@ -98,13 +98,13 @@ class Collator:
         if mixtures is not None:
             data = mixtures.mixed(data, keys)
         for field in self._fields:
-            if field.tokenizer is not None:
-                data[field.name], data[field.columns[1]] = tokens_and_mask(torch.as_tensor(data[field.name]))
+            if field.columns[1:]:
+                data[field.name], data[field.columns[1]] = values_and_mask(field, data[field.name])
         return Batch(data, keys[:rows], torch.tensor([key != "" for key in keys[:rows]]), bad)
 
-    def expect(self, ahead: Callable[[int], np.ndarray]) -> None:
+    def expect(self, ahead: Callable[[int], np.ndarray], at_once: int | None = None) -> None:
         """See ``Reader.expect``."""
-        self._reader.expect(ahead)
+        self._reader.expect(ahead, at_once)
 
     def close(self) -> None:
         """Closes the reader."""
@@ -158,7 +158,8 @@ class Collator:
             crop = functools.partial(cropper.crop, rng=rng) if cropper and cropper.field == field.name else None
             # Further augmentations change the value, so it is not written into the batch yet.
             out = buffer.target(row) if self._augment is None else None
-            decoded[field.name] = self._reader.decode(field, one, out, crop)
+            at = rng.random() if field.clip == "random" else 0.5
+            decoded[field.name] = self._reader.decode(field, one, out, crop, at)
         if self._augment is None:
             return list(decoded.values())
         values = self._augment(decoded, rng)
@@ -303,7 +304,9 @@ class FieldBuffer:
         remedy = (
             "Set a size in data.fields (`size: 224`; with data=shards data.image_size=224), use an augmentation that crops, "
             "or a decoder that returns equal shapes."
-            if self.field.role == "image"
+            if self.field.role in ("image", "video")
+            else "Set length in data.fields, in audio samples: longer recordings are cut, shorter ones padded."
+            if self.field.role == "audio"
             else "Pad or cut the values: use a decoder or an augmentation that returns equal shapes, or store them so."
         )
         return DataError(

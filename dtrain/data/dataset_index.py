@@ -2,7 +2,9 @@
 
 * A sample's *number* counts the samples of all shards, in the order in which the shards were named.
 * A *column* is one requested field: an extension, or alternatives in order of preference.
-* The *fingerprint* is a hash of everything that the meaning of a sample number depends on.
+* The *fingerprint* is a hash of everything that the meaning of a sample number depends on: the shards' names, sizes and
+  sample counts (their own hash is the *shards' fingerprint*), and the keys, extensions and member sizes of the samples. The
+  content of members is not read.
 * ``IndexBuilder`` builds it in two passes: the first indexes all shards and counts samples and extensions; the second
   fills the columns shard by shard, so that they are never in memory twice, and large ones never in memory at all.
 
@@ -35,13 +37,14 @@ from dtrain.data.tar import ShardError
 from dtrain.distributed.atomic import create_folder
 
 _THREADS = 16  # for slow storage; on fast disks they do not help, because parsing headers holds the GIL
-_VERSION = 2
+_VERSION = 3
 #: Columns of more bytes than this are stored in the cache directory and mapped.
 MAPPED_ABOVE = 64 << 20
 
 #: Arrays by name, and the folder that they are mapped from, None if they are in memory. ``offsets`` and ``sizes``, int64
-#: ``[samples, columns]``; ``counts``, ``shard_sizes`` and ``shard_versions``, int64 ``[shards]``; ``key_bytes``, uint8
-#: ``[bytes]``, with ``key_starts``, int64 ``[samples + 1]``; ``doubts``, a list of sentences as JSON, uint8 ``[bytes]``.
+#: ``[samples, columns]``; ``counts``, ``shard_sizes`` and ``shard_versions``, int64 ``[shards]``; ``shard_digests``, uint64
+#: ``[shards]``; ``key_bytes``, uint8 ``[bytes]``, with ``key_starts``, int64 ``[samples + 1]``; ``doubts``, a list of
+#: sentences as JSON, uint8 ``[bytes]``.
 IndexArrays = tuple[dict[str, np.ndarray], Path | None]
 
 _Item = TypeVar("_Item")
@@ -61,7 +64,8 @@ class DatasetIndex(Index):
         sizes: Bytes of each field, int64, shape ``[samples, columns]``; -1 where a sample lacks it.
         policy: Which shards are read through the node cache.
         far: Whether there are any such shards.
-        fingerprint: Hash of the shards' names, sizes and sample counts, in their order; 16 hexadecimal digits.
+        shards_fingerprint: Hash of the shards' names, sizes and sample counts, in their order; 16 hexadecimal digits.
+        fingerprint: Hash of the same and of the shards' digests (``ShardIndex.digest``); 16 hexadecimal digits.
     """
 
     labels: ClassVar = {"num_shards": "shards", "num_samples": "samples", "bytes": "bytes"}
@@ -92,6 +96,8 @@ class DatasetIndex(Index):
         digest = hashlib.sha256()
         for name, size, count in zip(self.names, arrays["shard_sizes"].tolist(), self.counts.tolist(), strict=True):
             digest.update(json.dumps([name, size, count]).encode())
+        self.shards_fingerprint = digest.hexdigest()[:16]
+        digest.update(arrays["shard_digests"].astype("<u8").data)
         self.fingerprint = digest.hexdigest()[:16]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -158,13 +164,25 @@ class DatasetIndex(Index):
         return [f"{names[shard]}/{decode_name(raw[start:end])}" for shard, start, end in spans]
 
     def describe(self) -> dict[str, Any]:
-        """The identity of the dataset for a checkpoint: a few numbers and the fingerprint."""
+        """The identity of the dataset for a checkpoint: a few numbers and the fingerprints."""
         return {
             "num_shards": len(self.shards),
             "num_samples": self.num_samples,
             "bytes": int(self._arrays["shard_sizes"].sum()),
+            "shards_fingerprint": self.shards_fingerprint,
             "fingerprint": self.fingerprint,
         }
+
+    def difference(self, other: Mapping[str, Any]) -> str:
+        """As ``Index.difference``; of a description without ``shards_fingerprint``, as earlier versions wrote it, the
+        fingerprint is that of the shards, and is compared as such."""
+        theirs = other.get("shards_fingerprint", other.get("fingerprint"))
+        if theirs == self.shards_fingerprint and other["fingerprint"] not in (theirs, self.fingerprint):
+            return (
+                "shards of the same names, sizes and sample counts, but other keys or member sizes in them: they were packed "
+                "again, with other samples or in another order."
+            )
+        return "" if theirs == self.shards_fingerprint else super().difference(other)
 
 
 def _restore(
@@ -193,6 +211,7 @@ class IndexBuilder:
         identity = json.dumps([_VERSION, self._columns, [absolute(path) for path in paths], self._stamps])
         self._folder = cache_dir() / "columns" / hashlib.sha256(identity.encode()).hexdigest()[:32]
         self._counts = np.zeros(len(paths), np.int64)
+        self._digests = np.zeros(len(paths), np.uint64)
         self._key_bytes = 0
         self._members: Counter[str] = Counter()
         self._doubts: dict[int, str] = {}
@@ -237,6 +256,7 @@ class IndexBuilder:
             "counts": self._counts,
             "shard_sizes": np.array([stamp.size for stamp in self._stamps], np.int64),
             "shard_versions": np.array([stamp.version for stamp in self._stamps], np.int64),
+            "shard_digests": self._digests,
             "doubts": doubts,
             "key_starts": np.zeros(1, np.int64),
         }
@@ -268,6 +288,7 @@ class IndexBuilder:
     def _add(self, place: int, shard: ShardIndex) -> None:
         self._check_unchanged(place, shard)
         self._counts[place] = shard.num_samples
+        self._digests[place] = shard.digest
         self._key_bytes += len(shard.key_bytes)
         times = np.bincount(shard.member_extension, minlength=len(shard.extensions)).tolist()
         self._members.update(dict(zip(shard.extensions, times, strict=True)))

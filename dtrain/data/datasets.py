@@ -24,8 +24,9 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from dtrain.data.crop import Crop
-from dtrain.data.decode import decode_image, tokens_of
+from dtrain.data.decode import decode_image, part_of, tokens_of
 from dtrain.data.fields import DataError, Field, SampleError, parse_fields
+from dtrain.data.media import MEDIA
 from dtrain.data.randomness import Randomness, generators_at, hash64
 from dtrain.data.source import Index, Reader, Source
 
@@ -244,7 +245,11 @@ class SampleIndex(Index):
 
 
 def value_of(
-    field: Field, raw: Any, out: np.ndarray | None = None, crop: Callable[[int, int], Crop] | None = None
+    field: Field,
+    raw: Any,
+    out: np.ndarray | None = None,
+    crop: Callable[[int, int], Crop] | None = None,
+    at: float = 0.5,
 ) -> Any:
     """The value of one field.
 
@@ -253,12 +258,14 @@ def value_of(
         raw: The value from the dataset.
         out: uint8, ``[height, width, 3]``: where an encoded image is written if it has that shape.
         crop: ``crop(height, width)`` of an image, in place of the field's own.
+        at: Which part of a recording is taken, from 0 to 1; 0.5: the middle.
 
     Returns:
         For the role image, uint8 ``[height, width, 3]``, cropped: from a PIL image, the bytes of an image file, or an
         array or tensor ``[height, width]``, ``[height, width, channels]`` or, if the last axis cannot be channels,
-        ``[channels, height, width]``; a fourth channel is dropped. For other roles the result of the decoder, with PIL
-        images as arrays; with a tokenizer, tokens.
+        ``[channels, height, width]``; a fourth channel is dropped. For the roles audio and video, a part of a recording:
+        the bytes of a file, or an array (see ``decode_media``). For other roles the result of the decoder, with PIL images
+        as arrays; with a tokenizer, tokens.
 
     Raises:
         SampleError: If an image file is damaged. ``ValueError``, ``OSError`` and ``EOFError`` of a field's own decoder
@@ -276,6 +283,8 @@ def value_of(
         raise SampleError(f"field {field.name!r}: {type(error).__name__}: {error}") from error
     if isinstance(value, Tensor):
         value = value.detach()
+    if field.role in MEDIA:
+        return part_of(field, value, at, crop or field.crop)
     if field.role != "image":
         return value if field.tokenizer is None else tokens_of(field, value)
     crop = crop or field.crop

@@ -29,9 +29,11 @@ import numpy as np
 import simplejpeg
 import torch
 from PIL import Image, UnidentifiedImageError
+from torch import Tensor
 
 from dtrain.data.crop import Crop
 from dtrain.data.fields import INT64, DataError, Field, SampleError
+from dtrain.data.media import MAX_PIXELS, MEDIA, Unreadable, audio_and_mask, decode_media
 from dtrain.data.tokenizers import tokenizer_of
 
 #: Largest size in bytes of a compressed array after decompression.
@@ -46,8 +48,6 @@ _DAMAGE = (ValueError, OSError, EOFError, LookupError, RuntimeError, struct.erro
 _ARRAY_DAMAGE = (*_DAMAGE, lzma.LZMAError, zipfile.BadZipFile)
 _BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 _IMAGE_DAMAGE = (*_DAMAGE, SyntaxError, TypeError, ArithmeticError, *_BOMBS)
-#: Larger images are rejected as decompression bombs: a quarter GiB of RGB, the size from which Pillow warns.
-MAX_PIXELS = 89_478_485
 _JPEG = b"\xff\xd8\xff"
 _PNG = b"\x89PN"
 _TIFF = (b"II*", b"MM\0")
@@ -72,6 +72,7 @@ def decode(
     payload: bytes | memoryview,
     out: np.ndarray | None = None,
     crop: Callable[[int, int], Crop] | None = None,
+    at: float = 0.5,
 ) -> Any:
     """The value of one member.
 
@@ -79,14 +80,15 @@ def decode(
         field: Declares how to read it.
         payload: The member's bytes.
         out: uint8, ``[height, width, 3]``: where an image is written if it has that shape.
-        crop: ``crop(height, width)`` of an image, in place of the field's own.
+        crop: ``crop(height, width)`` of an image or of each frame, in place of the field's own.
+        at: Which part of a recording is taken, from 0 to 1; 0.5: the middle.
 
     Returns:
         By kind: image, uint8 ``[height, width, 3]`` (``out`` itself if it fits); integer, an int in the range of int64;
         text, a str; json, the parsed value without a role, else the value at the field's key (see ``Field``); array, a
         writable array of native byte order in its stored dtype; raw, the same, ``[length]``; bytes, a copy; custom, the
         result of the field's decoder. Arrays and custom values of the role image are cropped too. With a tokenizer,
-        tokens (see ``tokens_of``).
+        tokens (see ``tokens_of``). With the roles audio and video, a part of the recording (see ``decode_media``).
 
     Raises:
         SampleError: If the bytes do not fit the field. ``ValueError``, ``OSError`` and ``EOFError`` of a field's own
@@ -99,10 +101,20 @@ def decode(
             return decode_image(payload, crop, out, field.exif, field.decode == "reduced")
         except SampleError as error:
             raise SampleError(f"field {field.name!r}: {error}") from error
-    value = _READERS[field.kind](field, payload)
+    value: Any = payload if field.kind in MEDIA else _READERS[field.kind](field, payload)
+    if field.role in MEDIA:
+        return part_of(field, value, at, crop)
     if field.role == "image" and crop is not None:
         return np.ascontiguousarray(crop(*value.shape[:2]).cut(value))
     return value if field.tokenizer is None else tokens_of(field, value)
+
+
+def part_of(field: Field, recording: Any, at: float, crop: Callable[[int, int], Crop] | None) -> np.ndarray:
+    """``decode_media``, whose errors become ``SampleError``."""
+    try:
+        return decode_media(field, recording, at, crop)
+    except Unreadable as error:
+        raise SampleError(f"field {field.name!r}: {error}") from error
 
 
 def tokens_of(field: Field, text: Any) -> np.ndarray:
@@ -123,9 +135,15 @@ def tokens_of(field: Field, text: Any) -> np.ndarray:
     return row
 
 
-def tokens_and_mask(padded: Any) -> tuple[Any, Any]:
-    """Rows of ``tokens_of``, a tensor or an array, with zeros as padding; and a mask of the same shape, bool, false there."""
-    return padded.clip(min=0), padded >= 0
+def values_and_mask(field: Field, padded: Any) -> tuple[Tensor, Tensor]:
+    """Padded rows of a field with two columns, with zeros as padding; and a mask, bool, false there.
+
+    Args:
+        field: Tokens or audio.
+        padded: A row or rows of ``tokens_of`` or ``decode_media``, a tensor or an array.
+    """
+    rows = torch.as_tensor(padded)
+    return audio_and_mask(rows) if field.role == "audio" else (rows.clip(min=0), rows >= 0)
 
 
 def _integer(field: Field, payload: bytes | memoryview) -> int:

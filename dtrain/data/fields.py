@@ -28,6 +28,7 @@ import numpy as np
 
 from dtrain.config.errors import Explained
 from dtrain.data.crop import Crop, whole
+from dtrain.data.media import MEDIA, torchcodec_decoders
 from dtrain.data.tokenizers import tokenizer_of
 from dtrain.precision.policy import ROLES
 
@@ -38,12 +39,26 @@ KINDS = {
     **dict.fromkeys(("txt", "text", "transcript"), "text"),
     **dict.fromkeys(("json", "jsn"), "json"),
     **dict.fromkeys(("npy", "npz"), "array"),
+    **dict.fromkeys(("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac"), "audio"),
+    **dict.fromkeys(("mp4", "mkv", "webm", "mov", "avi"), "video"),
     "bin": "bytes",
 }
 #: Extensions of pickles, whose content is a program: loading one would run it.
 PICKLES = ("pyd", "pth", "pkl", "pickle", "pt", "joblib")
-_IMPLIED_ROLES = {"image": "image", "text": "text", "bytes": "bytes", "cls": "label", "cls2": "label", "class": "label"}
-_IMAGE_OPTIONS = ("size", "shorter_side", "mean", "std", "exif", "decode")
+_IMPLIED_ROLES = {
+    **{kind: kind for kind in ("image", "text", "bytes", *MEDIA)},
+    **dict.fromkeys(("cls", "cls2", "class"), "label"),
+}
+_VISUAL = ("image", "video")
+#: Options that need one of these roles.
+ROLES_OF_OPTIONS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("size", "shorter_side", "mean", "std"), _VISUAL),
+    **dict.fromkeys(("exif", "decode"), ("image",)),
+    **dict.fromkeys(("sample_rate", "channels"), ("audio",)),
+    **dict.fromkeys(("num_frames", "stride", "fps"), ("video",)),
+    "clip": MEDIA,
+}
+CLIPS = ("middle", "random")
 DECODE = ("full", "reduced")
 INT64 = range(-(2**63), 2**63)
 #: Types of raw numbers, stored little-endian.
@@ -71,14 +86,14 @@ class Field:
     Args:
         ext: Extension in the shard, such as ``jpg``, ``seg.png``, or alternatives of one kind, ``jpg;jpeg;png``.
         name: Key of the batch.
-        role: One of ``dtrain.precision.policy.ROLES``; None: the role that the extension implies, if any and if there
-            is no decoder.
-        size: Height and width in pixels that an image is resized to; None keeps its own. An augmentation that starts
-            with a crop (``dtrain.data.augment.Cropper``) replaces it.
+        role: What the values are, one of ``dtrain.precision.policy.ROLES``; None: the role that the extension implies, if
+            any and if there is no decoder.
+        size: Height and width in pixels that an image, or each frame of a video, is resized to; None keeps its own. An
+            augmentation that starts with a crop (``dtrain.data.augment.Cropper``) replaces it.
         shorter_side: Resize the image's shorter side to this many pixels, the other in proportion, and cut ``size``
             from the middle, as usual in evaluation (256 and 224). None resizes to ``size``, ignoring the aspect ratio.
-        mean: Mean of each channel, subtracted on the device from an image scaled to [0, 1].
-        std: Standard deviation of each channel, by which the image is then divided.
+        mean: Mean of each channel, subtracted on the device from an image or video scaled to [0, 1].
+        std: Standard deviation of each channel, by which it is then divided.
         decoder: ``decoder(payload: bytes) -> value`` in place of the built-in one.
         exif: Rotate an image as its EXIF orientation says.
         decode: ``"full"``, or ``"reduced"``: a JPEG is decoded at 1/2, 1/4 or 1/8 of its size if that leaves two pixels
@@ -87,13 +102,23 @@ class Field:
         dtype: The member is a row of numbers without any header, little-endian, of this type (``RAW_DTYPES``), such as
             tokens of a language model. They keep their type on the way to the device.
         length: With ``dtype``: how many numbers each row has; a member of another length is a bad sample. None accepts
-            any length. With ``tokenizer``: tokens of a row; required.
+            any length. With ``tokenizer``: tokens of a row; required. With the role audio: samples of a row, cut from a
+            longer recording (``clip``); a shorter one is padded with zeros, and the batch then also has ``<name>_mask``,
+            bool ``[rows, length]``, false where a row is padded. None keeps all; they must then be equally long.
         key: Where the value is inside a json member, such as ``meta.label``; list indices are numbers, ``boxes.0``. The
             roles label and id take integers (or nested lists of equal length of them), as int64; feature, target, coord
             and weight take numbers, as fp32; text takes a string.
         tokenizer: ``bytes``, ``tiktoken:NAME`` or ``tokenizers:FILE``; turns the role text into tokens, int64
             ``[length]``: the text, cut to ``length - 1`` tokens, its end-of-text token, and padding (0). The batch then
             also has ``<name>_mask``, bool ``[rows, length]``, false where a row is padded.
+        sample_rate: Samples a second that audio is resampled to; None keeps its own.
+        channels: 1 mixes audio down to mono, 2 gives stereo, both as FFmpeg does (left and right are added with a weight of
+            0.71 each); None keeps its own.
+        num_frames: Frames of a video; required. A video that is too short repeats its last frame.
+        stride: Every how many frames one is taken; 1 takes neighbours.
+        fps: In place of ``stride``: frames a second, by the times of the frames in the file.
+        clip: Which part of a recording is taken: ``"middle"``; or ``"random"``, drawn for each (seed, epoch, sample), in
+            training only: ``data.eval`` always takes the middle.
         kind: How the bytes are read: one of the values of ``KINDS``, ``"raw"`` or ``"custom"``. Derived.
 
     Raises:
@@ -114,6 +139,12 @@ class Field:
     length: int | None = None
     key: str | None = None
     tokenizer: str | None = None
+    sample_rate: int | None = None
+    channels: int | None = None
+    num_frames: int | None = None
+    stride: int = 1
+    fps: float | None = None
+    clip: str = "middle"
     kind: str = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -130,23 +161,24 @@ class Field:
                 f"field {self.name!r}: .{self.ext} decodes to three colour channels, which needs the role image, not "
                 f"{self.role!r}. For masks or depth set a decoder; role: bytes returns the file's bytes."
             )
-        if self.role == "image" and kind not in ("image", "array", "custom"):
+        if self.role == "image" and kind not in ("image", "array", "custom", *MEDIA):
             raise ValueError(f"field {self.name!r}: role image, but .{self.ext} holds {kind}. Use another role.")
-        if self.role != "image":
-            default = {option.name: option.default for option in dataclasses.fields(self)}
-            for option in _IMAGE_OPTIONS:
-                if getattr(self, option) != default[option]:
-                    raise ValueError(
-                        f"field {self.name!r}: {option} needs the role image, got role {self.role!r}. Remove {option} or "
-                        "declare role: image."
-                    )
+        default = {option.name: option.default for option in dataclasses.fields(self)}
+        for option, roles in ROLES_OF_OPTIONS.items():
+            if self.role not in roles and getattr(self, option) != default[option]:
+                raise ValueError(
+                    f"field {self.name!r}: {option} needs the role {' or '.join(roles)}, got role {self.role!r}. Remove "
+                    f"{option} or declare role: {roles[0]}."
+                )
+        self._check_media()
         self._check_text()
         self._check_numbers()
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names in the batch: the field's own, and that of its mask if its text is tokenized."""
-        return (self.name,) if self.tokenizer is None else (self.name, f"{self.name}_mask")
+        """Names in the batch: the field's own, and that of its mask if its rows are padded: tokens, and audio of a length."""
+        padded = self.tokenizer is not None or (self.role == "audio" and self.length is not None)
+        return (self.name, f"{self.name}_mask") if padded else (self.name,)
 
     @property
     def extensions(self) -> tuple[str, ...]:
@@ -188,14 +220,16 @@ class Field:
             return "raw"
         if self.decoder is not None:
             return "custom"
+        if self.role == "bytes":
+            return "bytes"
         last = _last(ext)
         if last in PICKLES:
             raise ValueError(
                 f"field {self.name!r}: .{ext} is a pickle, which can run any code when it is loaded; dtrain never loads one. "
-                "Store arrays as npy and other values as json, or set a decoder of your own."
+                "Store arrays as npy and other values as json, set a decoder of your own, or role: bytes for its bytes."
             )
-        if self.role in ("bytes", "text"):
-            return self.role
+        if self.role == "text":
+            return "text"
         if last not in KINDS:
             raise ValueError(
                 f"field {self.name!r}: no decoder for .{ext}{nearest(last, KINDS)} Set a decoder (decoder: "
@@ -211,7 +245,7 @@ class Field:
                 f"field {self.name!r}: key {self.key!r} reads a value from json members of shards, but the field has {other}. "
                 "Remove one of them; a map-style dataset returns the value itself."
             )
-        roles = [role for role in ROLES if role not in ("image", "bytes")]
+        roles = [role for role in ROLES if role not in ("image", "bytes", *MEDIA)]
         if self.role not in roles:
             raise ValueError(
                 f"field {self.name!r}: key {self.key!r} with role {self.role!r}. Declare what the value is: "
@@ -221,6 +255,36 @@ class Field:
             raise ValueError(
                 f"field {self.name!r}: key {self.key!r} is no path. Write names with dots: key: meta.label."
             )
+
+    def _check_media(self) -> None:
+        if self.kind in MEDIA and self.role != self.kind:
+            raise ValueError(
+                f"field {self.name!r}: .{self.ext} is decoded as {self.kind}, which needs the role {self.kind}, not "
+                f"{self.role!r}. role: bytes returns the file's bytes."
+            )
+        if self.role in MEDIA and self.kind not in (self.role, "array", "custom"):
+            raise ValueError(
+                f"field {self.name!r}: role {self.role}, but .{self.ext} holds {self.kind}. Use another role."
+            )
+        if self.clip not in CLIPS:
+            raise ValueError(f"field {self.name!r}: clip {self.clip!r} is unknown, want one of {', '.join(CLIPS)}.")
+        if self.role == "video" and (self.num_frames is None or (self.fps is not None and self.stride != 1)):
+            raise ValueError(
+                f"field {self.name!r}: num_frames {self.num_frames}, stride {self.stride}, fps {self.fps}. Set num_frames, "
+                "such as num_frames: 16, and at most one of stride and fps."
+            )
+        for option, high in (
+            ("sample_rate", None),
+            ("channels", 2),
+            ("num_frames", None),
+            ("stride", None),
+            ("fps", None),
+        ):
+            value = getattr(self, option)
+            if value is not None and not (value > 0 and (high is None or value <= high)):
+                raise ValueError(
+                    f"field {self.name!r}: {option} {value}, want {'1 or 2' if high else 'a number above 0'}."
+                )
 
     def _check_text(self) -> None:
         if self.tokenizer is None:
@@ -242,23 +306,23 @@ class Field:
 
     def _check_raw(self) -> None:
         if self.dtype is None:
-            if self.length is not None and self.tokenizer is None:
-                raise ValueError(
-                    f"field {self.name!r}: length {self.length} needs raw numbers or tokens. Add dtype: uint16, or a "
-                    "tokenizer."
-                )
             return
         if self.dtype not in RAW_DTYPES:
             raise ValueError(f"field {self.name!r}: dtype {self.dtype!r} is unknown{nearest(self.dtype, RAW_DTYPES)}")
-        if self.decoder is not None or self.role in ("image", "text", "bytes"):
+        if self.decoder is not None or self.role in ("image", "text", "bytes", *MEDIA):
             other = "a decoder of its own" if self.decoder is not None else f"role {self.role!r}"
             raise ValueError(
                 f"field {self.name!r} has dtype {self.dtype}, raw numbers, and {other}. Remove one of them."
             )
-        if self.length is not None and self.length < 1:
-            raise ValueError(f"field {self.name!r}: length {self.length}, want at least 1 number.")
 
     def _check_numbers(self) -> None:
+        if self.length is not None and not (self.dtype or self.tokenizer or self.role == "audio"):
+            raise ValueError(
+                f"field {self.name!r}: length {self.length} needs raw numbers, tokens or audio. Add dtype: uint16, a "
+                "tokenizer, or role: audio."
+            )
+        if self.length is not None and self.length < 1:
+            raise ValueError(f"field {self.name!r}: length {self.length}, want at least 1.")
         if self.size is not None and min(self.size) < 1:
             raise ValueError(f"field {self.name!r}: size {list(self.size)}, want at least 1 pixel each way.")
         if self.shorter_side is not None and (self.size is None or self.shorter_side < max(self.size)):
@@ -325,6 +389,11 @@ def parse_fields(mapping: Mapping[str, Mapping[str, Any]]) -> tuple[Field, ...]:
                 f"data.fields: two fields share the {kind} {repeated[0]!r}. Each needs its own; '~data.fields.cls' removes the "
                 "field of .cls."
             )
+    if media := [field for field in fields if field.role in MEDIA]:
+        try:
+            torchcodec_decoders()
+        except ImportError as error:
+            raise ValueError(f"field {media[0].name!r}: {error}") from error
     return tuple(fields)
 
 
@@ -341,7 +410,7 @@ def _parse_field(ext: str, where: str, options: Mapping[str, Any]) -> Field:
         raise ValueError(f"data.fields.{where} has no name. Give it one, such as name: image.")
     if type(values.get("key")) is int:  # an index of a list
         values["key"] = str(values["key"])
-    for option in ("name", "role", "decode", "dtype", "key", "tokenizer"):
+    for option in ("name", "role", "decode", "dtype", "key", "tokenizer", "clip"):
         if option in values and not isinstance(values[option], str):
             raise ValueError(f"data.fields.{where}.{option}: got {values[option]!r}, want a word.")
     if "size" in values:
@@ -353,9 +422,11 @@ def _parse_field(ext: str, where: str, options: Mapping[str, Any]) -> Field:
     for option in ("mean", "std"):
         if option in values:
             values[option] = _rgb(where, option, values[option])
-    for option in ("shorter_side", "length"):
+    for option in ("shorter_side", "length", "sample_rate", "channels", "num_frames", "stride"):
         if option in values and type(values[option]) is not int:
             raise ValueError(f"data.fields.{where}.{option}: got {values[option]!r}, want an int.")
+    if type(values.get("fps", 0)) not in (int, float):
+        raise ValueError(f"data.fields.{where}.fps: got {values['fps']!r}, want a number.")
     if not isinstance(values.get("exif", False), bool):
         raise ValueError(f"data.fields.{where}.exif: got {values['exif']!r}, want true or false.")
     if "decoder" in values:

@@ -50,15 +50,17 @@ class ShardLoader:
         seed: Seed of the order and of every augmentation.
         shuffle: ``"window"`` (shards permuted, samples permuted within shuffle windows), ``"full"`` or ``"none"``.
         lanes: Contiguous pieces of the epoch that a step draws from; a divisor of ``global_batch_size``. None: the
-            largest one up to 64.
+            largest one up to 64; with shuffle ``"none"`` one, which is the stored order. There, several lanes let each
+            rank open only its share of the shards, as in evaluation. With ``"full"`` there is always one.
         window: Shards in a shuffle window. None: 8.
         tail: ``"pad"`` masks the missing rows of the last step; ``"drop"`` leaves out samples that do not fill a step.
         precision: Name or policy; decides the transfer dtypes.
         augment: ``augment(sample, rng) -> sample`` on a dict of numpy arrays, called in the worker with a generator
             that depends on (seed, epoch, sample) only.
         mix: Mixup and cutmix, applied after ``augment``; labels become probabilities.
-        max_bad: Bad samples that the loader allows before it raises: 0 for none, a number below 1 for that share of the
-            samples received (at least ten), any other number for that count. None: the caller counts, over all ranks.
+        max_bad: Bad samples that the loader allows before it raises: 0 for none, a number below 1 or a percentage
+            (``"0.5%"``) for that share of the samples received (at least ten), any other number for that count. None: the
+            caller counts, over all ranks.
         max_bad_consecutive: The same for bad samples in a row, in micro-batches without a good one; None: no such limit.
         transfer: Transfer dtype of features: ``"auto"`` is the compute dtype, ``"fp32"`` is fp32.
         on_overflow: Handling of a feature outside the range of fp16: ``"error"``, ``"clamp"``, or ``"fp32"`` for
@@ -100,7 +102,7 @@ class ShardLoader:
         precision: str | Precision = "fp32",
         augment: Augment | None = None,
         mix: Mix | None = None,
-        max_bad: float | None = 0.01,
+        max_bad: float | str | None = 0.01,
         max_bad_consecutive: int | None = 100,
         transfer: str = "auto",
         on_overflow: str = "error",

@@ -6,13 +6,16 @@
 * A copy is *fetched* into a ``.part`` file, checked, synced and renamed. The fetching process holds a lock on that
   file; others wait or read in place. If it dies, the operating system releases the lock and the next process continues
   the file.
-* To make room, the least recently used copies are removed; a process that has one open can still read it. The time of
-  use is the file's modification time, because many file systems do not record the access time.
+* The *size limit* holds at every moment. A ``.part`` file counts with the size of its shard, which is part of its name,
+  from its creation on. Room is made, and the file created, under a lock of the folder.
+* To make room, the least recently used copies are removed. The time of use is the file's modification time, because
+  many file systems do not record the access time. A copy that a process has open is not removed, because its bytes
+  would stay on the disk: readers hold a shared lock on it.
+* Nobody waits for room. If everything in the cache is in use, ``CacheInUse`` is raised and the shard is read in place.
 """
 
 from __future__ import annotations
 
-import base64
 import errno
 import fcntl
 import functools
@@ -22,12 +25,13 @@ import mmap
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from dtrain.config.cache_dir import cache_dir
 from dtrain.config.errors import Explained
@@ -35,7 +39,6 @@ from dtrain.data.shard_file import (
     NoRanges,
     RemoteFile,
     ShardChanged,
-    ShardFile,
     Stamp,
     absolute,
     check_unchanged,
@@ -49,8 +52,11 @@ from dtrain.data.shard_file import (
 # Larger reads are no faster on network file systems and object stores.
 _PIECE = 8 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Only files with such names are removed: the folder may contain other tars.
-_is_ours = re.compile(r"[0-9a-f]{32}\.(tar|part)").fullmatch
+# Only files with such names are removed: the folder may contain other tars. The number is the size of the whole shard.
+_is_ours = re.compile(r"[0-9a-f]{32}\.(?:tar|(?:([0-9]+)\.)?part)").fullmatch
+# Space on a disk is allocated in blocks, nearly always of this size.
+_BLOCK = 4096
+_POLL_SECONDS = 0.05
 STORAGE = ("auto", "fast", "slow")
 # fmt: off
 _NETWORK = frozenset((
@@ -126,26 +132,21 @@ class NodeCache:
         """Size limit of all copies."""
         if self._max_bytes is None:
             self._make_folder()
-            self._max_bytes = (shutil.disk_usage(self.folder).free + sum(size for _, size, _ in self._files())) // 2
+            used = sum(entry.written for entry in self._entries())
+            self._max_bytes = (shutil.disk_usage(self.folder).free + used) // 2
         return self._max_bytes
 
     def use(self, path: str, stamp: Stamp) -> CachedShard | None:
-        """Opens the copy of a shard and marks it as used; None if there is none.
+        """Opens the copy of a shard and marks it as used; None if there is none. An open copy is not removed.
 
         Raises:
             CacheFull: If the folder, or a copy of another user, cannot be read.
         """
-        try:
-            descriptor = os.open(self._place(path, stamp), os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
+        file = self._open_copy(path, stamp)
+        if file is None:
             return None
-        except OSError as error:
-            raise self._unusable(error) from error
-        try:
-            _mark_used(descriptor)
-            return CachedShard(descriptor, stamp)
-        finally:
-            os.close(descriptor)
+        with file:
+            return CachedShard(file.fileno(), stamp)
 
     def touch(self, path: str, stamp: Stamp) -> bool:
         """Marks the copy of a shard as used; False if there is none."""
@@ -155,47 +156,100 @@ class NodeCache:
             return False
         return True
 
-    def fetch(self, path: str, stamp: Stamp, *, wait: bool = True) -> bool:
+    def fetch(self, path: str, stamp: Stamp, *, wait: bool = True, evict: bool = True) -> bool:
         """Copies a shard into the cache, unless its copy exists.
 
         Args:
             path: The shard, a path or a URL.
             stamp: Its stamp when it was indexed.
             wait: Wait while another process fetches it.
+            evict: Remove other copies to make room.
 
         Returns:
             True if the copy exists now; False if another process is fetching it.
 
         Raises:
+            CacheInUse: If there is no room for it besides the copies that may not be removed.
             CacheFull: If there is no room for it even without the other copies, or the cache cannot be written.
             ShardChanged: If the shard changed after it was indexed.
             OSError: If it cannot be read.
         """
         place = self._place(path, stamp)
-        part = place.with_suffix(".part")
+        part = place.with_suffix(f".{stamp.size}.part")
         self._make_folder()
         while not place.exists():
-            with self._opened(part) as file, _locked(file, wait) as locked:
-                if not locked:
-                    return False
-                # While this process waited for the lock, another one may have renamed or removed the file.
-                if not _is_at(file, part):
-                    continue
-                if place.exists():  # published between the two checks, so this .part file is a new one
-                    part.unlink()
+            with self._folder_locked(fcntl.LOCK_EX):
+                if place.exists():
                     break
-                try:
-                    self._fill(file, path, stamp)
-                except (CacheFull, ShardChanged):
-                    part.unlink()
-                    raise
-                os.replace(part, place)
+                file = self._reserve(part, path, stamp.size, evict)
+            if file is not None:
+                with file:
+                    self._publish(file, part, place, path, stamp)
+            elif not wait:
+                return False
+            else:
+                # Not in a queue for its lock: the file would have to be open, and stay on the disk if it is removed.
+                time.sleep(_POLL_SECONDS)
         return True
 
-    def fetch_path(self, path: str, stamp: Stamp) -> Path:
-        """Fetches a shard and returns the path of its copy. Open it at once: another process may remove it."""
-        self.fetch(path, stamp)
-        return self._place(path, stamp)
+    def fetch_open(self, path: str, stamp: Stamp, *, evict: bool = True) -> BinaryIO:
+        """The copy of a shard, fetched if there is none, as an open file. It is not removed until it is closed."""
+        while (file := self._open_copy(path, stamp)) is None:  # another process may remove the copy before it is opened
+            self.fetch(path, stamp, evict=evict)
+        return file
+
+    def _open_copy(self, path: str, stamp: Stamp) -> BinaryIO | None:
+        place = self._place(path, stamp)
+        try:
+            os.stat(place)  # usually there is none
+            # Nobody removes it between the opening and the lock: its bytes would stay on the disk for that time.
+            with self._folder_locked(fcntl.LOCK_SH):
+                file = open(place, "rb", buffering=0)  # noqa: SIM115
+                # Not released: it is held for as long as the file, or a mapping of it, is open.
+                if _try_lock(file, fcntl.LOCK_SH):
+                    _mark_used(file.fileno())
+                    return file
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise self._unusable(error) from error
+        file.close()  # it is just being published
+        return None
+
+    def _reserve(self, part: Path, path: str, size: int, evict: bool) -> BinaryIO | None:
+        """Opens or creates a ``.part`` file, locks it, and makes room for ``size`` bytes; None if another has locked it."""
+        file = self._opened(part)
+        try:
+            if _try_lock(file, fcntl.LOCK_EX):
+                self._make_room(path, size, part, evict)
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+        return None
+
+    def _publish(self, file: BinaryIO, part: Path, place: Path, path: str, stamp: Stamp) -> None:
+        target: Path | None = None
+        try:
+            self._fill(file, path, stamp)
+            target = place
+        except (CacheFull, ShardChanged):
+            raise
+        except OSError:
+            # The next attempt continues the file. Without a version, it could be the start of another shard.
+            if stamp.version and os.fstat(file.fileno()).st_size:
+                target = part
+            raise
+        finally:
+            # Under the lock of the folder: nobody takes the published file for a .part file, or removes it while it is open.
+            with self._folder_locked(fcntl.LOCK_EX):
+                if target is not None:
+                    os.replace(part, target)
+                else:
+                    part.unlink(missing_ok=True)
+                fcntl.flock(file, fcntl.LOCK_UN)
+                file.close()
 
     def _fill(self, file: BinaryIO, path: str, stamp: Stamp) -> None:
         source = open_shard(path)
@@ -203,34 +257,77 @@ class NodeCache:
             check_unchanged(path, stamp, source)
             # Without a version, the part from an earlier attempt may be of another file with the same path and size.
             start = min(os.fstat(file.fileno()).st_size, stamp.size) if stamp.version else 0
-            self._make_room(path, stamp.size - start)
+            pieces = (source.read(at, min(_PIECE, stamp.size - at)) for at in range(start, stamp.size, _PIECE))
             try:
-                _copy(source, file, start, stamp.size)
-                os.fsync(file.fileno())
-            except OSError as error:
-                if error.errno in _FULL:
-                    raise self._full(path, stamp.size) from error
-                raise
+                self._write(file, start, pieces, path, stamp)
+            except NoRanges:
+                assert isinstance(source, RemoteFile)
+                source.read_whole(lambda pieces: self._write(file, 0, pieces, path, stamp))
             if stamp_of(path) != stamp:
                 raise shard_changed(path, "was replaced")
-            _check_content(path, file, stamp, getattr(source, "md5", None))
+            _check_content(path, file, stamp, getattr(source, "digest", None))
         finally:
             source.close()
 
-    def _make_room(self, path: str, size: int) -> None:
-        if size > self.max_bytes:
-            raise self._full(path, size)
-        files = sorted(self._files())
-        total = sum(used for _, used, _ in files)
-        free = shutil.disk_usage(self.folder).free
-        for _, used, file in files:
-            if total + size <= self.max_bytes and size <= free:
-                return
-            if _removed(file):
-                total -= used
-                free += used
-        if size > free:
-            raise self._full(path, size)
+    def _write(self, file: BinaryIO, start: int, pieces: Iterable[bytes | memoryview], path: str, stamp: Stamp) -> None:
+        file.truncate(start)
+        file.seek(start)
+        for piece in pieces:
+            if file.tell() + len(piece) > stamp.size:  # no more than what is reserved
+                raise shard_changed(path, f"was received with more bytes than the {stamp.size} that its index says")
+            with self._write_errors(path, stamp.size):
+                rest = memoryview(piece)
+                while rest:  # an almost full disk writes only a part before it raises an error
+                    rest = rest[file.write(rest) :]
+        with self._write_errors(path, stamp.size):
+            os.fsync(file.fileno())
+
+    @contextmanager
+    def _write_errors(self, path: str, size: int) -> Iterator[None]:
+        """Tells failures of the cache's disk from those of the shard's storage."""
+        try:
+            yield
+        except OSError as error:
+            raise (self._full(path, size) if error.errno in _FULL else self._unusable(error)) from error
+
+    def _make_room(self, path: str, size: int, part: Path, evict: bool) -> None:
+        """Removes copies until a ``.part`` file can grow to the shard's size; removes that file if it cannot."""
+        need = _on_disk(size)
+        others = sorted(entry for entry in self._entries() if entry.place != part)
+        total = sum(entry.reserved for entry in others)
+        # Running fetches will still write bytes, and an earlier attempt at this one has written some already.
+        free = shutil.disk_usage(self.folder).free - sum(entry.reserved - entry.written for entry in others)
+        free += _on_disk(part.stat().st_size)
+
+        def fits() -> bool:
+            return total + need <= self.max_bytes and need <= free
+
+        for entry in others:
+            is_empty_part = not entry.written  # a process died before it wrote anything
+            if (is_empty_part or (evict and need <= self.max_bytes and not fits())) and _removed(entry.place):
+                total -= entry.reserved
+                free += entry.reserved
+        if fits():
+            return
+        part.unlink()
+        if need <= self.max_bytes < total + need:
+            raise CacheInUse(
+                f"the cache {str(self.folder)!r} has no room for {redacted(path)!r}, {size / 1e9:.3f} GB: "
+                f"{total / 1e9:.3f} GB are in use at the same time, and data.cache.max_gb is {self.max_bytes / 1e9:g}. Raise "
+                "data.cache.max_gb, or lower data.window or data.lanes."
+            )
+        raise self._full(path, size)
+
+    @contextmanager
+    def _folder_locked(self, operation: int) -> Iterator[None]:
+        with ExitStack() as stack:
+            try:
+                folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                stack.callback(os.close, folder)
+                stack.enter_context(_locked(folder, operation))
+            except OSError as error:  # some network file systems have no locks
+                raise self._unusable(error) from error
+            yield
 
     def _make_folder(self) -> None:
         try:
@@ -258,17 +355,27 @@ class NodeCache:
             "room, or raise data.cache.max_gb."
         )
 
-    def _files(self) -> Iterator[tuple[int, int, Path]]:
-        """Time of last use, bytes, and path of each file of the cache."""
+    def _entries(self) -> Iterator[_Entry]:
+        """The files of the cache."""
         for file in self.folder.iterdir():
-            if _is_ours(file.name):
+            if ours := _is_ours(file.name):
                 with suppress(FileNotFoundError):  # another process may remove files at the same time
                     status = file.stat()
-                    yield status.st_mtime_ns, status.st_size, file
+                    written = _on_disk(status.st_size)
+                    yield _Entry(status.st_mtime_ns, max(written, _on_disk(int(ours[1] or 0))), written, file)
 
     def _place(self, path: str, stamp: Stamp) -> Path:
         name = hashlib.sha256(os.fsencode(json.dumps([absolute(path), *stamp]))).hexdigest()[:32]
         return self.folder / f"{name}.tar"
+
+
+class _Entry(NamedTuple):
+    """A file of the cache: time of last use, bytes on the disk when it is complete, and now."""
+
+    used: int
+    reserved: int
+    written: int
+    place: Path
 
 
 class CachedShard:
@@ -276,6 +383,7 @@ class CachedShard:
 
     def __init__(self, descriptor: int, stamp: Stamp) -> None:
         self._stamp = stamp
+        # A mapping has a duplicate of the descriptor, and with it the lock, for as long as any of its bytes are in use.
         self._bytes = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
 
     def stamp(self) -> Stamp:
@@ -295,6 +403,10 @@ class CacheFull(Explained, RuntimeError):
     """The cache has no room for a copy, or cannot be used at all."""
 
 
+class CacheInUse(CacheFull):
+    """The cache has no room for a copy as long as others are in use."""
+
+
 @functools.lru_cache(maxsize=4096)
 def is_network(folder: str | os.PathLike[str]) -> bool:
     """True if a folder is on a network file system or on FUSE, as mounted buckets are; False if that is unknown."""
@@ -310,34 +422,24 @@ def file_system_type(folder: str | os.PathLike[str]) -> str:
     return _file_system(os.stat(folder).st_dev)
 
 
-def _copy(source: ShardFile, file: BinaryIO, start: int, size: int) -> None:
-    try:
-        _write(file, start, (source.read(at, min(_PIECE, size - at)) for at in range(start, size, _PIECE)))
-    except NoRanges:
-        assert isinstance(source, RemoteFile)
-        source.read_whole(lambda pieces: _write(file, 0, pieces))
-
-
-def _write(file: BinaryIO, start: int, pieces: Iterable[bytes | memoryview]) -> None:
-    file.truncate(start)
-    file.seek(start)
-    for piece in pieces:
-        rest = memoryview(piece)
-        while rest:  # an almost full disk writes only a part before it raises an error
-            rest = rest[file.write(rest) :]
-
-
-def _check_content(path: str, file: BinaryIO, stamp: Stamp, md5: str | None) -> None:
+def _check_content(path: str, file: BinaryIO, stamp: Stamp, digest: tuple[str, bytes] | None) -> None:
     size = os.fstat(file.fileno()).st_size
     if size != stamp.size:
         raise shard_changed(path, f"was received with {size} bytes, its index says {stamp.size}")
-    if md5 is not None:
-        digest = hashlib.md5(usedforsecurity=False)
+    if digest is not None:
+        name, expected = digest
+        computed = hashlib.new(name, usedforsecurity=False)
         file.seek(0)
         while piece := file.read(_PIECE):
-            digest.update(piece)
-        if base64.b64encode(digest.digest()).decode() != md5:
-            raise shard_changed(path, f"was received with an MD5 other than {md5}, which the server reports")
+            computed.update(piece)
+        if computed.digest() != expected:
+            raise shard_changed(
+                path, f"was received with a {name} other than {expected.hex()}, which the server reports"
+            )
+
+
+def _on_disk(size: int) -> int:
+    return -(-size // _BLOCK) * _BLOCK
 
 
 def _open_or_create(path: str, flags: int) -> int:
@@ -345,36 +447,38 @@ def _open_or_create(path: str, flags: int) -> int:
 
 
 @contextmanager
-def _locked(file: BinaryIO, wait: bool) -> Iterator[bool]:
+def _locked(file: int | BinaryIO, operation: int) -> Iterator[None]:
+    fcntl.flock(file, operation)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        yield False
-        return
-    try:
-        yield True
+        yield
     finally:
         # Closing is not enough: a process that was forked meanwhile holds the same lock.
         fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def _is_at(file: BinaryIO, place: Path) -> bool:
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(file.fileno()), place.stat())
-    return False
+def _try_lock(file: BinaryIO, operation: int) -> bool:
+    try:
+        fcntl.flock(file, operation | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _removed(place: Path) -> bool:
-    """Removes a file, unless it is being fetched or belongs to another user."""
-    with suppress(FileNotFoundError, PermissionError):
-        if place.suffix == ".tar":
-            place.unlink()
-            return True
-        with open(place, "r+b", buffering=0) as file, _locked(file, wait=False) as free:
-            if free:
+    """Removes a file, unless it is in use, or belongs to another user."""
+    try:
+        with open(place, "rb", buffering=0) as file:
+            if not _try_lock(file, fcntl.LOCK_EX):
+                return False
+            try:
                 place.unlink()
-            return free
-    return not place.exists()
+            finally:
+                fcntl.flock(file, fcntl.LOCK_UN)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def _mark_used(file: int | Path) -> None:

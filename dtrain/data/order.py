@@ -52,7 +52,7 @@ class Recipe:
 
     Args:
         seed: Seed of all permutations, an integer of 64 bits.
-        shuffle: ``"window"``, ``"full"`` (one permutation of all samples) or ``"none"`` (stored order).
+        shuffle: ``"window"``, ``"full"`` (one permutation of all samples) or ``"none"`` (each lane in stored order).
         window: Shards in a shuffle window; read for ``"window"`` only.
         tail: ``"pad"`` fills the last global batch with masked slots, ``"drop"`` leaves its samples out.
 
@@ -79,12 +79,12 @@ class Recipe:
 def choose_lanes(global_batch_size: int, lanes: int | None, shuffle: str) -> int:
     """The number of lanes: ``lanes``, or by default the largest divisor of the global batch size up to 64.
 
-    Only a window shuffle has several lanes; the other orders have one.
+    With ``"none"`` the default is one lane: the stored order. A full shuffle always has one.
 
     Raises:
         ValueError: If ``lanes`` does not divide ``global_batch_size``; names a number that does.
     """
-    if shuffle != "window":
+    if shuffle == "full" or (shuffle == "none" and lanes is None):
         return 1
     if lanes is None:
         return max(k for k in range(1, _MOST_DEFAULT_LANES + 1) if global_batch_size % k == 0)

@@ -1,7 +1,7 @@
 """Which samples a run used, and how many bad ones are allowed.
 
 * A ``SampleLog`` writes a rank's files below ``logs/``: every bad sample and, on request, the keys of every step's
-  samples. A line is written when its step is committed; lines after a checkpoint's step are dropped on resume.
+  samples. A line is written when its step is committed; lines after a checkpoint's step are cut on resume.
 * A ``BadSampleBudget`` ends a run with too many bad samples. A limit on their *share* allows the few damaged files of
   every large collection. A limit on bad samples *in a row* detects a new failure: after a hundred million good samples,
   a share of 1 % alone would allow a million bad ones.
@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
 
 from dtrain.config.errors import Explained
-from dtrain.distributed.atomic import replace_file
+from dtrain.distributed.atomic import cut_lines, open_to_append
 
 logger = logging.getLogger("dtrain")
 _ALWAYS_ALLOWED = 10.0
+_percentage = re.compile(r"\s*(\d+(?:\.\d*)?)\s*%\s*").fullmatch
 
 
 class SampleLog:
@@ -69,32 +72,38 @@ class SampleLog:
                     file.close()
 
     def _open(self, kind: str) -> TextIO:
-        return (self._folder / f"{kind}-rank-{self._rank:05d}.jsonl").open("a", encoding="utf-8")
+        return TextIOWrapper(open_to_append(self._folder / f"{kind}-rank-{self._rank:05d}.jsonl"), encoding="utf-8")
 
 
 def truncate_sample_logs(folder: Path, step: int) -> None:
-    """Drops all ranks' lines after ``step``, and incomplete last lines; rank 0 calls it before any rank opens its log."""
+    """Cuts all ranks' lines after ``step``, and incomplete last lines; rank 0 calls it before any rank opens its log.
+
+    The lines go to ``cut-keys-rank-00000.jsonl`` and the like.
+    """
     for path in [*folder.glob("keys-rank-*.jsonl"), *folder.glob("bad-rank-*.jsonl")]:
-        with path.open("rb") as lines, replace_file(path) as file:
-            file.writelines(line for line in lines if _step(line) <= step)
+        cut_lines(path, lambda line: _step(line) <= step)
 
 
 class BadSampleBudget:
     """Counts bad samples; with the same numbers, every rank raises at the same step.
 
     Args:
-        most: 0 for none, below 1 a share of the samples (ten are always allowed), else a count.
+        most: 0 for none, below 1 a share of the samples, else a count; or a share as text, ``"0.5%"``. With a share, ten are
+            always allowed.
         consecutive: Bad samples in a row; None for no such limit. The order within one call of ``count`` is unknown, so
             any good sample in it ends the row.
         bad: Bad samples so far, of a resumed run; also an attribute.
         samples: All samples so far, including bad ones; also an attribute.
+
+    Raises:
+        ValueError: If a limit is negative or no number, or ``most`` is 1.0, which could mean all samples or one.
     """
 
-    def __init__(self, most: float, consecutive: int | None = None, *, bad: int = 0, samples: int = 0) -> None:
-        for key, limit in (("data.max_bad", most), ("data.max_bad_consecutive", consecutive)):
-            if limit is not None and not limit >= 0:
-                raise ValueError(f"{key}: got {limit}, want 0 or more.")
-        self._most = most
+    def __init__(self, most: float | str, consecutive: int | None = None, *, bad: int = 0, samples: int = 0) -> None:
+        self._shown = most
+        self._share, self._count = _share_and_count(most)
+        if consecutive is not None and consecutive < 0:
+            raise ValueError(f"data.max_bad_consecutive: got {consecutive}, want 0 or more.")
         self._consecutive = consecutive
         self._in_a_row = 0
         self.bad = bad
@@ -116,10 +125,9 @@ class BadSampleBudget:
         self._in_a_row = 0 if good else self._in_a_row + bad
         if not bad:
             return
-        allowed = max(_ALWAYS_ALLOWED, self._most * self.samples) if 0 < self._most < 1 else self._most
-        if self.bad > allowed:
+        if self.bad > max(self._count, self._share * self.samples):
             reason = (
-                f"{self.bad} of {self.samples} samples could not be read, more than data.max_bad={self._most:g} allows."
+                f"{self.bad} of {self.samples} samples could not be read, more than data.max_bad={self._shown} allows."
             )
         elif self._consecutive is not None and self._in_a_row > self._consecutive:
             reason = (
@@ -130,6 +138,28 @@ class BadSampleBudget:
             return
         example = f" One of them: {last['key']}: {last['reason']}." if last else ""
         raise TooManyBadSamples(f"{reason}{example} All are listed in logs/bad-rank-*.jsonl of the run.")
+
+
+def _share_and_count(most: float | str) -> tuple[float, float]:
+    """The share of all samples, and the number of samples, that may be bad; the larger one applies."""
+    if isinstance(most, str):
+        match = _percentage(most)
+        share = float(match[1]) / 100 if match else -1.0
+        if not 0 <= share <= 1:
+            raise ValueError(
+                f"data.max_bad: got {most!r}, want a percentage of all samples, such as data.max_bad=0.5%, or a number."
+            )
+    elif not most >= 0:
+        raise ValueError(f"data.max_bad: got {most}, want 0 or more.")
+    elif isinstance(most, float) and most == 1:
+        raise ValueError(
+            "data.max_bad: got 1.0: all samples, or one? Set data.max_bad=100% for all, or data.max_bad=1 for one."
+        )
+    elif most >= 1:
+        return 0.0, most
+    else:
+        share = most
+    return share, _ALWAYS_ALLOWED if share else 0.0
 
 
 class TooManyBadSamples(Explained, RuntimeError):
@@ -143,6 +173,6 @@ def _append(file: TextIO, line: dict[str, Any]) -> None:
 
 def _step(line: bytes) -> float:
     if line.endswith(b"\n"):  # the next line would be appended to an incomplete one
-        with suppress(ValueError, KeyError, TypeError):
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
             return int(json.loads(line)["step"])
     return float("inf")

@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from dtrain.data.augment import Augment, begins_with
 from dtrain.data.collate import AUGMENTATION
-from dtrain.data.decode import tokens_and_mask
+from dtrain.data.decode import values_and_mask
 from dtrain.data.fields import DataError, SampleError, parse_fields
 from dtrain.data.order import EpochOrder, Layout, Recipe
 from dtrain.data.randomness import Randomness, hash64
@@ -186,15 +186,16 @@ class ShardDataset(IterableDataset[dict[str, Any]]):
         first = skipped * workers // self._lanes
         for step in range(first, order.num_steps, steps_together):
             steps = np.arange(step, min(step + steps_together, order.num_steps))
-            reader.expect(functools.partial(order.shards_ahead, step, slots))
+            at_once = self._lanes * self._recipe.window if self._recipe.shuffle == "window" else None
+            reader.expect(functools.partial(order.shards_ahead, step, slots), at_once)
             samples = order.locate(steps[:, np.newaxis], slots).reshape(-1)
             number = step * self._lanes + np.arange(len(samples))  # of each sample in the sequence of this rank
             samples, number = samples[samples >= 0], number[: np.count_nonzero(samples >= 0)]
             yield samples[(number % workers == worker) & (number // workers >= skipped)]
 
     def _randoms(self, epoch: int, samples: np.ndarray) -> Iterator[np.random.Generator | None]:
-        """For each sample the generator of its augmentation, valid until the next one is taken; None without augmentation."""
-        if self._augment is None:
+        """For each sample its generator, valid until the next one is taken; None if nothing is drawn."""
+        if self._augment is None and all(field.clip != "random" for field in self._source.fields):
             yield from (None for _ in samples)
             return
         randomness = Randomness()
@@ -209,7 +210,8 @@ class ShardDataset(IterableDataset[dict[str, Any]]):
                 crop = None
                 if cropper is not None and rng is not None and cropper.field == field.name:
                     crop = functools.partial(cropper.crop, rng=rng)
-                sample[field.name] = reader.decode(field, raw, None, crop)
+                at = rng.random() if rng is not None and field.clip == "random" else 0.5
+                sample[field.name] = reader.decode(field, raw, None, crop, at)
         except SampleError as error:
             reader.check(record)
             place = reader.place(record)
@@ -220,8 +222,10 @@ class ShardDataset(IterableDataset[dict[str, Any]]):
         if augment is not None and rng is not None:
             sample = dict(augment(sample, rng))
         for field in self._source.fields:
-            if field.tokenizer is not None:
-                sample[field.name], sample[field.columns[1]] = tokens_and_mask(sample[field.name])
+            if field.columns[1:]:
+                sample[field.name], sample[field.columns[1]] = (
+                    column.numpy() for column in values_and_mask(field, sample[field.name])
+                )
         sample["__key__"] = record.key
         return sample
 

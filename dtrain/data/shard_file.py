@@ -3,20 +3,25 @@
 * A *stamp* identifies a shard's content: its size and a *version* (modification time, or a hash of the etag).
 * A *shard file* is an open shard. It reads byte ranges and is used by one thread.
 * URLs are read through fsspec. Transient network errors are retried, with growing pauses of random length, so that many
-  workers do not retry at the same time.
+  workers do not retry at the same time; a server may ask for a longer pause (``Retry-After``).
+* A URL of the Hugging Face hub names a branch or tag. A process reads from the commit that it is at first.
 * A URL may contain a password or a signature. Logs, hashes and names never do (``redacted``).
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import functools
 import hashlib
 import os
 import random
 import re
 import sys
+import tarfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import fsspec
@@ -25,15 +30,25 @@ from fsspec.registry import known_implementations
 from dtrain.config.errors import Explained
 
 _MAX_ATTEMPTS = 8
+# huggingface_hub itself repeats most requests up to five times.
+_MAX_HUB_ATTEMPTS = 5
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 20.0  # seconds
+_LONGEST_RETRY_AFTER = 300.0
 _STREAM_PIECE = 1 << 20
 # Forked workers have equal generators; the operating system's differ.
 _random = random.SystemRandom()
 
-_EXTRAS = {"s3": "dtrain[s3]", "s3a": "dtrain[s3]", "http": "dtrain[http]", "https": "dtrain[http]"}
+_EXTRAS = {"s3": "dtrain[s3]", "s3a": "dtrain[s3]", "http": "dtrain[http]", "https": "dtrain[http]", "hf": "dtrain[hf]"}
+_CREDENTIALS = {
+    "s3": "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, to credentials that may read it.",
+    "gs": "Set GOOGLE_APPLICATION_CREDENTIALS to credentials that may read it.",
+    "hf": "Set HF_TOKEN to a token that may read it. If the dataset is gated, accept its terms on its page first.",
+    "http": "Write a URL that is still valid, or with user and password, https://USER:PASSWORD@HOST/...",
+}
+_ALIASES = {"https": "http", "s3a": "s3", "gcs": "gs"}
 _PERMANENT_ERRORS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 _TRANSIENT_STATUS = frozenset((408, 425, 429))
-_CONTENT_KEYS = ("ETag", "etag", "md5Hash", "crc32c")
+_CONTENT_KEYS = ("ETag", "etag", "md5Hash", "crc32c", "blob_id")
 _TIME_KEYS = ("LastModified", "last_modified", "Last-Modified", "updated", "mtime", "modified")
 
 # Never released. A forked worker that garbage-collects its copy would close the connections in it and remove them from
@@ -42,7 +57,11 @@ _file_systems: set[Any] = set()
 
 _Result = TypeVar("_Result")
 _url = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_LOCAL_URL = "file://"
+_LOCAL_URL, _BUCKETS = "file://", "hf://buckets/"
+_hub_url = re.compile(
+    r"hf://(?:(dataset|space)s/)?((?!datasets/|spaces/|buckets/)[^/@]+/[^/@]+)(?:@(refs/(?:convert|pr)/[^/]+|[^/]+))?/(.+)"
+).fullmatch
+_is_commit = re.compile(r"[0-9a-f]{40}").fullmatch
 _user_prefix = re.compile(r"^[^/@]*@")
 _password = re.compile(r"^([^/@:]*):[^/@]*@")
 _user_in_text = re.compile(r"(://)[^/\s'\"@]*@")
@@ -157,7 +176,7 @@ class RemoteFile:
     Attributes:
         size: Bytes.
         version: A number derived from the file's etag, else from its time; 0 if the server reports neither.
-        md5: Base64 of its MD5, if the server reports it.
+        digest: Name and value of a hash of its content, if the server reports one.
 
     Raises:
         OSError: If it cannot be found, or not be reached after several attempts.
@@ -168,13 +187,14 @@ class RemoteFile:
         self._url = url
         self._files = fsspec_file_system(url)
         self._file: Any = None
-        info = self._with_retries(lambda: self._files.info(url))
+        self._at_commit = self._with_retries(lambda: at_commit(url))
+        info = self._with_retries(lambda: self._files.info(self._at_commit))
         if info.get("type") == "directory" or info.get("size") is None:
             reason = "it is a folder" if info.get("type") == "directory" else "the server does not report its size"
             raise OSError(f"{redacted(url)} cannot be used as a shard: {reason}")
         self.size = int(info["size"])
         self.version = _version(info)
-        self.md5: str | None = info.get("Content-MD5")
+        self.digest = _digest(info)
 
     def stamp(self) -> Stamp:
         """Size and version as the server reported them when the file was opened."""
@@ -209,7 +229,7 @@ class RemoteFile:
         if self._file is None:
             # Over HTTP the size saves a request. S3 makes this request for the etag, and later reads only that version.
             options = {"size": self.size} if scheme(self._url) in ("http", "https") else {}
-            self._file = self._files.open(self._url, "rb", cache_type="none", **options)
+            self._file = self._files.open(self._at_commit, "rb", cache_type="none", **options)
             if _version(self._file.details) not in (0, self.version):
                 raise FileReplaced(f"{redacted(self._url)} was replaced since it was first read")
         try:
@@ -220,13 +240,15 @@ class RemoteFile:
         except BaseException:
             self.close()  # a broken connection cannot be used again
             raise
+        if len(data) > size:
+            raise NoRanges(f"{redacted(self._url)}: the server does not support range requests")
         if len(data) < size:
             raise ConnectionError(f"got {len(data)} bytes instead of {size}")
         return data
 
     def _pieces(self) -> Iterator[bytes]:
         received = 0
-        with self._files.open(self._url, "rb", block_size=0) as file:
+        with self._files.open(self._at_commit, "rb", block_size=0) as file:
             while piece := file.read(_STREAM_PIECE):
                 received += len(piece)
                 yield piece
@@ -234,17 +256,7 @@ class RemoteFile:
             raise ConnectionError(f"got {received} bytes instead of {self.size}")
 
     def _with_retries(self, call: Callable[[], _Result]) -> _Result:
-        for attempt in range(1, _MAX_ATTEMPTS + 1):
-            try:
-                return call()
-            except (NoRanges, FileReplaced):
-                raise
-            except _errors() as error:
-                if attempt == _MAX_ATTEMPTS or not _is_transient(error):
-                    # Without its cause, whose message contains the whole URL.
-                    raise _explained(self._url, error) from None
-            time.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (attempt - 1)) * _random.uniform(0.5, 1.0))
-        raise AssertionError("the last attempt returns or raises")
+        return _with_retries(self._url, call)
 
 
 class NoRanges(OSError):
@@ -280,19 +292,57 @@ class ReadAhead:
         return data
 
 
+def walk_reads_all(url: str, size: int) -> bool:
+    """Whether a walk over the headers of a tar of ``size`` bytes reads nearly all of it, because its members are small."""
+    if size <= _PIECE:
+        return True
+    with closing(RemoteFile(url)) as file:
+        try:
+            start = file.read(0, _HEADERS)
+            offset = headers = 0
+            while offset + tarfile.BLOCKSIZE <= len(start):
+                header = start[offset : offset + tarfile.BLOCKSIZE]
+                payload = max(0, tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").size)
+                offset += tarfile.BLOCKSIZE + -(-payload // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+                headers += 1
+        except (tarfile.HeaderError, NoRanges):
+            return False
+    return offset <= headers * _MAX_GAP
+
+
 def list_urls(pattern: str) -> list[str]:
     """The URLs that match a glob, sorted; raises as ``open_shard``."""
     files = fsspec_file_system(pattern)
-    try:
-        return sorted(files.unstrip_protocol(path) for path in files.glob(pattern))
-    except _errors() as error:
-        raise _explained(pattern, error) from None
+    return sorted(files.unstrip_protocol(path) for path in _with_retries(pattern, lambda: files.glob(pattern)))
+
+
+def at_commit(url: str) -> str:
+    """A URL of the Hugging Face hub with the commit that its branch or tag was at first; other URLs unchanged."""
+    parts = _hub_url(url)
+    if parts is None:
+        return url
+    kind, repository, revision, path = parts.groups()
+    folder = f"{kind}s/" if kind else ""
+    return f"hf://{folder}{repository}@{_commit(kind or 'model', repository, revision)}/{path}"
+
+
+@functools.cache
+def _commit(kind: str, repository: str, revision: str | None) -> str:
+    if revision is not None and _is_commit(revision):
+        return revision
+    from huggingface_hub import HfApi  # an optional dependency
+
+    commit = HfApi().repo_info(repository, repo_type=kind, revision=revision).sha
+    assert commit is not None
+    return commit
 
 
 def check_known(url: str) -> None:
     """Raises ``ValueError`` for a URL of a kind that fsspec does not know."""
     if scheme(url) not in fsspec.available_protocols():
         raise ValueError(f"{redacted(url)!r}: unknown kind of URL {scheme(url)}://. Use https://, s3:// or a path.")
+    if scheme(url) == "hf" and not url.startswith(_BUCKETS) and _hub_url(url) is None:
+        raise ValueError(f"{redacted(url)!r}: want hf://datasets/ORGANISATION/NAME/FILE or .../NAME@REVISION/FILE.")
 
 
 def fsspec_file_system(url: str) -> Any:
@@ -353,25 +403,61 @@ def without_secrets(text: str) -> str:
     return _query_in_text.sub(r"\1", _user_in_text.sub(r"\1", text))
 
 
+def _with_retries(url: str, call: Callable[[], _Result]) -> _Result:
+    attempts = _MAX_HUB_ATTEMPTS if scheme(url) == "hf" else _MAX_ATTEMPTS
+    for attempt in range(1, attempts + 1):
+        try:
+            return call()
+        except (NoRanges, FileReplaced):
+            raise
+        except _errors() as error:
+            if attempt == attempts or not _is_transient(error):
+                # Without its cause, whose message contains the whole URL.
+                raise _explained(url, error, attempt) from None
+            pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (attempt - 1)) * _random.uniform(0.5, 1.0)
+            pause = max(pause, min(_LONGEST_RETRY_AFTER, _retry_after(error)))
+        time.sleep(pause)
+    raise AssertionError("the last attempt returns or raises")
+
+
 def _errors() -> tuple[type[BaseException], ...]:
     """Exceptions that reading may raise; libraries that are not imported cannot raise any."""
     found: list[type[BaseException]] = [OSError, asyncio.TimeoutError]
-    if "aiohttp" in sys.modules:
-        found.append(sys.modules["aiohttp"].ClientError)
-    if "botocore.exceptions" in sys.modules:
-        found.append(sys.modules["botocore.exceptions"].BotoCoreError)
+    known = (
+        ("aiohttp", "ClientError"),
+        ("httpx", "HTTPError"),
+        ("httpx2", "HTTPError"),
+        ("botocore.exceptions", "BotoCoreError"),
+    )
+    for module, name in known:
+        if module in sys.modules:
+            found.append(getattr(sys.modules[module], name))
     return tuple(found)
 
 
 def _cause(error: BaseException) -> BaseException:
-    # fsspec's HTTP file system reports every failed HEAD request as "not found"; the real error is its cause.
+    # The file systems of HTTP and of the hub report failed requests as "not found"; the real error is the cause.
     return error.__cause__ if isinstance(error.__cause__, _errors()) else error
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status of an error of aiohttp or huggingface_hub."""
+    status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
+    return status if isinstance(status, int) else None
+
+
+def _retry_after(error: BaseException) -> float:
+    """The seconds that a server asks to wait; 0 if it asks for none."""
+    error = _cause(error)
+    headers = getattr(error, "headers", None) or getattr(getattr(error, "response", None), "headers", None) or {}
+    seconds = headers.get("Retry-After", "")
+    return float(seconds) if seconds.isdigit() else 0.0
 
 
 def _is_transient(error: BaseException) -> bool:
     error = _cause(error)
-    status = getattr(error, "status", None)
-    if isinstance(status, int):
+    status = _status(error)
+    if status is not None:
         return status >= 500 or status in _TRANSIENT_STATUS
     botocore = sys.modules.get("botocore.exceptions")
     if botocore is not None and isinstance(error, botocore.BotoCoreError):
@@ -379,15 +465,32 @@ def _is_transient(error: BaseException) -> bool:
     return not isinstance(error, (*_PERMANENT_ERRORS, ValueError))
 
 
-def _explained(url: str, error: BaseException) -> OSError:
+def _explained(url: str, error: BaseException, attempts: int) -> OSError:
     error = _cause(error)
-    status = getattr(error, "status", None)
-    if isinstance(error, FileNotFoundError) or status in (404, 410):
-        return FileNotFoundError(f"{redacted(url)} does not exist")
+    status = _status(error)
+    told = f" (HTTP {status})" if status else ""
+    kind = scheme(url)
+    credentials = _CREDENTIALS.get(_ALIASES.get(kind, kind), "Set credentials that may read it.")
+    if kind == "hf" and status == 401:  # the hub does not tell
+        return PermissionError(f"{redacted(url)} does not exist, or is private{told}. Correct it, or: {credentials}")
     if isinstance(error, PermissionError) or status in (401, 403):
-        return PermissionError(f"{redacted(url)}: access denied with the current credentials")
-    reason = f"HTTP {status}" if isinstance(status, int) else without_secrets(f"{type(error).__name__}: {error}")
-    return OSError(f"{redacted(url)} cannot be read: {reason}")
+        return PermissionError(f"{redacted(url)}: access denied with the current credentials{told}. {credentials}")
+    if isinstance(error, FileNotFoundError) or status in (404, 410):
+        return FileNotFoundError(f"{redacted(url)} does not exist{told}. Correct its host, path or revision.")
+    reason = f"HTTP {status}" if status else without_secrets(f"{type(error).__name__}: {error}")
+    times = f" after {attempts} attempts" if attempts > 1 else ""
+    remedy = "The server refuses so many requests. " if status == 429 else ""
+    if attempts > 1:
+        remedy += "Start again when the server answers; a run resumes from its last checkpoint."
+    return OSError(f"{redacted(url)} cannot be read: {reason}{times}. {remedy}".rstrip())
+
+
+def _digest(info: dict[str, Any]) -> tuple[str, bytes] | None:
+    if md5 := info.get("Content-MD5"):
+        return "md5", base64.b64decode(md5)
+    if lfs := info.get("lfs"):  # of the Hugging Face hub
+        return "sha256", bytes.fromhex(lfs["sha256"])
+    return None
 
 
 def _version(info: dict[str, Any]) -> int:

@@ -7,6 +7,9 @@
   URL is read from beside it, but only written to the cache. An uploaded index beside a URL is fresh if the sizes and the
   last header agree; modification times mean nothing after an upload.
 * It is replaced atomically, so that any number of processes may build the same index at once.
+* Its *digest* is a hash of the samples' keys, extensions and member sizes, in stored order. It tells a shard that was packed
+  again from the old one, even if both have the same name, size and number of samples. An index that was stored before there
+  were digests gets its digest when it is loaded.
 
 Everything is in arrays, because a shard can have millions of samples. Keys are bytes, and become text as in
 ``tarfile``: UTF-8, undecodable bytes as lone surrogates. The file format is safetensors (a header and plain aligned
@@ -38,8 +41,8 @@ import safetensors
 import safetensors.numpy
 
 from dtrain.config.cache_dir import cache_dir
-from dtrain.data.node_cache import CachePolicy
-from dtrain.data.shard_file import NoRanges, ReadAhead, RemoteFile, Stamp, absolute, is_url, stamp_of
+from dtrain.data.node_cache import CacheFull, CachePolicy
+from dtrain.data.shard_file import NoRanges, ReadAhead, RemoteFile, Stamp, absolute, is_url, stamp_of, walk_reads_all
 from dtrain.data.tar import ShardError, Walkable, walk
 from dtrain.distributed.atomic import replace_file
 
@@ -63,7 +66,8 @@ def load_or_build(path: str, stamp: Stamp | None = None, policy: CachePolicy | N
     Args:
         path: A path or a URL.
         stamp: Its stamp; None: ``stamp_of(path)``.
-        policy: Its cache receives a copy of the shard if the server does not support range requests.
+        policy: Its cache receives a copy of a URL if there is room, and is indexed. None: the default cache does, but only if
+            the server does not support range requests.
 
     Raises:
         ShardError: If the shard is damaged.
@@ -78,7 +82,7 @@ def load_or_build(path: str, stamp: Stamp | None = None, policy: CachePolicy | N
             return index
     index = _uploaded(path, stamp) if is_url(path) else None
     if index is None:
-        index = _build(path, stamp, policy or CachePolicy())
+        index = _build(path, stamp, policy)
     try:
         write_index(index)
     except OSError as error:
@@ -99,6 +103,7 @@ class ShardIndex:
         stamp: Its stamp when it was indexed.
         extensions: The distinct extensions, in lower case.
         doubts: Warnings about legal but probably unintended names, as sentences.
+        digest: Hash of keys, extensions and member sizes in stored order, below 2**64.
         key_bytes: All keys, concatenated, uint8, shape ``[bytes]``.
         key_starts: Where each key starts in ``key_bytes``, and the end, int64, shape ``[samples + 1]``.
         member_sample: Sample of each member, int32, shape ``[members]``, ascending.
@@ -111,6 +116,7 @@ class ShardIndex:
     stamp: Stamp
     extensions: tuple[str, ...]
     doubts: tuple[str, ...]
+    digest: int
     key_bytes: np.ndarray
     key_starts: np.ndarray
     member_sample: np.ndarray
@@ -240,18 +246,30 @@ def _group(path: str, stamp: Stamp, files: Iterator[tuple[bytes, int, int]]) -> 
     extensions: dict[str, int] = {}
     places = [extensions.setdefault(decode_name(raw).lower(), len(extensions)) for raw in spellings]
     members: np.ndarray = np.diff(np.array(first_member, np.int64), append=len(offsets))
+    arrays: dict[str, np.ndarray] = {
+        "key_bytes": np.array(key_bytes, np.uint8),
+        "key_starts": np.array(key_starts, np.int64),
+        "member_sample": np.repeat(np.arange(len(members), dtype=np.int32), members),
+        "member_extension": np.array(places, np.int32)[np.array(spelling, np.int64)],
+        "member_offset": np.array(offsets, np.int64),
+        "member_size": np.array(sizes, np.int64),
+    }
     return ShardIndex(
         path=path,
         stamp=stamp,
         extensions=tuple(extensions),
         doubts=(),
-        key_bytes=np.array(key_bytes, np.uint8),
-        key_starts=np.array(key_starts, np.int64),
-        member_sample=np.repeat(np.arange(len(members), dtype=np.int32), members),
-        member_extension=np.array(places, np.int32)[np.array(spelling, np.int64)],
-        member_offset=np.array(offsets, np.int64),
-        member_size=np.array(sizes, np.int64),
+        digest=_digest(tuple(extensions), arrays),
+        **arrays,
     )
+
+
+def _digest(extensions: tuple[str, ...], arrays: Mapping[str, np.ndarray]) -> int:
+    # Not of the offsets: the same samples may be packed with other headers.
+    digest = hashlib.sha256(json.dumps(extensions).encode())
+    for name in ("key_bytes", "key_starts", "member_sample", "member_extension", "member_size"):
+        digest.update(np.ascontiguousarray(arrays[name]).data)
+    return int.from_bytes(digest.digest()[:8], "little")
 
 
 def _check_extensions(index: ShardIndex) -> None:
@@ -329,12 +347,21 @@ def _member_name(index: ShardIndex, member: int) -> str:
     return f"{index.key(int(index.member_sample[member]))}.{index.extensions[index.member_extension[member]]}"
 
 
-def _build(path: str, stamp: Stamp, policy: CachePolicy) -> ShardIndex:
+def _build(path: str, stamp: Stamp, policy: CachePolicy | None) -> ShardIndex:
+    # Copied first, the shard is read once, for its index and its samples. Other copies are not removed for it: where a
+    # dataset does not fit, its last shards would remove its first ones before their samples are read.
+    if policy is not None and is_url(path) and walk_reads_all(path, stamp.size):
+        with suppress(CacheFull):
+            return _index_copy(path, stamp, policy, evict=False)
     try:
         return index_tar(path)
     except NoRanges:
-        with open(policy.cache.fetch_path(path, stamp), "rb", buffering=0) as copy:
-            return _index(path, stamp, copy)
+        return _index_copy(path, stamp, policy or CachePolicy(), evict=True)
+
+
+def _index_copy(path: str, stamp: Stamp, policy: CachePolicy, evict: bool) -> ShardIndex:
+    with policy.cache.fetch_open(path, stamp, evict=evict) as copy:
+        return _index(path, stamp, copy)
 
 
 def _uploaded(url: str, stamp: Stamp) -> ShardIndex | None:
@@ -387,7 +414,8 @@ def _may_write(place: Path) -> bool:
 
 def _to_bytes(index: ShardIndex) -> bytes:
     arrays = {name: getattr(index, name) for name in _ARRAYS}
-    notes = {"version": _VERSION, "stamp": index.stamp, "extensions": index.extensions, "doubts": index.doubts}
+    notes: dict[str, Any] = {"version": _VERSION, "stamp": index.stamp, "extensions": index.extensions}
+    notes |= {"doubts": index.doubts, "digest": index.digest}
     notes["crc32"] = _checksum(notes, arrays)
     return safetensors.numpy.save(arrays, {"dtrain": json.dumps(notes)})
 
@@ -413,13 +441,9 @@ def _from_bytes(content: bytes, path: str) -> ShardIndex | None:
             return None
     except (safetensors.SafetensorError, ValueError, LookupError, TypeError):
         return None
-    return ShardIndex(
-        path=path,
-        stamp=Stamp(*notes["stamp"]),
-        extensions=tuple(notes["extensions"]),
-        doubts=tuple(notes["doubts"]),
-        **arrays,
-    )
+    extensions = tuple(notes["extensions"])
+    digest = notes["digest"] if "digest" in notes else _digest(extensions, arrays)
+    return ShardIndex(path, Stamp(*notes["stamp"]), extensions, tuple(notes["doubts"]), digest, **arrays)
 
 
 def _checksum(notes: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> int:

@@ -15,7 +15,7 @@ import resource
 import threading
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ import numpy as np
 from dtrain.data.dataset_index import DatasetIndex
 from dtrain.data.decode import decode
 from dtrain.data.fields import DataError, Field, SampleError
-from dtrain.data.node_cache import CachedShard, CacheFull, CachePolicy
+from dtrain.data.node_cache import CachedShard, CacheFull, CacheInUse, CachePolicy
 from dtrain.data.shard_file import NoRanges, ShardChanged, ShardFile, Stamp, check_unchanged, open_shard, redacted
 from dtrain.data.shards import expand
 from dtrain.data.source import Reader, Source
@@ -41,6 +41,8 @@ _PREFETCH_SHARDS = 2 * _MAX_OPEN
 _SMALL_SHARD = 32 << 20
 # Shards of which the first sample is read when the source is built.
 _CHECKED_SHARDS = 8
+# Often everything in the cache is in use only until another worker closes what it has finished.
+_WARN_AFTER = 100
 _THREADS = 2  # of each worker; all workers of all ranks together use the whole network
 
 Wanted = tuple[str, Stamp]
@@ -157,9 +159,9 @@ class ShardSampleReader(Reader):
         offset = min((offset for offset in record.offsets if offset >= 0), default=-1)
         return {"shard": redacted(self._index.shards[record.shard]), "offset": offset}
 
-    def expect(self, ahead: Callable[[int], np.ndarray]) -> None:
+    def expect(self, ahead: Callable[[int], np.ndarray], at_once: int | None = None) -> None:
         """Prefetches shards into the node cache."""
-        self._reader.expect(ahead)
+        self._reader.expect(ahead, at_once)
 
     def close(self) -> None:
         """Closes the shards."""
@@ -197,12 +199,14 @@ class ShardReader:
         policy: CachePolicy | None = None,
     ) -> None:
         self._paths = paths
-        self._max_open = _default_max_open() if max_open is None else max_open
+        self._max_open = self._most_open = _default_max_open() if max_open is None else max_open
         self._stamp = stamp
         self._policy = policy
         self._open: OrderedDict[int, ShardFile] = OrderedDict()
         self._waiting: set[int] = set()  # open in place until their copies exist
         self._prefetcher: Prefetcher | None = None
+        self._in_place = 0  # reads in place of shards that were opened before
+        self._no_room: CacheInUse | None = None
         self._warned = False
 
     def members(
@@ -235,6 +239,7 @@ class ShardReader:
             try:
                 data = file.read(offset, size)
             except NoRanges:
+                self._close_copies()  # this shard can only be read from a copy, so make room for it
                 file = self._keep_open(shard, self._fetch_copy(shard))
                 data = file.read(offset, size)
         except OSError as error:
@@ -255,8 +260,10 @@ class ShardReader:
         if file is not None and self._stamp is not None:
             check_unchanged(self._paths[shard], self._stamp(shard), file)
 
-    def expect(self, ahead: Callable[[int], np.ndarray]) -> None:
+    def expect(self, ahead: Callable[[int], np.ndarray], at_once: int | None = None) -> None:
         """Compares the open shards with their indexes, and prefetches those that are read next; see ``Reader.expect``.
+
+        From then on at most ``at_once`` shards stay open, because the cache cannot remove a copy that is open.
 
         Raises:
             ShardChanged: If an open shard differs from its index.
@@ -266,12 +273,16 @@ class ShardReader:
             self.check(shard)
         if self._policy is None or self._stamp is None:
             return
+        if at_once is not None:
+            self._max_open = max(1, min(self._most_open, at_once))
+            self._limit_open()
         nearest_first = dict.fromkeys(ahead(_PREFETCH_SHARDS).tolist())
         shards = [shard for shard in nearest_first if self._policy.applies_to(self._paths[shard])]
         if shards and self._prefetcher is None:
             self._prefetcher = Prefetcher(self._policy)
         if self._prefetcher is not None:
-            self._prefetcher.want([(self._paths[shard], self._stamp(shard)) for shard in shards])
+            within = self._prefetcher.want([(self._paths[shard], self._stamp(shard)) for shard in shards])
+            self._close_copies(keep=frozenset(shards[:within]))
 
     def close(self) -> None:
         """Closes all shards."""
@@ -282,27 +293,48 @@ class ShardReader:
             self._open.popitem()[1].close()
         self._waiting.clear()
 
+    def _close_copies(self, keep: Container[int] = ()) -> None:
+        """Closes copies, except of the shards to keep: while they are open, the cache cannot remove them."""
+        for shard, file in list(self._open.items()):
+            if isinstance(file, CachedShard) and shard not in keep:
+                self._open.pop(shard).close()
+
     def _file(self, shard: int) -> ShardFile:
         file = self._open.get(shard)
         if file is None:
             return self._keep_open(shard, self._open_shard(shard))
         self._open.move_to_end(shard)
-        if shard in self._waiting and (copy := self._copy(shard)) is not None:
-            return self._keep_open(shard, copy)
+        if shard in self._waiting:
+            if (copy := self._copy(shard)) is not None:
+                return self._keep_open(shard, copy)
+            self._in_place += 1
+            if self._in_place == _WARN_AFTER and self._no_room is not None:
+                self._warn(self._no_room)
         return file
+
+    def _warn(self, error: CacheFull) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"{error} Until then, samples are read one by one.", stacklevel=2)
 
     def _keep_open(self, shard: int, file: ShardFile) -> ShardFile:
         before = self._open.pop(shard, None)
         if before is not None:
             before.close()
-        elif len(self._open) >= self._max_open:
-            closed, oldest = self._open.popitem(last=False)
-            self._waiting.discard(closed)
-            oldest.close()
         self._open[shard] = file
         if isinstance(file, CachedShard):
             self._waiting.discard(shard)
+        self._limit_open()
         return file
+
+    def _limit_open(self) -> None:
+        """Closes the least recently used shards. In a shuffle window, these are the finished ones."""
+        while len(self._open) > self._max_open:
+            shard, oldest = self._open.popitem(last=False)
+            self._waiting.discard(shard)
+            oldest.close()
+            if self._prefetcher is not None:
+                self._prefetcher.resume()
 
     def _open_shard(self, shard: int) -> ShardFile:
         path = self._paths[shard]
@@ -311,10 +343,10 @@ class ShardReader:
             if copy is None and self._stamp(shard).size <= _SMALL_SHARD:
                 try:
                     copy = self._fetch_copy(shard)
+                except CacheInUse as error:
+                    self._no_room = error
                 except CacheFull as error:
-                    if not self._warned:
-                        self._warned = True
-                        warnings.warn(f"{error} Until then, samples are read one by one.", stacklevel=2)
+                    self._warn(error)
             if copy is not None:
                 return copy
             self._waiting.add(shard)
@@ -335,9 +367,8 @@ class ShardReader:
     def _fetch_copy(self, shard: int) -> CachedShard:
         assert self._policy is not None
         assert self._stamp is not None
-        while (copy := self._copy(shard)) is None:  # another process may remove the copy before it is opened
-            self._policy.cache.fetch(self._paths[shard], self._stamp(shard))
-        return copy
+        with self._policy.cache.fetch_open(self._paths[shard], self._stamp(shard)) as file:
+            return CachedShard(file.fileno(), self._stamp(shard))
 
 
 def joint_reads(offsets: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -363,6 +394,7 @@ class Prefetcher:
         self._cache = policy.cache
         self._room = self._cache.max_bytes // policy.sharers
         self._wanted: deque[Wanted] = deque()
+        self._paused = False  # until readers have closed copies that were in use
         self._changed = threading.Condition()
         self._closed = False
         self._warned = False
@@ -371,8 +403,8 @@ class Prefetcher:
         for thread in threads:
             thread.start()
 
-    def want(self, shards: Sequence[Wanted]) -> None:
-        """Replaces the list of shards to fetch, in the order in which they are read."""
+    def want(self, shards: Sequence[Wanted]) -> int:
+        """Replaces the list of shards to fetch, in the order in which they are read; returns how many there is room for."""
         wanted: deque[Wanted] = deque()
         room = self._room
         for path, stamp in shards:
@@ -382,6 +414,14 @@ class Prefetcher:
             wanted.append((path, stamp))
         with self._changed:
             self._wanted = wanted
+            self._paused = False
+            self._changed.notify_all()
+        return len(wanted)
+
+    def resume(self) -> None:
+        """Goes on after everything in the cache was in use."""
+        with self._changed:
+            self._paused = False
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -396,6 +436,10 @@ class Prefetcher:
             try:
                 if not self._cache.touch(path, stamp):
                     self._cache.fetch(path, stamp, wait=False)
+            except CacheInUse:
+                with self._changed:
+                    self._wanted.appendleft(wanted)
+                    self._paused = True
             except CacheFull as error:
                 self.want([])
                 if not self._warned:
@@ -406,7 +450,7 @@ class Prefetcher:
 
     def _next(self) -> Wanted | None:
         with self._changed:
-            while not self._wanted and not self._closed:
+            while (self._paused or not self._wanted) and not self._closed:
                 self._changed.wait()
             return None if self._closed else self._wanted.popleft()
 

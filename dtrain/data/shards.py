@@ -19,7 +19,13 @@ from braceexpand import braceexpand
 from dtrain.data import shard_file
 from dtrain.data.shard_file import absolute, components, is_url, local_path, redacted
 
-_COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tar.lz4")
+_DECOMPRESS = {
+    **dict.fromkeys((".tar.gz", ".tgz"), "gunzip"),
+    **dict.fromkeys((".tar.bz2", ".tbz2"), "bunzip2"),
+    **dict.fromkeys((".tar.xz", ".txz"), "unxz"),
+    **dict.fromkeys((".tar.zst", ".tzst"), "unzstd"),
+    ".tar.lz4": "unlz4",
+}
 _digits = re.compile(r"\d+")
 
 
@@ -139,11 +145,12 @@ def _refuse_unreachable(path: str) -> None:
             f"shards: {path!r} is a pipe. Samples cannot be read from a pipe by position, and a configuration never runs a "
             "command. Save its output to a file first."
         )
-    if redacted(path).lower().endswith(_COMPRESSED):
-        raise ValueError(
-            f"shards: {redacted(path)!r} is compressed, so samples cannot be read from it by position. Decompress it once, for "
-            "example with gunzip; compression hardly makes a tar of images smaller."
-        )
+    for ending, command in _DECOMPRESS.items():
+        if redacted(path).lower().endswith(ending):
+            raise ValueError(
+                f"shards: {redacted(path)!r} is compressed, so samples cannot be read from it by position. Decompress it once, "
+                f"with {command}; compression hardly makes a tar of images smaller."
+            )
     if is_url(path):
         shard_file.check_known(path)
 

@@ -81,7 +81,13 @@ class Reader(ABC):
 
     @abstractmethod
     def decode(
-        self, field: Field, raw: Any, /, out: np.ndarray | None = None, crop: Callable[[int, int], Crop] | None = None
+        self,
+        field: Field,
+        raw: Any,
+        /,
+        out: np.ndarray | None = None,
+        crop: Callable[[int, int], Crop] | None = None,
+        at: float = 0.5,
     ) -> Any:
         """The value of a raw field.
 
@@ -90,6 +96,7 @@ class Reader(ABC):
             raw: The result of ``fetch`` for it.
             out: uint8, ``[height, width, 3]``: where an image may be written if it has that shape.
             crop: ``crop(height, width)`` of an image, in place of the field's own.
+            at: Which part of a recording is taken, from 0 to 1; 0.5: the middle.
 
         Raises:
             SampleError: If the bytes do not fit the field.
@@ -107,12 +114,13 @@ class Reader(ABC):
         """
         return
 
-    def expect(self, ahead: Callable[[int], np.ndarray]) -> None:
+    def expect(self, ahead: Callable[[int], np.ndarray], at_once: int | None = None) -> None:
         """Called from time to time, so that the reader can prefetch.
 
         Args:
             ahead: ``ahead(n)`` returns up to ``n`` shards that are read now and next, roughly in that order, int64,
                 shape ``[n]``; a shard may occur twice.
+            at_once: From how many shards samples are read in turn; None if that is unknown.
         """
         return
 

@@ -46,6 +46,7 @@ _OTHER_FORMATS = (
     (b"BZh", f"bzip2 {_COMPRESSED}", "Decompress it once, with bunzip2."),
     (b"\xfd7zXZ\x00", f"xz {_COMPRESSED}", "Decompress it once, with unxz."),
     (b"\x28\xb5\x2f\xfd", f"zstd {_COMPRESSED}", "Decompress it once, with unzstd."),
+    (b"\x04\x22\x4d\x18", f"lz4 {_COMPRESSED}", "Decompress it once, with unlz4."),
     (b"PK\x03\x04", "a zip archive, not a tar", "Unpack it and write a tar."),
     (b"version https://git-lfs", "a Git LFS pointer, not the file itself", "Fetch the file, with git lfs pull."),
     (b"<", "HTML or XML, not a tar", "It may be an error page that was saved under this name: download it again."),

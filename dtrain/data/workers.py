@@ -335,7 +335,8 @@ class MicroBatches(IterableDataset[Batch]):
             numbers = np.array(micro_batches[first : first + together])
             steps, in_step = np.divmod(numbers, self._share.micro_batches_per_step)
             slots = self._share.slots(in_step)
-            collator.expect(functools.partial(self._shards_ahead, epoch, order, int(steps[0])))
+            ahead = functools.partial(self._shards_ahead, epoch, order, int(steps[0]))
+            collator.expect(ahead, self._shards_at_once(order))
             samples = order.locate(steps[:, np.newaxis], slots)
             partners = [None] * len(numbers) if self._mix is None else order.partners(steps[:, np.newaxis], slots)
             yield from zip(steps.tolist(), samples, partners, strict=True)
@@ -352,6 +353,15 @@ class MicroBatches(IterableDataset[Batch]):
             return shards
         following.begin(epoch + 1)
         return np.concatenate([shards, following.order.shards_ahead(0, slots, wanted)])
+
+    def _shards_at_once(self, order: EpochOrder) -> int | None:
+        """The shards that this rank reads at a time, those of one shuffle window of each of its lanes; None for any."""
+        recipe, lanes = order.recipe, order.layouts[-1].lanes
+        if recipe.shuffle == "full":
+            return None
+        slots = self._share.slots(np.arange(self._share.micro_batches_per_step))
+        own_lanes = np.unique(slots[slots >= 0] * lanes // self._share.global_batch_size)
+        return len(own_lanes) * (recipe.window if recipe.shuffle == "window" else 1)
 
     def _spare(self, order: EpochOrder, step: int) -> list[int]:
         """Samples to take shapes from: those of the same global batch, then the first ones of the dataset."""

@@ -69,7 +69,7 @@ class Reference:
             if cfg.data.prepare is not None:
                 with as_config_error("data.prepare"):
                     build.by_target("data.prepare", cfg.data.prepare)
-            loader = eval_loader(cfg, world, Precision("fp32"))
+            loader = eval_loader(cfg, world, Precision("fp32"), in_stored_order=True)
             assert loader is not None
         except ConfigError as error:
             raise ConfigError(f"{error} (Or set samples=0 to export without the comparison.)") from error

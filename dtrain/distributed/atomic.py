@@ -1,18 +1,22 @@
-"""Atomic replacement of files and folders: after a kill or a power cut, the whole old or the whole new content exists.
+"""Writing and reading files of a run directory: atomic replacement, appending, and nothing through links or pipes.
 
-* New content is *staged* beside its destination as ``.NAME.staged``, synced to the disk and renamed into place.
+* New content is *staged* beside its destination as ``.NAME.staged``, synced to the disk and renamed into place. After a kill
+  or a power cut, the whole old or the whole new content exists.
 * A folder cannot be renamed over another one. The old folder is first renamed to ``.NAME.replaced``, and deleted when
   the new one is in place. ``restore_replaced`` puts it back after a kill between the two renames.
+* A run directory may come from somebody else. So a file that is a symbolic link is replaced or refused, never written
+  through; a pipe or a device is refused, since it would block its reader or never end. Folders may be links.
 * Permissions follow the umask, also for files that a library created for their owner only.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -33,7 +37,8 @@ def replace_file(path: Path, *, concurrent: bool = False) -> Iterator[BinaryIO]:
     Raises:
         OSError: On a write failure; ``path`` is unchanged.
     """
-    staged = _staged(path, concurrent)
+    # A folder of that name is not ours to delete.
+    staged = _staged(path, concurrent or _staged(path, False).is_dir())
     try:
         staged.unlink(missing_ok=True)  # left by a killed process; or a link, which must not be followed
         with staged.open("xb") as handle:
@@ -51,7 +56,7 @@ def replace_folder(folder: Path) -> Iterator[Path]:
     """Makes an empty folder that replaces ``folder`` when the block ends without an error. One process at a time.
 
     Args:
-        folder: The destination; its parent folder exists. It may exist, and is not a symbolic link.
+        folder: The destination; its parent folder exists. A symbolic link is replaced, not followed.
 
     Yields:
         The staged folder.
@@ -62,18 +67,18 @@ def replace_folder(folder: Path) -> Iterator[Path]:
     staged, replaced = _staged(folder, False), folder.with_name(f".{folder.name}.replaced")
     _restore(replaced)
     try:
-        shutil.rmtree(staged, ignore_errors=True)  # left by a killed process
+        remove(staged)  # left by a killed process
         staged.mkdir()
         yield staged
         _finish(staged)
-        if folder.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
+        if os.path.lexists(folder):
+            remove(replaced)
             os.rename(folder, replaced)
         os.rename(staged, folder)
         fsync_path(folder.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        remove(replaced)
     finally:
-        shutil.rmtree(staged, ignore_errors=True)
+        remove(staged)
         _restore(replaced)
 
 
@@ -117,6 +122,88 @@ def restore_replaced(parent: Path) -> None:
         _restore(replaced)
 
 
+def remove(path: Path) -> None:
+    """Deletes a file, a link or a folder with its content, if it exists and the file system allows it; follows no link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+# -- appending, reading, cutting
+
+
+def open_to_append(path: Path) -> BinaryIO:
+    """Opens a regular file for writing at its end; creates it if it does not exist. Its folder exists.
+
+    Raises:
+        OSError: On a failure; also if it is a symbolic link or not a regular file.
+    """
+    return os.fdopen(_open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW), "ab")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a regular file, or a link to one, for reading.
+
+    Raises:
+        OSError: On a failure; also if it is not a regular file, such as a pipe, which would block the caller.
+    """
+    return os.fdopen(_open_regular(path, os.O_RDONLY), "rb")
+
+
+def cut_lines(path: Path, is_kept: Callable[[bytes], bool]) -> int:
+    """Moves lines of a file to the end of ``cut-NAME`` beside it.
+
+    The cut lines are synced before the file is replaced. A kill between the two leaves them in both files.
+
+    Args:
+        path: The file; it need not exist. It is not touched if all lines are kept.
+        is_kept: Gets each line with its end; returns the same for the same line.
+
+    Returns:
+        Number of lines cut.
+
+    Raises:
+        OSError: On a failure; ``path`` is unchanged.
+    """
+    try:
+        lines = open_regular(path)
+    except FileNotFoundError:
+        return 0
+    with lines:
+        number = sum(not is_kept(line) for line in lines)
+        if number:
+            lines.seek(0)
+            with open_to_append(path.with_name(f"cut-{path.name}")) as cut:
+                cut.writelines(line.rstrip(b"\n") + b"\n" for line in lines if not is_kept(line))
+                cut.flush()
+                os.fsync(cut.fileno())
+            lines.seek(0)
+            with replace_file(path) as new:
+                new.writelines(line for line in lines if is_kept(line))
+    return number
+
+
+def _open_regular(path: Path, flags: int) -> int:
+    try:
+        # O_NONBLOCK: opening a pipe does not wait for its other end.
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise _not_regular(path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _not_regular(path)
+    return descriptor
+
+
+def _not_regular(path: Path) -> OSError:
+    kind = "a symbolic link" if path.is_symlink() else "not a regular file"
+    return OSError(errno.EINVAL, f"it is {kind}, so dtrain does not use it. Delete or replace it", str(path))
+
+
 def fsync_path(path: Path) -> None:
     """Syncs a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -132,7 +219,7 @@ def _staged(path: Path, concurrent: bool) -> Path:
 
 def _restore(replaced: Path) -> None:
     folder = replaced.with_name(replaced.name.removeprefix(".").removesuffix(".replaced"))
-    if not folder.exists():
+    if not os.path.lexists(folder):
         with suppress(FileNotFoundError):
             os.rename(replaced, folder)
 

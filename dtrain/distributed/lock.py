@@ -18,9 +18,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import BinaryIO
 
 from dtrain.config.errors import ConfigError, as_config_error
+from dtrain.distributed.atomic import open_to_append
 from dtrain.distributed.collectives import from_rank0
 
 # Seconds. A killed trainer's children end within seconds; an NFS server drops a dead client's locks after its lease,
@@ -29,8 +30,11 @@ _WAIT_HERE, _WAIT_ELSEWHERE = 15.0, 120.0
 
 
 @contextmanager
-def run_lock(run_dir: Path) -> Iterator[Callable[[], None]]:
+def run_lock(lock: RunLock) -> Iterator[Callable[[], None]]:
     """Collective. Rank 0 locks the run directory against other jobs, and changes nothing in it.
+
+    Args:
+        lock: Of this process; it is opened on rank 0 only.
 
     Yields:
         A collective function to call before the first change: it makes the directory, if it does not exist, and locks it.
@@ -38,7 +42,6 @@ def run_lock(run_dir: Path) -> Iterator[Callable[[], None]]:
     Raises:
         ConfigError: On every rank, if another job holds the lock or the directory cannot be written; also by the function.
     """
-    lock = RunLock(run_dir, print)  # opened on rank 0 only
     from_rank0(lock.acquire)
     try:
         yield lambda: from_rank0(lock.claim)
@@ -65,21 +68,23 @@ class RunLock:
         self._dir = run_dir
         self._path = run_dir / ".lock"
         self._note = note
-        self._file: IO[Any] | None = None
+        self._file: BinaryIO | None = None
         self._found: object = None
         self.claimed = False
 
     def acquire(self) -> None:
-        """Locks the directory if it has a lock file, as every run has that was started. Writes nothing.
+        """Locks the directory if it has a lock file, as every run has that was started, and is not locked. Writes nothing.
 
         Raises:
             ConfigError: If another job still holds the lock after the wait, naming its process, host and start; or if the
                 directory could not be made or written.
         """
+        if self._file is not None:
+            return
         with self._writable():
             _refuse_unwritable(self._dir)
-            if self._path.exists():
-                self._lock("r+")
+            if os.path.lexists(self._path):
+                self._lock()
             self._found = self._content()
 
     def claim(self) -> None:
@@ -92,7 +97,7 @@ class RunLock:
         with self._writable():
             self._dir.mkdir(parents=True, exist_ok=True)
             if self._file is None:
-                self._lock("a+")
+                self._lock()
                 if self._content() != self._found:
                     self.release()
                     raise ConfigError(
@@ -102,7 +107,7 @@ class RunLock:
             assert self._file is not None
             since = time.strftime("%Y-%m-%d %H:%M:%S")
             self._file.truncate(0)
-            self._file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}))
+            self._file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode())
             self._file.flush()
 
     def release(self) -> None:
@@ -123,8 +128,8 @@ class RunLock:
             return None
         return status.st_ino, status.st_mtime_ns
 
-    def _lock(self, mode: str) -> None:
-        file = self._path.open(mode)
+    def _lock(self) -> None:
+        file = open_to_append(self._path)
         # A forked loader worker would hold the lock for some seconds after this process was killed.
         os.register_at_fork(after_in_child=file.close)
         started, is_noted = time.monotonic(), False

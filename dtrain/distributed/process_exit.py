@@ -1,35 +1,45 @@
 """Ends a process when its parent has ended, or from a thread while the main thread is stuck.
 
-A rank whose torchrun was killed must not write into a run that has been started again, and the worker processes of its
-loader must not outlive it.
+* A rank whose torchrun was killed must not write into a run that has been started again, and the worker processes of its
+  loader must not outlive it.
+* A call in C code cannot be interrupted. What waits for another machine is called in a thread that can be abandoned
+  (``in_time``), or a thread ends the process if it takes too long (``exit_unless``). Both need the interpreter lock;
+  ``exit_if_lock_is_held`` covers C code that never releases it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from dtrain.config.torchrun_errors import record_failure
 
+T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _POLL_SECONDS = 1.0
 # Background writers, for example of a checkpoint, get this many seconds: less than torchrun's 30 s before SIGKILL.
 _WRITER_SECONDS = 20.0
 
 
-def exit_now(code: int) -> None:
+def exit_now(code: int, message: str = "", *, shown: bool = True) -> None:
     """Ends this process from any thread, once its background writers are done. No ``finally`` block runs.
 
-    The caller has shown the reason.
+    Args:
+        code: Exit code of the process.
+        message: The reason, for torchrun; ``""`` if the caller has shown it.
+        shown: Whether the caller has shown it.
     """
-    record_failure("", shown=True)
+    exit_within(_WRITER_SECONDS, code)  # also if a disk or a pipe accepts nothing below
+    record_failure(message, shown)
     deadline = time.monotonic() + _WRITER_SECONDS
     for thread in threading.enumerate():
         if not thread.daemon and thread not in (threading.main_thread(), threading.current_thread()):
@@ -38,6 +48,66 @@ def exit_now(code: int) -> None:
         with suppress(OSError):  # the reader of a pipe is gone
             stream.flush()
     os._exit(code)
+
+
+def exit_within(seconds: float, code: int) -> None:
+    """Ends this process after ``seconds``, whatever its other threads do until then."""
+
+    def end() -> None:
+        time.sleep(seconds)
+        os._exit(code)
+
+    with suppress(RuntimeError):  # at interpreter shutdown no thread can start
+        threading.Thread(target=end, name="exit", daemon=True).start()
+
+
+def exit_unless(done: threading.Event, seconds: float, message: str) -> None:
+    """Shows ``message`` and ends this process with code 1 after ``seconds``, unless ``done`` is set before."""
+
+    def end() -> None:
+        if not done.wait(seconds):
+            exit_within(_WRITER_SECONDS, 1)  # also if standard error accepts nothing
+            sys.stderr.write(f"{message}\n")
+            exit_now(1, message)
+
+    with suppress(RuntimeError):  # at interpreter shutdown no thread can start
+        threading.Thread(target=end, name="time limit", daemon=True).start()
+
+
+def exit_if_lock_is_held(seconds: float) -> None:
+    """Ends this process with code 1 if nothing calls this function again for ``seconds``; shows the stacks of its threads.
+
+    No thread of Python can do that while C code holds the interpreter lock. Time in which the process is suspended counts.
+    Uses ``faulthandler.dump_traceback_later``, of which a process has one.
+    """
+    with suppress(RuntimeError, OSError, ValueError):  # standard error is closed
+        faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+
+
+def in_time(function: Callable[[], T], seconds: float) -> T:
+    """Calls ``function`` in a thread, which is abandoned after ``seconds``, and returns its result.
+
+    Raises:
+        TimeoutError: If it takes longer; the argument is the thread.
+        Exception: That of ``function``.
+    """
+    results: list[T] = []
+    errors: list[Exception] = []
+
+    def call() -> None:
+        try:
+            results.append(function())
+        except Exception as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    thread = threading.Thread(target=call, name="in time", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(thread)
+    return results[0]
 
 
 def exit_with_torchrun(environment: Mapping[str, str] = os.environ) -> None:

@@ -4,13 +4,10 @@
   whose collectives break, read the store and end with one line. So the only traceback is that of the rank that failed
   first.
 * Time-outs: a collective may take ``parallel.timeout_start`` until the first step is done, while files are indexed and
-  kernels are compiled, and ``parallel.timeout_step`` afterwards.
+  kernels are compiled, and ``parallel.timeout_step`` afterwards, each ``BACKSTOP`` seconds longer: ``HangWatch`` comes
+  first, because it reports where each rank waits.
 * gloo's threads free the tensors of their last collectives while holding the interpreter lock. They are joined before
   the interpreter is torn down; otherwise they abort the process (torch 2.9-2.13), after a run that was successful.
-* Rendezvous: torchrun keeps one store over all restarts of its workers, without a prefix for each (torch 2.9-2.13). An
-  earlier attempt leaves addresses there, to which a faster rank would connect ("Gloo connectFullMesh failed"), and its
-  published failure. Restart counts cannot tell attempts apart, because every node's torchrun has its own. Instead each
-  rank registers a unique name, and rank 0 answers that name with a prefix for this attempt.
 * Network: NCCL finds the fast network itself; ``NCCL_DEBUG=WARN`` makes it report errors instead of hanging silently.
   gloo uses the interface of this machine's own name. Where that is the loopback, as on Debian, other machines cannot
   connect to it, so the interface that leads to them is set instead.
@@ -24,9 +21,9 @@ import gc
 import os
 import socket
 import struct
+import threading
 import time
-import uuid
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -38,20 +35,29 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch.distributed import distributed_c10d as c10d
 
-from dtrain.config.errors import ConfigError, PeerFailed, PeerLost
+from dtrain.config.errors import ConfigError, PeerFailed, PeerLost, RankLost
+from dtrain.distributed.process_exit import exit_unless
+from dtrain.distributed.store import (
+    close_group_store,
+    fresh_store,
+    let_others_read,
+    open_group_store,
+    publish_failure,
+    published_failure,
+)
 from dtrain.distributed.world import World
 
+#: Seconds by which the time-out of collectives exceeds the limits of the config.
+BACKSTOP = 15.0
 _LOST = (
     "another rank is gone without an error message: it was killed (SIGKILL; out of memory?), or its machine is down. See the "
     "output of torchrun and the system's log. Start again: the run continues from its newest checkpoint."
 )
-_FAILED = "dtrain/failed"
 _JOINED = "dtrain/joined"
 _ALL_JOINED = "dtrain/all_joined"
-_RENDEZVOUS_POLL = 0.01  # seconds
 # A failing rank publishes its error before it closes its connections; only a killed one stays silent for longer.
 _WAIT_FOR_ERROR = 2.0
-_LINGER = 1.0
+_LEAVE_TIMEOUT = 60.0  # destroying a group of NCCL waits for its peers
 # Dropping the last reference to a gloo group joins its threads. DDP would do so while holding the interpreter lock, and a
 # thread that waits for that lock would never end.
 _groups: list[dist.ProcessGroup] = []
@@ -62,11 +68,14 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 @contextmanager
-def process_group(timeout: float) -> Iterator[World]:
+def process_group(
+    timeout: float, join: Callable[[timedelta], tuple[World, dist.Store] | None] = lambda timeout: None
+) -> Iterator[World]:
     """Joins the ranks that the launcher started; without a launcher, a world of one.
 
     Args:
         timeout: Seconds that a collective may take, until ``set_timeout`` changes it.
+        join: Returns this rank's world and a store that all its ranks see, or None for those of the launcher.
 
     Yields:
         This rank's world.
@@ -76,28 +85,38 @@ def process_group(timeout: float) -> Iterator[World]:
         PeerLost: Instead of a broken connection, if no rank has published an error.
         ConfigError: If the launcher's environment is incomplete or there are more ranks than GPUs.
     """
-    world = World.of()
+    limit = timedelta(seconds=timeout)
+    world, store = join(limit) or (World.of(), None)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # NCCL's flight recorder, for reports of a hang
-    limit = timedelta(seconds=timeout)
-    # A store in memory: a world of one opens no port and cannot collide with another.
-    store = fresh_store(world.rank, world.size, limit) if world.launched else dist.HashStore()
-    dist.init_process_group(world.backend, store=store, rank=world.rank, world_size=world.size, timeout=limit)
+    with _joining(world, timeout):
+        if store is None:
+            # A store in memory: a world of one opens no port and cannot collide with another.
+            store = fresh_store(world.rank, world.size, limit) if world.launched else dist.HashStore()
+        dist.init_process_group(world.backend, store=store, rank=world.rank, world_size=world.size, timeout=limit)
+        set_timeout(timeout)
+        open_group_store(store, world)
     if world.size > 1:
         assert dist.group.WORLD is not None
         _groups.append(dist.group.WORLD)
     try:
         # A rank that fails at once would close its connections while others still open theirs, and its error would be
         # lost.
-        _wait_until_all_joined(world, limit)
+        with _joining(world, timeout):
+            _wait_until_all_joined(world, limit)
         yield world
+    except RankLost:
+        close_group_store()
+        dist.destroy_process_group()
+        raise
     except ConfigError:
-        _leave()  # every rank raises it, so no rank waits for this one
+        _leave(world)  # every rank raises it, so no rank waits for this one
         raise
     except BaseException as error:
-        first = _first_failure(world, error)
+        first = first_failure(world, error)
         let_others_read(world)
+        close_group_store()
         if world.device.type == "cuda":
             c10d._abort_process_group()  # destroying a NCCL group waits for its peers, and one of them is gone
         else:
@@ -108,51 +127,50 @@ def process_group(timeout: float) -> Iterator[World]:
             raise PeerLost(_LOST) from error
         raise
     else:
-        _leave()
+        _leave(world)
 
 
 def set_timeout(seconds: float) -> None:
-    """Sets how long a collective of the default group may take from now on."""
-    c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
+    """Sets how long a collective of the default group may take from now on; it ends ``BACKSTOP`` seconds later."""
+    c10d._set_pg_timeout(timedelta(seconds=seconds + BACKSTOP), dist.group.WORLD)
 
 
-def published_failure() -> str | None:
-    """The error that the first failing rank has published; None if there is none, or this rank has left the group."""
-    try:
-        store = c10d._get_default_store()
-        return store.get(_FAILED).decode() if store.check([_FAILED]) else None
-    except (RuntimeError, ValueError):  # the machine with the store is gone; this rank has left the group
-        return None
-
-
-def publish_failure(text: str) -> str | None:
-    """Publishes why the run fails, unless another rank was first.
-
-    Returns:
-        The published text of the first rank; None if the store cannot be reached.
-    """
-    try:
-        return c10d._get_default_store().compare_set(_FAILED, "", text).decode()
-    except RuntimeError:
-        return None
-
-
-def let_others_read(world: World) -> None:
-    """Waits a second if this process holds the store, so that the other ranks can read it before it ends."""
-    if world.rank == 0 and world.size > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        time.sleep(_LINGER)
-
-
-def _leave() -> None:
+def _leave(world: World) -> None:
     """Leaves the group while no collective is running; gloo's threads would wait for one until its time-out."""
+    close_group_store()
+    left = threading.Event()
+    if world.size > 1:
+        exit_unless(
+            left, _LEAVE_TIMEOUT, f"dtrain: rank {world.rank} could not leave its group in {_LEAVE_TIMEOUT:g} s"
+        )
     dist.destroy_process_group()
+    left.set()
     if _groups:
-        atexit.register(_join_threads)
+        atexit.register(join_threads)
 
 
-def _join_threads() -> None:
+def join_threads() -> None:
+    """Frees the groups that this process has left: their threads end, and their connections close."""
     gc.collect()  # models in DDP hold the group, too
     _groups.clear()
+
+
+@contextmanager
+def _joining(world: World, timeout: float) -> Iterator[None]:
+    """Ends this process if a call in the block waits for a store that has been lost. The calls have time-outs for the rest."""
+    joined = threading.Event()
+    if world.launched:
+        store = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        message = (
+            f"dtrain: error: rank {world.rank} on {socket.gethostname()}: the ranks have not joined within {timeout:g} s "
+            f"(parallel.timeout_start): their store on {store} or one of them does not answer. Is a machine down, or the "
+            "network?"
+        )
+        exit_unless(joined, timeout + BACKSTOP, message)
+    try:
+        yield
+    finally:
+        joined.set()
 
 
 def _wait_until_all_joined(world: World, limit: timedelta) -> None:
@@ -162,15 +180,26 @@ def _wait_until_all_joined(world: World, limit: timedelta) -> None:
     store.wait([_ALL_JOINED], limit)
 
 
-def _first_failure(world: World, error: BaseException) -> str | None:
+def first_failure(world: World, error: BaseException) -> str | None:
     """Publishes this rank's error; returns the text of another rank if that was first, else None."""
-    deadline = time.monotonic() + (_WAIT_FOR_ERROR if _is_from_collective(error) and world.size > 1 else 0)
-    while (first := published_failure()) is None and time.monotonic() < deadline:
-        time.sleep(0.05)
+    first = _published_because_of(error, world)
     if first is None:
         reason = _LOST if _is_lost_connection(error) else f"{type(error).__name__}: {error}"
         first = publish_failure(f"rank {world.rank} failed: {reason}")
     return None if first is None or first.startswith(f"rank {world.rank} ") else first
+
+
+def is_lost_rank(error: BaseException, world: World) -> bool:
+    """Whether a collective failed because another rank is gone; waits two seconds for an error of that rank."""
+    return _is_lost_connection(error) and _published_because_of(error, world) is None
+
+
+def _published_because_of(error: BaseException, world: World) -> str | None:
+    """The error of the rank that failed first; waits for it if this one's is that of a collective."""
+    deadline = time.monotonic() + (_WAIT_FOR_ERROR if _is_from_collective(error) and world.size > 1 else 0)
+    while (first := published_failure()) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return first
 
 
 def _is_from_collective(error: BaseException) -> bool:
@@ -182,50 +211,6 @@ def _is_from_collective(error: BaseException) -> bool:
 def _is_lost_connection(error: BaseException) -> bool:
     text = str(error).lower()
     return _is_from_collective(error) and any(sign in text for sign in ("connection", "remote process", "broken pipe"))
-
-
-# -- rendezvous
-
-
-def fresh_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Collective. Connects to the store of the launcher's environment, below a prefix that no earlier attempt has used.
-
-    Args:
-        rank: This process.
-        world_size: Number of processes.
-        timeout: How long to wait for the other ranks.
-
-    Raises:
-        RuntimeError: If they do not arrive in time.
-    """
-    store = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))[0]
-    name = uuid.uuid4().hex
-    if rank == 0:
-        attempt = dist.PrefixStore(f"dtrain/{name}", store)
-        _answer_all(store, attempt, name, world_size, timeout)
-        return attempt
-    store.set(f"dtrain/hello/{rank}", name)
-    store.wait([f"dtrain/answer/{name}"], timeout)
-    attempt = dist.PrefixStore(f"dtrain/{store.get(f'dtrain/answer/{name}').decode()}", store)
-    attempt.add("arrived", 1)
-    return attempt
-
-
-def _answer_all(store: dist.Store, attempt: dist.Store, name: str, world_size: int, timeout: timedelta) -> None:
-    """Answers all registered names, those of an earlier attempt too, until every rank of this attempt has arrived."""
-    answered: set[str] = set()
-    deadline = time.monotonic() + timeout.total_seconds()
-    while attempt.add("arrived", 0) < world_size - 1:
-        for key in (f"dtrain/hello/{rank}" for rank in range(1, world_size)):
-            if store.check([key]) and (caller := store.get(key).decode()) not in answered:
-                store.set(f"dtrain/answer/{caller}", name)
-                answered.add(caller)
-        if time.monotonic() > deadline:
-            raise RuntimeError(
-                f"{attempt.add('arrived', 0) + 1} of {world_size} ranks arrived within {timeout.total_seconds():g} s "
-                "(parallel.timeout_start). Did the others fail to start? See their output."
-            )
-        time.sleep(_RENDEZVOUS_POLL)
 
 
 # -- network

@@ -2,9 +2,8 @@
 
 * A signal handler only sets a flag: a save or a collective inside a handler would interrupt the training thread in the
   middle of another one.
-* After SIGTERM a thread watches for the failure of another rank. torchrun sends SIGTERM also to the peers of a failed
-  rank, and SIGKILL to those that remain after a time-out. A rank whose peer failed ends at once. A rank that does
-  not reach the next vote reports where it waits before it is killed.
+* Some time after SIGTERM, torchrun sends SIGKILL. A rank that does not reach the next vote reports where it waits before
+  that. (torchrun sends SIGTERM also to the peers of a failed rank; ``HangWatch`` ends them.)
 * A time limit (``run.max_hours``, the end of the SLURM allocation) requests a stop before it is reached. Time
   is reserved for the longest interval measured between two checks (a step and a save, or a micro-batch of an
   evaluation) and for writing the final checkpoint.
@@ -28,13 +27,9 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from dtrain.config.errors import ConfigError
-from dtrain.distributed.process_exit import exit_now
-from dtrain.distributed.process_group import published_failure
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 # Seconds:
-_GRACE = 1.5  # for a rank to end by itself after another one has failed
-_FAILURE_POLL = 0.5
 _REPORT_BEFORE_KILL = 5.0  # the time that a report of where all ranks wait takes
 _STOP_FILE_POLL = 1.0  # the file may be on a slow network disk
 _RESERVE = 60.0  # of an allocation, for closing the tracker and ending the processes; at most a tenth of what is left
@@ -48,7 +43,6 @@ class StopRequests:
 
     Args:
         stop_file: A file whose existence requests a stop; None on ranks that do not check it.
-        peer_failed: Called in a thread with the error of another rank, before this process is ended because of it.
         time_limit: When to stop without a request; None: never.
         stuck: Called in a thread with a reason, when torchrun is about to kill this process and the ranks have not
             agreed to stop.
@@ -57,19 +51,16 @@ class StopRequests:
     def __init__(
         self,
         stop_file: Path | None,
-        peer_failed: Callable[[str], None] = lambda text: None,
         *,
         time_limit: TimeLimit | None = None,
         stuck: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._stop_file = stop_file
-        self._peer_failed = peer_failed
         self._time_limit = time_limit or TimeLimit()
         self._stuck = stuck
         self._reason: str | None = None
         self._terminated = False
         self._ended = threading.Event()  # the end is agreed, or the block was left: the training is not stuck
-        self._left = threading.Event()
         self._interrupted = False
         self._checked = float("-inf")
         self._pid = os.getpid()
@@ -83,9 +74,6 @@ class StopRequests:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._ended.set()
-        # After an error the thread continues: closing a tracker must not delay the end of a failed job.
-        if error is None:
-            self._left.set()
         for number, handler in self._previous.items():
             # torchrun sends SIGTERM to the peers of a failed rank, and a checkpoint may still be being written.
             keep_ours = error is not None and number == signal.SIGTERM
@@ -131,26 +119,17 @@ class StopRequests:
             os._exit(128 + number)
         self._interrupted |= number == signal.SIGINT
         self._reason = self._reason or name
-        if number == signal.SIGTERM and not self._terminated:
+        until_kill = seconds_until_kill()
+        if number == signal.SIGTERM and not self._terminated and until_kill is not None:
             self._terminated = True
             with suppress(RuntimeError):  # at interpreter shutdown no thread can start, and none is needed
-                threading.Thread(target=self._watch, args=(time.monotonic(),), name="stop", daemon=True).start()
+                threading.Thread(target=self._watch, args=(until_kill,), name="stop", daemon=True).start()
 
-    def _watch(self, terminated_at: float) -> None:
-        """Watches for another rank's failure, and for torchrun's SIGKILL."""
-        until_kill = seconds_until_kill()
-        while (text := published_failure()) is None:
-            elapsed = time.monotonic() - terminated_at
-            if until_kill is not None and elapsed > until_kill - _REPORT_BEFORE_KILL and not self._ended.is_set():
-                self._stuck(f"asked to stop, but the ranks did not agree within {elapsed:.0f} s")
-                return
-            if self._left.wait(_FAILURE_POLL):
-                return
-        # A rank in a collective gets an error and exits by itself; after this time only a rank in other code remains.
-        time.sleep(_GRACE)
-        self._peer_failed(text)
-        sys.stderr.write(f"dtrain: ending at once because {text}\n")
-        exit_now(1)
+    def _watch(self, until_kill: float) -> None:
+        """Reports that the ranks do not agree, before torchrun's SIGKILL."""
+        seconds = max(0.0, until_kill - _REPORT_BEFORE_KILL)
+        if not self._ended.wait(seconds):
+            self._stuck(f"asked to stop, but the ranks did not agree within {seconds:.0f} s")
 
 
 def seconds_until_kill(environment: Mapping[str, str] = os.environ) -> float | None:

@@ -25,7 +25,7 @@ from dtrain.reporting.tables import Column, setting_column, text_table
 from dtrain.tracking.console import PlainLines, until_reader_leaves
 from dtrain.tracking.history import History, printable, read_all, run_directories
 from dtrain.tracking.records import parse_record
-from dtrain.tracking.run_dir import is_plain, is_trained, read_status
+from dtrain.tracking.run_dir import is_plain, is_trained, status_or_none
 
 #: Starts the runs of a command line of ``dtrain.launch``; returns the exit code.
 Launch = Callable[[Sequence[str]], int]
@@ -151,7 +151,7 @@ def tail(directories: Sequence[Path]) -> int:
 
 def _followed(run_dir: Path, log: Path) -> Iterator[str]:
     """The last lines of a log, then new ones until the run has ended; records of metrics.jsonl as text."""
-    last_step = (read_status(run_dir) or {}).get("last_step")
+    last_step = (status_or_none(run_dir) or {}).get("last_step")
     records = PlainLines(sys.stdout, last_step if isinstance(last_step, int) else None)
 
     def texts(lines: list[bytes]) -> list[str]:
@@ -183,7 +183,7 @@ def _is_over(run_dir: Path) -> bool:
     """Whether a run has ended, or no process has trained it for a while."""
     if is_trained(run_dir) or slurm.active_job(run_dir) is not None:
         return False
-    if (read_status(run_dir) or {}).get("state") in ("finished", "stopped", "failed"):
+    if (status_or_none(run_dir) or {}).get("state") in ("finished", "stopped", "failed"):
         return True
     # torchrun may be starting its ranks, now or again.
     changed = max(path.stat().st_mtime for path in (run_dir, *run_dir.glob("*"), *run_dir.glob("logs/*")))
@@ -215,13 +215,13 @@ def newest_log(run_dir: Path) -> Path:
 def stop(directories: Sequence[Path]) -> int:
     """Asks running runs to save and stop; cancels jobs that wait in the queue."""
     for run_dir in directories:
-        job = slurm.active_job(run_dir)
+        job = slurm.queued_job(run_dir)
         if job is not None and not job.has_nodes:
             subprocess.run(["scancel", job.id], check=True)
             print(f"{run_dir}: cancelled {job}, which was waiting in the queue")
         elif job is not None or is_trained(run_dir):
             with as_config_error("stop"):
-                (run_dir / "STOP").touch()
+                slurm.request_stop(run_dir)
             print(f"{run_dir}: the run will save and stop")
         else:
             raise ConfigError(f"{run_dir}: no process trains this run, so there is nothing to stop.")

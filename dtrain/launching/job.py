@@ -17,12 +17,12 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 
 from dtrain.config.compose import Composed, require_choice
-from dtrain.config.errors import ConfigError, as_config_error
+from dtrain.config.errors import ConfigError
 from dtrain.config.run import Run
 from dtrain.config.schema import LaunchConfig
 from dtrain.reporting.tables import Column, text_table
 from dtrain.tracking.history import printable
-from dtrain.tracking.run_dir import read_status
+from dtrain.tracking.run_dir import status_or_none
 from dtrain.training.validation import validate
 
 FINISHED = 0
@@ -87,8 +87,7 @@ class Job:
     @property
     def is_finished(self) -> bool:
         """Whether the run has finished with this config before, so that starting it would change nothing."""
-        with as_config_error("run.dir"):
-            status = read_status(self.run.dir)
+        status = status_or_none(self.run.dir)
         return status is not None and status["state"] == "finished" and not self.run.changes()
 
     @property
@@ -189,26 +188,20 @@ class StatusJudge:
 
     Args:
         run_dir: The run directory.
-
-    Raises:
-        ConfigError: If ``status.json`` exists and is not a status.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        with as_config_error("run.dir"):
-            self._before = read_status(run_dir)
+        self._before = status_or_none(run_dir)
 
     @property
     def has_status(self) -> bool:
         """Whether the run has written a status since its start: then it was accepted, and its directory exists."""
-        with as_config_error("run.dir"):
-            return read_status(self._run_dir) not in (None, self._before)
+        return status_or_none(self._run_dir) not in (None, self._before)
 
     def __call__(self) -> JobResult:
         """The result of a start that has ended."""
-        with as_config_error("run.dir"):
-            status = read_status(self._run_dir)
+        status = status_or_none(self._run_dir)
         if status is None or status == self._before:
             return JobResult("failed", FAILED)
         if status["state"] == "finished":

@@ -7,6 +7,7 @@ or between its allocations.
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import sys
@@ -27,6 +28,9 @@ _REQUEUE_COMMENT = {
 }
 # Asked for with data.num_workers=auto: enough for most data, and few enough for most clusters.
 _CORES_FOR_WORKERS = 4
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f]")
+_NAMES = re.compile(r"[\w.@+:=/-]+(,[\w.@+:=/-]+)*")
+_NO_LIMIT = ("UNLIMITED", "INFINITE")
 _OPTION_LISTS = {"extra": "options of sbatch, such as '--qos=high'", "srun": "options of srun, such as '--mpi=none'"}
 
 
@@ -36,9 +40,16 @@ def job_script(job: Job) -> str:
     The result depends on the working directory.
 
     Raises:
-        ConfigError: If keys of ``launch`` contradict each other.
+        ConfigError: If a value cannot stand in the script, or keys of ``launch`` contradict each other.
     """
     launch = job.launch
+    # Each #SBATCH option, and the comment with the path, is one line; the rest of a second one would be shell code.
+    for key, value in (
+        ("run.name", job.run.name),
+        ("run.dir", str(job.run.dir)),
+        ("working directory", str(Path.cwd())),
+    ):
+        _refuse_control_characters(key, value)
     # The comments before this line are for scripts that source job_body.sh.
     body = _BODY.read_text().partition("\nset -uo pipefail\n")[2]
     return (
@@ -134,7 +145,16 @@ def _resources(job: Job) -> list[str]:
             "GPU; set 0 to train on CPUs."
         )
     cpus = _cpus_per_process(job) * processes(job)
+    for key in ("partition", "account"):
+        value = getattr(launch, key)
+        if value and not _NAMES.fullmatch(value):
+            raise ConfigError(f"launch.{key}: got {value!r}, want a name, or names separated by commas without spaces.")
     allocation = time_limit_seconds(launch.time)
+    if allocation is None and launch.time.upper() not in _NO_LIMIT:
+        raise ConfigError(
+            f"launch.time: got {launch.time!r}, want minutes, hours:minutes:seconds such as 08:00:00, "
+            f"days-hours:minutes:seconds such as 2-12:00:00, or {_NO_LIMIT[0]}."
+        )
     if allocation is not None and allocation <= launch.stop_seconds:
         raise ConfigError(
             f"launch.time: got {launch.time}, which is not longer than launch.stop_seconds={launch.stop_seconds}: the run "
@@ -142,8 +162,9 @@ def _resources(job: Job) -> list[str]:
         )
     for name, wanted in _OPTION_LISTS.items():
         for option in getattr(launch, name):
-            if not option.startswith("-") or "\n" in option:
+            if not option.startswith("-"):
                 raise ConfigError(f"launch.{name}: got {option!r}, want {wanted}.")
+            _refuse_control_characters(f"launch.{name}", option)
     return [
         # No --ntasks-per-node: with a range of nodes SLURM would compute the tasks from its minimum and never use more.
         f"--nodes={launch.nodes if launch.min_nodes is None else f'{launch.min_nodes}-{launch.nodes}'}",
@@ -168,13 +189,21 @@ def time_limit_seconds(time: str) -> int | None:
     """
     days, dash, clock = time.rpartition("-")
     parts = [*days.split("-"), *clock.split(":")] if dash else ["0", *clock.split(":")]
-    if not all(part.isdecimal() for part in parts) or not 2 <= len(parts) <= 4:
+    if not all(part.isascii() and part.isdecimal() for part in parts) or not 2 <= len(parts) <= 4:
         return None
     numbers = [int(part) for part in parts]
     if not dash and len(numbers) < 4:  # without days, one number is minutes and two are minutes:seconds
         numbers.insert(1, 0)
     day, hour, minute, second = (*numbers, 0, 0)[:4]
     return ((24 * day + hour) * 60 + minute) * 60 + second
+
+
+def _refuse_control_characters(key: str, value: str) -> None:
+    if _CONTROL_CHARACTERS.search(value):
+        raise ConfigError(
+            f"{key}: got {value!r}, which has a line break or another control character. The batch script needs it on one "
+            "line: remove the character."
+        )
 
 
 def _job_name(name: str) -> str:

@@ -32,7 +32,7 @@ import numpy as np
 from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.explain import nearest
 from dtrain.config.schema import SearchConfig
-from dtrain.distributed.atomic import replace_file
+from dtrain.distributed.atomic import open_to_append, replace_file
 from dtrain.launching import slurm
 from dtrain.launching.job import FAILED, FINISHED, STOPPED, Job, JobResult
 from dtrain.launching.pool import Pool, Screen, Start
@@ -187,7 +187,7 @@ def _lock(folder: Path) -> Iterator[None]:
     """Makes the directory of a search and locks it against a second process."""
     with as_config_error(f"run.dir: {folder} cannot be written, choose another one"):
         folder.mkdir(parents=True, exist_ok=True)
-        handle = (folder / _LOCK).open("w")
+        handle = open_to_append(folder / _LOCK)
     with handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -340,7 +340,7 @@ class Search:
         states = (self._optuna.trial.TrialState.RUNNING,)
         frozen = self._study.get_trials(deepcopy=False, states=states)
         for run_dir in (self._folder / trial.user_attrs["run"] for trial in frozen if "run" in trial.user_attrs):
-            if is_trained(run_dir) and slurm.active_job(run_dir) is None:
+            if is_trained(run_dir) and slurm.queued_job(run_dir) is None:
                 raise ConfigError(
                     f"run.dir: {run_dir}, a trial of this search, is still trained by a process of an earlier command. Wait "
                     f"until it ends, or stop it: python -m dtrain.launch stop {shlex.quote(str(run_dir))}"

@@ -37,6 +37,7 @@ from dtrain.launching.job_script import (
 )
 from dtrain.launching.pool import Screen
 from dtrain.tracking.console import print_banner
+from dtrain.tracking.run_dir import save_run
 
 SECONDS_BETWEEN_SQUEUE = 10.0
 # Times in a row that squeue must not show a job before it counts as ended: other nodes see its last files a little later.
@@ -124,9 +125,9 @@ def refuse_second_job(run_dir: Path) -> None:
     """Refuses a run that already has a job.
 
     Raises:
-        ConfigError: If a job trains the run or waits in the queue; names the job.
+        ConfigError: If a job trains the run or waits in the queue; names the job. Also if SLURM does not answer.
     """
-    if job := active_job(run_dir):
+    if job := queued_job(run_dir):
         raise ConfigError(f"run.dir: {run_dir} already has {job}. Wait until it ends, or cancel it: scancel {job.id}")
 
 
@@ -195,7 +196,7 @@ def _write_record(job: Job, job_id: str) -> None:
     write_job_id(job.run.dir, job_id)
     if not (job.run.dir / "config.yaml").exists():  # else dtrain.train records the changes when the run resumes
         with as_config_error("run.dir"):
-            job.run.save()
+            save_run(job.run)
 
 
 def _next_commands(job: Job, job_id: str) -> dict[str, str]:
@@ -235,7 +236,7 @@ class SlurmStart:
         self._asked = time.monotonic()
         self._missed = 0
         self._stop_requested = self._cancelled = False
-        if active_job(job.run.dir) is None:
+        if queued_job(job.run.dir) is None:
             check([job])
             _write_script(job)
             _submit_each([job])
@@ -245,7 +246,11 @@ class SlurmStart:
         if time.monotonic() - self._asked < SECONDS_BETWEEN_SQUEUE:
             return None
         self._asked = time.monotonic()
-        if active_job(self.job.run.dir) is not None:
+        try:
+            job = queued_job(self.job.run.dir)
+        except NoAnswer:  # then the job may still train the run
+            return None
+        if job is not None:
             self._missed = 0
             return None
         self._missed += 1
@@ -263,12 +268,16 @@ class SlurmStart:
             self._cancelled = True
             subprocess.run(["scancel", job.id], check=False)
         else:
-            (self.job.run.dir / "STOP").touch()
+            request_stop(self.job.run.dir)
 
     def kill(self) -> None:
         """Cancels the job."""
         self._cancelled = True
-        subprocess.run(["scancel", str(read_job_id(self.job.run.dir))], check=False)
+        cancelled = None
+        # Again if the job has ended meanwhile, and another one continues the run.
+        while (job_id := read_job_id(self.job.run.dir)) != cancelled:
+            cancelled = job_id
+            subprocess.run(["scancel", str(job_id)], check=False)
 
 
 # -- the job of a run
@@ -298,8 +307,16 @@ class SlurmJob:
         return f"job {self.id} {self.state} {self.reason if self.reason.startswith('(') else f'({self.reason})'}"
 
 
-def active_job(run_dir: Path) -> SlurmJob | None:
-    """The job of a run that waits or runs; None without one, or if this machine has no SLURM."""
+class NoAnswer(ConfigError):
+    """SLURM did not answer, so it is not known whether a run has a job."""
+
+
+def queued_job(run_dir: Path) -> SlurmJob | None:
+    """The job of a run that waits or runs; None without one, or if this machine has no SLURM.
+
+    Raises:
+        NoAnswer: If squeue fails.
+    """
     job_id = read_job_id(run_dir)
     if job_id is None or shutil.which("squeue") is None:
         return None
@@ -307,8 +324,28 @@ def active_job(run_dir: Path) -> SlurmJob | None:
         ["squeue", "--noheader", "--format=%T %R", f"--jobs={job_id}"], capture_output=True, text=True, check=False
     )
     # squeue fails for a job that ended some minutes ago, because SLURM has deleted it from its queue.
-    state, _, reason = done.stdout.strip().partition(" ")
+    if done.returncode != 0 and "Invalid job id" not in done.stderr:
+        raise NoAnswer(
+            f"run.dir: {run_dir} may still have job {job_id}, but squeue failed: {done.stderr.strip()}. Run the command "
+            "again when SLURM answers."
+        )
+    # A job array with the elements of one run has several lines.
+    state, _, reason = done.stdout.strip().partition("\n")[0].partition(" ")
     return SlurmJob(job_id, state, reason) if state else None
+
+
+def active_job(run_dir: Path) -> SlurmJob | None:
+    """As :func:`queued_job`, for a display: None also if SLURM does not answer."""
+    try:
+        return queued_job(run_dir)
+    except NoAnswer:
+        return None
+
+
+def request_stop(run_dir: Path) -> None:
+    """Writes the STOP file, empty: the batch script then knows that it is not its own, and asks for no new allocation."""
+    (run_dir / "STOP").unlink(missing_ok=True)
+    (run_dir / "STOP").touch()
 
 
 def read_job_id(run_dir: Path) -> str | None:

@@ -32,8 +32,9 @@ from torch import Tensor, nn
 from dtrain.config.errors import ConfigError
 from dtrain.precision.modules import refuse_scripted
 
-#: The roles of fields. Images are transferred as uint8, features in the compute dtype, all others in the dtype they have.
-ROLES = ("image", "feature", "label", "target", "coord", "weight", "id", "text", "bytes")
+#: The roles of fields. Images and video are transferred as uint8, features and audio in the compute dtype, all others in the
+#: dtype they have.
+ROLES = ("image", "video", "audio", "feature", "label", "target", "coord", "weight", "id", "text", "bytes")
 
 _COMPUTE = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -96,7 +97,8 @@ class Precision:
         """
         if role not in ROLES:
             raise ConfigError(f"role: got {role!r}, want one of {', '.join(ROLES)}.{_hint(role, ROLES)}")
-        return {"image": torch.uint8, "feature": self.compute_dtype}.get(role)
+        visual, inputs = dict.fromkeys(("image", "video"), torch.uint8), ("feature", "audio")
+        return (visual | dict.fromkeys(inputs, self.compute_dtype)).get(role)
 
     def autocast(self, device_type: str) -> torch.autocast:
         """Autocast in the compute dtype; disabled if that is fp32. Works as context manager and as decorator.

@@ -8,8 +8,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -204,6 +206,16 @@ def check_health(run: History, times: TimeBreakdown | None, hangs: Sequence[Hang
             *_check_restarts(run, times),
         ]
     return Health(tuple(sorted(findings, key=lambda finding: -LEVELS.index(finding.level))))
+
+
+def problems_of(run_dir: Path) -> str:
+    """The problems of a run, in one line; ``""`` if it has none, or its files cannot be read."""
+    try:
+        run = History.read(run_dir, run_dir.name)
+    except (ValueError, OSError):
+        return ""
+    health = check_health(run, TimeBreakdown.of(run), read_hangs(run_dir, []), time.time())
+    return "; ".join(finding.text for finding in health.findings if finding.level != "ok")
 
 
 def _check_state(run: History, now: float) -> Iterator[Finding]:

@@ -5,17 +5,26 @@ In reading order:
 * ``records``: the record of one logged step, and ``metrics.jsonl``.
 * ``sinks``: the destinations of records and media; sinks that run in a background thread.
 * ``console``, ``wandb_sink``, ``tensorboard_sink``: the sinks besides ``metrics.jsonl``.
-* ``run_dir``: ``status.json``, the ranks' logs, recording of failures, safe reading of run directories.
+* ``run_dir``: config, ``status.json``, the ranks' logs, recording of failures, safe reading of run directories.
 * ``finding``: one line of a diagnosis, for ``dtrain.doctor`` and ``dtrain.report``.
 * ``evaluation_results``: results of ``dtrain.evaluate`` as text, JSON and pictures.
 * ``history``: a run directory as data, for reports.
 """
 
 from dtrain.tracking.console import print_banner
-from dtrain.tracking.run_dir import close_rank_log, failures_recorded, open_rank_log, read_status, write_status
+from dtrain.tracking.run_dir import (
+    FailureRecord,
+    close_rank_log,
+    failures_recorded,
+    open_rank_log,
+    read_status,
+    save_run,
+    write_status,
+)
 from dtrain.tracking.sinks import NullSinks, Sinks, build_sinks, tracker_mode
 
 __all__ = [
+    "FailureRecord",
     "NullSinks",
     "Sinks",
     "build_sinks",
@@ -24,6 +33,7 @@ __all__ = [
     "open_rank_log",
     "print_banner",
     "read_status",
+    "save_run",
     "tracker_mode",
     "write_status",
 ]

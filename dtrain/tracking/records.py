@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dtrain.distributed.atomic import replace_file
+from dtrain.distributed.atomic import cut_lines, open_regular, open_to_append
 
 #: Metric names to plain Python numbers, named as in metrics.jsonl. Always has ``step`` (attempted steps, never less
 #: than in the record before) and ``time`` (Unix seconds).
@@ -39,10 +39,13 @@ class JsonlSink:
 
     Args:
         path: The file; created if it does not exist.
+
+    Raises:
+        OSError: If the file cannot be written, or is a symbolic link.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab")
+        self._file = open_to_append(path)
 
     def log(self, record: Record) -> None:
         """Appends one record.
@@ -58,35 +61,33 @@ class JsonlSink:
     def media(self, step: int, name: str, path: Path) -> None:
         """Does nothing: media are files of their own."""
 
+    def alert(self, text: str) -> None:
+        """Does nothing: the ranks' logs have it."""
+
     def finish(self, state: str, reason: str | None = None) -> None:
         """Closes the file."""
         self._file.close()
 
 
 def cut_after(path: Path, last: Mark) -> int:
-    """Drops the records of a metrics.jsonl after the mark ``last``, which a resumed run repeats.
+    """Cuts the records of a metrics.jsonl after the mark ``last``, which a resumed run repeats.
 
-    Lines that are not records (a torn last line, or the result of a power cut) are dropped too. The file is replaced
-    atomically, and only if there is something to drop. It need not exist.
+    Lines that are not records (a torn last line, or the result of a power cut) are cut too. All of them go to
+    ``cut-metrics.jsonl``, which no reader of the run uses. It has a line for each record that was logged more than once.
 
     Returns:
-        Number of lines dropped.
+        Number of lines cut.
     """
-    if not path.exists():
-        return 0
-    with path.open("rb") as lines:
-        dropped = sum(not _is_kept(line, last) for line in lines)
-    if dropped:
-        with path.open("rb") as lines, replace_file(path) as new:
-            new.writelines(line for line in lines if _is_kept(line, last))
-    return dropped
+    return cut_lines(path, lambda line: _is_kept(line, last))
 
 
 def read_records(path: Path) -> Iterator[Record]:
     """The records of a metrics.jsonl, with NaN for ``null``; none if the file does not exist."""
-    if not path.exists():
+    try:
+        lines = open_regular(path)
+    except FileNotFoundError:
         return
-    with path.open("rb") as lines:
+    with lines:
         for record in map(parse_record, lines):
             if record is not None:
                 yield record
@@ -109,6 +110,6 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         return None
     try:
         record = json.loads(line)
-    except ValueError:  # not JSON, or not UTF-8
+    except (ValueError, RecursionError):  # not JSON, or not UTF-8
         return None
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None

@@ -1,7 +1,8 @@
-"""Files of a run directory besides metrics and checkpoints: status.json and the ranks' logs; and safe reading of any file.
+"""Files of a run directory besides metrics and checkpoints: config, status.json, the ranks' logs; safe reading of any file.
 
 * ``status.json`` has the state of the run. Batch scripts and the launcher read it instead of the exit code, because
-  torchrun turns every non-zero exit code of a worker into 1. Only rank 0 writes it.
+  torchrun turns every non-zero exit code of a worker into 1. Only rank 0 writes it. It is information: a damaged one stops
+  no run.
 * ``logs/rank-00000.log`` has the messages of one rank, over all restarts. Until a run starts, and its directory may be
   changed, they are kept in memory.
 * A run directory may belong to another user, so only regular files are read, and a bounded amount of each.
@@ -10,27 +11,77 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import logging
+import math
 import os
 import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
-from dtrain.config.errors import PeerFailed, in_brief, without_url_secrets
-from dtrain.distributed.atomic import replace_file
+import yaml
+
+from dtrain.config.errors import PeerFailed, as_config_error, in_brief, without_secrets_in
+from dtrain.config.run import Run
+from dtrain.distributed.atomic import open_regular, open_to_append, replace_file
 
 #: ``running`` is also the state of a run that was killed: compare ``time``, or call :func:`is_trained`.
 STATES = ("running", "finished", "stopped", "failed")
 #: Bytes of a line that are read; a record has about a thousand.
 LONGEST_LINE = 2**20
 _KEPT_MESSAGES = 1000
+_MOST_STATUS = 2**20  # bytes; a status has a few hundred
+_NUMBERS = ("step", "last_step", "time", "restarts", "lost_seconds", "down_seconds", "trained_seconds")
+# Everything that a run writes, except what belongs to the job that is running now: its lock, its output and its presets.
+_RECORDS = (
+    *("config.yaml", "overrides.yaml", "status.json", "metrics.jsonl", "cut-metrics.jsonl", "report.html"),
+    *("checkpoints", "media", "cut-media", "wandb", "tensorboard", "evaluations", "profile", "faults"),
+    *("logs/rank-*.log", "logs/*-rank-*"),
+)
 logger = logging.getLogger("dtrain")
+
+
+# -- config, and the records of earlier starts
+
+
+def save_run(run: Run) -> None:
+    """Writes ``config.yaml`` (resolved, without secrets) and ``overrides.yaml`` (the command line). On rank 0 only.
+
+    Raises:
+        ConfigError: If they cannot be written.
+    """
+    with as_config_error(f"run.dir: {run.dir} cannot be written, choose another one"):
+        (run.dir / "logs").mkdir(parents=True, exist_ok=True)
+        for name, content in run.files().items():
+            with replace_file(run.dir / name) as file:
+                file.write(yaml.safe_dump(content, sort_keys=False).encode())
+    run.mark_started()
+
+
+def move_records_aside(run_dir: Path) -> Path:
+    """Moves all records of a run into ``moved-aside/<date and time>`` in its directory, which is a run directory then.
+
+    Raises:
+        OSError: If one cannot be moved. The next call moves the others, into another folder.
+    """
+    folder = run_dir / "moved-aside" / time.strftime("%Y-%m-%d-%H%M%S")
+    while folder.exists():  # the last start was in the same second
+        folder = folder.with_name(f"{folder.name}-again")
+    (folder / "logs").mkdir(parents=True)
+    for path in [path for pattern in _RECORDS for path in sorted(run_dir.glob(pattern))]:
+        target = folder / path.relative_to(run_dir)
+        if path.is_symlink():  # a relative link would lead elsewhere from there
+            target.symlink_to(path.resolve())
+            path.unlink()
+        else:
+            os.rename(path, target)
+    return folder
 
 
 # -- status.json
@@ -53,7 +104,10 @@ def write_status(run_dir: Path, state: str, step: int, reason: str | None = None
     if state not in STATES:
         raise ValueError(f"status: got state {state!r}; known are {', '.join(STATES)}.")
     status = {"state": state, "step": step, "reason": reason, "time": time.time(), **extra}
-    with replace_file(run_dir / "status.json") as file:
+    path = run_dir / "status.json"
+    if path.is_dir() and not path.is_symlink():
+        path.rename(path.with_name(f"status.json.folder-{time.time_ns()}"))  # a file cannot replace it
+    with replace_file(path) as file:
         file.write(json.dumps(status, indent=2, allow_nan=False).encode() + b"\n")
 
 
@@ -61,20 +115,38 @@ def read_status(run_dir: Path) -> dict[str, Any] | None:
     """The content of ``run_dir/status.json``; None if there is none.
 
     Raises:
-        ValueError: If the file is not a status. dtrain replaces it atomically, so another program wrote it.
+        ValueError: If the file is damaged: it cannot be read, or is not a status.
     """
     path = run_dir / "status.json"
     try:
-        text = path.read_text(encoding="utf-8")
+        with open_regular(path) as file:
+            text = file.read(_MOST_STATUS)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error})") from error
     try:
         status = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON ({error}). Delete it; the run writes a new one.") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({error})") from error
     if not isinstance(status, dict) or status.get("state") not in STATES:
-        raise ValueError(f"{path}: no 'state' among {', '.join(STATES)}. Delete it; the run writes a new one.")
+        raise ValueError(f"{path} has no 'state' among {', '.join(STATES)}")
     return status
+
+
+def status_or_none(run_dir: Path, problems: list[str] | None = None) -> dict[str, Any] | None:
+    """As ``read_status``, but None for a damaged file, also one with wrong numbers; appends a line to ``problems``."""
+    try:
+        status = read_status(run_dir)
+        for name in _NUMBERS:
+            value = (status or {}).get(name, 0)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise ValueError(f"{run_dir / 'status.json'} has {value!r} for {name}, want a number of at least 0")
+        return status
+    except ValueError as error:
+        if problems is not None:
+            problems.append(f"{error}. It is not used: restarts and lost time are counted from 0 again.")
+        return None
 
 
 def is_trained(run_dir: Path) -> bool:
@@ -113,20 +185,21 @@ class FailureRecord:
         self._extra: Callable[[], dict[str, Any]] = dict
         self.on_failure: Callable[[str], None] = lambda reason: None
 
-    def starts(self, step: Callable[[], int], extra: Callable[[], dict[str, Any]] = dict) -> None:
+    def starts(self, rank: int, step: Callable[[], int], extra: Callable[[], dict[str, Any]] = dict) -> None:
         """The run starts.
 
         Args:
+            rank: This process; another one than before if the run continues without a lost rank.
             step: Returns the attempted steps so far.
             extra: Returns further entries of status.json.
         """
-        self.step, self._extra = step, extra
+        self._rank, self.step, self._extra = rank, step, extra
 
     def write(self, reason: str) -> None:
         """Sets the state ``failed`` and calls ``on_failure``. A write failure is printed and does not hide the reason."""
         if self.step is None or self._rank != 0:
             return
-        reason = without_url_secrets(reason)  # it is sent to trackers
+        reason = without_secrets_in(reason)  # it is sent to trackers
         try:
             write_status(self._run_dir, "failed", self.step(), reason, **self._extra())
         except OSError as error:
@@ -163,7 +236,7 @@ def open_rank_log(run_dir: Path, rank: int) -> None:
     Raises:
         OSError: If the file cannot be written.
     """
-    file = logging.FileHandler(run_dir / "logs" / f"rank-{rank:05d}.log", encoding="utf-8")
+    file = _RankLog(run_dir / "logs" / f"rank-{rank:05d}.log")
     file.setFormatter(_WithoutSecrets("%(asctime)s %(levelname)s %(message)s"))
     for handler in logger.handlers:
         if isinstance(handler, MemoryHandler):
@@ -185,11 +258,30 @@ def _log_to(handler: logging.Handler) -> None:
     logger.propagate = False
 
 
+class _RankLog(logging.StreamHandler[TextIO]):
+    """Appends to a file. The first failed write, such as on a full disk, is one line on standard error; no further ones are."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.TextIOWrapper(open_to_append(path), encoding="utf-8", errors="backslashreplace"))
+        self._path = path
+        self._is_reported = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self._is_reported:
+            self._is_reported = True
+            sys.stderr.write(f"dtrain: WARNING: {self._path} cannot be written ({sys.exc_info()[1]}).\n")
+
+    def close(self) -> None:
+        with suppress(OSError):  # what could not be written was reported
+            self.stream.close()
+        super().close()
+
+
 class _WithoutSecrets(logging.Formatter):
-    """Hides secrets of URLs, which errors of storage libraries contain; in tracebacks too."""
+    """Hides secrets, which errors of storage libraries contain; in tracebacks too."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return without_url_secrets(super().format(record))
+        return without_secrets_in(super().format(record))
 
 
 # -- reading directories of other users

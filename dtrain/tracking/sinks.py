@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
-from dtrain.config.errors import ConfigError
+from dtrain.config.errors import ConfigError, without_secrets_in
 from dtrain.distributed.atomic import replace_file
 from dtrain.tracking.console import ConsoleSink, console_sink
 from dtrain.tracking.records import JsonlSink, Record, cut_after
@@ -62,6 +62,9 @@ class Sink(Protocol):
     def media(self, step: int, name: str, path: Path) -> None:
         """Takes a picture (``.png``) or a text (``.txt``)."""
 
+    def alert(self, text: str) -> None:
+        """Takes a warning that a person should see soon."""
+
     def finish(self, state: str, reason: str | None = None) -> None:
         """Ends with the state and reason that status.json has. No record follows."""
 
@@ -76,6 +79,9 @@ class NullSinks:
         """Does nothing."""
 
     def note(self, text: str) -> None:
+        """Does nothing."""
+
+    def alert(self, text: str) -> None:
         """Does nothing."""
 
     def finish(self, state: str, reason: str | None = None) -> None:
@@ -115,10 +121,16 @@ class Sinks:
 
     def note(self, text: str) -> None:
         """Shows a sentence on the console, without disturbing the progress line."""
+        text = without_secrets_in(text)
         try:
             self._console.note(text)
         except OSError:  # the reader of the output is gone
             logger.warning("not shown: %s", text)
+
+    def alert(self, text: str) -> None:
+        """Passes a warning to the sinks besides the console, of which wandb sends it to the user."""
+        for sink in self._others:
+            self._report_errors(f"{type(sink).__name__} could not send an alert", partial(sink.alert, text))
 
     def finish(self, state: str, reason: str | None = None) -> None:
         """Ends every sink, at the first call. Blocks until they have written everything, for about a minute at most.
@@ -166,9 +178,9 @@ def build_sinks(
         run_dir: The run's directory; it exists.
         run_name: The name that wandb shows.
         config: The resolved config, without secrets, in plain containers.
-        resumed_step: Step of the checkpoint that the run resumes from; 0 for a new start. Records and media after it
-            are deleted.
-        evaluation_due: Whether the evaluation at that step will run again; then its record is deleted, too.
+        resumed_step: Step of the checkpoint that the run resumes from; 0 for a new start. Records and media after it are
+            moved to ``cut-metrics.jsonl`` and ``cut-media/``.
+        evaluation_due: Whether the evaluation at that step will run again; then its record is moved, too.
         total_steps: Attempted steps at which the run ends, for the progress line; None if unknown.
 
     Raises:
@@ -178,10 +190,12 @@ def build_sinks(
     mode = tracker_mode(tracker)
     metrics, media = run_dir / "metrics.jsonl", run_dir / "media"
     console = console_sink(total_steps)
-    # A new start may log an evaluation at step 0 again, so a record of step 0 is deleted, too.
+    # A new start may log an evaluation at step 0 again, so a record of step 0 is cut, too.
     kept = resumed_step if resumed_step > 0 else -1
-    if dropped := cut_after(metrics, (kept, not evaluation_due)):
-        console.note(f"{metrics}: {dropped} lines after step {resumed_step} dropped; these steps are repeated.")
+    if cut := cut_after(metrics, (kept, not evaluation_due)):
+        console.note(
+            f"{metrics}: {cut} lines after step {resumed_step} moved to cut-metrics.jsonl; the steps are repeated."
+        )
     cut_media_after(media, kept)
     others: list[Sink] = [JsonlSink(metrics)]
     # Both are imported where they are used: importing them takes a second.
@@ -259,6 +273,10 @@ class BackgroundSink:
     def media(self, step: int, name: str, path: Path) -> None:
         """Puts a picture or text into the queue; never blocks."""
         self._put(lambda sink: sink.media(step, name, path))
+
+    def alert(self, text: str) -> None:
+        """Puts an alert into the queue; never blocks."""
+        self._put(lambda sink: sink.alert(text))
 
     def finish(self, state: str, reason: str | None = None) -> None:
         """Waits until the sink has sent or stored everything, or until the time-out."""
@@ -340,10 +358,12 @@ def media_files(folder: Path) -> list[tuple[int, str, Path]]:
 
 
 def cut_media_after(folder: Path, step: int) -> None:
-    """Deletes media of later steps, which a resumed run is about to repeat."""
-    for at, _, path in media_files(folder):
+    """Moves media of later steps, which a resumed run is about to repeat, to ``cut-media/`` beside ``folder``."""
+    for at, name, path in media_files(folder):
         if at > step:
-            path.unlink()
+            cut = folder.with_name(f"cut-{folder.name}") / name
+            cut.mkdir(parents=True, exist_ok=True)
+            os.replace(path, cut / path.name)
 
 
 # -- mode of wandb: from the environment and the user's files; does not import wandb or use the network

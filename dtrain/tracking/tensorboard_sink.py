@@ -52,6 +52,9 @@ class TensorBoardSink:
             with Image.open(path) as picture:
                 self._writer.add_image(f"media/{name}", np.asarray(picture.convert("RGB")), step, dataformats="HWC")
 
+    def alert(self, text: str) -> None:
+        """Does nothing: TensorBoard has no alerts."""
+
     def finish(self, state: str, reason: str | None = None) -> None:
         """Writes the rest and closes the file."""
         self._writer.close()

@@ -109,6 +109,10 @@ class WandbSink:
             shown = wandb.Html(_page(path.read_text(encoding="utf-8"))) if text else wandb.Image(str(path))
             self._send((step, True), {f"media/{name}": shown})
 
+    def alert(self, text: str) -> None:
+        """Sends an alert."""
+        self._run.alert(f"{self._run.name} needs attention", text, level="WARN", wait_duration=1)  # default: 60 s
+
     def finish(self, state: str, reason: str | None = None) -> None:
         """Waits until wandb has sent or stored everything. A failure is an alert."""
         if state == "failed":

@@ -15,7 +15,6 @@ from typing import Any
 
 from dtrain.config.errors import ConfigError
 from dtrain.distributed.collectives import broadcast_buffers, from_rank0
-from dtrain.distributed.hang import BACKSTOP
 from dtrain.distributed.process_group import set_timeout
 from dtrain.training.checkpoints import Checkpoint, Checkpoints
 from dtrain.training.run_logger import RunLogger
@@ -143,7 +142,7 @@ class CheckpointManager:
         self.waits_for_disk = True
         set_timeout(_DISK_TIMEOUT)
         decision = from_rank0(function)
-        set_timeout(self._run.cfg.parallel.timeout_step + BACKSTOP)
+        set_timeout(self._run.cfg.parallel.timeout_step)
         self.waits_for_disk = False
         return decision
 

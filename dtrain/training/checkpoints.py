@@ -5,6 +5,10 @@
 * A checkpoint is *whole or absent*: its folder is staged, synced and renamed. A disk may still lose data in a power cut, so
   reading verifies the manifest and falls back to the previous checkpoint.
 * *Retention* deletes an old checkpoint only after the new one is safe on disk.
+* ``saved.json`` has the step of the last save, 0 before the first one. Without any checkpoint it tells a run that was killed
+  before its first save from one whose checkpoints were lost.
+* Only regular files (and links to them) are read, and only if they have the size that the manifest says: a checkpoint may
+  come from somebody else.
 
 Rank 0 writes, and chooses the checkpoint to read. Every rank reads it.
 """
@@ -15,8 +19,8 @@ import hashlib
 import json
 import logging
 import math
+import os
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,12 +32,13 @@ from torch import Tensor
 
 from dtrain.config.errors import ConfigError
 from dtrain.config.schema import CheckpointConfig
-from dtrain.distributed.atomic import replace_folder, restore_replaced
+from dtrain.distributed.atomic import open_regular, remove, replace_file, replace_folder, restore_replaced
 
 _FORMAT = 1
-_NAME = re.compile(
-    r"(?:step-(\d{9})|\.step-(\d{9})\.replaced)$"
-)  # the second after a kill between the two renames of a save
+_SAVED = "saved.json"
+_MOST_MANIFEST = 2**20  # bytes; a manifest has a few hundred
+# The second after a kill between the two renames of a save.
+_NAME = re.compile(r"(?:step-(\d{9})|\.step-(\d{9})\.replaced)$")
 logger = logging.getLogger("dtrain")
 
 
@@ -123,33 +128,6 @@ class Checkpoints:
         self.verify(step)
         return step
 
-    def to_resume(self, mode: str) -> tuple[int | None, list[str]]:
-        """Chooses the checkpoint that a start resumes from.
-
-        Args:
-            mode: ``run.resume``: ``"auto"``: the newest whole checkpoint, if there is one; ``"must"``: it must exist;
-                ``"never"``: none may exist.
-
-        Returns:
-            The step, or None for a new run, and a line for each broken checkpoint that was skipped.
-
-        Raises:
-            ConfigError: If the mode does not allow the existing checkpoints, or all of them are broken.
-        """
-        self.check_resume(mode)
-        if mode == "never":
-            if self.steps():
-                raise ConfigError(f"run.resume=never, but {self.directory} holds checkpoints. Use another run.dir.")
-            return None, []
-        step, problems = self.newest_good()
-        if step is None and (problems or mode == "must"):
-            found = "\n".join(f"    {problem}" for problem in problems) or "    there is none"
-            raise ConfigError(
-                f"{self.directory} has no checkpoint to resume from:\n{found}\n  Restore one, or start a new run in "
-                "another run.dir."
-            )
-        return step, [f"skipped a broken checkpoint: {problem}" for problem in problems]
-
     def steps(self) -> list[int]:
         """Steps of the existing checkpoints, oldest first; not verified."""
         if not self.directory.is_dir():
@@ -183,15 +161,37 @@ class Checkpoints:
         restore_replaced(self.directory)
         # Unfinished folders of a save that was killed.
         for leftover in self.directory.glob(".step-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+            remove(leftover)
         target = self.path(step)
         _write_folder(target, checkpoint)
+        self.record(step)
         # Not before: until the new folder is synced and renamed, an old checkpoint may be the only intact one.
         self._delete_old(step)
         return target
 
+    def record(self, step: int) -> None:
+        """Writes ``saved.json``.
+
+        Args:
+            step: Of the last checkpoint that was saved; 0 for a run that has none yet.
+
+        Raises:
+            OSError: On a write failure.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with replace_file(self.directory / _SAVED) as file:
+            file.write(json.dumps({"step": step}).encode() + b"\n")
+
+    def recorded(self) -> int | None:
+        """The step in ``saved.json``; None if the file is missing or damaged, as in a run of an earlier version."""
+        try:
+            step = _read_json(self.directory / _SAVED)["step"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return step if isinstance(step, int) else None
+
     def verify(self, step: int) -> None:
-        """Compares a checkpoint's files with its manifest.
+        """Compares a checkpoint's files with its manifest, and its step with its name.
 
         Raises:
             BadCheckpoint: If one is missing or differs; names it.
@@ -253,39 +253,50 @@ class Checkpoints:
         for step in steps:
             if step > saved or step not in keep:
                 # A folder that cannot be deleted costs disk space; it is no reason to end the run.
-                shutil.rmtree(self.path(step), ignore_errors=True)
+                remove(self.path(step))
 
 
 def verify_folder(folder: Path) -> None:
-    """Compares the size and SHA-256 of each file of a checkpoint with its manifest.
+    """Compares the size and SHA-256 of each file of a checkpoint with its manifest, and its content with its name.
 
     Raises:
-        BadCheckpoint: If a file is missing or differs; names it.
+        BadCheckpoint: If a file is missing or differs, names it; or if the folder was saved as another step.
     """
-    for name, expected in _manifest(folder).items():
+    manifest = _manifest(folder)
+    for name, expected in manifest.items():
         try:
-            found = _size_and_hash(folder / name)
-        except OSError as error:
-            raise BadCheckpoint(f"{folder}: {name} cannot be read ({error})") from error
-        if found != expected:
-            raise BadCheckpoint(f"{folder}: {name} is {found}, the manifest says {expected}")
+            _compare(folder / name, expected)
+        except (OSError, ValueError) as error:
+            raise BadCheckpoint(f"{folder}: {name} {error}") from error
+    state = _state(folder)
+    # Checkpoints of earlier versions have neither entry.
+    for name in state.get("tensors", ("model", "optimizer")):
+        if f"{name}.safetensors" not in manifest:
+            raise BadCheckpoint(
+                f"{folder}: manifest.json lacks {name}.safetensors, which was saved with this checkpoint"
+            )
+    step, counters = _step_of(folder), state.get("counters", {})
+    saved = state.get("step", counters.get("step") if isinstance(counters, Mapping) else None)
+    if None not in (step, saved) and step != saved:
+        raise BadCheckpoint(f"{folder} has the checkpoint of step {saved}. Delete it, or rename it to step-{saved:09d}")
 
 
 def _write_folder(folder: Path, checkpoint: Checkpoint) -> None:
     with replace_folder(folder) as staged:
         for name, tensors in checkpoint.tensors.items():
             _write_tensors(staged / f"{name}.safetensors", tensors)
-        (staged / "state.json").write_text(json.dumps({"format": _FORMAT, **checkpoint.state}, indent=1))
+        content = {"step": _step_of(folder), "tensors": sorted(checkpoint.tensors)}
+        (staged / "state.json").write_text(json.dumps({"format": _FORMAT, **checkpoint.state, **content}, indent=1))
         manifest = {path.name: _size_and_hash(path) for path in sorted(staged.iterdir())}
         (staged / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
 
 def _read_folder(folder: Path) -> Checkpoint:
+    state = _state(folder)
     try:
-        state = json.loads((folder / "state.json").read_text())
         files = [folder / name for name in _manifest(folder) if name.endswith(".safetensors")]
         tensors = {file.stem: safetensors.torch.load_file(file) for file in files}
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, SafetensorError) as error:
         raise BadCheckpoint(f"{folder} cannot be read: {error}") from error
     if state.get("format") != _FORMAT:
         raise BadCheckpoint(f"{folder} has format {state.get('format')!r}, this version of dtrain reads {_FORMAT}.")
@@ -297,21 +308,55 @@ def _saved_metrics(folder: Path) -> Mapping[str, float]:
     path = folder / "state.json"
     try:
         # Verified, since one flipped digit could make a "best" checkpoint that no later one ever surpasses.
-        whole = _size_and_hash(path) == _manifest(folder)[path.name]
-        metrics: Mapping[str, float] = json.loads(path.read_text())["metrics"] if whole else {}
+        _compare(path, _manifest(folder)[path.name])
+        metrics: Mapping[str, float] = _state(folder)["metrics"]
     except (OSError, ValueError, KeyError):
         return {}
     return metrics
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
+def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest = _read_json(folder / "manifest.json", _MOST_MANIFEST)
         if not isinstance(manifest, dict) or "state.json" not in manifest:
             raise ValueError("it lists no state.json")
+        for name, expected in manifest.items():
+            if Path(name).name != name or not isinstance(expected, dict) or set(expected) != {"size", "sha256"}:
+                raise ValueError(f"it lists {name!r} as {expected!r}, want the name, size and sha256 of a file")
     except (OSError, ValueError) as error:
         raise BadCheckpoint(f"{folder}: manifest.json cannot be read ({error})") from error
     return manifest
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    try:
+        state = _read_json(folder / "state.json")
+    except (OSError, ValueError) as error:
+        raise BadCheckpoint(f"{folder}: state.json cannot be read ({error})") from error
+    if not isinstance(state, dict):
+        raise BadCheckpoint(f"{folder}: state.json does not hold a state")
+    return state
+
+
+def _read_json(path: Path, most: int | None = None) -> Any:
+    """The content of a JSON file of at most ``most`` bytes.
+
+    Raises:
+        OSError, ValueError: If it cannot be read, is larger, or is not JSON.
+    """
+    with open_regular(path) as file:
+        if most is not None and os.fstat(file.fileno()).st_size > most:
+            raise ValueError(f"it has more than {most:,} bytes")
+        try:
+            return json.loads(file.read())
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply") from error
+
+
+def _step_of(folder: Path) -> int | None:
+    """The step in the name of a checkpoint's folder; None if it has another name."""
+    match = _NAME.match(folder.name)
+    return int(match[1] or match[2]) if match else None
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -321,9 +366,19 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
         raise OSError(f"{path}: {error}") from error
 
 
+def _compare(path: Path, expected: Mapping[str, Any]) -> None:
+    """Raises a ``ValueError`` if a file has another size or content than the manifest says."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+    if size != expected["size"]:  # before reading it, which would take long for a file of any size
+        raise ValueError(f"has {size} bytes, the manifest says {expected['size']}")
+    if (found := _size_and_hash(path)) != expected:
+        raise ValueError(f"is {found}, the manifest says {expected}")
+
+
 def _size_and_hash(path: Path) -> dict[str, Any]:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(1 << 20):
             digest.update(block)
-    return {"size": path.stat().st_size, "sha256": digest.hexdigest()}
+        return {"size": file.tell(), "sha256": digest.hexdigest()}

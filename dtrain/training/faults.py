@@ -5,7 +5,7 @@ disk_full@step=20"``. A *fault* happens on one rank (default 0) in one attempted
 after a restart, because a marker file in ``<run.dir>/faults`` records it; ``once=false`` repeats it.
 
 * ``crash`` raises, ``kill`` is SIGKILL, ``hang`` sleeps for ever, ``slow`` sleeps ``seconds`` (default 1), all before the
-  step's first forward.
+  step's first forward; ``slow`` in ``steps`` steps (default 1) from ``step`` on.
 * ``nan`` sets this rank's gradients to NaN between their averaging and the vote; ``corrupt_sample`` makes a sample in the
   step's first micro-batch unreadable.
 * ``disk_full`` fails the checkpoint of the step with ENOSPC; ``torn_checkpoint`` truncates it after it was written.
@@ -24,6 +24,7 @@ from pathlib import Path
 
 from dtrain.config.errors import ConfigError
 from dtrain.data import Batch
+from dtrain.distributed.atomic import open_to_append
 from dtrain.training.checkpoints import Checkpoint
 from dtrain.training.state import TrainState
 
@@ -46,6 +47,7 @@ class Fault:
         rank: The rank. Rank 0 writes checkpoints.
         once: Whether it happens only once for a run directory.
         seconds: Duration of ``slow``.
+        steps: Number of steps of ``slow``.
     """
 
     kind: str
@@ -53,6 +55,7 @@ class Fault:
     rank: int = 0
     once: bool = True
     seconds: float = 1.0
+    steps: int = 1
 
     @classmethod
     def parse(cls, text: str) -> Fault:
@@ -68,6 +71,7 @@ class Fault:
             "rank": int,
             "once": lambda value: {"true": True, "false": False}[value.lower()],
             "seconds": float,
+            "steps": int,
         }
         try:
             if kind not in (*_IN_THE_STEP, *_IN_THE_SAVE) or "step" not in values:
@@ -76,7 +80,7 @@ class Fault:
         except (ValueError, KeyError):
             raise ConfigError(
                 f"faults: got {text!r}, want KIND@step=N with KIND one of {', '.join((*_IN_THE_STEP, *_IN_THE_SAVE))}, "
-                "optionally followed by rank=N, once=false, seconds=S; such as crash@rank=1,step=5."
+                "optionally followed by rank=N, once=false, seconds=S, steps=N; such as crash@rank=1,step=5."
             ) from None
 
     def __str__(self) -> str:
@@ -97,6 +101,7 @@ class Faults:
         self._all = list(faults)
         self._own = [fault for fault in faults if fault.rank == rank]
         self._run_dir = run_dir
+        self._begun: set[Fault] = set()
 
     @classmethod
     def of(cls, config: Sequence[str], run_dir: Path, rank: int, environment: Mapping[str, str] = os.environ) -> Faults:
@@ -156,10 +161,15 @@ class Faults:
     def due(self, step: int, *kinds: str) -> Iterator[Fault]:
         """Yields this rank's faults of ``step``; marks each one before."""
         for fault in self._own:
-            if fault.step == step and fault.kind in kinds and not (fault.once and self._marker(fault).exists()):
+            if fault.kind not in kinds:
+                continue
+            if fault.step == step and not (fault.once and self._marker(fault).exists()):
                 self._marker(fault).parent.mkdir(exist_ok=True)
-                self._marker(fault).touch()
+                open_to_append(self._marker(fault)).close()
                 logger.warning("injected fault: %s", fault)
+                self._begun.add(fault)
+                yield fault
+            elif fault in self._begun and fault.step < step < fault.step + fault.steps:
                 yield fault
 
     def _marker(self, fault: Fault) -> Path:

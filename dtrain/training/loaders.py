@@ -18,6 +18,7 @@ from dtrain.data.datasets import value_fields
 from dtrain.data.fields import Field, parse_fields
 from dtrain.data.mixing import Mix
 from dtrain.data.node_cache import CachePolicy
+from dtrain.data.order import choose_lanes
 from dtrain.data.stream import Stream, StreamLoader
 from dtrain.distributed.collectives import from_rank0
 from dtrain.distributed.world import World
@@ -58,13 +59,25 @@ def train_loader(cfg: Config, world: World, precision: Precision) -> ShardLoader
     )
 
 
-def eval_loader(cfg: Config, world: World, precision: Precision) -> ShardLoader | None:
-    """This rank's evaluation loader, in stored order, each sample once; None without ``data.eval``.
+def eval_loader(
+    cfg: Config, world: World, precision: Precision, *, in_stored_order: bool = False
+) -> ShardLoader | None:
+    """This rank's evaluation loader, each sample once; None without ``data.eval``.
+
+    Args:
+        cfg: The config.
+        world: The ranks.
+        precision: Decides the transfer dtypes.
+        in_stored_order: Without it, a step draws from several lanes in stored order, so that each rank opens about its
+            share of the shards. With it, every rank opens all of them.
 
     Raises:
         ConfigError: If shards, fields and sizes cannot work together.
     """
-    return _loader(cfg, world, precision, "eval", shuffle="none") if cfg.data.eval else None
+    if not cfg.data.eval:
+        return None
+    lanes = None if in_stored_order else choose_lanes(max(cfg.train.global_batch_size, 1), None, "window")
+    return _loader(cfg, world, precision, "eval", shuffle="none", lanes=lanes)
 
 
 def check_same_data(train: ShardLoader | None, evaluation: ShardLoader | None) -> None:
@@ -129,7 +142,9 @@ def _loader(cfg: Config, world: World, precision: Precision, split: str, **order
             f"data.{split} is not set. Name shards, such as 'data.{split}=\"shards/{{000..009}}.tar\"', or a dataset by its "
             "_target_ (data=map)."
         )
-    named = data[split]  # type: ignore[index]
+    named, fields = data[split], _plain(data.fields)  # type: ignore[index]
+    if split == "eval":
+        fields = _in_the_middle(fields)
     options: dict[str, Any] = {
         "global_batch_size": cfg.train.global_batch_size,
         "micro_batch_size": cfg.train.micro_batch_size,
@@ -151,11 +166,11 @@ def _loader(cfg: Config, world: World, precision: Precision, split: str, **order
         if isinstance(named, DictConfig):
             dataset = by_target(f"data.{split}", named)
             if isinstance(dataset, Stream):
-                return StreamLoader(dataset, _plain(data.fields), **options)
-            return ShardLoader.over(dataset, _plain(data.fields), shard_size=data.shard_size, **options)
+                return StreamLoader(dataset, fields, **options)
+            return ShardLoader.over(dataset, fields, shard_size=data.shard_size, **options)
         policy = CachePolicy.of(data.storage, data.cache.dir, data.cache.max_gb)
         patterns = named if isinstance(named, str) else list(named)
-        return ShardLoader(patterns, _plain(data.fields), policy=policy, **options)
+        return ShardLoader(patterns, fields, policy=policy, **options)
 
 
 def build_mix(node: Any) -> Mix:
@@ -185,6 +200,17 @@ def _plain(fields: object) -> dict[str, dict[str, object]]:
                 where = f"{ext!s}[{number}]" if is_list else str(ext)
                 options["decoder"] = by_target(f"data.fields.{where}.decoder", node.decoder)
     return plain  # type: ignore[return-value]
+
+
+def _in_the_middle(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields without ``clip: random``: an evaluation takes the middle of a recording."""
+
+    def fixed(options: Any) -> Any:
+        if isinstance(options, list):
+            return [fixed(one) for one in options]
+        return {**options, "clip": None} if isinstance(options, dict) else options
+
+    return {ext: fixed(options) for ext, options in fields.items()}
 
 
 def _classes_file(pattern: Any) -> Path | None:

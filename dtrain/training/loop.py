@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from dtrain.data import Batch
 from dtrain.data.batch import DeviceCopies
 from dtrain.data.sample_log import BadSampleBudget, SampleLog
 from dtrain.distributed.collectives import wait_for_all
-from dtrain.distributed.hang import BACKSTOP, Place
+from dtrain.distributed.hang import Place
 from dtrain.distributed.process_group import set_timeout
 from dtrain.distributed.stop import StopRequests
 from dtrain.precision.autocast_check import AutocastCheck
@@ -40,7 +40,7 @@ from dtrain.training.metrics import StepMetrics, Timing
 from dtrain.training.profiler import DATA, StepProfiler, profiler_label
 from dtrain.training.run_logger import RunLogger
 from dtrain.training.state import TrainState
-from dtrain.training.step import StepOutcome
+from dtrain.training.step import StepOutcome, TooManySkips
 from dtrain.training.task import Evaluation
 
 logger = logging.getLogger("dtrain")
@@ -91,7 +91,7 @@ class Loop:
         self._stop = stop
         # A time limit must leave room for the final checkpoint, whose duration is known from the earlier ones.
         stop.save_takes(lambda: self._checkpoints.seconds)
-        self._metrics = StepMetrics(run)
+        self._metrics = StepMetrics(run, run_logger.warn, run_logger.recovered)
         self._sample_log = SampleLog(run.run_dir / "logs", run.world.rank, run.cfg.data.record_keys)
         self._profiler = StepProfiler.of(run.cfg.profile, run.step.step, run.run_dir, run.world, run_logger.note)
         self._to_device = DeviceCopies(run.world.device)
@@ -146,7 +146,7 @@ class Loop:
                         self._profiler.after(step.step)
                     if step.step == self._first_step + 1:
                         # The first step of a start loads kernels and compiles; later ones may take less time.
-                        set_timeout(self._run.cfg.parallel.timeout_step + BACKSTOP)
+                        set_timeout(self._run.cfg.parallel.timeout_step)
                     self._evaluate_and_save(epoch_ended)
                 state, reason = self._end()
         finally:
@@ -158,13 +158,21 @@ class Loop:
         wait_for_all()  # no rank records the end of the run if a hook fails on another one
         return state, reason
 
+    def abandon(self) -> None:
+        """Drops the window under way after a collective failed: the run is as after its last applied step."""
+        self._checkpoints.is_safe()
+        self._run.step.abandon()
+        # Its record is not written, which would be collective; a series of skipped steps goes on.
+        with suppress(TooManySkips, RuntimeError):
+            outcome = self._run.step.settle()
+            if outcome is not None and self._timing is not None:
+                self._metrics.add(outcome, self._timing)
+
     def place(self) -> Place:
         """The progress of this rank, for the hang detection, which calls this in another thread."""
         step, loaders = self._run.step, (self._run.train_loader, self._run.eval_loader)
-        # Waiting for the disk is not a hang and has its own time-out. While it lasts, the clock counts as progress.
-        disk = time.monotonic() if self._checkpoints.waits_for_disk else 0.0
-        progress = (step.step, disk, *(loader.samples_received for loader in loaders if loader is not None))
-        return Place(step.step + 1, list(self._window.keys), progress)
+        progress = (step.step, *(loader.samples_received for loader in loaders if loader is not None))
+        return Place(step.step + 1, list(self._window.keys), progress, self._checkpoints.waits_for_disk)
 
     # -- one step
 
@@ -266,14 +274,16 @@ class Loop:
         if run.eval_loader is None:
             return None
         self._settle()
+        totals.evaluation_due = True  # until it has ended
         with self._clock_stopped():
             result = evaluate_run(run, lambda: self._stop.reason is not None, stopping=self._stopping)
             if result is None:
-                self._stopping = totals.evaluation_due = True
+                self._stopping = True
                 self._run_logger.note(
                     f"The evaluation after step {run.step.step} was interrupted by a stop request. It runs first on resume."
                 )
                 return None
+            totals.evaluation_due = False
             totals.evaluations += 1
             metrics = result.record()
             record = self._position() | metrics

@@ -1,44 +1,32 @@
-"""Metrics of training steps, and the slowest rank.
+"""Metrics of training steps.
 
 * ``StepMetrics`` measures steps for the loop, and makes a record of the steps since the last record.
 * ``MetricSums`` adds up settled steps. Metrics of the model come from applied steps only, so that an overflow does not show as
   an infinite loss; metrics of the machine come from all steps. The record divides sums by counts, so there are no means of
   means. All values are plain Python numbers: adding a step never waits for a device.
-* The *own time* of a rank is the part of a step in which it waits for no other rank: the wait for data, the forwards, and the
-  backwards without averaging. It ends with the last forward. ``StragglerTimer`` measures it.
-* ``StragglerReport`` exchanges the ranks' own times at logged steps, by a gather that no rank waits for: its result is read at
-  the next exchange. An exchange costs 150 microseconds of a core, so there is one in ``EVERY`` steps.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dtrain.data import Batch
-from dtrain.distributed.world import World
 from dtrain.precision.comm_hooks import REDUCE_DTYPES, bytes_per_step
 from dtrain.precision.vote import payload_bytes
 from dtrain.training.flops import flops_per_row, peak_flops
 from dtrain.training.memory import peak
 from dtrain.training.state import TrainState
 from dtrain.training.step import StepOutcome
+from dtrain.training.stragglers import Pieces, StragglerReport, StragglerTimer
 
-#: Steps between two exchanges of own times.
-EVERY = 50
 _MEMORY_EVERY = 1.0  # seconds between two readings of the process's memory
-#: (begin, end) of pieces of own time, as the clock returned them.
-Pieces = list[tuple[Any, Any]]
 
 
 @dataclass(slots=True)  # not frozen: one is made in every step, and frozen ones are slow to construct
@@ -63,9 +51,16 @@ class StepMetrics:
 
     Args:
         run: The run; ``skipped_steps`` and ``bad_samples`` of its totals are kept up to date.
+        slow: Called on rank 0 with a sentence about ranks that stay slow.
+        recovered: Called on rank 0 when they no longer are.
     """
 
-    def __init__(self, run: TrainState) -> None:
+    def __init__(
+        self,
+        run: TrainState,
+        slow: Callable[[str], None] = lambda text: None,
+        recovered: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self._run = run
         totals, parallel, model = run.totals, run.cfg.parallel, run.step.model
         self._sums = MetricSums(
@@ -77,7 +72,7 @@ class StepMetrics:
         self._restarts = (  # in every record of a step, if there were any
             {"time/restarts": totals.restarts, "time/lost_seconds": totals.lost_seconds} if totals.restarts else {}
         )
-        self._stragglers = StragglerReport(run.world)
+        self._stragglers = StragglerReport(run.world, slow, recovered)
         self._first_step = run.step.step + 1
         self._timer: StragglerTimer | None = None
         self._ddp_bytes: int | None = None
@@ -128,7 +123,7 @@ class StepMetrics:
             bad=stats.bad,
         )
         if self._timer is not None and outcome.step > self._first_step:  # the first one loads kernels and compiles
-            self._stragglers.add(self._timer.seconds(timing.own))
+            self._stragglers.add(self._timer.seconds(timing.own), timing.seconds)
         totals.skipped_steps, totals.bad_samples = self._sums.skipped_steps, self._sums.bad_samples
 
     def record(self, outcome: StepOutcome) -> dict[str, float | int]:
@@ -292,147 +287,3 @@ class MetricSums:
             speed[f"time/step_seconds_{name}"] = ordered[math.ceil(share * len(ordered)) - 1]
         speed["time/data_wait_fraction"] = self._wait / seconds
         return speed
-
-
-class StragglerTimer:
-    """Measures the own time of this rank, with hooks on the model's forward.
-
-    DDP broadcasts rank 0's buffers before a forward. That wait is excluded, unless the model is compiled as a whole or is a
-    ScriptModule, whose inner forward takes no hooks.
-
-    Args:
-        model: The model in DDP.
-        device: Its device.
-        clock: Has ``now()`` and ``between(began, ended)`` in seconds; None: the clock of the device.
-    """
-
-    def __init__(self, model: DistributedDataParallel, device: torch.device, clock: Any = None) -> None:
-        self._clock = clock or (_DeviceClock() if device.type == "cuda" else _HostClock())
-        self._pieces: Pieces = []
-        self._since: Any = None  # begin of the current piece; None: not measuring
-        inner: nn.Module = model.module
-        self._handles = [model.register_forward_hook(self._end_piece)]
-        # A ScriptModule takes no hooks and has no _compiled_call_impl.
-        opaque = isinstance(inner, torch.jit.ScriptModule) or inner._compiled_call_impl is not None
-        if model.broadcast_buffers and any(True for _ in inner.buffers()) and not opaque:
-            self._handles.append(model.register_forward_pre_hook(self._pause))
-            self._handles.append(inner.register_forward_pre_hook(self._resume))
-
-    def begin(self) -> None:
-        """Starts the measurement of a step."""
-        self._pieces = []
-        self._since = self._clock.now()
-
-    def taken(self) -> Pieces:
-        """Own time since ``begin``, until the last forward. Convert it with ``seconds`` after the step's vote."""
-        pieces, self._pieces, self._since = self._pieces, [], None
-        return pieces
-
-    def end(self) -> None:
-        """Removes the hooks."""
-        for handle in self._handles:
-            handle.remove()
-
-    def seconds(self, pieces: Pieces) -> float:
-        """The sum of ``pieces`` in seconds."""
-        return sum(self._clock.between(began, ended) for began, ended in pieces)
-
-    def _pause(self, *_: Any) -> None:
-        if self._since is not None:
-            self._pieces.append((self._since, self._clock.now()))
-
-    def _resume(self, *_: Any) -> None:
-        if self._since is not None:
-            self._since = self._clock.now()
-
-    def _end_piece(self, *_: Any) -> None:
-        if self._since is not None:
-            now = self._clock.now()
-            self._pieces.append((self._since, now))
-            self._since = now
-
-
-class StragglerReport:
-    """Finds the slowest rank from the own times of all ranks. Does nothing in a world of one."""
-
-    def __init__(self, world: World) -> None:
-        self._size = world.size
-        self._seconds = 0.0
-        self._steps = 0
-        self._next = 0
-        self._work: dist.Work | None = None
-        self._seconds_of_ranks = torch.zeros(world.size, dtype=torch.float64)
-        self._own_mean = torch.zeros(1, dtype=torch.float64)
-
-    def add(self, seconds: float) -> None:
-        """Adds the own time of a step."""
-        self._seconds += seconds
-        self._steps += 1
-
-    def exchange(self, step: int) -> dict[str, float | int]:
-        """Collective, without a wait. Reads the last exchange, and starts another if ``EVERY`` steps have passed.
-
-        Args:
-            step: Attempted steps, equal on all ranks.
-
-        Returns:
-            The metrics of ``straggler``; empty without a new exchange, and in a world of one.
-        """
-        if self._size == 1:
-            return {}
-        found = self._found()
-        if step < self._next or not self._steps:
-            return found
-        self._next = step + EVERY
-        self._own_mean = torch.tensor([self._seconds / self._steps], dtype=torch.float64)
-        self._seconds_of_ranks = torch.zeros(self._size, dtype=torch.float64)
-        self._seconds, self._steps = 0.0, 0
-        # On the host: gloo gathers while the GPUs compute.
-        self._work = dist.all_gather(list(self._seconds_of_ranks.split(1)), self._own_mean, async_op=True)
-        return found
-
-    def end(self) -> None:
-        """Collective. Waits for the last exchange."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-
-    def _found(self) -> dict[str, float | int]:
-        if self._work is None:
-            return {}
-        # It was started before the votes of later steps, so it has ended and this does not block.
-        self.end()
-        return straggler(self._seconds_of_ranks)
-
-
-def straggler(seconds: Tensor) -> dict[str, float | int]:
-    """``time/slowest_rank``, and ``time/straggler_seconds``: its difference from the lower median of all ranks.
-
-    Args:
-        seconds: Mean own time of each rank in a step, float64, shape ``[ranks]``.
-    """
-    times: list[float] = seconds.tolist()
-    slowest = max(times)
-    return {
-        "time/slowest_rank": times.index(slowest),
-        "time/straggler_seconds": slowest - statistics.median_low(times),
-    }
-
-
-class _HostClock:
-    now = staticmethod(time.monotonic)
-
-    def between(self, began: float, ended: float) -> float:
-        return ended - began
-
-
-class _DeviceClock:
-    """CUDA events on the current stream; nothing waits for them. The device must have passed both ends of a duration."""
-
-    def now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
-        return began.elapsed_time(ended) / 1000

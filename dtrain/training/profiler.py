@@ -25,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from dtrain.config.errors import ConfigError
 from dtrain.config.schema import ProfileConfig
+from dtrain.distributed.atomic import replace_file
 from dtrain.distributed.world import World
 
 #: The label of a whole step.
@@ -144,11 +145,13 @@ class StepProfiler:
         last = self._first + self._steps - 1
         path = self._folder / f"rank-{self._rank:05d}-steps-{self._first:09d}-{last:09d}.json.gz"
         aside = path.with_name(f".{path.name}")
+        aside.unlink(missing_ok=True)  # a link must not be followed
         stopped.export_chrome_trace(str(aside))
         os.replace(aside, path)
         title = f"steps {self._first} to {last} of rank {self._rank}"
         page = TraceSummary.read(path, STEP, PARTS).text(title)
-        path.with_name(path.name.removesuffix(".json.gz") + ".txt").write_text(f"{page}\n", encoding="utf-8")
+        with replace_file(path.with_name(path.name.removesuffix(".json.gz") + ".txt")) as file:
+            file.write(f"{page}\n".encode())
         logger.info("profile of %s", page)
         self._note(f"profile of {title}: {path} (https://ui.perfetto.dev opens it), and a summary beside it")
 

@@ -1,6 +1,8 @@
 """Where a start of a run begins, and where it ends: the newest checkpoint, weights of another run, and the number of steps.
 
-* All functions only read. Whatever they refuse leaves the run directory as it is.
+* All functions but ``EarlierStarts.prepare`` only read. Whatever they refuse leaves the run directory as it is.
+* A run *shows progress* if its status, metrics or sample logs have a step. Without a whole checkpoint it is refused, unless
+  none was ever saved: a run that was killed before its first save begins again at step 0, without a person.
 * A run that is *finished* is not started again by the command that finished it. A longer one extends it. A command that asks
   for fewer steps than the run has done is refused.
 * ``run.weights_from`` is for the same model: all names and shapes must be equal. ``run.warm_start`` is for another model:
@@ -10,7 +12,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -24,10 +28,14 @@ from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.run import Run
 from dtrain.config.schema import Config, RunConfig, TrainConfig
 from dtrain.distributed.collectives import from_rank0, on_all_ranks
-from dtrain.tracking.run_dir import read_status
+from dtrain.tracking.records import read_records
+from dtrain.tracking.run_dir import move_records_aside, status_or_none
 from dtrain.training.checkpoints import Checkpoints, verify_folder
 from dtrain.training.schedule import step_limits
 from dtrain.training.state import TrainState, weight_problems
+
+# Set by torchrun, SLURM and dtrain's batch script when the same command runs again without a person.
+_AUTOMATIC_STARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "DTRAIN_STARTS")
 
 
 @dataclass(frozen=True)
@@ -35,38 +43,74 @@ class EarlierStarts:
     """What earlier starts of the run have left, equal on all ranks.
 
     Attributes:
-        checkpoint: Step of the checkpoint to resume from; None for a new run.
+        checkpoint: Step of the checkpoint to resume from; None for a run that begins at step 0.
         status: Content of ``status.json``; None without one.
         changes: What this command changes, such as ``train.max_steps: 50 -> 100``.
-        problems: A line for each broken checkpoint that was skipped.
+        problems: A line for each file that is damaged and not used.
+        moved_aside: Whether ``prepare`` moves all records aside, for ``run.resume=never``.
     """
 
     checkpoint: int | None = None
     status: Mapping[str, Any] | None = None
-    changes: Sequence[str] = ()
+    changes: Sequence[str] = field(default_factory=list)
     problems: Sequence[str] = field(default_factory=list)
+    moved_aside: bool = False
 
     @classmethod
     def of(cls, cfg: Config, identity: Run) -> EarlierStarts:
         """Collective. Reads the run directory.
 
         Raises:
-            ConfigError: On every rank, if the directory has another run, or no good checkpoint where there must be one.
+            ConfigError: On every rank, if the directory has another run, or ``run.resume`` does not allow what there is, or
+                there is no whole checkpoint although the run shows progress.
         """
+        mode = cfg.run.resume
+        if mode == "never" and any(os.environ.get(name) not in (None, "", "0") for name in _AUTOMATIC_STARTS):
+            mode = "auto"  # it is about the first start of a job; its restarts continue the new run
 
         def read() -> dict[str, Any]:
-            changes = identity.changes()
-            step, problems = Checkpoints.of(identity.dir, cfg.checkpoint).to_resume(cfg.run.resume)
+            problems: list[str] = []
             with as_config_error("run.dir"):
-                earlier = cls(step, read_status(identity.dir), changes, problems)
-            if earlier.finished and changes and step is None:
+                changes = identity.changes()
+                checkpoints = Checkpoints.of(identity.dir, cfg.checkpoint)
+                step, broken = checkpoints.newest_good()
+                status = status_or_none(identity.dir, problems)
+                progress = [*(f"broken checkpoint: {line}" for line in broken), *_progress(identity.dir, status)]
+            if mode == "never":
+                if step is not None:
+                    raise ConfigError(
+                        f"run.resume=never, but {checkpoints.directory} has a checkpoint of step {step}. Leave run.resume out "
+                        "to resume, or use another run.dir for a new run."
+                    )
+                return asdict(cls(moved_aside=bool(progress)))
+            earlier = cls(
+                step, status, changes, [*problems, *(f"skipped a broken checkpoint: {line}" for line in broken)]
+            )
+            if step is None and mode == "must":
+                raise ConfigError(_without_checkpoint("run.resume=must, but", checkpoints, progress))
+            is_done = earlier.finished and not changes  # as nothing_left says
+            is_lost = bool(broken) or (bool(progress) and checkpoints.recorded() != 0)
+            if step is None and is_lost and not is_done:
                 raise ConfigError(
-                    f"run.dir: {identity.dir} has a finished run without checkpoints, so it cannot be extended. Use another "
-                    f"run.dir, or go back to the values on the left:\n{_listed(changes)}"
+                    _without_checkpoint(
+                        "run.dir:", checkpoints, [*progress, *(f"this command changes {change}" for change in changes)]
+                    )
                 )
             return asdict(earlier)
 
         return cls(**from_rank0(read))
+
+    def prepare(self, run: TrainState) -> None:
+        """On rank 0, before the start writes anything: moves the records aside for ``run.resume=never``.
+
+        Raises:
+            ConfigError: If the directory cannot be written.
+        """
+        with as_config_error(f"run.dir: {run.run_dir} cannot be written, choose another one"):
+            if self.moved_aside:
+                folder = move_records_aside(run.run_dir)
+                print(f"run.resume=never: the records of earlier starts are in {folder}", flush=True)
+            run.checkpoints.record(run.step.step)
 
     @property
     def finished(self) -> bool:
@@ -214,6 +258,28 @@ def _renamed(name: str, rename: Mapping[str, str]) -> str:
         if name.startswith(old):
             return new + name.removeprefix(old)
     return name
+
+
+def _progress(run_dir: Path, status: Mapping[str, Any] | None) -> Iterator[str]:
+    """A line for each file that shows that the run has trained."""
+    if status is not None and status.get("step", 0) > 0:
+        yield f"status.json: {status['state']} at step {status['step']}"
+    with suppress(OSError):
+        if any(record["step"] > 0 for record in read_records(run_dir / "metrics.jsonl")):
+            yield "metrics.jsonl has records"
+    logs = [path for path in sorted((run_dir / "logs").glob("keys-rank-*.jsonl")) if path.stat().st_size]
+    if logs:
+        yield f"logs/{logs[0].name} has the samples of its steps"
+
+
+def _without_checkpoint(what: str, checkpoints: Checkpoints, found: Sequence[str]) -> str:
+    saved = checkpoints.recorded()
+    last = f", the last one was saved after step {saved}" if saved else ""
+    return (
+        f"{what} {checkpoints.directory} has no checkpoint to resume from{last}:\n"
+        f"{_listed(found or ['there is none'])}  Restore the checkpoints; or add run.resume=never to begin again at step 0, "
+        "which moves all records of the run aside; or use another run.dir."
+    )
 
 
 def _listed(changes: Sequence[str]) -> str:

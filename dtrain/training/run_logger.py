@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import torch
 
-from dtrain.config.errors import as_config_error
+from dtrain.config.errors import as_config_error, without_secrets_in
 from dtrain.config.run import Run, without_secrets
 from dtrain.data import Batch
 from dtrain.data.sample_log import truncate_sample_logs
@@ -116,9 +116,19 @@ class RunLogger:
         self._sinks.note(line)
 
     def warn(self, text: str) -> None:
-        """Shows and logs something that the user should act on."""
+        """Shows and logs something that the user should act on; wandb sends an alert."""
         logger.warning(text)
         self._sinks.note(f"WARNING: {text}")
+        self._sinks.alert(text)
+
+    def alert(self, text: str) -> None:
+        """Sends an alert to the user, if the run has a tracker that does."""
+        self._sinks.alert(text)
+
+    def recovered(self, text: str) -> None:
+        """Shows and logs that something needs no action any more."""
+        logger.info(text)
+        self._sinks.note(text)
 
     def close(self) -> None:
         """Reports the last messages of the compiler."""
@@ -176,7 +186,7 @@ class MediaLogger:
         run, cfg = self._run, copy.deepcopy(self._run.cfg)
         cfg.data.num_workers = 0
         cfg.train.micro_batch_size = run.train_loader.rows_per_micro_batch
-        loader = eval_loader(cfg, replace(run.world, rank=0, size=1), run.precision)
+        loader = eval_loader(cfg, replace(run.world, rank=0, size=1), run.precision, in_stored_order=True)
         if loader is None:
             return
         try:
@@ -215,7 +225,7 @@ def print_start_banner(identity: Run, run: TrainState, start: str, last_step: in
     """
     if run.world.rank == 0:
         every = banner_rows(identity, run, start, last_step) | {"restarts": run.totals.interruptions(), **rows}
-        print_banner("dtrain", {name: text for name, text in every.items() if text})
+        print_banner("dtrain", {name: without_secrets_in(text) for name, text in every.items() if text})
 
 
 def banner_rows(identity: Run, run: TrainState, start: str, last_step: int) -> dict[str, str]:

@@ -202,6 +202,7 @@ class RunTotals:
         """
         if status is None:
             return
+        now = time.time() if now is None else now
         self.restarts, self.lost_seconds, self.down_seconds = (
             status.get(name, 0) for name in ("restarts", "lost_seconds", "down_seconds")
         )
@@ -209,7 +210,7 @@ class RunTotals:
             return
         self.restarts += 1
         self.lost_seconds += max(0.0, status.get("trained_seconds", 0.0) - self.seconds)
-        self.down_seconds += max(0.0, (time.time() if now is None else now) - status["time"])
+        self.down_seconds += max(0.0, now - status.get("time", now))
 
     def interruptions(self) -> str:
         """A line for the banner; ``""`` without restarts."""

@@ -161,7 +161,7 @@ class TrainStep:
         self._diagnosis = SkipDiagnosis(bare)
         self._metric_names: list[str] = []
         self._window_counts = _WindowCounts()
-        self._unapplied = self._unsettled = False
+        self._unapplied = self._unsettled = self._is_open = False
         self._first_window = True
         self.step = 0
         self.applied_steps = 0
@@ -182,6 +182,7 @@ class TrainStep:
         """
         # A skipped step must also restore BatchNorm's running statistics, which the forward changes.
         self._buffers.save()
+        self._is_open = True
         done = 0
         for number, batch in enumerate(window):
             # Seeded from the position, not from a saved generator state: a resumed run draws the same dropout, and no
@@ -294,7 +295,17 @@ class TrainStep:
             # ``overflowed``, not ``skip``: a step without valid rows is skipped too, but its cause is not the scale.
             self.loss_scale.update(overflowed)
         self.step += 1
-        self._unsettled = True
+        self._unsettled, self._is_open = True, False
+
+    def abandon(self) -> None:
+        """Drops a window that was not applied, and DDP: the bare model is as after the last applied step."""
+        if self._is_open:
+            self._buffers.restore(torch.ones((), dtype=torch.bool, device=self.world.device))
+        self._is_open = self._unapplied = False
+        if self.model is not self.bare_model:
+            # Its connections close when nothing refers to the process group any more, wherever this step is still known.
+            vars(self.model).clear()
+            self.model = self.bare_model
 
     def explain_skips(self) -> str:
         """Collective. How many steps were skipped, why, and what to do, equal on all ranks; "" if none was."""

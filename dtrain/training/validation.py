@@ -24,6 +24,7 @@ from dtrain.config.compose import resolved
 from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.explain import nearest
 from dtrain.config.instantiate import by_target, check_arguments, nodes_with_target
+from dtrain.config.run import refuse_hidden
 from dtrain.config.schema import Config
 from dtrain.data.batch import Transfer
 from dtrain.data.datasets import SampleIndex
@@ -75,7 +76,7 @@ def validate(cfg: Config) -> None:
     Raises:
         ConfigError: One message; it names all values that are wrong, each with its key and what to do.
     """
-    resolved(cfg)  # refuses interpolations that lead nowhere
+    refuse_hidden(resolved(cfg))
     found = _Problems()
     for section, remedy in _CHOICES.items():
         with found.of(section):

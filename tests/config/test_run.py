@@ -7,9 +7,19 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dtrain.config.compose import run
 from dtrain.config.errors import ConfigError
 from dtrain.config.renamed_keys import RENAMED_KEYS
-from dtrain.config.run import WITHOUT_EFFECT_ON_THE_RESULT, Run, _digest, recompose, take, without_secrets
+from dtrain.config.run import (
+    WITHOUT_EFFECT_ON_THE_RESULT,
+    Run,
+    _digest,
+    recompose,
+    refuse_hidden,
+    take,
+    without_secrets,
+)
+from dtrain.tracking import save_run
 from tests.config.command_lines import compose
 from tests.refusals import refused
 
@@ -75,7 +85,7 @@ def test_a_run_with_a_directory_of_its_own_has_its_name() -> None:
 
 def test_what_is_saved_composes_the_same_run_again(tmp_path: Path) -> None:
     run = compose_run(f"run.dir={tmp_path}", "optimizer.lr=0.1", "precision=fp16")
-    run.save()
+    save_run(run)
     again = Run.of(compose(*recompose([f"run.dir={tmp_path}"])))
     assert again.config == run.config
     changed = Run.of(compose(*recompose([f"run.dir={tmp_path}", "precision=bf16"])))
@@ -85,14 +95,14 @@ def test_what_is_saved_composes_the_same_run_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("other", ["model.width=8", "task.label_smoothing=0.1", "optimizer=sgd", "run.seed=1"])
 def test_another_run_s_directory_is_refused_with_the_difference(tmp_path: Path, other: str) -> None:
-    compose_run(f"run.dir={tmp_path}").save()
+    save_run(compose_run(f"run.dir={tmp_path}"))
     with pytest.raises(ConfigError, match="another run") as raised:
         compose_run(f"run.dir={tmp_path}", other).changes()
     assert " -> " in str(raised.value)
 
 
 def test_other_changes_are_allowed_and_listed(tmp_path: Path) -> None:
-    compose_run(f"run.dir={tmp_path}").save()
+    save_run(compose_run(f"run.dir={tmp_path}"))
     assert compose_run(f"run.dir={tmp_path}").changes() == []
     changes = compose_run(f"run.dir={tmp_path}", "train.max_steps=9", "optimizer.lr=0.5").changes()
     assert "train.max_steps: null -> 9" in changes
@@ -102,17 +112,82 @@ def test_other_changes_are_allowed_and_listed(tmp_path: Path) -> None:
 
 def test_no_secret_reaches_the_run_directory(tmp_path: Path) -> None:
     run = compose_run(f"run.dir={tmp_path}", "+model.api_key=hunter2", "+task.auth.token=hunter3")
-    run.save()
+    save_run(run)
     written = "".join(path.read_text() for path in tmp_path.glob("*.yaml"))
     assert "hunter" not in written
-    assert without_secrets({"a": {"password": "x", "tokens_per_batch": 3}}) == {
-        "a": {"password": "<hidden>", "tokens_per_batch": 3}
+    assert without_secrets({"a": {"password": "x", "tokens_per_batch": 3}, "auth": ["me", 5, {"b": "x"}]}) == {
+        "a": {"password": "<hidden>", "tokens_per_batch": 3},
+        "auth": ["<hidden>", 5, {"b": "<hidden>"}],
     }
+
+
+#: Overrides, and what is saved of them.
+SECRETS = [
+    ("+vars.storage.token=hunter2", "+vars.storage.token='<hidden>'"),
+    (
+        "+vars.storage={headers: {Authorization: Bearer hunter2, X-Trace: true}, retries: 3}",
+        "+vars.storage={headers: {Authorization: '<hidden>', X-Trace: true}, retries: 3}",
+    ),
+    ("+vars.storage.auth=[me,hunter2]", "+vars.storage.auth=['<hidden>', '<hidden>']"),
+    ("tracker.project=the-hunter2hunter2-project", "tracker.project='the-<hidden>-project'"),
+    ("+vars.storage.token=${oc.env:MY_TOKEN}", None),
+    ("+vars.storage.headers={Authorization: 'Bearer ${oc.env:MY_TOKEN}'}", None),
+    ("+model.class_token=true", None),
+    ("optimizer.lr=0.1", None),
+]
+
+
+@pytest.mark.parametrize(("override", "saved"), SECRETS)
+def test_a_secret_is_saved_neither_by_its_key_nor_by_its_value_and_has_to_be_given_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, saved: str | None
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "hunter2hunter2")
+    run = compose_run(f"run.dir={tmp_path}", override)
+    save_run(run)
+    assert "hunter2" not in "".join(path.read_text() for path in tmp_path.glob("*.yaml"))
+    assert yaml.safe_load((tmp_path / "overrides.yaml").read_text())["overrides"][-1] == (saved or override)
+    again = Run.of(compose(*recompose([f"run.dir={tmp_path}"])))
+    assert run.changes() == []
+    if saved is None:
+        refuse_hidden(again.config)
+        assert again.config == run.config
+        assert again.changes() == []
+    else:
+        with refused(ConfigError, override.lstrip("+").partition("=")[0], "<hidden>", "${oc.env:NAME}"):
+            refuse_hidden(again.config)
+
+
+def test_a_secret_that_changes_is_no_change_of_the_run(tmp_path: Path) -> None:
+    save_run(compose_run(f"run.dir={tmp_path}", "+model.api_key=hunter2", "data.train='https://me:hunter2@host/a.tar'"))
+    now = ("+model.api_key=other3", "data.train='https://me:other3@host/a.tar'")
+    assert compose_run(f"run.dir={tmp_path}", *now).changes() == []
+    (change,) = compose_run(f"run.dir={tmp_path}", now[0], "data.train='https://me:other3@host/b.tar'").changes()
+    assert "other3" not in change
+
+
+def test_how_a_start_resumes_is_not_part_of_the_saved_command_line(tmp_path: Path) -> None:
+    save_run(compose_run(f"run.dir={tmp_path}", "run.resume=never"))
+    assert Run.of(compose(*recompose([f"run.dir={tmp_path}"]))).config["run"]["resume"] == "auto"
+    assert Run.of(compose(*recompose([f"run.dir={tmp_path}", "run.resume=must"]))).config["run"]["resume"] == "must"
+
+
+@pytest.mark.parametrize("option", [["--cfg", "job"], ["--cfg", "job", "--resolve"], ["--info", "config"]])
+def test_no_secret_is_printed_with_the_config(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, option: list[str]
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "hunter2hunter2")
+    secrets = ("experiment=digits", "+vars.auth=hunter3", "tracker.project=${oc.env:MY_TOKEN}", "+model.token=5")
+    run(lambda composed: None, [*secrets, *option])
+    printed = capsys.readouterr().out
+    assert "hunter" not in printed
+    assert "auth: <hidden>" in printed
+    assert "token: 5" in printed
+    assert ("project: ${oc.env:MY_TOKEN}" in printed) == ("--resolve" not in option)
 
 
 def test_tokens_that_are_no_secrets_are_saved(tmp_path: Path) -> None:
     arguments = ("task=language_modelling", "task.tokens=rows", "+model.class_token=true", "+model.max_tokens=77")
-    compose_run(f"run.dir={tmp_path}", *arguments).save()
+    save_run(compose_run(f"run.dir={tmp_path}", *arguments))
     saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert saved["task"]["tokens"] == "rows"
     assert recompose([f"run.dir={tmp_path}"])[1:-1] == list(arguments)
@@ -124,7 +199,7 @@ def test_tokens_that_are_no_secrets_are_saved(tmp_path: Path) -> None:
 def test_no_secret_of_a_url_reaches_the_run_directory(tmp_path: Path) -> None:
     signed = "https://host/train-{0..1}.tar?X-Amz-Date=1&X-Amz-Signature=hunter2"
     run = compose_run(f"run.dir={tmp_path}", f"data.train='{signed}'", "data.eval='ftp://me:hunter3@host/a.tar'")
-    run.save()
+    save_run(run)
     written = "".join(path.read_text() for path in tmp_path.glob("*.yaml"))
     assert "hunter" not in written
     assert "https://host/train-{0..1}.tar?X-Amz-Date=1&X-Amz-Signature=<hidden>" in written
@@ -145,7 +220,7 @@ def test_a_directory_with_a_damaged_config_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_saved_config_is_resolved(tmp_path: Path) -> None:
-    compose_run(f"run.dir={tmp_path}").save()
+    save_run(compose_run(f"run.dir={tmp_path}"))
     saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert "${" not in saved["data"]["train"]
 
@@ -171,7 +246,7 @@ def test_an_entry_point_s_own_options_are_taken_out() -> None:
 @pytest.mark.parametrize("prefix", ["", "++"])
 def test_a_run_started_with_an_old_key_continues_unchanged(tmp_path: Path, prefix: str, old: str, new: str) -> None:
     run = compose_run(f"run.dir={tmp_path}", f"{prefix}{new}=fp32")
-    run.save()
+    save_run(run)
     for name in ("config.yaml", "overrides.yaml"):
         text = (tmp_path / name).read_text()
         short_old, short_new = (key.rpartition(".")[2] for key in (old, new))

@@ -10,6 +10,7 @@ import yaml
 from dtrain.config.errors import ConfigError
 from dtrain.config.run import Run, recompose
 from dtrain.config.trust import is_known, is_marked, mark
+from dtrain.tracking.run_dir import save_run
 from tests.config.command_lines import compose
 from tests.refusals import refused
 
@@ -87,7 +88,7 @@ def test_presets_are_composed_without_trust(tmp_path: Path) -> None:
 
 def test_a_run_that_this_user_started_is_trusted_until_its_command_line_changes(tmp_path: Path) -> None:
     run = Run.of(compose("experiment=digits", f"run.dir={tmp_path / 'mine'}", "+train.hooks=[{_target_:my.Hook}]"))
-    run.save()
+    save_run(run)
     argument = f"run.dir={tmp_path / 'mine'}"
     assert "+train.hooks=[{_target_:my.Hook}]" in recompose([argument])
     shutil.move(tmp_path / "mine", tmp_path / "moved")

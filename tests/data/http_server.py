@@ -17,6 +17,7 @@ class FileServer(ThreadingHTTPServer):
     Attributes:
         failures: Answers that are taken from the front, one for each GET: a status, ``"short"`` (half of the body, then the
             connection ends), ``"slow"`` or ``"good"``.
+        failure_headers: Headers of the answers with a status.
         ranges: Whether it knows ranges.
         page: Sent instead of every file, as HTML.
         requests: GETs by path.
@@ -25,10 +26,11 @@ class FileServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, folder: Path, handler: type[BaseHTTPRequestHandler] | None = None) -> None:
+        super().__init__(("127.0.0.1", 0), handler or Handler)
         self.folder = folder
         self.failures: list[int | str] = []
+        self.failure_headers: dict[str, str] = {}
         self.ranges = True
         self.page: bytes | None = None
         self.requests: Counter[str] = Counter()
@@ -40,7 +42,9 @@ class FileServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/{name}"
 
 
-class _Handler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
+    """Answers with a file, or a range of it."""
+
     server: FileServer
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
@@ -63,7 +67,11 @@ class _Handler(BaseHTTPRequestHandler):
                 if self.server.failures:
                     failure = self.server.failures.pop(0)
         if isinstance(failure, int):
-            self.send_error(failure)
+            self.send_response(failure)
+            self.send_header("Content-Length", "0")
+            for header in self.server.failure_headers.items():
+                self.send_header(*header)
+            self.end_headers()
             return
         file = self.server.folder / name
         if self.server.page is None and not file.is_file():

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dtrain.data import Batch
 from dtrain.data.batch import DeviceCopies, IpcBatch, Transfer
-from dtrain.data.fields import DataError, parse_fields
+from dtrain.data.fields import DataError, Field, parse_fields
 from dtrain.precision import Precision
 from dtrain.precision.policy import ROLES
 from tests.refusals import refused
@@ -92,8 +92,7 @@ COMPUTE = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16,
 
 
 def make_transfer(precision: str, role: str | None = "feature", **options: str) -> Transfer:
-    fields = parse_fields({"npy": {"name": "x", "role": role}})
-    return Transfer(fields, Precision(precision), **options)
+    return Transfer([Field("npy", "x", role)], Precision(precision), **options)
 
 
 def image_transfer(precision: str, **options: Any) -> Transfer:
@@ -108,13 +107,13 @@ def sent(transfer: Transfer, source: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("precision", list(COMPUTE))
-def test_only_floats_of_features_follow_the_precision(precision: str) -> None:
+def test_only_floats_of_features_and_audio_follow_the_precision(precision: str) -> None:
     for role in (None, *ROLES):
-        if role in ("image", "text", "bytes"):
+        if role in ("image", "video", "text", "bytes"):
             continue
         transfer = make_transfer(precision, role)
         for own in FLOATS:
-            assert transfer.dtype("x", own) == (COMPUTE[precision] if role == "feature" else own)
+            assert transfer.dtype("x", own) == (COMPUTE[precision] if role in ("feature", "audio") else own)
         for own in (torch.uint8, torch.int16, torch.int64, torch.bool, torch.complex64):
             assert transfer.dtype("x", own) == own
 

@@ -202,13 +202,43 @@ def test_fingerprint_tells_names_sizes_counts_and_order_apart(tmp_path: Path) ->
         build("e", {"0.tar": 2}),
     ]
     assert len({base.fingerprint, *(other.fingerprint for other in others)}) == 5
+    assert len({base.shards_fingerprint, *(other.shards_fingerprint for other in others)}) == 5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda files: files[2:] + files[:2], id="order of samples"),
+        pytest.param(lambda files: [("c.jpg", b"one"), ("c.cls", b"1"), *files[2:]], id="a key"),
+        pytest.param(lambda files: [("a.png", files[0][1]), *files[1:]], id="an extension"),
+        pytest.param(lambda files: [("a.jpg", b"longer"), *files[1:]], id="the size of a member"),
+        pytest.param(lambda files: [("ab.jpg", b"1"), ("ab.cls", b"1"), *files[2:]], id="the length of a key"),
+    ],
+)
+def test_fingerprint_covers_keys_extensions_and_member_sizes(tmp_path: Path, place: str, change: Any) -> None:
+    files = [("a.jpg", b"one"), ("a.cls", b"1"), ("b.jpg", b"other"), ("b.cls", b"2")]
+
+    def build(folder: str, files: list[tuple[str, bytes]]) -> DatasetIndex:
+        path = tmp_path / folder / "0.tar"
+        path.parent.mkdir()
+        path.write_bytes(tar_bytes(files))
+        return DatasetIndex.build([str(path)], ["cls"])
+
+    base, same, other = build("base", files), build("same", files), build("other", change(files))
+    assert same.fingerprint == base.fingerprint
+    assert (other.shards_fingerprint, other.describe()["bytes"]) == (base.shards_fingerprint, base.describe()["bytes"])
+    assert other.fingerprint != base.fingerprint
+    assert_refused(base.difference(other.describe()), "same names, sizes", "keys or member sizes")
 
 
 def test_description_is_json_and_differences_can_be_read(shards: list[str]) -> None:
     index, fewer = DatasetIndex.build(shards, FIELDS), DatasetIndex.build(shards[:3], FIELDS)
     described = json.loads(json.dumps(index.describe()))
     total = sum(os.path.getsize(shard) for shard in shards)
-    assert described == {"num_shards": 4, "num_samples": 11, "bytes": total, "fingerprint": index.fingerprint}
+    assert described == {
+        "num_shards": 4, "num_samples": 11, "bytes": total,
+        "shards_fingerprint": index.shards_fingerprint, "fingerprint": index.fingerprint,
+    }  # fmt: skip
     assert index.difference(described) == ""
     assert fewer.difference(described) == f"shards 4 -> 3, samples 11 -> 10, bytes {total} -> {total - 10240}."
     swapped = DatasetIndex.build(shards[::-1], FIELDS)

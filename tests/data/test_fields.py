@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
+from dtrain.data.decode import decode
 from dtrain.data.fields import Field, parse_fields
 from dtrain.precision.policy import ROLES
 from tests.refusals import refused
@@ -53,7 +54,8 @@ def test_a_size_is_a_crop_of_the_whole_image_or_of_its_middle():
 
 @pytest.mark.parametrize("role", ROLES)
 def test_every_role_of_the_policy_is_known(role):
-    assert one("npy" if role not in ("image",) else "jpg", role=role).role == role
+    field = Field("jpg" if role == "image" else "npy", "x", role, num_frames=4 if role == "video" else None)
+    assert field.role == role
 
 
 def test_any_member_can_be_handed_over_as_bytes_or_text():
@@ -87,7 +89,7 @@ def test_any_member_can_be_handed_over_as_bytes_or_text():
         ({"tok": {"name": "x"}}, ["'x'", ".tok", "decoder", "dtype: uint16", "role: bytes"]),
         ({"tok": {"name": "x", "dtype": "int17"}}, ["'x'", "'int17'", "did you mean 'int16'"]),
         ({"tok": {"name": "x", "dtype": "object"}}, ["'x'", "'object'", "uint16"]),
-        ({"tok": {"name": "x", "length": 4}}, ["'x'", "length 4", "Add dtype"]),
+        ({"npy": {"name": "x", "length": 4}}, ["'x'", "length 4", "Add dtype"]),
         ({"json": {"name": "x", "key": "a"}}, ["'x'", "'a'", "role None", "role: ", "label"]),
         ({"json": {"name": "x", "key": "a", "role": "image"}}, ["'x'", "'a'", "role 'image'", "label"]),
         ({"json": {"name": "x", "key": "a..b", "role": "label"}}, ["'x'", "'a..b'", "key: meta.label"]),
@@ -133,11 +135,13 @@ def test_the_mask_of_a_text_is_a_name_of_the_batch():
 
 
 @pytest.mark.parametrize("ext", ["pyd", "pth", "pkl", "pickle", "pt", "meta.pkl"])
-@pytest.mark.parametrize("role", [None, "bytes"])
-def test_a_pickle_is_refused_unless_the_user_decodes_it(ext, role):
-    with pytest.raises(ValueError, match="pickle"):
-        one(ext, **({"role": role} if role else {}))
+def test_a_pickle_is_refused_unless_the_user_decodes_it_or_takes_its_bytes(ext):
+    for role in ({}, {"role": "feature"}, {"role": "text"}):
+        with refused(ValueError, f".{ext}", "pickle", "role: bytes"):
+            one(ext, **role)
     assert one(ext, decoder=len).kind == "custom"
+    field = one(ext, role="bytes")
+    assert decode(field, memoryview(b"\x80\x04.")) == b"\x80\x04."  # as they are: nothing is loaded
 
 
 def test_what_a_decoder_returns_has_no_implied_role():

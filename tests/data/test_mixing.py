@@ -339,7 +339,8 @@ def config(paths: Sequence[str], **data: Any) -> Config:
 def test_training_is_mixed_as_configured_and_evaluation_never(uneven: list[str]) -> None:
     cfg = config(uneven, mix={"_target_": "dtrain.data.mixing.Mix", "mixup_alpha": 0.2, "classes": 47})
     bf16 = Precision("bf16")
-    training, evaluation = train_loader(cfg, world(), bf16), eval_loader(cfg, world(), bf16)
+    training = train_loader(cfg, world(), bf16)
+    evaluation = eval_loader(cfg, world(), bf16, in_stored_order=True)
     assert evaluation is not None
     batch = next(iter(training)).to("cpu")
     assert batch["label"].shape == (12, 47)

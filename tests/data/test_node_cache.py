@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 import errno
 import fcntl
 import hashlib
+import json
 import multiprocessing
 import os
 import pickle
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections import namedtuple
 from collections.abc import Iterator
@@ -20,13 +22,13 @@ from typing import Any
 import pytest
 
 from dtrain.data import node_cache, shard_file
-from dtrain.data.node_cache import CacheFull, CachePolicy, NodeCache
+from dtrain.data.node_cache import CacheFull, CacheInUse, CachePolicy, NodeCache
 from dtrain.data.shard_file import LocalFile, ShardChanged, Stamp, stamp_of
 from tests.data.http_server import FileServer, serving
 from tests.refusals import refused
 from tests.shards import write_patterns
 
-SIZE = 50_000
+SIZE = 13 * 4096  # whole blocks of a disk
 
 
 @pytest.fixture
@@ -93,6 +95,15 @@ def test_the_copies_used_longest_ago_make_room(cache: NodeCache, shards: list[st
     assert [content(cache, path) is not None for path in shards] == [True, False, True, True, False]
 
 
+def test_opening_a_copy_renews_it(cache: NodeCache, shards: list[str]) -> None:
+    for number, path in enumerate(shards[:3]):
+        cache.fetch(path, stamp_of(path))
+        os.utime(cache._place(path, stamp_of(path)), ns=(number, number))
+    assert content(cache, shards[0]) is not None
+    cache.fetch(shards[3], stamp_of(shards[3]))
+    assert [content(cache, path) is not None for path in shards] == [True, False, True, True, False]
+
+
 def test_a_users_own_tars_in_the_folder_of_the_cache_are_left_alone(cache: NodeCache, shards: list[str]) -> None:
     cache.folder.mkdir()
     own = [cache.folder / name for name in ("train-000000.tar", "download.part")]
@@ -142,6 +153,51 @@ def test_room_is_half_of_what_the_disk_has_free(
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(10 * SIZE, 6 * SIZE, 4 * SIZE))
     assert NodeCache(tmp_path / "cache", None).max_bytes == 2 * SIZE
+
+
+def test_an_open_copy_is_not_removed_and_what_needs_its_room_is_told(cache: NodeCache, shards: list[str]) -> None:
+    copies = []
+    for path in shards[:3]:
+        cache.fetch(path, stamp_of(path))
+        copies.append(cache.use(path, stamp_of(path)))
+    with refused(CacheInUse, "3.tar'", "in use", "data.cache.max_gb", "data.window"):
+        cache.fetch(shards[3], stamp_of(shards[3]))
+    assert in_folder(cache) == [".tar"] * 3
+    # Bytes that a caller still holds keep the copy, too: they are a mapping of the file.
+    assert copies[1] is not None
+    held = copies[1].read(0, 10)
+    for copy in copies[:2]:
+        assert copy is not None
+        copy.close()
+    cache.fetch(shards[3], stamp_of(shards[3]))
+    assert [content(cache, path) is not None for path in shards[:4]] == [False, True, True, True]
+    assert bytes(held) == Path(shards[1]).read_bytes()[:10]
+
+
+def test_a_running_fetch_counts_with_the_size_of_its_shard(
+    cache: NodeCache, shards: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[int] = []
+    read = LocalFile.read
+
+    def fetch_another(self: LocalFile, offset: int, size: int) -> bytes:
+        if len(used) < 4:
+            used.append(sum(file.stat().st_blocks * 512 for file in cache.folder.iterdir()))
+            NodeCache(cache.folder, 3 * SIZE).fetch(shards[len(used)], stamp_of(shards[len(used)]))
+        return read(self, offset, size)
+
+    monkeypatch.setattr(LocalFile, "read", fetch_another)
+    with refused(CacheInUse, "3.tar'", "in use"):  # three running fetches have not written anything yet
+        cache.fetch(shards[0], stamp_of(shards[0]))
+    assert in_folder(cache) == []
+
+
+def test_room_is_not_made_where_it_is_not_to_be(cache: NodeCache, shards: list[str]) -> None:
+    for path in shards[:3]:
+        assert cache.fetch(path, stamp_of(path), evict=False)
+    with pytest.raises(CacheFull):
+        cache.fetch(shards[3], stamp_of(shards[3]), evict=False)
+    assert in_folder(cache) == [".tar"] * 3
 
 
 def test_a_disk_with_little_room_is_relieved_of_old_copies(
@@ -265,7 +321,7 @@ def test_who_waits_for_another_gets_what_that_one_published(cache: NodeCache, sh
     stamp = stamp_of(shards[0])
     place = cache._place(shards[0], stamp)
     cache.folder.mkdir()
-    part = place.with_suffix(".part")
+    part = place.with_suffix(f".{stamp.size}.part")
     with open(part, "w+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         waiting = threading.Thread(target=cache.fetch, args=(shards[0], stamp))
@@ -274,6 +330,91 @@ def test_who_waits_for_another_gets_what_that_one_published(cache: NodeCache, sh
         os.replace(part, place)
     waiting.join(60)
     assert place.read_bytes() == b"published"
+
+
+@pytest.mark.parametrize("during", [(LocalFile, "read"), (shutil, "disk_usage")], ids=["fetch", "search for room"])
+def test_a_process_that_was_forked_meanwhile_does_not_keep_the_locks(
+    cache: NodeCache, shards: list[str], monkeypatch: pytest.MonkeyPatch, during: tuple[Any, str]
+) -> None:
+    children = []
+    original = getattr(*during)
+
+    def call_and_fork(*arguments: Any) -> Any:
+        if not children:
+            children.append(multiprocessing.get_context("fork").Process(target=signal.pause))
+            children[0].start()
+        return original(*arguments)
+
+    monkeypatch.setattr(*during, call_and_fork)
+    try:
+        cache.fetch(shards[0], stamp_of(shards[0]))
+        with open(cache.folder / next(cache.folder.iterdir())) as copy:  # neither of the copy nor of the folder
+            fcntl.flock(copy, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        folder = os.open(cache.folder, os.O_RDONLY)
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(folder)
+    finally:
+        children[0].kill()
+        children[0].join()
+
+
+def test_half_a_copy_is_not_continued_without_a_version(
+    cache: NodeCache, shards: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stamp = Stamp(SIZE, 0)  # of a server that reports neither an etag nor a time
+    monkeypatch.setattr(node_cache, "stamp_of", lambda path: stamp)
+    monkeypatch.setattr(LocalFile, "stamp", lambda self: stamp)
+    cache.folder.mkdir()
+    part = cache._place(shards[0], stamp).with_suffix(f".{SIZE}.part")
+    part.write_bytes(b"of another version")
+    cache.fetch(shards[0], stamp)
+    copy = cache.use(shards[0], stamp)
+    assert copy is not None
+    assert bytes(copy.read(0, SIZE)) == Path(shards[0]).read_bytes()
+
+
+def test_a_fetch_that_fails_before_its_first_byte_leaves_nothing(
+    cache: NodeCache, shards: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: LocalFile, offset: int, size: int) -> bytes:
+        raise ConnectionError("away")
+
+    monkeypatch.setattr(LocalFile, "read", fail)
+    with pytest.raises(ConnectionError, match="away"):
+        cache.fetch(shards[0], stamp_of(shards[0]))
+    assert in_folder(cache) == []
+
+
+def test_an_empty_part_of_a_process_that_was_killed_does_not_stay(cache: NodeCache, shards: list[str]) -> None:
+    cache.folder.mkdir()
+    (cache.folder / f"{0:032x}.{SIZE}.part").touch()
+    cache.fetch(shards[0], stamp_of(shards[0]))
+    assert in_folder(cache) == [".tar"]
+
+
+def test_a_cache_on_a_disk_that_cannot_be_written_is_named(
+    cache: NodeCache, shards: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with refused(CacheFull, str(cache.folder), "Input/output error", "data.cache.dir"):
+        cache.fetch(shards[0], stamp_of(shards[0]))
+    assert in_folder(cache) == []
+
+
+@pytest.mark.slow
+def test_a_small_disk_holds_the_cache_with_open_readers_concurrent_fetches_and_kills(tmp_path: Path) -> None:
+    isolated = ["unshare", "--map-root-user", "--mount"]
+    if not shutil.which("unshare") or subprocess.run([*isolated, "mount", "-t", "tmpfs", "none", tmp_path]).returncode:
+        pytest.skip("needs a user namespace in which it may mount a tmpfs")
+    program = [*isolated, sys.executable, "-m", "tests.data.small_disk", tmp_path, "4"]
+    result = subprocess.run(program, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    counts = json.loads(result.stdout)
+    assert counts["limit"] / 2 < counts["most"] <= counts["limit"]
+    assert min(counts["kills"], counts["fetched"], counts["read"], counts["in_use"]) > 0, counts
 
 
 def test_a_copy_of_a_url_survives_failures_of_the_server(
@@ -301,10 +442,10 @@ def test_a_page_in_place_of_a_shard_is_refused_with_what_it_says(cache: NodeCach
 def test_bytes_are_compared_with_the_md5_that_a_server_tells(
     cache: NodeCache, shards: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = base64.b64encode(hashlib.md5(Path(shards[0]).read_bytes()).digest()).decode()
-    monkeypatch.setattr(LocalFile, "md5", right, raising=False)
+    right = "md5", hashlib.md5(Path(shards[0]).read_bytes()).digest()
+    monkeypatch.setattr(LocalFile, "digest", right, raising=False)
     assert cache.fetch(shards[0], stamp_of(shards[0]))
-    with pytest.raises(ShardChanged, match="MD5"):
+    with refused(ShardChanged, "1.tar'", right[1].hex(), "md5"):
         cache.fetch(shards[1], stamp_of(shards[1]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tracemalloc
 from collections.abc import Sequence
 
@@ -20,7 +21,7 @@ seeds = st.integers(0, 3)
 
 @st.composite
 def layouts(draw: st.DrawFn, shuffle: str = "window") -> Layout:
-    per_lane, lanes = draw(st.integers(1, 4)), draw(st.integers(1, 6)) if shuffle == "window" else 1
+    per_lane, lanes = draw(st.integers(1, 4)), 1 if shuffle == "full" else draw(st.integers(1, 6))
     return Layout(per_lane * lanes, lanes)
 
 
@@ -279,11 +280,11 @@ def test_default_lanes_are_the_largest_divisor_up_to_64_and_only_windows_have_th
         64,
         50,
     ]
-    assert choose_lanes(12, 3, "window") == 3
+    assert choose_lanes(12, 3, "window") == choose_lanes(12, 3, "none") == 3
     assert choose_lanes(12, 3, "full") == choose_lanes(12, None, "none") == 1
-    for lanes in (0, -1, 5, 24):
+    for shuffle, lanes in itertools.product(("window", "none"), (0, -1, 5, 24)):
         with refused(ValueError, "data.lanes", lanes, "global batch size 12", "null"):
-            choose_lanes(12, lanes, "window")
+            choose_lanes(12, lanes, shuffle)
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def test_a_state_is_a_few_numbers() -> None:
     position = make_position()
     next_step(position)
     assert kept(position) == {
-        "version": 1, "data": INDEX.describe(), "seed": 0, "shuffle": "window", "window": 8, "tail": "pad",
+        "version": 2, "data": INDEX.describe(), "seed": 0, "shuffle": "window", "window": 8, "tail": "pad",
         "epoch": 0, "position": 6, "layouts": [[6, 6, 1]],
     }  # fmt: skip
 
@@ -176,7 +176,7 @@ def test_a_state_is_a_few_numbers() -> None:
     ("change", "parts"),
     [
         ({"seed": 7}, ["seed", "7", "0", "seed=7", "new run"]),
-        ({"version": 99}, ["version 99", "1", "missing keys: none"]),
+        ({"version": 99}, ["version 99", "2", "missing keys: none"]),
         ({"layouts": None, "epoch": None}, ["missing keys: epoch, layouts"]),
         ({"data": SampleIndex("numbers", 48).describe()}, ["dataset changed", "samples 48 -> 47", "new run"]),
         ({"shuffle": "often"}, ["shuffle", "'often'", "window, full, none"]),

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import Value
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dtrain.data import ShardLoader, shard_file, shard_source, workers
-from dtrain.data.node_cache import CachePolicy
+from dtrain.data.node_cache import CacheFull, CachePolicy
 from dtrain.data.shard_file import ShardChanged
 from tests.data.http_server import FileServer, serving
-from tests.shards import UNEVEN, make_loader, read_epoch, write_numbered
+from tests.refusals import refused
+from tests.shards import UNEVEN, make_loader, read_epoch, write_numbered, write_tar
 
 aiohttp = pytest.importorskip("aiohttp", reason="http needs aiohttp: pip install 'dtrain[http]'")
 URLS = "shard-{000..005}.tar"
@@ -56,6 +60,13 @@ def test_a_server_without_ranges_is_good_enough(server: FileServer, shards: list
     assert keys(make_loader(server.url(URLS))) == keys(make_loader(shards))
 
 
+@pytest.mark.filterwarnings("ignore:the cache")
+def test_a_server_without_ranges_needs_a_cache_with_room(server: FileServer, cache: Path) -> None:
+    server.ranges = False
+    with refused(CacheFull, "/shard-00", "no room for", "data.cache.max_gb", "data.cache.dir"):
+        keys(make_loader(server.url(URLS), policy=CachePolicy(folder=str(cache / "small"), max_gb=1e-9)))
+
+
 def test_samples_come_one_by_one_where_there_is_no_room_for_copies(
     server: FileServer, shards: list[str], cache: Path
 ) -> None:
@@ -65,29 +76,71 @@ def test_samples_come_one_by_one_where_there_is_no_room_for_copies(
     assert not list((cache / "small").glob("*"))
 
 
-def test_a_second_rank_finds_what_the_first_one_fetched(server: FileServer) -> None:
-    for rank in range(2):
-        make_loader(server.url(URLS), rank=rank, world_size=2)
-    fetched = server.requests.total()
-    first, second = (make_loader(server.url(URLS), rank=rank, world_size=2) for rank in range(2))
-    keys(first)
-    after_first = server.requests.total()
-    keys(second)
-    assert fetched < after_first
-    assert server.requests.total() - after_first <= after_first - fetched
-    copies = [server.requests[f"shard-{number:03d}.tar"] for number in range(6)]
-    assert max(copies) <= 2  # one walk, one copy
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_first_start_reads_the_shards_once(server: FileServer, shards: list[str], workers: int) -> None:
+    keys(make_loader(server.url(URLS), num_workers=workers))
+    assert server.sent == sum(os.path.getsize(path) for path in shards)
+
+
+def test_a_cache_without_room_for_all_shards_keeps_what_fits_and_copies_of_others(
+    server: FileServer, shards: list[str], cache: Path
+) -> None:
+    size = 12288  # of a shard, in blocks of 4096
+    assert {os.path.getsize(path) for path in shards} <= {10240, 20480}
+    policy = CachePolicy(folder=str(cache / "small"), max_gb=3 * size / 1e9)
+    make_loader(server.url("shard-003.tar"), policy=policy)
+    (of_another,) = (cache / "small").iterdir()
+    make_loader(server.url(URLS), policy=policy)
+    assert of_another.exists()
+    assert sum(file.stat().st_blocks * 512 for file in (cache / "small").iterdir()) <= 3 * size
+
+
+def test_of_large_members_only_the_headers_are_read(
+    server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_file, "_MAX_GAP", 8 << 10)
+    monkeypatch.setattr(shard_file, "_PIECE", 32 << 10)
+    monkeypatch.setattr(shard_file, "_HEADERS", 1 << 10)
+    path = write_tar(tmp_path / "data" / "large.tar", [(f"{n:03d}", {"bin": bytes(400_000)}) for n in range(10)])
+    make_loader(server.url("large.tar"), {"bin": {"name": "x", "role": "bytes"}})
+    assert server.sent < 0.2 * os.path.getsize(path)
+
+
+def test_a_disk_that_fills_up_does_not_end_the_run(
+    server: FileServer, shards: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def full(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".part"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.warns(
+        UserWarning, match=r"no room for .* GB free, .*data\.cache\.max_gb .*data\.cache\.dir .*one by one"
+    ):
+        assert keys(make_loader(server.url(URLS))) == keys(make_loader(shards))
+    assert not list((cache / "shards").iterdir())
+
+
+def test_ranks_of_a_node_fetch_each_shard_once(server: FileServer) -> None:
+    ranks = [make_loader(server.url(URLS), rank=rank, world_size=2) for rank in range(2)]
+    for rank in ranks:
+        keys(rank)
+    assert [server.requests[f"shard-{number:03d}.tar"] for number in range(6)] == [1] * 6
 
 
 def test_a_shard_that_vanishes_or_is_replaced_is_named_without_secrets(
-    server: FileServer, shards: list[str], monkeypatch: pytest.MonkeyPatch
+    server: FileServer, shards: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard_source.Prefetcher, "want", lambda self, shards: None)
+    monkeypatch.setattr(shard_source.Prefetcher, "want", lambda self, shards: 0)
     for change, message in (
         (lambda path: os.unlink(path), r"shard-004\.tar does not exist"),
         (lambda path: path.write_bytes(b"<html>"), r"has 6 bytes and starts with b'<html>'"),
     ):
         loader = make_loader(f"{server.url('shard-004.tar')}?token=secret", shuffle="none")
+        shutil.rmtree(cache / "shards")
         change(Path(shards[4]))
         with pytest.raises(ShardChanged, match=message) as caught:
             keys(loader)
@@ -100,6 +153,7 @@ def test_pack_index_knows_urls(server: FileServer, cache: Path, capsys: pytest.C
 
     assert pack.main(["index", server.url(URLS)]) == 0
     assert "shards: 6, samples: 47" in capsys.readouterr().out
+    assert not (cache / "shards").exists()
     before = server.requests.total()
     make_loader(server.url(URLS))
     assert server.requests.total() == before
@@ -144,7 +198,12 @@ def test_workers_are_told_the_shards_of_their_rank_up_to_the_next_epochs_first(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[set[int]] = []
-    monkeypatch.setattr(shard_source.ShardReader, "expect", lambda self, ahead: told.append(set(ahead(1000).tolist())))
+
+    def expect(self: shard_source.ShardReader, ahead: Callable[[int], np.ndarray], at_once: int | None) -> None:
+        told.append(set(ahead(1000).tolist()))
+        assert at_once == 2 * 2  # half of the lanes, with a shuffle window each
+
+    monkeypatch.setattr(shard_source.ShardReader, "expect", expect)
     monkeypatch.setattr(workers, "_LOCATED_TOGETHER", 12)
     paths = write_numbered(tmp_path / "data", [10] * 40)
     loader = make_loader(paths, global_batch_size=12, lanes=4, window=2, rank=1, world_size=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,11 @@ def test_a_bucket_gives_the_batches_of_a_folder(bucket: Any, shards: list[str]) 
     assert keys("s3://shards/train/shard-{000..005}.tar", workers=2) == expected
 
 
-def test_an_object_that_is_replaced_by_one_of_its_size_is_noticed(bucket: Any, shards: list[str]) -> None:
+def test_an_object_that_is_replaced_by_one_of_its_size_is_noticed(
+    bucket: Any, shards: list[str], tmp_path: Path
+) -> None:
     loader = make_loader("s3://shards/train/shard-004.tar")
+    shutil.rmtree(tmp_path / "cache" / "shards")
     size = Path(shards[4]).stat().st_size
     bucket.put_object(Bucket="shards", Key="train/shard-004.tar", Body=bytes(size))
     with refused(ShardChanged, "s3://shards/train/shard-004.tar", "was replaced"):

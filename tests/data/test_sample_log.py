@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 
 from dtrain.config.errors import Explained
+from dtrain.data import sample_log
 from dtrain.data.sample_log import BadSampleBudget, SampleLog, TooManyBadSamples, truncate_sample_logs
 from tests.refusals import refused
 
@@ -94,16 +96,15 @@ def test_other_logs_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_takes_bad_samples_to_the_log_and_ends_a_run_that_records_keys(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "bad-rank-00000.jsonl").symlink_to("/dev/full")
+    monkeypatch.setattr(sample_log, "open_to_append", lambda path: io.FileIO("/dev/full", "a"))
     ledger = SampleLog(tmp_path, 0, record_keys=False)
     ledger.write(3, ["a.tar/0"], [BAD])
     ledger.close()
     assert "step 3" in caplog.text
     assert "No space left" in caplog.text
     assert "torn" in caplog.text
-    (tmp_path / "keys-rank-00000.jsonl").symlink_to("/dev/full")
     with refused(Explained, "data.record_keys=true", "step 4"):
         SampleLog(tmp_path, 0, record_keys=True).write(4, ["a.tar/0"], [])
 
@@ -112,10 +113,15 @@ LAST = {"key": "a.tar/1", "reason": "torn"}
 
 
 def test_the_budget_is_a_count_a_share_or_nothing_at_all() -> None:
-    for bad, samples, most in ((0, 10, 0), (10, 20, 0.01), (50, 5000, 0.01), (3, 4, 3), (1, 1, 1)):
+    for bad, samples, most in (
+        (0, 10, 0), (10, 20, 0.01), (50, 5000, 0.01), (3, 4, 3), (1, 1, 1), (3, 4, 3.0), (0, 10, "0%"), (25, 5000, "0.5%"),
+        (5000, 5000, "100%"), (5000, 5000, " 100 % "),
+    ):  # fmt: skip
         BadSampleBudget(most).count(samples - bad, bad, LAST)
-    for bad, samples, most in ((1, 10_000, 0), (11, 20, 0.01), (51, 5000, 0.01), (4, 4, 3), (2, 2, 1)):
-        with refused(TooManyBadSamples, f"data.max_bad={most:g}", f"{bad} of {samples} samples", "", "a.tar/1: torn"):
+    for bad, samples, most in (
+        (1, 10_000, 0), (11, 20, 0.01), (51, 5000, 0.01), (4, 4, 3), (2, 2, 1), (1, 10_000, "0%"), (26, 5000, "0.5%"),
+    ):  # fmt: skip
+        with refused(TooManyBadSamples, f"data.max_bad={most}", f"{bad} of {samples} samples", "", "a.tar/1: torn"):
             BadSampleBudget(most).count(samples - bad, bad, LAST)
 
 
@@ -150,8 +156,19 @@ def test_a_rank_whose_own_samples_are_good_ends_too_and_gives_no_example() -> No
 
 
 @pytest.mark.parametrize(
-    ("limits", "names"), [((-1, None), ["max_bad", "got -1"]), ((0, -2), ["max_bad_consecutive", "got -2"])]
+    ("limits", "names"),
+    [
+        ((-1, None), ["data.max_bad", "got -1", "0 or more"]),
+        ((0, -2), ["data.max_bad_consecutive", "got -2"]),
+        # 0.999 would allow nearly all samples to be bad, 1.0 as a count only one.
+        ((1.0, None), ["data.max_bad", "got 1.0", "100%", "data.max_bad=1 "]),
+        *(
+            (bad, ["data.max_bad", repr(bad[0]), "0.5%"])
+            for bad in (("101%", None), ("-1%", None), ("0.5", None), ("%", None))
+        ),
+        ((float("nan"), None), ["data.max_bad", "nan", "0 or more"]),
+    ],
 )
-def test_limits_below_zero_are_refused(limits: tuple[float, int | None], names: list[str]) -> None:
+def test_impossible_limits_are_refused(limits: tuple[float | str, int | None], names: list[str]) -> None:
     with refused(ValueError, *names):
         BadSampleBudget(*limits)

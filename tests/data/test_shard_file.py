@@ -6,6 +6,7 @@ import gc
 import io
 import multiprocessing
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -70,6 +71,39 @@ def test_what_does_not_pass_is_told_without_secrets(server: FileServer, monkeypa
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__
     file.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "parts"),
+    [
+        (403, PermissionError, ["access denied", "HTTP 403", "a URL that is still valid", "USER:PASSWORD"]),
+        (401, PermissionError, ["access denied", "HTTP 401", "a URL that is still valid", "USER:PASSWORD"]),
+        (410, FileNotFoundError, ["does not exist", "HTTP 410", "Correct"]),
+        (429, OSError, ["HTTP 429", "after 8 attempts", "so many requests"]),
+        (500, OSError, ["HTTP 500", "after 8 attempts", "Start again"]),
+    ],
+)
+def test_a_refusal_names_url_status_attempts_and_remedy(
+    server: FileServer, monkeypatch: pytest.MonkeyPatch, status: int, error: type[OSError], parts: list[str]
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    file = RemoteFile(server.url("x.tar"))
+    server.failures = [status] * 100
+    with refused(error, server.url("x.tar"), *parts):
+        file.read(0, 10)
+    assert len(server.failures) == 100 - (8 if status in (429, 500) else 1)
+
+
+@pytest.mark.parametrize(("asked", "waited"), [("7", 7), ("100000", 300), ("tomorrow", 0)])
+def test_a_server_says_how_long_to_wait(
+    server: FileServer, monkeypatch: pytest.MonkeyPatch, asked: str, waited: float
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    file = RemoteFile(server.url("x.tar"))
+    server.failures, server.failure_headers = [429], {"Retry-After": asked}
+    assert file.read(0, 10) == CONTENT[:10]
+    assert pauses == [pytest.approx(waited, abs=0.5)]
 
 
 def test_a_missing_file_is_asked_for_once(server: FileServer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import multiprocessing
 import os
 import shutil
@@ -218,6 +219,7 @@ def test_archives_joined_with_cat_are_refused_with_the_remedy() -> None:
         (b"BZh91AY" + bytes(range(200)) * 10, ["bzip2 data", "bunzip2"]),
         (b"\xfd7zXZ\x00" + bytes(range(200)) * 10, ["xz data"]),
         (b"\x28\xb5\x2f\xfd" + bytes(range(200)) * 10, ["zstd data"]),
+        (b"\x04\x22\x4d\x18" + bytes(range(200)) * 10, ["lz4 data", "unlz4"]),
         (b"PK\x03\x04" + bytes(range(200)) * 10, ["a zip archive"]),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", ["git lfs pull"]),
         (b"\n<!DOCTYPE html><html>404</html>", ["HTML or XML", "download it again"]),
@@ -562,6 +564,19 @@ def test_index_of_another_format_version_is_built_again(shard: Path, monkeypatch
     kept = Path(f"{shard}.idx").read_bytes()
     assert_equal(load_or_build(str(shard)), built)
     assert Path(f"{shard}.idx").read_bytes() != kept
+
+
+def test_stored_index_without_a_digest_is_used_and_has_the_same_digest(
+    shard: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = load_or_build(str(shard))
+    arrays = {name: getattr(built, name) for name in ARRAYS}
+    # As it was stored before there were digests.
+    notes = {"version": 2, "stamp": built.stamp, "extensions": built.extensions, "doubts": built.doubts}
+    notes["crc32"] = shard_index._checksum(notes, arrays)
+    Path(f"{shard}.idx").write_bytes(safetensors.numpy.save(arrays, {"dtrain": json.dumps(notes)}))
+    monkeypatch.setattr(shard_index, "index_tar", no_walk)
+    assert_equal(load_or_build(str(shard)), built)
 
 
 def test_index_damaged_at_any_byte_is_never_believed(tmp_path: Path, cache: Path) -> None:

@@ -100,6 +100,8 @@ def test_shard_named_twice_is_refused(folder: Path, patterns: list[str]) -> None
         ("-", ["'-'", "pipe", "a file first"]),
         ("train-{0..9}.tar.gz", ["'train-{0..9}.tar.gz'", "compressed", "gunzip"]),
         ("TRAIN.TGZ", ["'TRAIN.TGZ'", "compressed", "gunzip"]),
+        ("train.tar.lz4", ["'train.tar.lz4'", "compressed", "unlz4"]),
+        ("train.tar.zst", ["'train.tar.zst'", "compressed", "unzstd"]),
         ("https://me:secret@host/x.tar.gz?sig=1", ["'https://host/x.tar.gz'", "compressed", "gunzip"]),
         ("tape://robot/x.tar", ["'tape://robot/x.tar'", "https://, s3:// or a path"]),
         ("x{0..3.tar", ["'x{0..3.tar'", "1 braces", "{00000..00009}"]),

@@ -5,12 +5,22 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from dtrain.distributed import atomic
-from dtrain.distributed.atomic import create_folder, replace_file, replace_folder, restore_replaced
+from dtrain.distributed.atomic import (
+    create_folder,
+    cut_lines,
+    open_regular,
+    open_to_append,
+    replace_file,
+    replace_folder,
+    restore_replaced,
+)
+from tests.refusals import refused
 
 
 def write_file(path: Path, text: str) -> None:
@@ -148,3 +158,90 @@ def test_a_file_in_the_place_of_a_new_folder_is_an_error_and_kept(tmp_path: Path
         pass
     assert content(tmp_path / "name") == "old"
     assert os.listdir(tmp_path) == ["name"]
+
+
+def test_a_folder_with_the_name_of_a_staged_file_is_no_obstacle_and_kept(tmp_path: Path) -> None:
+    (tmp_path / ".name.staged").mkdir()
+    write_file(tmp_path / "name", "new")
+    assert content(tmp_path / "name") == "new"
+    assert sorted(os.listdir(tmp_path)) == [".name.staged", "name"]
+
+
+@pytest.mark.parametrize("name", ["name", ".name.staged", ".name.replaced"])
+def test_links_in_the_place_of_a_folder_are_replaced_and_not_followed(tmp_path: Path, name: str) -> None:
+    write_folder(tmp_path / "name", "old")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "content").write_text("untouched")
+    if name == "name":
+        (tmp_path / "name").rename(tmp_path / "elsewhere")
+    (tmp_path / name).symlink_to(tmp_path / "other")
+    write_folder(tmp_path / "name", "new")
+    assert content(tmp_path / "name") == "new"
+    assert (tmp_path / "other" / "content").read_text() == "untouched"
+    assert not (tmp_path / "name").is_symlink()
+    assert {path.name for path in tmp_path.iterdir()} <= {"name", "other", "elsewhere"}
+
+
+# -- appending, reading, cutting
+
+
+def test_what_is_appended_follows_what_was_there(tmp_path: Path) -> None:
+    for text in (b"a\n", b"b\n"):
+        with open_to_append(tmp_path / "name") as file:
+            file.write(text)
+    with open_regular(tmp_path / "name") as file:
+        assert file.read() == b"a\nb\n"
+
+
+@pytest.mark.parametrize("other", ["file", "nothing", "/dev/zero"])
+def test_nothing_is_appended_through_a_symbolic_link(tmp_path: Path, other: str) -> None:
+    (tmp_path / "file").write_text("untouched")
+    (tmp_path / "name").symlink_to(tmp_path / other)
+    with refused(OSError, tmp_path / "name", "a symbolic link", "Delete or replace it"):
+        open_to_append(tmp_path / "name")
+    assert content(tmp_path / "file") == "untouched"
+    assert not (tmp_path / "nothing").exists()
+
+
+@pytest.mark.parametrize("opened", [open_to_append, open_regular])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link to a device"])
+def test_only_regular_files_are_opened_and_nobody_waits(
+    tmp_path: Path, opened: Callable[[Path], object], kind: str
+) -> None:
+    path = tmp_path / "name"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(OSError, match="name"):
+        opened(path)
+
+
+def test_a_link_to_a_regular_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("content")
+    (tmp_path / "name").symlink_to("file")
+    with open_regular(tmp_path / "name") as file:
+        assert file.read() == b"content"
+
+
+def test_cut_lines_are_kept_beside_the_file_over_all_cuts(tmp_path: Path) -> None:
+    path = tmp_path / "name"
+    assert cut_lines(path, lambda line: True) == 0
+    path.write_bytes(b"1\n2\n3")
+    assert cut_lines(path, lambda line: line in (b"1\n", b"2\n")) == 1
+    assert cut_lines(path, lambda line: line == b"1\n") == 1
+    assert (path.read_bytes(), (tmp_path / "cut-name").read_bytes()) == (b"1\n", b"3\n2\n")
+    assert sorted(os.listdir(tmp_path)) == ["cut-name", "name"]
+
+
+@pytest.mark.parametrize("name", ["name", "cut-name"])
+def test_a_cut_writes_through_no_link(tmp_path: Path, name: str) -> None:
+    (tmp_path / "other").write_text("1\n2\n")
+    (tmp_path / "name").write_text("1\n2\n")
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("other")
+    with suppress(OSError):
+        cut_lines(tmp_path / "name", lambda line: line == b"1\n")
+    assert (tmp_path / "other").read_text() == "1\n2\n"

@@ -10,7 +10,8 @@ import pytest
 
 from dtrain.config.errors import ConfigError
 from dtrain.distributed import lock
-from dtrain.distributed.lock import RunLock
+from dtrain.distributed.lock import RunLock, run_lock
+from dtrain.distributed.process_group import process_group
 from dtrain.tracking.run_dir import is_trained
 from tests.refusals import refused
 from tests.runs import tree
@@ -18,7 +19,6 @@ from tests.runs import tree
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from dtrain.distributed.lock import RunLock
 lock = RunLock(Path(sys.argv[1]), print)
 lock.acquire()
 lock.claim()
@@ -118,3 +118,29 @@ def test_a_directory_that_cannot_be_written_is_refused_at_once(tmp_path: Path, m
         (tmp_path / "locked").mkdir(mode=0o555)
         with refused(ConfigError, "run.dir", "locked", "choose another one"):
             RunLock(tmp_path / "locked" / "run", print).acquire()
+
+
+def test_a_lock_file_that_is_a_link_is_refused_and_what_it_leads_to_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("untouched")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "other")
+    with refused(ConfigError, "run.dir", ".lock", "Delete or replace it"):
+        RunLock(tmp_path / "run", print).acquire()
+    assert (tmp_path / "other").read_text() == "untouched"
+
+
+def test_two_runs_in_one_process_take_the_lock_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(lock, "_WAIT_HERE", 0.0)
+    with process_group(timeout=20):
+        for _ in range(2):
+            with run_lock(RunLock(tmp_path, print)) as claim:
+                claim()
+                assert is_trained(tmp_path)
+            assert not is_trained(tmp_path)
+        with pytest.raises(ZeroDivisionError), run_lock(RunLock(tmp_path, print)):  # refused before it has started
+            raise ZeroDivisionError
+        assert not is_trained(tmp_path)

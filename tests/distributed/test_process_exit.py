@@ -4,9 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
+
+from dtrain.distributed.process_exit import exit_unless, in_time
+from tests.ranks import RanksFailed, run_ranks
 
 WORKER = """
 import time
@@ -90,3 +94,36 @@ def alive(pid: int) -> bool:
     """Whether it runs; an ended process without its parent may stay a zombie."""
     state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
     return bool(state.strip()) and not state.strip().startswith("Z")
+
+
+# -- time limits
+
+
+def test_a_call_in_time_returns_or_raises_and_a_late_one_is_abandoned() -> None:
+    assert in_time(lambda: "done", 100) == "done"
+    with pytest.raises(ZeroDivisionError):
+        in_time(lambda: 1 / 0, 100)
+    forever = threading.Event()
+    with pytest.raises(TimeoutError) as late:
+        in_time(forever.wait, 0.01)
+    assert late.value.args[0].is_alive()
+    forever.set()
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_process_whose_main_thread_is_stuck_ends_with_the_message_unless_it_is_done(
+    done: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def stuck(number: int) -> None:
+        event = threading.Event()
+        if done:
+            event.set()
+        exit_unless(event, 0.1, "the others did not come")
+        time.sleep(0.5 if done else 100)
+
+    if done:
+        run_ranks(1, stuck, init=False)
+    else:
+        with pytest.raises(RanksFailed, match="ended with code 1"):
+            run_ranks(1, stuck, init=False)
+    assert ("the others did not come" in capfd.readouterr().err) is not done

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,15 +14,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dtrain.config.errors import PeerFailed
-from dtrain.distributed.process_group import (
-    fresh_store,
-    interface_for_gloo,
-    process_group,
-    publish_failure,
-    published_failure,
-    set_timeout,
-    settle_network,
-)
+from dtrain.distributed import process_group as module
+from dtrain.distributed.process_group import interface_for_gloo, process_group, set_timeout, settle_network
 from tests.ranks import RanksFailed, run_ranks
 
 
@@ -81,6 +73,7 @@ def test_a_collective_ends_after_the_time_out_of_a_step(tmp_path: Path) -> None:
 
     def rank(number: int) -> bool:
         with process_group(timeout=600):
+            module.BACKSTOP = 0.0
             set_timeout(1.0)
             if number == 0:
                 with pytest.raises(RuntimeError):
@@ -155,66 +148,6 @@ def test_threads_of_gloo_end_before_the_interpreter_does(digits: Path, tmp_path:
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("threads of gloo: 0") == 2
-
-
-# -- rendezvous
-
-
-SOON = timedelta(seconds=20)
-
-
-def in_two_attempts(rank: int, attempt: object) -> list[object]:
-    """Runs ``attempt`` twice in processes that keep one store, as torchrun's restarts do."""
-    assert callable(attempt)
-    # As an agent does: the store belongs to neither attempt.
-    server = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=rank == 0, timeout=SOON)
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    results = [attempt(), attempt()]
-    server.set(f"done/{rank}", "")
-    if rank == 0:  # the server ends with it, and the others have to be done by then
-        server.wait([f"done/{other}" for other in range(int(os.environ["WORLD_SIZE"]))])
-    return results
-
-
-def test_a_restarted_attempt_sees_nothing_of_the_one_before() -> None:
-    def rank(number: int) -> list[object]:
-        def attempt() -> object:
-            store = fresh_store(number, 3, SOON)
-            seen = store.check(["left behind"])
-            store.set(f"looked/{number}", "")
-            store.wait([f"looked/{other}" for other in range(3)])
-            store.set("left behind", "poison")
-            return seen
-
-        return in_two_attempts(number, attempt)
-
-    assert run_ranks(3, rank, init=False) == [[False, False]] * 3
-
-
-def test_the_failure_of_an_attempt_does_not_end_the_next_one() -> None:
-    def rank(number: int) -> list[object]:
-        def attempt() -> object:
-            with process_group(20):
-                before = published_failure()
-                dist.barrier()
-                publish_failure("rank 1 failed: the first attempt")
-                return before
-
-        return in_two_attempts(number, attempt)
-
-    assert run_ranks(2, rank, init=False) == [[None, None]] * 2
-
-
-def test_missing_ranks_are_counted() -> None:
-    def rank(number: int) -> str:
-        server = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, timeout=SOON)
-        server.set("dtrain/hello/1", "a rank of an attempt that is over")
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        with pytest.raises(RuntimeError) as raised:
-            fresh_store(0, 3, timedelta(seconds=0.2))
-        return str(raised.value)
-
-    assert "1 of 3 ranks arrived within 0.2 s" in run_ranks(1, rank, init=False)[0]
 
 
 # -- network

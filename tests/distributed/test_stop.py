@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from dtrain.config.errors import ConfigError
 from dtrain.distributed import stop as module
@@ -232,48 +231,7 @@ def test_a_stop_file_that_cannot_be_deleted_is_reported_and_ends_nothing(
     assert "Delete it by hand" in capsys.readouterr().err
 
 
-# -- TERM while the run ends because of another rank
-
-
-def test_term_ends_a_rank_at_once_if_another_one_has_published_its_failure() -> None:
-    child = os.fork()
-    if child == 0:
-        with contextlib.suppress(BaseException):
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            c10d._get_default_store().set("dtrain/failed", "rank 1 failed: ZeroDivisionError: the culprit")
-            with StopRequests(None):
-                send(signal.SIGTERM)
-                time.sleep(10)
-                os._exit(0)
-        os._exit(99)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 1
-
-
-def test_sigterm_requests_a_stop_while_no_rank_has_failed() -> None:
-    def work() -> str | None:
-        with StopRequests(None) as stop:
-            send(signal.SIGTERM)
-            time.sleep(0.3)
-            return stop.reason
-
-    assert in_a_rank(work) == "SIGTERM"
-
-
-def test_term_ends_a_rank_whose_peer_publishes_its_failure_only_later() -> None:
-    child = os.fork()
-    if child == 0:
-        with contextlib.suppress(BaseException):
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            with StopRequests(None):
-                send(signal.SIGTERM)
-                time.sleep(0.2)
-                c10d._get_default_store().set("dtrain/failed", "rank 1 failed: its collective broke")
-                time.sleep(30)
-                os._exit(0)
-        os._exit(99)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 1
+# -- before torchrun's SIGKILL
 
 
 @pytest.mark.parametrize("agreed", [False, True])

@@ -136,10 +136,12 @@ def test_a_run_that_wrote_nothing_has_failed(tmp_path: Path) -> None:
     assert StatusJudge(tmp_path / "not there")().code == FAILED
 
 
-def test_a_file_that_is_not_a_status_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_status_is_no_result(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text("hello")
-    with refused(ConfigError, "status.json", "not JSON", "Delete it"):
-        StatusJudge(tmp_path)
+    judge = StatusJudge(tmp_path)
+    assert judge().state == "failed"
+    write_status(tmp_path, "finished", 7)
+    assert judge().state == "finished"
 
 
 @pytest.mark.parametrize(

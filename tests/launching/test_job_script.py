@@ -3,6 +3,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,12 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def digits(*arguments: str) -> Job:
     return single("launch=slurm", "experiment=digits", *arguments)
+
+
+@cache
+def plain() -> Job:
+    """A job without other settings, composed once."""
+    return digits()
 
 
 def directives(*arguments: str) -> list[str]:
@@ -160,6 +168,45 @@ def test_contradicting_keys_are_refused(arguments: tuple[str, ...], names: tuple
     with pytest.raises(ConfigError) as refusal:
         directives(*arguments)
     assert [name for name in names if name not in str(refusal.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "remedy"),
+    [
+        ("launch.account", "a\ntouch pwned", "a name"),
+        ("launch.account", "a b", "without spaces"),
+        ("launch.partition", "gpu --exclusive", "without spaces"),
+        ("launch.partition", "gpu,'x'", "a name"),
+        ("launch.time", "10\ntouch pwned", "08:00:00"),
+        ("launch.time", "10 --exclusive", "08:00:00"),
+        ("launch.time", "later", "UNLIMITED"),
+        ("launch.extra", ["--qos=high\ntouch pwned"], "remove the character"),
+        ("launch.srun", ["--mpi=none\ntouch pwned"], "remove the character"),
+        ("run.name", "a\ntouch pwned", "remove the character"),
+        ("run.dir", "/r/a\ntouch pwned", "remove the character"),
+    ],
+)
+def test_a_value_cannot_add_shell_code_or_an_option(key: str, value: str | list[str], remedy: str) -> None:
+    job = plain()
+    section, _, name = key.partition(".")
+    if section == "launch":
+        job = replace(job, launch=replace(job.launch, **{name: value}))
+    else:
+        job = replace(job, run=replace(job.run, **{name: type(getattr(job.run, name))(value)}))
+    with refused(ConfigError, key, repr(value[0] if isinstance(value, list) else value), remedy):
+        job_script(job)
+
+
+def test_a_working_directory_with_a_line_break_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "cwd", classmethod(lambda cls: cls("/home/a\nb")))
+    with refused(ConfigError, "working directory", repr("/home/a\nb"), "remove the character"):
+        job_script(plain())
+
+
+def test_names_and_times_of_slurm_are_accepted() -> None:
+    asked = directives('launch.partition="gpu-a100,cpu_2"', "launch.account=group.project@site", "launch.time=1-12")
+    assert {"--partition=gpu-a100,cpu_2", "--account=group.project@site", "--time=1-12"} < set(asked)
+    assert "--time=unlimited" in directives("launch.time=unlimited")
 
 
 @pytest.mark.parametrize(

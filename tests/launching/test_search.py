@@ -26,7 +26,7 @@ from dtrain.launching.pool import Screen
 from dtrain.launching.search import MetricReader
 from dtrain.launching.search_space import CommandLine, distribution
 from dtrain.reporting.search import Search
-from dtrain.tracking.run_dir import write_status
+from dtrain.tracking.run_dir import save_run, write_status
 from tests.launching.compose import single
 from tests.refusals import assert_refused, refused
 from tests.runs import status
@@ -51,7 +51,7 @@ class Fake:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.asked = False
-        job.run.save()
+        save_run(job.run)
         path = job.run.dir / "metrics.jsonl"
         self.step = len(path.read_text().splitlines()) if path.exists() else 0
         write_status(job.run.dir, "running", self.step)

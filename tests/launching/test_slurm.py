@@ -221,7 +221,7 @@ def test_srun_without_torchrun_has_the_same_losses(tmp_path: Path) -> None:
 
 
 def test_a_run_that_always_fails_is_not_requeued(tmp_path: Path) -> None:
-    job = submit(tmp_path, "task.input=nothing")
+    job = submit(tmp_path, "faults=['crash@rank=1,step=3']")
     assert ended(job) == "FAILED"
     assert field(job, "Restarts") == "0"
     printed = output(job)
@@ -248,7 +248,6 @@ def test_a_second_job_for_the_same_run_is_refused(tmp_path: Path, capsys: pytest
     [
         "launch.partition=nowhere",
         "launch.nodes=99",
-        "launch.time=later",
         "launch.partition=small",
         "launch.processes_per_node=64",
     ],
@@ -265,11 +264,11 @@ def test_an_error_of_sbatch_is_printed_and_no_job_is_left(
 
 def test_all_jobs_of_a_sweep_are_submitted_or_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["launch=slurm", *digits_run(), f"run.dir={tmp_path / 'r'}", 'launch.extra=["--hold"]', "--multirun"]
-    assert launch.main([*command, "launch.time=10,later"]) == 1
+    assert launch.main([*command, "launch.partition=main,small"]) == 1
     wait(lambda: not slurm("squeue", "-h"))
     capsys.readouterr()
     assert launch.main([*command, "run.seed=1,2"]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    _, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [row[0] for row in rows] == ["run.seed=1", "run.seed=2"]
     jobs = [row[2] for row in rows]
     try:
@@ -290,7 +289,7 @@ def test_an_array_of_four_runs_trains_two_at_a_time(tmp_path: Path, capsys: pyte
     varied = ("optimizer.lr=1e-3,3e-3", "precision=fp32,bf16")
     command = ["--multirun", "launch=slurm", *digits_run(*options), *varied, f"run.dir={tmp_path / 'r'}"]
     assert launch.main(command) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    _, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     jobs, directories = [row[3] for row in rows], [Path(row[4]) for row in rows]
     most = 0
 

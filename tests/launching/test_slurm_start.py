@@ -12,10 +12,12 @@ from dtrain.launching.job import FAILED, FINISHED, STOPPED, Job
 from dtrain.launching.slurm import SlurmStart
 from dtrain.tracking.run_dir import write_status
 from tests.launching.compose import single
+from tests.refusals import refused
 
 _COMMANDS = {
     "sbatch": 'n=$(ls "$QUEUE" | wc -l); echo RUNNING n1 >"$QUEUE/$((n + 7))"; echo "$((n + 7))"',
-    "squeue": 'cat "$QUEUE/${3#--jobs=}" 2>/dev/null',
+    "squeue": 'if [ -e "$QUEUE.down" ]; then echo "Unable to contact slurm controller" >&2; exit 1; fi; '
+    'cat "$QUEUE/${3#--jobs=}" 2>/dev/null || { echo "Invalid job id specified" >&2; exit 1; }',
     "scancel": 'rm "$QUEUE/$1"',
 }
 
@@ -64,6 +66,31 @@ def test_a_job_of_an_earlier_command_is_taken_over(queue: Path, job: Job) -> Non
     SlurmStart(job)
     SlurmStart(job)
     assert [path.name for path in queue.iterdir()] == ["7"]
+
+
+def test_a_queue_that_does_not_answer_neither_ends_a_job_nor_allows_a_second_one(queue: Path, job: Job) -> None:
+    start = SlurmStart(job)
+    down = queue.with_name("queue.down")
+    down.touch()
+    assert [start.result() for _ in range(3)] == [None] * 3
+    for ask in (slurm.refuse_second_job, slurm.queued_job):
+        with refused(slurm.NoAnswer, "run.dir", "job 7", "Run the command again"):
+            ask(job.run.dir)
+    with refused(slurm.NoAnswer, "run.dir", "job 7", "Run the command again"):
+        SlurmStart(job)
+    assert slurm.active_job(job.run.dir) is None
+    down.unlink()
+    assert start.result() is None
+    assert [path.name for path in queue.iterdir()] == ["7"]
+
+
+def test_a_job_that_hands_over_while_it_is_killed_is_followed(queue: Path, job: Job, tmp_path: Path) -> None:
+    start = SlurmStart(job)
+    (queue / "8").write_text("PENDING (Dependency)")
+    scancel = tmp_path / "bin" / "scancel"
+    scancel.write_text(f'#!/bin/sh\nrm "$QUEUE/$1"; echo 8 >"{job.run.dir}/.job"\n')
+    start.kill()
+    assert list(queue.iterdir()) == []
 
 
 def test_stop_cancels_a_waiting_job_and_asks_a_running_one(queue: Path, job: Job) -> None:

@@ -57,11 +57,11 @@ def test_each_preset_answers() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_only_images_and_features_have_a_transfer_dtype(name: str) -> None:
+def test_only_what_a_model_computes_with_has_a_transfer_dtype(name: str) -> None:
     precision = Precision(name)
     dtypes = {role: precision.transfer_dtype(role) for role in ROLES}
-    assert dtypes.pop("image") == torch.uint8
-    assert dtypes.pop("feature") == precision.compute_dtype
+    assert dtypes.pop("image") == dtypes.pop("video") == torch.uint8
+    assert dtypes.pop("feature") == dtypes.pop("audio") == precision.compute_dtype
     assert set(dtypes.values()) == {None}
 
 

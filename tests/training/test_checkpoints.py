@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import resource
+import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +27,7 @@ from dtrain.training.checkpoints import (
     verify_folder,
 )
 from tests.ranks import run_ranks
-from tests.refusals import refused
+from tests.refusals import assert_refused, refused
 from tests.training.checkpoints_for_tests import content
 
 # -- checkpoints
@@ -36,6 +39,11 @@ def loaded_value(checkpoints: Checkpoints, step: int) -> float:
     values = {float(number) for group in loaded.tensors.values() for t in group.values() for number in t.flatten()}
     assert values == {loaded.state["value"]}
     return values.pop()
+
+
+def left_in(folder: Path) -> list[str]:
+    """What is in a folder of checkpoints besides saved.json."""
+    return sorted(path.name for path in folder.iterdir() if path.name != "saved.json")
 
 
 # -- broken ones
@@ -74,40 +82,6 @@ def test_a_damaged_file_is_never_loaded_always_reported_and_the_one_before_is_us
         path.write_bytes(whole)
     checkpoints.verify(30)
     assert checkpoints.newest_good() == (30, [])
-
-
-@pytest.mark.parametrize("mode", ["auto", "must"])
-def test_a_start_passes_over_what_is_broken_and_says_so(tmp_path: Path, mode: str) -> None:
-    checkpoints = Checkpoints(tmp_path, keep_last=3)
-    for step in (10, 20, 30):
-        checkpoints.save(step, content(step))
-    for step in (20, 30):
-        (checkpoints.path(step) / "state.json").write_text("{}")
-    chosen, message = checkpoints.to_resume(mode)
-    assert chosen == 10
-    assert ["broken checkpoint: " in line for line in message] == [True, True]
-    assert "step-000000030" in message[0]
-
-
-@pytest.mark.parametrize("mode", ["auto", "must"])
-def test_a_run_of_which_all_checkpoints_are_broken_is_not_begun_again(tmp_path: Path, mode: str) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    (checkpoints.save(10, content(1.0)) / "model.safetensors").unlink()
-    with refused(ConfigError, "no checkpoint", "model.safetensors"):
-        checkpoints.to_resume(mode)
-
-
-def test_the_modes_of_resuming(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    assert checkpoints.to_resume("auto") == checkpoints.to_resume("never") == (None, [])
-    with pytest.raises(ConfigError, match="there is none"):
-        checkpoints.to_resume("must")
-    checkpoints.save(5, content(1.0))
-    assert checkpoints.to_resume("auto") == checkpoints.to_resume("must") == (5, [])
-    with refused(ConfigError, "run.resume=never"):
-        checkpoints.to_resume("never")
-    with refused(ConfigError, "run.resume", "got 'yes'", "auto, must or never"):
-        checkpoints.to_resume("yes")
 
 
 # -- which ones stay
@@ -183,7 +157,7 @@ def test_a_broken_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> Non
     (checkpoints.save(10, content(1.0)) / "model.safetensors").write_bytes(b"torn")
     checkpoints.save(10, content(2.0))
     assert loaded_value(checkpoints, 10) == 2.0
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000000010"]
+    assert left_in(tmp_path) == ["step-000000010"]
 
 
 @pytest.mark.parametrize(
@@ -261,7 +235,7 @@ def test_a_save_that_the_disk_refuses_leaves_the_others_and_nothing_of_itself(tm
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         with pytest.raises(OSError, match="safetensors") as raised:
             checkpoints.save(20, content(20.0, size=100_000))
-        return str(raised.value), sorted(path.name for path in tmp_path.iterdir()), loaded_value(checkpoints, 10)
+        return str(raised.value), left_in(tmp_path), loaded_value(checkpoints, 10)
 
     ((message, left, value),) = run_ranks(1, rank)
     assert "File too large" in message
@@ -286,7 +260,7 @@ def test_wherever_a_save_fails_the_one_before_stays(tmp_path: Path, step: str, m
             patch.setattr(os, step, refuse)
         with pytest.raises(OSError, match="No space left"):
             checkpoints.save(20, content(20.0))
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000000010"]
+    assert left_in(tmp_path) == ["step-000000010"]
     assert checkpoints.newest_good() == (10, [])
     checkpoints.save(20, content(20.0))
     assert checkpoints.steps() == [20]
@@ -300,7 +274,7 @@ def test_left_overs_of_a_killed_save_do_not_matter_and_go_at_the_next_one(tmp_pa
         (tmp_path / name / "model.safetensors").write_bytes(b"half")
     assert checkpoints.newest_good() == (10, [])
     checkpoints.save(20, content(20.0))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000010", "step-000000020"]
+    assert left_in(tmp_path) == ["step-000000010", "step-000000020"]
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["refused by the disk", "killed"])
@@ -326,7 +300,7 @@ def test_a_checkpoint_is_there_again_if_the_one_that_replaces_it_never_gets_its_
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     monkeypatch.undo()
     checkpoints = Checkpoints(tmp_path)
-    assert checkpoints.to_resume("must") == (10, [])
+    assert checkpoints.newest_good() == (10, [])
     assert loaded_value(checkpoints, 10) == 1.0
 
 
@@ -427,3 +401,120 @@ def test_a_checkpoint_of_another_format_is_refused_with_both(tmp_path: Path) -> 
     _write_folder(tmp_path / "saved", Checkpoint({}, {"format": 99, "metrics": {}}))
     with refused(BadCheckpoint, "format", 99, 1):
         _read_folder(tmp_path / "saved")
+
+
+# -- of somebody else, or damaged so that reading it is dangerous
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("kind", ["pipe", "folder", "endless"])
+def test_what_is_no_regular_file_is_a_broken_checkpoint_and_keeps_nobody_waiting(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    checkpoints = Checkpoints(tmp_path, best="eval/x")
+    for step in (10, 20):
+        checkpoints.save(step, content(step, {"eval/x": step}))
+    path = checkpoints.path(20) / name
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+    newest, problems = checkpoints.newest_good()
+    assert newest == 10
+    assert_refused(problems[0], "step-000000020", name)
+    assert checkpoints.best_step() == (10 if name.endswith("json") else 20)
+
+
+def test_a_file_of_another_size_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = written(tmp_path / "saved")
+    os.truncate(folder / "model.safetensors", 2**40)  # a terabyte of holes
+    monkeypatch.setattr(module, "_size_and_hash", lambda path: pytest.fail(f"{path} is read"))
+    with refused(BadCheckpoint, "model.safetensors", f"{2**40} bytes"):
+        verify_folder(folder)
+
+
+@pytest.mark.parametrize("name", ["model", "optimizer"])
+@pytest.mark.parametrize("version", ["of today", "without a list of its tensors"])
+def test_a_manifest_that_lacks_saved_tensors_is_a_broken_checkpoint(tmp_path: Path, name: str, version: str) -> None:
+    folder = written(tmp_path / "saved")
+    if version != "of today":
+        rewrite(folder, lambda state: state.pop("tensors"))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    verify_folder(folder)
+    del manifest[f"{name}.safetensors"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with refused(BadCheckpoint, "manifest.json", f"{name}.safetensors"):
+        verify_folder(folder)
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes a checkpoint's state.json, and the manifest with it."""
+    state, manifest = (json.loads((folder / name).read_text()) for name in ("state.json", "manifest.json"))
+    change(state)
+    text = json.dumps(state).encode()
+    (folder / "state.json").write_bytes(text)
+    manifest["state.json"] = {"size": len(text), "sha256": hashlib.sha256(text).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json"])
+def test_json_that_is_nested_too_deeply_is_a_broken_checkpoint(tmp_path: Path, name: str) -> None:
+    folder = written(tmp_path / "saved")
+    text = b"[" * 200_000
+    (folder / name).write_bytes(text)
+    if name == "state.json":
+        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest[name] = {"size": len(text), "sha256": hashlib.sha256(text).hexdigest()}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    with refused(BadCheckpoint, name, "nested too deeply"):
+        verify_folder(folder)
+    assert _saved_metrics(folder) == {}
+
+
+@pytest.mark.parametrize("entry", [{"../x": {"size": 1, "sha256": ""}}, {"x": 5}, {"x": {"size": 1}}])
+def test_a_manifest_that_dtrain_did_not_write_is_refused(tmp_path: Path, entry: dict[str, Any]) -> None:
+    folder = written(tmp_path / "saved")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | entry))
+    with refused(BadCheckpoint, "manifest.json", next(iter(entry))):
+        verify_folder(folder)
+
+
+@pytest.mark.parametrize("version", ["of today", "with its step among the counters"])
+def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(tmp_path: Path, version: str) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(10, content(10.0))
+    if version != "of today":
+        rewrite(checkpoints.path(10), lambda state: state.update(counters={"step": state.pop("step")}))
+    shutil.copytree(checkpoints.path(10), checkpoints.path(500))
+    newest, problems = checkpoints.newest_good()
+    assert newest == 10
+    assert_refused(problems[0], "step-000000500", "of step 10", "step-000000010")
+
+
+def test_the_last_save_is_recorded(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    assert checkpoints.recorded() is None
+    checkpoints.record(0)
+    assert checkpoints.recorded() == 0
+    checkpoints.save(10, content(10.0))
+    assert checkpoints.recorded() == 10
+    for damage in (b"", b"[]", b'{"step": "10"}', b"[" * 200_000):
+        (tmp_path / "checkpoints" / "saved.json").write_bytes(damage)
+        assert checkpoints.recorded() is None
+
+
+@pytest.mark.parametrize("options", [{"best": "eval/x"}, {"keep_every": 10}])
+def test_a_broken_checkpoint_of_a_later_step_goes_at_the_next_save_also_if_it_would_be_kept(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=1, **options)
+    checkpoints.save(10, content(10.0, {"eval/x": 0.1}))
+    checkpoints.save(20, content(20.0, {"eval/x": 0.9}))
+    (checkpoints.path(20) / "model.safetensors").write_bytes(b"torn")  # its metrics are whole
+    checkpoints.save(13, content(13.0, {"eval/x": 0.2}))
+    assert 20 not in checkpoints.steps()
+    assert checkpoints.newest_good() == (13, [])

@@ -46,6 +46,12 @@ def test_a_fault_strikes_once_unless_it_is_told_to_come_again(tmp_path: Path) ->
         assert [fault.kind for fault in given.due(5, "crash", "slow")] == struck
 
 
+def test_a_slow_rank_is_slow_for_as_many_steps_as_it_is_told(tmp_path: Path) -> None:
+    for found in ([4, 5, 6], []):  # two starts
+        given = Faults.of(["slow@step=4,steps=3"], tmp_path, 0, {})
+        assert [step for step in range(1, 10) for _ in given.due(step, "slow")] == found
+
+
 @pytest.mark.slow
 def test_a_crashed_run_that_is_started_again_ends_as_if_it_had_not_happened(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import itertools
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from omegaconf import OmegaConf
 
 from dtrain.config.errors import ConfigError
 from dtrain.config.schema import Config, DataConfig
-from dtrain.data import ShardLoader, digits
+from dtrain.data import ShardLoader, digits, shard_source
 from dtrain.precision import Precision
 from dtrain.training.loaders import (
     check_same_data,
@@ -71,14 +73,50 @@ def cannot_prepare() -> None:
     raise OSError("no network")
 
 
-def test_training_is_shuffled_and_evaluation_is_in_stored_order(shards: str) -> None:
+def test_training_is_shuffled_and_evaluation_is_in_stored_order_if_asked_for(shards: str) -> None:
     cfg = config(train=shards, eval=shards)
     trained = numbers(train_loader(cfg, world(), FP32))
     assert sorted(trained) == list(range(50))
     assert trained != list(range(50))
-    evaluated = eval_loader(cfg, world(), FP32)
+    evaluated, stored = eval_loader(cfg, world(), FP32), eval_loader(cfg, world(), FP32, in_stored_order=True)
     assert evaluated is not None
-    assert numbers(evaluated) == list(range(50))
+    assert stored is not None
+    assert sorted(numbers(evaluated)) == numbers(stored) == list(range(50))
+
+
+def test_each_rank_opens_its_share_of_the_evaluation_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = config(eval=write_vectors(tmp_path, 100, shards=12))
+    opened: set[str] = set()
+    open_shard = shard_source.open_shard
+    monkeypatch.setattr(shard_source, "open_shard", lambda path: opened.add(path) or open_shard(path))
+    batches = {}
+    for size in (1, 2, 4):
+        ranks = []
+        for rank in range(size):
+            loader = eval_loader(cfg, replace(world(), rank=rank, size=size), FP32)
+            assert loader is not None
+            opened.clear()
+            ranks.append([batch["number"][batch.valid].tolist() for batch in loader])
+            assert len(opened) <= 12 // size + 1, (rank, size)
+        batches[size] = [[number for part in step for number in part] for step in zip(*ranks, strict=True)]
+        assert sorted(number for step in batches[size] for number in step) == list(range(100))
+    assert batches[1] == batches[2] == batches[4]  # the same global batches for any number of ranks
+
+
+def test_an_evaluation_resumes_on_other_ranks(tmp_path: Path) -> None:
+    cfg = config(eval=write_vectors(tmp_path, 100, shards=12))
+    first = eval_loader(cfg, world(), FP32)
+    assert first is not None
+    used = []
+    for batch in itertools.islice(first, 3):
+        used += batch["number"][batch.valid].tolist()
+        first.commit()
+    for rank in range(2):
+        rest = eval_loader(cfg, replace(world(), rank=rank, size=2), FP32)
+        assert rest is not None
+        rest.load_state_dict(first.state_dict())
+        used += numbers(rest)
+    assert sorted(used) == list(range(100))
 
 
 def test_what_is_dropped_or_augmented_in_training_is_not_in_evaluation(shards: str) -> None:
@@ -86,7 +124,7 @@ def test_what_is_dropped_or_augmented_in_training_is_not_in_evaluation(shards: s
     training, evaluation = train_loader(cfg, world(), FP32), eval_loader(cfg, world(), FP32)
     assert evaluation is not None
     assert len(numbers(training)) == 48
-    assert numbers(evaluation) == list(range(50))
+    assert sorted(numbers(evaluation)) == list(range(50))
     plain = next(iter(evaluation))
     augmented = {int(n): x for batch in training for n, x in zip(batch["number"], batch["x"], strict=True)}
     first = int(plain["number"][0])
@@ -146,7 +184,7 @@ def test_a_data_set_by_its_target_is_loaded_as_shards_are(shards: str) -> None:
     target = {"_target_": f"{HERE}.numbered", "count": 50}
     loaded = {}
     for given in (shards, target):
-        cfg = config(train=given, eval=given, shuffle="none", augment={"_target_": f"{HERE}.AddOne"})
+        cfg = config(train=given, eval=given, shuffle="none", lanes=12, augment={"_target_": f"{HERE}.AddOne"})
         loaded[str(given)] = [
             torch.cat([batch["x"] for batch in loader])
             for loader in (train_loader(cfg, world(), FP32), eval_loader(cfg, world(), FP32))

@@ -161,8 +161,8 @@ def test_a_disk_that_is_slower_than_the_saves_is_no_hang(tmp_path: Path, monkeyp
     def until_the_waiting_loop_is_seen_to_move(self: Checkpoints, step: int, checkpoint: Checkpoint) -> Path:
         if step == 2:
             for _ in range(2000):
-                before, after = loops[0].place(), loops[0].place()
-                if before.step == 5 and before.moved != after.moved:  # step 4 is done, and its save waits for this one
+                place = loops[0].place()
+                if place.step == 5 and place.waits_for_disk:  # step 4 is done, and its save waits for this one
                     break
                 time.sleep(0.01)
             else:

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from dtrain.data import Batch
-from dtrain.distributed.world import World
 from dtrain.tasks import Classification
 from dtrain.training import metrics
-from dtrain.training.metrics import EVERY, MetricSums, StragglerReport, StragglerTimer, straggler
+from dtrain.training.metrics import MetricSums
 from dtrain.training.task import Output
-from tests.ranks import run_ranks
 from tests.runs import records, status, train_on
-from tests.toys import CPU, Net, NetWithBatchNorm, world
 
 # -- meter
 
@@ -150,109 +144,6 @@ def test_memory_of_the_process_is_there_on_a_cpu():
     name = "memory/max_resident_gib"
     assert 0.01 < MetricSums(torch.device("cpu")).record()[name] < 1000
     assert name not in MetricSums().record()
-
-
-# -- own time
-
-
-class Ticks:
-    """A clock that shows another number whenever it is looked at."""
-
-    def __init__(self) -> None:
-        self._ticks: Iterator[int] = count()
-
-    def now(self) -> int:
-        return next(self._ticks)
-
-    def between(self, began: int, ended: int) -> float:
-        return float(10 ** (ended - began))
-
-
-def pieces(model: nn.Module, micro_batches: int) -> list[tuple[int, int]]:
-    """What a step of ``model`` takes, in ticks; a look at the clock takes one."""
-    model.double()
-    wrapped = DistributedDataParallel(model)
-    own = StragglerTimer(wrapped, CPU, Ticks())
-    wrapped(torch.randn(4, 3).double())  # as an evaluation would: nobody takes the time
-    own.begin()
-    for number in range(micro_batches):
-        loss = wrapped(torch.randn(4, 3).double()).sum()
-        if number == micro_batches - 1:
-            loss.backward()
-    taken = own.taken()
-    assert own.seconds(taken) == sum(10.0 ** (ended - began) for began, ended in taken)
-    assert own.taken() == []
-    return taken
-
-
-def test_own_time_ends_with_the_last_forward_and_leaves_out_the_wait_for_rank_0s_buffers() -> None:
-    def both(rank: int) -> Any:
-        return pieces(Net(), 1), pieces(Net(), 2), pieces(NetWithBatchNorm(), 2)
-
-    for plain, twice, buffers in run_ranks(2, both):
-        assert plain == [(0, 1)]
-        assert twice == [(0, 1), (1, 2)]
-        # From the begin to DDP; from the model's first line to its end, and on to DDP's next; and so on.
-        assert buffers == [(0, 1), (2, 3), (3, 4), (5, 6)]
-
-
-def test_nothing_stays_on_the_model_when_nobody_watches_any_more() -> None:
-    def hooks(rank: int) -> list[int]:
-        wrapped = DistributedDataParallel(NetWithBatchNorm())
-        own = StragglerTimer(wrapped, CPU)
-        own.end()
-        modules = (wrapped, wrapped.module)
-        return [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules]
-
-    assert run_ranks(2, hooks) == [[0, 0]] * 2
-
-
-def test_the_straggler_is_the_slowest_rank_and_its_distance_is_to_the_median() -> None:
-    assert straggler(torch.tensor([0.3, 0.1, 0.9, 0.2, 0.2], dtype=torch.float64)) == {
-        "time/slowest_rank": 2,
-        "time/straggler_seconds": pytest.approx(0.7),
-    }
-    assert straggler(torch.tensor([1.0, 3.0], dtype=torch.float64))["time/straggler_seconds"] == 2.0
-
-
-def test_each_exchange_is_told_in_the_record_after_and_there_are_steps_between_two_of_them() -> None:
-    def gather(rank: int) -> list[dict[str, float | int]]:
-        stragglers = StragglerReport(world(rank, 3))
-        results = []
-        for number, step in enumerate((5, 5 + EVERY, 5 + EVERY + 1, 5 + EVERY + 2)):
-            for add in range(2):
-                stragglers.add(float(10**number * (add + (5 if rank == number else 1))))
-            results.append(stragglers.exchange(step))
-        stragglers.end()
-        return results
-
-    for results in run_ranks(3, gather):
-        assert results == [
-            {},
-            {"time/slowest_rank": 0, "time/straggler_seconds": 4.0},
-            {"time/slowest_rank": 1, "time/straggler_seconds": 40.0},
-            {},
-        ]
-
-
-def test_there_is_nothing_to_exchange_before_the_first_step_that_counts() -> None:
-    def gather(rank: int) -> list[dict[str, float | int]]:
-        stragglers = StragglerReport(world(rank, 2))
-        results = [stragglers.exchange(1)]
-        for step in (2, 3):
-            stragglers.add(float(rank))
-            results.append(stragglers.exchange(step))
-        stragglers.end()
-        return results
-
-    assert run_ranks(2, gather) == [[{}, {}, {"time/slowest_rank": 1, "time/straggler_seconds": 1.0}]] * 2
-
-
-def test_a_world_of_one_has_no_straggler() -> None:
-    alone = StragglerReport(World(0, 1, 0, 1, CPU, "gloo", launched=False))
-    alone.add(1.0)
-    assert alone.exchange(100) == alone.exchange(200) == {}
-    alone.end()
 
 
 # -- measures

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,12 +12,16 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dtrain.config.errors import ConfigError
-from dtrain.config.schema import RunConfig, WarmStartConfig
+from dtrain.config.run import Run
+from dtrain.config.schema import CheckpointConfig, RunConfig, WarmStartConfig
 from dtrain.distributed.process_group import process_group
+from dtrain.tracking import write_status
 from dtrain.training.checkpoints import Checkpoint, Checkpoints
-from dtrain.training.resume import starting_weights
-from tests.refusals import refused
-from tests.runs import train_on, weights
+from dtrain.training.resume import EarlierStarts, starting_weights
+from dtrain.training.state import RunTotals
+from tests.refusals import assert_refused, refused
+from tests.runs import train_on, tree, weights
+from tests.training.checkpoints_for_tests import content
 
 SMALL = ("model.width=4", "data.num_workers=0", "schedule=constant")
 
@@ -28,6 +35,155 @@ def test_a_new_run_begins_with_the_average_of_another_and_its_own_counters(tmp_p
     assert expected.keys() == got.keys()
     assert all(torch.equal(expected[name], got[name]) for name in expected)
     assert not all(torch.equal(expected[name], tensor) for name, tensor in weights(first, 3).items())
+
+
+# -- what earlier starts have left
+
+
+class Place:
+    """A run directory without a run; ``start`` is what a start of a run in it decides."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.checkpoints = Checkpoints(run_dir / "checkpoints")
+
+    def start(self, resume: str = "auto") -> EarlierStarts:
+        cfg: Any = SimpleNamespace(run=RunConfig(resume=resume), checkpoint=CheckpointConfig())
+        before = tree(self.run_dir)
+        try:
+            return EarlierStarts.of(cfg, Run("run", self.run_dir, {}, (), ()))
+        finally:
+            assert tree(self.run_dir) == before
+
+    def trained(self, *files: str, state: str = "running") -> None:
+        """As if the run had trained up to step 3."""
+        (self.run_dir / "logs").mkdir(exist_ok=True)
+        if "status" in files:
+            write_status(self.run_dir, state, 3)
+        if "metrics" in files:
+            (self.run_dir / "metrics.jsonl").write_text('{"step": 3}\n')
+        if "keys" in files:
+            (self.run_dir / "logs" / "keys-rank-00001.jsonl").write_text('{"step": 3, "keys": []}\n')
+
+
+REMEDIES = ("Restore the checkpoints", "run.resume=never", "another run.dir")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def test_a_new_run_begins_and_one_with_a_checkpoint_resumes(place: Place) -> None:
+    assert place.start() == place.start("never") == EarlierStarts()
+    with refused(ConfigError, "run.resume=must", "there is none"):
+        place.start("must")
+    place.trained("status", "metrics")
+    place.checkpoints.save(3, content(3.0))
+    assert place.start().checkpoint == place.start("must").checkpoint == 3
+    with refused(ConfigError, "run.resume=never", "step 3", "Leave run.resume out"):
+        place.start("never")
+
+
+@pytest.mark.parametrize("mode", ["auto", "must"])
+def test_a_start_passes_over_broken_checkpoints_and_says_so(place: Place, mode: str) -> None:
+    for step in (10, 20):
+        place.checkpoints.save(step, content(step))
+    (place.checkpoints.path(20) / "state.json").write_text("{}")
+    earlier = place.start(mode)
+    assert earlier.checkpoint == 10
+    assert_refused(earlier.problems[0], "broken checkpoint", "step-000000020")
+    (place.checkpoints.path(10) / "state.json").write_text("{}")
+    with refused(ConfigError, "no checkpoint", "step-000000010", "", *REMEDIES):
+        place.start(mode)
+    assert place.start("never").moved_aside
+    place.checkpoints.record(0)  # the record of the save was lost
+    with refused(ConfigError, "no checkpoint", "step-000000010", "", *REMEDIES):
+        place.start(mode)
+
+
+@pytest.mark.parametrize("files", [["status"], ["metrics"], ["keys"], ["status", "metrics", "keys"]])
+@pytest.mark.parametrize("saved", [3, None])
+def test_a_run_that_shows_progress_and_has_lost_its_checkpoints_is_refused(
+    place: Place, files: list[str], saved: int | None
+) -> None:
+    place.trained(*files)
+    if saved is not None:
+        place.checkpoints.record(saved)
+    for mode in ("auto", "must"):
+        with refused(ConfigError, "no checkpoint to resume from", *REMEDIES) as raised:
+            place.start(mode)
+        assert all(file in str(raised.value) for file in files)
+        assert ("saved after step 3" in str(raised.value)) == (saved is not None)
+    assert place.start("never") == EarlierStarts(moved_aside=True)
+
+
+@pytest.mark.parametrize("state", ["running", "failed"])
+def test_a_run_that_was_killed_before_its_first_save_begins_again_by_itself(place: Place, state: str) -> None:
+    place.checkpoints.record(0)
+    place.trained("status", "metrics", "keys", state=state)
+    earlier = place.start()
+    assert (earlier.checkpoint, earlier.moved_aside, earlier.problems) == (None, False, [])
+    assert earlier.status is not None
+
+
+@pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "DTRAIN_STARTS"])
+def test_a_new_beginning_is_not_begun_again_by_the_restarts_of_its_job(
+    place: Place, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.trained("status")
+    place.checkpoints.save(3, content(3.0))
+    monkeypatch.setenv(name, "1")
+    assert place.start("never").checkpoint == 3
+    monkeypatch.setenv(name, "0")
+    with refused(ConfigError, "run.resume=never"):
+        place.start("never")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *("", "{", "[]", "hello", '{"state": "done"}', '{"state": "running", "step": "x"}', "[" * 200_000),
+        *('{"state": "finished", "step": 3, "time": "yesterday"}', '{"state": "running", "restarts": null}'),
+        '{"state": "running", "lost_seconds": NaN}',
+    ],
+    ids=lambda text: text[:30],
+)
+def test_a_damaged_status_stops_no_run_whose_checkpoints_are_whole(place: Place, damage: str) -> None:
+    place.checkpoints.save(3, content(3.0))
+    (place.run_dir / "status.json").write_text(damage)
+    earlier = place.start()
+    assert earlier.checkpoint == 3
+    assert not earlier.finished
+    assert_refused(earlier.problems[0], "status.json", "", "counted from 0")
+    RunTotals().add_restart(earlier.status)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "endless"])
+def test_a_status_that_is_no_file_stops_no_run(place: Place, kind: str) -> None:
+    path = place.run_dir / "status.json"
+    place.checkpoints.save(3, content(3.0))
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    earlier = place.start()
+    assert earlier.checkpoint == 3
+    assert_refused(earlier.problems[0], "status.json")
+    write_status(place.run_dir, "running", 3)
+    assert place.start().problems == []
+
+
+def test_a_status_without_times_counts_as_a_restart(place: Place) -> None:
+    (place.run_dir / "status.json").write_text('{"state": "running"}')
+    totals = RunTotals()
+    totals.add_restart(place.start().status)
+    assert (totals.restarts, totals.lost_seconds, totals.down_seconds) == (1, 0, 0)
+
+
+# -- weights of another run
 
 
 class Classifier(nn.Module):

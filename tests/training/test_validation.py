@@ -130,6 +130,8 @@ WRONG: list[tuple[str, str, str, str]] = [
         "Did you mean 'prepare'",
     ),
     ("data.max_bad=-1", "data.max_bad", "-1", "want 0 or more"),
+    ("data.max_bad=1.0", "data.max_bad", "1.0", "data.max_bad=100%"),
+    ("data.max_bad=all", "data.max_bad", "'all'", "0.5%"),
     ("data.max_bad_consecutive=-1", "data.max_bad_consecutive", "-1", "want 0 or more"),
     ("data.storage=disk", "data.storage", "disk", "want one of auto"),
     ("data.cache.max_gb=0", "data.cache.max_gb", "0", "want a number above 0"),

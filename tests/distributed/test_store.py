@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from dtrain.distributed import store as module
+from dtrain.distributed.process_group import process_group
+from dtrain.distributed.store import GroupStore, StoreLost, fresh_store, publish_failure, published_failure
+from dtrain.distributed.world import World
+from tests.ranks import run_ranks
+from tests.toys import CPU
+
+ALONE = World(0, 1, 0, 1, CPU, "gloo", launched=False)
+
+
+def test_a_late_call_is_abandoned_and_the_next_ones_fail_at_once_until_it_returns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, answer = GroupStore(dist.HashStore(), ALONE), threading.Event()
+    assert store.call(lambda one: one.compare_set("key", "", "value")) == b"value"
+    monkeypatch.setattr(module, "_ANSWER", 0.01)
+    with pytest.raises(StoreLost):
+        store.call(lambda one: answer.wait())
+    monkeypatch.setattr(module, "_ANSWER", 100.0)
+    assert store._late is not None
+    for _ in range(3):
+        with pytest.raises(StoreLost):
+            store.read("key")
+    assert store.hosts([0, 1]) == ["?", "?"]
+    answer.set()
+    store._late.join()
+    assert store.read("key", "another") == ["value", None]
+
+
+def test_a_connection_that_is_closed_is_a_lost_store() -> None:
+    store = GroupStore(dist.HashStore(), ALONE)
+
+    def closed(one: dist.Store) -> None:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    with pytest.raises(StoreLost):
+        store.call(closed)
+
+
+def test_without_a_process_group_there_is_no_published_failure() -> None:
+    assert published_failure() is None
+
+
+# -- rendezvous
+
+
+SOON = timedelta(seconds=20)
+
+
+def in_two_attempts(rank: int, attempt: object) -> list[object]:
+    """Runs ``attempt`` twice in processes that keep one store, as torchrun's restarts do."""
+    assert callable(attempt)
+    # As an agent does: the store belongs to neither attempt.
+    server = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=rank == 0, timeout=SOON)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    results = [attempt(), attempt()]
+    server.set(f"done/{rank}", "")
+    if rank == 0:  # the server ends with it, and the others have to be done by then
+        server.wait([f"done/{other}" for other in range(int(os.environ["WORLD_SIZE"]))])
+    return results
+
+
+def test_a_restarted_attempt_sees_nothing_of_the_one_before() -> None:
+    def rank(number: int) -> list[object]:
+        def attempt() -> object:
+            store = fresh_store(number, 3, SOON)
+            seen = store.check(["left behind"])
+            store.set(f"looked/{number}", "")
+            store.wait([f"looked/{other}" for other in range(3)])
+            store.set("left behind", "poison")
+            return seen
+
+        return in_two_attempts(number, attempt)
+
+    assert run_ranks(3, rank, init=False) == [[False, False]] * 3
+
+
+def test_the_failure_of_an_attempt_does_not_end_the_next_one() -> None:
+    def rank(number: int) -> list[object]:
+        def attempt() -> object:
+            with process_group(20):
+                before = published_failure()
+                dist.barrier()
+                publish_failure("rank 1 failed: the first attempt")
+                return before
+
+        return in_two_attempts(number, attempt)
+
+    assert run_ranks(2, rank, init=False) == [[None, None]] * 2
+
+
+def test_missing_ranks_are_counted() -> None:
+    def rank(number: int) -> str:
+        server = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, timeout=SOON)
+        server.set("dtrain/hello/1", "a rank of an attempt that is over")
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        with pytest.raises(RuntimeError) as raised:
+            fresh_store(0, 3, timedelta(seconds=0.2))
+        return str(raised.value)
+
+    assert "1 of 3 ranks arrived within 0.2 s" in run_ranks(1, rank, init=False)[0]

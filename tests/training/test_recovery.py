@@ -1,0 +1,41 @@
+"""Recovery without a restart, with real processes that are killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.recovery import TOLERANCE, Job, difference
+from dtrain.config.errors import ConfigError
+from dtrain.config.schema import ParallelConfig
+from dtrain.training.recovery import Recovery
+from tests.refusals import refused
+
+
+def test_recovery_under_torchrun_is_refused(tmp_path: Path) -> None:
+    environment = {"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+    with refused(ConfigError, "parallel.recover", "true", "parallel.recover=false", "srun"):
+        Recovery(tmp_path, ParallelConfig(recover=True), environment)
+    assert not Recovery(tmp_path, ParallelConfig(recover=False), environment).is_on
+    assert not Recovery(tmp_path, ParallelConfig(recover=True), {}).is_on
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victims", [(0,), (2, 1)])
+def test_the_other_ranks_continue_after_one_is_killed(
+    tmp_path: Path, victims: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    Job(tmp_path / "undisturbed", 1, recover=False).end()
+    job = Job(tmp_path / "run", 3, recover=True)
+    for victim in victims:
+        assert job.wait_for(job.step() + 5)
+        job.ranks[victim].kill()
+        assert job.wait_for(job.step() + 3)
+    job.end()
+    codes = [rank.returncode for rank in job.ranks]
+    assert codes == [-9 if rank in victims else 0 for rank in range(3)]
+    assert difference(tmp_path / "run", tmp_path / "undisturbed") < TOLERANCE
+    assert job.run.status["restarts"] == len(victims)
+    assert not (tmp_path / "run" / ".recovery").exists()
