@@ -1,0 +1,323 @@
+"""The run of one fault: starts jobs, waits for messages, and counts what was lost. For ``game_day.py``."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import harness
+from dtrain.data import digits
+
+ROOT = Path(__file__).resolve().parents[1]
+AT, EPOCHS = 14, 2  # The fault's step, before its forward; epochs of 12 steps.
+#: Seconds without progress that count as a hang (parallel.timeout_step).
+LIMIT = 15
+RUN = (
+    *("experiment=digits", "tracker=none", "model.width=4", "checkpoint.best=null", "data.record_keys=true"),
+    *(f"train.max_epochs={EPOCHS}", "train.global_batch_size=128", "train.log_every=1", "train.eval_every=0"),
+    *("checkpoint.every_steps=4", "data.num_workers=0", f"parallel.timeout_step={LIMIT}"),
+)
+
+
+class NotPassed(Exception):
+    """A fault was not survived; the text says in what."""
+
+
+class NotPlayed(Exception):
+    """A fault cannot be caused here; the text says why."""
+
+
+class LocalJob:
+    """One start of a run on this machine: torchrun with its ranks, or one process without torchrun.
+
+    Args:
+        words: Arguments of ``dtrain.train``.
+        ranks: Number of processes.
+        log: Its output is appended to this file.
+        prefix: A command that starts the job, such as ``ip netns exec NAME``.
+        options: Of torchrun; with several nodes the number of processes, too.
+    """
+
+    def __init__(
+        self, words: list[str], ranks: int, log: Path, prefix: tuple[str, ...] = (), options: tuple[str, ...] = ()
+    ) -> None:
+        command = [sys.executable]
+        if ranks > 1:
+            command += ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *(options or ("--standalone",))]
+        command += ["-m", "dtrain.train", *words]
+        with log.open("a") as output:
+            self._process = subprocess.Popen([*prefix, *command], stdout=output, stderr=output, cwd=ROOT)
+        self._under_torchrun = ranks > 1
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs."""
+        return self._process.poll() is None
+
+    @property
+    def torchrun(self) -> int:
+        """Process id of torchrun."""
+        return self._process.pid
+
+    @property
+    def ranks(self) -> list[int]:
+        """Process ids of the ranks, in their order."""
+        return sorted(harness.children(self.torchrun)) if self._under_torchrun else [self.torchrun]
+
+    def ask_to_stop(self) -> None:
+        """What a scheduler does that needs the machine."""
+        self._process.terminate()
+
+    def kill(self, *pids: int) -> None:
+        """SIGKILL to these processes; without any to all."""
+        for pid in pids or (*self.ranks, self.torchrun):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not pids:
+            self._process.wait()
+
+
+class SlurmJob:
+    """One start of a run with ``dtrain.launch`` on two nodes, one process on each.
+
+    Args:
+        words: Arguments of ``dtrain.train``.
+        run_dir: The run's directory.
+        log: The job's output is appended to this file.
+        options: Further keys of ``launch``.
+    """
+
+    def __init__(self, words: list[str], run_dir: Path, log: Path, options: tuple[str, ...]) -> None:
+        shape = ("launch=slurm", "launch.nodes=2", "launch.processes_per_node=1", *options)
+        output = f"launch.extra=['--output={log}','--open-mode=append']"
+        harness.run(harness.python("-m", "dtrain.launch", *shape, output, *words))
+        self._job = str(json.loads((run_dir / "launch.json").read_text())["job"])
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs, or waits to be started (again)."""
+        command = ["squeue", "-h", "-j", self._job, "-o", "%T"]
+        shown = subprocess.run(command, capture_output=True, text=True, check=False)
+        return bool(shown.stdout.strip())
+
+    def ask_to_stop(self) -> None:
+        """What SLURM does before the time limit; the job then requeues itself."""
+        harness.run(["scancel", "--signal=USR1", "--batch", self._job])
+
+    def kill(self) -> None:
+        """Cancels the job."""
+        subprocess.run(["scancel", self._job], check=False)
+
+
+@dataclass
+class Row:
+    """What a fault cost.
+
+    Attributes:
+        fault: The first column.
+        noticed: Seconds from the fault to its message; None if it needs none.
+        again: Seconds to the second new step, from the next command, or from the fault if no command was needed.
+        steps: Steps that were computed twice.
+        lost: Samples that were used too seldom.
+        doubled: Samples that were used too often.
+        message: The line on the screen.
+        problem: Why the fault is not passed; empty if it is.
+    """
+
+    fault: str
+    noticed: float | None = None
+    again: float | None = None
+    steps: int | None = None
+    lost: int | None = None
+    doubled: int | None = None
+    message: str = ""
+    problem: str = ""
+
+
+class Game:
+    """The run of one fault.
+
+    Args:
+        fault: The first column of its row.
+        folder: For the run and what belongs to it.
+        patience: Seconds after which a wait counts as a hang.
+        slurm: Further keys of ``launch``, on a cluster; None: on this machine.
+
+    Attributes:
+        row: The measurements.
+        job: The latest start; None before the first.
+        overrides: Further config of all starts.
+    """
+
+    def __init__(self, fault: str, folder: Path, patience: float, slurm: tuple[str, ...] | None) -> None:
+        folder.mkdir(parents=True)
+        self.folder, self.run_dir, self.log = folder, folder / "run", folder / "screen.log"
+        self.row = Row(fault)
+        self.job: LocalJob | SlurmJob | None = None
+        self.overrides: tuple[str, ...] = ()
+        self._patience, self._slurm = patience, slurm
+        self.log.touch()
+        self.happens()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the job runs."""
+        return self.job is not None and self.job.alive
+
+    @property
+    def local(self) -> LocalJob:
+        """The job, of a fault that is played on one machine only."""
+        assert isinstance(self.job, LocalJob)
+        return self.job
+
+    def happens(self) -> None:
+        """The moment of the fault: only what is printed from now on counts as its message."""
+        self._happened, self._seen = time.monotonic(), self.log.stat().st_size
+
+    def start(
+        self, *overrides: str, ranks: int = 2, prefix: tuple[str, ...] = (), options: tuple[str, ...] = ()
+    ) -> None:
+        """Starts the run. This is the moment of the fault until ``happens`` is called again."""
+        self.happens()
+        words = [*RUN, f"run.dir={self.run_dir}", *self.overrides, *overrides]
+        if self._slurm is not None:
+            self.job = SlurmJob(words, self.run_dir, self.log, self._slurm)
+        else:
+            self.job = LocalJob(words, ranks, self.log, prefix, options)
+
+    def begin(
+        self,
+        *overrides: str,
+        fault: str = f"slow@step={AT},seconds=4",
+        ranks: int = 2,
+        options: tuple[str, ...] = (),
+    ) -> None:
+        """Starts the run and waits for a fault that it injects; by default for a pause in which the caller causes one."""
+        self.start(*overrides, f'faults=["{fault}"]', ranks=ranks, options=options)
+        self.await_injected(fault)
+
+    def await_injected(self, fault: str) -> None:
+        """Waits until a run has injected this fault."""
+        kind, _, rest = fault.partition("@")
+        values = {"rank": "0"} | dict(part.partition("=")[::2] for part in rest.split(","))
+        marker = self.run_dir / "faults" / f"{kind}-rank-{values['rank']}-step-{values['step']}"
+        self.wait(lambda: marker.exists() or not self.alive, "the fault's step")
+        if not marker.exists():
+            raise NotPassed("ended before the fault")
+        self.happens()
+
+    def killed(self) -> None:
+        """A run of one process that was killed before step 14, with checkpoints of steps 8 and 12; made once and copied."""
+        made = self.folder.parent / "killed"
+        if not made.exists():
+            game = Game("", made, self._patience, None)
+            game.begin(fault=f"kill@step={AT}", ranks=1)
+            game.wait(lambda: not game.alive, "the end of the killed run")
+        shutil.copytree(made / "run", self.run_dir)
+        shutil.copy(made / "screen.log", self.log)
+
+    def wait(self, condition: Callable[[], object], what: str) -> None:
+        """Waits.
+
+        Raises:
+            NotPassed: If it takes longer than the patience.
+        """
+        deadline = time.monotonic() + self._patience
+        while not condition():
+            if time.monotonic() > deadline:
+                raise NotPassed(f"waited {self._patience:.0f} s for {what}")
+            time.sleep(0.05)
+
+    def notice(self, message: str, *, ends: bool = True) -> None:
+        """Waits for the message of the fault, a regular expression, and for the end of the job.
+
+        Raises:
+            NotPassed: If it does not come.
+        """
+        found: list[str] = []
+
+        def look() -> bool:
+            alive = self.alive  # before the look: what it said last counts
+            found[:] = [line.strip() for line in self._said().splitlines() if re.search(message, line)]
+            return bool(found) or not alive
+
+        self.wait(look, f"a message like {message!r}")
+        if not found:
+            raise NotPassed(f"ended without a message like {message!r}")
+        self.row.noticed, self.row.message = time.monotonic() - self._happened, found[0]
+        if ends:
+            self.wait(lambda: not self.alive, "the end of the job")
+
+    def again(self, *overrides: str, ranks: int = 2) -> None:
+        """Gives the same command again, and waits until the run is finished.
+
+        Raises:
+            NotPassed: If it does not finish, or if there was no message and the new start mentions no restart either.
+        """
+        self.wait(lambda: not self.alive, "the end of the job")
+        self.start(*overrides, ranks=ranks)
+        self.goes_on()
+        if not self.row.message:
+            restarts = re.search(r"^  (restarts .*)", self._said(), re.MULTILINE)
+            if restarts is None:
+                raise NotPassed("no message")
+            self.row.message = " ".join(restarts[1].split())
+
+    def goes_on(self) -> None:
+        """Waits until the run is finished, and counts.
+
+        Raises:
+            NotPassed: If it does not finish.
+        """
+        second_step = re.compile(r"^step \d+/.*\n(?s:.*)^step \d+/", re.MULTILINE)
+        self.wait(lambda: second_step.search(self._said()) or not self.alive, "the second step")
+        self.row.again = time.monotonic() - self._happened
+        self.wait(lambda: not self.alive, "the end of the run")
+        state = json.loads((self.run_dir / "status.json").read_text())["state"]
+        if state != "finished":
+            raise NotPassed(f"the run is {state}")
+        screen = self.log.read_text(errors="replace")
+        starts = re.findall(r"^  starts +(?:after step (\d+)|new)", screen, re.MULTILINE)
+        if len(starts) == 1:
+            self.row.steps = 0
+        else:  # the last step before the fault may not have been printed yet
+            before = screen[: screen.rindex("\n  starts  ")]
+            done = max([AT - 1, *map(int, re.findall(r"^step (\d+)/", before, re.MULTILINE))])
+            self.row.steps = done - int(starts[-1] or 0)
+        counts = collections.Counter(self._samples())
+        missing = [EPOCHS - count for count in counts.values()]
+        missing += [EPOCHS] * (digits.TRAIN_SAMPLES - len(counts))
+        self.row.lost = sum(number for number in missing if number > 0)
+        self.row.doubled = -sum(number for number in missing if number < 0)
+
+    def shards(self) -> Path:
+        """Makes own shards for this run; their folder."""
+        folder = Path(shutil.copytree(digits.shard_dir(), self.folder / "shards"))
+        self.overrides = (f"data.train={folder}/train-*.tar", f"data.eval={folder}/test-*.tar", "data.prepare=null")
+        return folder
+
+    def _said(self) -> str:
+        """What was printed since the fault."""
+        with self.log.open("rb") as file:
+            file.seek(self._seen)
+            return file.read().decode(errors="replace")
+
+    def _samples(self) -> Iterator[str]:
+        """The key of each use of a sample, and of each bad sample."""
+        logs = self.run_dir / "logs"
+        for path in logs.glob("keys-rank-*.jsonl"):
+            for line in path.read_text().splitlines():
+                yield from json.loads(line)["keys"]
+        for path in logs.glob("bad-rank-*.jsonl"):
+            yield from (json.loads(line)["key"] for line in path.read_text().splitlines())
