@@ -371,10 +371,11 @@ def jpeg_shards(folder: Path, *, number: int, width: int, height: int, shards: i
     paths = sorted(map(str, folder.glob("train-*.tar")))
     if len(paths) == shards:
         return paths
-    return [str(path) for path in write_shards(_jpegs(number, (width, height)), folder, shards=shards, total=number)]
+    return [str(path) for path in write_shards(jpegs(number, (width, height)), folder, shards=shards, total=number)]
 
 
-def _jpegs(number: int, size: tuple[int, int]) -> Iterator[dict[str, Any]]:
+def jpegs(number: int, size: tuple[int, int]) -> Iterator[dict[str, Any]]:
+    """The samples of ``jpeg_shards``: ``__key__``, ``jpg`` and ``cls``; ``size`` is width and height."""
     from PIL import Image
 
     try:

@@ -24,6 +24,7 @@ from dtrain.data import digits
 from dtrain.packing.arrays import pack_arrays
 from dtrain.packing.images import pack_images
 from dtrain.packing.indexing import index_shards
+from dtrain.packing.resizing import QUALITY
 from dtrain.packing.text import VAL_BY, pack_text
 
 
@@ -77,14 +78,26 @@ def _add_images(commands: _Commands[argparse.ArgumentParser]) -> None:
         "imagefolder",
         help="a folder of images, one folder for each class",
         description="Packs SRC/CLASS/IMAGE, or SRC/{train,val,test}/CLASS/IMAGE, into shards DST/train-000000.tar, ... "
-        "Image files are copied unchanged, in random order. A label is the position of the class name in "
-        "DST/classes.json. --val and --split take their fraction of every class.",
-        epilog="example: python -m dtrain.pack imagefolder photos/ shards/ --val 0.1",
+        "Image files are copied in random order, unchanged or, with --max-side, made smaller. A label is the position of "
+        "the class name in DST/classes.json. --val and --split take their fraction of every class.",
+        epilog="example: python -m dtrain.pack imagefolder photos/ shards/ --val 0.1 --max-side 512",
     )
     parser.add_argument("source", metavar="SRC", type=Path)
     parser.add_argument("destination", metavar="DST", type=Path)
     _add_sizes(parser, "1000 samples")
     _add_splits(parser)
+    parser.add_argument(
+        "--max-side",
+        type=int,
+        metavar="N",
+        help="resize larger images to N pixels at their longer side; smaller ones are copied unchanged (default: all are)",
+    )
+    parser.add_argument(
+        "--quality",
+        type=int,
+        metavar="Q",
+        help=f"with --max-side: JPEG quality of the resized images, 1 to 100 (default: {QUALITY})",
+    )
     _add_bad(parser, "files that are not images")
     parser.add_argument(
         "--verify", action="store_true", help="decode every image completely (default: read its header only)"

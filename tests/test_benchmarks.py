@@ -154,6 +154,23 @@ def test_order_has_a_small_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_transports_and_threads_are_compared(tmp_path: Path) -> None:
+    rows = ("0.1 MB, copies", "0.1 MB, pipe", "0.1 MB, file", "0.1 MB, slots")
+    found = quick("transfer", tmp_path, "--megabytes", "0.1", rows=rows)["measured"]
+    assert [one["way"] for one in found] == ["copies", "pipe", "file", "slots"]
+    found = quick("transfer", tmp_path, "--threads", "1", "2", rows=("1 threads", "2 processes"))["measured"]
+    assert len(found) == 4
+
+
+@pytest.mark.slow
+def test_smaller_photographs_are_smaller_and_load(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    found = quick("max_side", tmp_path, "--images", "500x375", "--workers", "0", rows=("unchanged", "--max-side 256"))
+    packed = found["measured"]["500x375"]
+    assert packed["--max-side 256"]["MB"] < packed["--max-side 384"]["MB"] < packed["unchanged"]["MB"]
+
+
+@pytest.mark.slow
 def test_transfer_has_the_bytes_of_its_dtype(tmp_path: Path) -> None:
     found = quick("transfer", tmp_path, rows=("fp32", "bf16", "fp16", "uint8"))["measured"]
     megabytes = {(row["kind"], row["dtype"]): row["rounds"][0]["MB"] for row in found}

@@ -6,8 +6,9 @@ reading order:
 1. Batches: ``fields`` (the fields of a sample), ``batch`` (a micro-batch, transfer dtypes, copies to the device).
 2. Order: ``order`` (a pure function from position to sample), ``position`` (committed samples, state of a checkpoint),
    ``randomness`` (seeding and permutations).
-3. Loading: ``loader`` (the public class), ``workers`` (a rank's rows of a batch; processes), ``collate`` (builds one
-   micro-batch), ``sample_log`` (used and bad samples), ``shard_dataset`` (the public dataset of single samples).
+3. Loading: ``loader`` (the public class), ``workers`` (a rank's rows of a batch; processes), ``ipc`` (batches between
+   processes), ``collate`` (builds one micro-batch), ``sample_log`` (used and bad samples), ``shard_dataset`` (the public
+   dataset of single samples).
 4. Values: ``decode``, ``tokenizers``, ``crop``, ``augment``, ``mixing``.
 5. Sources: ``source`` (the interfaces), ``shard_source`` (tar shards), ``datasets`` (arrays, functions, map-style
    datasets), ``stream`` (iterable datasets).

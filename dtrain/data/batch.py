@@ -5,8 +5,6 @@
   directly into shared memory; everything else keeps the dtype it is stored in.
 * *Arrival* (``arrived``) is the conversion on the device: images become ``[rows, 3, height, width]`` (channels_last by
   default), normalised in fp32 and cast last. Normalising in bf16 instead would lose two grey levels and shift the mean.
-* *Ipc* (between processes): large tensors are sent as shared memory, small ones as bytes in the message, which is
-  cheaper.
 * *Device copies* run on a CUDA stream of their own, so that they overlap with compute.
 
 The precision policy chooses the dtypes; this module applies them to the fields.
@@ -20,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,10 +28,6 @@ ON_OVERFLOW = ("error", "clamp", "fp32")
 # No role, or a role that the extension may imply: labels are integers, so floats under that role are undeclared.
 _UNDECLARED = (None, "label")
 _MIN_SAVING = 256  # bytes per sample that are worth a suggestion
-#: Tensors of fewer bytes are sent inside the message. For a file, each side needs a message, a memory map and a page
-#: fault for every page, and the number of open files is limited. Measured: at 100 kB inline costs both sides a third
-#: less, at 800 kB the same.
-MIN_SHARED_BYTES = 1 << 19
 
 
 class Batch(dict[str, Any]):
@@ -244,37 +237,6 @@ def _grey_levels(values: tuple[float, float, float], device: torch.device) -> Te
     """One value per channel, scaled to 0 to 255, fp32, shape ``[3, 1, 1]``; cached, because a copy to a GPU blocks the host."""
     with torch.inference_mode(False):  # else a tensor cached in an evaluation could not be used in training
         return torch.tensor([255 * value for value in values], device=device).view(3, 1, 1)
-
-
-class IpcBatch:
-    """Wraps a batch for pickling; it is unpickled in another process as a ``Batch``."""
-
-    def __init__(self, batch: Batch) -> None:
-        self._batch = batch
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        batch = self._batch
-        columns = {name: _to_ipc(column) if isinstance(column, Tensor) else column for name, column in batch.items()}
-        return Batch, (columns, batch.sample_keys, _to_ipc(batch.valid), batch.bad)
-
-
-class _Inline:
-    """A small tensor that is pickled as bytes."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # As bytes, because numpy does not have every dtype of torch.
-        return _from_ipc, (self._tensor.flatten().view(torch.uint8).numpy(), self._tensor.dtype, self._tensor.shape)
-
-
-def _from_ipc(data: np.ndarray, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    return torch.from_numpy(data).view(dtype).view(shape)
-
-
-def _to_ipc(tensor: Tensor) -> Tensor | _Inline:
-    return _Inline(tensor) if tensor.nbytes < MIN_SHARED_BYTES else tensor
 
 
 class DeviceCopies:

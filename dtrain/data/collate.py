@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from dtrain.data.augment import Augment, begins_with
-from dtrain.data.batch import MIN_SHARED_BYTES, Batch, Transfer
+from dtrain.data.batch import Batch, Transfer
 from dtrain.data.decode import values_and_mask
 from dtrain.data.fields import INT64, DataError, Field, SampleError
+from dtrain.data.ipc import SharedMemoryFull, worker_storage
 from dtrain.data.mixing import Mix, Mixer
 from dtrain.data.randomness import Randomness, hash64
 from dtrain.data.source import Source
@@ -127,6 +128,8 @@ class Collator:
                 if row < rows:  # a partner is counted in the micro-batch in which it has a row
                     place = self._reader.place(record)
                     bad.append({"key": record.key, "epoch": epoch, **place, "reason": str(error)})
+            except SharedMemoryFull:  # which is not the sample's fault
+                raise
             except Exception as error:
                 # An augmentation, a decoder or a dataset may raise any error, without naming the sample.
                 if sys.version_info >= (3, 11):
@@ -322,11 +325,9 @@ def _describe(dtype: torch.dtype, shape: torch.Size) -> str:
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, begin: int = 0) -> Tensor:
     """A tensor whose data starts ``begin`` bytes after an aligned address; a large one is in shared memory in a worker."""
     nbytes = math.prod(shape) * dtype.itemsize + begin
-    if get_worker_info() is None or nbytes < MIN_SHARED_BYTES:
+    if get_worker_info() is None:
         storage = torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
     else:
-        # As torch's default_collate in a worker: the storage is created in shared memory. There is no public way to do
-        # this.
-        storage = torch.empty(0, dtype=dtype).untyped_storage()._new_shared(nbytes)
+        storage = worker_storage(nbytes)
     strides = torch.empty(shape, device="meta").stride()
     return torch.empty(0, dtype=dtype).set_(storage, begin // dtype.itemsize, shape, strides)

@@ -369,7 +369,7 @@ def decode_image(
     """
     if out is not None and out.dtype != np.uint8:
         raise TypeError(f"out has dtype {out.dtype}, images are uint8.")
-    turn = _exif_turn(payload) if exif else None
+    turn = exif_turn(payload) if exif else None
     is_jpeg = payload[:3] == _JPEG
     shape = _jpeg_shape(payload) if reduced and is_jpeg and crop is not None and turn is None else None
     chosen = crop(*shape) if crop is not None and shape is not None else None
@@ -408,7 +408,7 @@ def check_image(payload: bytes | memoryview, exif: bool = False) -> tuple[int, i
             height, width = image.height, image.width
     except _IMAGE_DAMAGE as error:
         raise _not_an_image(error, payload) from error
-    turn = _exif_turn(payload) if exif else None
+    turn = exif_turn(payload) if exif else None
     return (height, width) if turn is None else turn(np.empty((height, width, 0), np.uint8)).shape[:2]
 
 
@@ -482,7 +482,12 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _exif_turn(payload: bytes | memoryview) -> Callable[[np.ndarray], np.ndarray] | None:
+def exif_turn(payload: bytes | memoryview) -> Callable[[np.ndarray], np.ndarray] | None:
+    """The rotation of ``[height, width, 3]`` pixels that the EXIF orientation of an image file says; None without one.
+
+    Raises:
+        SampleError: If the EXIF data, or the image around it, cannot be read.
+    """
     # Most files have no EXIF data. Opening a file with Pillow takes several times as long as decoding a small JPEG, and for
     # its EXIF data a PNG is decoded completely.
     start = bytes(payload[:3])

@@ -20,14 +20,16 @@ import os
 import signal
 import statistics
 import sys
+import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
@@ -36,13 +38,14 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from dtrain.config.errors import Explained
 from dtrain.data.augment import Augment
-from dtrain.data.batch import Batch, IpcBatch, Transfer
+from dtrain.data.batch import Batch, Transfer
 from dtrain.data.collate import Collator
+from dtrain.data.ipc import IpcBatch, Slots, shared_memory_is_full, use_slots
 from dtrain.data.mixing import Mix
 from dtrain.data.order import EpochOrder
 from dtrain.data.position import Position
 from dtrain.data.source import Source
-from dtrain.distributed.process_exit import exit_with_parent
+from dtrain.distributed.process_exit import exit_with_parent, kill_with_parent
 from dtrain.distributed.world import process_cpu_count
 
 #: Seconds in which a micro-batch should be ready: the step time of a small model on a GPU.
@@ -55,6 +58,8 @@ _FEW_WORKERS = 2
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 _SETTLE_SECONDS = 0.03
+# SIGKILL takes effect within this time, unless the process waits for a disk or a network file system.
+_KILL_SECONDS = 1.0
 
 # Errors whose message is complete by itself. torch adds a traceback to the message of an error in a worker, which would
 # hide it in `status.json` and in the one-line report of other ranks.
@@ -86,21 +91,23 @@ class WorkerStream:
         micro_batches_per_step: int,
     ) -> None:
         to_message: Callable[[Any], Any] = IpcBatch if loading["num_workers"] else _unchanged
+        slots = Slots(loading["num_workers"]) if loading["num_workers"] else None
         with _more_workers_than_cores():
             loader = DataLoader(
                 dataset,
                 batch_size=None,
                 collate_fn=to_message,
-                worker_init_fn=functools.partial(_begin_worker, os.getpid()),
+                worker_init_fn=functools.partial(_begin_worker, os.getpid(), _ends_with_this_thread(loading), slots),
                 generator=torch.Generator(),  # else starting workers would draw from the run's global generator
                 **loading,
             )
         _let_threads_settle(loading)
         with _signals_blocked(loading), _more_workers_than_cores():
             self._iterator: Iterator[Batch] | None = iter(loader)
+        _let_take_notice_ended_workers(self._iterator)
         # The finalizer holds torch's iterator. In a reference cycle the iterator would be collected after its queues,
         # through which it sends the workers the request to end.
-        self._end_workers = weakref.finalize(self, _end_workers, self._iterator, os.getpid())
+        self._end_workers = weakref.finalize(self, _end_workers, self._iterator, slots, os.getpid())
         self._end_workers.atexit = False  # see _close_streams
         self._epoch, self._step = start
         self._micro_batch = 0
@@ -122,6 +129,7 @@ class WorkerStream:
         """The next micro-batch; waits for the workers. On a failure, the stream is closed.
 
         Raises:
+            WorkerEnded: If a worker process was killed; names it and the signal.
             Exception: Any error of a worker; the message of a ``ValueError`` or ``Explained`` has no traceback.
         """
         if self._iterator is None:
@@ -134,6 +142,11 @@ class WorkerStream:
             if original is None:
                 raise
             raise original from error
+        except RuntimeError as error:
+            ended = explain_ended(getattr(self._iterator, "_workers", ()))
+            if not ended:
+                raise
+            raise WorkerEnded(ended) from error
         finally:
             if batch is None:  # the other workers would continue, and leave a gap where this one failed
                 self.close()
@@ -177,11 +190,54 @@ def _close_streams() -> None:
         stream.close()
 
 
-def _end_workers(iterator: Iterator[Batch], owner: int) -> None:
+def _end_workers(iterator: Iterator[Batch], slots: Slots | None, owner: int) -> None:
+    # ``slots`` is an argument because the thread that page-locks batches needs it until the iterator is shut down.
     # Dropping the iterator does the same, but the traceback of an error may keep it alive.
     shut_down = getattr(iterator, "_shutdown_workers", None)
-    if shut_down is not None and os.getpid() == owner:  # a forked copy of the stream does not own the workers
-        shut_down()
+    if shut_down is None or os.getpid() != owner:  # a forked copy of the stream does not own the workers
+        return
+    workers: Sequence[BaseProcess] = iterator._workers  # type: ignore[attr-defined]
+    for worker in workers:
+        if worker.exitcode is None and worker.pid is not None:
+            os.kill(worker.pid, signal.SIGCONT)  # one that was stopped would not notice the request to end
+    shut_down()
+    for worker in workers:
+        if worker.exitcode is None:  # stuck; it ignores the SIGTERM that torch has sent
+            worker.kill()
+            worker.join(_KILL_SECONDS)
+
+
+class WorkerEnded(Explained, RuntimeError):
+    """A worker process ended without being asked to."""
+
+
+def explain_ended(workers: Sequence[Any]) -> str:
+    """The message for the first of these processes that ended without being asked to; empty if there is none."""
+    for number, worker in enumerate(workers):
+        code = worker.exitcode
+        if not code:
+            continue
+        name = f"loader worker {number} (process {worker.pid})"
+        if code > 0:
+            return f"{name} ended with exit code {code}. Its output is above."
+        remedy = shared_memory_is_full() if -code == signal.SIGBUS else _REMEDIES.get(-code, "")
+        return f"{name} was killed by {signal.Signals(-code).name}. {remedy}".rstrip()
+    return ""
+
+
+_REMEDIES: dict[int, str] = {
+    signal.SIGKILL: "If nobody has killed it, the memory of this machine, or that granted to the job or container, was used "
+    "up: see dmesg. Use fewer data.num_workers, a smaller data.prefetch or train.micro_batch_size, or request more memory.",
+    signal.SIGSEGV: "A library that decodes or augments samples crashed: PYTHONFAULTHANDLER=1 prints where.",
+}
+
+
+def _let_take_notice_ended_workers(iterator: Any) -> None:
+    # torch raises an error in the main thread as soon as a worker was killed, wherever that thread is then, such as in the
+    # write of a checkpoint. Without its entry in torch's list, ``next`` raises it when it waits for that worker.
+    if getattr(iterator, "_worker_pids_set", False):
+        torch.utils.data._utils.signal_handling._remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
 
 
 def _unchanged(batch: Any) -> Any:
@@ -228,14 +284,34 @@ def _signals_blocked(loading: Mapping[str, Any]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _begin_worker(trainer: int, worker: int) -> None:
+def _ends_with_this_thread(loading: Mapping[str, Any]) -> bool:
+    """Whether the kernel may end a worker with the thread that starts it: the main thread, or that of the fork server."""
+    method = loading["multiprocessing_context"] if loading["num_workers"] else None
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main or (method or multiprocessing.get_start_method()) == "forkserver"
+
+
+def _begin_worker(trainer: int, ends_with_thread: bool, slots: Slots | None, worker: int) -> None:
+    if slots is not None:
+        use_slots(slots, worker)
     exit_with_parent(trainer)
+    if ends_with_thread:
+        _let_fork_server_end()
+        kill_with_parent()  # a stopped worker cannot end itself
     for number in _IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED_SIGNALS)
-    # A spawned worker finalizes its interpreter, while the queue's thread may still pickle batches. If that thread
-    # returns from C++ then, the process aborts. Workers of the other start methods exit with os._exit anyway.
+    # A spawned worker finalizes its interpreter, while a thread of a library may be in C++. If it returns from there then,
+    # the process aborts. Workers of the other start methods exit with os._exit anyway.
     atexit.register(os._exit, 0)
+
+
+def _let_fork_server_end() -> None:
+    # The fork server, the parent of its workers, ends when a pipe is closed that the trainer and all workers hold open.
+    server: Any = forkserver._forkserver
+    pipe, server._forkserver_alive_fd = getattr(server, "_forkserver_alive_fd", None), None
+    if pipe is not None:
+        os.close(pipe)
 
 
 @dataclass(frozen=True)

@@ -124,11 +124,20 @@ def exit_with_torchrun(environment: Mapping[str, str] = os.environ) -> None:
     parent = os.getppid()
     if parent == 1 and not _init_may_be_torchrun():  # torchrun was killed while this process was still importing
         os._exit(1)
-    if sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0:
+    if kill_with_parent():
         if os.getppid() != parent:  # it was killed just before the call
             os._exit(1)
         return
     exit_with_parent(parent)
+
+
+def kill_with_parent() -> bool:
+    """Makes the kernel kill this process when the thread that started it ends, even while this process is stopped.
+
+    Returns:
+        Whether the kernel will do so: only on Linux.
+    """
+    return sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0
 
 
 def exit_with_parent(pid: int) -> None:

@@ -14,6 +14,7 @@ import os
 import tempfile
 from argparse import Namespace
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from rich.console import Console
 from dtrain.data.decode import check_image, decode_image
 from dtrain.data.fields import KINDS, SampleError
 from dtrain.data.writer import Sample
+from dtrain.distributed.atomic import replace_file
 from dtrain.packing.command import (
     PRESET,
     PackCommand,
@@ -41,6 +43,7 @@ from dtrain.packing.command import (
     tar_bytes,
     write_preset,
 )
+from dtrain.packing.resizing import QUALITY, Resizing
 from dtrain.packing.staging import OnBadFile, SampleProducer, staged
 
 #: Folder names that are read as splits.
@@ -54,6 +57,10 @@ _OF_THE_SYSTEM = ("thumbs.db", "desktop.ini", "icon\r", "__macosx")
 _MEASURED = 5_000
 # Size to which images of different sizes are resized, at most: that of most published models.
 _LARGEST_DEFAULT = 224
+# First part of the names of files in the staging folder with the number of resized images in a shard.
+_COUNTS = ".resized-"
+# Resizing one byte of a JPEG takes about as long as writing this many bytes.
+_RESIZING_WORK = 32
 
 
 def pack_images(options: Namespace, console: Console) -> None:
@@ -64,20 +71,26 @@ def pack_images(options: Namespace, console: Console) -> None:
         OSError: If a file cannot be read, ``DST`` holds other shards, or the disk is full.
     """
     command = PackCommand(options, ShardSize(samples=1000), console)
+    resizing = _resizing(options)
     source, destination = options.source, command.destination
     if destination.resolve().is_relative_to(source.resolve()):
         raise ValueError(f"{destination} is inside {source} and would be read as a class. Choose another DST.")
     with closing(_scan(source, command, options.seed, _stored_classes(destination))) as folder:
         images = {split: f"{len(listing)} ({listing.digest()})" for split, listing in folder.splits.items()}
         plan = command.plan(command="imagefolder", images=images, verify=options.verify)
+        if resizing is not None:
+            plan["resizing"] = vars(resizing)
         written = {}
         with staged(destination, folder.splits, plan) as dataset:
             for split, listing in folder.splits.items():
                 order = permutation(len(listing), options.seed)
                 sample_bytes = tar_bytes(np.asarray(listing.sizes)[order]) + tar_bytes(1)
                 bounds = command.size.bounds(len(listing), sample_bytes)
-                make_producer = partial(_image_reader, listing, order, options.verify)
-                written[split] = command.write(dataset, split, bounds, make_producer, int(np.sum(sample_bytes)))
+                counts = dataset.folder / f"{_COUNTS}{split}"
+                make_producer = partial(_image_reader, listing, order, options.verify, resizing, counts)
+                work = int(np.sum(sample_bytes)) * (1 if resizing is None else _RESIZING_WORK)
+                written[split] = command.write(dataset, split, bounds, make_producer, work)
+            resized = _resized_images(dataset.folder, folder) if resizing is not None else ""
             dataset.publish({_CLASSES: as_json(folder.classes)})
             command.print_summary(
                 written,
@@ -86,14 +99,41 @@ def pack_images(options: Namespace, console: Console) -> None:
                 f"other files: {command.skipped:,}",
                 f"ignored (hidden or of the system): {folder.ignored:,}",
             )
-            _write_preset(destination, folder)
+            if resized:
+                print(resized)
+            _write_preset(destination, folder, resizing)
     print_train_command(destination, ["model=small_cnn", f"model.classes={len(folder.classes)}"])
 
 
-def _write_preset(destination: Path, folder: _ImageFolder) -> None:
+def _resizing(options: Namespace) -> Resizing | None:
+    """The options ``--max-side`` and ``--quality``; None without them."""
+    if options.max_side is None:
+        if options.quality is not None:
+            raise ValueError(
+                f"--quality {options.quality}: is for images that are resized. Add --max-side, or leave it out."
+            )
+        return None
+    if options.shard_mb is not None:
+        raise ValueError(
+            f"--shard-mb {options.shard_mb}: the sizes of resized images are not known before they are packed. Use "
+            "--samples-per-shard or --shards with --max-side."
+        )
+    return Resizing(options.max_side, QUALITY if options.quality is None else options.quality)
+
+
+def _resized_images(staging: Path, folder: _ImageFolder) -> str:
+    """A line about the resized images of all shards; ``folder`` gets the extensions of the images in them."""
+    counts = sum((Counter(json.loads(path.read_bytes())) for path in staging.glob(f"{_COUNTS}*")), Counter[str]())
+    images = {name.removeprefix("."): number for name, number in counts.items() if name.startswith(".")}
+    folder.extensions = set(images)
+    before, after = (f"{counts[name] / 1e6:,.1f} MB" for name in ("bytes before", "bytes after"))
+    return f"resized images: {counts['resized']:,} of {sum(images.values()):,}, {before} -> {after}"
+
+
+def _write_preset(destination: Path, folder: _ImageFolder, resizing: Resizing | None) -> None:
     image: dict[str, Any] = {"name": "image", "role": "image", "exif": True}
     keys = {}
-    smallest, largest, size = _measure(folder)
+    smallest, largest, size = _measure(folder, resizing)
     stored = _stored_preset(destination, folder)
     if "image_size" in stored or smallest != largest:
         size = stored.get("image_size", size)
@@ -120,13 +160,14 @@ def _stored_preset(destination: Path, folder: _ImageFolder) -> dict[str, Any]:
     return dict(yaml.safe_load(path.read_text("utf-8")))
 
 
-def _measure(folder: _ImageFolder) -> tuple[tuple[int, int], tuple[int, int], int]:
-    """Height and width of the smallest and the largest image, and the size that images are resized to."""
+def _measure(folder: _ImageFolder, resizing: Resizing | None) -> tuple[tuple[int, int], tuple[int, int], int]:
+    """Height and width of the smallest and the largest packed image, and the size that the preset resizes them to."""
     sizes = []
     for listing in folder.splits.values():
         for number in np.unique(np.linspace(0, len(listing) - 1, min(len(listing), _MEASURED)).astype(int)).tolist():
             with suppress(SampleError, OSError):  # skipped when it was packed
-                sizes.append(check_image(Path(listing[number].path).read_bytes(), exif=True))
+                size = check_image(Path(listing[number].path).read_bytes(), exif=True)
+                sizes.append(size if resizing is None else resizing.size(*size))
     by_area = sorted(sizes, key=lambda size: (size[0] * size[1], size))
     if not by_area:
         return (0, 0), (0, 0), _LARGEST_DEFAULT
@@ -342,23 +383,47 @@ def _extension(path: str) -> str:
     return _SAME_FORMAT.get(ext, ext)
 
 
-def _image_reader(listing: _Listing, order: np.ndarray, verify: bool, start: int, stop: int) -> SampleProducer:
-    return partial(_read_images, [listing[number] for number in order[start:stop].tolist()], verify)
+def _image_reader(
+    listing: _Listing,
+    order: np.ndarray,
+    verify: bool,
+    resizing: Resizing | None,
+    counts: Path,
+    start: int,
+    stop: int,
+) -> SampleProducer:
+    entries = [listing[number] for number in order[start:stop].tolist()]
+    return partial(_read_images, entries, verify, resizing, counts.with_name(f"{counts.name}-{start}"))
 
 
-def _read_images(entries: Sequence[_Entry], verify: bool, on_bad_file: OnBadFile) -> Iterator[Sample]:
-    """The samples of one shard; image files are copied unchanged, those that are no images are reported."""
+def _read_images(
+    entries: Sequence[_Entry], verify: bool, resizing: Resizing | None, counts_path: Path, on_bad_file: OnBadFile
+) -> Iterator[Sample]:
+    """The samples of one shard; files that are no images are reported, all others copied unchanged or resized.
+
+    With ``resizing``, stores at ``counts_path`` how many images were resized, and their bytes.
+    """
+    counts = Counter[str]()
     for entry in entries:
-        payload = Path(entry.path).read_bytes()
+        original = Path(entry.path).read_bytes()
+        payload, extension = original, _extension(entry.path)
         try:
             if verify:
-                decode_image(payload)
-            else:
-                check_image(payload)
+                decode_image(original)
+            if resizing is None:
+                check_image(original)
+            elif (resized := resizing.apply(original)) is not None:
+                payload, extension = resized
+                counts["resized"] += 1
         except SampleError as error:
             on_bad_file(Path(entry.path), str(error))
             continue
-        yield {"__key__": entry.key, _extension(entry.path): payload, "cls": entry.label}
+        counts.update({"bytes before": len(original), "bytes after": len(payload), f".{extension}": 1})
+        yield {"__key__": entry.key, extension: payload, "cls": entry.label}
+    if resizing is not None:
+        # Before the shard is complete, so that a command that resumes has the counts of each shard that it finds.
+        with replace_file(counts_path) as file:
+            file.write(json.dumps(counts).encode())
 
 
 def _stored_classes(destination: Path) -> list[str] | None:

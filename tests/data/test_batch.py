@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 import re
 import warnings
@@ -18,8 +17,9 @@ import torch
 from torch import Tensor
 
 from dtrain.data import Batch
-from dtrain.data.batch import DeviceCopies, IpcBatch, Transfer
+from dtrain.data.batch import DeviceCopies, Transfer
 from dtrain.data.fields import DataError, Field, parse_fields
+from dtrain.data.ipc import IpcBatch
 from dtrain.precision import Precision
 from dtrain.precision.policy import ROLES
 from tests.refusals import refused
@@ -286,27 +286,13 @@ def test_a_few_floats_or_fp32_in_transfer_are_worth_no_line() -> None:
         assert make_transfer("fp16", None, **options).suggestions({"x": torch.zeros(4, 1000)}) == []
 
 
-class _FilesSent(ForkingPickler):
-    """Pickles as torch does for another process, and counts the tensors that would be sent as open files."""
-
-    def __init__(self, stream: io.BytesIO) -> None:
-        super().__init__(stream, 5)
-        self.files = 0
-
-    def reducer_override(self, value: object) -> object:
-        if isinstance(value, Tensor):
-            self.files += 1
-            return torch.Tensor.__reduce_ex__(value, 5)
-        return NotImplemented
-
-
 def arrived(batch: Batch) -> tuple[Batch, int]:
-    stream = io.BytesIO()
-    pickler = _FilesSent(stream)
-    pickler.dump(IpcBatch(batch))
+    """The batch as another process gets it, and how many of its tensors were sent as open files."""
+    sent = bytes(ForkingPickler.dumps(IpcBatch(batch)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # such as that of torch for read-only arrays
-        return ForkingPickler.loads(stream.getvalue()), pickler.files
+        got = ForkingPickler.loads(sent)
+    return got, sum(tensor.is_shared() for tensor in got.tensors())
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,12 @@ import itertools
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,9 +27,12 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 from dtrain.data import Batch, Generated, ShardLoader
+from dtrain.data import collate as collate_module
+from dtrain.data import ipc as ipc_module
 from dtrain.data import workers as workers_module
 from dtrain.data.batch import Transfer
-from dtrain.data.fields import parse_fields
+from dtrain.data.fields import DataError, parse_fields
+from dtrain.data.ipc import SharedMemoryFull
 from dtrain.data.order import EpochOrder, Layout, Recipe
 from dtrain.data.position import Position
 from dtrain.data.shard_file import ShardChanged
@@ -34,14 +40,16 @@ from dtrain.data.shard_source import ShardSource
 from dtrain.data.workers import (
     MicroBatches,
     Share,
+    WorkerEnded,
     WorkerStream,
     choose_workers,
     cores_per_rank,
+    explain_ended,
     number_of_workers,
     seconds_to_build,
 )
 from dtrain.precision import Precision
-from tests.refusals import refused
+from tests.refusals import assert_refused, refused
 from tests.shards import LABEL, global_batches, make_loader, read_epoch, write_numbered
 
 
@@ -139,6 +147,7 @@ def test_what_is_no_number_of_workers_is_refused(tmp_path: Path, asked: Any) -> 
 
 
 ROOT = Path(__file__).parents[2]
+IMAGES = {"x": {"name": "x", "role": "image"}}
 
 
 def with_process_id(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
@@ -162,29 +171,23 @@ def alive(process: int) -> bool:
     return True
 
 
-class PackedInCpp:
-    """Packing it takes the queue's thread into C++ and back, over and over for a few seconds."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        for _ in range(500_000):
-            torch.zeros(1).add_(1)
-        return PackedInCpp, ()
+def call_cpp_for_ever() -> None:
+    while True:
+        torch.zeros(1).add_(1)
 
 
-class EndlessBatches(IterableDataset):
+class BatchesWithThread(IterableDataset):
+    """Batches of a worker in which a thread of a library is always in C++, or about to return from it."""
+
     def __iter__(self) -> Iterator[Batch]:
-        valid = torch.ones(1, dtype=torch.bool)
-        yield Batch({"label": torch.zeros(1)}, ["key"], valid)
+        threading.Thread(target=call_cpp_for_ever, daemon=True).start()
         while True:
-            yield Batch({"label": PackedInCpp()}, ["key"], valid)
+            yield Batch({"label": torch.zeros(1)}, ["key"], torch.ones(1, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "forkserver", "fork"])
-def test_a_worker_that_is_packing_when_the_stream_is_closed_does_not_abort(
-    start_method: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    loading = {"num_workers": 1, "prefetch_factor": 4, "multiprocessing_context": start_method}
-    stream = WorkerStream(EndlessBatches(), loading, (0, 0), (100, 100), 1)  # type: ignore[arg-type]
+def test_a_worker_with_a_thread_in_cpp_does_not_abort_at_its_end(capfd: pytest.CaptureFixture[str]) -> None:
+    loading = {"num_workers": 1, "prefetch_factor": 4, "multiprocessing_context": "spawn"}
+    stream = WorkerStream(BatchesWithThread(), loading, (0, 0), (100, 100), 1)  # type: ignore[arg-type]
     stream.take()
     stream.close()
     assert capfd.readouterr().err == ""
@@ -305,6 +308,164 @@ def test_what_ends_a_worker_is_told_in_its_own_words(tmp_path: Path, num_workers
         list(loader)
     # What other ranks print, and `status.json` holds, is the first line.
     assert str(told.value).startswith(f"shard {paths[0]!r} cannot be read at offset 512: ")
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_named_with_its_signal_and_the_memory(uneven: list[str]) -> None:
+    loader = two_workers(uneven, start_method="fork")
+    batches = iter(loader)
+    killed = [int(next(batches)["label"][0]) for _ in range(2)][1]
+    os.kill(killed, signal.SIGKILL)
+    with refused(WorkerEnded, f"loader worker 1 (process {killed})", "SIGKILL", "memory", "data.num_workers"):
+        while True:
+            next(batches)
+    assert not multiprocessing.active_children()
+
+
+def test_a_worker_that_ended_is_explained_by_its_signal_or_code() -> None:
+    ended = {
+        -signal.SIGBUS: ("SIGBUS", "/dev/shm"),
+        -signal.SIGSEGV: ("SIGSEGV", "PYTHONFAULTHANDLER"),
+        3: ("code 3", ""),
+    }
+    for code, (got, remedy) in ended.items():
+        workers = [SimpleNamespace(pid=7, exitcode=None), SimpleNamespace(pid=8, exitcode=code)]
+        assert_refused(explain_ended(workers), "loader worker 1 (process 8)", got, remedy)
+    assert explain_ended([SimpleNamespace(pid=7, exitcode=None)]) == ""
+
+
+def test_shared_memory_that_is_full_is_named_with_its_size_and_no_sample(
+    uneven: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(cls: type, size: int, **options: Any) -> Any:
+        raise RuntimeError(
+            "unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device (28)"
+        )
+
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared", classmethod(no_space))
+    monkeypatch.setattr(ipc_module, "MIN_FILE_BYTES", 1)
+    monkeypatch.setattr(collate_module, "get_worker_info", lambda: SimpleNamespace())
+    images = ShardLoader.over({"x": np.zeros((9, 8, 8, 3), np.uint8)}, IMAGES, global_batch_size=9, num_workers=0)
+    size = f"{shutil.disk_usage('/dev/shm').total / 1e6:,.0f} MB"
+    with refused(SharedMemoryFull, "/dev/shm", size, "--shm-size", "data.num_workers") as raised:
+        next(iter(images))
+    notes = getattr(raised.value, "__notes__", [])
+    assert "sample" not in f"{raised.value} {notes}".lower()
+
+
+FULL = """
+import numpy as np
+from dtrain.data import ShardLoader
+loader = ShardLoader.over(
+    {"x": np.zeros((640, 4096), np.float32)}, {"x": {"name": "x", "role": "feature"}}, global_batch_size=128,
+    num_workers=2, start_method="fork", prefetch=4,
+)
+list(loader)
+"""
+
+
+@pytest.mark.slow
+def test_a_small_shared_memory_ends_the_trainer_with_its_name() -> None:
+    mount = "mount -t tmpfs -o size=5m none /dev/shm"
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-m", "sh", "-c", mount], check=False).returncode:
+        pytest.skip("needs the right to mount a file system")
+    command = ["unshare", "-m", "sh", "-c", f"{mount} && exec {sys.executable} -c '{FULL}'"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert ended.returncode == 1
+    assert_refused(ended.stderr.splitlines()[-1], "/dev/shm", "5 MB", "--shm-size")
+
+
+def sample_that_cannot_be_sent(number: int, rng: np.random.Generator) -> dict[str, Any]:
+    return {"x": number, "opened": lambda: None}
+
+
+def test_a_value_that_cannot_be_sent_ends_the_loader_with_its_field() -> None:
+    fields = {"x": {"name": "x"}, "opened": {"name": "opened"}}
+    dataset = Generated(sample_that_cannot_be_sent, 8)
+    loader = ShardLoader.over(dataset, fields, global_batch_size=4, num_workers=1, start_method="fork")
+    with refused(DataError, "'opened'", "pickle", "data.num_workers=0"):
+        next(iter(loader))
+
+
+def test_stopped_workers_end_when_the_loader_is_closed(uneven: list[str]) -> None:
+    loader = two_workers(uneven)
+    batches = iter(loader)
+    workers = {int(next(batches)["label"][0]) for _ in range(2)}
+    for process in workers:
+        os.kill(process, signal.SIGSTOP)
+    loader.close()
+    assert not any(map(alive, workers))
+
+
+def sleeping(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    if sample["label"] > 10:
+        time.sleep(600)
+    return {"label": os.getpid()}
+
+
+def test_a_worker_that_does_not_notice_the_end_is_killed(uneven: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.05)
+    loader = two_workers(uneven, augment=sleeping, shuffle="none")
+    batches = iter(loader)
+    workers = {int(next(batches)["label"][0]) for _ in range(2)}
+    loader.close()
+    assert not any(map(alive, workers))
+
+
+TRAINER = """
+import os
+from dtrain.data import ShardLoader
+from tests.data.test_workers import two_workers
+if __name__ == "__main__":
+    loader = two_workers({shards!r}, start_method={start_method!r})
+    batches = iter(loader)
+    print(*{{int(next(batches)["label"][0]) for _ in range(2)}}, flush=True)
+    input()
+    {ending}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's signal at the end of a parent")
+@pytest.mark.parametrize(
+    ("start_method", "ending"),
+    [
+        ("fork", "os.kill(os.getpid(), 9)"),
+        ("forkserver", "os.kill(os.getpid(), 9)"),
+        ("fork", "raise KeyError"),
+    ],
+)
+def test_stopped_workers_end_with_their_trainer(
+    uneven: list[str], tmp_path: Path, start_method: str, ending: str
+) -> None:
+    script = tmp_path / "trainer.py"
+    script.write_text(TRAINER.format(shards=uneven, start_method=start_method, ending=ending))
+    command, pipe = [sys.executable, str(script)], subprocess.PIPE
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    trainer = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=environ)
+    assert trainer.stdout is not None
+    workers = set(map(int, trainer.stdout.readline().split()))
+    assert len(workers) == 2
+    try:
+        for process in workers:
+            os.kill(process, signal.SIGSTOP)
+        trainer.communicate("\n", timeout=100)
+        deadline = time.monotonic() + 60
+        while any(map(runs, workers)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(map(runs, workers))
+    finally:
+        trainer.kill()
+        for process in filter(alive, workers):
+            os.kill(process, signal.SIGKILL)
+
+
+def runs(process: int) -> bool:
+    """Whether a process exists and is no zombie, which process 1 of a container may never end."""
+    try:
+        return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
+    except OSError:
+        return False
 
 
 def no_augmentation(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from tests.runs import tree
 HOLDER = """
 import os, sys, time
 from pathlib import Path
+from dtrain.distributed.lock import RunLock
 lock = RunLock(Path(sys.argv[1]), print)
 lock.acquire()
 lock.claim()

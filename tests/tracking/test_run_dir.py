@@ -158,7 +158,7 @@ def test_the_log_of_a_rank_has_the_traceback_without_its_secrets(tmp_path: Path)
             logging.getLogger("dtrain").info("before the start")
             assert os.listdir(tmp_path) == []
             (tmp_path / "logs").mkdir()
-            failure.starts(0, lambda: 7)
+            failure.starts(1, lambda: 7)
             open_rank_log(tmp_path, 1)
             raise OSError("no answer from https://me:hunter2@host/train.tar?token=hunter3")
 
@@ -191,7 +191,7 @@ def test_a_failure_is_told_without_the_secrets_of_its_text(tmp_path: Path, capsy
 
     def failing(rank: int) -> None:
         with failures_recorded(tmp_path, rank) as failure:
-            failure.starts(0, lambda: 7)
+            failure.starts(rank, lambda: 7)
             failure.on_failure = told.append
             raise OSError("no answer from https://me:hunter2@host/train.tar?token=hunter3\nnor later")
 
