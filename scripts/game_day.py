@@ -28,16 +28,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout need not be installed
 
-from game_day_run import AT, LIMIT, RUN, Game, LocalJob, NotPassed, NotPlayed, Row
+from game_day_run import AT, LIMIT, RUN, Game, LocalJob, NotPassed, NotPlayed, Row, ip, mounted, server, two_nodes
 
 from benchmarks import harness
 from dtrain.data import digits
@@ -103,7 +101,7 @@ def _(game: Game) -> None:
     game.begin()
     ranks = game.local.ranks
     game.local.kill(game.local.torchrun)
-    await_end(game, ranks)
+    game.await_end(ranks)
     game.again()
 
 
@@ -172,7 +170,7 @@ def _(game: Game) -> None:
         ranks = [rank for job in jobs for rank in job.ranks]
         ip("-n", nodes[0], "link", "set", nodes[0], "down")
         game.notice("no answer|has not answered", ends=False)
-        await_end(game, ranks)
+        game.await_end(ranks)
         # The store of torchrun itself has no time limit: on the node that is cut off, it waits for a quarter of an hour.
         for job in jobs:
             job.kill()
@@ -452,91 +450,6 @@ for text, answer, message in (
     (f"the server of the shards hangs for {2 * LIMIT} s", "hang", ""),
 ):
     FAULTS[text] = partial(served, answer, message), False
-
-
-# -- helpers
-
-
-def await_end(game: Game, pids: list[int]) -> None:
-    """Waits until processes have ended."""
-    game.wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the end of the ranks")
-
-
-def ip(*arguments: str) -> None:
-    """Calls ``ip``."""
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise NotPlayed(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
-
-
-@contextmanager
-def two_nodes() -> Iterator[tuple[str, str]]:
-    """Two network namespaces as two nodes; their names, which are those of their network devices, too."""
-    names = f"a{os.getpid()}", f"b{os.getpid()}"
-    if shutil.which("ip") is None or os.geteuid() != 0:
-        raise NotPlayed("needs ip and root")
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", names[0], "netns", names[0], "type", "veth", "peer", "name", names[1], "netns", names[1])
-        for number, name in enumerate(names, 1):
-            ip("-n", name, "addr", "add", f"10.98.0.{number}/24", "dev", name)
-            for device in (name, "lo"):
-                ip("-n", name, "link", "set", device, "up")
-        yield names
-    finally:
-        for name in names:
-            with suppress(NotPlayed):
-                ip("netns", "del", name)
-
-
-@contextmanager
-def mounted(folder: Path, options: str, keep: bool = False) -> Iterator[None]:
-    """A file system in memory at a folder; with ``keep`` it has the folder's files."""
-    content = folder.rename(folder.with_name("content")) if keep else None
-    folder.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise NotPlayed(done.stderr.strip())
-    try:
-        if content is not None:
-            shutil.copytree(content, folder, dirs_exist_ok=True)
-        yield
-    finally:
-        subprocess.run(["umount", "-l", folder], check=False)
-
-
-@contextmanager
-def server(game: Game) -> Iterator[dict[str, str]]:
-    """The shards on an HTTP server; yields how it treats a file, by name: ``404``, ``half`` or ``hang``."""
-    answers: dict[str, str] = {}
-
-    class Handler(SimpleHTTPRequestHandler):
-        def send_head(self) -> Any:
-            while answers.get(Path(self.path).name) == "hang":
-                time.sleep(0.1)
-            if answers.get(Path(self.path).name) == "404":
-                return self.send_error(404)
-            return super().send_head()
-
-        def copyfile(self, source: Any, outputfile: Any) -> None:
-            content = source.read()
-            outputfile.write(content[: len(content) // 2] if answers.get(Path(self.path).name) == "half" else content)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    web = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=digits.shard_dir()))
-    threading.Thread(target=web.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{web.server_port}"
-    game.overrides = (f"data.train='{address}/train-{{000000..000007}}.tar'", "data.prepare=null")
-    try:
-        yield answers
-    finally:
-        answers.clear()
-        web.shutdown()
 
 
 # -- the command
