@@ -300,7 +300,7 @@ class Game:
             raise NotPassed(f"the run is {state}")
         screen = self.log.read_text(errors="replace")
         starts = re.findall(r"^  starts +(?:after step (\d+)|new)", screen, re.MULTILINE)
-        if len(starts) == 1:
+        if len(starts) < 2:
             self.row.steps = 0
         else:  # the last step before the fault may not have been printed yet
             before = screen[: screen.rindex("\n  starts  ")]
