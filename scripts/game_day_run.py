@@ -35,6 +35,9 @@ RUN = (
     *(f"train.max_epochs={EPOCHS}", "train.global_batch_size=128", "train.log_every=1", "train.eval_every=0"),
     *("checkpoint.every_steps=4", "data.num_workers=0", f"parallel.timeout_step={LIMIT}"),
 )
+#: Of the screen: the line that says where a start begins, and that of a step.
+BANNER = re.compile(r"^  starts +(?:after step (\d+)|new)", re.MULTILINE)
+STEP = re.compile(r"^step (\d+)/", re.MULTILINE)
 
 
 class NotPassed(Exception):
@@ -101,14 +104,12 @@ class SlurmJob:
     Args:
         words: Arguments of ``dtrain.train``.
         run_dir: The run's directory.
-        log: The job's output is appended to this file.
         options: Further keys of ``launch``.
     """
 
-    def __init__(self, words: list[str], run_dir: Path, log: Path, options: tuple[str, ...]) -> None:
+    def __init__(self, words: list[str], run_dir: Path, options: tuple[str, ...]) -> None:
         shape = ("launch=slurm", "launch.nodes=2", "launch.processes_per_node=1", *options)
-        output = f"launch.extra=['--output={log}','--open-mode=append']"
-        harness.run(harness.python("-m", "dtrain.launch", *shape, output, *words))
+        harness.run(harness.python("-m", "dtrain.launch", *shape, *words))
         self._job = str(json.loads((run_dir / "launch.json").read_text())["job"])
 
     @property
@@ -190,7 +191,7 @@ class Game:
 
     def happens(self) -> None:
         """The moment of the fault: only what is printed from now on counts as its message."""
-        self._happened, self._seen = time.monotonic(), self.log.stat().st_size
+        self._happened, self._seen = time.monotonic(), len(self._screen())
 
     def start(
         self, *overrides: str, ranks: int = 2, prefix: tuple[str, ...] = (), options: tuple[str, ...] = ()
@@ -199,7 +200,7 @@ class Game:
         self.happens()
         words = [*RUN, f"run.dir={self.run_dir}", *self.overrides, *overrides]
         if self._slurm is not None:
-            self.job = SlurmJob(words, self.run_dir, self.log, self._slurm)
+            self.job = SlurmJob(words, self.run_dir, self._slurm)
         else:
             self.job = LocalJob(words, ranks, self.log, prefix, options)
 
@@ -251,7 +252,7 @@ class Game:
         self.wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the end of the ranks")
 
     def notice(self, message: str, *, ends: bool = True) -> None:
-        """Waits for the message of the fault, a regular expression, and for the end of the job.
+        """Waits for the message of the fault, a regular expression, and for the end of a job that does not restart itself.
 
         Raises:
             NotPassed: If it does not come.
@@ -267,45 +268,52 @@ class Game:
         if not found:
             raise NotPassed(f"ended without a message like {message!r}")
         self.row.noticed, self.row.message = time.monotonic() - self._happened, found[0]
-        if ends:
+        if ends and self._slurm is None:
             self.wait(lambda: not self.alive, "the end of the job")
 
     def again(self, *overrides: str, ranks: int = 2) -> None:
-        """Gives the same command again, and waits until the run is finished.
+        """Gives the same command again, unless SLURM has started the job again, and waits until the run is finished.
 
         Raises:
             NotPassed: If it does not finish, or if there was no message and the new start mentions no restart either.
         """
-        self.wait(lambda: not self.alive, "the end of the job")
-        self.start(*overrides, ranks=ranks)
-        self.goes_on()
+        self.wait(lambda: not self.alive or BANNER.search(self._said()), "the end of the job")
+        if not self.alive:
+            self.start(*overrides, ranks=ranks)
+        self.goes_on(restarted=True)
         if not self.row.message:
             restarts = re.search(r"^  (restarts .*)", self._said(), re.MULTILINE)
             if restarts is None:
                 raise NotPassed("no message")
             self.row.message = " ".join(restarts[1].split())
 
-    def goes_on(self) -> None:
+    def goes_on(self, *, restarted: bool = False) -> None:
         """Waits until the run is finished, and counts.
+
+        Args:
+            restarted: Whether only steps of a start since the fault are new ones.
 
         Raises:
             NotPassed: If it does not finish.
         """
-        second_step = re.compile(r"^step \d+/.*\n(?s:.*)^step \d+/", re.MULTILINE)
-        self.wait(lambda: second_step.search(self._said()) or not self.alive, "the second step")
+
+        def second_step() -> bool:
+            _, start, new = self._said().rpartition("\n  starts  ")
+            return len(STEP.findall(new)) >= 2 and bool(start or not restarted)
+
+        self.wait(lambda: second_step() or not self.alive, "the second step")
         self.row.again = time.monotonic() - self._happened
         self.wait(lambda: not self.alive, "the end of the run")
         state = json.loads((self.run_dir / "status.json").read_text())["state"]
         if state != "finished":
             raise NotPassed(f"the run is {state}")
-        screen = self.log.read_text(errors="replace")
-        starts = re.findall(r"^  starts +(?:after step (\d+)|new)", screen, re.MULTILINE)
+        screen = self._screen()
+        starts = BANNER.findall(screen)
         if len(starts) < 2:
             self.row.steps = 0
         else:  # the last step before the fault may not have been printed yet
             before = screen[: screen.rindex("\n  starts  ")]
-            done = max([AT - 1, *map(int, re.findall(r"^step (\d+)/", before, re.MULTILINE))])
-            self.row.steps = done - int(starts[-1] or 0)
+            self.row.steps = max([AT - 1, *map(int, STEP.findall(before))]) - int(starts[-1] or 0)
         counts = collections.Counter(self._samples())
         missing = [EPOCHS - count for count in counts.values()]
         missing += [EPOCHS] * (digits.TRAIN_SAMPLES - len(counts))
@@ -318,11 +326,14 @@ class Game:
         self.overrides = (f"data.train={folder}/train-*.tar", f"data.eval={folder}/test-*.tar", "data.prepare=null")
         return folder
 
+    def _screen(self) -> str:
+        """What all starts have printed; on SLURM that is in the run's directory."""
+        files = [self.log, *sorted(self.run_dir.glob("logs/slurm-*.out"), key=lambda path: path.stat().st_ctime_ns)]
+        return "".join(path.read_text(errors="replace") for path in files)
+
     def _said(self) -> str:
         """What was printed since the fault."""
-        with self.log.open("rb") as file:
-            file.seek(self._seen)
-            return file.read().decode(errors="replace")
+        return self._screen()[self._seen :]
 
     def _samples(self) -> Iterator[str]:
         """The key of each use of a sample, and of each bad sample."""
