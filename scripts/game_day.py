@@ -79,7 +79,7 @@ for text, what, message, ends in (
     ("rank 1 hangs", f"hang@rank=1,step={AT}", "  rank 1.*, step", True),
     ("a checkpoint cannot be written", "disk_full@step=16", "No space left", False),
     ("the gradients of rank 1 are NaN", f"nan@rank=1,step={AT}", "skip", False),
-    ("a sample cannot be read", f"corrupt_sample@rank=1,step={AT}", "could not be read", False),
+    ("a sample cannot be read", f"corrupt_sample@rank=1,step={AT}", "  bad [1-9]", False),
 ):
     FAULTS[text] = partial(injected, what, message, ends), True
 
@@ -228,7 +228,8 @@ def _(game: Game) -> None:
 @fault
 def _(game: Game) -> None:
     """a second job in the same directory"""
-    game.begin(fault=f"slow@step={AT},seconds=60")
+    # Each of the steps is shorter than the time limit.
+    game.begin(fault=f"slow@step={AT},seconds={LIMIT / 2},steps=10")
     first = game.local
     game.start(ranks=1)
     game.notice("error: ")
@@ -393,7 +394,7 @@ def _(game: Game) -> None:
         start = content.index(b"\x89PNG")
         shard.write_bytes(content[:start] + b"poison__" + content[start + 8 :])
     game.start(ranks=1)
-    game.notice("could not be read", ends=False)
+    game.notice("  bad [1-9]", ends=False)
     game.goes_on()
 
 
