@@ -283,7 +283,7 @@ def _(game: Game) -> None:
     with mounted(game.run_dir, "size=16m", keep=True):
         subprocess.run(["mount", "-o", "remount,ro", game.run_dir], check=True)
         game.start(ranks=1)
-        game.notice("Read-only file system")
+        game.notice("cannot be written")
         subprocess.run(["mount", "-o", "remount,rw", game.run_dir], check=True)
         game.again(ranks=1)
 

@@ -198,7 +198,9 @@ class Game:
     ) -> None:
         """Starts the run. This is the moment of the fault until ``happens`` is called again."""
         self.happens()
-        words = [*RUN, f"run.dir={self.run_dir}", *self.overrides, *overrides]
+        chosen = [f"run.dir={self.run_dir}", *self.overrides, *overrides]
+        keys = {word.partition("=")[0] for word in chosen}
+        words = [*(word for word in RUN if word.partition("=")[0] not in keys), *chosen]
         if self._slurm is not None:
             self.job = SlurmJob(words, self.run_dir, self._slurm)
         else:
