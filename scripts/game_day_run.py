@@ -313,9 +313,11 @@ class Game:
         starts = BANNER.findall(screen)
         if len(starts) < 2:
             self.row.steps = 0
-        else:  # the last step before the fault may not have been printed yet
+        else:
             before = screen[: screen.rindex("\n  starts  ")]
-            self.row.steps = max([AT - 1, *map(int, STEP.findall(before))]) - int(starts[-1] or 0)
+            # The last step before an injected fault may not have been printed.
+            least = AT - 1 if (self.run_dir / "faults").exists() else 0
+            self.row.steps = max([least, *map(int, STEP.findall(before))]) - int(starts[-1] or 0)
         counts = collections.Counter(self._samples())
         missing = [EPOCHS - count for count in counts.values()]
         missing += [EPOCHS] * (digits.TRAIN_SAMPLES - len(counts))
