@@ -250,8 +250,14 @@ class Game:
             time.sleep(0.05)
 
     def await_end(self, pids: list[int]) -> None:
-        """Waits until processes have ended."""
-        self.wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the end of the ranks")
+        """Waits until processes have ended; also if their parent has not read their exit codes."""
+
+        def runs(pid: int) -> bool:
+            with suppress(OSError):
+                return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+            return False
+
+        self.wait(lambda: not any(map(runs, pids)), "the end of the ranks")
 
     def notice(self, message: str, *, ends: bool = True) -> None:
         """Waits for the message of the fault, a regular expression, and for the end of a job that does not restart itself.
