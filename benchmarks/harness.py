@@ -19,6 +19,7 @@ import io
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -162,7 +163,7 @@ def rounds_note(rounds: int, extra: str = "") -> str:
 def finish(arguments: argparse.Namespace, results: Mapping[str, Any], packages: Sequence[str] = ("torch",)) -> None:
     """Prints command, versions, machine and date; with ``--json`` writes them together with ``results``."""
     facts = {
-        "command": " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "command": shlex.join(["python", *_script(Path(sys.argv[0])), *sys.argv[1:]]),
         "versions": ", ".join([*map(version, ("dtrain", *packages, "numpy")), f"Python {platform.python_version()}"]),
         "machine": f"{machine()}; load {os.getloadavg()[0]:.1f} at the end",
         "date": date.today().isoformat(),
@@ -170,6 +171,10 @@ def finish(arguments: argparse.Namespace, results: Mapping[str, Any], packages: 
     print("\n".join(f"{name}: {value}" for name, value in facts.items()))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(facts | dict(results), indent=1) + "\n")
+
+
+def _script(path: Path) -> list[str]:
+    return [f"scripts/{path.name}"] if path.parent.name == "scripts" else ["-m", f"benchmarks.{path.stem}"]
 
 
 def version(package: str) -> str:

@@ -1,5 +1,6 @@
-"""The shell scripts: clean under shellcheck, idempotent, and clear about what is missing."""
+"""The scripts: shell scripts clean under shellcheck, idempotent, clear about what is missing; what a game day counts."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -145,3 +146,40 @@ def test_pieces_of_a_run_are_sent_in_the_order_of_their_starts_without_those_tha
     empty = call(checkout / "scripts" / "wandb_sync.sh", str(checkout))
     assert empty.returncode == 1
     assert "no wandb/offline-run-*" in empty.stderr
+
+
+# -- scripts/game_day.py
+
+
+def test_a_game_day_counts_the_samples_that_a_run_lost_or_used_again(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    from game_day_run import EPOCHS, Game, digits
+
+    game = Game("", tmp_path / "fault", patience=1, slurm=None)
+    (game.run_dir / "logs").mkdir(parents=True)
+    (game.run_dir / "status.json").write_text('{"state": "finished"}')
+    keys = [f"train-000000.tar/{number}" for number in range(digits.TRAIN_SAMPLES)] * EPOCHS
+    *lines, bad = [{"step": 1, "keys": keys[4:]}, {"step": 2, "keys": keys[:1] * 3}, {"step": 2, "key": keys[1]}]
+    logs = {"keys-rank-00000.jsonl": lines, "bad-rank-00001.jsonl": [bad]}
+    for name, content in logs.items():
+        (game.run_dir / "logs" / name).write_text("".join(json.dumps(line) + "\n" for line in content))
+    game.goes_on()
+    assert (game.row.lost, game.row.doubled) == (2, 2)
+
+
+@pytest.mark.slow
+def test_a_game_day_passes_and_one_without_patience_does_not(digits, tmp_path):
+    def game_day(*arguments):
+        command = [sys.executable, ROOT / "scripts" / "game_day.py", "--json", tmp_path / "table.json", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+    played = ["rank 1 is killed", "newest checkpoint: a file is empty"]
+    done = game_day("--only", f"^({'|'.join(played)})$", "--dir", tmp_path / "day")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "table.json").read_text())["faults"]
+    assert [row["fault"] for row in rows] == played
+    assert [(row["lost"], row["doubled"], row["problem"]) for row in rows] == [(0, 0, "")] * 2
+    assert all(row["message"] and row["steps"] > 0 for row in rows)
+    done = game_day("--only", "a file is empty", "--patience", "0.5")
+    assert done.returncode == 1
+    assert "NOT PASSED: waited" in done.stdout

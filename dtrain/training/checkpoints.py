@@ -373,7 +373,8 @@ def _compare(path: Path, expected: Mapping[str, Any]) -> None:
     if size != expected["size"]:  # before reading it, which would take long for a file of any size
         raise ValueError(f"has {size} bytes, the manifest says {expected['size']}")
     if (found := _size_and_hash(path)) != expected:
-        raise ValueError(f"is {found}, the manifest says {expected}")
+        short = [str(entry["sha256"])[:12] for entry in (found, expected)]
+        raise ValueError(f"has changed since it was saved: SHA-256 {short[0]}..., the manifest says {short[1]}...")
 
 
 def _size_and_hash(path: Path) -> dict[str, Any]:

@@ -50,6 +50,7 @@ def downloaded(folder: Path, *overrides: str, config_dirs: Sequence[str] = ()) -
         ("task=../../../../tmp/evil", "task", "../../../../tmp/evil"),
         ("task/../../evil=x", "task/../../evil", "x"),
         ("+task@data.prepare=[classification,/tmp/evil]", "task", "/tmp/evil"),
+        ("+a.b@data.prepare=/tmp/evil", "a.b", "/tmp/evil"),
         ("run.seed=1,2", "run.seed", "1,2"),
         ("--config-dir=/tmp/evil", "--config-dir", "/tmp/evil"),
     ],
@@ -120,19 +121,18 @@ def test_known_targets() -> None:
     known = ["torch.nn.Linear", "torch.optim.SGD", "dtrain.models.ResNet9", "dtrain.data.digits.arrays"]
     known += ["dtrain.data.color_jitter.ColorJitter", "dtrain.tasks.Classification"]
     assert [target for target in known if not is_known(target)] == []
-    other = [
-        "torch.load",
-        "torch.nn.Module.load_state_dict",
-        "torch.nn.modules.torch.load",
-        "dtrain.export.main",
-        "dtrain.data.digits.prepare",
-    ]
+    other = ["torch.load", "torch.nn.Module.load_state_dict", "torch.nn.modules.torch.load", "dtrain.export.main"]
+    other += ["torch.nn.modules.module.OrderedDict"]  # a class, but of another package
+    other += ["dtrain.data.digits.prepare"]
     assert [target for target in other if is_known(target)] == []
 
 
 def test_marks_need_a_cache_that_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "overrides.yaml"
     file.write_text("{}")
+    mark(file, "started")
+    assert is_marked(file, "started")
+    assert not is_marked(file, "other")
     (tmp_path / "cache").write_text("a file")
     monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
     mark(file, "started")

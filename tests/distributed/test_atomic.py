@@ -67,6 +67,24 @@ def test_a_write_failure_keeps_the_old_content(
     assert os.listdir(tmp_path) == ["name"]
 
 
+def test_a_folder_whose_replacement_never_gets_its_name_has_its_own_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = os.rename
+
+    def refuse_new(source: Path, target: Path) -> None:
+        if source.name.endswith(".staged"):
+            raise OSError(28, "No space left on device")
+        rename(source, target)
+
+    write_folder(tmp_path / "name", "old")
+    monkeypatch.setattr(atomic.os, "rename", refuse_new)
+    with pytest.raises(OSError, match="No space left"):
+        write_folder(tmp_path / "name", "new")
+    assert content(tmp_path / "name") == "old"
+    assert os.listdir(tmp_path) == ["name"]
+
+
 @WRITERS
 def test_a_kill_before_any_change_on_the_disk_leaves_old_or_new_content(
     tmp_path: Path, write: Callable[[Path, str], None]
@@ -103,6 +121,36 @@ def test_a_kill_before_any_change_on_the_disk_leaves_old_or_new_content(
             break
     assert killed == 0
     assert number >= 4
+
+
+@WRITERS
+def test_everything_is_synced_before_it_gets_its_name_and_the_name_afterwards(
+    tmp_path: Path, write: Callable[[Path, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def named(call: Callable[..., None]) -> Callable[..., None]:
+        def rename(*paths: Path) -> None:
+            call(*paths)
+            done.append("named")
+
+        return rename
+
+    for name in ("replace", "rename"):
+        monkeypatch.setattr(atomic.os, name, named(getattr(os, name)))
+    fsync = os.fsync
+
+    def recorded(descriptor: int) -> None:
+        done.append(str(Path(os.readlink(f"/proc/self/fd/{descriptor}")).relative_to(tmp_path)))
+        fsync(descriptor)
+
+    monkeypatch.setattr(atomic.os, "fsync", recorded)
+    write(tmp_path / "name", "text")
+    staged = [".name.staged"]
+    if write is write_folder:
+        staged += [".name.staged/inner", ".name.staged/inner/content"]
+    assert sorted(done[: done.index("named")]) == staged
+    assert done[done.index("named") + 1 :] == ["."]
 
 
 @WRITERS

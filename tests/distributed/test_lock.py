@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -62,6 +65,40 @@ def test_a_second_job_is_refused_with_the_process_that_holds_the_lock(
     finally:
         process.kill()
         process.wait()
+
+
+class Clock:
+    """Seconds that pass in a sleep only."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    strftime = staticmethod(time.strftime)
+
+
+@pytest.mark.parametrize(("host", "waits"), [(socket.gethostname(), lock._WAIT_HERE), ("other", lock._WAIT_ELSEWHERE)])
+def test_a_start_waits_longer_for_another_host_and_says_once_what_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, waits: float
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(lock, "time", clock)
+    monkeypatch.setattr(lock.socket, "gethostname", lambda: host)
+    claimed(tmp_path).release()
+    holder = claimed(tmp_path)
+    monkeypatch.undo()
+    monkeypatch.setattr(lock, "time", clock)
+    notes: list[str] = []
+    with refused(ConfigError, "run.dir", f"process {os.getpid()} on {host}", "use another run.dir"):
+        RunLock(tmp_path, notes.append).acquire()
+    holder.release()
+    assert waits <= clock.now <= waits + 1
+    assert len(notes) == 1
 
 
 @pytest.mark.parametrize("child", ["", "fork"])
@@ -145,3 +182,23 @@ def test_two_runs_in_one_process_take_the_lock_one_after_the_other(
         with pytest.raises(ZeroDivisionError), run_lock(RunLock(tmp_path, print)):  # refused before it has started
             raise ZeroDivisionError
         assert not is_trained(tmp_path)
+
+
+def test_a_file_system_without_locks_is_used_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(error: int) -> None:
+        def flock(file: object, operation: int) -> None:
+            raise OSError(error, os.strerror(error))
+
+        monkeypatch.setattr(lock.fcntl, "flock", flock)
+
+    notes: list[str] = []
+    refuse(errno.ENOLCK)
+    one = RunLock(tmp_path, notes.append)
+    one.acquire()
+    one.claim()
+    one.release()
+    assert str(os.getpid()) in (tmp_path / ".lock").read_text()
+    assert len(notes) == 1
+    refuse(errno.EIO)
+    with refused(ConfigError, "run.dir", os.strerror(errno.EIO), "choose another one"):
+        RunLock(tmp_path, notes.append).acquire()

@@ -260,6 +260,32 @@ def test_a_rank_that_has_not_agreed_to_stop_reports_before_torchrun_kills_it(
     assert all("asked to stop, but the ranks did not agree within" in text for text in messages)
 
 
+@pytest.mark.parametrize(("until_kill", "waits"), [(30.0, 25.0), (5.0, 0.0), (1.0, 0.0)])
+def test_the_report_begins_some_seconds_before_the_kill(until_kill: float, waits: float) -> None:
+    waited: list[float] = []
+
+    class Never(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            waited.append(timeout)
+            return False
+
+    messages: list[str] = []
+    stop = StopRequests(None, stuck=messages.append)
+    stop._ended = Never()
+    stop._watch(until_kill)
+    assert waited == [waits]
+    assert len(messages) == 1
+
+
+def test_nothing_is_reported_after_the_training_has_ended() -> None:
+    messages: list[str] = []
+    stop = StopRequests(None, stuck=messages.append)
+    stop.__exit__(None, None, None)  # without its beginning, which would replace pytest's handlers
+    stop._watch(module._REPORT_BEFORE_KILL + 10)
+    assert messages == []
+
+
 def test_only_torchrun_is_known_to_kill() -> None:
     assert module.seconds_until_kill({}) is None
     assert module.seconds_until_kill({"TORCHELASTIC_RUN_ID": "one"}) == 30
@@ -287,6 +313,16 @@ def test_max_hours_is_a_reason_to_stop_on_rank_zero_alone() -> None:
     assert StopRequests(None, time_limit=first).reason == "run.max_hours=1e-09"
     assert StopRequests(None, time_limit=other).reason is None
     assert StopRequests(None, time_limit=TimeLimit.of(1.0, 0, environment)).reason is None
+
+
+@pytest.mark.parametrize(("left", "until"), [(7200.0, 7140.0), (600.0, 540.0), (100.0, 90.0)])
+def test_of_an_allocation_some_time_is_kept_for_the_end_of_the_processes(
+    left: float, until: float, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "slurm_seconds_left", lambda environment: left)
+    start = clock[0]
+    for early, reason in ((0.001, None), (0.0, "end of the SLURM allocation")):
+        assert TimeLimit.of(None, 0, {}).reached(start + until - early) == reason
 
 
 def test_a_wrong_time_limit_is_refused() -> None:

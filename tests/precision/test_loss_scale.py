@@ -199,3 +199,14 @@ def test_what_is_no_state_is_refused_and_changes_nothing(name: str) -> None:
 )
 def test_impossible_schedules_are_refused_with_the_value(options: dict[str, Any], got: str, remedy: str) -> None:
     Refusal(lambda: make(**options), "precision.loss_scale", got, remedy).check()
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(None, 3), (0, 0), (2, 2), (5, 3)])
+def test_a_hysteresis_that_was_not_saved_is_full_and_a_saved_one_is_kept_within_it(
+    saved: int | None, loaded: int
+) -> None:
+    scale = LossScale(torch.device("cpu"), hysteresis=3)
+    state = scale.state_dict()
+    del state["_hysteresis_tracker"]
+    scale.load_state_dict(state if saved is None else state | {"_hysteresis_tracker": saved})
+    assert int(scale.hysteresis_tracker) == loaded

@@ -224,6 +224,39 @@ def test_a_server_that_takes_no_earlier_row_gets_a_late_evaluation_in_the_next_o
     assert sent == [(2, 3), (4, 4)]
 
 
+@pytest.mark.parametrize(
+    ("offline", "starting_step", "sent"),
+    [
+        # Killed: nothing is known here, and the server has the rows below its next step.
+        (-1, 3, [(2, 3), (3, 3), (4, 4), (5, 5)]),
+        # An offline piece that nobody has uploaded yet has the first record.
+        (1, 0, [(2, 2), (2, 2), (3, 3), (4, 4), (5, 5)]),
+        # It is uploaded, and a killed online start has sent more.
+        (1, 4, [(4, 4), (5, 5)]),
+    ],
+)
+def test_an_online_start_sends_what_neither_the_server_nor_an_offline_piece_has(
+    tmp_path, notes, monkeypatch, offline, starting_step, sent
+):
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "sent.json").write_text(json.dumps({"newest": [offline, False], "closed": []}))
+    lines = [record(1), record(2), evaluation(2), record(3), record(4), record(5)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    got = []
+
+    class Server:
+        url = "https://wandb.example"
+
+        def log(self, values, step):
+            got.append((values["step"], step))
+
+    Server.starting_step = starting_step
+    monkeypatch.setattr(wandb, "init", lambda **_: Server())
+    sink = wandb_sink.WandbSink(TRACKER, "online", tmp_path, "digits-12", {}, 4, notes.append)
+    sink.log(record(5))
+    assert got == sent
+
+
 def test_no_secret_of_the_command_line_gets_into_what_wandb_sends(tmp_path, notes, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "data.train.api_key=hunter2"])
     train(tmp_path, (1,), notes)

@@ -187,3 +187,52 @@ def test_a_final_save_that_fails_is_refused_with_what_to_do(disk: Disk) -> None:
     run.step.step, disk.error = 10, FULL
     with refused(ConfigError, "step 10", "No space left", "Free disk space"):
         saves.save({}, final=True)
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_save_is_taken_of_buffers_that_all_ranks_have_and_under_the_time_limit_of_the_disk(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves, run, _ = manager(disk)
+    done: list[object] = []
+    monkeypatch.setattr(module, "broadcast_buffers", lambda model: done.append("buffers"))
+    monkeypatch.setattr(module, "set_timeout", done.append)
+
+    def checkpoint(metrics: dict[str, float]) -> Checkpoint:
+        done.append(f"waits for the disk: {saves.waits_for_disk}")
+        return content(1.0, metrics)
+
+    run.checkpoint = checkpoint
+    saves.save({}, final=True)
+    limits = [module._DISK_TIMEOUT, run.cfg.parallel.timeout_step]
+    assert done == ["buffers", limits[0], "waits for the disk: True", limits[1]]
+    assert not saves.waits_for_disk
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_what_is_best_is_compared_with_the_checkpoint_that_is_still_being_written(disk: Disk) -> None:
+    disk._best = "eval/accuracy"
+    saves, run, _ = manager(disk)
+    run.cfg.checkpoint.best = "eval/accuracy"
+    disk.may_write.clear()
+    run.step.step = 10
+    saves.save({"eval/accuracy": 0.9}, final=False)
+    assert saves.is_safe(wait=False)
+    assert disk.steps() == []
+    threading.Timer(0.1, disk.may_write.set).start()
+    assert not saves.is_best({"eval/accuracy": 0.8})
+    assert saves.is_best({"eval/accuracy": 0.95})
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_failed_write_that_nobody_has_asked_for_is_told_at_the_next_save_and_at_the_end(disk: Disk) -> None:
+    saves, run, warnings = manager(disk)
+    for step in (10, 20):
+        run.step.step, disk.error = step, FULL
+        saves.save({}, final=False)
+    assert len(warnings) == 1
+    saves._writer._thread.join()  # type: ignore[union-attr]
+    disk.error = None
+    assert saves.save_last()
+    assert disk.steps() == [20]
+    assert len(warnings) == 2

@@ -302,6 +302,9 @@ def test_a_checkpoint_is_there_again_if_the_one_that_replaces_it_never_gets_its_
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.newest_good() == (10, [])
     assert loaded_value(checkpoints, 10) == 1.0
+    checkpoints.save(20, content(3.0))
+    assert checkpoints.steps() == [10, 20]
+    assert loaded_value(checkpoints, 10) == 1.0
 
 
 def save_until_killed(folder: Path, step: int, seconds: float) -> int:
@@ -480,6 +483,14 @@ def test_a_manifest_that_dtrain_did_not_write_is_refused(tmp_path: Path, entry: 
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(manifest | entry))
     with refused(BadCheckpoint, "manifest.json", next(iter(entry))):
+        verify_folder(folder)
+
+
+def test_a_manifest_of_any_size_is_not_read(tmp_path: Path) -> None:
+    folder = written(tmp_path / "saved")
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text() + " " * module._MOST_MANIFEST)
+    with refused(BadCheckpoint, "manifest.json", f"more than {module._MOST_MANIFEST:,} bytes"):
         verify_folder(folder)
 
 

@@ -234,6 +234,17 @@ def test_half_precision_computes_the_forward_and_not_the_sums(shards: str) -> No
     assert result["samples"] == 50
 
 
+@pytest.mark.usefixtures("alone")
+def test_sums_are_exact_where_fp32_would_lose_small_addends(shards: str) -> None:
+    def task(model: nn.Module, batch: Batch) -> Output:
+        metrics = {"large": (2.0**24 if 0 in batch["number"] else 1.0, float(0 in batch["number"]))}
+        return Output(model(batch["x"]).sum() * 0, batch.valid.sum(), metrics)
+
+    data = loader(shards)
+    result = evaluate(Net(), task, data, world=world(), precision=FP32)
+    assert result["large"] == 2**24 + len(data) - 1
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_on_one_rank_is_an_error_on_all(shards: str, value: float) -> None:
     def task(model: nn.Module, batch: Batch) -> Output:

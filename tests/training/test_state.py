@@ -340,6 +340,8 @@ class Setting:
     model: Callable[[], nn.Module] = Tied
     scale: float = 1024.0
     growth_interval: int = 3
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
 
 
 @pytest.fixture(scope="module")
@@ -350,7 +352,8 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
 def start(shards: str, run_dir: Path, setting: Setting) -> TrainState:
     """What the main makes from a config, before anything is restored."""
     cfg: Config = OmegaConf.structured(Config)
-    cfg.precision.loss_scale.growth_interval = setting.growth_interval
+    for key in ("growth_interval", "growth_factor", "backoff_factor"):
+        cfg.precision.loss_scale[key] = getattr(setting, key)
     model = setting.model()
     loader = ShardLoader(shards, VECTOR_FIELDS, global_batch_size=8, num_workers=0, precision=setting.precision)
     ema = Ema(model, setting.ema_decay) if setting.ema_decay is not None else None
@@ -505,10 +508,13 @@ def test_a_run_goes_on_in_another_precision(shards: str, tmp_path: Path, first: 
 def test_the_scale_goes_on_and_how_it_adapts_is_config(shards: str, tmp_path: Path) -> None:
     before = start(shards, tmp_path, Setting("fp16", scale=512.0, growth_interval=100))
     go_on(before, 3, overflow_at=1)
-    after = restored(shards, tmp_path, before, Setting("fp16", scale=64.0, growth_interval=2))
+    setting = Setting("fp16", scale=64.0, growth_interval=2, growth_factor=8.0, backoff_factor=0.25)
+    after = restored(shards, tmp_path, before, setting)
     assert after.step.loss_scale is not None
     assert float(after.step.loss_scale.scale) == 256.0
     go_on(after, 1)
+    assert float(after.step.loss_scale.scale) == 2048.0
+    go_on(after, 1, overflow_at=4)
     assert float(after.step.loss_scale.scale) == 512.0
 
 
@@ -548,6 +554,12 @@ def test_an_interruption_costs_what_was_trained_and_not_saved_and_the_time_witho
     assert (progress.restarts, progress.lost_seconds, progress.down_seconds) == (3, 15.0, 40.0)
     assert all(part in progress.interruptions() for part in ("3", "15 s", "40 s"))
     assert progress.times() == {"restarts": 3, "lost_seconds": 15.0, "down_seconds": 40.0, "trained_seconds": 60.0}
+
+
+def test_an_interruption_never_costs_less_than_nothing() -> None:
+    progress = RunTotals(seconds=80.0)  # the status is older than the checkpoint, and the clock was put back
+    progress.add_restart(STATUS, now=990.0)
+    assert (progress.restarts, progress.lost_seconds, progress.down_seconds) == (3, 5.0, 10.0)
 
 
 def test_a_new_run_and_one_that_goes_on_after_its_end_were_not_interrupted() -> None:
