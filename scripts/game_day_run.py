@@ -232,7 +232,9 @@ class Game:
         made = self.folder.parent / "killed"
         if not made.exists():
             game = Game("", made, self._patience, None)
-            game.begin(fault=f"kill@step={AT}", ranks=1)
+            # Without the pause, the checkpoint of step 12 may not be written yet.
+            game.start(f'faults=["slow@step={AT - 1},seconds=3","kill@step={AT}"]', ranks=1)
+            game.await_injected(f"kill@step={AT}")
             game.wait(lambda: not game.alive, "the end of the killed run")
         shutil.copytree(made / "run", self.run_dir)
         shutil.copy(made / "screen.log", self.log)
