@@ -164,7 +164,7 @@ def _print_completion(arguments: Sequence[str]) -> int:
 
 
 def _no_such_command(name: str) -> str:
-    from dtrain.config.explain import nearest
+    from dtrain.config.errors import nearest
 
     if "=" in name:
         return f"{name}: a command comes first, such as: dtrain train {name}"

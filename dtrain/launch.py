@@ -20,8 +20,7 @@ from collections.abc import Sequence
 from tempfile import TemporaryDirectory
 
 from dtrain.config import compose
-from dtrain.config.errors import ConfigError
-from dtrain.config.explain import nearest
+from dtrain.config.errors import ConfigError, nearest
 from dtrain.config.run import recompose_if_run
 from dtrain.launching import local, slurm
 from dtrain.launching.commands import COMMANDS, run_command

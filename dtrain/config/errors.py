@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 _STARTS_WITH_KEY = re.compile(
@@ -70,6 +71,15 @@ def shortened(text: str, most: int) -> str:
 def hide_secret(key: str, value: str) -> str:
     """The text of a value; without passwords, signatures and tokens."""
     return HIDDEN if SECRET_KEY.search(key) else without_secrets_in(value)
+
+
+def nearest(name: str, valid: Iterable[str], most: int = 20) -> str:
+    """``Did you mean 'a'? Valid: a, b, c.``"""
+    names = sorted(set(valid))
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    guess = f"Did you mean {close[0]!r}? " if close else ""
+    shown = ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return f"{guess}Valid: {shown or 'none'}."
 
 
 def in_brief(message: str) -> str:

@@ -18,7 +18,7 @@ import dataclasses
 import difflib
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from dtrain.config.errors import ConfigError
+from dtrain.config.errors import ConfigError, nearest
 from dtrain.config.merge import CLASS_GROUPS, replacing_nodes
 from dtrain.config.renamed_keys import RENAMED_KEYS
 from dtrain.config.schema import Config, key_types
@@ -113,15 +113,6 @@ def options_last(arguments: Sequence[str]) -> list[str]:
     known, rest = get_args_parser().parse_known_args(arguments)
     overrides = [*known.overrides, *rest]
     return [*overrides, *(argument for argument in arguments if argument not in overrides)]
-
-
-def nearest(name: str, valid: Iterable[str], most: int = 20) -> str:
-    """``Did you mean 'a'? Valid: a, b, c.``"""
-    names = sorted(set(valid))
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    guess = f"Did you mean {close[0]!r}? " if close else ""
-    shown = ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-    return f"{guess}Valid: {shown or 'none'}."
 
 
 # -- presets

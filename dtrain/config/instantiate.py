@@ -23,8 +23,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, ListConfig, Node, OmegaConf
 
-from dtrain.config.errors import ConfigError, Explained, PeerFailed, hide_secret, shortened
-from dtrain.config.explain import nearest
+from dtrain.config.errors import ConfigError, Explained, PeerFailed, hide_secret, nearest, shortened
 
 # Module to the name of its distribution on PyPI, where they differ.
 _DISTRIBUTIONS = {

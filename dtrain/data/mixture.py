@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dtrain.config.explain import nearest
+from dtrain.config.errors import nearest
 from dtrain.data.augment import Augment
 from dtrain.data.batch import Transfer
 from dtrain.data.collate import Collator

@@ -92,6 +92,7 @@ class HangWatch:
         self._heard: tuple[str | None, str | None] = None, None  # the last values of _HUNG and FAILED
         self._where: Callable[[], Place] = _place_at_start
         self._folder: Path | None = None
+        self._first_step: int | None = None  # of the training
         self._left = threading.Event()
         self._ending = threading.Lock()  # never released
         self._threads = [threading.Thread(target=self._watch, name="hang watch", daemon=True)]
@@ -121,6 +122,8 @@ class HangWatch:
             where: Returns the current place; called in another thread.
             folder: ``<run.dir>/logs``, for the reports; it exists.
         """
+        # Not left to the watch: before its next poll, several steps may be done.
+        self._first_step = where().step
         self._folder, self._where = folder, where
         try:
             yield
@@ -157,14 +160,11 @@ class HangWatch:
 
     def _watch(self) -> None:
         place, still, failed_for = self._where(), 0.0, 0.0
-        first_step: int | None = None  # of the training
         while not self._left.wait(self._poll):
             # Polls are counted, not seconds: a process that was suspended (Ctrl-Z) has not hung.
             still += self._poll
             now = self._where()
-            if first_step is None and self._folder is not None:
-                first_step = now.step
-            limit = self._timeouts[first_step is not None and now.step > first_step]
+            limit = self._timeouts[self._first_step is not None and now.step > self._first_step]
             self._limit_lock(limit)
             disk = now.waits_for_disk and self._store_answers()
             if now.moved != place.moved or disk:

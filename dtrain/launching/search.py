@@ -29,8 +29,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dtrain.config.errors import ConfigError, as_config_error
-from dtrain.config.explain import nearest
+from dtrain.config.errors import ConfigError, as_config_error, nearest
 from dtrain.config.schema import SearchConfig
 from dtrain.distributed.atomic import open_to_append, replace_file
 from dtrain.launching import slurm

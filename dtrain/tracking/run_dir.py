@@ -23,13 +23,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 import yaml
 
 from dtrain.config.errors import PeerFailed, as_config_error, in_brief, without_secrets_in
-from dtrain.config.run import Run
 from dtrain.distributed.atomic import open_regular, open_to_append, replace_file
+
+if TYPE_CHECKING:  # it imports Hydra, which the report does not need
+    from dtrain.config.run import Run
 
 #: ``running`` is also the state of a run that was killed: compare ``time``, or call :func:`is_trained`.
 STATES = ("running", "finished", "stopped", "failed")

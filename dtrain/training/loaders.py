@@ -10,8 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from dtrain.config.errors import ConfigError, as_config_error
-from dtrain.config.explain import nearest
+from dtrain.config.errors import ConfigError, as_config_error, nearest
 from dtrain.config.instantiate import by_target
 from dtrain.config.schema import Config, DataConfig
 from dtrain.data import Mixture, ShardLoader, shards

@@ -21,8 +21,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import nn
 
 from dtrain.config.compose import resolved
-from dtrain.config.errors import ConfigError, as_config_error
-from dtrain.config.explain import nearest
+from dtrain.config.errors import ConfigError, as_config_error, nearest
 from dtrain.config.instantiate import by_target, check_arguments, nodes_with_target
 from dtrain.config.run import refuse_hidden
 from dtrain.config.schema import Config, DataConfig

@@ -76,6 +76,16 @@ def test_the_limit_of_a_step_counts_from_the_first_finished_step_on(tmp_path: Pa
     assert declared == ["nothing has moved for 0.5 s"]
 
 
+def test_steps_that_are_done_before_the_first_poll_count(tmp_path: Path) -> None:
+    looks: list[float] = []
+
+    def where(clock: float) -> Place:
+        looks.append(clock)
+        return Place(min(len(looks), 3), [], 0)
+
+    assert declarations(tmp_path, where) == ["nothing has moved for 0.2 s"]
+
+
 def test_a_run_that_moves_or_has_ended_does_not_hang(tmp_path: Path) -> None:
     assert declarations(tmp_path, lambda clock: Place(1, [], clock)) == []
     assert declarations(tmp_path, lambda clock: Place(1, [], 0), leave=True) == []
@@ -289,8 +299,8 @@ def declarations(
             watch.declare = lambda why: (declared.append(why), watch._left.set())  # type: ignore[assignment,func-returns-value]
             if leave:
                 watch._left.set()
-            watch._folder, watch._where = tmp_path, lambda: where(min(clock[0], until))
-            watch._watch()
+            with watch.following(lambda: where(min(clock[0], until)), tmp_path):
+                watch._watch()
             return declared
 
     return run_ranks(1, rank, init=False)[0]
