@@ -51,9 +51,11 @@ def train_on_ranks(cfg: Config, identity: Run, failure: FailureRecord, recovery:
         recovery.lost_ranks(world),
     ):
         # -- checks: before hours of indexing, not after
+        of_rank0 = from_rank0(lambda: list(identity.overrides))
+        on_all_ranks(lambda: identity.require_same_overrides(of_rank0))
         from_rank0(lambda: tracker_mode(cfg.tracker))
         hooks = on_all_ranks(lambda: build_hooks(cfg, identity.dir, world.rank))
-        time_limit = on_all_ranks(lambda: TimeLimit.of(cfg.run.max_hours, world.rank))
+        time_limit = on_all_ranks(lambda: TimeLimit.of(cfg.run.max_hours, world.rank, began=recovery.began))
         earlier = EarlierStarts.of(cfg, identity)
         if (message := earlier.nothing_left(identity, cfg.train)) is not None:
             if world.rank == 0:
@@ -81,10 +83,12 @@ def train_on_ranks(cfg: Config, identity: Run, failure: FailureRecord, recovery:
         failure.on_failure = lambda reason: run_logger.finish("failed", reason)
         try:
             stop_file = identity.dir / "STOP" if world.rank == 0 else None
-            with StopRequests(stop_file, time_limit=time_limit, stuck=watch.declare) as stop:
+            with StopRequests(
+                stop_file, time_limit=time_limit, stuck=watch.declare, reason=recovery.requested_stop
+            ) as stop:
                 hooks.call("on_start", run)
                 loop = Loop(run, end, run_logger, stop, hooks)
-                recovery.remembers(run, loop, run_logger)
+                recovery.remembers(run, loop, run_logger, stop)
                 with watch.following(loop.place, identity.dir / "logs"), recovery.lost_ranks(world):
                     state, reason = loop.run()
             if world.rank == 0 and tracker_mode(cfg.tracker) != "disabled":

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from dtrain.config.compose import Composed, portable, resolved
+from dtrain.config.compose import Composed, portable, rank, resolved
 from dtrain.config.errors import HIDDEN, SECRET_KEY, ConfigError, as_config_error, without_secrets_in
 from dtrain.config.renamed_keys import RENAMED_KEYS, rename_keys, rename_override
 from dtrain.config.schema import Config
@@ -107,9 +108,24 @@ class Run:
             _OVERRIDES: {"overrides": overrides, "config_dirs": list(self.config_dirs)},
         }
 
-    def mark_started(self) -> None:
-        """Remembers that this user wrote ``overrides.yaml``, so that ``recompose`` does not need ``--trust``."""
-        mark(self.dir / _OVERRIDES, _MARKS)
+    def require_same_overrides(self, of_rank0: Sequence[str]) -> None:
+        """Refuses to train if this rank composes another config than rank 0.
+
+        Raises:
+            ConfigError: Names what differs.
+        """
+        different = {*of_rank0} ^ {*self.overrides}
+        if different:
+            texts = " ".join(sorted(map(_without_secrets, different)))
+            raise ConfigError(
+                f"rank {rank()} and rank 0 do not have the same overrides: {texts}. If the run was started by you, its mark is in "
+                f"the cache of another machine (DTRAIN_CACHE): add {TRUST}."
+            )
+
+    def mark_started(self, name: str, content: bytes) -> None:
+        """Remembers that this user writes ``overrides.yaml``, so that ``recompose`` does not need ``--trust``."""
+        if name == _OVERRIDES:
+            mark(content, _MARKS)
 
 
 def take(arguments: Sequence[str], **defaults: str) -> tuple[dict[str, str], list[str]]:
@@ -168,8 +184,14 @@ def recompose(arguments: Sequence[str]) -> list[str]:
     left_out = {*new, "run.resume"}
     old = [override for override in renamed if override.partition("=")[0] not in left_out]
     if not trusted and not is_marked(path, _MARKS):
-        old = [override for override in old if not _has_no_effect(override)]
+        dropped = [override for override in old if _has_no_effect(override)]
+        old = [override for override in old if override not in dropped]
         require_known(path, old, config_dirs)
+        if dropped and rank() == 0:
+            sys.stderr.write(
+                f"dtrain: {path.parent} was not started by you on this machine, so these keys are not used: "
+                f"{' '.join(map(_without_secrets, dropped))}. Type those that you want, or add {TRUST}.\n"
+            )
     folders = [part for folder in config_dirs for part in ("--config-dir", str(folder))]
     return [*folders, *old, *arguments]
 

@@ -43,15 +43,15 @@ _SECTIONS = ("run", "train", "data", "checkpoint", "parallel")
 _PRESET = re.compile(r"\w[\w-]*(/\w[\w-]*)*")
 
 
-def mark(path: Path, kind: str) -> None:
-    """Marks a file as written by this user; without effect if the cache cannot be written.
+def mark(content: bytes, kind: str) -> None:
+    """Marks the content of a file as written by this user; without effect if the cache cannot be written.
 
     Args:
-        path: The file; its content is what is marked, not its place.
+        content: The content.
         kind: What it is, one word; marks of different kinds are separate.
     """
     with suppress(OSError):
-        file = _mark(path, kind)
+        file = _mark(content, kind)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
 
@@ -59,7 +59,7 @@ def mark(path: Path, kind: str) -> None:
 def is_marked(path: Path, kind: str) -> bool:
     """Whether ``mark`` was called for a file with this content."""
     with suppress(OSError):
-        return _mark(path, kind).exists()
+        return _mark(path.read_bytes(), kind).exists()
     return False
 
 
@@ -170,5 +170,5 @@ def _refused(path: Path, reason: str) -> ConfigError:
     )
 
 
-def _mark(path: Path, kind: str) -> Path:
-    return cache_dir() / kind / hashlib.sha256(path.read_bytes()).hexdigest()
+def _mark(content: bytes, kind: str) -> Path:
+    return cache_dir() / kind / hashlib.sha256(content).hexdigest()

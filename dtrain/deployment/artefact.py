@@ -169,7 +169,7 @@ def replacing(out: Path) -> Iterator[Path]:
 
 def mark_trusted(folder: Path) -> None:
     """Marks an artefact as exported by this user, so that ``load`` does not need ``trust``; needs a writable cache."""
-    mark(folder / DESCRIPTION, _MARKS)
+    mark((folder / DESCRIPTION).read_bytes(), _MARKS)
 
 
 def _require_trusted(folder: Path, description: Description) -> None:

@@ -36,8 +36,8 @@ from dtrain.config.errors import ConfigError, RankLost, in_brief
 from dtrain.config.schema import ParallelConfig
 from dtrain.config.torchrun_errors import torchrun_is_quiet
 from dtrain.distributed.atomic import open_to_append
-from dtrain.distributed.process_exit import exit_if_lock_is_held, exit_now, exit_unless, exit_within, in_time
-from dtrain.distributed.process_group import first_failure
+from dtrain.distributed.process_exit import exit_if_lock_is_held, exit_now, exit_within, in_time
+from dtrain.distributed.process_group import first_failure, limit_cleanup
 from dtrain.distributed.store import FAILED, StoreLost, group_store, let_others_read, publish_failure
 from dtrain.distributed.world import World
 
@@ -195,7 +195,7 @@ class HangWatch:
         self._left.set()
         trace = "".join(traceback.format_exception(error)).rstrip()
         message = f"dtrain: rank {self._world.rank} failed, and could not end within {_CLEANUP:g} s\n{trace}"
-        exit_unless(threading.Event(), _CLEANUP, message)
+        limit_cleanup(_CLEANUP, message)
         first_failure(self._world, error)
 
     def _end(self, tell: Callable[[], None]) -> None:

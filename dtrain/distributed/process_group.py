@@ -57,10 +57,12 @@ _JOINED = "dtrain/joined"
 _ALL_JOINED = "dtrain/all_joined"
 # A failing rank publishes its error before it closes its connections; only a killed one stays silent for longer.
 _WAIT_FOR_ERROR = 2.0
-_LEAVE_TIMEOUT = 60.0  # destroying a group of NCCL waits for its peers
+# Destroying a group of NCCL waits for its peers, and rank 0 may wait for a minute for each of its trackers before that.
+_LEAVE_TIMEOUT = 300.0
 # Dropping the last reference to a gloo group joins its threads. DDP would do so while holding the interpreter lock, and a
 # thread that waits for that lock would never end.
 _groups: list[dist.ProcessGroup] = []
+_cleanups: list[threading.Event] = []  # set when this process has left its group
 _NETWORK_VARIABLES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_")
 _UNUSED_ADDRESS = "192.0.2.1"  # reserved by RFC 5737, so only the default route leads there
 _UNUSED_PORT = 9  # nothing is sent
@@ -128,6 +130,17 @@ def process_group(
         raise
     else:
         _leave(world)
+    finally:
+        # A process may still be writing a checkpoint then.
+        for cleanup in _cleanups:
+            cleanup.set()
+        _cleanups.clear()
+
+
+def limit_cleanup(seconds: float, message: str) -> None:
+    """Shows ``message`` and ends this process, unless it has left the process group in ``seconds``."""
+    _cleanups.append(threading.Event())
+    exit_unless(_cleanups[-1], seconds, message)
 
 
 def set_timeout(seconds: float) -> None:
@@ -143,8 +156,10 @@ def _leave(world: World) -> None:
         exit_unless(
             left, _LEAVE_TIMEOUT, f"dtrain: rank {world.rank} could not leave its group in {_LEAVE_TIMEOUT:g} s"
         )
-    dist.destroy_process_group()
-    left.set()
+    try:
+        dist.destroy_process_group()
+    finally:
+        left.set()
     if _groups:
         atexit.register(join_threads)
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from dtrain.config.errors import ConfigError
+from dtrain.config.errors import ConfigError, RankLost
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 # Seconds:
@@ -46,6 +46,7 @@ class StopRequests:
         time_limit: When to stop without a request; None: never.
         stuck: Called in a thread with a reason, when torchrun is about to kill this process and the ranks have not
             agreed to stop.
+        reason: Why a stop is requested already; None if it is not.
     """
 
     def __init__(
@@ -54,11 +55,12 @@ class StopRequests:
         *,
         time_limit: TimeLimit | None = None,
         stuck: Callable[[str], None] = lambda text: None,
+        reason: str | None = None,
     ) -> None:
         self._stop_file = stop_file
         self._time_limit = time_limit or TimeLimit()
         self._stuck = stuck
-        self._reason: str | None = None
+        self._reason = reason
         self._terminated = False
         self._ended = threading.Event()  # the end is agreed, or the block was left: the training is not stuck
         self._interrupted = False
@@ -76,7 +78,7 @@ class StopRequests:
         self._ended.set()
         for number, handler in self._previous.items():
             # torchrun sends SIGTERM to the peers of a failed rank, and a checkpoint may still be being written.
-            keep_ours = error is not None and number == signal.SIGTERM
+            keep_ours = isinstance(error, RankLost) or (error is not None and number == signal.SIGTERM)
             if handler is not None and not keep_ours:  # None: not installed from Python, so it cannot be restored
                 signal.signal(number, handler)
 
@@ -172,13 +174,20 @@ class TimeLimit:
         self.save_seconds: Callable[[], float] = lambda: 0.0
 
     @classmethod
-    def of(cls, max_hours: float | None, rank: int = 0, environment: Mapping[str, str] = os.environ) -> TimeLimit:
+    def of(
+        cls,
+        max_hours: float | None,
+        rank: int = 0,
+        environment: Mapping[str, str] = os.environ,
+        began: float | None = None,
+    ) -> TimeLimit:
         """The limits of this start. Ranks other than 0 have none, so that one clock decides.
 
         Args:
             max_hours: ``run.max_hours``.
             rank: This process.
             environment: SLURM's variables in it describe the job.
+            began: When ``max_hours`` began, in seconds of ``time.monotonic()``; None: now.
 
         Raises:
             ConfigError: If ``max_hours`` is not above 0.
@@ -189,7 +198,7 @@ class TimeLimit:
         if rank != 0:
             return cls()
         if max_hours is not None:
-            limits.append(Limit(f"run.max_hours={max_hours:g}", now + 3600 * max_hours))
+            limits.append(Limit(f"run.max_hours={max_hours:g}", (now if began is None else began) + 3600 * max_hours))
         left = slurm_seconds_left(environment)
         if left is not None:
             limits.append(Limit("end of the SLURM allocation", now + left - min(_RESERVE, 0.1 * left)))

@@ -146,9 +146,10 @@ def _write_script(job: Job) -> None:
     with as_config_error("run.dir"):
         # SLURM does not create the folder of a job's output; without it the job fails without any message.
         log_path(job).parent.mkdir(parents=True, exist_ok=True)
+        script = job_script(job).encode()
         with replace_file(script_path(job)) as handle:
-            handle.write(job_script(job).encode())
-    mark(script_path(job), "submitted")
+            handle.write(script)
+    mark(script, "submitted")
     freeze_presets(job)
 
 

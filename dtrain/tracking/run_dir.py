@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import yaml
 
@@ -61,9 +61,11 @@ def save_run(run: Run) -> None:
     with as_config_error(f"run.dir: {run.dir} cannot be written, choose another one"):
         (run.dir / "logs").mkdir(parents=True, exist_ok=True)
         for name, content in run.files().items():
+            text = yaml.safe_dump(content, sort_keys=False).encode()
+            # Before the file is replaced: a start that is killed between the two must find a run of this user.
+            run.mark_started(name, text)
             with replace_file(run.dir / name) as file:
-                file.write(yaml.safe_dump(content, sort_keys=False).encode())
-    run.mark_started()
+                file.write(text)
 
 
 def move_records_aside(run_dir: Path) -> Path:
@@ -260,7 +262,7 @@ def _log_to(handler: logging.Handler) -> None:
     logger.propagate = False
 
 
-class _RankLog(logging.StreamHandler[TextIO]):
+class _RankLog(logging.StreamHandler):
     """Appends to a file. The first failed write, such as on a full disk, is one line on standard error; no further ones are."""
 
     def __init__(self, path: Path) -> None:

@@ -40,6 +40,7 @@ from dtrain.config.schema import ParallelConfig
 from dtrain.distributed.collectives import from_rank0, wait_for_all
 from dtrain.distributed.lock import RunLock
 from dtrain.distributed.process_group import is_lost_rank, join_threads
+from dtrain.distributed.stop import StopRequests
 from dtrain.distributed.world import World
 from dtrain.training.checkpoints import Checkpoint
 from dtrain.training.loop import Loop
@@ -63,6 +64,7 @@ class Recovery:
     Attributes:
         is_on: Whether this run recovers.
         run_lock: Of the run directory; a process keeps it when the run continues.
+        began: When this process began, in seconds of ``time.monotonic()``.
 
     Raises:
         ConfigError: If ``parallel.recover`` is set and cannot work here.
@@ -79,11 +81,13 @@ class Recovery:
         self._folder = run_dir / _FOLDER
         self._timeout = parallel.timeout_step
         self._generation = 0
+        self.began = time.monotonic()
         self._name = ""
         self._members: list[str] = []
         self._lock: IO[Any] | None = None
         self._stores: list[dist.Store] = []  # a store of this process serves the others as long as it exists
         self._training: tuple[TrainState, Loop, RunLogger] | None = None
+        self._stop: StopRequests | None = None
         self._memory: Checkpoint | None = None
 
     def run(self, start: Callable[[], T]) -> T:
@@ -157,9 +161,14 @@ class Recovery:
         run.totals.evaluation_due = any(due for reached, due in places if reached == step)
         return f"after step {step}, from the memory of member {self._members[source]}"
 
-    def remembers(self, run: TrainState, loop: Loop, run_logger: RunLogger) -> None:
+    @property
+    def requested_stop(self) -> str | None:
+        """Why a stop was requested before, or while, a rank was lost; None if it was not."""
+        return self._stop.reason if self._stop is not None else None
+
+    def remembers(self, run: TrainState, loop: Loop, run_logger: RunLogger, stop: StopRequests) -> None:
         """Collective. From here on, this process can continue without other ranks; the run directory exists."""
-        self._training, self._memory = (run, loop, run_logger), None
+        self._training, self._memory, self._stop = (run, loop, run_logger), None, stop
         if not self.is_on or self._lock is not None:
             return
         job = from_rank0(self._new_job)
@@ -219,6 +228,7 @@ class Recovery:
             WORLD_SIZE=str(len(members)),
             LOCAL_RANK=str(hosts[:rank].count(hosts[rank])),
             LOCAL_WORLD_SIZE=str(hosts.count(hosts[rank])),
+            DTRAIN_STARTS=str(self._generation),
         )
         return World.of(), dist.PrefixStore("group", store)
 

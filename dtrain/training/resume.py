@@ -110,7 +110,7 @@ class EarlierStarts:
             if self.moved_aside:
                 folder = move_records_aside(run.run_dir)
                 print(f"run.resume=never: the records of earlier starts are in {folder}", flush=True)
-            run.checkpoints.record(run.step.step)
+            run.checkpoints.record(self.checkpoint or 0)
 
     @property
     def finished(self) -> bool:

@@ -266,3 +266,10 @@ def test_a_renamed_key_does_not_change_the_default_name_of_a_run(old: str, new: 
         {"train": {}, "data": {}, section: {key.rpartition(".")[2]: "bf16", "other": 1}} for key in (old, new)
     )
     assert _digest(before) == _digest(now)
+
+
+def test_ranks_with_other_overrides_than_rank_0_are_refused() -> None:
+    run = compose_run("optimizer.lr=0.1")
+    run.require_same_overrides(list(run.overrides))
+    with refused(ConfigError, "rank 0", "optimizer.lr=0.1", "--trust"):
+        run.require_same_overrides([override for override in run.overrides if "lr" not in override])

@@ -130,10 +130,10 @@ def test_known_targets() -> None:
 def test_marks_need_a_cache_that_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "overrides.yaml"
     file.write_text("{}")
-    mark(file, "started")
+    mark(file.read_bytes(), "started")
     assert is_marked(file, "started")
     assert not is_marked(file, "other")
     (tmp_path / "cache").write_text("a file")
     monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
-    mark(file, "started")
+    mark(file.read_bytes(), "started")
     assert not is_marked(file, "started")
