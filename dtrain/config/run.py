@@ -118,8 +118,8 @@ class Run:
         if different:
             texts = " ".join(sorted(map(_without_secrets, different)))
             raise ConfigError(
-                f"rank {rank()} and rank 0 do not have the same overrides: {texts}. If the run was started by you, its mark is in "
-                f"the cache of another machine (DTRAIN_CACHE): add {TRUST}."
+                f"rank {rank()} and rank 0 do not have the same overrides: {texts}. If the run was started by you, its mark is "
+                f"in the cache of another machine (DTRAIN_CACHE): add {TRUST}."
             )
 
     def mark_started(self, name: str, content: bytes) -> None:

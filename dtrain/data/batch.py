@@ -165,8 +165,7 @@ class Rows:
     Args:
         samples: The number of each row's sample, int64, shape ``[rows]``, -1 where the row is masked; or its key, ``""``
             where the row is masked.
-        index: Has the keys of numbered samples. It is not pickled; the loader sets the attribute after it has received the
-            batch.
+        index: Has the keys of numbered samples; None in a batch on its way from a worker, whose loader sets the attribute.
     """
 
     def __init__(self, samples: np.ndarray | list[str], index: Index | None = None) -> None:
@@ -192,7 +191,11 @@ class Rows:
         return len(samples) - samples.count("")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Rows, (self._samples,)
+        return Rows, (self._samples if self.index is None else self.keys,)
+
+    def without_index(self) -> Rows:
+        """The rows as a worker sends them: without the index, from which the loader makes the keys."""
+        return Rows(self._samples)
 
 
 class Transfer:

@@ -410,7 +410,7 @@ def _is_regular(field: Field, array: Any) -> bool:
         usable = array.device.type == "cpu" and array.layout == torch.strided
     else:
         usable = type(array) in (np.ndarray, np.memmap) and array.dtype.isnative and array.dtype.name in _REGULAR
-    if not usable or field.decoder is not identity or field.tokenizer is not None:
+    if not usable or field.decoder is not identity or field.tokenizer is not None or field.role in MEDIA:
         return False
     is_rgb = len(array.shape) == 4 and array.shape[3] == 3 and str(array.dtype).endswith("uint8")
     return field.role != "image" or (is_rgb and field.crop is None)

@@ -50,7 +50,7 @@ class IpcBatch:
 
     def __init__(self, batch: Batch) -> None:
         columns = {name: _to_ipc(column) if isinstance(column, Tensor) else column for name, column in batch.items()}
-        rest = batch.rows, _to_ipc(batch.valid), batch.bad
+        rest = batch.rows.without_index(), _to_ipc(batch.valid), batch.bad
         # Not left to the thread of the queue: that would print an error and lose the batch, for which the trainer would
         # then wait for ever.
         with _full_memory_named():

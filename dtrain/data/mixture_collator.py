@@ -63,7 +63,8 @@ class MixtureCollator:
         """
         filled = np.flatnonzero(samples >= 0)
         if not filled.size:
-            parts = list(self._parts(np.zeros(1, np.int64), np.array([next(iter(spare()))]), None))
+            one = np.array([next(iter(spare()))])
+            parts = list(self._parts(np.zeros(1, np.int64), one, None if partners is None else one))
         else:
             parts = list(self._parts(filled, samples[filled], None if partners is None else partners[filled]))
         return self._joined(parts, len(samples), masked=not filled.size)
@@ -111,7 +112,8 @@ class MixtureCollator:
         for number, (source, at, batch) in enumerate(parts):
             origin[at] = number
             name = self._source.names[source]
-            bad += [record | {"key": f"{name}/{record['key']}", "source": name} for record in batch.bad]
+            if not masked:  # the sample that gives the shapes is counted in the micro-batch in which it has a row
+                bad += [record | {"key": f"{name}/{record['key']}", "source": name} for record in batch.bad]
             for row, key in zip(at.tolist(), batch.sample_keys, strict=True):
                 keys[row] = f"{name}/{key}" if key and not masked else ""
         empty = np.flatnonzero(origin < 0)
@@ -137,7 +139,10 @@ class MixtureCollator:
         having = [(source, at, batch[name]) for source, at, batch in parts if name in batch]
         first = having[0][2] if having else self._example(name)
         if not isinstance(first, Tensor):
-            values: list[Any] = [type(first[0])()] * rows
+            values: list[Any] = [first[0]] * rows
+            if sum(len(at) for _, at, _ in having) < rows:
+                with suppress(TypeError):  # a type that needs arguments
+                    values = [type(first[0])()] * rows
             for source, at, column in having:
                 if isinstance(column, Tensor):
                     raise self._clash(name, having[0], (source, at, column))
@@ -183,7 +188,12 @@ class MixtureCollator:
 def _repeat(column: Tensor | list[Any], donors: np.ndarray, rows: np.ndarray) -> None:
     """Copies row ``donors[i]`` to row ``rows[i]``."""
     if isinstance(column, Tensor):
-        column[torch.from_numpy(rows)] = column[torch.from_numpy(donors)]
+        try:  # torch cannot index some unsigned integers
+            array = column.numpy()
+        except TypeError:  # numpy does not have every dtype: no bf16, for example
+            column[torch.from_numpy(rows)] = column[torch.from_numpy(donors)]
+        else:
+            array[rows] = array[donors]
     else:
         for donor, row in zip(donors.tolist(), rows.tolist(), strict=True):
             column[row] = column[donor]

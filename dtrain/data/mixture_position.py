@@ -188,7 +188,8 @@ class MixturePosition:
         drawn = self._in_order(state["drawn"])
         self._begin_deal(Base(**{**state["base"], "drawn": self._in_order(state["base"]["drawn"])}))
         self.epoch, self.step = state["epoch"], state["epoch_steps"]
-        if wanted != self._plan:
+        # The deal rounds by the order of the sources, so under another order it needs a new base, too.
+        if wanted != self._plan or list(state["sources"]) != list(self._names):
             before, self._plan = self._plan, wanted
             period, epoch_start = self._period, self._epoch_start(self.epoch)
             base = Base(state["steps"], drawn, self.epoch, epoch_start, self.step, state["position"])

@@ -63,6 +63,8 @@ class Resizing:
         if after == before and exif_turn(payload) is None:
             return None
         pixels = decode_image(payload, exif=True)
+        # From the pixels: Pillow turns some formats while it loads them.
+        before, after = pixels.shape[:2], self.size(*pixels.shape[:2])
         is_grey = bool((pixels == pixels[..., :1]).all())
         image = Image.fromarray(pixels[..., 0] if is_grey else pixels)
         if after != before:

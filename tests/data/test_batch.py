@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import re
 import warnings
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtrain.data import Batch
+from dtrain.data import Batch, ShardLoader
 from dtrain.data.batch import DeviceCopies, Transfer
 from dtrain.data.fields import DataError, Field, parse_fields
 from dtrain.data.ipc import IpcBatch
@@ -404,3 +405,13 @@ def test_the_copy_comes_first_then_the_wait_then_everything_is_marked_and_normal
         *["compute uses it"] * 3,  # image, label, valid
     ]
     assert moved["image"].shape == (1, 3, 4, 2)
+
+
+def test_a_copy_of_a_batch_of_a_loader_keeps_its_keys() -> None:
+    loader = ShardLoader.over(
+        {"x": np.arange(4)}, {"x": {"name": "x", "role": "id"}}, global_batch_size=4, num_workers=0
+    )
+    for duplicate in (copy.deepcopy, lambda batch: pickle.loads(pickle.dumps(batch)), copy.copy):
+        batch = next(iter(loader))
+        assert sorted(duplicate(batch).sample_keys) == sorted(next(iter(loader)).sample_keys)
+        assert len(set(batch.sample_keys)) == 4

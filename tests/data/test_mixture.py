@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -108,6 +108,25 @@ def test_a_state_resumes_on_other_ranks_with_another_batch_and_other_weights(sou
         assert all(loader.state_dict() == ranks[0].state_dict() for loader in ranks)
         state = ranks[0].state_dict()
         assert Counter(key.partition("/")[0] for key in used) == ranks[0].samples_by_source()
+    check_epochs(used, sources)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["web", "books", "tiny"])))
+def test_a_state_resumes_with_the_sources_in_another_order(
+    sources: dict[str, list[str]], order: tuple[str, ...]
+) -> None:
+    used: list[str] = []
+    state: dict[str, Any] | None = None
+    for names in (("web", "books", "tiny"), order, ("web", "books", "tiny")):
+        mixture = Mixture({name: sources[name] for name in names}, epoch_of="web")
+        loader = make_loader(mixture, global_batch_size=5)  # type: ignore[arg-type]
+        if state is not None:
+            loader.load_state_dict(state)
+        for batch in itertools.islice(loader, 4):
+            used += valid_keys([batch])
+            loader.commit()
+        state = loader.state_dict()
+        assert Counter(key.partition("/")[0] for key in used) == loader.samples_by_source()
     check_epochs(used, sources)
 
 
@@ -225,6 +244,41 @@ def test_mixup_partners_are_of_the_same_source(tmp_path: Path) -> None:
             {**sources, "plain": {"image": grey["dark"]}}, fields={"plain": {"image": fields["image"]}}, missing="mask"
         )
         ShardLoader(plain, fields, global_batch_size=8, num_workers=0, mix=Mix(2, mixup_alpha=1.0))
+
+
+def test_a_micro_batch_without_a_slot_is_like_the_others(tmp_path: Path) -> None:
+    pixels = {"image": np.zeros((12, 4, 4, 3), np.uint8), "label": np.arange(12) % 2}
+    fields = {"image": {"name": "image", "role": "image"}, "label": {"name": "label", "role": "label"}}
+    options: dict[str, Any] = {"global_batch_size": 10, "micro_batch_size": 2, "num_workers": 0, "world_size": 4}
+    mixture = Mixture({"a": pixels, "b": pixels})
+    loader = ShardLoader(mixture, fields, rank=0, mix=Mix(2, mixup_alpha=1.0), **options)
+    batches = next_step(loader)
+    assert [batch.num_valid for batch in batches] == [2, 0]
+    assert {tuple(batch["label"].shape) for batch in batches} == {(2, 2)}
+    bad = write_tar(tmp_path / "bad.tar", [(f"b{n}", {"cls": b"oops" if n == 0 else b"7"}) for n in range(12)])
+    loaders = [
+        ShardLoader(Mixture({"bad": [bad]}), LABEL, rank=rank, shuffle="none", max_bad=None, **options)
+        for rank in range(4)
+    ]
+    records = [record for loader in loaders for batch in next_step(loader) for record in batch.bad]
+    assert [record["key"] for record in records] == ["bad/bad.tar/b0"]
+
+
+def next_step(loader: ShardLoader) -> list[Batch]:
+    return list(itertools.islice(loader, loader.micro_batches_per_step))
+
+
+def test_masked_rows_of_unsigned_numbers_and_of_any_objects_are_filled() -> None:
+    class Pair(NamedTuple):
+        first: int
+        second: int
+
+    tokens = Mixture({name: {"x": np.full((6, 3), n, np.uint16)} for n, name in enumerate("ab")})
+    loader = ShardLoader(tokens, NUMBER, global_batch_size=5, world_size=2, rank=0, num_workers=0)
+    assert {batch["x"].dtype for batch in mixed(loader, 3)} == {torch.uint16}
+    pairs = Mixture({name: [{"x": Pair(n, n)} for n in range(6)] for name in "ab"})
+    loader = ShardLoader(pairs, NUMBER, global_batch_size=5, world_size=2, rank=0, num_workers=0)
+    assert all(isinstance(value, Pair) for batch in mixed(loader, 3) for value in batch["x"])
 
 
 def test_bad_samples_of_a_source_are_masked_and_named(tmp_path: Path) -> None:
