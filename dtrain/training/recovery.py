@@ -149,9 +149,8 @@ class Recovery:
         if self._generation == 0:
             return None
         memory = self._memory
-        mine = (-1, False)
-        if memory is not None:
-            mine = (memory.state["counters"]["step"], memory.state["progress"]["evaluation_due"])
+        assert memory is not None
+        mine = (memory.state["counters"]["step"], memory.state["progress"]["evaluation_due"])
         places: list[tuple[int, bool]] = [mine] * dist.get_world_size()
         dist.all_gather_object(places, mine)
         step = max(step for step, _ in places)

@@ -110,10 +110,17 @@ class Handler(BaseHTTPRequestHandler):
 def serving(folder: Path) -> Iterator[FileServer]:
     """A server of this folder on a free port."""
     server = FileServer(folder)
+    with running(server):
+        yield server
+
+
+@contextmanager
+def running(server: ThreadingHTTPServer) -> Iterator[None]:
+    """Serves in a thread."""
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:
-        yield server
+        yield
     finally:
         server.shutdown()
         server.server_close()

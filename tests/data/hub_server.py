@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from tests.data.http_server import FileServer, Handler
+from tests.data.http_server import FileServer, Handler, running
 
 
 class HubServer(FileServer):
@@ -141,11 +140,5 @@ class HubHandler(Handler):
 def serving_hub(folder: Path) -> Iterator[HubServer]:
     """A hub on a free port."""
     server = HubServer(folder)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
+    with running(server):
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
