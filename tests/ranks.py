@@ -11,6 +11,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import sys
 import tempfile
@@ -32,6 +33,9 @@ T = TypeVar("T")
 
 #: Seconds that the others get to end after the first rank failed; gloo notices a closed connection at once.
 GRACE = 10.0
+#: Makes a rank write the stacks of its threads: a run under test may cancel the watchdog, of which a process has one.
+_SHOW_STACKS = signal.SIGPROF
+_STACK_SECONDS = 1.0
 
 
 class RanksFailed(RuntimeError):
@@ -158,8 +162,12 @@ def _collect(ranks: list[_Rank], timeout: float) -> list[Any]:
             reports[rank.number] = value
         if not ready:
             for rank in waiting:
+                os.kill(rank.process.pid or 0, _SHOW_STACKS)
+            time.sleep(_STACK_SECONDS)
+            for rank in waiting:
                 hung[rank.number] = rank.process.pid or 0
-                reports[rank.number] = f"(pid {rank.process.pid}) was still running and was killed"
+                stack = rank.dumped_stack()
+                reports[rank.number] = f"(pid {rank.process.pid}) was still running and was killed\n{stack}"
             break
     for rank in ranks:
         if rank.number in results:
@@ -177,6 +185,7 @@ def _child(setup: _Setup, sender: Connection, fn: Callable[..., Any], args: tupl
     stack = open(setup.folder / f"stack-{setup.rank}", "w")  # noqa: SIM115 - the watchdog writes to it until the exit
     # pytest's would write a fatal error to a descriptor that the fork has left to somebody else, such as the result's pipe.
     faulthandler.disable()
+    faulthandler.register(_SHOW_STACKS, file=stack)
     # Ends this process even where its parent is gone.
     faulthandler.dump_traceback_later(setup.timeout, exit=True, file=stack)
     try:
