@@ -23,7 +23,7 @@ from dtrain.distributed.atomic import remove
 from dtrain.distributed.collectives import broadcast_buffers, from_rank0, on_all_ranks, wait_for_all
 from dtrain.distributed.process_group import set_timeout
 from dtrain.distributed.store import FAILED, GroupStore, StoreLost, group_store
-from dtrain.training.checkpoints import Checkpoint, Checkpoints
+from dtrain.training.checkpoints import Checkpoint
 from dtrain.training.run_logger import RunLogger
 from dtrain.training.state import TrainState
 

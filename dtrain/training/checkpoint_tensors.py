@@ -1,7 +1,7 @@
 """The tensors of a checkpoint: the piece of each that a rank writes, their files, and reading any part of them.
 
 * A *piece* is a box of a tensor: the values, their offset, and the shape of the whole tensor. A rank of a sharded run writes
-  the pieces that it holds. Of pieces that several ranks hold, one of them writes each, so that all write about the same.
+  the pieces that it holds. Of a piece that several ranks hold, one of them, chosen by the tensor's name, writes it.
 * A *whole* file has all tensors of one group, such as ``model.safetensors``. A *rank's* file, such as
   ``rank-00001-of-00004.safetensors``, has pieces of all groups, named ``model.<name>``.
 * ``StoredTensor`` reads a part of a tensor from files of either kind, and only that part. So a run may be saved and resumed
@@ -85,7 +85,7 @@ class StoredTensor:
             for _, _, offset, sizes in self._pieces
         )
         found, expected = sum(prod(sizes) for *_, sizes in self._pieces), prod(self.shape)
-        offsets = [offset for _, _, offset, _ in self._pieces]
+        offsets = [offset for _, _, offset, sizes in self._pieces if all(sizes)]
         if inside and found == expected and len(set(offsets)) == len(offsets):
             return None
         return f"{self._name} has {found:,} of {expected:,} values"
@@ -220,8 +220,9 @@ def read_whole(path: Path) -> dict[str, StoredTensor]:
         OSError, SafetensorError: If the file cannot be read.
     """
     file = safe_open(path, "pt")
+    names = file.keys()
     tensors = {}
-    for name in file.keys():
+    for name in names:
         shape = tuple(file.get_slice(name).get_shape())
         tensors[name] = StoredTensor(name, shape)
         tensors[name].add(file, name, (0,) * len(shape), shape)
@@ -238,9 +239,10 @@ def read_pieces(paths: Iterable[Path]) -> dict[str, dict[str, StoredTensor]]:
     groups: dict[str, dict[str, StoredTensor]] = {}
     for path in paths:
         file = safe_open(path, "pt")
+        keys = file.keys()
         try:
             sharding = json.loads((file.metadata() or {})[_SHARDING])
-            for key in file.keys():
+            for key in keys:
                 group, _, name = key.partition(".")
                 shape, offset = tuple(sharding[key][_SHAPE]), tuple(sharding[key][_OFFSET])
                 tensor = groups.setdefault(group, {}).setdefault(name, StoredTensor(key, shape))

@@ -12,8 +12,8 @@
 * Only regular files (and links to them) are read, and only if they have the size that the manifest says: a checkpoint may
   come from somebody else.
 
-Rank 0 writes, and chooses the checkpoint to read. Every rank reads it. Of a sharded checkpoint each rank writes its own file, in
-the folder that rank 0 has staged and renames.
+Rank 0 writes, and chooses the checkpoint to read. Every rank reads it. Of a sharded checkpoint each rank writes its own file,
+into the folder that rank 0 has staged and renames.
 """
 
 from __future__ import annotations
