@@ -250,6 +250,20 @@ class Checkpoints:
             _write_state(staged, step, _SHARDED_FORMAT, checkpoint, ranks, files)
         return self._saved(step)
 
+    def require_visible(self) -> None:
+        """On any rank of a sharded run: refuses a directory that rank 0 has made and this machine does not see.
+
+        Raises:
+            ConfigError: On such a machine; names it.
+        """
+        parent = self.directory.parent
+        # Listing asks the server; a network file system may answer for a single name from its cache.
+        if not parent.is_dir() or self.directory.name not in os.listdir(parent):
+            raise ConfigError(
+                f"run.dir: {parent} on {socket.gethostname()} is not the one of rank 0. Every rank of a sharded run writes its "
+                "part of a checkpoint, so set run.dir to a folder that all machines share."
+            )
+
     def record(self, step: int) -> None:
         """Writes ``saved.json``.
 

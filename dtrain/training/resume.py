@@ -101,11 +101,16 @@ class EarlierStarts:
         return cls(**from_rank0(read))
 
     def prepare(self, run: TrainState) -> None:
-        """On rank 0, before the start writes anything: moves the records aside for ``run.resume=never``.
+        """Collective. Before the start writes anything: rank 0 moves the records aside for ``run.resume=never``.
 
         Raises:
-            ConfigError: If the directory cannot be written.
+            ConfigError: If the directory cannot be written; or not from every machine, for a sharded run.
         """
+        from_rank0(lambda: self._prepare(run))
+        if run.is_sharded:
+            on_all_ranks(run.checkpoints.require_visible)
+
+    def _prepare(self, run: TrainState) -> None:
         with as_config_error(f"run.dir: {run.run_dir} cannot be written, choose another one"):
             if self.moved_aside:
                 folder = move_records_aside(run.run_dir)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ def cuts(n: int, ranks: int) -> list[slice]:
     ends = [0]
     for chunk in torch.arange(n).chunk(ranks):
         ends.append(ends[-1] + len(chunk))
-    return [slice(first, last) for first, last in zip(ends, ends[1:], strict=False)]
+    return [slice(first, last) for first, last in pairwise(ends)]
 
 
 def write_ranks(folder: Path, tensors: dict[str, Tensor], ranks: int, dim: int = 0) -> list[Path]:
