@@ -1,21 +1,20 @@
-"""The tensors of a checkpoint: the piece of each that a rank writes, their files, and reading any part of them.
+"""The tensors of a checkpoint: the part of each that a rank writes, their files, and reading any part of them.
 
-* A *piece* is a box of a tensor: the values, their offset, and the shape of the whole tensor. A rank of a sharded run writes
-  the pieces that it holds. Of a piece that several ranks hold, one of them, chosen by the tensor's name, writes it.
+* A *part* is a box of a tensor: its values, its offset, and the shape of the whole tensor. A rank of a sharded run writes the
+  parts that it holds. Of a part that several ranks hold, one of them, chosen by the tensor's name, writes it.
 * A *whole* file has all tensors of one group, such as ``model.safetensors``. A *rank's* file, such as
-  ``rank-00001-of-00004.safetensors``, has pieces of all groups, named ``model.<name>``.
-* ``StoredTensor`` reads a part of a tensor from files of either kind, and only that part. So a run may be saved and resumed
-  with any numbers of ranks, sharded or not, and no rank ever holds a whole sharded model.
+  ``rank-00001-of-00004.safetensors``, has parts of all groups, named ``model.<name>``.
+* ``StoredTensor`` reads any box of a tensor from files of either kind, and only this box. So a run may be resumed with another
+  number of ranks, sharded or not, and no rank ever holds a whole sharded model.
 
 A rank's file has the format of PyTorch's distributed checkpoints in safetensors: ``HuggingFaceStorageReader`` of
-``torch.distributed.checkpoint`` reads them. Its writer is not used: it holds the shard twice more in memory, and needs
-collectives of all ranks in the middle of a save, which would make them wait for each other's disks.
+``torch.distributed.checkpoint`` reads it. Its writer is not used: it has everything that the rank writes in memory twice more,
+and its save is a collective of all ranks, which a thread would run beside those of the training loop.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dtrain.config.errors import ConfigError
+from dtrain.distributed.sharding import is_dtensor, local_part
 from dtrain.distributed.world import World
 
 # Names of torch.distributed.checkpoint._hf_utils (2.9 to 2.13).
@@ -37,17 +36,18 @@ _SHARDING = "DCP_SHARDING_INFO"
 _OFFSET = "saved_offsets"
 _SHAPE = "shape"  # of the whole tensor; torch ignores it
 _DCP_METADATA = {"DCP_VERSION": "1.0", "format": "pt"}
+_MAX_PROBLEMS = 5  # that one message lists
 
-Box = tuple[slice, ...]
+Box = tuple[slice, ...]  # one slice without a step for each dimension
 
 
 @dataclass(frozen=True)
-class Piece:
+class Part:
     """A box of a tensor.
 
     Attributes:
-        values: The box's values, on the CPU.
-        offset: Its first index in each dimension of the tensor.
+        values: The values in the box, on the CPU.
+        offset: The first index in each dimension of the tensor.
         shape: Shape of the whole tensor.
     """
 
@@ -56,109 +56,82 @@ class Piece:
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class _StoredPart:
+    """A box of a tensor, under ``key`` in an open safetensors file."""
+
+    file: Any
+    key: str
+    box: Box
+
+
 class StoredTensor:
-    """A tensor in the files of a checkpoint. Indexing it reads a part.
+    """A tensor in the files of a checkpoint. Indexing it with a box reads the values in the box; ``...`` reads all.
 
     Args:
-        name: For messages.
         shape: Of the whole tensor.
 
     Attributes:
         shape: The argument.
     """
 
-    def __init__(self, name: str, shape: Iterable[int]) -> None:
+    def __init__(self, shape: Iterable[int]) -> None:
         self.shape = torch.Size(shape)
-        self._name = name
-        self._pieces: list[tuple[Any, str, tuple[int, ...], tuple[int, ...]]] = []
+        self._parts: list[_StoredPart] = []
 
-    def add(self, file: Any, key: str, offset: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-        """Adds a box: ``key`` of an open safetensors ``file``."""
-        self._pieces.append((file, key, offset, sizes))
+    def add(self, file: Any, key: str, offset: Iterable[int]) -> None:
+        """Adds the part that is ``key`` of an open safetensors file."""
+        sizes = file.get_slice(key).get_shape()
+        box = tuple(slice(first, first + size) for first, size in zip(offset, sizes, strict=True))
+        self._parts.append(_StoredPart(file, key, box))
 
     @property
     def problem(self) -> str | None:
-        """Why the files do not have each value of the tensor exactly once; None if they have."""
+        """How many values are missing or found twice; None if the parts have each value of the tensor once."""
+        found, expected = sum(prod(_sizes(part.box)) for part in self._parts), prod(self.shape)
+        starts = [tuple(each.start for each in part.box) for part in self._parts if all(_sizes(part.box))]
         inside = all(
-            len(offset) == len(self.shape)
-            and all(first >= 0 and first + size <= n for first, size, n in zip(offset, sizes, self.shape, strict=True))
-            for _, _, offset, sizes in self._pieces
+            len(part.box) == len(self.shape)
+            and all(each.start >= 0 and each.stop <= n for each, n in zip(part.box, self.shape, strict=True))
+            for part in self._parts
         )
-        found, expected = sum(prod(sizes) for *_, sizes in self._pieces), prod(self.shape)
-        offsets = [offset for _, _, offset, sizes in self._pieces if all(sizes)]
-        if inside and found == expected and len(set(offsets)) == len(offsets):
+        if inside and found == expected and len(set(starts)) == len(starts):
             return None
-        return f"{self._name} has {found:,} of {expected:,} values"
+        return f"has {found:,} of {expected:,} values" + ("" if inside else ", some outside of its shape")
 
     def __getitem__(self, index: Box | EllipsisType) -> Tensor:
-        """Reads a box, given as one slice without a step for each dimension, or the whole tensor (``...``).
+        """Reads a box of the tensor.
 
         Raises:
             OSError, SafetensorError: If a file cannot be read.
         """
         box = tuple(slice(0, n) for n in self.shape) if index is ... else index
-        sizes = tuple(part.stop - part.start for part in box)
-        # Without any values no piece overlaps, and the first one gives the dtype.
-        overlaps = [each for each in self._pieces if _overlap(box, each[2], each[3]) is not None] or self._pieces[:1]
+        # Of an empty box no part has anything; the first one then gives the dtype.
+        overlapping = [part for part in self._parts if _is_filled(_common(box, part.box))] or self._parts[:1]
         result: Tensor | None = None
-        for file, key, offset, piece_sizes in overlaps:
-            common = _overlap(box, offset, piece_sizes) or tuple(slice(first, first) for first in offset)
-            values = file.get_slice(key)[_moved(common, offset)]
-            if values.shape == torch.Size(sizes):
-                return values  # the usual case: one piece has the whole box
+        for part in overlapping:
+            common = _common(box, part.box)
+            values = part.file.get_slice(part.key)[_seen_from(part.box, common)]
+            if values.shape == torch.Size(_sizes(box)):
+                return values  # the usual case: one part has the whole box
             if result is None:
-                result = values.new_empty(sizes)
+                result = values.new_empty(_sizes(box))
             if values.numel():
-                result[_moved(common, tuple(part.start for part in box))] = values
+                result[_seen_from(box, common)] = values
         assert result is not None
         return result
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a ``DTensor``, of which each rank has a part."""
-    # Importing it takes half a second, which only sharded runs should spend.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a ``DTensor``, sharing its memory; any other tensor itself."""
-    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-
-
-def local_box(tensor: Tensor) -> Box:
-    """Where this rank's part of a tensor lies in it: one slice for each dimension.
-
-    Raises:
-        ConfigError: If it is not a tensor of ``fully_shard``, of which each dimension is sharded at most once.
-    """
-    box = [slice(0, n) for n in tensor.shape]
-    if is_sharded(tensor):
-        for size, coordinate, placement in _placed(tensor):
-            if type(placement).__name__ not in ("Shard", "Replicate"):
-                raise ConfigError(f"a tensor is placed as {placement}, want Shard or Replicate, as fully_shard does.")
-            if placement.is_shard():
-                n = tensor.shape[placement.dim]
-                rows = -(-n // size)  # as torch.chunk
-                box[placement.dim] = slice(min(n, rows * coordinate), min(n, rows * (coordinate + 1)))
-        if tuple(part.stop - part.start for part in box) != tuple(local(tensor).shape):
-            raise ConfigError(
-                f"a tensor of shape {list(tensor.shape)} is placed as {tensor.placements}, but this rank has "  # type: ignore[attr-defined]
-                f"{list(local(tensor).shape)} of it. Shard each dimension at most once, as fully_shard does."
-            )
-    return tuple(box)
 
 
 def like(target: Tensor, values: Tensor) -> Tensor:
     """A tensor with this rank's ``values``, distributed as ``target``, with its memory format and device."""
     new = torch.empty_like(target, dtype=values.dtype)
-    local(new).copy_(values)
+    local_part(new).copy_(values)
     return new
 
 
 def replicated(target: Tensor, values: Tensor) -> Tensor:
     """Equal ``values`` of all ranks as a ``DTensor`` on the mesh of ``target``, if that is one."""
-    if not is_sharded(target):
+    if not is_dtensor(target):
         return values
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -167,7 +140,7 @@ def replicated(target: Tensor, values: Tensor) -> Tensor:
 
 
 def written_by(name: str, tensor: Tensor, world: World) -> bool:
-    """Whether this rank writes its part of a tensor of a sharded run, rather than another rank that holds the same part.
+    """Whether this rank writes its part of a tensor, rather than another rank that holds the same part.
 
     Args:
         name: Decides which of them it is.
@@ -175,12 +148,16 @@ def written_by(name: str, tensor: Tensor, world: World) -> bool:
         world: The ranks.
     """
     copies, number = world.size, world.rank
-    if is_sharded(tensor):
+    if is_dtensor(tensor):
+        mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
         copies, number = 1, 0
-        for size, coordinate, placement in _placed(tensor):
-            if not placement.is_shard():
+        for size, coordinate, placement in zip(mesh.shape, mesh.get_coordinate(), placements, strict=True):
+            if placement.is_replicate():
                 copies, number = copies * size, number * size + coordinate
     return zlib.crc32(name.encode()) % copies == number
+
+
+# -- files
 
 
 def rank_file(rank: int, ranks: int) -> str:
@@ -189,7 +166,7 @@ def rank_file(rank: int, ranks: int) -> str:
 
 
 def write_whole(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes tensors of one group.
+    """Writes the tensors of one group.
 
     Raises:
         OSError: On a write failure.
@@ -197,19 +174,19 @@ def write_whole(path: Path, tensors: Mapping[str, Tensor]) -> None:
     _write(path, tensors, None)
 
 
-def write_pieces(path: Path, groups: Mapping[str, Mapping[str, Piece]]) -> None:
+def write_parts(path: Path, groups: Mapping[str, Mapping[str, Part]]) -> None:
     """Writes a rank's file.
 
     Args:
         path: The file.
-        groups: Group to name to piece, such as ``{"model": {...}, "optimizer": {...}}``.
+        groups: Group to name to part, such as ``{"model": {...}, "optimizer": {...}}``.
 
     Raises:
         OSError: On a write failure.
     """
-    pieces = {f"{group}.{name}": piece for group, named in groups.items() for name, piece in named.items()}
-    sharding = {key: {_OFFSET: piece.offset, _SHAPE: piece.shape} for key, piece in pieces.items()}
-    tensors = {key: piece.values for key, piece in pieces.items()}
+    parts = {f"{group}.{name}": part for group, named in groups.items() for name, part in named.items()}
+    sharding = {key: {_OFFSET: part.offset, _SHAPE: part.shape} for key, part in parts.items()}
+    tensors = {key: part.values for key, part in parts.items()}
     _write(path, tensors, {_SHARDING: json.dumps(sharding), **_DCP_METADATA})
 
 
@@ -221,22 +198,21 @@ def read_whole(path: Path) -> dict[str, StoredTensor]:
     """
     file = safe_open(path, "pt")
     names = file.keys()
-    tensors = {}
-    for name in names:
-        shape = tuple(file.get_slice(name).get_shape())
-        tensors[name] = StoredTensor(name, shape)
-        tensors[name].add(file, name, (0,) * len(shape), shape)
+    tensors = {name: StoredTensor(file.get_slice(name).get_shape()) for name in names}
+    for name, tensor in tensors.items():
+        tensor.add(file, name, [0] * len(tensor.shape))
     return tensors
 
 
-def read_pieces(paths: Iterable[Path]) -> dict[str, dict[str, StoredTensor]]:
+def read_parts(paths: Iterable[Path]) -> dict[str, dict[str, StoredTensor]]:
     """Group to the tensors in the files of all ranks; their values are read on use.
 
     Raises:
         OSError, SafetensorError: If a file cannot be read.
-        ValueError: If a file is not one of a rank, or values are missing; names the first few.
+        ValueError: If a file is not one of a rank, or values are missing; names the first few tensors.
     """
     groups: dict[str, dict[str, StoredTensor]] = {}
+    problems = []
     for path in paths:
         file = safe_open(path, "pt")
         keys = file.keys()
@@ -244,44 +220,54 @@ def read_pieces(paths: Iterable[Path]) -> dict[str, dict[str, StoredTensor]]:
             sharding = json.loads((file.metadata() or {})[_SHARDING])
             for key in keys:
                 group, _, name = key.partition(".")
-                shape, offset = tuple(sharding[key][_SHAPE]), tuple(sharding[key][_OFFSET])
-                tensor = groups.setdefault(group, {}).setdefault(name, StoredTensor(key, shape))
-                tensor.add(file, key, offset, tuple(file.get_slice(key).get_shape()))
-                if tuple(tensor.shape) != shape:
-                    raise ValueError(f"{key} has shape {list(shape)}, in another file {list(tensor.shape)}")
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{path.name} does not say where its pieces lie ({error!r})") from error
-    problems = [problem for named in groups.values() for each in named.values() if (problem := each.problem)]
+                tensor = groups.setdefault(group, {}).setdefault(name, StoredTensor(sharding[key][_SHAPE]))
+                tensor.add(file, key, sharding[key][_OFFSET])
+                if list(tensor.shape) != sharding[key][_SHAPE]:
+                    problems.append(f"{key} has different shapes in {path.name} and another file")
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path.name} does not say where its parts lie ({error!r})") from error
+    for group, named in groups.items():
+        problems += [f"{group}.{name} {problem}" for name, each in named.items() if (problem := each.problem)]
     if problems:
-        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ValueError("; ".join(problems[:5]) + more)
+        more = f" and {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else ""
+        raise ValueError("; ".join(problems[:_MAX_PROBLEMS]) + more)
     return groups
 
 
+def contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors in the layout that safetensors requires.
+
+    Call it where nothing waits, such as in the thread that writes: for weights in channels_last it takes as long as the copy to
+    the host.
+    """
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None) -> None:
-    # Here and not in the training loop: making a channels_last weight contiguous takes as long as copying it.
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     try:
-        safetensors.torch.save_file(contiguous, path, metadata)
+        safetensors.torch.save_file(contiguous(tensors), path, metadata)
     except SafetensorError as error:  # raised instead of OSError, also for a full disk
         raise OSError(f"{path}: {error}") from error
 
 
-def _placed(tensor: Any) -> list[tuple[int, int, Any]]:
-    """Size, this rank's coordinate and the placement of each dimension of a DTensor's mesh."""
-    mesh = tensor.device_mesh
-    return list(zip(mesh.shape, mesh.get_coordinate(), tensor.placements, strict=True))
+# -- boxes
 
 
-def _overlap(box: Box, offset: tuple[int, ...], sizes: tuple[int, ...]) -> Box | None:
-    """The common part of a box and a piece; None if there is none."""
-    common = tuple(
-        slice(max(part.start, first), min(part.stop, first + size))
-        for part, first, size in zip(box, offset, sizes, strict=True)
-    )
-    return common if all(part.start < part.stop for part in common) else None
+def _sizes(box: Box) -> tuple[int, ...]:
+    return tuple(each.stop - each.start for each in box)
 
 
-def _moved(box: Box, origin: tuple[int, ...]) -> Box:
-    """A box as seen from ``origin``."""
-    return tuple(slice(part.start - first, part.stop - first) for part, first in zip(box, origin, strict=True))
+def _common(one: Box, other: Box) -> Box:
+    """The common part of two boxes; it is empty if a dimension is, which begins inside of ``other`` then."""
+    starts = [min(max(a.start, b.start), b.stop) for a, b in zip(one, other, strict=True)]
+    ends = [min(a.stop, b.stop) for a, b in zip(one, other, strict=True)]
+    return tuple(slice(start, max(start, end)) for start, end in zip(starts, ends, strict=True))
+
+
+def _is_filled(box: Box) -> bool:
+    return all(_sizes(box))
+
+
+def _seen_from(origin: Box, box: Box) -> Box:
+    """The indices of ``box`` in a tensor that has the values of ``origin``."""
+    return tuple(slice(each.start - at.start, each.stop - at.start) for at, each in zip(origin, box, strict=True))

@@ -2,7 +2,7 @@
 
 * A *checkpoint* is a folder ``step-000000050`` with safetensors files, ``state.json`` and ``manifest.json``. The manifest has
   the size and SHA-256 of each of the other files. Nothing is pickled.
-* A *sharded* checkpoint has a file of each rank, with the pieces of the tensors that this rank holds. Any other one has a file
+* A *sharded* checkpoint has a file of each rank, with the parts of the tensors that this rank holds. Any other one has a file
   for the model, the optimizer and the moving average. Both are read alike, and only the parts that are needed.
 * A checkpoint is *whole or absent*: its folder is staged, synced and renamed. A disk may still lose data in a power cut, so
   reading verifies the manifest and falls back to the previous checkpoint.
@@ -40,12 +40,12 @@ from dtrain.config.schema import CheckpointConfig
 from dtrain.distributed.atomic import fsync_path, open_regular, remove, replace_file, replace_folder, restore_replaced
 from dtrain.distributed.world import World
 from dtrain.training.checkpoint_tensors import (
-    Piece,
+    Part,
     StoredTensor,
     rank_file,
-    read_pieces,
+    read_parts,
     read_whole,
-    write_pieces,
+    write_parts,
     write_whole,
 )
 
@@ -64,24 +64,24 @@ class Checkpoint:
 
     Attributes:
         tensors: Group to named tensors, such as ``{"model": {...}, "optimizer": {...}, "ema": {...}}``. In a sharded run those
-            to save are the pieces that this rank writes. Those of a saved checkpoint are read from its files on use.
+            to save are the parts that this rank writes. Those of a saved checkpoint are read from its files on use.
         state: Everything else, as JSON values.
     """
 
-    tensors: Mapping[str, Mapping[str, Tensor | Piece | StoredTensor]]
+    tensors: Mapping[str, Mapping[str, Tensor | Part | StoredTensor]]
     state: dict[str, Any]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors that this rank writes."""
         values = [each for named in self.tensors.values() for each in named.values()]
-        tensors = [each.values if isinstance(each, Piece) else each for each in values]
+        tensors = [each.values if isinstance(each, Part) else each for each in values]
         return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
 
     def stored(self, group: str) -> Mapping[str, Tensor | StoredTensor]:
         """The tensors of a group, to load them."""
         tensors = self.tensors[group]
-        assert not any(isinstance(tensor, Piece) for tensor in tensors.values()), "a rank's pieces cannot be restored"
+        assert not any(isinstance(tensor, Part) for tensor in tensors.values()), "a rank's parts cannot be restored"
         return tensors  # type: ignore[return-value]
 
 
@@ -210,7 +210,7 @@ class Checkpoints:
 
         Args:
             staged: The folder.
-            checkpoint: Its tensors are the pieces that this rank writes.
+            checkpoint: Its tensors are the parts that this rank writes.
             world: The ranks.
 
         Returns:
@@ -224,7 +224,7 @@ class Checkpoints:
                 f"{staged} is not on {socket.gethostname()}. All machines must share the file system of run.dir"
             )
         path = staged / rank_file(world.rank, world.size)
-        write_pieces(path, checkpoint.tensors)  # type: ignore[arg-type]
+        write_parts(path, checkpoint.tensors)  # type: ignore[arg-type]
         fsync_path(path)  # on the machine that wrote it: rank 0 cannot sync what another one has not sent yet
         return _size_and_hash(path)
 
@@ -244,7 +244,7 @@ class Checkpoints:
         files = {rank_file(rank, ranks): entry for rank, entry in enumerate(entries)}
         with replace_folder(self.path(step), staged):
             try:
-                read_pieces([staged / name for name in files])
+                read_parts([staged / name for name in files])
             except (SafetensorError, ValueError) as error:
                 raise OSError(f"{staged}: {error}") from error
             _write_state(staged, step, _SHARDED_FORMAT, checkpoint, ranks, files)
@@ -409,7 +409,7 @@ def read_folder(folder: Path) -> Checkpoint:
         )
     try:
         if version == _SHARDED_FORMAT:
-            return Checkpoint(read_pieces([folder / name for name in _tensor_files(folder, state)]), state)
+            return Checkpoint(read_parts([folder / name for name in _tensor_files(folder, state)]), state)
         paths = [folder / name for name in _manifest(folder) if name.endswith(".safetensors")]
         return Checkpoint({path.stem: read_whole(path) for path in paths}, state)
     except (OSError, SafetensorError, ValueError) as error:

@@ -174,7 +174,10 @@ def restore(run: TrainState, earlier: EarlierStarts) -> str:
         return f"after step {run.step.step}, from {run.checkpoints.path(step)}"
     if (weights := starting_weights(run.cfg.run, run.model)) is None:
         return "new"
-    weights.load(run.model, *([run.ema.module] if run.ema is not None else []))
+    weights.load(run.model)
+    if run.ema is not None:
+        with run.ema.swapped_in() as averaged:
+            weights.load(averaged)
     return f"new, {weights.description}"
 
 
@@ -190,10 +193,9 @@ class StartingWeights:
     tensors: Mapping[str, Tensor | StoredTensor]
     description: str
 
-    def load(self, *modules: nn.Module) -> None:
-        """Copies them into each of ``modules``: the model, and the EMA's copy of it."""
-        for module in modules:
-            copy_into(module, self.tensors)  # missing names are those of run.warm_start.skip
+    def load(self, module: nn.Module) -> None:
+        """Copies them into the model."""
+        copy_into(module, self.tensors)  # missing names are those of run.warm_start.skip
 
 
 def starting_weights(run: RunConfig, model: nn.Module) -> StartingWeights | None:

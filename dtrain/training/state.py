@@ -4,8 +4,8 @@
 * ``RunTotals`` are counts and times over all starts of the run.
 * Model and optimizer state are stored by parameter name, so they do not depend on the order of parameters. Hyper-parameters
   stay those of the config.
-* In a sharded run each rank copies and restores only the pieces that it holds. A checkpoint of a run with another number of
-  ranks, sharded or not, can be restored, because any piece can be read from it.
+* In a sharded run each rank copies and restores only the parts that it holds. A checkpoint of a run with another number of
+  ranks, sharded or not, can be restored, because any part can be read from it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,21 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from dtrain import __version__
-from dtrain.config.errors import ConfigError, as_config_error
+from dtrain.config.errors import ConfigError
 from dtrain.config.schema import Config
 from dtrain.data import ShardLoader
+from dtrain.distributed.sharding import is_sharded, local_part, own_range, reshard
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
-from dtrain.training.checkpoint_tensors import (
-    Piece,
-    StoredTensor,
-    is_sharded,
-    like,
-    local,
-    local_box,
-    replicated,
-    written_by,
-)
+from dtrain.training.checkpoint_tensors import Part, StoredTensor, like, replicated, written_by
 from dtrain.training.checkpoints import Checkpoint, Checkpoints
 from dtrain.training.schedule import last_step
 from dtrain.training.step import TrainStep
@@ -66,7 +59,6 @@ class TrainState:
         totals: Counts and times over all starts.
         class_names: The name of each label, if the data have a ``classes.json``.
         ended_early: The reason given to ``end_early``; None without.
-        is_sharded: Whether each rank has only a part of the model's parameters.
     """
 
     cfg: Config
@@ -78,11 +70,8 @@ class TrainState:
     totals: RunTotals = field(default_factory=lambda: RunTotals())
     class_names: list[str] | None = None
     ended_early: str | None = field(default=None, init=False)
-    is_sharded: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        # Read once: after a forward without a backward, a module of fully_shard has its whole parameters for a while.
-        self.is_sharded = any(is_sharded(parameter) for parameter in self.model.parameters())
         self._initial_groups = group_values(self.optimizer)  # before the optimizer changes them
 
     @property
@@ -101,6 +90,11 @@ class TrainState:
         return self.step.bare_model
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether each rank has only a part of the model's parameters."""
+        return is_sharded(self.model)
+
+    @property
     def task(self) -> Task:
         """The task."""
         return self.step.task
@@ -114,6 +108,10 @@ class TrainState:
     def ema(self) -> Ema | None:
         """The averaged weights; None without ``train.ema_decay``."""
         return self.step.ema
+
+    def averaged(self) -> AbstractContextManager[nn.Module]:
+        """Context: the model with the averaged weights, if the run has any, else with its own."""
+        return self.ema.swapped_in() if self.ema is not None else nullcontext(self.model)
 
     @property
     def last_step(self) -> int:
@@ -131,7 +129,7 @@ class TrainState:
         self.ended_early = reason
 
     def checkpoint(self, metrics: dict[str, float]) -> Checkpoint:
-        """Copies the state to the host: all of it, or in a sharded run the pieces that this rank writes.
+        """Copies the state to the host: all of it, or in a sharded run the parts that this rank writes.
 
         The last step is settled. Only rank 0 needs a checkpoint, unless the run is sharded.
 
@@ -141,15 +139,16 @@ class TrainState:
         Raises:
             ConfigError: If the optimizer keeps something that cannot be stored; names it.
         """
-        # The model first: its state_dict makes fully_shard put its parameters back into shards after an evaluation.
-        groups = {"model": self.model.state_dict()}
-        groups["optimizer"], values = optimizer_state(self.optimizer, self.model)
+
+        def copied(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor | Part]:
+            return host_parts(tensors, self.world) if self.is_sharded else host_copy(tensors)
+
+        reshard(self.model)  # or an evaluation would have left whole parameters, which the optimizer does not know
+        tensors, values = optimizer_state(self.optimizer, self.model)
+        groups = {"model": copied(self.model.state_dict()), "optimizer": copied(tensors)}
         if self.ema is not None:
-            groups["ema"] = self.ema.averaged().state_dict()
-        copies = {
-            group: host_pieces(tensors, self.world) if self.is_sharded else host_copy(tensors)
-            for group, tensors in groups.items()
-        }
+            with self.ema.swapped_in() as averaged:
+                groups["ema"] = copied(averaged.state_dict())
         scale = self.step.loss_scale
         state: dict[str, Any] = {
             "counters": self.step.state_dict(),
@@ -161,7 +160,7 @@ class TrainState:
             "metrics": metrics,
             "versions": {"dtrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
         }
-        return Checkpoint(copies, state)
+        return Checkpoint(groups, state)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Loads a checkpoint; every rank calls it.
@@ -181,7 +180,8 @@ class TrainState:
         if self.ema is not None:
             # Without an average in the checkpoint (train.ema_decay was null) it starts from the weights.
             average = checkpoint.stored("ema" if "ema" in checkpoint.tensors else "model")
-            load_module(self.ema.module, average, "the checkpoint")
+            with self.ema.swapped_in() as averaged:
+                load_module(averaged, average, "the checkpoint")
         if self.step.loss_scale is not None and state["loss_scale"] is not None:
             self.step.loss_scale.load_state_dict(state["loss_scale"])
             scale = self.cfg.precision.loss_scale  # how it adapts is config, which may change between starts
@@ -267,26 +267,20 @@ def host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: copy.contiguous() for name, copy in copies.items()}
 
 
-def host_pieces(tensors: Mapping[str, Tensor], world: World) -> dict[str, Piece]:
-    """Copies the pieces that this rank writes of the tensors of a sharded run to the CPU.
+def host_parts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Part]:
+    """Copies the parts that this rank writes of the tensors of a sharded run to the CPU.
 
     Args:
         tensors: Those that are no ``DTensor`` are equal on all ranks.
         world: The ranks.
-
-    Raises:
-        ConfigError: If a tensor is distributed in another way than by ``fully_shard``; names it.
     """
-    boxes = {}
+    offsets = {}
     for name, tensor in tensors.items():
-        with as_config_error(name):
-            box = local_box(tensor)
-        sizes = [part.stop - part.start for part in box]
         # A rank without rows of a small parameter writes nothing, unless there is nothing to write.
-        if written_by(name, tensor, world) and (all(sizes) or not tensor.numel()):
-            boxes[name] = tuple(part.start for part in box)
-    copies = host_copy({name: local(tensors[name].detach()) for name in boxes})
-    return {name: Piece(copies[name], offset, tuple(tensors[name].shape)) for name, offset in boxes.items()}
+        if written_by(name, tensor, world) and (local_part(tensor).numel() or not tensor.numel()):
+            offsets[name] = tuple(each.start for each in own_range(tensor))
+    copies = host_copy({name: local_part(tensors[name]) for name in offsets})
+    return {name: Part(copies[name], offset, tuple(tensors[name].shape)) for name, offset in offsets.items()}
 
 
 def load_module(module: nn.Module, tensors: Mapping[str, Tensor | StoredTensor], source: str) -> None:
@@ -308,12 +302,12 @@ def load_module(module: nn.Module, tensors: Mapping[str, Tensor | StoredTensor],
 def copy_into(module: nn.Module, tensors: Mapping[str, Tensor | StoredTensor]) -> None:
     """Copies a saved ``state_dict``, or a part of it, into a module, without checks; see ``load_module``."""
     own = module.state_dict()
-    if not any(is_sharded(tensor) for tensor in own.values()):
+    if not is_sharded(module):
         module.load_state_dict({name: tensor[...] for name, tensor in tensors.items()}, strict=False)
         return
     for name, tensor in tensors.items():
         # One at a time: the rank's part of the model need not be in memory twice.
-        local(own[name]).copy_(tensor[local_box(own[name])])
+        local_part(own[name]).copy_(tensor[own_range(own[name])])
 
 
 def weight_problems(
@@ -447,7 +441,7 @@ def _state_of(parameter: Tensor, saved: Tensor | StoredTensor) -> Tensor:
     """A saved state of a parameter, distributed as the optimizer keeps it."""
     if len(saved.shape) and saved.shape == parameter.shape:
         # Fused kernels walk parameter and state in memory order, so a channels_last weight needs channels_last state.
-        return like(parameter, saved[local_box(parameter)])
+        return like(parameter, saved[own_range(parameter)])
     # Adafactor has means over rows and columns, which each rank has whole.
     return replicated(parameter, saved[...]) if len(saved.shape) else saved[...]
 

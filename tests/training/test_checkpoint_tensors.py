@@ -1,4 +1,4 @@
-"""The pieces of tensors in a checkpoint's files, and what is read from them."""
+"""The parts of tensors in a checkpoint's files, and what is read from them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dtrain.training.checkpoint_tensors import (
-    Piece,
+    Part,
     rank_file,
-    read_pieces,
+    read_parts,
     read_whole,
-    write_pieces,
+    write_parts,
     write_whole,
 )
 from tests.refusals import refused
@@ -42,17 +42,17 @@ def write_ranks(folder: Path, tensors: dict[str, Tensor], ranks: int, dim: int =
     """A file of each rank, with the tensors cut along a dimension."""
     paths = []
     for rank in range(ranks):
-        pieces = {}
+        parts = {}
         for name, tensor in tensors.items():
             if tensor.dim() <= dim or not tensor.numel():
                 if rank == 0:
-                    pieces[name] = Piece(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
-            elif rank < len(parts := cuts(tensor.shape[dim], ranks)):
+                    parts[name] = Part(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
+            elif rank < len(rows := cuts(tensor.shape[dim], ranks)):
                 box = [slice(0, n) for n in tensor.shape]
-                box[dim] = parts[rank]
-                pieces[name] = Piece(tensor[tuple(box)], tuple(part.start for part in box), tuple(tensor.shape))
+                box[dim] = rows[rank]
+                parts[name] = Part(tensor[tuple(box)], tuple(part.start for part in box), tuple(tensor.shape))
         paths.append(folder / rank_file(rank, ranks))
-        write_pieces(paths[-1], {"model": pieces})
+        write_parts(paths[-1], {"model": parts})
     return paths
 
 
@@ -63,9 +63,9 @@ def boxes(shape: Sequence[int]) -> Iterator[tuple[slice, ...]]:
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("ranks", [1, 3, 8])
-def test_any_box_of_a_tensor_can_be_read_from_the_pieces_of_any_ranks(tmp_path: Path, ranks: int, dim: int) -> None:
+def test_any_box_of_a_tensor_can_be_read_from_the_parts_of_any_ranks(tmp_path: Path, ranks: int, dim: int) -> None:
     tensors = {str(number): numbers(shape) for number, shape in enumerate(SHAPES)}
-    stored = read_pieces(write_ranks(tmp_path, tensors, ranks, dim))["model"]
+    stored = read_parts(write_ranks(tmp_path, tensors, ranks, dim))["model"]
     assert stored.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert torch.equal(stored[name][...], tensor)
@@ -76,7 +76,7 @@ def test_any_box_of_a_tensor_can_be_read_from_the_pieces_of_any_ranks(tmp_path: 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8])
 def test_every_dtype_is_read_as_it_was_written(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = numbers((5, 3), dtype)
-    stored = read_pieces(write_ranks(tmp_path, {"x": tensor}, 2))["model"]["x"]
+    stored = read_parts(write_ranks(tmp_path, {"x": tensor}, 2))["model"]["x"]
     write_whole(tmp_path / "model.safetensors", {"x": tensor})
     whole = read_whole(tmp_path / "model.safetensors")["x"]
     for box in ((slice(0, 5), slice(0, 3)), (slice(1, 5), slice(1, 2)), (slice(4, 4), slice(0, 3))):
@@ -102,7 +102,7 @@ def test_the_distributed_checkpoints_of_torch_read_the_files(tmp_path: Path, ran
 
 
 @pytest.mark.parametrize("spoilt", ["missing", "twice", "outside"])
-def test_a_tensor_whose_pieces_do_not_cover_it_once_is_refused_by_name(tmp_path: Path, spoilt: str) -> None:
+def test_a_tensor_whose_parts_do_not_cover_it_once_is_refused_by_name(tmp_path: Path, spoilt: str) -> None:
     rows = {
         "missing": [((2, 3), (0, 0))],
         "twice": [((2, 3), (0, 0)), ((2, 3), (0, 0))],
@@ -110,12 +110,12 @@ def test_a_tensor_whose_pieces_do_not_cover_it_once_is_refused_by_name(tmp_path:
     }[spoilt]
     paths = [tmp_path / rank_file(rank, len(rows)) for rank in range(len(rows))]
     for path, (sizes, offset) in zip(paths, rows, strict=True):
-        write_pieces(path, {"model": {"weight": Piece(torch.ones(sizes), offset, (4, 3))}})
+        write_parts(path, {"model": {"weight": Part(torch.ones(sizes), offset, (4, 3))}})
     with refused(ValueError, "model.weight"):
-        read_pieces(paths)
+        read_parts(paths)
 
 
 def test_a_file_that_is_none_of_a_rank_is_refused_by_name(tmp_path: Path) -> None:
     write_whole(tmp_path / "model.safetensors", {"x": torch.ones(2)})
     with refused(ValueError, "model.safetensors"):
-        read_pieces([tmp_path / "model.safetensors"])
+        read_parts([tmp_path / "model.safetensors"])

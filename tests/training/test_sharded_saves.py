@@ -23,7 +23,7 @@ from dtrain.distributed.world import World
 from dtrain.training import checkpoint_manager as module
 from dtrain.training import checkpoints as checkpoints_module
 from dtrain.training.checkpoint_manager import CheckpointManager
-from dtrain.training.checkpoint_tensors import Piece
+from dtrain.training.checkpoint_tensors import Part
 from dtrain.training.checkpoints import Checkpoint, Checkpoints
 from tests.ranks import RanksFailed, run_ranks
 
@@ -34,13 +34,13 @@ FULL = OSError(28, "No space left on device")
 def content(value: float, world: World) -> Checkpoint:
     """This rank's rows of a weight and of its momentum, which hold ``value``; rank 0 also has a number of steps."""
     rows = ROWS // world.size
-    pieces: dict[str, dict[str, Piece]] = {
-        group: {"weight": Piece(torch.full((rows, 2), value), (rows * world.rank, 0), (ROWS, 2))}
+    parts: dict[str, dict[str, Part]] = {
+        group: {"weight": Part(torch.full((rows, 2), value), (rows * world.rank, 0), (ROWS, 2))}
         for group in ("model", "optimizer")
     }
     if world.rank == 0:
-        pieces["optimizer"]["weight/step"] = Piece(torch.tensor(value), (), ())
-    return Checkpoint(pieces, {"value": value, "metrics": {"eval/x": value}})
+        parts["optimizer"]["weight/step"] = Part(torch.tensor(value), (), ())
+    return Checkpoint(parts, {"value": value, "metrics": {"eval/x": value}})
 
 
 def manager(folder: Path, world: World, best: str | None = None) -> tuple[CheckpointManager, Any, list[str]]:
@@ -141,7 +141,7 @@ def test_a_rank_that_cannot_write_is_a_warning_and_the_last_save_is_refused_on_a
         saves.save_last()
         with pytest.MonkeyPatch.context() as patch:
             if world.rank == failing:
-                patch.setattr(checkpoints_module, "write_pieces", refuse)
+                patch.setattr(checkpoints_module, "write_parts", refuse)
             run.step.step = 20
             saves.save({}, final=False)
             run.step.step = 30
@@ -187,7 +187,7 @@ def test_what_the_first_rank_cannot_write_is_a_warning_and_the_step_is_saved_aga
     assert left_in(tmp_path) == ["step-000000010"]
 
 
-def test_a_rank_that_left_out_a_piece_leaves_no_checkpoint(tmp_path: Path) -> None:
+def test_a_rank_that_left_out_a_part_leaves_no_checkpoint(tmp_path: Path) -> None:
     def rank(world: World) -> str:
         saves, run, _ = manager(tmp_path, world)
         run.step.step = 10
@@ -224,9 +224,9 @@ def test_a_folder_that_another_machine_does_not_see_is_named(tmp_path: Path) -> 
 PHASES: dict[str, tuple[Any, str, bool, int]] = {
     "rank 0, before the folder is made": (Checkpoints, "stage", True, 0),
     "rank 0, after the folder was made": (Checkpoints, "stage", False, 0),
-    "rank 1, before its file": (checkpoints_module, "write_pieces", True, 1),
-    "rank 0, before its file": (checkpoints_module, "write_pieces", True, 0),
-    "rank 1, after its file": (checkpoints_module, "write_pieces", False, 1),
+    "rank 1, before its file": (checkpoints_module, "write_parts", True, 1),
+    "rank 0, before its file": (checkpoints_module, "write_parts", True, 0),
+    "rank 1, after its file": (checkpoints_module, "write_parts", False, 1),
     "rank 1, before it reports": (module, "_publish", True, 1),
     "rank 1, after it reported": (module, "_publish", False, 1),
     "rank 0, before all have reported": (module, "_collect", True, 0),
