@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.distributed.fsdp
 import torch.distributed.tensor  # noqa: F401 - imported here once and not in every rank
+from safetensors.torch import load_file
 
-from dtrain import pack
+from dtrain import export, pack
 from dtrain.training.checkpoints import Checkpoints
-from tests.ranks import RanksFailed
+from tests.ranks import RanksFailed, run_ranks
 from tests.runs import metrics, records, status, train_on, weights
+from tests.test_evaluate import evaluated, numbers
 from tests.test_survival import keys_of_steps
 
 pytestmark = pytest.mark.slow
@@ -69,7 +71,7 @@ def test_a_gpt_killed_on_fsdp_4_and_ddp_2_ends_on_hsdp_2x2_with_each_sample_used
         expected, found = weights(whole, 20, name), weights(run_dir, 20, name)
         assert found.keys() == expected.keys()
         for key, tensor in expected.items():
-torch.testing.assert_close(found[key], tensor, rtol=1e-2, atol=1e-4, msg=key)
+            torch.testing.assert_close(found[key], tensor, rtol=1e-2, atol=1e-4, msg=key)
 
 
 @pytest.mark.parametrize("parallel", [("parallel=fsdp",), ("parallel=hsdp", "parallel.shard_size=1")])
@@ -100,3 +102,25 @@ def test_faults_in_sharded_saves_are_survived(tmp_path: Path, text: Path, capfd:
     assert "rank-00000-of-00002.safetensors" in problems[0]
     train(2, tmp_path, text, "parallel=ddp")
     assert [record["step"] for record in records(tmp_path) if "train/loss" in record] == list(range(1, 21))
+
+
+def test_evaluate_and_export_read_a_sharded_run_in_one_process(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, out = tmp_path / "run", tmp_path / "artefact"
+    train(2, run_dir, text, "parallel=fsdp", "train.max_steps=6", f"data.eval={text}/train-*.tar", "train.eval_every=6")
+    expected = metrics(run_dir, "eval/loss")[-1]
+    for ranks in (1, 2):
+        code, output = evaluated(ranks, f"run.dir={run_dir}")
+        assert code == 0, output
+        assert numbers(output)["loss"] == pytest.approx(expected, rel=1e-4)
+
+    def export_run(rank: int) -> None:
+        arguments = ("export.dtype=fp32", f"export.out={out}", "samples=0", "export.measure=false")
+        monkeypatch.setattr("sys.argv", ["export", f"run.dir={run_dir}", *arguments])
+        export.main()
+
+    run_ranks(1, export_run, init=False)
+    exported, averaged = load_file(out / "model.safetensors"), weights(run_dir, 6, "ema")
+    for name, tensor in averaged.items():
+        assert any(torch.equal(tensor, other) for other in exported.values() if other.shape == tensor.shape), name
