@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.fsdp
-import torch.distributed.tensor  # noqa: F401 - imported here once and not in every rank
+import torch.distributed.fsdp  # imported here once and not in every rank
+import torch.distributed.tensor
 from safetensors.torch import load_file
 
 from dtrain import export, pack
