@@ -39,9 +39,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(ranks: int, run_dir: Path, text: Path, *overrides: str) -> None:
-    train_on(
-        ranks, run_dir, *GPT, f"data.train={text}/train-*.tar", "data.eval=null", *overrides, experiment="bytes_gpt"
-    )
+    chosen = {override.partition("=")[0] for override in overrides}
+    others = [override for override in (*GPT, "data.eval=null") if override.partition("=")[0] not in chosen]
+    train_on(ranks, run_dir, f"data.train={text}/train-*.tar", *others, *overrides, experiment="bytes_gpt")
 
 
 def test_a_gpt_killed_on_fsdp_4_and_ddp_2_ends_on_hsdp_2x2_with_each_sample_used_once(

@@ -35,7 +35,6 @@ from dtrain.distributed.world import World
 _SHARDING = "DCP_SHARDING_INFO"
 _OFFSET = "saved_offsets"
 _SHAPE = "shape"  # of the whole tensor; torch ignores it
-_DCP_METADATA = {"DCP_VERSION": "1.0", "format": "pt"}
 _MAX_PROBLEMS = 5  # that one message lists
 
 Box = tuple[slice, ...]  # one slice without a step for each dimension
@@ -187,7 +186,8 @@ def write_parts(path: Path, groups: Mapping[str, Mapping[str, Part]]) -> None:
     parts = {f"{group}.{name}": part for group, named in groups.items() for name, part in named.items()}
     sharding = {key: {_OFFSET: part.offset, _SHAPE: part.shape} for key, part in parts.items()}
     tensors = {key: part.values for key, part in parts.items()}
-    _write(path, tensors, {_SHARDING: json.dumps(sharding), **_DCP_METADATA})
+    # A single entry: safetensors writes several in a random order, and equal checkpoints should be equal files.
+    _write(path, tensors, {_SHARDING: json.dumps(sharding)})
 
 
 def read_whole(path: Path) -> dict[str, StoredTensor]:
