@@ -53,6 +53,8 @@ from dtrain.training.step import TrainStep
 from dtrain.training.task import Task
 from dtrain.training.tensor_copies import Ema
 
+_CPU = torch.device("cpu")
+
 
 def build_run(
     cfg: Config,
@@ -96,17 +98,20 @@ def build_run(
     names = on_all_ranks(lambda: class_names(cfg.data))
     check_classes(cfg.model, names)
 
-    # -- model. Seeded immediately before, so that the initial weights do not depend on earlier random numbers.
+    # -- model. Seeded immediately before it, so that the initial weights do not depend on earlier random numbers.
     if cfg.train.deterministic:
         be_deterministic()
-    seed_generators(world.device, cfg.run.seed)
-    model = on_all_ranks(lambda: build_model(cfg.model, world.device, cfg.train.channels_last))
-    if prepared:
-        model = prepare_model(model, cfg.train, cfg.parallel, world)
-    kept = precision.wrap_keep_fp32(model)
     if cfg.parallel.shard != "none" and not alone:
         on_all_ranks(lambda: check_accumulation(cfg.parallel, train_data.micro_batches_per_step))
-        on_all_ranks(lambda: shard_model(model, cfg.parallel, world, compute_dtype=precision.compute_dtype, kept=kept))
+        model, notes = on_all_ranks(lambda: build_sharded_model(cfg, world, precision))
+        warnings += notes
+    else:
+        seed_generators(world.device, cfg.run.seed)
+        model = on_all_ranks(lambda: build_model(cfg.model, world.device, cfg.train.channels_last))
+        if prepared:
+            model = prepare_model(model, cfg.train, cfg.parallel, world)
+        precision.wrap_keep_fp32(model)
+    # After everything that changes the model; before DDP, whose names have a prefix.
     with as_config_error("train.ema_decay"):
         ema = Ema(model, cfg.train.ema_decay) if cfg.train.ema_decay is not None else None
     task: Task = on_all_ranks(lambda: by_target("task", cfg.task))
@@ -255,6 +260,13 @@ def build_model(node: Any, device: torch.device, channels_last: bool = True) -> 
         ConfigError: If the target does not return a module, or returns one that is already wrapped or sharded for several
             devices.
     """
+    model = _constructed(node).to(device)
+    if channels_last:
+        use_channels_last(model)
+    return model
+
+
+def _constructed(node: Any) -> nn.Module:
     model = by_target("model", node)
     if isinstance(model, (DataParallel, DistributedDataParallel)):
         raise ConfigError(
@@ -272,10 +284,42 @@ def build_model(node: Any, device: torch.device, channels_last: bool = True) -> 
             f"model: {sharded}. dtrain shards models itself, and does not support tensor parallelism. Let {node._target_} "
             "return the plain model, and set parallel=fsdp."
         )
-    model = model.to(device)
-    if channels_last:
-        use_channels_last(model)
     return model
+
+
+def build_sharded_model(cfg: Config, world: World, precision: Precision) -> tuple[nn.Module, list[str]]:
+    """Collective. Builds the model, prepares it and shards it, with the initial weights that it has with DDP.
+
+    No rank holds the whole model, unless its construction cannot be deferred.
+
+    Returns:
+        The model, and a warning if every rank had to build the whole model first.
+
+    Raises:
+        ConfigError: As ``build_model``, ``prepare_model`` and ``shard_model``.
+    """
+    # Imported here, because only sharded runs need them.
+    from dtrain.training.deferred_init import DeferredModel, NotDeferrable
+
+    deferred: DeferredModel | None = None
+    notes = []
+    seed_generators(world.device, cfg.run.seed)
+    try:
+        deferred = DeferredModel(lambda: _constructed(cfg.model))
+        model = deferred.model
+    except NotDeferrable as error:
+        notes.append(
+            f"parallel.shard={cfg.parallel.shard}: every rank builds the whole model in host memory before it is sharded, "
+            f"because its construction cannot be recorded: {error}"
+        )
+        seed_generators(world.device, cfg.run.seed)
+        model = _constructed(cfg.model)
+    model = prepare_model(model, cfg.train, cfg.parallel, world)
+    kept = precision.wrap_keep_fp32(model)
+    shard_model(model, cfg.parallel, world, compute_dtype=precision.compute_dtype, kept=kept)
+    if deferred is not None:
+        deferred.fill(model, _CPU if cfg.parallel.offload else world.device, world.device)
+    return model, notes
 
 
 def check_classes(node: Any, names: Sequence[str] | None) -> None:
