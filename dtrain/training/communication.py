@@ -14,6 +14,7 @@ does so within each group of ranks that share one copy, and all-reduces each pie
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dtrain.config.schema import ParallelConfig
+from dtrain.distributed.sharding import is_sharded
 from dtrain.distributed.world import World
+from dtrain.precision import Precision
 from dtrain.precision.comm_hooks import REDUCE_DTYPES, reduced_dtype
 from dtrain.precision.modules import dtype_name
 from dtrain.precision.vote import payload_bytes
@@ -100,8 +103,21 @@ class Traffic:
         return [*lines, f"  {'all':<48}{size_text(self.nbytes):>12}{size_text(self.sent):>12}{rate}"]
 
 
+@dataclass(frozen=True)
+class Unit:
+    """What FSDP gathers at once.
+
+    Attributes:
+        parameters: With their whole shapes.
+        gather_dtype: Dtype in which they are gathered; None: their own.
+    """
+
+    parameters: Sequence[Tensor]
+    gather_dtype: torch.dtype | None = None
+
+
 def step_traffic(
-    model: nn.Module, parallel: ParallelConfig, world: World, micro_batches: int, metrics: int = 0
+    model: nn.Module, parallel: ParallelConfig, world: World, precision: Precision, micro_batches: int, metrics: int = 0
 ) -> Traffic:
     """What a step of a run sends; nothing in a world of one.
 
@@ -109,12 +125,25 @@ def step_traffic(
         model: The model, wrapped or sharded.
         parallel: The group ``parallel`` of the config.
         world: The ranks.
+        precision: The precision policy.
         micro_batches: Micro-batches in a step.
         metrics: Number of metrics of the task, which are in the vote.
     """
     if isinstance(model, DistributedDataParallel):
         dtype = REDUCE_DTYPES[parallel.reduce_dtype]
         return ddp_traffic(model, dtype, metrics=metrics, hook=parallel.comm_hook is not None)
+    if is_sharded(model):
+        names = [name for name, module in model.named_modules() if is_sharded(module)]
+        return sharded_traffic(
+            sharded_units(model, [*names[1:], ""], parallel, precision),
+            parallel,
+            ranks=shard_ranks(parallel, world),
+            world_size=world.size,
+            micro_batches=micro_batches,
+            buffers=sum(buffer.nbytes for buffer in model.buffers()),
+            backend=world.backend,
+            metrics=metrics,
+        )
     return _traffic([vote_traffic(world.size, metrics)])
 
 
@@ -140,53 +169,82 @@ def ddp_traffic(model: DistributedDataParallel, dtype: torch.dtype, *, metrics: 
 
 def gradient_traffic(trained: Iterable[Tensor], ranks: int, dtype: torch.dtype) -> list[Collective]:
     """DDP's all-reduces of the gradients of ``trained`` in the reduce dtype ``dtype``; one for each dtype on the network."""
-    sizes: dict[torch.dtype, int] = {}
+    sizes: Counter[torch.dtype] = Counter()
     for parameter in trained:
         reduced = reduced_dtype(parameter.dtype, dtype)
-        sizes[reduced] = sizes.get(reduced, 0) + parameter.numel() * reduced.itemsize
+        sizes[reduced] += parameter.numel() * reduced.itemsize
     return [Collective("all_reduce", f"gradients in {dtype_name(own)}", size, ranks) for own, size in sizes.items()]
 
 
+def sharded_units(model: nn.Module, names: Sequence[str], parallel: ParallelConfig, precision: Precision) -> list[Unit]:
+    """The units of a model.
+
+    Args:
+        model: The bare model, sharded or not.
+        names: Names of the modules that are units, from ``unit_names``; the last one is ``""``, the model itself.
+        parallel: The group ``parallel`` of the config.
+        precision: The precision policy, which is already applied to the model; modules that it keeps in fp32 are units as well.
+    """
+    kept = precision.wrap_keep_fp32(model) if parallel.gather_dtype == "compute" else []
+    low = precision.compute_dtype if parallel.gather_dtype == "compute" else None
+    owners = sorted({*names, *kept}, key=len)
+    parameters: dict[str, list[Tensor]] = {name: [] for name in owners}
+    for name, parameter in model.named_parameters():
+        owner = [unit for unit in owners if not unit or name.startswith(f"{unit}.")][-1]
+        parameters[owner].append(parameter)
+    return [
+        Unit(parameters[name], None if any(f"{name}.".startswith(f"{keep}.") for keep in kept) else low)
+        for name in reversed(owners)
+    ]
+
+
+def shard_ranks(parallel: ParallelConfig, world: World) -> int:
+    """Number of ranks that share one copy of a sharded model."""
+    return world.size if parallel.shard == "full" else parallel.shard_size or world.local_size
+
+
 def sharded_traffic(
-    units: Sequence[Sequence[Tensor]],
+    units: Sequence[Unit],
+    parallel: ParallelConfig,
     *,
     ranks: int,
-    copies: int,
-    gather_dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype,
+    world_size: int,
     micro_batches: int,
+    buffers: int = 0,
     backend: str = "nccl",
     metrics: int = 0,
 ) -> Traffic:
-    """What a step of FSDP (``copies`` is 1) or HSDP sends.
+    """What a step of FSDP or HSDP sends: parameters, gradients, buffers, the vote.
 
     Args:
-        units: Parameters of each unit, with their whole shapes; the root unit is the last one, and may be empty.
+        units: The units; the last one is the model itself, and may be empty.
+        parallel: The group ``parallel`` of the config.
         ranks: Number of ranks that share one copy of the model.
-        copies: Number of copies.
-        gather_dtype: Dtype in which parameters are gathered; None: their own.
-        reduce_dtype: Dtype in which gradients are reduced.
+        world_size: Number of all ranks.
         micro_batches: Micro-batches in a step.
-        backend: ``gloo`` has no reduce-scatter: torch calls its all-reduce instead.
+        buffers: Bytes of the buffers, of which all ranks get those of rank 0.
+        backend: With gloo, which has no reduce-scatter, torch calls an all-reduce instead.
         metrics: Number of metrics of the task, which are in the vote.
     """
-    gathered = reduced = 0
+    reductions = micro_batches if parallel.reduce_after == "micro_batch" else 1
+    gathered: Counter[torch.dtype] = Counter()
+    reduced: Counter[torch.dtype] = Counter()
     for unit in units:
-        passes = 1 if unit is units[-1] else 2
-        for parameter in unit:
-            padded = padded_numel(parameter, ranks)
-            gathered += passes * padded * (gather_dtype or parameter.dtype).itemsize
-            reduced += padded * reduce_dtype.itemsize * parameter.requires_grad
-    in_dtype = f" in {dtype_name(gather_dtype)}" if gather_dtype is not None else ""
-    scatter = "all_reduce" if backend == "gloo" else "reduce_scatter"
-    gradients = f"gradients in {dtype_name(reduce_dtype)}"
-    found = [
-        Collective("all_gather", f"parameters{in_dtype}", micro_batches * gathered, ranks),
-        Collective(scatter, gradients, reduced, ranks),
-        Collective("all_reduce", gradients, reduced // ranks, copies),
-        vote_traffic(ranks * copies, metrics),
-    ]
-    return _traffic(found)
+        gathers = micro_batches * (1 if unit is units[-1] else 2)
+        for parameter in unit.parameters:
+            dtype, padded = unit.gather_dtype or parameter.dtype, padded_numel(parameter, ranks)
+            gathered[dtype] += gathers * padded * dtype.itemsize
+            if parameter.requires_grad:
+                dtype = reduced_dtype(parameter.dtype, REDUCE_DTYPES[parallel.reduce_dtype])
+                reduced[dtype] += reductions * padded * dtype.itemsize
+    scatter = "all_reduce" if "gloo" in backend else "reduce_scatter"
+    found = [Collective("all_gather", f"parameters in {dtype_name(own)}", size, ranks) for own, size in gathered.items()]
+    for own, size in reduced.items():
+        gradients = f"gradients in {dtype_name(own)}"
+        found.append(Collective(scatter, gradients, size, ranks))
+        found.append(Collective("all_reduce", gradients, size // ranks, world_size // ranks))
+    found.append(Collective("broadcast", "buffers", buffers, world_size))
+    return _traffic([*found, vote_traffic(world_size, metrics)])
 
 
 def vote_traffic(ranks: int, metrics: int) -> Collective:
