@@ -235,10 +235,14 @@ def sharded_traffic(
             dtype, padded = unit.gather_dtype or parameter.dtype, padded_numel(parameter, ranks)
             gathered[dtype] += gathers * padded * dtype.itemsize
             if parameter.requires_grad:
-                dtype = reduced_dtype(parameter.dtype, REDUCE_DTYPES[parallel.reduce_dtype])
+                dtype = parameter.dtype
+                if unit.gather_dtype is not None or parallel.reduce_dtype != "fp32":
+                    dtype = REDUCE_DTYPES[parallel.reduce_dtype]
                 reduced[dtype] += reductions * padded * dtype.itemsize
     scatter = "all_reduce" if "gloo" in backend else "reduce_scatter"
-    found = [Collective("all_gather", f"parameters in {dtype_name(own)}", size, ranks) for own, size in gathered.items()]
+    found = [
+        Collective("all_gather", f"parameters in {dtype_name(own)}", size, ranks) for own, size in gathered.items()
+    ]
     for own, size in reduced.items():
         gradients = f"gradients in {dtype_name(own)}"
         found.append(Collective(scatter, gradients, size, ranks))
