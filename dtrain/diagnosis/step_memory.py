@@ -12,12 +12,11 @@ A model or task that reads values (``.item()``, boolean indexing) cannot run on 
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,12 +26,15 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from dtrain.config.errors import ConfigError
 from dtrain.config.instantiate import by_target
-from dtrain.config.schema import Config
+from dtrain.config.schema import Config, ParallelConfig
 from dtrain.data import Batch
+from dtrain.distributed.sharding import unit_names
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
 from dtrain.training.build import build_model, build_optimizer, prepare_model
+from dtrain.training.communication import Unit, sharded_units
 from dtrain.training.model_setup import use_channels_last
 from dtrain.training.task import require_output
 from dtrain.training.tensor_copies import Ema
@@ -43,29 +45,14 @@ class ParameterMemory:
     """A parameter.
 
     Attributes:
-        name: Its name.
-        shape: Its shape.
-        dtype: Its dtype.
-        trained: Whether it has a gradient.
-        state_bytes: Bytes of the optimizer's tensors that have its shape, and so are sharded with it.
-        other_state_bytes: Bytes of the optimizer's other tensors for it.
+        tensor: A tensor of its shape and dtype, without data.
+        state: Bytes of the optimizer's tensors that have its shape, and so are sharded with it.
+        other_state: Bytes of the optimizer's other tensors for it.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    trained: bool
-    state_bytes: int
-    other_state_bytes: int
-
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def on_meta(self) -> Tensor:
-        """A tensor like it, without data."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.trained)
+    tensor: Tensor
+    state: int
+    other_state: int
 
 
 @dataclass(frozen=True)
@@ -75,6 +62,9 @@ class StepMemory:
     Attributes:
         rows: Rows of a micro-batch.
         parameters: The parameters.
+        units: The units of a sharded model, for each value of ``parallel.gather_dtype``; empty if it cannot be sharded.
+        blocks: Names of the modules that are units, without the model itself.
+        unshardable: Why it cannot be sharded; ``""`` if it can.
         buffers: All buffers.
         batch: One micro-batch on the device.
         activations: Largest sum of activations, weight casts included.
@@ -87,6 +77,9 @@ class StepMemory:
 
     rows: int
     parameters: tuple[ParameterMemory, ...]
+    units: Mapping[str, Sequence[Unit]]
+    blocks: Sequence[str]
+    unshardable: str
     buffers: int
     batch: int
     activations: int
@@ -160,9 +153,19 @@ def _measure(
         output.loss_sum.backward()
         del output
     update = _update(model, optimizer, ema, device)
+    shapes = {parameter: torch.empty_like(parameter, device="meta") for parameter in model.parameters()}
+    for parameter, shape in shapes.items():
+        shape.requires_grad_(parameter.requires_grad)
+    units, blocks, unshardable = _units(model, cfg.parallel, precision)
     return StepMemory(
         rows=len(batch.valid),
-        parameters=tuple(_parameter(name, p, optimizer) for name, p in model.named_parameters()),
+        parameters=tuple(_parameter(parameter, shape, optimizer) for parameter, shape in shapes.items()),
+        units={
+            gather: [Unit([shapes[parameter] for parameter in unit.parameters], unit.gather_dtype) for unit in of_model]  # type: ignore[index]
+            for gather, of_model in units.items()
+        },
+        blocks=blocks,
+        unshardable=unshardable,
         buffers=sum(buffer.nbytes for buffer in model.buffers()),
         batch=sum(tensor.nbytes for tensor in batch.tensors()),
         activations=allocations.peak,
@@ -193,17 +196,25 @@ def _update(model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None,
     return most
 
 
-def _parameter(name: str, parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> ParameterMemory:
+def _units(
+    model: nn.Module, parallel: ParallelConfig, precision: Precision
+) -> tuple[dict[str, list[Unit]], list[str], str]:
+    """The units for each value of ``parallel.gather_dtype``, the names of the blocks, and why the model has none."""
+    sharded = ParallelConfig(shard="full", shard_modules=parallel.shard_modules)
+    try:
+        names = unit_names(model, sharded)
+    except ConfigError as error:
+        return {}, [], str(error)
+    units = {}
+    for gather in ("fp32", "compute"):
+        units[gather] = sharded_units(model, names, replace(sharded, gather_dtype=gather), precision)
+    return units, names[:-1], ""
+
+
+def _parameter(parameter: nn.Parameter, shape: Tensor, optimizer: torch.optim.Optimizer) -> ParameterMemory:
     state = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor)]
     shaped = sum(value.nbytes for value in state if value.shape == parameter.shape)
-    return ParameterMemory(
-        name,
-        tuple(parameter.shape),
-        parameter.dtype,
-        parameter.requires_grad,
-        state_bytes=shaped,
-        other_state_bytes=sum(value.nbytes for value in state) - shaped,
-    )
+    return ParameterMemory(shape, shaped, sum(value.nbytes for value in state) - shaped)
 
 
 def _mapped(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:

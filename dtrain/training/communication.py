@@ -144,7 +144,7 @@ def step_traffic(
             backend=world.backend,
             metrics=metrics,
         )
-    return _traffic([vote_traffic(world.size, metrics)])
+    return traffic_of([vote_traffic(world.size, metrics)])
 
 
 def ddp_traffic(model: DistributedDataParallel, dtype: torch.dtype, *, metrics: int = 0, hook: bool = False) -> Traffic:
@@ -164,7 +164,7 @@ def ddp_traffic(model: DistributedDataParallel, dtype: torch.dtype, *, metrics: 
         found.append(Collective("broadcast", "buffers", sum(buffer.nbytes for buffer in model.modules_buffers), ranks))
     if model.find_unused_parameters and not model.static_graph:
         found.append(Collective("all_reduce", "flags of used parameters", 4 * len(trained), ranks))
-    return _traffic([*found, vote_traffic(ranks, metrics)], hook)
+    return traffic_of([*found, vote_traffic(ranks, metrics)], hook)
 
 
 def gradient_traffic(trained: Iterable[Tensor], ranks: int, dtype: torch.dtype) -> list[Collective]:
@@ -248,7 +248,7 @@ def sharded_traffic(
         found.append(Collective(scatter, gradients, size, ranks))
         found.append(Collective("all_reduce", gradients, size // ranks, world_size // ranks))
     found.append(Collective("broadcast", "buffers", buffers, world_size))
-    return _traffic([*found, vote_traffic(world_size, metrics)])
+    return traffic_of([*found, vote_traffic(world_size, metrics)])
 
 
 def vote_traffic(ranks: int, metrics: int) -> Collective:
@@ -261,5 +261,6 @@ def padded_numel(parameter: Tensor, ranks: int) -> int:
     return ranks * math.ceil(parameter.shape[0] / ranks) * math.prod(parameter.shape[1:])
 
 
-def _traffic(found: Iterable[Collective], hook: bool = False) -> Traffic:
+def traffic_of(found: Iterable[Collective], hook: bool = False) -> Traffic:
+    """The traffic of a step, from its collectives."""
     return Traffic(tuple(one for one in found if one.nbytes and one.ranks > 1), hook)
