@@ -74,13 +74,14 @@ def pack_text(options: Namespace, console: Console) -> None:
     chosen = {name: find_files(sources, options.json_key, command.on_bad_file) for name, sources in patterns.items()}
     excluded = {os.path.realpath(file.path) for files, _ in chosen.values() for file in files}
     files, digest = find_files(options.sources, options.json_key, command.on_bad_file, excluded)
-    by = options.val_by or choose_val_by(len(files), command.shares)
+    with_text = [file for file in files if file.documents]
+    by = options.val_by or choose_val_by(len(with_text), command.shares)
     if by != options.val_by and by == "tail":
         print(
-            f"too few files ({len(files)}) to give each split whole files: {', '.join(command.shares)} is the end of each "
+            f"too few files ({len(with_text)}) to give each split whole files: {', '.join(command.shares)} is the end of each "
             "file, as with --val-by tail"
         )
-    pieces = split_into_pieces(files, command.prefix, command.shares, by, options.seed)
+    pieces = split_into_pieces(with_text, command.prefix, command.shares, by, options.seed)
     pieces |= {name: pieces_of(of_split) for name, (of_split, _) in chosen.items()}
     plan_files = {name: f"{len(of_split)} ({of_hash})" for name, (of_split, of_hash) in chosen.items()}
     files = [*files, *(file for of_split, _ in chosen.values() for file in of_split)]
