@@ -59,7 +59,9 @@ def main() -> None:
 def show(arguments: argparse.Namespace, tokens: int, results: dict[str, list[dict[str, float]]]) -> None:
     """Prints the table."""
     rate = {row: [tokens / one["cpu"] / 1e6 for one in rounds] for row, rounds in results.items()}
-    table = harness.Table(f"{arguments.documents:,} documents, {tokens:,} tokens, rows of {arguments.length:,}", results)
+    table = harness.Table(
+        f"{arguments.documents:,} documents, {tokens:,} tokens, rows of {arguments.length:,}", results
+    )
     table.medians("million tokens a CPU second", rate, 1)
     table.ratios("ratio", rate, rate["webdataset"])
     for heading, name, scale, decimals in (
@@ -67,14 +69,18 @@ def show(arguments: argparse.Namespace, tokens: int, results: dict[str, list[dic
         ("MB written", "bytes", 1e6, 0),
         ("peak MiB", "peak", 1024, 0),
     ):
-        values = {row: f"{min(one[name] for one in rounds) / scale:,.{decimals}f}" for row, rounds in results.items() if rounds}
+        values = {
+            row: f"{min(one[name] for one in rounds) / scale:,.{decimals}f}"
+            for row, rounds in results.items()
+            if rounds
+        }
         table.text(heading, values)
     for name in ("waste", "cut"):
-        table.text(name, {row: f"{rounds[0][name]:.2%}" for row, rounds in results.items() if rounds and name in rounds[0]})
+        table.text(
+            name, {row: f"{rounds[0][name]:.2%}" for row, rounds in results.items() if rounds and name in rounds[0]}
+        )
     table.show(harness.rounds_note(arguments.rounds, "; seconds, MB and MiB: the least of the rounds"))
-    harness.finish(
-        arguments, {"tokens": tokens, "measured": results}, ("webdataset", "litdata", "mosaicml-streaming")
-    )
+    harness.finish(arguments, {"tokens": tokens, "measured": results}, ("webdataset", "litdata", "mosaicml-streaming"))
 
 
 def write_documents(path: Path, number: int) -> int:
