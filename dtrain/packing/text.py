@@ -106,7 +106,8 @@ def pack_text(options: Namespace, console: Console) -> None:
         "fit": options.fit,
         "padding": padding,
     }
-    splits = _stored_splits(destination, facts)
+    stored = _stored_description(destination, facts)
+    splits = dict(stored.get("splits", {}))
     plan = command.plan(
         command="text",
         documents=f"{len(files)} ({digest})",
@@ -137,7 +138,10 @@ def pack_text(options: Namespace, console: Console) -> None:
             targets = stream.tokens if best else its.samples * length
             splits[split] = {"shards": its.shards, "samples": its.samples, "tokens": targets}
             waste.append(f"{split}: {rows.waste(tokenizer.end_of_text)}")
-        description = {**facts, "row": length + 1, "splits": splits}
+        is_bytes = tokenizer.identity == "bytes"  # of which each is counted
+        bytes_per_token = None if is_bytes else sum(file.text_bytes for file in files) / tokens
+        # Of several commands the first one's: it packed the training text.
+        description = {**facts, "row": length + 1, "bytes_per_token": bytes_per_token, **stored, "splits": splits}
         dataset.publish({_DATASET: as_json(description), VOCABULARY: as_json(tokenizer.description)})
         command.print_summary(
             written,
@@ -151,13 +155,9 @@ def pack_text(options: Namespace, console: Console) -> None:
         write_preset(destination, {EXTENSION: field})
     print(f"  inputs are tokens[:, :-1], targets are tokens[:, 1:], {length:,} each")
     model = ["model=gpt", f"model.vocabulary={tokenizer.vocab_size}", f"model.context={length}"]
-    task = ["task=language_modelling"]
     if padding is not None:
-        print(f"  padding is the token {padding}, which task.ignore={padding} leaves out of inputs and targets")
-        task.append(f"task.ignore={padding}")
-    if tokenizer.identity != "bytes":
-        task.append(f"task.bytes_per_token={sum(file.text_bytes for file in files) / tokens:.3f}")
-    print_train_command(destination, [*model, *task])
+        print(f"  padding is the token {padding}, which task=language_modelling leaves out")
+    print_train_command(destination, [*model, "task=language_modelling"])
 
 
 def _take_file_splits(options: Namespace) -> dict[str, list[str]]:
@@ -215,8 +215,8 @@ def _bytes_in(pieces: Sequence[Piece]) -> int:
     return sum(piece.stop - piece.start for piece in pieces)
 
 
-def _stored_splits(destination: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The splits of earlier commands with the same destination, tokenizer and length."""
+def _stored_description(destination: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What an earlier command with the same destination, tokenizer and rows wrote; empty if there was none."""
     path = destination / _DATASET
     if not path.exists():
         return {}
@@ -232,7 +232,7 @@ def _stored_splits(destination: Path, facts: Mapping[str, Any]) -> dict[str, Any
             f"{path} describes another dataset: {', '.join(other)}. Choose another DST, or the same options; --tokenizer "
             f"vocabulary:{destination} is the tokenizer of these shards."
         )
-    return dict(stored["splits"])
+    return stored
 
 
 @dataclass(frozen=True)
