@@ -138,8 +138,9 @@ def test_ranks_fill_their_parts_with_the_numbers_of_the_whole_model() -> None:
         assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
 
 
+@pytest.mark.slow
 def test_no_rank_holds_the_whole_model() -> None:
-    layers, width = 8, 1024
+    layers, width = 24, 1024
     nbytes = layers * width * width * 4
 
     class Twice(nn.Sequential):
@@ -165,4 +166,4 @@ def test_no_rank_holds_the_whole_model() -> None:
         return memory("VmHWM") - before
 
     for peak in run_ranks(2, on_rank):
-        assert peak < 0.9 * nbytes  # a half, two layers, and what torch allocates besides
+        assert peak < nbytes  # a half, two layers, and what torch allocates besides
