@@ -234,6 +234,17 @@ def copies_of(parameter: Tensor, ranks: int) -> int:
     return ranks // prod(mesh.size(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
 
 
+def small_part(model: nn.Module) -> nn.Parameter:
+    """A small parameter with a gradient, divided among the ranks as those of a sharded model are."""
+    from torch.distributed.tensor import DTensor
+
+    like: Any = next(parameter for parameter in model.parameters() if is_dtensor(parameter))
+    part = torch.zeros(2, 4, dtype=like.dtype, device=like.to_local().device)
+    parameter = nn.Parameter(DTensor.from_local(part, like.device_mesh, like.placements, run_check=False))
+    parameter.grad = torch.zeros_like(parameter)
+    return parameter
+
+
 def reshard(model: nn.Module) -> None:
     """Frees gathered parameters, which a forward without backward leaves behind; they may be older than the parts."""
     for module in model.modules():
