@@ -184,10 +184,9 @@ def write_parts(path: Path, groups: Mapping[str, Mapping[str, Part]]) -> None:
         OSError: On a write failure.
     """
     parts = {f"{group}.{name}": part for group, named in groups.items() for name, part in named.items()}
-    sharding = {key: {_OFFSET: part.offset, _SHAPE: part.shape} for key, part in parts.items()}
-    tensors = {key: part.values for key, part in parts.items()}
-    # A single entry: safetensors writes several in a random order, and equal checkpoints should be equal files.
-    _write(path, tensors, {_SHARDING: json.dumps(sharding)})
+    # Equal checkpoints are equal files: names are sorted, and of several entries safetensors would choose the order at random.
+    sharding = {key: {_OFFSET: part.offset, _SHAPE: part.shape} for key, part in sorted(parts.items())}
+    _write(path, {key: part.values for key, part in parts.items()}, {_SHARDING: json.dumps(sharding)})
 
 
 def read_whole(path: Path) -> dict[str, StoredTensor]:
