@@ -263,6 +263,7 @@ def banner_rows(identity: Run, run: TrainState, start: str, last_step: int) -> d
         f"{schedule_horizon(cfg.train, loader):,}",
         "model": f"{sum(p.numel() for p in run.model.parameters()):,} parameters, {type(optimizer).__name__}"
         + (" (fused)" if optimizer.defaults.get("fused") else ""),
+        "communication": run.traffic().describe(),
         "versions": f"torch {torch.__version__}, Python {sys.version.split()[0]}",
     }
 
