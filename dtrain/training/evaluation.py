@@ -23,6 +23,7 @@ from dtrain.data.mixture import MixtureSource
 from dtrain.data.mixture_collator import SOURCE
 from dtrain.data.randomness import seed_generators
 from dtrain.distributed.collectives import broadcast_buffers
+from dtrain.distributed.sharding import reshard
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
 from dtrain.training.state import TrainState
@@ -138,6 +139,7 @@ def evaluate(
         return result
     finally:
         model.train(was_training)
+        reshard(model)
 
 
 class _StopVote:
