@@ -28,6 +28,7 @@ from dtrain.data.sample_log import BadSampleBudget, SampleLog
 from dtrain.distributed.collectives import wait_for_all
 from dtrain.distributed.hang import Place
 from dtrain.distributed.process_group import set_timeout
+from dtrain.distributed.sharding import is_sharded
 from dtrain.distributed.stop import StopRequests
 from dtrain.precision.autocast_check import AutocastCheck
 from dtrain.tracking.console import evaluation_text
@@ -35,7 +36,7 @@ from dtrain.training.checkpoint_manager import CheckpointManager
 from dtrain.training.checks import check_mean_loss
 from dtrain.training.evaluation import evaluate_run
 from dtrain.training.hooks import Hooks
-from dtrain.training.memory import out_of_memory_explained
+from dtrain.training.memory import out_of_memory_explained, state_bytes
 from dtrain.training.metrics import StepMetrics, Timing
 from dtrain.training.profiler import DATA, StepProfiler, profiler_label
 from dtrain.training.run_logger import RunLogger
@@ -360,6 +361,8 @@ class Loop:
             rows=run.train_loader.rows_per_micro_batch,
             share=-(-run.cfg.train.global_batch_size // run.world.size),
             device=run.world.device,
+            ranks=run.world.size,
+            state=None if is_sharded(run.model) else lambda: state_bytes(run.optimizer, run.model),
         )
 
 
