@@ -14,6 +14,8 @@ prepare dev,demo
 cd "$root"
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(threads 2)}
 export OMP_NUM_THREADS
+# Each process that a test starts would compile the package again.
+unset PYTHONDONTWRITEBYTECODE
 # Tests of these kinds share one cluster or one browser, or need the whole machine.
 [[ $* =~ slurm|browser|soak ]] || set -- -n 2 --dist loadfile "$@"
 exec "$venv/bin/python" -m pytest "$@"
