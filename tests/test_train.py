@@ -74,8 +74,8 @@ def test_a_checkpoint_continues_on_another_number_of_ranks_with_each_sample_once
     assert {line["step"] for line in lines} == set(range(1, 24))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_every_precision_learns_and_logs_the_documented_names(tmp_path: Path, precision: str) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_every_half_precision_learns_and_logs_the_documented_names(tmp_path: Path, precision: str) -> None:
     train_on(2, tmp_path, f"precision={precision}", "train.max_epochs=2", "model.width=8", "train.log_every=23")
     losses = metrics(tmp_path)
     assert losses[-1] < 0.9 * losses[0]
@@ -86,14 +86,6 @@ def test_every_precision_learns_and_logs_the_documented_names(tmp_path: Path, pr
     assert expected <= set(trained[-1])
     assert ("precision/loss_scale" in trained[-1]) == (precision == "fp16")
     assert {"eval/loss", "eval/accuracy"} <= set(records(tmp_path)[-1])
-    assert status(tmp_path)["state"] == "finished"
-
-
-@pytest.mark.slow
-def test_two_ranks_train_under_torchrun(tmp_path: Path) -> None:
-    done = torchrun(2, "experiment=digits", f"run.dir={tmp_path}", "train.max_steps=4", "tracker=none")
-    assert done.returncode == 0, done.stderr
-    assert "gloo" in done.stdout
     assert status(tmp_path)["state"] == "finished"
 
 
@@ -169,8 +161,18 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback_first(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["SIGUSR1 to one worker", "STOP file"])
-def test_a_stop_request_stops_both_ranks_after_the_same_step(tmp_path: Path, how: str) -> None:
+def test_a_stop_file_stops_both_ranks_after_the_same_step(tmp_path: Path) -> None:
+    (tmp_path / "STOP").touch()
+    train_on(2, tmp_path, "train.max_epochs=1000")
+    state = status(tmp_path)
+    assert state["state"] == "stopped"
+    assert "STOP" in state["reason"]
+    assert not (tmp_path / "STOP").exists()
+    assert (tmp_path / "checkpoints" / f"step-{state['step']:09d}").is_dir()
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_worker_stops_both_ranks_after_the_same_step(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -192,19 +194,15 @@ def test_a_stop_request_stops_both_ranks_after_the_same_step(tmp_path: Path, how
         # Written when the loop has begun, and with it the handling of signals.
         while not (tmp_path / "status.json").exists() and time.monotonic() < deadline:
             time.sleep(0.1)
-        if how == "STOP file":
-            (tmp_path / "STOP").touch()
-        else:
-            children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
-            os.kill(int(children[1]), signal.SIGUSR1)
+        children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+        os.kill(int(children[1]), signal.SIGUSR1)
         output = running.communicate(timeout=200)[0].decode()
     finally:
         if running.poll() is None:
             running.kill()
     state = status(tmp_path)
     assert state["state"] == "stopped", output
-    assert how.split()[0] in state["reason"]
-    assert not (tmp_path / "STOP").exists()
+    assert "SIGUSR1" in state["reason"]
     assert (tmp_path / "checkpoints" / f"step-{state['step']:09d}").is_dir()
     assert running.returncode == 0, output
     train_on(2, tmp_path, f"train.max_steps={state['step'] + 3}", "train.max_epochs=1000")
