@@ -11,12 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtrain.data import Batch
-from dtrain.tasks import Classification
-from dtrain.training.task import Output
 from tests.ranks import RanksFailed
 from tests.refusals import assert_refused
-from tests.runs import metrics, records, status, torchrun, train_on, weights
+from tests.runs import metrics, records, status, train_on, weights
 
 pytestmark = pytest.mark.usefixtures("digits")
 
@@ -132,32 +129,6 @@ def test_a_wrapped_model_is_refused_with_the_reason(tmp_path: Path, capfd: pytes
 
 def wrapped_model() -> torch.nn.Module:
     return torch.nn.DataParallel(torch.nn.Linear(1, 1))
-
-
-class FailsOnRankOne(Classification):
-    """Raises in its fifth micro-batch on rank 1, while rank 0 is busy outside any collective, for longer than a test lasts."""
-
-    calls = 0
-
-    def __call__(self, model: torch.nn.Module, batch: Batch) -> Output:
-        self.calls += 1
-        if self.calls == 5:
-            if os.environ["RANK"] == "1":
-                raise ZeroDivisionError("a bug of the user's")
-            time.sleep(1000)
-        return super().__call__(model, batch)
-
-
-@pytest.mark.slow
-def test_a_rank_that_raises_ends_the_job_with_its_traceback_first(tmp_path: Path) -> None:
-    arguments = ("experiment=digits", f"run.dir={tmp_path}", "tracker=none")
-    done = torchrun(2, *arguments, "task._target_=tests.test_train.FailsOnRankOne", timeout=280)
-    assert done.returncode != 0
-    ours = done.stderr[done.stderr.index("dtrain: ") :]
-    assert ours.startswith("dtrain: rank 1 failed\nTraceback")
-    assert "ZeroDivisionError: a bug of the user's" in ours.split("dtrain: ")[1]
-    assert status(tmp_path)["state"] == "failed"
-    assert status(tmp_path)["reason"] == "rank 1 failed: ZeroDivisionError: a bug of the user's"
 
 
 @pytest.mark.slow
