@@ -4,8 +4,9 @@
 #   bash scripts/test.sh [pytest arguments]
 #
 # Without arguments it runs the default tests, a few minutes on two cores; `-m slow` runs the slow ones. Two test files run at
-# a time, and three of slow tests, because tests wait for processes that they start; `-n 0` runs one file after the other and does not delay
-# output. Paths are relative to the checkout. PYTHON and DTRAIN_VENV are as in quickstart.sh; both use the same environment.
+# a time, and three of slow tests, because tests wait for processes that they start; `-n 0` runs one file after the other and
+# does not delay output. Paths are relative to the checkout. PYTHON and DTRAIN_VENV are as in quickstart.sh; both use the same
+# environment.
 set -euo pipefail
 # shellcheck source=scripts/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
