@@ -254,9 +254,17 @@ class DirtyMemory(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("overflows", [{0}, {1}, {3}, {0, 1}, {2, 4}], ids=str)
+# Every place of a skipped step for an optimizer of each kind of state, and the first and the last step for all of them.
+@pytest.mark.parametrize(
+    ("optimizer", "overflows"),
+    [
+        (name, steps)
+        for name in OPTIMIZERS
+        for steps in ([{0}, {1}, {3}, {0, 1}, {2, 4}] if name in ("SGD+momentum", "AdamW") else [{0}, {2, 4}])
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_skipped_step_leaves_no_trace(optimizer: str, implementation: str, overflows: set[int]) -> None:
     for clip_norm in (None, 0.1):
         want = with_skips(optimizer, overflows, clip_norm)
