@@ -389,7 +389,7 @@ def prepare_model(model: nn.Module, train: TrainConfig, parallel: ParallelConfig
         model = synchronise_batchnorm(model, world)
     checkpoint_activations(model, train.checkpoint_activations)
     option = OmegaConf.to_container(train.compile) if isinstance(train.compile, ListConfig) else train.compile
-    compile_in_place(model, option)  # type: ignore[arg-type]
+    compile_in_place(model, option, sharded=parallel.shard != "none")  # type: ignore[arg-type]
     return model
 
 
