@@ -22,12 +22,18 @@ def refuse_unscalable(optimizer: torch.optim.Optimizer) -> None:
     """Refuses an optimizer whose gradients cannot be scaled. Visits every parameter, so call it once per optimizer.
 
     Raises:
-        ValueError: If a parameter is fp16, is updated inside the backward pass, or belongs to DDP's private mixed
-            precision. Names the parameter by its number and shape.
+        ValueError: If a parameter is listed twice, is fp16, is updated inside the backward pass, or belongs to DDP's private
+            mixed precision. Names the parameter by its number and shape.
     """
+    seen: dict[int, str] = {}
     for group_number, group in enumerate(optimizer.param_groups):
         for number, parameter in enumerate(group["params"]):
             name = f"parameter {number} of group {group_number} (shape {list(parameter.shape)})"
+            if (other := seen.setdefault(id(parameter), name)) is not name:
+                raise ValueError(
+                    f"{name} is also {other}: its gradient would be divided by the loss scale twice and the parameter be "
+                    "updated twice. List each parameter once"
+                )
             if parameter.dtype == torch.float16:
                 raise ValueError(_fp16_refused(name))
             if hasattr(parameter, "_in_backward_optimizers"):
@@ -70,6 +76,30 @@ def local_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
             if gradient.numel():
                 gradients.append(gradient)
     return gradients
+
+
+def refuse_shared_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses parameters whose gradients are the same memory: it would be divided by the loss scale twice.
+
+    It visits every gradient, so call it once per optimizer, after a backward.
+
+    Raises:
+        ValueError: If two parameters share a gradient; names both by their numbers.
+    """
+    seen: dict[tuple[int, int], str] = {}
+    for group_number, group in enumerate(optimizer.param_groups):
+        for number, parameter in enumerate(group["params"]):
+            gradient = parameter.grad
+            if gradient is None or gradient.layout != torch.strided or not gradient.numel():
+                continue
+            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+            name = f"parameter {number} of group {group_number}"
+            other = seen.setdefault((local.untyped_storage()._cdata, local.storage_offset()), name)
+            if other is not name:
+                raise ValueError(
+                    f"{name} and {other} have the same gradient tensor, which would be divided by the loss scale twice. "
+                    "Give each parameter a gradient of its own (p.grad = gradient.clone()), or share the parameter"
+                )
 
 
 def drop_gradients(optimizer: torch.optim.Optimizer) -> None:

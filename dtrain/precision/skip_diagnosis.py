@@ -33,8 +33,8 @@ _LOGGED_STREAK = 3
 _NAMED_PARAMETERS = 3
 _NAMED_SAMPLES = 8
 _NAMED_RANKS = 8
-# The dtypes that torch.isfinite supports; the 8-bit ones are missing.
-_CHECKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+#: The dtypes that torch.isfinite supports; the 8-bit ones are missing.
+CHECKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 logger = logging.getLogger("dtrain")
 
 
@@ -192,7 +192,7 @@ def _bad_rows(value: Any, rows: int) -> Tensor:
     """
     found = []
     for tensor in tensors(value):
-        if tensor.dtype not in _CHECKED:
+        if tensor.dtype not in CHECKED:
             continue
         not_finite = torch.isfinite(tensor).logical_not()
         has_rows = tensor.dim() > 0 and len(tensor) == rows

@@ -150,6 +150,11 @@ class Agreement:
         self._group = group
 
     @property
+    def has_own_group(self) -> bool:
+        """Whether it is another group than the default one."""
+        return self._group is not None
+
+    @property
     def size(self) -> int:
         """Number of ranks in the group; -1 if this process is not one of them."""
         if not (dist.is_available() and dist.is_initialized()):

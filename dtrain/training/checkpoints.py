@@ -281,6 +281,15 @@ def verify_folder(folder: Path) -> None:
         raise BadCheckpoint(f"{folder} has the checkpoint of step {saved}. Delete it, or rename it to step-{saved:09d}")
 
 
+def contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors in the layout that safetensors requires.
+
+    Call it where nothing waits, such as in the thread that writes: for weights in channels_last it takes as long as the copy to
+    the host.
+    """
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
 def _write_folder(folder: Path, checkpoint: Checkpoint) -> None:
     with replace_folder(folder) as staged:
         for name, tensors in checkpoint.tensors.items():
@@ -361,7 +370,7 @@ def _step_of(folder: Path) -> int | None:
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     try:
-        safetensors.torch.save_file(tensors, path)
+        safetensors.torch.save_file(contiguous(tensors), path)
     except SafetensorError as error:  # raised instead of OSError, also for a full disk
         raise OSError(f"{path}: {error}") from error
 

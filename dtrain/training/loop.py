@@ -82,6 +82,7 @@ class Loop:
         self._log_every = run.cfg.train.log_every
         self._eval_every = run.cfg.train.eval_every
         self._save_every = run.cfg.checkpoint.every_steps
+        self._record_keys = run.cfg.data.record_keys
         check_intervals(run.cfg.train)
         self._run = run
         self._last_step = last_step
@@ -215,7 +216,7 @@ class Loop:
         epoch, _ = loader.position
         used = loader.commit()
         # After the commit, so that the log of used samples never has a step that a resumed run repeats.
-        keys = window.keys() if self._run.cfg.data.record_keys else []
+        keys = window.keys() if self._record_keys else []
         self._sample_log.write(self._run.step.step, keys, window.bad)
         self._last_bad = window.bad[-1] if window.bad else self._last_bad
         now = time.monotonic()

@@ -42,7 +42,7 @@ from dtrain.distributed.lock import RunLock
 from dtrain.distributed.process_group import is_lost_rank, join_threads
 from dtrain.distributed.stop import StopRequests
 from dtrain.distributed.world import World
-from dtrain.training.checkpoints import Checkpoint
+from dtrain.training.checkpoints import Checkpoint, contiguous
 from dtrain.training.loop import Loop
 from dtrain.training.run_logger import RunLogger
 from dtrain.training.state import TrainState
@@ -270,7 +270,7 @@ def _broadcast_checkpoint(checkpoint: Checkpoint | None, source: int) -> Checkpo
     """Collective. Sends a checkpoint of ``source`` to all ranks, in the format of its files."""
     text, files = b"", {}
     if checkpoint is not None:
-        files = {name: safetensors.torch.save(tensors) for name, tensors in checkpoint.tensors.items()}
+        files = {name: safetensors.torch.save(contiguous(tensors)) for name, tensors in checkpoint.tensors.items()}
         text = json.dumps({"state": checkpoint.state, "files": list(files)}).encode()
     header = json.loads(_broadcast(text, source))
     received = {name: safetensors.torch.load(_broadcast(files.get(name, b""), source)) for name in header["files"]}

@@ -149,7 +149,7 @@ class TrainStep:
         # On a CPU reading the vote costs nothing, so the host decides.
         self._decides_on_device = (
             world.device.type == "cuda"
-            and getattr(optimizer, "_step_supports_amp_scaling", False)
+            and kernels.reads_found_inf(optimizer)
             and kernels.self_test(world.device.type).fused_skip
         )
         bare = self.bare_model

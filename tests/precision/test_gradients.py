@@ -8,7 +8,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtrain.precision import kernels
-from dtrain.precision.gradients import check_and_unscale_, drop_gradients, local_gradients, refuse_unscalable
+from dtrain.precision.gradients import (
+    check_and_unscale_,
+    drop_gradients,
+    local_gradients,
+    refuse_shared_gradients,
+    refuse_unscalable,
+)
 from tests.refusals import refused
 
 
@@ -90,6 +96,23 @@ def test_fp16_parameters_are_refused_with_the_reason() -> None:
         refuse_unscalable(optimizer)
     with refused(ValueError, "shape [3]", "fp16"):
         local_gradients(sgd(torch.zeros(3, dtype=torch.float16)))
+
+
+def test_a_parameter_that_is_listed_twice_is_refused() -> None:
+    weight, bias = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight, bias], lr=0.1)
+    optimizer.param_groups[0]["params"].append(weight)  # torch's constructor warns of it
+    with refused(ValueError, "parameter 2 of group 0 (shape [2, 3])", "parameter 0 of group 0", "once"):
+        refuse_unscalable(optimizer)
+
+
+def test_parameters_that_share_a_gradient_are_refused() -> None:
+    shared = torch.ones(4)
+    with refused(ValueError, "parameter 2 of group 0", "parameter 0", "clone"):
+        refuse_shared_gradients(sgd(shared, torch.ones(4), shared))
+    # Different parts of one tensor, empty gradients, and one that is not dense.
+    sparse = torch.ones(4).to_sparse()
+    refuse_shared_gradients(sgd(shared[:2], shared[2:], torch.empty(0), torch.empty(0), None, sparse))
 
 
 def test_an_optimizer_in_backward_is_refused() -> None:
