@@ -111,7 +111,9 @@ class CrossRankGradScaler:
             TypeError: If the scaler has a process group, which cannot be pickled.
         """
         if self._rounds:
-            raise RuntimeError("CrossRankGradScaler: it can be pickled after update() only, not between unscale_() and it")
+            raise RuntimeError(
+                "CrossRankGradScaler: it can be pickled after update() only, not between unscale_() and it"
+            )
         if self._agreement.has_own_group:
             raise TypeError(
                 "CrossRankGradScaler: it has a process_group, which cannot be pickled. Save state_dict(), and load it into a "

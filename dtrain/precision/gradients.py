@@ -67,10 +67,13 @@ def local_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
                 raise ValueError(_fp16_refused(f"a parameter of shape {list(parameter.shape)}"))
             # The foreach check on DTensors reduces over the mesh of the first gradient only, and not at all if that one
             # is replicated. On local shards it never reduces, and the ranks combine their flags afterwards.
-            if hasattr(gradient, "to_local"):
+            if type(gradient) is not Tensor and hasattr(gradient, "to_local"):
                 gradient = gradient.to_local()
             if gradient.is_sparse:
-                gradient = gradient._values()  # values() refuses uncoalesced gradients, and coalescing would copy them
+                if not gradient.is_coalesced():
+                    # The values of one row may be in several places, each smaller than their sum.
+                    gradient = parameter.grad = gradient.coalesce()
+                gradient = gradient._values()
             if gradient.is_complex():
                 gradient = torch.view_as_real(gradient.detach())
             if gradient.numel():
@@ -90,9 +93,11 @@ def refuse_shared_gradients(optimizer: torch.optim.Optimizer) -> None:
     for group_number, group in enumerate(optimizer.param_groups):
         for number, parameter in enumerate(group["params"]):
             gradient = parameter.grad
-            if gradient is None or gradient.layout != torch.strided or not gradient.numel():
+            if gradient is None or gradient.layout != torch.strided:
                 continue
             local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+            if not local.numel():
+                continue
             name = f"parameter {number} of group {group_number}"
             other = seen.setdefault((local.untyped_storage()._cdata, local.storage_offset()), name)
             if other is not name:
@@ -111,6 +116,18 @@ def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
+
+
+def zero_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Sets dense gradients to zero in place and all others to None."""
+    dense = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter.grad.layout == torch.strided:
+                dense.append(parameter.grad)
+            else:
+                parameter.grad = None
+    torch._foreach_zero_(dense)
 
 
 def norm_of(gradients: list[Tensor]) -> Tensor:

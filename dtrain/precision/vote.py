@@ -2,8 +2,9 @@
 
 * The *payload* is the float64 vector that the ranks sum: overflow flag, loss scale, squared gradient norm, loss sum and
   count, sums and counts of the metrics, and values from the host (stop and save requests, sample counts, bytes).
-* An *overflow* is a loss, count or gradient norm that is not finite, or the flag of a guarded communication hook. An
-  overflow on one rank makes all ranks *skip* the update: no rank changes parameters, optimizer state or buffers.
+* An *overflow* is a loss, count or gradient norm that is not finite, a buffer that became so, or the flag of a guarded
+  communication hook. An overflow on one rank makes all ranks *skip* the update: no rank changes parameters, optimizer state
+  or buffers.
 * The *decision* (skip or not, factor for the gradients) is computed from the summed payload, so it is equal on all ranks.
 * The *step statistics* are the summed payload as Python numbers, for logs, schedules and stop requests.
 * An *agreement* is the process group that sums the payload; ``CrossRankGradScaler`` uses the same class.
@@ -234,7 +235,7 @@ class Vote:
         """Collective. Sums the payloads of all ranks and begins the next accumulation window.
 
         Args:
-            overflow: bool, shape ``[]``: this rank's loss or gradients are not finite.
+            overflow: bool, shape ``[]``: this rank's loss, gradients or buffers are not finite.
             norm: Shape ``[]``: norm of the gradients that are equal on all ranks.
             scale: Shape ``[]``: this rank's loss scale.
             stop: Whether this rank requests a stop.

@@ -28,8 +28,15 @@ from dtrain.data import Batch
 from dtrain.data.randomness import seed_generators
 from dtrain.distributed.world import World
 from dtrain.precision import Precision, kernels
-from dtrain.precision.comm_hooks import HookGuard
-from dtrain.precision.gradients import drop_gradients, local_gradients, norm_of, refuse_unscalable
+from dtrain.precision.comm_hooks import HookGuard, keeps_views
+from dtrain.precision.gradients import (
+    drop_gradients,
+    local_gradients,
+    norm_of,
+    refuse_shared_gradients,
+    refuse_unscalable,
+    zero_gradients,
+)
 from dtrain.precision.kernels import prefill_momentum
 from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.skip_diagnosis import SkipDiagnosis
@@ -156,6 +163,7 @@ class TrainStep:
         # Parameters that DDP ignores differ between ranks: each rank has another part of the global gradient.
         ignored = getattr(model, "parameters_to_ignore", ()) if bare is not model else ()
         self._own_parameters = [p for name, p in bare.named_parameters() if name in ignored]
+        self._keeps_views = keeps_views(model, optimizer)
         self._buffers = BufferGuard(bare)
         self._averaged = AveragedBackward(model)
         self._diagnosis = SkipDiagnosis(bare)
@@ -163,6 +171,7 @@ class TrainStep:
         self._window_counts = _WindowCounts()
         self._unapplied = self._unsettled = self._is_open = False
         self._first_window = True
+        self._gradients_checked = False
         self.step = 0
         self.applied_steps = 0
         self.consecutive_skips = 0
@@ -249,6 +258,11 @@ class TrainStep:
             raise RuntimeError("apply() without a window: call accumulate() first.")
         self._unapplied = False
 
+        if not self._gradients_checked:
+            self._gradients_checked = True
+            with as_config_error("optimizer"):
+                refuse_shared_gradients(self.optimizer)
+
         # -- this rank's gradients. A norm that is not finite is the overflow flag, so one pass over them gives both.
         gradients = local_gradients(self.optimizer)
         norm = self._norm(gradients)
@@ -259,6 +273,9 @@ class TrainStep:
             norm = self._norm([gradient for gradient in gradients if id(gradient) not in own_ids])
         if self._guard is not None:
             overflow = overflow | self._guard.flag()
+        # A running statistic may become NaN in a forward whose loss and gradients are finite.
+        if (spoilt := self._buffers.not_finite()) is not None:
+            overflow = overflow | spoilt
 
         # -- vote. Stop and save requests are part of it, so all ranks receive them at the same step.
         counts, self._window_counts = self._window_counts, _WindowCounts()
@@ -289,7 +306,10 @@ class TrainStep:
         self._buffers.restore(skip)
         if self._guard is not None:
             self._guard.reset(skip)
-        drop_gradients(self.optimizer)
+        if self._keeps_views and counts.micro_batches > 1:
+            zero_gradients(self.optimizer)
+        else:
+            drop_gradients(self.optimizer)
         if self.ema is not None:
             self.ema.update(skip)
         if self.loss_scale is not None:
@@ -314,7 +334,7 @@ class TrainStep:
         if not skipped:
             return ""
         counted = f"all {self.step}" if skipped == self.step else f"{skipped} of {self.step}"
-        reasons = ["a loss or gradient was not finite, or no row was valid"]
+        reasons = ["a loss, gradient or buffer was not finite, or no row was valid"]
         if self.consecutive_skips:
             reasons += [f"in the last {self.consecutive_skips} steps:", self._origin_of_skips()]
         return f"{counted} steps of this run were skipped: " + "\n".join([*reasons, _DOCTOR])
@@ -339,7 +359,7 @@ class TrainStep:
             return f"{streak}none had a valid row. All samples are masked or bad: check data.train and data.fields."
         instead = ", or try precision=bf16" if self.precision.compute_dtype == torch.float16 else ""
         return (
-            f"{streak}a loss or gradient was not finite, at a loss scale of {stats.loss_scale:g}.\n"
+            f"{streak}a loss, gradient or buffer was not finite, at a loss scale of {stats.loss_scale:g}.\n"
             f"{self._origin_of_skips()}\nCheck these samples, lower optimizer.lr, set train.clip_norm{instead}. {_DOCTOR}"
         )
 
@@ -390,13 +410,15 @@ class TrainStep:
 
 @dataclass
 class _WindowCounts:
-    """This rank's sample counts of one accumulation window."""
+    """This rank's micro-batches and samples of one accumulation window."""
 
+    micro_batches: int = 0
     samples: int = 0
     bad: int = 0
     nbytes: int = 0
 
     def add(self, batch: Batch) -> None:
+        self.micro_batches += 1
         self.samples += batch.num_valid
         self.bad += len(batch.bad)
         self.nbytes += batch.transfer_bytes

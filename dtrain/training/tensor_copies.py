@@ -53,6 +53,9 @@ class Ema:
             if not skip.item():
                 torch._foreach_lerp_(self._averages, self._weights, 1 - self.decay)
             return
+        self._update_on_device(skip)
+
+    def _update_on_device(self, skip: Tensor) -> None:
         # A multiplication by 0 instead of a branch: reading `skip` would make the host wait for the device. The differences
         # need memory of their own, in chunks much less than that of the model.
         amount = skip.logical_not().to(torch.float32) * (1 - self.decay)

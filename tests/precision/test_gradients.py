@@ -12,6 +12,7 @@ from dtrain.precision.gradients import (
     check_and_unscale_,
     drop_gradients,
     local_gradients,
+    norm_of,
     refuse_shared_gradients,
     refuse_unscalable,
 )
@@ -61,6 +62,7 @@ def test_sparse_and_complex_gradients_are_divided_in_place(either_path: None) ->
     assert check_and_unscale_(local_gradients(optimizer), SCALE).tolist() == 0.0
     first, second = (parameter.grad for parameter in optimizer.param_groups[0]["params"])
     assert first.to_dense().tolist() == [3.0, 0.0, 3.0, 0.0]
+    assert norm_of(local_gradients(sgd(first))).item() == pytest.approx(18**0.5)
     assert second.tolist() == [1 + 2j, 1 + 2j]
     complex_.imag[0] = torch.nan
     assert check_and_unscale_(local_gradients(optimizer), SCALE).tolist() == 1.0
