@@ -55,15 +55,16 @@ def evaluate_run(run: TrainState, stop: Callable[[], bool], *, stopping: bool = 
     if stopping:
         return None
     try:
-        return evaluate(
-            run.ema.averaged() if run.ema is not None else run.model,
-            run.task,
-            run.eval_loader,
-            world=run.world,
-            precision=run.precision,
-            epoch=run.totals.evaluations,
-            stop=stop,
-        )
+        with run.averaged() as model:
+            return evaluate(
+                model,
+                run.task,
+                run.eval_loader,
+                world=run.world,
+                precision=run.precision,
+                epoch=run.totals.evaluations,
+                stop=stop,
+            )
     except Interrupted:
         return None
     except NotFinite as error:

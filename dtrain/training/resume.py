@@ -169,7 +169,10 @@ def restore(run: TrainState, earlier: EarlierStarts) -> str:
         return f"after step {run.step.step}, from {run.checkpoints.path(step)}"
     if (weights := starting_weights(run.cfg.run, run.model)) is None:
         return "new"
-    weights.load(run.model, *([run.ema.module] if run.ema is not None else []))
+    weights.load(run.model)
+    if run.ema is not None:
+        with run.ema.swapped_in() as averaged:
+            weights.load(averaged)
     return f"new, {weights.description}"
 
 
@@ -185,10 +188,9 @@ class StartingWeights:
     tensors: dict[str, Tensor]
     description: str
 
-    def load(self, *modules: nn.Module) -> None:
-        """Copies them into each of ``modules``: the model, and the EMA's copy of it."""
-        for module in modules:
-            module.load_state_dict(self.tensors, strict=False)  # missing names are those of run.warm_start.skip
+    def load(self, module: nn.Module) -> None:
+        """Copies them into the model."""
+        module.load_state_dict(self.tensors, strict=False)  # missing names are those of run.warm_start.skip
 
 
 def starting_weights(run: RunConfig, model: nn.Module) -> StartingWeights | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,10 @@ class TrainState:
         """The averaged weights; None without ``train.ema_decay``."""
         return self.step.ema
 
+    def averaged(self) -> AbstractContextManager[nn.Module]:
+        """Context: the model with the averaged weights, if the run has any, else with its own."""
+        return self.ema.swapped_in() if self.ema is not None else nullcontext(self.model)
+
     @property
     def last_step(self) -> int:
         """Attempted step after which the run is finished; read it after ``restore``."""
@@ -123,7 +128,8 @@ class TrainState:
         tensors, values = optimizer_state(self.optimizer, self.model)
         groups = {"model": host_copy(self.model.state_dict()), "optimizer": host_copy(tensors)}
         if self.ema is not None:
-            groups["ema"] = host_copy(self.ema.averaged().state_dict())
+            with self.ema.swapped_in() as averaged:
+                groups["ema"] = host_copy(averaged.state_dict())
         scale = self.step.loss_scale
         state: dict[str, Any] = {
             "counters": self.step.state_dict(),
@@ -154,7 +160,8 @@ class TrainState:
         load_optimizer(self.optimizer, self.model, tensors, state["optimizer"], state["optimizer_groups"])
         if self.ema is not None:
             # Without an average in the checkpoint (train.ema_decay was null) it starts from the weights.
-            load_module(self.ema.module, checkpoint.tensors.get("ema", checkpoint.tensors["model"]), "the checkpoint")
+            with self.ema.swapped_in() as averaged:
+                load_module(averaged, checkpoint.tensors.get("ema", checkpoint.tensors["model"]), "the checkpoint")
         if self.step.loss_scale is not None and state["loss_scale"] is not None:
             self.step.loss_scale.load_state_dict(state["loss_scale"])
             scale = self.cfg.precision.loss_scale  # how it adapts is config, which may change between starts
