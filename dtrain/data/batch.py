@@ -182,7 +182,7 @@ class Rows:
             samples = self._samples = [next(keys) if sample >= 0 else "" for sample in samples.tolist()]
         return samples
 
-    @property
+    @functools.cached_property
     def num_valid(self) -> int:
         """The number of rows that are not masked."""
         samples = self._samples

@@ -54,7 +54,6 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-@torch.no_grad()  # to_local() of a DTensor is then an attribute, and not an operation of autograd
 def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """This rank's part of the gradients of parameters, as plain dense tensors that share memory with them.
 
@@ -69,18 +68,20 @@ def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
         gradient = parameter.grad
         if gradient is None:
             continue
-        if gradient.dtype == torch.float16:
+        dtype = gradient.dtype
+        if dtype == torch.float16:
             raise ValueError(_fp16_refused(f"a parameter of shape {list(parameter.shape)}"))
         # The foreach check on DTensors reduces over the mesh of the first gradient only, and not at all if that one
         # is replicated. On local shards it never reduces, and the ranks combine their flags afterwards.
         if type(gradient) is not Tensor and hasattr(gradient, "to_local"):
-            gradient = gradient.to_local()
+            with torch.no_grad():  # it is then an attribute, and not an operation of autograd
+                gradient = gradient.to_local()
         if gradient.is_sparse:
             if not gradient.is_coalesced():
                 # The values of one row may be in several places, each smaller than their sum.
                 gradient = parameter.grad = gradient.coalesce()
             gradient = gradient._values()
-        if gradient.is_complex():
+        if dtype.is_complex:
             gradient = torch.view_as_real(gradient.detach())
         if gradient.numel():
             gradients.append(gradient)

@@ -340,6 +340,7 @@ class _HostVote(Vote):
         self._agreement = Agreement()
         self._bools = (torch.tensor(False), torch.tensor(True))
         self._window: list[float] = []
+        self._values = np.empty(0)
         self.numbers: list[float] = []
 
     def add(self, values: Sequence[Tensor | float]) -> None:
@@ -358,19 +359,21 @@ class _HostVote(Vote):
         square = 0.0
         for copies, tensor in norms.items():
             norm = tensor.item()
-            square += (
-                norm * norm / copies
-            )  # not **, which raises OverflowError where a float64 product becomes infinite
+            # Not **, which raises OverflowError where a float64 product becomes infinite.
+            square += norm * norm / copies
         sums, self._window = self._window, []
         finite = [0.0] * (1 + len(sums)) if overflowed else [square, *sums]
         numbers = [overflowed, factor, factor * factor, *finite, *host_values]
         if self._world_size == 1:
             self.numbers = list(map(float, numbers))
             return
-        # torch.tensor() takes three times as long as numpy (3.3 against 1.2 us).
-        payload = torch.from_numpy(np.array(numbers, dtype=np.float64))
-        self._agreement.sum_payload(payload)
-        self.numbers = payload.tolist()
+        if len(self._values) != len(numbers):
+            self._values = np.empty(len(numbers))
+            self.payload = torch.from_numpy(self._values)  # the same memory
+        # A tensor made of the numbers would take three times as long (3.3 against 1.2 us).
+        self._values[:] = numbers
+        self._agreement.sum_payload(self.payload)
+        self.numbers = self._values.tolist()
 
     def decide(self, scale: Tensor, nominal: int, clip_norm: float | None) -> Decision:
         overflow, _, _, square, _, count, *_ = self.numbers
