@@ -5,8 +5,8 @@
 
 Every row trains its own copy of the same model on the same batch in memory, with fused AdamW and the same task, in fp32, and
 logs every 10 steps; only the work around the step differs. The ranks start once; in every round each row runs 100 steps.
-With two ranks all rows use DDP over gloo, but for those that name FSDP2, which shard on one rank too. ``all-reduce`` is
-one of 8 floats, which a loop needs to agree on stopping; a single rank does none.
+With two ranks all rows use DDP over gloo, but for those that name FSDP2, which shard the model on one rank too. ``all-reduce``
+is one of 8 floats, which a loop needs to agree on stopping; a single rank does none.
 
 ``dtrain, everything on`` is the whole training loop: the loader's part in this process, forward and backward with seeded
 generators, gradient norm, check for non-finite values on all ranks, sums of loss and metric over the ranks, skip decision,
