@@ -141,6 +141,8 @@ def shard_model(
     offload = CPUOffloadPolicy() if parallel.offload else OffloadPolicy()
     modules = dict(model.named_modules())
     own = {name for name in kept if gathered is not None and any(True for _ in modules[name].parameters())}
+    if own:
+        _check_parameters(model, [*units, *own])
     # Inner modules first: a unit takes the parameters that no unit inside of it has.
     for name in sorted({*units, *own}, key=lambda name: name.count(".") + bool(name), reverse=True):
         within = any(name == keep or name.startswith(f"{keep}.") for keep in kept)

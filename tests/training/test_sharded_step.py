@@ -71,8 +71,9 @@ def train(rank: int, ranks: int, strategy: str, precision: str, rows: int | None
     if strategy == "hybrid":
         options.shard_size = 2
     wrapped: nn.Module = model
+    kept = Precision(precision, keep_fp32=("blocks.0.2",)).wrap_keep_fp32(model)
     if strategy != "ddp":
-        units = shard_model(model, options, world(rank, ranks), compute_dtype=DTYPES[precision])
+        units = shard_model(model, options, world(rank, ranks), compute_dtype=DTYPES[precision], kept=kept)
         assert units == ["blocks.0", "blocks.1", ""]
         assert is_sharded(model)
         held = sum(local_part(p).numel() for p in model.parameters())
