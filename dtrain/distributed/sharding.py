@@ -147,7 +147,10 @@ def shard_model(
     for name in sorted({*units, *own}, key=lambda name: name.count(".") + bool(name), reverse=True):
         within = any(name == keep or name.startswith(f"{keep}.") for keep in kept)
         policy = exact if within else low
-        fully_shard(modules[name], mesh=mesh, mp_policy=policy, offload_policy=offload)
+        unit: Any = fully_shard(modules[name], mesh=mesh, mp_policy=policy, offload_policy=offload)
+        if world.device.type == "cpu":
+            # Sums that are divided afterwards: gloo's own average is a sum in some versions of torch (pytorch/pytorch#162338).
+            unit.set_force_sum_reduction_for_comms(True)
     return units
 
 

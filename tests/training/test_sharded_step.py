@@ -183,6 +183,7 @@ def test_gradients_may_be_reduced_in_each_micro_batch_and_gathered_in_the_comput
         assert low.losses == pytest.approx(ddp.losses, rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_origin_of_skips_is_named_with_gradients_of_gathered_parameters() -> None:
     def spoilt(model: nn.Module, batch: Batch) -> Output:
         output = squared_error(model, batch)
