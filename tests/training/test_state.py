@@ -17,7 +17,8 @@ from dtrain.config.errors import ConfigError
 from dtrain.config.schema import Config
 from dtrain.data import Batch, ShardLoader
 from dtrain.precision.loss_scale import LossScale
-from dtrain.training.checkpoints import Checkpoint, Checkpoints, contiguous
+from dtrain.training.checkpoint_tensors import contiguous
+from dtrain.training.checkpoints import Checkpoint, Checkpoints
 from dtrain.training.state import (
     RunTotals,
     TrainState,
