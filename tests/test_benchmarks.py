@@ -301,13 +301,6 @@ def test_low_precision_curves(tmp_path: Path) -> None:
     assert picture.exists()
 
 
-@pytest.mark.slow
-def test_low_precision_checkerboard(tmp_path: Path) -> None:
-    small = ("data.train.size=16", "model.width=16", "train.log_every=1")
-    found = quick("low_precision", tmp_path, "checkerboard", *small, rows=("fp32", "bf16", "fp16"))
-    assert set(found["rows"]) == {"fp32", "bf16", "fp16"}
-
-
 def test_a_mean_is_within_the_spread_between_the_smallest_and_largest_fp32_result() -> None:
     results = {"bf16": [0.80, 0.86], "fp32": [0.8, 0.9, 0.85], "fp16": [0.92, 0.89]}
     _, *lines = str(low_precision.make_seeds_table("digits", "eval/accuracy", results)).splitlines()
