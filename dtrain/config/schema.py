@@ -22,8 +22,12 @@ class WarmStartConfig:
     """Weights of another model as the initial weights of a new run. All names must match, except those in `skip`."""
 
     path: str | None = None  # a run directory, a checkpoint folder, or a .safetensors file
-    rename: dict[str, str] = field(default_factory=dict)  # prefixes of names: there -> here; the first match counts
+    # prefixes of names: there -> here; the first match counts; each * is one part of a name, such as a number
+    rename: dict[str, str] = field(default_factory=dict)
     skip: list[str] = field(default_factory=list)  # patterns (fnmatch) of names that are left out, after renaming
+    transpose: list[str] = field(
+        default_factory=list
+    )  # patterns of names of matrices stored transposed, after renaming
 
 
 @dataclass
@@ -147,8 +151,20 @@ class PrecisionConfig:
 
 @dataclass
 class ParallelConfig:
-    """DistributedDataParallel (DDP) and its process group."""
+    """How the ranks share the model: DistributedDataParallel (DDP), or sharded by torch's ``fully_shard`` (FSDP2)."""
 
+    # none: every rank holds the model (DDP) | full: each rank holds a part of it | hybrid: each group of shard_size ranks holds
+    # it, and the groups hold the same
+    shard: str = "none"
+    # sharded: patterns of modules whose parameters are gathered together, such as [blocks.*]; null: the repeated blocks
+    shard_modules: list[str] | None = None
+    shard_size: int | None = None  # hybrid: ranks that hold one copy of the model together; null: those of a machine
+    # sharded: dtype in which parameters are gathered: fp32: as with DDP | compute: half the bytes in bf16 and fp16, but all
+    # parameters are rounded to it, those of normalisation layers too
+    gather_dtype: str = "fp32"
+    # sharded: when gradients are reduced: window: after the last micro-batch | micro_batch: after each, which needs less memory
+    reduce_after: str = "window"
+    offload: bool = False  # sharded: parameters, gradients and optimizer state in host memory; GPUs only, slow
     timeout_start: float = 600.0  # seconds without progress before the first step is done that count as a hang
     timeout_step: float = 300.0  # the same after the first step
     bucket_cap_mb: int = 25  # DDP: size of the buckets in which gradients are reduced

@@ -50,6 +50,7 @@ class SkipDiagnosis:
         self._handles: list[RemovableHandle] = []
         self._seen: list[_MicroBatch] = []  # those of the last two accumulation windows
         self._current: _MicroBatch | None = None
+        self._gathered: set[int] = set()  # ids of the gathered parameters that have a hook
 
     @property
     def armed(self) -> bool:
@@ -127,14 +128,24 @@ class SkipDiagnosis:
         for name, module in hookable(self._model):
             record = partial(self._record_module, f"{plain_name(name) or 'the model'} ({type(module).__name__})")
             self._handles.append(module.register_forward_hook(record, with_kwargs=True))
+            if any(_is_part(parameter) for parameter in module._parameters.values()):
+                self._handles.append(module.register_forward_pre_hook(partial(self._watch_gathered, plain_name(name))))
         for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad and not _is_part(parameter):
                 self._handles.append(parameter.register_hook(partial(self._record_gradient, plain_name(name))))
 
     def _disarm(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._seen = [], []
+        self._handles, self._seen, self._gathered = [], [], set()
+
+    def _watch_gathered(self, name: str, module: nn.Module, args: Any) -> None:
+        """Of a sharded model: registers the hooks of a module's parameters, which are gathered for its forward only."""
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter.requires_grad and id(parameter) not in self._gathered:
+                self._gathered.add(id(parameter))
+                record = partial(self._record_gradient, f"{name}.{key}" if name else key)
+                self._handles.append(parameter.register_hook(record))
 
     def _record_module(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._current is not None:
@@ -182,6 +193,11 @@ class _MicroBatch:
             f"step {self.step}, micro-batch {self.number}: first not finite: {', then '.join(parts)}; "
             f"in {len(keys)} of {sum(valid)} samples: {first_names(keys, _NAMED_SAMPLES)}"
         )
+
+
+def _is_part(parameter: Tensor | None) -> bool:
+    """Whether it is this rank's part of a parameter (a DTensor), which is not in the graph of the backward."""
+    return hasattr(parameter, "device_mesh")
 
 
 @torch.no_grad()

@@ -28,6 +28,7 @@ from dtrain.data.sample_log import BadSampleBudget, SampleLog
 from dtrain.distributed.collectives import wait_for_all
 from dtrain.distributed.hang import Place
 from dtrain.distributed.process_group import set_timeout
+from dtrain.distributed.sharding import is_sharded
 from dtrain.distributed.stop import StopRequests
 from dtrain.precision.autocast_check import AutocastCheck
 from dtrain.tracking.console import evaluation_text
@@ -35,7 +36,7 @@ from dtrain.training.checkpoint_manager import CheckpointManager
 from dtrain.training.checks import check_mean_loss
 from dtrain.training.evaluation import evaluate_run
 from dtrain.training.hooks import Hooks
-from dtrain.training.memory import out_of_memory_explained
+from dtrain.training.memory import out_of_memory_explained, state_bytes
 from dtrain.training.metrics import StepMetrics, Timing
 from dtrain.training.profiler import DATA, StepProfiler, profiler_label
 from dtrain.training.run_logger import RunLogger
@@ -93,7 +94,9 @@ class Loop:
         stop.save_takes(lambda: self._checkpoints.seconds)
         self._metrics = StepMetrics(run, run_logger.warn, run_logger.recovered)
         self._sample_log = SampleLog(run.run_dir / "logs", run.world.rank, run.cfg.data.record_keys)
-        self._profiler = StepProfiler.of(run.cfg.profile, run.step.step, run.run_dir, run.world, run_logger.note)
+        self._profiler = StepProfiler.of(
+            run.cfg.profile, run.step.step, run.run_dir, run.world, run_logger.note, run.traffic()
+        )
         self._to_device = DeviceCopies(run.world.device)
         self._window = _Window()
         data, totals = run.cfg.data, run.totals
@@ -358,6 +361,8 @@ class Loop:
             rows=run.train_loader.rows_per_micro_batch,
             share=-(-run.cfg.train.global_batch_size // run.world.size),
             device=run.world.device,
+            ranks=run.world.size,
+            state=None if is_sharded(run.model) else lambda: state_bytes(run.optimizer, run.model),
         )
 
 

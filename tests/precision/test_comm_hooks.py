@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dtrain.config.errors import ConfigError
 from dtrain.config.schema import ParallelConfig
 from dtrain.precision import CrossRankGradScaler
-from dtrain.precision.comm_hooks import REDUCE_DTYPES, HookGuard, bytes_per_step, reduce_in
+from dtrain.precision.comm_hooks import REDUCE_DTYPES, HookGuard, reduce_in
 from dtrain.training.build import wrap
 from tests.ranks import RanksFailed, run_ranks
 from tests.refusals import Refusal
@@ -52,29 +52,6 @@ def reduced_mean(per_rank: list[list[float]], reduce_dtype: str, *dtypes: torch.
         return model.gradients()
 
     return run_ranks(len(per_rank), rank)
-
-
-def test_bytes_of_a_step_are_those_of_the_buckets_in_the_reduce_dtype_and_of_the_buffers() -> None:
-    def rank(number: int) -> list[int]:
-        model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2).bfloat16())
-        model[0].bias.requires_grad_(False)
-        ddp = DistributedDataParallel(model)
-        numbers = {torch.float32: 0, torch.bfloat16: 0}
-
-        def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP would compare annotations, which are strings here
-            numbers[bucket.buffer().dtype] += bucket.buffer().numel()
-            return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
-
-        ddp.register_comm_hook(None, hook)
-        model[1].register_forward_hook(lambda module, inputs, output: output.bfloat16())
-        ddp(torch.ones(4, 3)).sum().backward()
-        buffers = 5 * 4 + 5 * 4 + 8
-        half = 2 * sum(numbers.values()) + buffers
-        exact = 4 * sum(numbers.values()) + buffers  # never below fp32
-        assert [bytes_per_step(ddp, REDUCE_DTYPES[name]) for name in ("fp32", "bf16", "fp16")] == [exact, half, half]
-        return list(numbers.values())
-
-    assert run_ranks(2, rank) == [[3 * 5 + 5 + 5, 5 * 2 + 2]] * 2
 
 
 @pytest.mark.parametrize("reduce_dtype", REDUCE_DTYPES)
@@ -346,22 +323,25 @@ def test_what_is_no_hook_is_refused_with_the_node(node: dict[str, Any], message:
     assert message in run_ranks(2, rank)[0]
 
 
+SHORT = ("train.max_steps=46", "model.width=16")
+
+
+@pytest.fixture(scope="module")
+def fp32_losses(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    run_dir = tmp_path_factory.mktemp("reduced") / "fp32"
+    train_on(2, run_dir, *SHORT)
+    return metrics(run_dir)
+
+
 @pytest.mark.slow
-@pytest.mark.usefixtures("digits")
 @pytest.mark.parametrize(("reduced", "close"), [("bf16", 2e-2), ("fp16", 5e-3), ("PowerSGD", None)])
 def test_a_run_learns_with_any_reduce_dtype_and_with_powersgd(
-    tmp_path: Path, reduced: str, close: float | None
+    tmp_path: Path, fp32_losses: list[float], reduced: str, close: float | None
 ) -> None:
-    short = ("train.max_steps=46", "data.num_workers=1", "model.width=16")
     hook = str(POWER_SGD).replace("'", "").replace("None", "null")
-    train_on(2, tmp_path / "fp32", *short)
-    train_on(
-        2,
-        tmp_path / reduced,
-        *short,
-        f"parallel.comm_hook={hook}" if reduced == "PowerSGD" else f"parallel.reduce_dtype={reduced}",
-    )
-    expected, losses = metrics(tmp_path / "fp32"), metrics(tmp_path / reduced)
+    how = f"parallel.comm_hook={hook}" if reduced == "PowerSGD" else f"parallel.reduce_dtype={reduced}"
+    train_on(2, tmp_path, *SHORT, how)
+    expected, losses = fp32_losses, metrics(tmp_path)
     assert losses[0] == expected[0]
     assert losses[3:] != expected[3:]
     if close is not None:

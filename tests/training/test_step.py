@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from tests.toys import (
     CPU,
     Net,
     NetWithBatchNorm,
+    averages,
     micro_batches,
     run_steps,
     samples,
@@ -237,7 +239,9 @@ def guarded(
     # What a recycled allocation holds must not matter: torch's fused SGD begins with uninitialised momentum.
     with DirtyMemory():
         outcomes = run_steps(step, windows)
-    return everything(model, ours, ema.averaged()), outcomes, float(scale.scale)
+    average = copy.deepcopy(model)
+    average.load_state_dict(averages(ema))
+    return everything(model, ours, average), outcomes, float(scale.scale)
 
 
 class DirtyMemory(TorchDispatchMode):
@@ -250,9 +254,17 @@ class DirtyMemory(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("overflows", [{0}, {1}, {3}, {0, 1}, {2, 4}], ids=str)
+# Every place of a skipped step for an optimizer of each kind of state, and the first and the last step for all of them.
+@pytest.mark.parametrize(
+    ("optimizer", "overflows"),
+    [
+        (name, steps)
+        for name in OPTIMIZERS
+        for steps in ([{0}, {1}, {3}, {0, 1}, {2, 4}] if name in ("SGD+momentum", "AdamW") else [{0}, {2, 4}])
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_skipped_step_leaves_no_trace(optimizer: str, implementation: str, overflows: set[int]) -> None:
     for clip_norm in (None, 0.1):
         want = with_skips(optimizer, overflows, clip_norm)
