@@ -100,7 +100,10 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("name", "stored_as", "dtype", "error"),
-    [("bf16", "pt2", torch.bfloat16, 0.1), ("fp16", "onnx", torch.float16, 0.01)],
+    [
+        pytest.param("bf16", "pt2", torch.bfloat16, 0.1, marks=pytest.mark.slow),
+        ("fp16", "onnx", torch.float16, 0.01),
+    ],
 )
 def test_half_precision_halves_the_bytes_and_the_report_has_the_true_errors(
     run_export: Export,
