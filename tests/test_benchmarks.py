@@ -155,6 +155,12 @@ def test_resume_reads_only_the_samples_that_it_returns(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_documents_of_a_row_differ_from_separate_ones_by_rounding(tmp_path: Path) -> None:
+    rows = ("rows of 32, task.documents=none", "rows of 32, task.documents=mask", "with a cache", "without")
+    assert quick("language_model", tmp_path, rows=rows)["largest_difference"] < 1e-12
+
+
+@pytest.mark.slow
 def test_order_has_a_small_state(tmp_path: Path) -> None:
     state = quick("order", tmp_path, rows=("window", "full", "none", "state in a checkpoint, bytes"))["state"]
     assert state["data"]["num_shards"] == 10_000

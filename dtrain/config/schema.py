@@ -22,8 +22,12 @@ class WarmStartConfig:
     """Weights of another model as the initial weights of a new run. All names must match, except those in `skip`."""
 
     path: str | None = None  # a run directory, a checkpoint folder, or a .safetensors file
-    rename: dict[str, str] = field(default_factory=dict)  # prefixes of names: there -> here; the first match counts
+    # prefixes of names: there -> here; the first match counts; each * is one part of a name, such as a number
+    rename: dict[str, str] = field(default_factory=dict)
     skip: list[str] = field(default_factory=list)  # patterns (fnmatch) of names that are left out, after renaming
+    transpose: list[str] = field(
+        default_factory=list
+    )  # patterns of names of matrices stored transposed, after renaming
 
 
 @dataclass
@@ -166,7 +170,9 @@ class ParallelConfig:
     bucket_cap_mb: int = 25  # DDP: size of the buckets in which gradients are reduced
     find_unused_parameters: bool = False  # DDP: needed if a step does not use all parameters
     static_graph: bool = False  # DDP: every step uses the same parameters
-    gradient_as_bucket_view: bool = True  # DDP: gradients are views into the buckets, which saves a copy
+    # DDP: gradients are views of the buckets, which saves a copy of them; while a step accumulates several micro-batches only
+    # without train.deterministic, find_unused_parameters and static_graph
+    gradient_as_bucket_view: bool = True
     sync_batchnorm: bool = False  # BatchNorm statistics over all ranks; GPUs only
     reduce_dtype: str = "fp32"  # of the all-reduce of gradients: fp32 | bf16 | fp16, which limits the loss scale
     comm_hook: Any = None  # instead: _target_ of a DDP communication hook, hook(state, bucket), and its state
