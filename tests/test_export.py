@@ -83,10 +83,11 @@ def alter(run_dir: Path, **changes: Callable[[Tensor], Tensor]) -> None:
     """Replaces the latest checkpoint by one with other averaged weights; ``__`` in a name stands for a dot."""
     checkpoints = Checkpoints(run_dir / "checkpoints", keep_last=9)
     old = checkpoints.load(15)
+    tensors = {group: {name: stored[...] for name, stored in found.items()} for group, found in old.tensors.items()}
     for name, change in changes.items():
         key = name.replace("__", ".")
-        old.tensors["ema"][key] = change(old.tensors["ema"][key])
-    checkpoints.save(15, Checkpoint(old.tensors, old.state))
+        tensors["ema"][key] = change(tensors["ema"][key])
+    checkpoints.save(15, Checkpoint(tensors, old.state))
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
