@@ -25,7 +25,8 @@ from dtrain.packing.arrays import pack_arrays
 from dtrain.packing.images import pack_images
 from dtrain.packing.indexing import index_shards
 from dtrain.packing.resizing import QUALITY
-from dtrain.packing.text import VAL_BY, pack_text
+from dtrain.packing.documents import VAL_BY
+from dtrain.packing.text import pack_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -144,9 +145,10 @@ def _add_text(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "text",
         help="text files, as rows of tokens",
-        description="Encodes UTF-8 files, one document each, joins them with the end-of-text token and cuts the tokens into "
-        "rows of N + 1: N inputs and N targets. The first token of a row is the last token of the row before, so every "
-        "token is a target once. DST/dataset.json holds the tokenizer and the vocabulary size.",
+        description="Encodes UTF-8 files, one document each (in .jsonl files: one in each line), joins them with the "
+        "end-of-text token and cuts the tokens into rows of N + 1: N inputs and N targets. The first token of a row is the last "
+        "token of the row before, so every token is a target once. DST/dataset.json describes the rows, DST/vocabulary.json "
+        "the tokenizer.",
         epilog="example: python -m dtrain.pack text 'books/**/*.txt' shards/ --tokenizer tiktoken:gpt2 --length 1024 "
         "--val 0.05",
     )
@@ -156,21 +158,29 @@ def _add_text(commands: _Commands[argparse.ArgumentParser]) -> None:
         "--tokenizer",
         default="bytes",
         metavar="SPEC",
-        help="bytes (default; 257 tokens), tiktoken:NAME or tokenizers:FILE (a tokenizer.json)",
+        help="bytes (default; 257 tokens), characters (those of the text), tiktoken:NAME, tokenizers:FILE (a tokenizer.json), "
+        "or vocabulary:FOLDER (that of other shards)",
     )
     parser.add_argument(
         "--length", type=int, required=True, metavar="N", help="number of inputs and of targets in a row"
     )
     parser.add_argument(
-        "--end-of-text", metavar="TOKEN", help="the end-of-text token of a tokenizer.json, if it has an unusual name"
+        "--end-of-text",
+        metavar="TOKEN",
+        help="the end-of-text token of a tokenizer.json, if it has an unusual name; with characters: add one, for several "
+        "documents",
+    )
+    parser.add_argument(
+        "--json-key", default="text", metavar="KEY", help="key of the text in a line of a .jsonl file (default: text)"
     )
     parser.add_argument(
         "--val-by",
         choices=VAL_BY,
-        help="splits get whole documents, or the end of each document (default: whole documents, if there are enough)",
+        help="splits get whole files; the end of each file, from a line on (tail); or exactly their share of its bytes "
+        "(character) (default: whole files, if there are enough, else tail)",
     )
     _add_sizes(parser, "64 megabytes")
-    _add_splits(parser)
+    _add_splits(parser, files=True)
     _add_bad(parser, "files that are not UTF-8")
 
 
@@ -204,18 +214,20 @@ def _add_sizes(parser: argparse.ArgumentParser, default: str) -> None:
     )
 
 
-def _add_splits(parser: argparse.ArgumentParser) -> None:
+def _add_splits(parser: argparse.ArgumentParser, files: bool = False) -> None:
     parser.add_argument(
         "--prefix", default="train", help="name of the split that gets all other samples (default: train)"
     )
     parser.add_argument("--val", type=float, metavar="SHARE", help="the same as --split val=SHARE")
     parser.add_argument(
         "--split",
-        type=_share,
+        type=_share_or_files if files else _share,
         action="append",
         default=[],
         metavar="NAME=SHARE",
-        help="another split with its fraction of the samples, such as test=0.1; may be repeated",
+        help="another split with its fraction of the samples, such as test=0.1"
+        + (", or with its files, such as 'test=books/test/*.txt'" if files else "")
+        + "; may be repeated",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of order and splits (default: 0)")
 
@@ -246,6 +258,13 @@ def _share(text: str) -> tuple[str, float]:
         return name, float(share)
     except ValueError:
         raise argparse.ArgumentTypeError(f"got {text!r}, want a name and a fraction, such as val=0.1") from None
+
+
+def _share_or_files(text: str) -> tuple[str, float | str]:
+    try:
+        return _share(text)
+    except argparse.ArgumentTypeError:
+        return _named(text)
 
 
 def _digits(destination: str | None) -> None:

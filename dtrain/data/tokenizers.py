@@ -1,33 +1,48 @@
-"""Tokenizers: bytes, which need no package, and the vocabularies of tiktoken and of Hugging Face's tokenizers."""
+"""Tokenizers: bytes and characters, which need no package, and the vocabularies of tiktoken and of Hugging Face's tokenizers.
+
+* The *vocabulary file*, ``vocabulary.json`` beside the shards of a text, describes a tokenizer completely, so that prompts are
+  encoded and tokens decoded without the file that the tokenizer was made from.
+* *Special tokens*, such as the end of text, are not part of any text: ``encode`` reads their names as plain text, and
+  ``decode`` leaves them out.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dtrain.distributed.atomic import replace_file
+
+#: Name of the vocabulary file.
+VOCABULARY = "vocabulary.json"
 # Usual names of the end-of-text token, in order of priority.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+# What shards of versions before the vocabulary file have beside them.
+_DATASET = "dataset.json"
 
 
 class Tokenizer:
-    """A tokenizer; pickled as its specification, without the vocabulary.
+    """A tokenizer; pickled as its specification, without the vocabulary, except for characters.
 
     Args:
-        spec: ``bytes``, ``tiktoken:NAME`` or ``tokenizers:FILE``.
+        spec: ``bytes``, ``tiktoken:NAME``, ``tokenizers:FILE`` (a tokenizer.json), or ``vocabulary:PATH`` (a vocabulary file,
+            or the folder that contains it). Characters of a text: ``of_characters``.
         end_token: Name of the end-of-text token, for a ``tokenizers:FILE`` that has none of the usual names.
 
     Attributes:
         vocab_size: Size of the vocabulary; every token is below it.
-        end_of_text: The token that follows each document.
-        identity: The specification; for a file, a hash of its content instead of its path.
+        end_of_text: The token that follows each document; None: the vocabulary has none.
+        identity: The specification; for characters and files, a hash of the vocabulary.
 
     Raises:
-        ValueError: If the specification is invalid, or the vocabulary has no end-of-text token.
+        ValueError: If the specification is invalid, or a ``tokenizers:FILE`` has no end-of-text token.
         ModuleNotFoundError: If the package of the tokenizer is missing; names the pip command.
         OSError: If the vocabulary cannot be read.
     """
@@ -35,21 +50,79 @@ class Tokenizer:
     def __init__(self, spec: str, end_token: str | None = None) -> None:
         self._spec = spec
         self._kind, _, self._name = spec.partition(":")
+        self._characters = ""
+        stored: Mapping[str, Any] = {}
+        if self._kind == "vocabulary" and self._name:
+            file, stored = _read_vocabulary(Path(self._name))
+            self._kind, _, self._name = stored["tokenizer"].partition(":")
+            if self._kind == "tokenizers":
+                self._name = str(file)
         self.vocab_size: int
-        self.end_of_text: int
+        self.end_of_text: int | None
         self.identity: str
-        if spec == "bytes":
-            self.vocab_size, self.end_of_text, self.identity = 257, 256, spec
+        if self._kind == "bytes" and not self._name:
+            self.vocab_size, self.end_of_text, self.identity = 257, 256, "bytes"
+        elif self._kind == "characters" and stored.get("characters"):
+            self._set_characters(stored["characters"], stored.get("end_of_text") is not None)
         elif self._kind == "tiktoken" and self._name:
             encoding = _tiktoken(self._name)
-            self.vocab_size, self.end_of_text, self.identity = encoding.n_vocab, encoding.eot_token, spec
+            self.vocab_size, self.end_of_text = encoding.n_vocab, encoding.eot_token
+            self.identity = f"tiktoken:{self._name}"
         elif self._kind == "tokenizers" and self._name:
             vocabulary = _from_file(self._name).get_vocab(with_added_tokens=True)
             self.vocab_size = max(vocabulary.values()) + 1
-            self.end_of_text = self._find_end(vocabulary, [end_token] if end_token else _END_OF_TEXT)
-            self.identity = f"tokenizers:{hashlib.sha256(Path(self._name).read_bytes()).hexdigest()[:16]}"
+            names = [end_token] if end_token else _END_OF_TEXT
+            self.end_of_text = stored["end_of_text"] if stored else self._find_end(vocabulary, names)
+            self.identity = f"tokenizers:{_hash(_content(self._name))}"
         else:
-            raise ValueError(f"tokenizer {spec!r}: want bytes, tiktoken:NAME (such as gpt2) or tokenizers:FILE.")
+            raise ValueError(
+                f"tokenizer {spec!r}: want bytes, tiktoken:NAME (such as gpt2), tokenizers:FILE (a tokenizer.json) or "
+                "vocabulary:PATH (the folder of the shards of a text)."
+            )
+
+    @classmethod
+    def of_characters(cls, characters: Iterable[str], end_of_text: bool = False) -> Tokenizer:
+        """One token for each character, in the order of code points, and one for the end of text if wanted.
+
+        Raises:
+            ValueError: If there is no character.
+        """
+        distinct = "".join(sorted(set(characters)))
+        if not distinct:
+            raise ValueError("tokenizer characters: the text is empty. Pack a text with characters.")
+        tokenizer = cls.__new__(cls)
+        tokenizer._spec, tokenizer._kind, tokenizer._name = "characters", "characters", ""
+        tokenizer._set_characters(distinct, end_of_text)
+        return tokenizer
+
+    @classmethod
+    def load(cls, path: Path | str) -> Tokenizer:
+        """The tokenizer of a vocabulary file, or of the folder that contains it.
+
+        Raises:
+            ValueError: If the file does not describe a tokenizer.
+            ModuleNotFoundError: If the package of the tokenizer is missing.
+            OSError: If there is no such file.
+        """
+        return cls(f"vocabulary:{path}")
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The content of the vocabulary file."""
+        named = self._kind if self._kind == "tokenizers" else f"{self._kind}:{self._name}".rstrip(":")
+        described = {"tokenizer": named, "vocab_size": self.vocab_size, "end_of_text": self.end_of_text}
+        if self._kind == "characters":
+            described["characters"] = self._characters
+        if self._kind == "tokenizers":
+            described["content"] = _content(self._name)
+        return described
+
+    def save(self, folder: Path | str) -> Path:
+        """Writes the vocabulary file into a folder; returns its path."""
+        path = Path(folder) / VOCABULARY
+        with replace_file(path) as file:
+            file.write(json.dumps(self.description, indent=1).encode() + b"\n")
+        return path
 
     @property
     def dtype(self) -> str:
@@ -57,15 +130,58 @@ class Tokenizer:
         return "uint16" if self.vocab_size <= 1 << 16 else "uint32"
 
     def encode(self, text: str) -> np.ndarray:
-        """The tokens of a text, shape ``[tokens]``; names of special tokens in it are encoded as plain text."""
+        """The tokens of a text, shape ``[tokens]``; names of special tokens in it are encoded as plain text.
+
+        Raises:
+            ValueError: If a character is not in a vocabulary of characters; names it.
+        """
         tokens: Sequence[int] | np.ndarray
         if self._kind == "bytes":
             tokens = np.frombuffer(text.encode(), np.uint8)
+        elif self._kind == "characters":
+            tokens = self._encode_characters(text)
         elif self._kind == "tiktoken":
             tokens = _tiktoken(self._name).encode_ordinary(text)
         else:
             tokens = _from_file(self._name).encode(text, add_special_tokens=False).ids
         return np.asarray(tokens, self.dtype)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens, without special tokens and numbers outside the vocabulary.
+
+        Bytes that are not UTF-8, such as the first half of a character, become U+FFFD.
+        """
+        known = [int(token) for token in tokens if 0 <= token < self.vocab_size]
+        if self._kind == "bytes":
+            return bytes(token for token in known if token < 256).decode(errors="replace")
+        if self._kind == "characters":
+            return "".join(self._characters[token] for token in known if token < len(self._characters))
+        if self._kind == "tokenizers":
+            return str(_from_file(self._name).decode(known, skip_special_tokens=True))
+        encoding, parts = _tiktoken(self._name), []
+        for token in known:
+            if not encoding.is_special_token(token):
+                with suppress(KeyError):  # some vocabularies have unused numbers
+                    parts.append(encoding.decode_single_token_bytes(token))
+        return b"".join(parts).decode(errors="replace")
+
+    def _set_characters(self, characters: str, end_of_text: bool) -> None:
+        self._characters = characters
+        self.end_of_text = len(characters) if end_of_text else None
+        self.vocab_size = len(characters) + end_of_text
+        self.identity = f"characters:{_hash(characters)}"
+
+    def _encode_characters(self, text: str) -> np.ndarray:
+        known, points = _code_points(self._characters), _code_points(text)
+        tokens = np.searchsorted(known, points)
+        unknown = known[np.minimum(tokens, len(known) - 1)] != points
+        if unknown.any():
+            character = text[int(unknown.argmax())]
+            raise ValueError(
+                f"character {character!r} (U+{ord(character):04X}) is not in the vocabulary of {len(known)} characters. "
+                "Remove it, or pack this text together with the training text, whose characters are the vocabulary."
+            )
+        return tokens
 
     def _find_end(self, vocabulary: Mapping[str, int], names: Sequence[str]) -> int:
         known = [name for name in names if name in vocabulary]
@@ -81,6 +197,36 @@ class Tokenizer:
 tokenizer_of = functools.cache(Tokenizer)
 
 
+def _read_vocabulary(path: Path) -> tuple[Path, dict[str, Any]]:
+    """The vocabulary file of a path, and its content."""
+    if path.is_dir():
+        names = [name for name in (VOCABULARY, _DATASET) if (path / name).exists()]
+        path /= names[0] if names else VOCABULARY
+    try:
+        stored = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{path} does not exist. Name the folder of shards that `python -m dtrain.pack text` wrote, or its {VOCABULARY}."
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}). Pack the text again, which writes it.") from error
+    if not isinstance(stored, dict) or not isinstance(stored.get("tokenizer"), str):
+        raise ValueError(f"{path} does not describe a tokenizer. Pack the text again, which writes it.")
+    if stored["tokenizer"].partition(":")[0] == "tokenizers" and not isinstance(stored.get("content"), str):
+        raise ValueError(
+            f"{path} names a tokenizer without its vocabulary. Pack the text again, which writes {VOCABULARY}."
+        )
+    return path, stored
+
+
+def _code_points(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le"), "<u4")
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 # Cached, because a worker encodes many pieces, and loading a vocabulary takes seconds.
 @functools.cache
 def _tiktoken(name: str) -> Any:
@@ -90,6 +236,9 @@ def _tiktoken(name: str) -> Any:
         raise _missing("tiktoken", error) from error
     try:
         return tiktoken.get_encoding(name)
+    except ValueError as error:
+        known = ", ".join(tiktoken.list_encoding_names())
+        raise ValueError(f"tokenizer tiktoken:{name}: there is no such vocabulary. Known: {known}.") from error
     except OSError as error:
         raise OSError(
             f"tokenizer tiktoken:{name}: the vocabulary is not on this machine and cannot be downloaded ({error}). Set "
@@ -103,11 +252,24 @@ def _from_file(name: str) -> Any:
         import tokenizers
     except ModuleNotFoundError as error:
         raise _missing("tokenizers", error) from error
-    content = Path(name).read_text("utf-8")
+    content = _content(name)
     try:
-        return tokenizers.Tokenizer.from_str(content)
+        tokenizer = tokenizers.Tokenizer.from_str(content)
     except Exception as error:  # the Rust library raises plain Exception
         raise ValueError(f"tokenizer tokenizers:{name}: not a tokenizer.json: {error}.") from error
+    tokenizer.encode_special_tokens = True  # their names are plain text, as with encode_ordinary
+    return tokenizer
+
+
+@functools.cache
+def _content(name: str) -> str:
+    """The tokenizer.json at a path, or inside a vocabulary file."""
+    text = Path(name).read_text("utf-8")
+    with suppress(ValueError):
+        stored = json.loads(text)
+        if isinstance(stored, dict) and stored.get("tokenizer") == "tokenizers":
+            return str(stored["content"])
+    return text
 
 
 def _missing(package: str, error: ModuleNotFoundError) -> ModuleNotFoundError:

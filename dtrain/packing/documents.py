@@ -1,0 +1,327 @@
+"""The documents of ``pack text``: found in files, assigned to splits, and read in pieces.
+
+* A *document* is the text of one UTF-8 file; or, in a file ``.jsonl``, a text in each line.
+* A *piece* is a part of a file of a few megabytes, which one process reads at a time: it ends with a line. So memory does not
+  grow with the size of a file.
+* A *split* gets whole files (``document``), or the end of every file: from a line on (``tail``), or from a character on
+  (``character``). Files that ``--split NAME=FILES`` names belong to that split as a whole.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dtrain.packing.command import assign_to_splits
+from dtrain.packing.staging import OnBadFile
+
+#: Values of ``--val-by``.
+VAL_BY = ("document", "tail", "character")
+_JSON_LINES = (".jsonl", ".ndjson")
+_PIECE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TextFile:
+    """A file with text.
+
+    Attributes:
+        path: Where it is.
+        name: Its path below the source folder.
+        size: Bytes of the file.
+        json_key: Key of the text in each line; None: the file is one document.
+        documents: Number of documents that are not empty.
+        empty: Number of empty documents.
+        text_bytes: Bytes of the documents, in UTF-8.
+    """
+
+    path: str
+    name: str
+    size: int
+    json_key: str | None = None
+    documents: int = 0
+    empty: int = 0
+    text_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes ``start`` to ``stop`` of a file.
+
+    Attributes:
+        path: The file.
+        start: First byte.
+        stop: The byte after the last one.
+        ends: Whether a document ends where the piece does.
+        json_key: Key of the text in each line; None: the file is one document.
+    """
+
+    path: str
+    start: int
+    stop: int
+    ends: bool
+    json_key: str | None = None
+
+    def texts(self) -> Iterator[tuple[str, bool]]:
+        """The text of each document in the piece that is not empty, and whether the document ends with it.
+
+        A byte order mark is left out.
+
+        Raises:
+            ValueError: If the file has changed since it was checked, and is no text any more.
+        """
+        if self.json_key is None:
+            yield _bytes(self).decode("utf-8-sig" if self.start == 0 else "utf-8"), self.ends
+            return
+        for line in _bytes(self).splitlines():
+            text = _text_of(line, self.json_key)
+            if text:
+                yield text, True
+
+
+def find_files(
+    sources: Sequence[str], json_key: str, on_bad_file: OnBadFile, excluded: Collection[str] = ()
+) -> tuple[list[TextFile], str]:
+    """Lists the files of files, globs and folders, without hidden files.
+
+    Every file is read once to check its content, so that hours of encoding do not fail at a byte that is not UTF-8.
+
+    Args:
+        sources: Paths and globs.
+        json_key: Key of the text in each line of a ``.jsonl`` file.
+        on_bad_file: Called for every file that is no text.
+        excluded: Real paths of files to leave out.
+
+    Returns:
+        The files in the order of the sources, sorted by name within a source, and a hash of names, sizes and
+        modification times.
+
+    Raises:
+        FileNotFoundError: If a source has no files.
+        ValueError: If a file is listed twice, or all documents are empty.
+    """
+    files: list[TextFile] = []
+    digest, seen = hashlib.sha256(), set[str]()
+    for source in sources:
+        found = list(_paths(source))
+        if not found:
+            raise FileNotFoundError(
+                f"{source}: no text file found. Give files, folders, or a glob in quotes: 'src/**/*.txt'."
+            )
+        for path, name in found:
+            real = os.path.realpath(path)
+            if real in seen:
+                raise ValueError(f"{path} is listed twice. Remove the repeated source or link.")
+            seen.add(real)
+            if real in excluded:
+                continue
+            status = os.stat(path)
+            key = json_key if path.endswith(_JSON_LINES) else None
+            try:
+                files.append(_checked(TextFile(path, name, status.st_size, key)))
+            except ValueError as error:
+                on_bad_file(Path(path), str(error))
+                continue
+            digest.update(os.fsencode(name) + b"\0%d %d\n" % (status.st_size, status.st_mtime_ns))
+    if not any(file.documents for file in files):
+        raise ValueError(f"{', '.join(sources)}: all documents are empty. Name files with text.")
+    return files, digest.hexdigest()[:16]
+
+
+def _paths(source: str) -> Iterator[tuple[str, str]]:
+    """Path and name of each file of a source, sorted."""
+    if os.path.isfile(source):
+        yield source, os.path.basename(source)
+    elif os.path.isdir(source):
+        # Links are followed, as in a glob; find_files refuses files that are reached twice, and so loops of links.
+        for root, folders, names in os.walk(source, followlinks=True):
+            folders[:] = sorted(folder for folder in folders if not folder.startswith("."))
+            for name in sorted(name for name in names if not name.startswith(".")):
+                path = os.path.join(root, name)
+                yield path, os.path.relpath(path, source)
+    else:
+        for path in sorted(glob.glob(source, recursive=True)):
+            if os.path.isfile(path):
+                yield path, path
+
+
+def _checked(file: TextFile) -> TextFile:
+    """The file with its counts; a ``ValueError`` says why it is no text."""
+    documents = empty = text_bytes = 0
+    for piece in _pieces(file, 0, file.size):
+        content = _bytes(piece)
+        try:
+            content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"not UTF-8: byte {piece.start + error.start:,} is 0x{content[error.start]:02x} ({error.reason})"
+            ) from error
+        if file.json_key is None:
+            text_bytes += len(content) - (3 if piece.start == 0 and content.startswith(b"\xef\xbb\xbf") else 0)
+            continue
+        for line in content.splitlines():
+            try:
+                text = _text_of(line, file.json_key)
+            except ValueError as error:
+                raise ValueError(f"{error} (near byte {piece.start + content.index(line):,})") from error
+            if text is not None:
+                documents, empty, text_bytes = (
+                    documents + bool(text),
+                    empty + (not text),
+                    text_bytes + len(text.encode()),
+                )
+    if file.json_key is None:
+        documents, empty = int(text_bytes > 0), int(text_bytes == 0)
+    return TextFile(file.path, file.name, file.size, file.json_key, documents, empty, text_bytes)
+
+
+def _text_of(line: bytes, key: str) -> str | None:
+    """The text in a line of a ``.jsonl`` file; None if the line is blank."""
+    if not line.strip():
+        return None
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"a line is not JSON ({error})") from error
+    if not isinstance(value, dict) or not isinstance(value.get(key), str):
+        has = f"has {', '.join(map(repr, value))}" if isinstance(value, dict) else f"is a {type(value).__name__}"
+        raise ValueError(f"a line has no text at the key {key!r}, it {has}: set --json-key")
+    text: str = value[key]
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"a line holds half of a surrogate pair, which is not Unicode text ({error.reason})"
+        ) from error
+    return text
+
+
+def characters_of(pieces: Iterable[Piece], on_progress: Callable[[int], None]) -> set[str]:
+    """All distinct characters; calls ``on_progress`` with the bytes read."""
+    found: set[str] = set()
+    for piece in pieces:
+        for text, _ in piece.texts():
+            found.update(text)
+        on_progress(piece.stop - piece.start)
+    return found
+
+
+# -- splits and pieces
+
+
+def choose_val_by(files: int, shares: Mapping[str, float]) -> str:
+    """``document`` if each split gets at least one of so many files, else ``tail``."""
+    numbers = assign_to_splits(np.arange(files), "", shares).values()
+    return VAL_BY[0] if all(map(len, numbers)) else VAL_BY[1]
+
+
+def split_into_pieces(
+    files: Sequence[TextFile], prefix: str, shares: Mapping[str, float], by: str, seed: int
+) -> dict[str, list[Piece]]:
+    """Assigns the text to splits and cuts it into pieces.
+
+    Args:
+        files: All files.
+        prefix: Name of the split that gets the text that the shares leave.
+        shares: Name to fraction of each other split.
+        by: One of ``VAL_BY``.
+        seed: Determines, together with the names of the files, which files a split gets.
+
+    Returns:
+        The pieces of each split.
+
+    Raises:
+        ValueError: If a split gets no text.
+    """
+    if by == VAL_BY[0]:
+        # Ordered by a hash of the name, so that most files stay in their split when files are added or removed.
+        rank = [hashlib.sha256(os.fsencode(f"{seed}/{file.name}")).digest() for file in files]
+        shuffled = np.array(sorted(range(len(files)), key=rank.__getitem__), dtype=np.int64)
+        result = {
+            name: pieces_of([files[number] for number in chosen.tolist()])
+            for name, chosen in assign_to_splits(shuffled, prefix, shares).items()
+        }
+    else:
+        result = _cut_tails(files, prefix, shares, exactly=by == VAL_BY[2])
+    empty = [name for name, pieces in result.items() if not pieces]
+    if empty:
+        raise ValueError(
+            f"the split {empty[0]!r} gets no text of {len(files)} files. Increase its share, or give each split the "
+            "end of each file: --val-by tail."
+        )
+    return result
+
+
+def pieces_of(files: Iterable[TextFile]) -> list[Piece]:
+    """The pieces of whole files."""
+    return [piece for file in files if file.documents for piece in _pieces(file, 0, file.size)]
+
+
+def _cut_tails(
+    files: Sequence[TextFile], prefix: str, shares: Mapping[str, float], exactly: bool
+) -> dict[str, list[Piece]]:
+    result: dict[str, list[Piece]] = {name: [] for name in (prefix, *shares)}
+    for file in files:
+        cut = _character_begin if exactly and file.json_key is None else _line_end
+        fraction = 1 - sum(shares.values())
+        start, end = 0, cut(file.path, int(fraction * file.size), file.size)
+        result[prefix] += _pieces(file, start, end)
+        for number, (name, share) in enumerate(shares.items(), 1):
+            fraction += share
+            start = end
+            end = file.size if number == len(shares) else cut(file.path, int(fraction * file.size), file.size)
+            result[name] += _pieces(file, start, end)
+    return result
+
+
+def _pieces(file: TextFile, start: int, stop: int) -> list[Piece]:
+    pieces = []
+    while start < stop:
+        end = _line_end(file.path, start + _PIECE_BYTES, stop, whole=file.json_key is not None)
+        pieces.append(Piece(file.path, start, end, end == stop, file.json_key))
+        start = end
+    return pieces
+
+
+def _line_end(path: str, offset: int, size: int, whole: bool = False) -> int:
+    """First offset at or after ``offset`` where a line begins or, in a line of megabytes, a character begins.
+
+    With ``whole``, no line is cut.
+    """
+    if offset >= size:
+        return size
+    with open(path, "rb") as file:
+        # One byte before it, so that a line that begins exactly there stays whole.
+        file.seek(max(offset - 1, 0))
+        end = file.tell()
+        while end < size:
+            line = file.readline(_PIECE_BYTES)
+            end += len(line)
+            if line.endswith(b"\n") or not whole:
+                break
+    return min(end, size) if line.endswith(b"\n") else _character_begin(path, end, size)
+
+
+def _character_begin(path: str, offset: int, size: int) -> int:
+    """First offset at or after ``offset`` where a character begins."""
+    with open(path, "rb") as file:
+        file.seek(offset)
+        while offset < size:
+            byte = file.read(1)
+            if not byte or byte[0] & 0xC0 != 0x80:
+                break
+            offset += 1
+    return min(offset, size)
+
+
+def _bytes(piece: Piece) -> bytes:
+    with open(piece.path, "rb") as file:
+        file.seek(piece.start)
+        return file.read(piece.stop - piece.start)
