@@ -40,6 +40,7 @@ _DISTRIBUTIONS = {
 MOVED_TARGETS = {
     "dtrain.data.color_jitter.ColorJitter": "dtrain.data.augment.ColorJitter",
     "dtrain.data.torchvision_transform.TorchvisionTransform": "dtrain.data.augment.TorchvisionTransform",
+    "dtrain.models.transformer.GPT": "dtrain.models.gpt.GPT",
 }
 _OF_HYDRA = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 

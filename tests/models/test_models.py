@@ -53,8 +53,11 @@ def test_outputs_have_the_documented_shape_and_all_parameters_a_gradient(
         (lambda: ResNet(50), 25_557_032),
         # Beyer et al. 2022: 22 million for S/16
         (lambda: ViT("small"), 21_974_632),
+        (lambda: GPT(50257, 768, 12, 12, 1024, positions="learned", mlp="gelu_tanh"), 124_439_808),
+        # nanoGPT's character model, which prints 10.65M: it leaves out the 256 * 384 of the positions
+        (lambda: GPT(65, 384, 6, 6, 256, positions="learned", bias=False), 10_646_784 + 98_304),
     ],
-    ids=["mlp", "resnet18", "resnet50", "vit small"],
+    ids=["mlp", "resnet18", "resnet50", "vit small", "gpt2", "nanogpt"],
 )
 def test_models_have_the_published_number_of_parameters(model: Any, size: int) -> None:
     with torch.device("meta"):
@@ -84,43 +87,6 @@ def test_a_polynomial_is_the_sum_of_its_powers() -> None:
     torch.testing.assert_close(model(x[:, None])[:, 0], 7 + 2 * x - x**2 + 0.5 * x**3)
 
 
-# -- the GPT
-
-
-def test_a_gpt_does_not_see_what_comes_later() -> None:
-    torch.manual_seed(0)
-    model = GPT(width=16, depth=2, heads=2)
-    tokens = torch.randint(257, (1, 12))
-    changed = tokens.clone()
-    changed[0, 8:] = 0
-    torch.testing.assert_close(model(tokens)[:, :8], model(changed)[:, :8])
-    assert not torch.equal(model(tokens)[:, 8:], model(changed)[:, 8:])
-
-
-def test_rotary_attention_depends_on_distances_only() -> None:
-    model = GPT(width=16, depth=1, heads=2, context=64)
-    rotary = model.blocks[0].attention.rotary
-    torch.manual_seed(0)
-    query, key = torch.randn(8).expand(64, 8), torch.randn(8).expand(64, 8)
-    scores = rotary(query) @ rotary(key).T
-    for distance in (0, 3, 40):
-        diagonal = scores.diagonal(-distance)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-4)
-
-
-def test_generated_tokens_follow_the_prompt_and_depend_on_the_seed_alone() -> None:
-    model = GPT(width=16, depth=1, heads=2, context=8)
-    prompt = torch.tensor([[1, 2, 3]])
-    state = torch.get_rng_state()
-    text = model.generate(prompt, 20)
-    assert text.shape == (1, 23)
-    assert torch.equal(text[:, :3], prompt)
-    assert torch.equal(text, model.generate(prompt, 20))
-    assert torch.equal(torch.get_rng_state(), state)
-    greedy = model.generate(prompt, 1, top_k=1)
-    assert greedy[0, -1] == model(prompt)[0, -1].argmax()
-
-
 @pytest.mark.parametrize(
     ("build", "names"),
     [
@@ -132,8 +98,6 @@ def test_generated_tokens_follow_the_prompt_and_depend_on_the_seed_alone() -> No
         (lambda: ResNet(18, stem="mnist"), ["stem 'mnist'", "imagenet, cifar"]),
         (lambda: ViT("huge"), ["ViT", "got size 'huge'", "tiny, small, base"]),
         (lambda: ViT([16, 1, 2], image_size=30, patch=8), ["30 pixels in patches of 8"]),
-        (lambda: GPT(width=15, heads=2), ["width 15 and 2 heads"]),
-        (lambda: GPT(width=8, depth=1, heads=2, context=4)(torch.zeros(1, 5, dtype=torch.long)), ["rows of 5 tokens"]),
     ],
 )
 def test_impossible_models_are_refused_with_their_numbers(build: Any, names: list[str]) -> None:

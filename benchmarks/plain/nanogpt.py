@@ -1,0 +1,86 @@
+"""nanoGPT's setting for a CPU (Karpathy 2022): characters of Shakespeare, in plain torch.
+
+    DTRAIN_TEXT=/data/text python -m benchmarks.plain.nanogpt [--steps 2000] [--order random] [--out FOLDER]
+"""
+
+import argparse
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+WIDTH, DEPTH, HEADS, CONTEXT, BATCH, HORIZON = 128, 4, 4, 64, 12, 2000
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(WIDTH, bias=False), nn.LayerNorm(WIDTH, bias=False)
+        qkv, out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.attention = nn.ModuleDict({"qkv": qkv, "out": out})
+        up, down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.mlp = nn.Sequential(up, nn.GELU(), down)
+        for linear, std in ((qkv, 0.02), (up, 0.02), (out, 0.02 / (2 * DEPTH) ** 0.5), (down, 0.02 / (2 * DEPTH) ** 0.5)):
+            nn.init.normal_(linear.weight, std=std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.attention["qkv"](self.attention_norm(x)).unflatten(-1, (3, HEADS, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.attention["out"](mixed)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.embedding, self.position_embedding = nn.Embedding(vocabulary, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        nn.init.normal_(self.position_embedding.weight, std=0.02)
+        self.blocks, self.norm = nn.Sequential(*(Block() for _ in range(DEPTH))), nn.LayerNorm(WIDTH, bias=False)
+
+    def loss(self, rows: Tensor) -> Tensor:
+        x = self.blocks(self.embedding(rows[:, :-1]) + self.position_embedding.weight)
+        return F.cross_entropy(F.linear(self.norm(x), self.embedding.weight).flatten(0, 1), rows[:, 1:].flatten())
+
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--steps", type=int, default=HORIZON)
+parser.add_argument("--seed", type=int, default=1337)
+parser.add_argument("--order", choices=["random", "stored"], default="random")
+parser.add_argument("--out", type=Path, help="folder for initial.safetensors and losses.json")
+options = parser.parse_args()
+text = Path(os.environ["DTRAIN_TEXT"], "tinyshakespeare.txt").read_text()
+characters = sorted(set(text))
+tokens = torch.tensor([characters.index(character) for character in text])
+train, val = (part.unfold(0, CONTEXT + 1, 1) for part in tokens.split([len(text) * 9 // 10, -(-len(text) // 10)]))
+torch.manual_seed(options.seed)
+model = GPT(len(characters))
+if options.out:
+    save_file(model.state_dict(), options.out / "initial.safetensors")
+matrices, vectors = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]
+groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99))
+losses, began = [], time.perf_counter()
+for step in range(options.steps):
+    at = torch.arange(BATCH) + BATCH * step  # rows in stored order
+    rows = train[at * CONTEXT] if options.order == "stored" else train[torch.randint(len(train), (BATCH,))]
+    cosine = 0.1 + 0.45 * (1 + math.cos(math.pi * (step - 100) / (HORIZON - 100)))
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-3 * ((step + 1) / 100 if step < 100 else cosine)
+    loss = model.loss(rows)
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    losses.append(loss.item())
+if options.out:
+    (options.out / "losses.json").write_text(json.dumps({"losses": losses, "seconds": time.perf_counter() - began}))
+with torch.no_grad():
+    print(f"validation loss {torch.stack([model.loss(rows[None]) for rows in val[::CONTEXT]]).mean().item():.4f}")
