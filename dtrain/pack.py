@@ -22,10 +22,10 @@ from rich.console import Console
 
 from dtrain.data import digits
 from dtrain.packing.arrays import pack_arrays
+from dtrain.packing.documents import VAL_BY
 from dtrain.packing.images import pack_images
 from dtrain.packing.indexing import index_shards
 from dtrain.packing.resizing import QUALITY
-from dtrain.packing.documents import VAL_BY
 from dtrain.packing.text import pack_text
 
 
@@ -146,9 +146,9 @@ def _add_text(commands: _Commands[argparse.ArgumentParser]) -> None:
         "text",
         help="text files, as rows of tokens",
         description="Encodes UTF-8 files, one document each (in .jsonl files: one in each line), joins them with the "
-        "end-of-text token and cuts the tokens into rows of N + 1: N inputs and N targets. The first token of a row is the last "
-        "token of the row before, so every token is a target once. DST/dataset.json describes the rows, DST/vocabulary.json "
-        "the tokenizer.",
+        "end-of-text token and cuts the tokens into rows of N + 1: N inputs and N targets. The first token of a row is the "
+        "last token of the row before, so every token is a target once. DST/dataset.json describes the rows, "
+        "DST/vocabulary.json the tokenizer.",
         epilog="example: python -m dtrain.pack text 'books/**/*.txt' shards/ --tokenizer tiktoken:gpt2 --length 1024 "
         "--val 0.05",
     )

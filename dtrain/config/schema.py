@@ -102,6 +102,8 @@ class DataConfig:
     # samples that are shuffled together in a dataset by _target_; null: 1, in a large dataset more
     shard_size: int | None = None
     tail: str = "pad"  # last batch of an epoch: pad: filled with masked rows | drop: left out
+    # rows of tokens begin anywhere in the text of their shard, drawn for each (seed, epoch, sample); training only
+    random_offset: bool = False
     augment: Any = None  # _target_ of (sample, rng) -> sample, called in the workers
     mix: Any = None  # mixup and cutmix: dtrain.data.mixing.Mix
     prepare: Any = None  # a _target_ that rank 0 calls once before the shards are listed

@@ -10,8 +10,9 @@ reading order:
    processes), ``collate`` (builds one micro-batch), ``field_buffer`` (one field of its rows), ``sample_log`` (used and bad
    samples), ``shard_dataset`` (the public dataset of single samples).
 4. Values: ``decode``, ``media`` (audio and video), ``tokenizers``, ``crop``, ``augment``, ``mixing``.
-5. Sources: ``source`` (the interfaces), ``shard_source`` (tar shards), ``datasets`` (arrays, functions, map-style
-   datasets), ``mixture`` (several sources; ``mixture_collator``: their rows in one batch), ``stream`` (iterable datasets).
+5. Sources: ``source`` (the interfaces), ``shard_source`` (tar shards), ``random_offset`` (rows of tokens that begin
+   anywhere), ``datasets`` (arrays, functions, map-style datasets), ``mixture`` (several sources; ``mixture_collator``:
+   their rows in one batch), ``stream`` (iterable datasets).
 6. Tar shards: ``shards`` (patterns), ``tar`` (headers), ``shard_index`` and ``dataset_index`` (where members are),
    ``shard_file`` (files and URLs), ``node_cache`` (local copies).
 7. Writing: ``writer``, ``digits`` (an example).

@@ -130,6 +130,7 @@ def tokens_of(field: Field, text: Any) -> np.ndarray:
     tokenizer = tokenizer_of(field.tokenizer)
     tokens = tokenizer.encode(_checked_text(field, text))[: field.length - 1]
     row = np.full(field.length, -1, np.int64)
+    assert tokenizer.end_of_text is not None  # checked by Field
     row[: len(tokens)] = tokens
     row[len(tokens)] = tokenizer.end_of_text
     return row

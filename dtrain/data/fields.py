@@ -108,9 +108,9 @@ class Field:
         key: Where the value is inside a json member, such as ``meta.label``; list indices are numbers, ``boxes.0``. The
             roles label and id take integers (or nested lists of equal length of them), as int64; feature, target, coord
             and weight take numbers, as fp32; text takes a string.
-        tokenizer: ``bytes``, ``tiktoken:NAME`` or ``tokenizers:FILE``; turns the role text into tokens, int64
-            ``[length]``: the text, cut to ``length - 1`` tokens, its end-of-text token, and padding (0). The batch then
-            also has ``<name>_mask``, bool ``[rows, length]``, false where a row is padded.
+        tokenizer: ``bytes``, ``tiktoken:NAME``, ``tokenizers:FILE`` or ``vocabulary:FOLDER`` (of the shards of a text); turns
+            the role text into tokens, int64 ``[length]``: the text, cut to ``length - 1`` tokens, its end-of-text token, and
+            padding (0). The batch then also has ``<name>_mask``, bool ``[rows, length]``, false where a row is padded.
         sample_rate: Samples a second that audio is resampled to; None keeps its own.
         channels: 1 mixes audio down to mono, 2 gives stereo, both as FFmpeg does (left and right are added with a weight of
             0.71 each); None keeps its own.
@@ -300,7 +300,11 @@ class Field:
                 "row with the end-of-text token, at least 2: length: 64."
             )
         try:
-            tokenizer_of(self.tokenizer)
+            if tokenizer_of(self.tokenizer).end_of_text is None:
+                raise ValueError(
+                    f"tokenizer {self.tokenizer!r} has no end-of-text token, which ends the text of a row. Pack its text with "
+                    "--end-of-text, or choose another tokenizer."
+                )
         except (ValueError, OSError, ModuleNotFoundError) as error:
             raise ValueError(f"field {self.name!r}: {error}") from error
 

@@ -30,6 +30,7 @@ from dtrain.data.mixture_position import MixturePosition
 from dtrain.data.node_cache import CachePolicy
 from dtrain.data.order import DEFAULT_WINDOW, Layout, Recipe, choose_lanes
 from dtrain.data.position import Position
+from dtrain.data.random_offset import RandomOffsetSource
 from dtrain.data.sample_log import BadSampleBudget
 from dtrain.data.shard_source import ShardSource
 from dtrain.data.source import Index, Source
@@ -76,6 +77,7 @@ class ShardLoader:
         pin_memory: Return page-locked tensors, whose copies to a GPU can overlap compute.
         policy: Which shards are read through the node cache, and its size. None: URLs and network file systems.
         shard_size: Of the datasets in a mixture: samples that the window shuffle keeps together; None: see ``over``.
+        random_offset: Rows of tokens begin anywhere in the text of their shard (``random_offset``).
 
     Attributes:
         source: Where samples come from.
@@ -118,6 +120,7 @@ class ShardLoader:
         pin_memory: bool = False,
         policy: CachePolicy | None = None,
         shard_size: int | None = None,
+        random_offset: bool = False,
     ) -> None:
         self._share = Share.of(global_batch_size, micro_batch_size, rank, world_size)
         recipe = Recipe(seed, shuffle, DEFAULT_WINDOW if window is None else window, tail)
@@ -130,6 +133,8 @@ class ShardLoader:
         else:
             parsed = parse_fields(fields or {})
             self.source = ShardSource.build(shards, parsed, rank=rank, world_size=world_size, policy=policy)
+        if random_offset:
+            self.source = RandomOffsetSource.of(self.source)
         fields_sent = self.source.fields if mix is None else mix.fields(self.source.fields)
         self.transfer = Transfer(fields_sent, Precision.of(precision), transfer, on_overflow, channels_last)
         self._augment = augment

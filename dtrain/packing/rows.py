@@ -3,8 +3,8 @@
 * The *stream* of a split is the tokens of its documents, one after the other, each followed by the end-of-text token. It is
   stored in several *parts*, files that different processes wrote.
 * A *row* is ``length + 1`` tokens: ``length`` inputs ``row[:-1]`` and ``length`` targets ``row[1:]``.
-* *Cut* rows are consecutive: the first token of a row is the last token of the row before, and every token of the stream but the
-  first is a target once. The tokens after the last complete row are dropped.
+* *Cut* rows are consecutive: the first token of a row is the last token of the row before, and every token of the stream but
+  the first is a target once. The tokens after the last complete row are dropped.
 * Parts and rows are raw little-endian numbers, which a field with a ``dtype`` reads (``dtrain.data.fields.Field``).
 """
 

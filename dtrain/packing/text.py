@@ -1,8 +1,8 @@
 """``python -m dtrain.pack text``: text files as shards of token rows for a language model.
 
-Documents are found and assigned to splits (``documents``), encoded by several processes into the stream of each split, and laid
-into rows (``rows``), which are written to shards. Beside the shards are ``vocabulary.json``, the tokenizer, and ``dataset.json``,
-which describes the rows.
+Documents are found and assigned to splits (``documents``), encoded by several processes into the stream of each split, and
+laid into rows (``rows``), which are written to shards. Beside the shards are ``vocabulary.json``, the tokenizer, and
+``dataset.json``, which describes the rows.
 """
 
 from __future__ import annotations

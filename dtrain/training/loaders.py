@@ -21,6 +21,7 @@ from dtrain.data.mixture import EvaluationSets
 from dtrain.data.node_cache import CachePolicy
 from dtrain.data.order import choose_lanes
 from dtrain.data.stream import Stream, StreamLoader
+from dtrain.data.tokenizers import VOCABULARY, Tokenizer
 from dtrain.distributed.collectives import from_rank0
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
@@ -57,6 +58,7 @@ def train_loader(cfg: Config, world: World, precision: Precision) -> ShardLoader
         lanes=data.lanes,
         window=data.window,
         tail=data.tail,
+        random_offset=data.random_offset,
         augment=by_target("data.augment", data.augment) if data.augment is not None else None,
         mix=build_mix(data.mix) if data.mix is not None else None,
     )
@@ -143,10 +145,7 @@ def class_names(data: DataConfig) -> list[str] | None:
     Raises:
         ConfigError: If the file is no readable list of names, or the sources of a mixture have different ones.
     """
-    train = [] if OmegaConf.is_missing(data, "train") else [data.train]
-    if data.mixture:
-        train = [source.get("shards") for source in data.mixture.values() if isinstance(source, DictConfig)]
-    files = [file for pattern in train if (file := _classes_file(pattern)) is not None]
+    files = [file for pattern in _train_patterns(data) if (file := _file_beside(pattern, _CLASSES)) is not None]
     names = {file: _read_classes(file) for file in files}
     for file in files:
         if names[file] != names[files[0]]:
@@ -157,9 +156,32 @@ def class_names(data: DataConfig) -> list[str] | None:
     if files:
         return names[files[0]]
     for pattern in data.eval.values() if _are_sets(data.eval) else [data.eval]:
-        if (found := _classes_file(pattern)) is not None:
+        if (found := _file_beside(pattern, _CLASSES)) is not None:
             return _read_classes(found)
     return None
+
+
+def tokenizer_beside(data: DataConfig) -> Tokenizer | None:
+    """The tokenizer whose vocabulary file lies beside the training shards; None without such a file.
+
+    Raises:
+        ConfigError: If the file or the package of the tokenizer is not usable, or the sources of a mixture have different
+            tokenizers.
+    """
+    found: dict[Path, Tokenizer] = {}
+    for pattern in _train_patterns(data):
+        file = _file_beside(pattern, VOCABULARY)
+        if file is not None and file not in found:
+            with as_config_error(str(file)):
+                found[file] = Tokenizer.load(file)
+    for file, tokenizer in found.items():
+        first = next(iter(found))
+        if tokenizer.identity != found[first].identity:
+            raise ConfigError(
+                f"data.mixture: {first} and {file} describe different tokenizers, {found[first].identity} and "
+                f"{tokenizer.identity}, so a token would mean two things. Pack both sources with the same tokenizer."
+            )
+    return next(iter(found.values()), None)
 
 
 def build_mixture(data: DataConfig, *, build: bool = True) -> Mixture:
@@ -322,11 +344,19 @@ def _in_the_middle(fields: dict[str, Any]) -> dict[str, Any]:
     return {ext: fixed(options) for ext, options in fields.items()}
 
 
-def _classes_file(pattern: Any) -> Path | None:
-    # Class names are optional, and the shards may be deleted after the training.
+def _train_patterns(data: DataConfig) -> list[Any]:
+    """The patterns of ``data.train``, or of the sources of the mixture."""
+    if data.mixture:
+        return [source.get("shards") for source in data.mixture.values() if isinstance(source, DictConfig)]
+    return [] if OmegaConf.is_missing(data, "train") else [data.train]
+
+
+def _file_beside(pattern: Any, name: str) -> Path | None:
+    """The file of this name in the folder of the shards; None if there is none."""
+    # Such files are optional, and the shards may be deleted after the training.
     with suppress(ValueError, OSError):
         paths = shards.expand(pattern if isinstance(pattern, str) else list(pattern or []))
-        file = Path(paths[0]).parent / _CLASSES
+        file = Path(paths[0]).parent / name
         if file.is_file():
             return file
     return None
