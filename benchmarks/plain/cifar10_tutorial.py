@@ -1,6 +1,6 @@
 """PyTorch's tutorial "Training a classifier" on CIFAR-10 as JPEG shards, in plain torch.
 
-    DTRAIN_CIFAR10=/data/cifar10 python -m benchmarks.plain.cifar10_tutorial [--steps 25000] [--order shuffled] [--out FOLDER]
+DTRAIN_CIFAR10=/data/cifar10 python -m benchmarks.plain.cifar10_tutorial [--steps 25000] [--order shuffled] [--out FOLDER]
 """
 
 import argparse
@@ -72,8 +72,7 @@ for step in range(options.steps):
     optimizer.step()
     losses.append(loss.item())
 if options.out:
-    result = {"losses": losses, "seconds": time.perf_counter() - began}
-    (options.out / "losses.json").write_text(json.dumps(result))
+    (options.out / "losses.json").write_text(json.dumps({"losses": losses, "seconds": time.perf_counter() - began}))
 x, y = read("test")
 with torch.no_grad():
     print(f"test accuracy {100 * (model(scaled(x)).argmax(1) == y).float().mean().item():.1f} %")

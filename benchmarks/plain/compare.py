@@ -22,7 +22,9 @@ import numpy as np
 from benchmarks import harness
 
 #: Environment variables that name the data, and those of the tests, which are used without them.
-DATA = {name: f"DTRAIN_TEST_{name.removeprefix('DTRAIN_')}" for name in ("DTRAIN_MNIST1D", "DTRAIN_CIFAR10", "DTRAIN_TEXT")}
+DATA = {
+    name: f"DTRAIN_TEST_{name.removeprefix('DTRAIN_')}" for name in ("DTRAIN_MNIST1D", "DTRAIN_CIFAR10", "DTRAIN_TEXT")
+}
 
 
 class Plain(NamedTuple):
@@ -43,6 +45,11 @@ EXPERIMENTS = {
     f"mnist1d_{model}": Plain(("benchmarks.plain.mnist1d", model), "DTRAIN_MNIST1D")
     for model in ("logistic", "mlp", "conv", "gru")
 } | {
+    "shakespeare_cpu": Plain(
+        ("benchmarks.plain.nanogpt", "--order=stored"),
+        "DTRAIN_TEXT",
+        ("data.random_offset=false", "data.shuffle=none"),
+    ),
     "cifar10_tutorial": Plain(
         ("benchmarks.plain.cifar10_tutorial", "--order=stored"), "DTRAIN_CIFAR10", ("data.shuffle=none",)
     ),
@@ -64,11 +71,15 @@ def main() -> None:
         if not os.environ.get(name) and os.environ.get(of_tests):
             os.environ[name] = os.environ[of_tests]
     names = arguments.experiments or [name for name, plain in EXPERIMENTS.items() if os.environ.get(plain.data)]
-    if missing := [name for name in names if not os.environ.get(EXPERIMENTS[name].data)] or (not names and [*EXPERIMENTS]):
+    if missing := [name for name in names if not os.environ.get(EXPERIMENTS[name].data)] or (
+        not names and [*EXPERIMENTS]
+    ):
         parser.error(f"{missing[0]}: set {EXPERIMENTS[missing[0]].data} to the folder of its data (docs/proof.md)")
     with harness.scratch() as folder:
         results = {name: compare(folder / name, name, arguments) for name in names}
-    rows = {f"{name}, {ranks} rank{'s' * (ranks > 1)}": result for name in names for ranks, result in results[name].items()}
+    rows = {
+        f"{name}, {ranks} rank{'s' * (ranks > 1)}": result for name in names for ranks, result in results[name].items()
+    }
     table = harness.Table(f"{arguments.steps} steps", rows)
     table.text("first loss", {row: f"{result['losses'][0]:.6f}" for row, result in rows.items()})
     table.text("last loss", {row: f"{result['losses'][-1]:.6f}" for row, result in rows.items()})
@@ -100,7 +111,9 @@ def compare(folder: Path, name: str, arguments: argparse.Namespace) -> dict[int,
         for turn in range(arguments.rounds):
             seconds = run_plain(folder / "plain", name, arguments.time)["seconds"]
             times.append((seconds, run_dtrain(folder, f"time-{turn}", name, arguments.time).seconds))
-        results[1] |= {column: min(column_times) for column, column_times in zip(("plain", "dtrain"), zip(*times, strict=True))}
+        results[1] |= {
+            column: min(column_times) for column, column_times in zip(("plain", "dtrain"), zip(*times, strict=True))
+        }
         results[1]["ratio"] = statistics.median(dtrain / seconds for seconds, dtrain in times)
     return results
 

@@ -1,6 +1,6 @@
 """MNIST-1D as published (Greydanus and Kobak 2024), in plain torch.
 
-    DTRAIN_MNIST1D=/data/mnist1d python -m benchmarks.plain.mnist1d MODEL [--steps 6001] [--seed 42] [--out FOLDER]
+DTRAIN_MNIST1D=/data/mnist1d python -m benchmarks.plain.mnist1d MODEL [--steps 6001] [--seed 42] [--out FOLDER]
 """
 
 import argparse
@@ -75,7 +75,8 @@ for step in range(options.steps):
     if step and step % 1000 == 0:
         logits = model(x_test).detach()
         test, right = F.cross_entropy(logits, y_test).item(), (logits.argmax(1) == y_test).sum().item()
-        print(f"step {step}: loss {loss.item():.3e}, test loss {test:.3e}, test accuracy {right / 10:.1f} %", flush=True)
+        print(
+            f"step {step}: loss {loss.item():.3e}, test loss {test:.3e}, test accuracy {right / 10:.1f} %", flush=True
+        )
 if options.out:
-    seconds = time.perf_counter() - began
-    (options.out / "losses.json").write_text(json.dumps({"losses": losses, "seconds": seconds}))
+    (options.out / "losses.json").write_text(json.dumps({"losses": losses, "seconds": time.perf_counter() - began}))

@@ -1,6 +1,6 @@
 """nanoGPT's setting for a CPU (Karpathy 2022): characters of Shakespeare, in plain torch.
 
-    DTRAIN_TEXT=/data/text python -m benchmarks.plain.nanogpt [--steps 2000] [--order random] [--out FOLDER]
+DTRAIN_TEXT=/data/text python -m benchmarks.plain.nanogpt [--steps 2000] [--order random] [--out FOLDER]
 """
 
 import argparse
@@ -26,12 +26,9 @@ class Block(nn.Module):
         self.attention = nn.ModuleDict({"qkv": qkv, "out": out})
         up, down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
         self.mlp = nn.Sequential(up, nn.GELU(), down)
-        for linear, std in ((qkv, 0.02), (up, 0.02), (out, 0.02 / (2 * DEPTH) ** 0.5), (down, 0.02 / (2 * DEPTH) ** 0.5)):
-            nn.init.normal_(linear.weight, std=std)
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv = self.attention["qkv"](self.attention_norm(x)).unflatten(-1, (3, HEADS, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        q, k, v = self.attention["qkv"](self.attention_norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.attention["out"](mixed)
         return x + self.mlp(self.mlp_norm(x))
@@ -41,9 +38,11 @@ class GPT(nn.Module):
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
         self.embedding, self.position_embedding = nn.Embedding(vocabulary, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        nn.init.normal_(self.embedding.weight, std=0.02)
-        nn.init.normal_(self.position_embedding.weight, std=0.02)
         self.blocks, self.norm = nn.Sequential(*(Block() for _ in range(DEPTH))), nn.LayerNorm(WIDTH, bias=False)
+        for name, weight in self.named_parameters():
+            if weight.dim() > 1:
+                last = name.endswith(("attention.out.weight", "mlp.2.weight"))
+                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * DEPTH) if last else 0.02)
 
     def loss(self, rows: Tensor) -> Tensor:
         x = self.blocks(self.embedding(rows[:, :-1]) + self.position_embedding.weight)
@@ -52,25 +51,23 @@ class GPT(nn.Module):
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--steps", type=int, default=HORIZON)
-parser.add_argument("--seed", type=int, default=1337)
 parser.add_argument("--order", choices=["random", "stored"], default="random")
 parser.add_argument("--out", type=Path, help="folder for initial.safetensors and losses.json")
 options = parser.parse_args()
 text = Path(os.environ["DTRAIN_TEXT"], "tinyshakespeare.txt").read_text()
 characters = sorted(set(text))
-tokens = torch.tensor([characters.index(character) for character in text])
+tokens = torch.tensor([*map(characters.index, text)])
 train, val = (part.unfold(0, CONTEXT + 1, 1) for part in tokens.split([len(text) * 9 // 10, -(-len(text) // 10)]))
-torch.manual_seed(options.seed)
+torch.manual_seed(1337)
 model = GPT(len(characters))
 if options.out:
     save_file(model.state_dict(), options.out / "initial.safetensors")
-matrices, vectors = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]
-groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99))
+decays = {0.1: [p for p in model.parameters() if p.dim() > 1], 0.0: [p for p in model.parameters() if p.dim() == 1]}
+optimizer = torch.optim.AdamW([{"params": p, "weight_decay": decay} for decay, p in decays.items()], betas=(0.9, 0.99))
 losses, began = [], time.perf_counter()
 for step in range(options.steps):
-    at = torch.arange(BATCH) + BATCH * step  # rows in stored order
-    rows = train[at * CONTEXT] if options.order == "stored" else train[torch.randint(len(train), (BATCH,))]
+    stored = CONTEXT * (BATCH * step + torch.arange(BATCH))
+    rows = train[stored if options.order == "stored" else torch.randint(len(train), (BATCH,))]
     cosine = 0.1 + 0.45 * (1 + math.cos(math.pi * (step - 100) / (HORIZON - 100)))
     for group in optimizer.param_groups:
         group["lr"] = 1e-3 * ((step + 1) / 100 if step < 100 else cosine)
