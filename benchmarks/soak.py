@@ -2,9 +2,10 @@
 
     python -m benchmarks.soak [--steps 100000] [--ranks 2] [--kills 10] [--dir DIR]
 
-The digits with a network of four channels, batches of 8, loader workers, 100 evaluations and 200 checkpoints. In the first half, SIGKILL ends a rank, torchrun or the whole job at evenly spaced steps, and the same command resumes.
-The second half is not disturbed. About every second the benchmark reads from /proc, for all ranks and their workers together,
-resident memory, file descriptors and threads, and the size of the run's files.
+The digits with a network of four channels, batches of 8, loader workers, 100 evaluations and 200 checkpoints. In the first
+half, SIGKILL ends a rank, torchrun or the whole job at evenly spaced steps, and the same command resumes. The second half is
+not disturbed. About every second the benchmark reads from /proc, for all ranks and their workers together, resident memory,
+file descriptors and threads, and the size of the run's files.
 
 *Flat* means: between the first and the last quarter of the undisturbed half, the medians of memory and of the size of the
 checkpoints differ by less than 5 %, and those of descriptors, threads, processes and files in the run directory are equal.

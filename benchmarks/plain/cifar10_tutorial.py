@@ -52,14 +52,13 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--steps", type=int, default=25_000)
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--order", choices=["shuffled", "stored"], default="shuffled")
-parser.add_argument("--out", type=Path, help="folder for initial.safetensors and losses.json")
+parser.add_argument("--out", type=Path, default=Path(), help="folder for initial.safetensors and losses.json")
 options = parser.parse_args()
 
 x, y = read("train")
 torch.manual_seed(options.seed)
 model = Net()
-if options.out:
-    save_file(model.state_dict(), options.out / "initial.safetensors")
+save_file(model.state_dict(), options.out / "initial.safetensors")
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 losses, began = [], time.perf_counter()
 for step in range(options.steps):
@@ -71,8 +70,7 @@ for step in range(options.steps):
     loss.backward()
     optimizer.step()
     losses.append(loss.item())
-if options.out:
-    (options.out / "losses.json").write_text(json.dumps({"losses": losses, "seconds": time.perf_counter() - began}))
+(options.out / "losses.json").write_text(json.dumps({"losses": losses, "seconds": time.perf_counter() - began}))
 x, y = read("test")
 with torch.no_grad():
     print(f"test accuracy {100 * (model(scaled(x)).argmax(1) == y).float().mean().item():.1f} %")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,14 +106,12 @@ def compare(folder: Path, name: str, arguments: argparse.Namespace) -> dict[int,
         difference = float(np.max(np.abs(losses - expected) / np.abs(expected)))
         results[ranks] = {"losses": losses.tolist(), "plain_losses": plain["losses"], "difference": difference}
     if arguments.time and 1 in results:
-        times: list[tuple[float, float]] = []
+        plain_times, dtrain_times = [], []
         for turn in range(arguments.rounds):
-            seconds = run_plain(folder / "plain", name, arguments.time)["seconds"]
-            times.append((seconds, run_dtrain(folder, f"time-{turn}", name, arguments.time).seconds))
-        results[1] |= {
-            column: min(column_times) for column, column_times in zip(("plain", "dtrain"), zip(*times, strict=True))
-        }
-        results[1]["ratio"] = statistics.median(dtrain / seconds for seconds, dtrain in times)
+            plain_times.append(run_plain(folder / "plain", name, arguments.time)["seconds"])
+            dtrain_times.append(run_dtrain(folder, f"time-{turn}", name, arguments.time).seconds)
+        ratio = harness.ratio(dtrain_times, plain_times)
+        results[1] |= {"plain": min(plain_times), "dtrain": min(dtrain_times), "ratio": ratio}
     return results
 
 

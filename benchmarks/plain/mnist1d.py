@@ -54,15 +54,14 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("model", choices=MODELS)
 parser.add_argument("--steps", type=int, default=6001)
 parser.add_argument("--seed", type=int, default=42)
-parser.add_argument("--out", type=Path, help="folder for initial.safetensors and losses.json")
+parser.add_argument("--out", type=Path, default=Path(), help="folder for initial.safetensors and losses.json")
 options = parser.parse_args()
 file = np.load(Path(os.environ["DTRAIN_MNIST1D"], "mnist1d.npz"))
 x, y, x_test, y_test = (torch.from_numpy(file[name]) for name in ("x", "y", "x_test", "y_test"))
 x, x_test = x.float(), x_test.float()
 torch.manual_seed(options.seed)
 model = MODELS[options.model]()
-if options.out:
-    save_file(model.state_dict(), options.out / "initial.safetensors")
+save_file(model.state_dict(), options.out / "initial.safetensors")
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 losses, began = [], time.perf_counter()
 for step in range(options.steps):
@@ -75,8 +74,5 @@ for step in range(options.steps):
     if step and step % 1000 == 0:
         logits = model(x_test).detach()
         test, right = F.cross_entropy(logits, y_test).item(), (logits.argmax(1) == y_test).sum().item()
-        print(
-            f"step {step}: loss {loss.item():.3e}, test loss {test:.3e}, test accuracy {right / 10:.1f} %", flush=True
-        )
-if options.out:
-    (options.out / "losses.json").write_text(json.dumps({"losses": losses, "seconds": time.perf_counter() - began}))
+        print(f"step {step}: loss {loss.item():.3e}, test loss {test:.3e}, test accuracy {right / 10:.1f} %")
+(options.out / "losses.json").write_text(json.dumps({"losses": losses, "seconds": time.perf_counter() - began}))

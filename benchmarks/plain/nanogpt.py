@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-WIDTH, DEPTH, HEADS, CONTEXT, BATCH, HORIZON = 128, 4, 4, 64, 12, 2000
+WIDTH, DEPTH, HEADS, CONTEXT, BATCH, HORIZON, SPLIT = 128, 4, 4, 64, 12, 2000, 1_003_854
 
 
 class Block(nn.Module):
@@ -52,32 +52,29 @@ class GPT(nn.Module):
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--steps", type=int, default=HORIZON)
 parser.add_argument("--order", choices=["random", "stored"], default="random")
-parser.add_argument("--out", type=Path, help="folder for initial.safetensors and losses.json")
+parser.add_argument("--out", type=Path, default=Path(), help="folder for initial.safetensors and losses.json")
 options = parser.parse_args()
 text = Path(os.environ["DTRAIN_TEXT"], "tinyshakespeare.txt").read_text()
-characters = sorted(set(text))
-tokens = torch.tensor([*map(characters.index, text)])
-train, val = (part.unfold(0, CONTEXT + 1, 1) for part in tokens.split([len(text) * 9 // 10, -(-len(text) // 10)]))
+tokens = torch.tensor([*map(sorted(set(text)).index, text)])
+train, val = tokens[:SPLIT].unfold(0, CONTEXT + 1, 1), tokens[SPLIT:].unfold(0, CONTEXT + 1, CONTEXT)
 torch.manual_seed(1337)
-model = GPT(len(characters))
-if options.out:
-    save_file(model.state_dict(), options.out / "initial.safetensors")
+model = GPT(len(set(text)))
+save_file(model.state_dict(), options.out / "initial.safetensors")
 decays = {0.1: [p for p in model.parameters() if p.dim() > 1], 0.0: [p for p in model.parameters() if p.dim() == 1]}
 optimizer = torch.optim.AdamW([{"params": p, "weight_decay": decay} for decay, p in decays.items()], betas=(0.9, 0.99))
+schedule = torch.optim.lr_scheduler.LambdaLR(
+    optimizer, lambda t: min((t + 1) / 100, 0.55 + 0.45 * math.cos(math.pi * max(0, t - 100) / (HORIZON - 100)))
+)
 losses, began = [], time.perf_counter()
 for step in range(options.steps):
     stored = CONTEXT * (BATCH * step + torch.arange(BATCH))
     rows = train[stored if options.order == "stored" else torch.randint(len(train), (BATCH,))]
-    cosine = 0.1 + 0.45 * (1 + math.cos(math.pi * (step - 100) / (HORIZON - 100)))
-    for group in optimizer.param_groups:
-        group["lr"] = 1e-3 * ((step + 1) / 100 if step < 100 else cosine)
     loss = model.loss(rows)
     optimizer.zero_grad()
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
+    schedule.step()
     losses.append(loss.item())
-if options.out:
-    (options.out / "losses.json").write_text(json.dumps({"losses": losses, "seconds": time.perf_counter() - began}))
-with torch.no_grad():
-    print(f"validation loss {torch.stack([model.loss(rows[None]) for rows in val[::CONTEXT]]).mean().item():.4f}")
+(options.out / "losses.json").write_text(json.dumps({"losses": losses, "seconds": time.perf_counter() - began}))
+print(f"validation loss {sum(model.loss(row[None]).item() for row in val) / len(val):.4f}")
