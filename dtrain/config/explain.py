@@ -194,8 +194,6 @@ def _no_such_key(key: str, arguments: Sequence[str], folders: Sequence[Path]) ->
     # The keys below a _target_ are the arguments of a class, so further ones may be added.
     free_form = bool(parent) and _section_at(parent) is None
     known = _argument_names(chosen, parent) if free_form else set()
-    if name in known:
-        return f"{message} To set this argument, write +{key}=..."
     beside += known - {"params"}  # the caller gives it
     adding = f" To add it, write +{key}=..." if free_form and not known else ""
     if not difflib.get_close_matches(name, beside, cutoff=0.75):

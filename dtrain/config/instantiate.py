@@ -15,6 +15,7 @@ import pkgutil
 import re
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -97,6 +98,14 @@ def check_arguments(key: str, node: Any, **given: Any) -> None:
     _require_target(key, node)
     for place, inner in nodes_with_target(key, node):
         _check_call(place, inner, 0, given if inner is node else {})
+
+
+def argument_names(target: Any) -> list[str]:
+    """Names that a ``_target_`` takes as keyword arguments, in its order; [] if it cannot be imported or has no signature."""
+    with suppress(Exception):  # ``by_target`` reports it
+        parameters = inspect.signature(get_object(MOVED_TARGETS.get(target, target))).parameters.values()
+        return [it.name for it in parameters if it.kind in (it.POSITIONAL_OR_KEYWORD, it.KEYWORD_ONLY)]
+    return []
 
 
 def _require_target(key: str, node: Any) -> None:

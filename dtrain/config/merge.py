@@ -8,6 +8,8 @@ Hydra merges mappings key by key, so the arguments of a preset's class would rea
 * ``model=NAME`` on the command line replaces what presets say about ``model``; the same for ``task``, ``optimizer`` and
   ``schedule``.
 
+An argument that the class of a node takes by name can be set without ``+``, also if the presets leave it out.
+
 Everything else is merged as Hydra does it. A replaced node takes any key: its class decides which ones are valid. Hydra has no
 extension point between loading configs and merging them, so ``_Loader`` overrides private methods of its config loader.
 """
@@ -24,6 +26,8 @@ from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
+
+from dtrain.config.instantiate import argument_names
 
 #: Groups whose presets are the arguments of a class.
 CLASS_GROUPS = ("model", "task", "optimizer", "schedule")
@@ -74,6 +78,7 @@ class _Loader(ConfigLoaderImpl):
             OmegaConf.set_struct(own, False)
         for override in self._overrides:
             _make_room(composed, override)
+            _add_argument(composed, override)
         for override in self._overrides:
             _allow_removal(composed, override)
         return composed
@@ -143,6 +148,17 @@ def _make_room(composed: DictConfig, override: Override) -> None:
             kept = {key: node[key] for key in _OF_HYDRA & set(node)} if keeps else {}
             OmegaConf.update(composed, path, kept, merge=False)
             OmegaConf.set_struct(OmegaConf.select(composed, path), False)
+
+
+def _add_argument(composed: DictConfig, override: Override) -> None:
+    """Adds the key of an override to a node that lacks it but whose class takes it by name."""
+    parent, _, key = override.key_or_group.rpartition(".")
+    node = _select(composed, parent) if parent else None
+    if override.is_add() or override.is_delete() or override.is_sweep_override() or not _is_mapping(node):
+        return
+    if key not in node and (target := _target(node)) is not None and key in argument_names(target):
+        with open_dict(node):
+            node[key] = None  # until Hydra sets it
 
 
 def _allow_removal(composed: DictConfig, override: Override) -> None:

@@ -15,20 +15,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.errors import InstantiationException
-from hydra.utils import get_object
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dtrain.config.errors import ConfigError, as_config_error
-from dtrain.config.instantiate import by_target
+from dtrain.config.instantiate import argument_names, by_target
 from dtrain.config.schema import Config, LossScaleConfig, ParallelConfig, PrecisionConfig, TrainConfig
 from dtrain.data import ShardLoader
 from dtrain.data.randomness import be_deterministic, seed_generators
@@ -320,7 +317,7 @@ def build_optimizer(node: Any, model: nn.Module) -> torch.optim.Optimizer:
     if no_decay is not None:
         with as_config_error("optimizer.no_decay"):
             parameters = decay_groups(model, no_decay)
-    arguments = _argument_names(node._target_)
+    arguments = argument_names(node._target_)
     if "model" in arguments:
         if no_decay is not None:
             raise ConfigError(
@@ -427,10 +424,3 @@ def wrap(
             "hook(state, bucket), and its state, which may be a _target_ with options of its own."
         )
     return ddp, HookGuard(ddp, hook.func, hook.keywords.get("state"))
-
-
-def _argument_names(target: str) -> set[str]:
-    """Arguments of a class or function; empty if it cannot be imported, which ``by_target`` then reports."""
-    with suppress(ValueError, ImportError, InstantiationException):
-        return set(inspect.signature(get_object(target)).parameters)
-    return set()

@@ -34,7 +34,6 @@ PRECISIONS = "Valid: bf16, fp16, fp32, tf32"
         (["task=null"], "task=null", "task._target_=package.Class"),
         (["schedule=null"], "schedule=null", "Valid: constant, cosine"),
         (["experiment=digits", "+my_note=hello"], "my_note", "vars.my_note=..."),
-        (["experiment=digits", "optimizer.foreach=true"], "optimizer.foreach", "+optimizer.foreach"),
         (["experiment=digits", "+experiment=line"], "experiment", ""),
         (["--config-name=digits"], "digits", ""),
         (["experiment=digits", "~data.eval"], "~data.eval", "data.eval=null"),

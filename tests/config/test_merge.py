@@ -48,6 +48,9 @@ def preset(tmp_path: Path):
             "model",
             {"classes": "${dtrain.classes:10}", "width": 4},
         ),
+        # an argument of the class that its preset leaves out
+        (["model=gpt", "model.positions=learned"], "model.positions", "learned"),
+        (["optimizer=sgd", "optimizer.dampening=0.1"], "optimizer.dampening", 0.1),
         (["optimizer.lr=1.0"], "optimizer", {"lr": 1.0, "weight_decay": 0.01, "no_decay": None, "betas": [0.9, 0.999]}),
         # keys that went with the node that was replaced can still be removed
         (["model._target_=my.Net", "~model.width"], "model", {"_target_": "my.Net"}),
