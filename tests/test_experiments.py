@@ -21,7 +21,8 @@ EXPERIMENTS = sorted(path.stem for path in (conf_dir() / "experiment").glob("*.y
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_composes_and_its_header_has_the_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DTRAIN_CIFAR10", "somewhere")
+    for variable in ("DTRAIN_CIFAR10", "DTRAIN_MNIST1D", "DTRAIN_TEXT"):
+        monkeypatch.setenv(variable, "somewhere")
     composed: list[Composed] = []
     compose.run(composed.append, [f"experiment={name}"])
     assert composed[0].cfg.train.max_steps or composed[0].cfg.train.max_epochs
