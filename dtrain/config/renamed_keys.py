@@ -11,6 +11,7 @@ from typing import Any
 RENAMED_KEYS: dict[str, str] = {
     "data.wire": "data.transfer",
     "parallel.comm_dtype": "parallel.reduce_dtype",
+    "task.sample_bytes": "task.sample_tokens",
 }
 
 

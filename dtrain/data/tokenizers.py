@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from dtrain.distributed.atomic import replace_file
 VOCABULARY = "vocabulary.json"
 # Usual names of the end-of-text token, in order of priority.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-# What shards of versions before the vocabulary file have beside them.
-_DATASET = "dataset.json"
+#: Name of the file that describes the rows; shards of versions before the vocabulary file have it alone.
+DATASET = "dataset.json"
 
 
 class Tokenizer:
@@ -193,6 +194,47 @@ class Tokenizer:
         return vocabulary[known[0]]
 
 
+@dataclass(frozen=True)
+class Corpus:
+    """What the files beside the shards of a text say about its tokens; read without the package of the tokenizer.
+
+    Attributes:
+        folder: The folder of the shards.
+        tokenizer_identity: ``Tokenizer.identity``.
+        vocab_size: Size of the vocabulary.
+        end_of_text: The token that follows each document; None: the vocabulary has none.
+        padding: The token that fills rows; None: rows are full.
+        bytes_per_token: Average number of bytes of text per token; None: unknown.
+    """
+
+    folder: Path
+    tokenizer_identity: str
+    vocab_size: int
+    end_of_text: int | None
+    padding: int | None = None
+    bytes_per_token: float | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> Corpus:
+        """Reads ``dataset.json``.
+
+        Raises:
+            ValueError: If the file does not describe the tokens of a text.
+        """
+        try:
+            stored = json.loads(path.read_text("utf-8"))
+            identity, vocab_size, end = str(stored["tokenizer"]), int(stored["vocab_size"]), stored["end_of_text"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} does not describe the tokens of a text ({type(error).__name__}: {error}). Pack the text again."
+            ) from error
+        return cls(path.parent, identity, vocab_size, end, stored.get("padding"), stored.get("bytes_per_token"))
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises as ``Tokenizer.load``."""
+        return Tokenizer.load(self.folder)
+
+
 #: The tokenizer of a specification. Cached, because reading a vocabulary takes seconds.
 tokenizer_of = functools.cache(Tokenizer)
 
@@ -200,7 +242,7 @@ tokenizer_of = functools.cache(Tokenizer)
 def _read_vocabulary(path: Path) -> tuple[Path, dict[str, Any]]:
     """The vocabulary file of a path, and its content."""
     if path.is_dir():
-        names = [name for name in (VOCABULARY, _DATASET) if (path / name).exists()]
+        names = [name for name in (VOCABULARY, DATASET) if (path / name).exists()]
         path /= names[0] if names else VOCABULARY
     try:
         stored = json.loads(path.read_text("utf-8"))

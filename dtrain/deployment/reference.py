@@ -24,7 +24,7 @@ from dtrain.deployment.program import ImageInput
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
 from dtrain.training import build
-from dtrain.training.loaders import declared_fields, eval_loader
+from dtrain.training.loaders import corpus_beside, declared_fields, eval_loader
 from dtrain.training.task import Output, Task, require_output
 
 
@@ -74,7 +74,9 @@ class Reference:
         except ConfigError as error:
             raise ConfigError(f"{error} (Or set samples=0 to export without the comparison.)") from error
         try:
-            rows = reference_rows(model, build.by_target("task", cfg.task), loader, images, world.device, limit)
+            rows = reference_rows(
+                model, build.build_task(cfg.task, corpus_beside(cfg.data)), loader, images, world.device, limit
+            )
         except NotComparable as error:
             return cls(None, f"the model is not a function of one tensor: {error}", None)
         finally:
@@ -194,6 +196,8 @@ class _Recorder(nn.Module):
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # A document mask (``task.documents``): a row of an artefact is one document.
+        kwargs.pop("documents", None)
         output = self._model(*args, **kwargs)
         self.calls.append((args, kwargs, output))
         return output

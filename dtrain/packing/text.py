@@ -113,7 +113,9 @@ def pack_text(options: Namespace, console: Console) -> None:
             tokens += rows.stream.tokens
             splits[split] = {"shards": its.shards, "samples": its.samples, "tokens": its.samples * length}
             unused.append(f"{split} {rows.stream.tokens - 1 - rows.count * length:,}")
-        description = {**facts, "row": length + 1, "splits": splits}
+        is_bytes = tokenizer.identity == "bytes"  # of which each is counted
+        bytes_per_token = None if is_bytes else sum(file.text_bytes for file in files) / tokens
+        description = {**facts, "row": length + 1, "bytes_per_token": bytes_per_token, "splits": splits}
         dataset.publish({_DATASET: as_json(description), VOCABULARY: as_json(tokenizer.description)})
         command.print_summary(
             written,
@@ -127,10 +129,7 @@ def pack_text(options: Namespace, console: Console) -> None:
         write_preset(destination, {EXTENSION: field})
     print(f"  inputs are tokens[:, :-1], targets are tokens[:, 1:], {length:,} each")
     model = ["model=gpt", f"model.vocabulary={tokenizer.vocab_size}", f"model.context={length}"]
-    task = ["task=language_modelling"]
-    if tokenizer.identity != "bytes":
-        task.append(f"task.bytes_per_token={sum(file.text_bytes for file in files) / tokens:.3f}")
-    print_train_command(destination, [*model, *task])
+    print_train_command(destination, [*model, "task=language_modelling"])
 
 
 def _take_file_splits(options: Namespace) -> dict[str, list[str]]:

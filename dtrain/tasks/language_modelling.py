@@ -1,19 +1,32 @@
-"""Language modelling: next-token cross-entropy over all valid tokens of the global batch."""
+"""Language modelling: next-token cross-entropy over all valid tokens of the global batch.
+
+* A row has ``length + 1`` tokens: inputs ``row[:-1]`` and targets ``row[1:]``.
+* The *end-of-text token* begins a document: it is the first input of the document that follows it, and the last target of the
+  one before it.
+* With a *document mask* each document of a row is computed as if it were alone. The first token of a document is then predicted
+  from the end-of-text token only.
+"""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dtrain.data import Batch
+from dtrain.data.fields import DataError
+from dtrain.data.tokenizers import Corpus, Tokenizer
 from dtrain.tasks.losses import softmax_cross_entropy
 from dtrain.training.task import Output
 
-_BYTES = 256  # without bytes_per_token, tokens below 256 are bytes and the others are special tokens
+_BYTES = 256  # tokens below it are bytes if the text was not encoded with another tokenizer
+#: Values of ``task.documents``.
+DOCUMENTS = ("none", "mask")
 logger = logging.getLogger("dtrain")
 
 
@@ -22,11 +35,23 @@ class LanguageModelling:
 
     Args:
         tokens: Name of the field with rows of ``length + 1`` tokens, an integer dtype, as ``dtrain.pack text`` writes.
-        ignore: Token, such as padding, that is excluded from loss and count.
-        bytes_per_token: Average number of bytes of text per token. None: the tokens are bytes, and tokens from 256 on count
-            as no bytes.
-        sample: Prompt that the model continues after each evaluation; the text is logged and kept with the run. None: off.
-        sample_bytes: Number of bytes to generate.
+        ignore: Token, such as padding, that is excluded from loss and count. It may be outside the vocabulary if only such
+            tokens follow it in a row. None: the padding of the shards, if they have one.
+        bytes_per_token: Average number of bytes of text per token. None: that of the shards; if the tokens are bytes, they are
+            counted, and tokens from 256 on count as no bytes.
+        documents: ``none``, or ``mask``: no token attends to another document, and positions restart in each; the model is
+            called as ``model(tokens, documents=numbers)``, see ``dtrain.models.GPT``.
+        end_of_text: The token between documents. None: that of the shards.
+        sample: Prompt that the model continues after each evaluation; the text is logged and kept with the run. An empty prompt
+            is the begin of a document. None: off.
+        sample_tokens: Number of tokens to generate.
+        sample_temperature: For the model's method ``generate``; None: its default.
+        sample_top_k: As ``sample_temperature``.
+        corpus: Description of the shards' tokens; dtrain gives it.
+
+    Raises:
+        ValueError: If an option is impossible, there is no end-of-text token for ``documents=mask``, or the prompt cannot be
+            encoded, for example because the package of the tokenizer is missing.
     """
 
     counts = "tokens"
@@ -37,36 +62,78 @@ class LanguageModelling:
         ignore: int | None = None,
         bytes_per_token: float | None = None,
         sample: str | None = None,
-        sample_bytes: int = 200,
+        sample_tokens: int = 200,
+        *,
+        documents: str = "none",
+        end_of_text: int | None = None,
+        sample_temperature: float | None = None,
+        sample_top_k: int | None = None,
+        corpus: Corpus | None = None,
     ) -> None:
-        if sample is not None and bytes_per_token is not None:
+        if documents not in DOCUMENTS:
+            raise ValueError(f"task.documents: got {documents!r}, want one of {', '.join(DOCUMENTS)}.")
+        if corpus is not None:
+            ignore = corpus.padding if ignore is None else ignore
+            end_of_text = corpus.end_of_text if end_of_text is None else end_of_text
+            bytes_per_token = corpus.bytes_per_token if bytes_per_token is None else bytes_per_token
+        if documents == "mask" and end_of_text is None:
+            reason = f"the tokenizer of {corpus.folder} has none" if corpus is not None else "the shards do not name it"
             raise ValueError(
-                f"task.sample: got {sample!r}, and bytes_per_token {bytes_per_token}. Samples need byte "
-                "tokens: set one of the two to null."
+                f"task.documents=mask needs the end-of-text token between documents, and {reason}. Set task.end_of_text=TOKEN, "
+                "pack the text with a tokenizer that has one, or use task.documents=none."
             )
         self._tokens = tokens
         self._ignore = ignore
         self._bytes_per_token = bytes_per_token
-        self._sample = sample
-        self._sample_bytes = sample_bytes
+        # Shards of earlier versions do not say how many bytes a token has.
+        self._knows_bytes = bytes_per_token is not None or corpus is None or corpus.tokenizer_identity == "bytes"
+        self._end_of_text = end_of_text
+        self._masks_documents = documents == "mask"
+        self._options = {"temperature": sample_temperature, "top_k": sample_top_k}
+        self._sample_tokens = sample_tokens
+        self._tokenizer: Tokenizer | None = None
+        self._prompt: list[int] | None = None
+        if sample is not None:
+            self._tokenizer = self._sample_tokenizer(sample, corpus)
+            self._prompt = self._encoded(sample, self._tokenizer)
+        self._checked = False
 
     def __call__(self, model: nn.Module, batch: Batch) -> Output:
-        """Returns the loss summed over tokens, their count, and the metrics ``accuracy`` and ``bits_per_byte``."""
+        """Returns the loss summed over tokens, their count, and the metrics ``accuracy`` and ``bits_per_byte``, if known.
+
+        Raises:
+            DataError: If a token is outside the vocabulary (on a CPU), the model takes no documents, or cannot continue the
+                prompt.
+        """
+        if not self._checked and model.training:
+            self._check(getattr(model, "module", model))
+            self._checked = True
         tokens = batch[self._tokens].long()
-        targets = tokens[:, 1:]
-        logits = model(tokens[:, :-1])
-        counted = batch.valid_for(self._tokens).unsqueeze(1).expand_as(targets)
+        counted = batch.valid_for(self._tokens).unsqueeze(1).expand(-1, tokens.shape[1] - 1)
         if self._ignore is not None:
-            counted = counted & (targets != self._ignore)
+            is_ignored = tokens == self._ignore
+            counted = counted & ~is_ignored[:, 1:]
+            # Padding at the end of a row may be outside the vocabulary. Nothing that counts depends on it.
+            is_padding = (~is_ignored).flip(1).cumsum(dim=1).flip(1) == 0
+            tokens = tokens.masked_fill(is_padding, 0)
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        options = {}
+        if self._masks_documents:
+            options["documents"] = (inputs == self._end_of_text).cumsum(dim=1)
+        try:
+            logits = model(inputs, **options)
+            losses = softmax_cross_entropy(logits, targets).masked_fill(~counted, 0)
+        except (IndexError, RuntimeError) as error:
+            _require_vocabulary(tokens, model, batch, error)
+            raise
         count = counted.sum()
-        losses = softmax_cross_entropy(logits, targets).masked_fill(~counted, 0)
         loss_sum = losses.sum()
-        if self._bytes_per_token is None:
-            text_bytes = ((targets < _BYTES) & counted).sum()
-        else:
-            text_bytes = count * self._bytes_per_token
         correct = ((logits.argmax(dim=-1) == targets) & counted).sum()
-        metrics = {"accuracy": (correct, count), "bits_per_byte": (loss_sum.detach() / math.log(2), text_bytes)}
+        metrics: dict[str, tuple[Tensor | float, Tensor | int]] = {"accuracy": (correct, count)}
+        if self._knows_bytes:
+            is_text = (targets < _BYTES) & counted
+            text_bytes = is_text.sum() if self._bytes_per_token is None else count * self._bytes_per_token
+            metrics["bits_per_byte"] = (loss_sum.detach() / math.log(2), text_bytes)
         if batch.sources:
             metrics |= batch.by_source(losses.sum(dim=1), counted.sum(dim=1))
         return Output(loss_sum, count, metrics)
@@ -82,30 +149,77 @@ class LanguageModelling:
         return {"perplexity": math.exp(min(metrics["loss"], 700.0))}
 
     def illustrate(self, model: nn.Module, evaluation: Mapping[str, float], samples: Iterable[Batch]) -> dict[str, str]:
-        """Text logged after an evaluation: ``sample``, if a prompt is configured.
-
-        Raises:
-            ValueError: If the model has no method ``generate``.
-        """
-        if self._sample is None:
+        """Text logged after an evaluation: ``sample``, the prompt and its continuation, if a prompt is configured."""
+        if self._prompt is None or self._tokenizer is None:
             return {}
-        text = self.sample(model)
+        device = next(model.parameters()).device
+        options = {name: value for name, value in self._options.items() if value is not None}
+        generate: Any = model.generate
+        tokens = generate(torch.tensor([self._prompt], device=device), self._sample_tokens, **options)
+        text = self._tokenizer.decode(tokens[0].tolist())
         logger.info("sample: %s", text)
         return {"sample": text}
 
-    def sample(self, model: nn.Module) -> str:
-        """The prompt ``sample`` and its continuation by the model's method ``generate(tokens, count)``.
-
-        Raises:
-            ValueError: If the model has no such method.
-        """
-        generate = getattr(model, "generate", None)
-        if generate is None:
+    def _sample_tokenizer(self, sample: str, corpus: Corpus | None) -> Tokenizer:
+        if corpus is not None:
+            try:
+                return corpus.tokenizer()
+            except (ModuleNotFoundError, OSError, ValueError) as error:
+                raise ValueError(f"task.sample: {error}") from error
+        if self._bytes_per_token is not None:
             raise ValueError(
-                f"task.sample: {type(model).__name__} has no generate(tokens, count). Set task.sample=null, or use a model "
-                "that has this method, such as dtrain.models.GPT."
+                f"task.sample: got {sample!r}, but the shards have no vocabulary.json, and with bytes_per_token "
+                f"{self._bytes_per_token} their tokens are no bytes. Pack the text with dtrain.pack text, or set "
+                "task.sample=null."
             )
-        device = next(model.parameters()).device
-        prompt = torch.tensor([list((self._sample or "").encode())], device=device)
-        text = generate(prompt, self._sample_bytes)[0].tolist()
-        return bytes(token for token in text if token < _BYTES).decode(errors="replace")
+        return Tokenizer("bytes")
+
+    def _encoded(self, sample: str, tokenizer: Tokenizer) -> list[int]:
+        prompt = [int(token) for token in tokenizer.encode(sample)]
+        if not prompt and tokenizer.end_of_text is not None:
+            prompt = [tokenizer.end_of_text]
+        if not prompt:
+            raise ValueError(
+                "task.sample: got an empty prompt, and the tokenizer has no end-of-text token. Set a text."
+            )
+        return prompt
+
+    def _check(self, model: nn.Module) -> None:
+        """Refuses in the first step what would otherwise fail after the first evaluation."""
+        name = type(model).__name__
+        if self._masks_documents:
+            parameters = inspect.signature(model.forward).parameters.values()
+            if not any(it.name == "documents" or it.kind is it.VAR_KEYWORD for it in parameters):
+                raise DataError(
+                    f"task.documents=mask: {name}.forward takes no documents. Use a model that does, such as "
+                    "dtrain.models.GPT, or task.documents=none."
+                )
+        if self._prompt is None:
+            return
+        if not hasattr(model, "generate"):
+            raise DataError(
+                f"task.sample: {name} has no generate(tokens, count). Set task.sample=null, or use a model that has this "
+                "method, such as dtrain.models.GPT."
+            )
+        context = getattr(model, "context", None)
+        if isinstance(context, int) and len(self._prompt) > context:
+            raise DataError(
+                f"task.sample: the prompt has {len(self._prompt)} tokens, the model's context is {context}. Shorten the prompt."
+            )
+
+
+def _require_vocabulary(tokens: Tensor, model: nn.Module, batch: Batch, failure: Exception) -> None:
+    """Raises an error that names a token out of range. Called after a failure: checking in every step would cost time."""
+    model = getattr(model, "module", model)
+    embeddings = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    vocabulary = getattr(model, "vocabulary", embeddings[0] if embeddings else None)
+    if tokens.device.type != "cpu" or not isinstance(vocabulary, int):
+        return  # CUDA kernels report it themselves; after the failed assertion the device cannot be read
+    wrong = ((tokens < 0) | (tokens >= vocabulary)).nonzero()
+    if len(wrong):
+        row, position = wrong[0].tolist()
+        raise DataError(
+            f"task: sample {batch.sample_keys[row]!r} has the token {int(tokens[row, position])} at position {position}, the "
+            f"model has a vocabulary of {vocabulary:,}, 0 to {vocabulary - 1}. Set model.vocabulary to that of the tokenizer, "
+            "or pack the text with the tokenizer of the model."
+        ) from failure

@@ -29,6 +29,7 @@ from dtrain.config.instantiate import argument_names, by_target
 from dtrain.config.schema import Config, LossScaleConfig, ParallelConfig, PrecisionConfig, TrainConfig
 from dtrain.data import ShardLoader
 from dtrain.data.randomness import be_deterministic, seed_generators
+from dtrain.data.tokenizers import Corpus
 from dtrain.distributed.collectives import on_all_ranks
 from dtrain.distributed.world import World
 from dtrain.optimizers.groups import decay_groups, trainable
@@ -36,7 +37,7 @@ from dtrain.precision import Precision
 from dtrain.precision.comm_hooks import REDUCE_DTYPES, HookGuard, reduce_in
 from dtrain.precision.loss_scale import LossScale
 from dtrain.training.checkpoints import Checkpoint, Checkpoints
-from dtrain.training.loaders import check_same_data, class_names, eval_loader, prepare_data, train_loader
+from dtrain.training.loaders import check_same_data, class_names, corpus_beside, eval_loader, prepare_data, train_loader
 from dtrain.training.model_setup import (
     checkpoint_activations,
     compile_in_place,
@@ -91,6 +92,8 @@ def build_run(
     check_same_data(train_data, eval_data)
     names = on_all_ranks(lambda: class_names(cfg.data))
     check_classes(cfg.model, names)
+    corpus = on_all_ranks(lambda: corpus_beside(cfg.data))
+    check_vocabulary(cfg.model, corpus)
 
     # -- model. Seeded immediately before, so that the initial weights do not depend on earlier random numbers.
     if cfg.train.deterministic:
@@ -103,7 +106,7 @@ def build_run(
     # After everything that changes the model, so that the copy has it; before DDP, which cannot be copied.
     with as_config_error("train.ema_decay"):
         ema = Ema(model, cfg.train.ema_decay) if cfg.train.ema_decay is not None else None
-    task: Task = on_all_ranks(lambda: by_target("task", cfg.task))
+    task = on_all_ranks(lambda: build_task(cfg.task, corpus))
     optimizer = on_all_ranks(lambda: build_optimizer(cfg.optimizer, model))
 
     # -- step
@@ -210,7 +213,8 @@ def build_for_evaluation(cfg: Config, world: World, checkpoint: Checkpoint, weig
     model = on_all_ranks(lambda: build_model(cfg.model, world.device, cfg.train.channels_last))
     loaded = on_all_ranks(lambda: load_weights(model, checkpoint, weights))
     precision.wrap_keep_fp32(model)
-    return EvaluationParts(precision, loader, model, loaded, on_all_ranks(lambda: by_target("task", cfg.task)))
+    task = on_all_ranks(lambda: build_task(cfg.task, corpus_beside(cfg.data)))
+    return EvaluationParts(precision, loader, model, loaded, task)
 
 
 def build_precision(cfg: PrecisionConfig, device: torch.device) -> tuple[Precision, list[str]]:
@@ -278,6 +282,36 @@ def check_classes(node: Any, names: Sequence[str] | None) -> None:
                 f"model.{key}: got {number}, but classes.json beside the shards names {len(names)} classes. Set "
                 f"model.{key}={len(names)}, or delete classes.json if its names are not those of the labels."
             )
+
+
+def check_vocabulary(node: Any, corpus: Corpus | None) -> None:
+    """Compares ``model.vocabulary`` with the tokens of the shards.
+
+    Args:
+        node: The config node ``model``.
+        corpus: The description of the tokens; None if there is none.
+
+    Raises:
+        ConfigError: If the shards may have tokens that the model does not know.
+    """
+    number = node.get("vocabulary", None)
+    if corpus is not None and isinstance(number, int) and number < corpus.vocab_size:
+        raise ConfigError(
+            f"model.vocabulary: got {number}, but the shards in {corpus.folder} have {corpus.vocab_size:,} different tokens. "
+            f"Set model.vocabulary={corpus.vocab_size}, or pack the text with another tokenizer."
+        )
+
+
+def build_task(node: Any, corpus: Corpus | None) -> Task:
+    """Builds the task. A target with an argument ``corpus`` gets the description of the shards' tokens, if there is one.
+
+    Raises:
+        ConfigError: If it cannot be built.
+    """
+    takes_corpus = isinstance(node, DictConfig) and "corpus" in argument_names(node.get("_target_"))
+    with as_config_error("task"):
+        task: Task = by_target("task", node, **({"corpus": corpus} if takes_corpus else {}))
+    return task
 
 
 def prepare_model(model: nn.Module, train: TrainConfig, parallel: ParallelConfig, world: World) -> nn.Module:

@@ -21,7 +21,7 @@ from dtrain.data.mixture import EvaluationSets
 from dtrain.data.node_cache import CachePolicy
 from dtrain.data.order import choose_lanes
 from dtrain.data.stream import Stream, StreamLoader
-from dtrain.data.tokenizers import VOCABULARY, Tokenizer
+from dtrain.data.tokenizers import DATASET, Corpus
 from dtrain.distributed.collectives import from_rank0
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
@@ -161,27 +161,30 @@ def class_names(data: DataConfig) -> list[str] | None:
     return None
 
 
-def tokenizer_beside(data: DataConfig) -> Tokenizer | None:
-    """The tokenizer whose vocabulary file lies beside the training shards; None without such a file.
+def corpus_beside(data: DataConfig) -> Corpus | None:
+    """Reads ``dataset.json``, which ``dtrain.pack text`` writes beside the shards; None without such a file.
+
+    The shards are found as in ``class_names``.
 
     Raises:
-        ConfigError: If the file or the package of the tokenizer is not usable, or the sources of a mixture have different
-            tokenizers.
+        ConfigError: If the file is not usable, or the sources of a mixture have different tokenizers or padding.
     """
-    found: dict[Path, Tokenizer] = {}
-    for pattern in _train_patterns(data):
-        file = _file_beside(pattern, VOCABULARY)
+    found: dict[Path, Corpus] = {}
+    for pattern in _train_patterns(data) or (data.eval.values() if _are_sets(data.eval) else [data.eval]):
+        file = _file_beside(pattern, DATASET)
         if file is not None and file not in found:
-            with as_config_error(str(file)):
-                found[file] = Tokenizer.load(file)
-    for file, tokenizer in found.items():
-        first = next(iter(found))
-        if tokenizer.identity != found[first].identity:
+            with as_config_error("data"):
+                found[file] = Corpus.read(file)
+    first = next(iter(found.values()), None)
+    for file, corpus in found.items():
+        assert first is not None
+        if (corpus.tokenizer_identity, corpus.padding) != (first.tokenizer_identity, first.padding):
             raise ConfigError(
-                f"data.mixture: {first} and {file} describe different tokenizers, {found[first].identity} and "
-                f"{tokenizer.identity}, so a token would mean two things. Pack both sources with the same tokenizer."
+                f"data.mixture: {first.folder} has tokens of {first.tokenizer_identity} with padding {first.padding}, "
+                f"{file.parent} those of {corpus.tokenizer_identity} with padding {corpus.padding}, so a token would mean two "
+                "things. Pack both sources in the same way."
             )
-    return next(iter(found.values()), None)
+    return first
 
 
 def build_mixture(data: DataConfig, *, build: bool = True) -> Mixture:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from dtrain.data import Batch
-from dtrain.models import GPT
-from dtrain.tasks import Classification, ImageFitting, LanguageModelling, Regression, classification
-from dtrain.training.run_logger import IllustratingTask
-from dtrain.training.task import ConcludingTask, Output
+from dtrain.tasks import Classification, ImageFitting, Regression, classification
+from dtrain.training.task import Output
 from tests.fake_cuda import on_fake_cuda
 from tests.refusals import refused
 
@@ -162,62 +159,3 @@ def test_regression_compares_one_output_with_one_number_for_each_row() -> None:
     output = Regression()(Answers(predicted), batch(x=target, y=target))
     assert float(output.loss_sum) == pytest.approx(1 + 9)
     assert ratio(output, "mae") == pytest.approx((1 + 3) / 3)
-
-
-# -- language modelling
-
-
-def tokens() -> Tensor:
-    return torch.tensor([[1, 2, 256, 3], [9, 9, 9, 9], [4, 5, 6, 7], [8, 7, 6, 256]], dtype=torch.uint16)
-
-
-def test_language_modelling_sums_over_the_valid_tokens() -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(4, 3, 257)
-    output = LanguageModelling()(Answers(logits), batch(tokens=tokens()))
-    rows = [row for row in range(4) if VALID[row]]
-    log_p = logits.double().log_softmax(-1)
-    expected = -sum(float(log_p[row, n, int(tokens()[row, n + 1])]) for row in rows for n in range(3))
-    assert float(output.loss_sum) == pytest.approx(expected, rel=1e-6)
-    assert int(output.count) == 9
-    # Two of the nine are ends of text, which are no bytes.
-    assert ratio(output, "bits_per_byte") == pytest.approx(expected / math.log(2) / 7)
-    other = LanguageModelling(bytes_per_token=4.0)(Answers(logits), batch(tokens=tokens()))
-    assert ratio(other, "bits_per_byte") == pytest.approx(expected / math.log(2) / (4 * 9))
-
-
-def test_an_ignored_token_is_not_predicted_and_the_model_sees_all_but_the_last() -> None:
-    seen: list[Tensor] = []
-
-    class Remembers(nn.Module):
-        def forward(self, inputs: Tensor) -> Tensor:
-            seen.append(inputs)
-            return torch.zeros(*inputs.shape, 257)
-
-    output = LanguageModelling(ignore=256)(Remembers(), batch(tokens=tokens()))
-    assert int(output.count) == 7
-    assert float(output.loss_sum) == pytest.approx(7 * math.log(257))
-    assert seen[0].tolist() == tokens().long()[:, :-1].tolist()
-
-
-def test_an_evaluation_concludes_with_the_perplexity_and_shows_a_sample_of_text(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level("INFO", logger="dtrain")
-    model = GPT(width=8, depth=1, heads=2, context=8)
-    task = LanguageModelling(sample="def ", sample_bytes=5)
-    assert isinstance(task, ConcludingTask)
-    assert task.conclude(model, {"loss": math.log(20.0)}) == {"perplexity": pytest.approx(20.0)}
-    assert isinstance(task, IllustratingTask)
-    shown = task.illustrate(model, {}, ())
-    assert shown["sample"].startswith("def ")
-    assert f"sample: {shown['sample']}" in caplog.text
-    assert LanguageModelling().illustrate(model, {}, ()) == {}
-    assert not isinstance(Regression(), ConcludingTask)
-
-
-def test_a_sample_needs_bytes_and_a_model_that_generates() -> None:
-    with refused(ValueError, "task.sample", "got 'x'", "bytes_per_token"):
-        LanguageModelling(sample="x", bytes_per_token=4.0)
-    with refused(ValueError, "task.sample", "Answers", "generate"):
-        LanguageModelling(sample="x").illustrate(Answers(torch.zeros(1)), {}, ())
