@@ -22,6 +22,7 @@ from dtrain.config.compose import Composed
 from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.run import Run, recompose, take, without_secrets
 from dtrain.config.schema import Config
+from dtrain.data.tokenizers import Tokenizer
 from dtrain.deployment import artefact, benchmark
 from dtrain.deployment.compare import ModuleError, Tolerance, compare, compare_modules, require_close
 from dtrain.deployment.description import DESCRIPTION, DTYPES, Description, export_summary
@@ -35,7 +36,7 @@ from dtrain.precision.modules import refuse_scripted
 from dtrain.tracking.console import print_banner
 from dtrain.training import build
 from dtrain.training.checkpoints import Checkpoints
-from dtrain.training.loaders import class_names
+from dtrain.training.loaders import class_names, corpus_beside
 from dtrain.training.state import load_weights
 
 USAGE = """Usage
@@ -107,6 +108,7 @@ def export(composed: Composed, which: str, weights: str, samples: str) -> None:
     destinations = _destinations(cfg, run)
     benchmark.check_budget(cfg.export)
     classes = class_names(cfg.data)
+    tokenizer = _tokenizer(cfg)
     if not samples.isdecimal():
         raise ConfigError(f"samples: got {samples!r}, want a number of rows; 0 for no comparison.")
 
@@ -177,10 +179,13 @@ def export(composed: Composed, which: str, weights: str, samples: str) -> None:
             },
             versions={"dtrain": __version__, "torch": torch.__version__, **form.versions()},
             channels_last=cfg.train.channels_last,
+            tokenizer=tokenizer.identity if tokenizer is not None else None,
         )
         with artefact.replacing(out) as folder:
             _print_progress(f"writing {form.file}")
             artefact.write(folder, program, description, example)
+            if tokenizer is not None:
+                tokenizer.save(folder)
             bytes_exported = _bytes_of_state(model)
             report: dict[str, Any] = {
                 "dtype": precision.name,
@@ -228,6 +233,13 @@ def _export_precision(cfg: Config) -> Precision:
     if cfg.export.dtype not in DTYPES:
         raise ConfigError(f"export.dtype: got {cfg.export.dtype!r}, want one of {', '.join(DTYPES)}.")
     return Precision(cfg.export.dtype, tuple(cfg.precision.keep_fp32))
+
+
+def _tokenizer(cfg: Config) -> Tokenizer | None:
+    """The tokenizer of the training shards, if the task needs it."""
+    corpus = corpus_beside(cfg.data) if build.takes_corpus(cfg.task) else None
+    with as_config_error("export"):
+        return corpus.tokenizer() if corpus is not None else None
 
 
 def _destinations(cfg: Config, run: Run) -> dict[str, Path]:

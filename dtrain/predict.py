@@ -1,7 +1,10 @@
-"""Predicts the classes of image files with an artefact: ``python -m dtrain.predict ARTEFACT IMAGE...``.
+"""Predicts with an artefact: the classes of images, or the continuation of a text.
 
-Prints ``file  class  probability``, the most probable class first. If a file cannot be used, an error is printed, the other
-files are still predicted, and the exit code is 1. It is 2 for wrong arguments.
+* ``python -m dtrain.predict ARTEFACT IMAGE...`` prints ``file  class  probability``, the most probable class first. If a file
+  cannot be used, an error is printed, the other files are still predicted, and the exit code is 1.
+* ``python -m dtrain.predict ARTEFACT --prompt TEXT`` prints the text and its continuation by a language model.
+
+The exit code is 2 for wrong arguments.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from dtrain.data.fields import SampleError
 from dtrain.deployment import artefact
 from dtrain.deployment.artefact import Artefact
 from dtrain.deployment.program import ImageInput
+from dtrain.deployment.text import Sampling, continue_text
 
 
 @dataclass(frozen=True)
@@ -40,13 +44,19 @@ class Ranking:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Predicts all files; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if bool(options.images) == (options.prompt is not None):
+        parser.error("want image files, or --prompt TEXT for a language model")
     failed = False
     try:
         device = torch.device(options.device) if options.device else None
         model = artefact.load(options.artefact, device, trust=options.trust)
         for warning in model.warnings:
             _print_error(f"predict: {warning}")
+        if options.prompt is not None:
+            _print_text(options, model)
+            return 0
         for ranking in rank(model, options.images, options.top, options.batch_size):
             failed |= bool(ranking.error)
             _print_ranking(ranking, options.json)
@@ -71,7 +81,10 @@ def rank(model: Artefact, files: Sequence[str], top: int, batch_size: int) -> It
     """
     image = model.description.input
     if image is None:
-        raise ConfigError("the artefact's model does not take images, so dtrain.predict cannot use it.")
+        remedy = "It is a language model: use --prompt TEXT." if model.description.tokenizer else ""
+        raise ConfigError(
+            f"the artefact's model does not take images, so dtrain.predict cannot use it. {remedy}".rstrip()
+        )
     if image.own_decoder:
         raise ConfigError(
             f"the model was trained on {image.field!r} with a custom decoder (data.fields), which the artefact does not "
@@ -149,18 +162,44 @@ def _print_ranking(ranking: Ranking, as_json: bool) -> None:
         print(f"{ranking.file}  {name}  {probability:.4f}", flush=True)
 
 
+def _print_text(options: argparse.Namespace, model: Artefact) -> None:
+    sampling = Sampling(options.tokens, options.temperature, options.top_k or None, options.seed)
+    text = continue_text(options.artefact, model, options.prompt, sampling)
+    print(json.dumps({"prompt": options.prompt, "text": text}) if options.json else text, flush=True)
+
+
 def _print_error(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m dtrain.predict", description="Classifies image files with a model that dtrain.export wrote."
+        prog="python -m dtrain.predict",
+        description="Classifies image files, or continues a text, with a model that dtrain.export wrote.",
     )
     parser.add_argument("artefact", metavar="ARTEFACT", type=Path, help="folder that dtrain.export wrote")
-    parser.add_argument("images", metavar="IMAGE", nargs="+", help="JPEG, PNG, WebP, BMP, GIF, TIFF, PPM or AVIF file")
+    parser.add_argument("images", metavar="IMAGE", nargs="*", help="JPEG, PNG, WebP, BMP, GIF, TIFF, PPM or AVIF file")
+    parser.add_argument("--prompt", metavar="TEXT", help="text that a language model continues, instead of images")
     parser.add_argument(
-        "--top", type=_positive, default=1, metavar="K", help="print the K most probable classes (default: 1)"
+        "--tokens", type=_positive, default=100, metavar="N", help="tokens to generate at most (default: 100)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=1.0,
+        metavar="T",
+        help="0: the most probable token; 1: as trained (default)",
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=40, metavar="K", help="draw from the K most probable tokens (default: 40; 0: all)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the draws (default: 0)")
+    parser.add_argument(
+        "--top",
+        type=_positive,
+        default=1,
+        metavar="K",
+        help="print the K most probable classes of an image (default: 1)",
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object per line, also for files that cannot be used"

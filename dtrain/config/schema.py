@@ -22,8 +22,12 @@ class WarmStartConfig:
     """Weights of another model as the initial weights of a new run. All names must match, except those in `skip`."""
 
     path: str | None = None  # a run directory, a checkpoint folder, or a .safetensors file
-    rename: dict[str, str] = field(default_factory=dict)  # prefixes of names: there -> here; the first match counts
+    # prefixes of names: there -> here; the first match counts; each * is one part of a name, such as a number
+    rename: dict[str, str] = field(default_factory=dict)
     skip: list[str] = field(default_factory=list)  # patterns (fnmatch) of names that are left out, after renaming
+    transpose: list[str] = field(
+        default_factory=list
+    )  # patterns of names of matrices stored transposed, after renaming
 
 
 @dataclass

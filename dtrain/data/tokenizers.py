@@ -13,7 +13,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -194,11 +193,10 @@ class Tokenizer:
         return vocabulary[known[0]]
 
 
-@dataclass(frozen=True)
 class Corpus:
     """What the files beside the shards of a text say about its tokens; read without the package of the tokenizer.
 
-    Attributes:
+    Args:
         folder: The folder of the shards.
         tokenizer_identity: ``Tokenizer.identity``.
         vocab_size: Size of the vocabulary.
@@ -207,12 +205,22 @@ class Corpus:
         bytes_per_token: Average number of bytes of text per token; None: unknown.
     """
 
-    folder: Path
-    tokenizer_identity: str
-    vocab_size: int
-    end_of_text: int | None
-    padding: int | None = None
-    bytes_per_token: float | None = None
+    # No dataclass: Hydra would make a mapping of an argument that is one.
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer_identity: str,
+        vocab_size: int,
+        end_of_text: int | None,
+        padding: int | None = None,
+        bytes_per_token: float | None = None,
+    ) -> None:
+        self.folder = folder
+        self.tokenizer_identity = tokenizer_identity
+        self.vocab_size = vocab_size
+        self.end_of_text = end_of_text
+        self.padding = padding
+        self.bytes_per_token = bytes_per_token
 
     @classmethod
     def read(cls, path: Path) -> Corpus:

@@ -15,6 +15,7 @@ Files in reading order:
 * ``fold_cast``: BatchNorm folding and half-precision weights.
 * ``formats``: how a program is stored: safetensors, pt2, AOTInductor, ONNX.
 * ``artefact``: writes, verifies and loads artefacts; decides which of them may run code.
+* ``text``: continues a text with a language model.
 * ``reference``: inputs, fp32 outputs and metrics on rows of the evaluation set.
 * ``probe``: a process that runs one artefact and reports outputs, call times and peak memory.
 * ``compare``: errors of an artefact, the tolerance, and the first module that exceeds it.

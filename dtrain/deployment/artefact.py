@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from dtrain.config.errors import ConfigError
 from dtrain.config.trust import is_marked, mark
+from dtrain.data.tokenizers import VOCABULARY
 from dtrain.deployment.description import DESCRIPTION, Description
 from dtrain.deployment.formats import FORMATS
 from dtrain.deployment.program import Program
@@ -29,7 +30,7 @@ from dtrain.distributed.atomic import replace_folder
 from dtrain.precision import Precision
 
 REPORT = "report.json"
-_OWN_FILES = {*(form.file for form in FORMATS.values()), DESCRIPTION, REPORT}
+_OWN_FILES = {*(form.file for form in FORMATS.values()), DESCRIPTION, REPORT, VOCABULARY}
 _MARKS = "exported"
 _TRUST = "If you trust the origin of the artefact, add --trust."
 

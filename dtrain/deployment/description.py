@@ -33,6 +33,7 @@ class Description:
         source: The run, the checkpoint's step and its metrics.
         versions: Versions of dtrain, torch and the packages of the format.
         channels_last: Whether images and convolution weights are in channels_last layout.
+        tokenizer: Identity of the tokenizer, of which the artefact has the vocabulary file; None if the model takes no text.
     """
 
     stored_as: str
@@ -47,6 +48,7 @@ class Description:
     source: dict[str, Any]
     versions: dict[str, str]
     channels_last: bool = True
+    tokenizer: str | None = None
 
     def write(self, folder: Path, sha256: str) -> None:
         """Writes ``model.json``; ``sha256`` is that of the model's file.
@@ -97,6 +99,8 @@ class Description:
                 source=dict(content["source"]),
                 versions=dict(content["versions"]),
                 channels_last=bool(content["channels_last"]),
+                # Artefacts of earlier versions do not have it.
+                tokenizer=str(content["tokenizer"]) if content.get("tokenizer") is not None else None,
             )
             return description, str(content["sha256"])
         except ConfigError:

@@ -119,7 +119,7 @@ class ReferenceRows:
         """The metrics of a model that returns ``outputs``, fp32 ``[rows, ...]``, on the same rows."""
         parts = outputs.split([len(batch.valid) for batch in self.batches])
         return _means(
-            require_output(self.task(_StandIn(part.to(self.device)), batch.to(self.device)))
+            require_output(self.task(_StandIn(part.to(self.device)).eval(), batch.to(self.device)))
             for part, batch in zip(parts, self.batches, strict=True)
         )
 
@@ -157,7 +157,7 @@ def reference_rows(
         batch = _valid_rows(loaded, limit - sum(map(len, inputs)))
         if not len(batch.valid):
             continue
-        recorder = _Recorder(model)
+        recorder = _Recorder(model).eval()
         moved = batch.to(device)
         result = task(recorder, moved)
         argument, output = _single_call(recorder, len(batch.valid))

@@ -308,10 +308,14 @@ def build_task(node: Any, corpus: Corpus | None) -> Task:
     Raises:
         ConfigError: If it cannot be built.
     """
-    takes_corpus = isinstance(node, DictConfig) and "corpus" in argument_names(node.get("_target_"))
     with as_config_error("task"):
-        task: Task = by_target("task", node, **({"corpus": corpus} if takes_corpus else {}))
+        task: Task = by_target("task", node, **({"corpus": corpus} if takes_corpus(node) else {}))
     return task
+
+
+def takes_corpus(node: Any) -> bool:
+    """Whether the config node ``task`` names a class with an argument ``corpus``."""
+    return isinstance(node, DictConfig) and "corpus" in argument_names(node.get("_target_"))
 
 
 def prepare_model(model: nn.Module, train: TrainConfig, parallel: ParallelConfig, world: World) -> nn.Module:

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.run import Run
-from dtrain.config.schema import Config, RunConfig, TrainConfig
+from dtrain.config.schema import Config, RunConfig, TrainConfig, WarmStartConfig
 from dtrain.distributed.collectives import from_rank0, on_all_ranks
 from dtrain.tracking.records import read_records
 from dtrain.tracking.run_dir import move_records_aside, status_or_none
@@ -200,13 +201,13 @@ def starting_weights(run: RunConfig, model: nn.Module) -> StartingWeights | None
     warm = run.warm_start
     if run.weights_from is not None and warm.path is not None:
         raise ConfigError("run.weights_from and run.warm_start.path are both set. Keep one of them.")
-    if warm.path is None and (warm.rename or warm.skip):
-        raise ConfigError("run.warm_start has a rename or a skip, but no path. Set run.warm_start.path.")
+    if warm.path is None and (warm.rename or warm.skip or warm.transpose):
+        raise ConfigError("run.warm_start has a rename, skip or transpose, but no path. Set run.warm_start.path.")
     key, path = ("run.weights_from", run.weights_from) if warm.path is None else ("run.warm_start.path", warm.path)
     if path is None:
         return None
     file = Path(from_rank0(lambda: str(_find(key, Path(path).expanduser()))))
-    return on_all_ranks(lambda: _fitted(key, file, model, dict(warm.rename), list(warm.skip)))
+    return on_all_ranks(lambda: _fitted(key, file, model, warm))
 
 
 def _find(key: str, path: Path) -> Path:
@@ -227,22 +228,32 @@ def _find(key: str, path: Path) -> Path:
     return average if average.exists() else folder / "model.safetensors"
 
 
-def _fitted(key: str, file: Path, model: nn.Module, rename: Mapping[str, str], skip: Sequence[str]) -> StartingWeights:
+def _fitted(key: str, file: Path, model: nn.Module, warm: WarmStartConfig) -> StartingWeights:
     try:
         loaded = safetensors.torch.load_file(file)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{key}: {file} cannot be read ({error}).") from error
     renamed: dict[str, str] = {}
     for name in loaded:
-        new = _renamed(name, rename)
+        new = _renamed(name, warm.rename)
         if new in renamed:
             raise ConfigError(f"run.warm_start.rename: {renamed[new]} and {name} both become {new}.")
         renamed[new] = name
 
     def skipped(name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in skip)
+        return any(fnmatchcase(name, pattern) for pattern in warm.skip)
 
     tensors = {new: loaded[name] for new, name in renamed.items() if not skipped(new)}
+    transposed: set[str] = set()
+    for pattern in warm.transpose:
+        matching = [name for name in tensors if fnmatchcase(name, pattern)]
+        if not matching or any(tensors[name].dim() != 2 for name in matching):
+            raise ConfigError(
+                f"run.warm_start.transpose: {pattern!r} matches {', '.join(matching[:3]) or 'no name'}, want matrices. "
+                f"Names are matched after renaming, such as {next(iter(tensors), 'none')}."
+            )
+        transposed.update(matching)
+    tensors |= {name: tensors[name].T.contiguous() for name in transposed}
     if problems := weight_problems(model, tensors, may_lack=skipped):
         raise ConfigError(
             f"{key}: the weights in {file} do not fit: {problems}. run.warm_start.rename rewrites their names, "
@@ -255,8 +266,11 @@ def _fitted(key: str, file: Path, model: nn.Module, rename: Mapping[str, str], s
 
 def _renamed(name: str, rename: Mapping[str, str]) -> str:
     for old, new in rename.items():
-        if name.startswith(old):
-            return new + name.removeprefix(old)
+        if old.count("*") != new.count("*"):
+            raise ConfigError(f"run.warm_start.rename: {old} and {new} need as many * as each other.")
+        if found := re.match(re.escape(old).replace(r"\*", r"([^.]+)"), name):
+            parts = iter(found.groups())
+            return re.sub(r"\*", lambda _, parts=parts: next(parts), new) + name[found.end() :]  # type: ignore[misc]
     return name
 
 

@@ -42,12 +42,14 @@ from dtrain.training.build import (
     build_optimizer,
     build_schedule,
     build_step,
+    build_task,
     make_precision,
     prepare_model,
+    takes_corpus,
 )
 from dtrain.training.checkpoints import Checkpoints
 from dtrain.training.faults import Faults
-from dtrain.training.loaders import are_patterns, build_mix, build_mixture, build_sets, declared_fields
+from dtrain.training.loaders import are_patterns, build_mix, build_mixture, build_sets, corpus_beside, declared_fields
 from dtrain.training.loop import check_intervals
 from dtrain.training.profiler import StepProfiler
 from dtrain.training.schedule import Lengths, check_length
@@ -238,6 +240,11 @@ def _check_nodes(cfg: Config, fields: tuple[Field, ...], found: _Problems) -> No
             if key != "data.prepare" and all(target.startswith("dtrain.") for target in targets):
                 if key == "data.mix":
                     build_mix(node)
+                elif key == "task":
+                    corpus = corpus_beside(data)
+                    # data.prepare may still have to write what the task needs to know of the tokens.
+                    if corpus is not None or data.prepare is None or not takes_corpus(node):
+                        build_task(node, corpus)
                 else:
                     by_target(key, node)
             if key == "task" and targets[0].startswith("dtrain.tasks."):
