@@ -1,6 +1,6 @@
 """Kills training runs again and again and checks that nothing is lost.
 
-    python -m benchmarks.kill_soak [--rounds 50] [--ranks 3] [--seed 0]
+    python -m benchmarks.kill_soak [--rounds 50] [--ranks 3] [--seed 0] [--parallel fsdp]
 
 A round is one kill (SIGKILL) at a random moment, starts and saves included: of one rank, of torchrun alone, or of the whole
 job at once. The same command then resumes the run. After some kills a run is left to finish and compared with an
@@ -47,7 +47,7 @@ OVERRIDES = (
 class Job:
     """One start of a run: torchrun, its ranks (at least two), and their loader workers."""
 
-    def __init__(self, run_dir: Path, ranks: int, overrides: Sequence[str] = OVERRIDES) -> None:
+    def __init__(self, run_dir: Path, ranks: int, overrides: Sequence[str]) -> None:
         self.run = harness.Run(run_dir)
         self.size = ranks
         command = harness.python("-m", "dtrain.train", ranks=ranks)
@@ -117,9 +117,8 @@ def kill_once(job: Job, chance: random.Random) -> str | None:
 
 def differences(run_dir: Path, reference: Path) -> list[str]:
     """Names of files and metrics in which a finished run differs from the undisturbed one."""
-    checkpoint = f"checkpoints/step-{STEPS:09d}"
-    names = [f"{checkpoint}/{name}.safetensors" for name in ("model", "optimizer", "ema")]
-    names += [str(path.relative_to(reference)) for path in sorted(reference.glob("logs/keys-rank-*.jsonl"))]
+    files = (f"checkpoints/step-{STEPS:09d}/*.safetensors", "logs/keys-rank-*.jsonl")
+    names = [str(path.relative_to(reference)) for pattern in files for path in sorted(reference.glob(pattern))]
     different = [name for name in names if (run_dir / name).read_bytes() != (reference / name).read_bytes()]
     return different + ["train/loss"] * (losses(run_dir) != losses(reference))
 
@@ -130,13 +129,13 @@ def losses(run_dir: Path) -> list[tuple[int, float]]:
     return [(record["step"], record["train/loss"]) for record in records if "train/loss" in record]
 
 
-def finish(run_dir: Path, ranks: int) -> None:
+def finish(run_dir: Path, ranks: int, overrides: Sequence[str]) -> None:
     """Resumes a run and waits until it is finished.
 
     Raises:
         SystemExit: If it does not finish; shows the end of its output.
     """
-    job = Job(run_dir, ranks)
+    job = Job(run_dir, ranks, overrides)
     code, status = job.wait(), job.run.status
     if code or status["state"] != "finished":
         print("\n".join((run_dir / "output.log").read_text().splitlines()[-40:]), file=sys.stderr)
@@ -147,6 +146,7 @@ def main() -> None:
     """Command line."""
     parser = harness.command_line(__doc__, rounds=50)
     parser.add_argument("--ranks", type=int, default=3, help="(default %(default)s)")
+    parser.add_argument("--parallel", default="ddp", help="ddp or fsdp (default %(default)s)")
     parser.add_argument("--seed", type=int, help="of moments and victims; default: a new one, printed")
     parser.add_argument("--dir", type=Path, help="where the runs go; default: a temporary folder, kept on failure")
     arguments = harness.parse(parser, rounds=2, ranks=2)
@@ -154,21 +154,22 @@ def main() -> None:
     chance = random.Random(seed)
     folder = arguments.dir or Path(tempfile.mkdtemp(prefix="kill-soak-"))
     print(f"seed {seed}, {arguments.ranks} ranks, {STEPS} steps, in {folder}", flush=True)
-    finish(folder / "undisturbed", arguments.ranks)
+    overrides = (*OVERRIDES, f"parallel={arguments.parallel}")
+    finish(folder / "undisturbed", arguments.ranks, overrides)
     survived: collections.Counter[str] = collections.Counter()
     runs = 0
     while survived.total() < arguments.rounds:
         runs += 1
         run_dir = folder / f"killed-{runs}"
         for _ in range(min(KILLS_A_RUN, arguments.rounds - survived.total())):
-            job = Job(run_dir, arguments.ranks)
+            job = Job(run_dir, arguments.ranks, overrides)
             killed = kill_once(job, chance)
             job.wait()
             if killed is None:
                 break
             survived[killed.partition(",")[0]] += 1
             print(f"round {survived.total()}: run {runs}, killed {killed}", flush=True)
-        finish(run_dir, arguments.ranks)
+        finish(run_dir, arguments.ranks, overrides)
         if different := differences(run_dir, folder / "undisturbed"):
             raise SystemExit(f"{run_dir} differs from the undisturbed run in {', '.join(different)}")
         print(f"run {runs}: equal to the undisturbed run, bit for bit", flush=True)

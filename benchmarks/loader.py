@@ -171,7 +171,7 @@ def measure_all(work: Work, arguments: argparse.Namespace) -> dict[tuple[int, Ro
         Path(path).read_bytes()  # into the page cache
     cases = [(workers, row) for workers in arguments.workers for row in work.rows(workers)]
     modules = {CEILING: "simplejpeg", "mosaicml-streaming": "streaming", "DALI": "nvidia.dali"}
-    there = [case for case in cases if _is_installed(modules.get(case[1].loader, case[1].loader))]
+    there = [case for case in cases if is_installed(modules.get(case[1].loader, case[1].loader))]
 
     def measure_case(case: tuple[int, Row]) -> dict[str, float]:
         return harness.in_new_process(measure, vars(work), case[1], case[0], arguments.seconds)
@@ -180,7 +180,7 @@ def measure_all(work: Work, arguments: argparse.Namespace) -> dict[tuple[int, Ro
     return {case: results.get(case, []) for case in cases}
 
 
-def _is_installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # of the package that the module is in

@@ -81,13 +81,14 @@ def main() -> None:
     times: dict[str, list[float]] = {row: [] for row in ROWS}
     with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
         checkpoints = Checkpoints(Path(folder))
-        saver = AsyncWriter(checkpoints)
+        saver = AsyncWriter()
 
         def blocking(step: int) -> None:
             checkpoints.save(step, training.checkpoint())
 
         def background(step: int) -> None:
-            saver.start(step, training.checkpoint())
+            checkpoint = training.checkpoint()
+            saver.start(step, lambda: checkpoints.save(step, checkpoint))
 
         for turn in range(arguments.rounds):
             times[STEP].append(statistics.median(milliseconds(training.step) for _ in range(9)))
@@ -100,7 +101,7 @@ def main() -> None:
             times[STEP_DURING_WRITE].append(statistics.median(during))
             saver.wait()
             times[WRITE].append(saver.seconds * 1e3)
-    nbytes = sum(tensor.nbytes for group in training.checkpoint().tensors.values() for tensor in group.values())
+    nbytes = training.checkpoint().nbytes
     table = harness.Table(f"{nbytes / 1e6:,.0f} MB", ROWS)
     table.medians("ms", times, 1)
     table.ratios("ratio", times, {row: times[base] for row, base in ROWS.items()}, 3)

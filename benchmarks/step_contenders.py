@@ -351,12 +351,13 @@ def vote(setting: Setting) -> Train:
     """dtrain's control all-reduce of a step: packed, summed, decided on and read; a single rank sums nothing."""
     host_vote = make_vote(CPU, setting.world.size)
     loss, count, right, norm, scale = (torch.tensor(value) for value in (2.3, ROWS, 6, 1.0, 1.0))
+    norms = {setting.world.size: norm}
 
     def train(turn: Turn) -> None:
         for _ in turn:
             host_vote.add([loss, count, right, count])
-            overflow = host_vote.overflow(norm)
-            host_vote.all_reduce(overflow, norm, scale, stop=False, save=False, samples=ROWS, bad=0, nbytes=0)
+            overflow = host_vote.overflow(norms)
+            host_vote.all_reduce(overflow, norms, scale, stop=False, save=False, samples=ROWS, bad=0, nbytes=0)
             host_vote.decide(scale, ROWS * setting.world.size, None)
             host_vote.step_stats(["accuracy"])
 

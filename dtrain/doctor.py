@@ -41,10 +41,15 @@ _JOIN_TIMEOUT = 60.0  # seconds, without a config
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line, ``sys.argv`` by default; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    # Imported here: the rest must work where training cannot be imported.
     if list(arguments[:1]) == ["numerics"]:
-        from dtrain.diagnosis import numerics  # not above: the rest must work where training cannot be imported
+        from dtrain.diagnosis import numerics
 
         return numerics.main(arguments[1:])
+    if list(arguments[:1]) == ["memory"]:
+        from dtrain.diagnosis import memory
+
+        return memory.main(arguments[1:])
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     if rest and rest[0].isidentifier():

@@ -26,7 +26,7 @@ from dtrain.packing.documents import VAL_BY
 from dtrain.packing.images import pack_images
 from dtrain.packing.indexing import index_shards
 from dtrain.packing.resizing import QUALITY
-from dtrain.packing.text import pack_text
+from dtrain.packing.text import FITS, LONG_DOCUMENTS, pack_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -163,6 +163,19 @@ def _add_text(commands: _Commands[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--length", type=int, required=True, metavar="N", help="number of inputs and of targets in a row"
+    )
+    parser.add_argument(
+        "--fit",
+        choices=FITS,
+        default=FITS[0],
+        help="cut the joined documents at equal distances (default), or fit whole documents into rows (best fit), with "
+        "padding at their end",
+    )
+    parser.add_argument(
+        "--long-documents",
+        choices=LONG_DOCUMENTS,
+        default=LONG_DOCUMENTS[0],
+        help="documents longer than a row: cut them into rows (default), or refuse them",
     )
     parser.add_argument(
         "--end-of-text",

@@ -72,7 +72,7 @@ def train_on_ranks(cfg: Config, identity: Run, failure: FailureRecord, recovery:
 
         # -- loop: accumulate -> vote -> apply or skip -> commit; all ranks evaluate, save and stop at the same steps
         claim_run_dir()
-        from_rank0(lambda: earlier.prepare(run))
+        earlier.prepare(run)
         from_rank0(lambda: save_run(identity))
         failure.starts(world.rank, lambda: run.step.step, run.totals.times)
         open_rank_log(identity.dir, world.rank)

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -78,6 +79,8 @@ def run_ranks(
         RanksFailed: If a rank raised, died without a result or had to be killed; shows every failed rank.
     """
     context = multiprocessing.get_context("fork")
+    # A rank that collected this process's garbage, such as a group of gloo, would wait for threads that it does not have.
+    gc.freeze()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         port = _free_port()
         ranks = []
@@ -92,6 +95,7 @@ def run_ranks(
                 ranks.append(_Rank(number, process, receiver, Path(folder) / f"stack-{number}"))
             return _collect(ranks, timeout)
         finally:
+            gc.unfreeze()
             for rank in ranks:
                 rank.end()
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dtrain import train
 from dtrain.config import compose
+from dtrain.training.checkpoints import read_folder
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -70,5 +71,8 @@ def status(run_dir: Path) -> dict[str, Any]:
 
 
 def weights(run_dir: Path, step: int, name: str = "model") -> dict[str, Tensor]:
-    """The tensors of a checkpoint."""
-    return load_file(run_dir / "checkpoints" / f"step-{step:09d}" / f"{name}.safetensors")
+    """The tensors of a checkpoint; those of a sharded one are put together from the files of its ranks."""
+    folder = run_dir / "checkpoints" / f"step-{step:09d}"
+    if (folder / f"{name}.safetensors").exists():
+        return load_file(folder / f"{name}.safetensors")
+    return {key: tensor[...] for key, tensor in read_folder(folder).stored(name).items()}

@@ -131,6 +131,14 @@ def test_loader(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_pack_text(tmp_path: Path) -> None:
+    rows = ("webdataset", "litdata", "mosaicml-streaming", "dtrain", "dtrain, best fit")
+    found = quick("pack_text", tmp_path, rows=rows)["measured"]
+    assert found["dtrain"][0]["cut"] > found["dtrain, best fit"][0]["cut"] > 0
+    assert 0 <= found["dtrain, best fit"][0]["waste"] < 0.1
+
+
+@pytest.mark.slow
 def test_index(tmp_path: Path) -> None:
     readers = ("dtrain", "dtrain, stored", "tarfile", "webdataset")
     found = quick("index", tmp_path, rows=readers)["members_per_second"]

@@ -18,6 +18,7 @@ from dtrain.distributed.world import World
 from dtrain.precision import Precision
 from dtrain.training.step import StepOutcome, TrainStep
 from dtrain.training.task import Output
+from dtrain.training.tensor_copies import Ema
 
 CPU = torch.device("cpu")
 
@@ -116,6 +117,12 @@ def squared_error(model: nn.Module, batch: Batch) -> Output:
     errors = (predicted - batch["y"]).square().masked_fill(~batch.valid, 0)
     count = batch.valid.sum()
     return Output(errors.sum(), count, {"positive": (((predicted > 0) & batch.valid).sum(), count)})
+
+
+def averages(ema: Ema) -> dict[str, Tensor]:
+    """The state of the averaged model."""
+    with ema.swapped_in() as averaged:
+        return {name: tensor.clone() for name, tensor in averaged.state_dict().items()}
 
 
 def constant(applied_steps: int) -> float:

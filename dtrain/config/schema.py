@@ -151,8 +151,20 @@ class PrecisionConfig:
 
 @dataclass
 class ParallelConfig:
-    """DistributedDataParallel (DDP) and its process group."""
+    """How the ranks share the model: DistributedDataParallel (DDP), or sharded by torch's ``fully_shard`` (FSDP2)."""
 
+    # none: every rank holds the model (DDP) | full: each rank holds a part of it | hybrid: each group of shard_size ranks holds
+    # it, and the groups hold the same
+    shard: str = "none"
+    # sharded: patterns of modules whose parameters are gathered together, such as [blocks.*]; null: the repeated blocks
+    shard_modules: list[str] | None = None
+    shard_size: int | None = None  # hybrid: ranks that hold one copy of the model together; null: those of a machine
+    # sharded: dtype in which parameters are gathered: fp32: as with DDP | compute: half the bytes in bf16 and fp16, but all
+    # parameters are rounded to it, those of normalisation layers too
+    gather_dtype: str = "fp32"
+    # sharded: when gradients are reduced: window: after the last micro-batch | micro_batch: after each, which needs less memory
+    reduce_after: str = "window"
+    offload: bool = False  # sharded: parameters, gradients and optimizer state in host memory; GPUs only, slow
     timeout_start: float = 600.0  # seconds without progress before the first step is done that count as a hang
     timeout_step: float = 300.0  # the same after the first step
     bucket_cap_mb: int = 25  # DDP: size of the buckets in which gradients are reduced

@@ -259,7 +259,7 @@ def _save(run: TrainState, run_dir: Path, seconds: float) -> CheckpointWrites:
         started = time.perf_counter()
         checkpoint = run.checkpoint({})
         duration = time.perf_counter() - started
-        return [sum(tensor.nbytes for group in checkpoint.tensors.values() for tensor in group.values()), duration]
+        return [checkpoint.nbytes, duration]
 
     nbytes, copied = from_rank0(copy)
     return CheckpointWrites.measure(run_dir, int(nbytes), copied, seconds)

@@ -6,6 +6,7 @@ In reading order:
 * ``store``: rendezvous and published failures; calls with a time limit.
 * ``process_group``: joins and leaves the process group; network settings; which rank failed first.
 * ``collectives``: rank 0's decisions and all ranks' errors, shared by all ranks.
+* ``sharding``: models whose parameters are divided among the ranks (FSDP2, HSDP).
 * ``lock``: one job per run directory.
 * ``stop``: requests to stop: signals, the STOP file, time limits.
 * ``hang``: detects a run that makes no progress, reports where each rank waits, and ends the peers of a failed rank.

@@ -52,11 +52,12 @@ def replace_file(path: Path, *, concurrent: bool = False) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def replace_folder(folder: Path) -> Iterator[Path]:
+def replace_folder(folder: Path, filled: Path | None = None) -> Iterator[Path]:
     """Makes an empty folder that replaces ``folder`` when the block ends without an error. One process at a time.
 
     Args:
         folder: The destination; its parent folder exists. A symbolic link is replaced, not followed.
+        filled: Use this folder beside it, which exists, instead of an empty one. It is deleted after an error too.
 
     Yields:
         The staged folder.
@@ -64,11 +65,12 @@ def replace_folder(folder: Path) -> Iterator[Path]:
     Raises:
         OSError: On a write failure; ``folder`` is unchanged.
     """
-    staged, replaced = _staged(folder, False), folder.with_name(f".{folder.name}.replaced")
+    staged, replaced = filled or _staged(folder, False), folder.with_name(f".{folder.name}.replaced")
     _restore(replaced)
     try:
-        remove(staged)  # left by a killed process
-        staged.mkdir()
+        if filled is None:
+            remove(staged)  # left by a killed process
+            staged.mkdir()
         yield staged
         _finish(staged)
         if os.path.lexists(folder):

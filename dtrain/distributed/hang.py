@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import logging
 import sys
@@ -287,7 +288,17 @@ def _place_at_start() -> Place:
 
 def _main_frame() -> FrameType | None:
     ident = threading.main_thread().ident
-    return sys._current_frames().get(ident) if ident is not None else None
+    if ident is None:
+        return None
+    # A garbage collection inside sys._current_frames can deadlock the process: github.com/python/cpython/issues/106883,
+    # mended in later patch releases only.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(ident)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _main_thread() -> str:

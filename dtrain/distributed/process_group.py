@@ -144,8 +144,15 @@ def limit_cleanup(seconds: float, message: str) -> None:
 
 
 def set_timeout(seconds: float) -> None:
-    """Sets how long a collective of the default group may take from now on; it ends ``BACKSTOP`` seconds later."""
-    c10d._set_pg_timeout(timedelta(seconds=seconds + BACKSTOP), dist.group.WORLD)
+    """Sets how long a collective may take from now on; it ends ``BACKSTOP`` seconds later."""
+    for group in list(c10d._world.pg_map):  # the default group, and those of a hybrid mesh
+        c10d._set_pg_timeout(timedelta(seconds=seconds + BACKSTOP), group)
+
+
+def keep_group(group: dist.ProcessGroup) -> None:
+    """Keeps a group of several ranks, which somebody else made, until this process has left all groups."""
+    if group.size() > 1 and not any(group is kept for kept in _groups):
+        _groups.append(group)
 
 
 def _leave(world: World) -> None:

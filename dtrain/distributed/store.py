@@ -82,6 +82,11 @@ class GroupStore:
         return result
 
     @property
+    def is_open(self) -> bool:
+        """Whether this process is in the process group still."""
+        return _group_store is self
+
+    @property
     def silent_for(self) -> float:
         """Seconds since the store has answered."""
         return time.monotonic() - self._answered

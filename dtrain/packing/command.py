@@ -52,6 +52,7 @@ class PackCommand:
         prefix: Name of the split that gets all samples that no other split takes.
         shares: Name to fraction of each other split.
         size: Shard size.
+        seed: Seed of order and splits.
         skipped: Number of files skipped before writing began.
 
     Raises:
@@ -70,7 +71,7 @@ class PackCommand:
         if options.processes is not None and options.processes < 1:
             raise ValueError(f"--processes {options.processes}: want at least 1.")
         self._processes: int | None = options.processes
-        self._seed: int = options.seed
+        self.seed: int = options.seed
         self._skip_bad: bool = getattr(options, "bad", "error") == "skip"
         self._console = console
         self._started = time.perf_counter()
@@ -81,7 +82,7 @@ class PackCommand:
             **facts,
             "prefix": self.prefix,
             "splits": self.shares,
-            "seed": self._seed,
+            "seed": self.seed,
             "shard_size": {name: value for name, value in vars(self.size).items() if value is not None},
         }
 

@@ -15,6 +15,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -166,11 +167,13 @@ def _checked(file: TextFile) -> TextFile:
         if file.json_key is None:
             text_bytes += len(content) - (3 if piece.start == 0 and content.startswith(b"\xef\xbb\xbf") else 0)
             continue
-        for line in content.splitlines():
+        begin = piece.start
+        for line in content.splitlines(keepends=True):
             try:
                 text = _text_of(line, file.json_key)
             except ValueError as error:
-                raise ValueError(f"{error} (near byte {piece.start + content.index(line):,})") from error
+                raise ValueError(f"the line at byte {begin:,} {error}") from error
+            begin += len(line)
             if text is not None:
                 documents, empty, text_bytes = (
                     documents + bool(text),
@@ -183,16 +186,16 @@ def _checked(file: TextFile) -> TextFile:
 
 
 def _text_of(line: bytes, key: str) -> str | None:
-    """The text in a line of a ``.jsonl`` file; None if the line is blank."""
+    """The text in a line of a ``.jsonl`` file; None if the line is blank. A ``ValueError`` says what the line is instead."""
     if not line.strip():
         return None
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"a line is not JSON ({error})") from error
+        raise ValueError(f"is not JSON ({error})") from error
     if not isinstance(value, dict) or not isinstance(value.get(key), str):
         has = f"has {', '.join(map(repr, value))}" if isinstance(value, dict) else f"is a {type(value).__name__}"
-        raise ValueError(f"a line has no text at the key {key!r}, it {has}: set --json-key")
+        raise ValueError(f"has no text at the key {key!r}, it {has}: set --json-key")
     text: str = value[key]
     try:
         text.encode()
@@ -269,7 +272,9 @@ def _cut_tails(
 ) -> dict[str, list[Piece]]:
     result: dict[str, list[Piece]] = {name: [] for name in (prefix, *shares)}
     for file in files:
-        cut = _character_begin if exactly and file.json_key is None else _line_end
+        cut = _character_begin if exactly else _line_end
+        if file.json_key is not None:
+            cut = partial(_line_end, whole=True)
         fraction = 1 - sum(shares.values())
         start, end = 0, cut(file.path, int(fraction * file.size), file.size)
         result[prefix] += _pieces(file, start, end)

@@ -11,6 +11,7 @@ import json
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -39,7 +40,7 @@ from dtrain.packing.documents import (
     split_into_pieces,
 )
 from dtrain.packing.pool import OnProgress
-from dtrain.packing.rows import CutRows, TokenStream
+from dtrain.packing.rows import BestFitRows, CutRows, Rows, TokenStream, layout_jobs
 from dtrain.packing.staging import OnBadFile, SampleProducer, StagedDataset, Written, staged
 from dtrain.tracking.console import progress
 
@@ -51,6 +52,10 @@ _CHARACTERS = "characters"
 _PART_BYTES = 8 << 20
 # Encoding one byte of text takes about as long as writing this many bytes.
 _WORK_PER_BYTE = 8
+_WORK_PER_TOKEN = 4
+#: Values of ``--fit`` and of ``--long-documents``.
+FITS = ("cut", "best")
+LONG_DOCUMENTS = ("cut", "error")
 
 
 def pack_text(options: Namespace, console: Console) -> None:
@@ -69,66 +74,89 @@ def pack_text(options: Namespace, console: Console) -> None:
     chosen = {name: find_files(sources, options.json_key, command.on_bad_file) for name, sources in patterns.items()}
     excluded = {os.path.realpath(file.path) for files, _ in chosen.values() for file in files}
     files, digest = find_files(options.sources, options.json_key, command.on_bad_file, excluded)
-    by = options.val_by or choose_val_by(len(files), command.shares)
+    with_text = [file for file in files if file.documents]
+    by = options.val_by or choose_val_by(len(with_text), command.shares)
     if by != options.val_by and by == "tail":
         print(
-            f"too few files ({len(files)}) to give each split whole files: {', '.join(command.shares)} is the end of each "
+            f"too few files ({len(with_text)}) to give each split whole files: {', '.join(command.shares)} is the end of each "
             "file, as with --val-by tail"
         )
-    pieces = split_into_pieces(files, command.prefix, command.shares, by, options.seed)
+    pieces = split_into_pieces(with_text, command.prefix, command.shares, by, options.seed)
     pieces |= {name: pieces_of(of_split) for name, (of_split, _) in chosen.items()}
     plan_files = {name: f"{len(of_split)} ({of_hash})" for name, (of_split, of_hash) in chosen.items()}
     files = [*files, *(file for of_split, _ in chosen.values() for file in of_split)]
     documents = sum(file.documents for file in files)
     if tokenizer is None:
         tokenizer = _tokenizer_of_characters(pieces, options.end_of_text is not None, console)
-    if tokenizer.end_of_text is None and documents > 1:
+    best = options.fit == "best"
+    if tokenizer.end_of_text is None and (documents > 1 or best):
         raise ValueError(
-            f"tokenizer {options.tokenizer!r} has no end-of-text token, which separates the {documents:,} documents. Add "
-            "one to the vocabulary: --end-of-text '<|endoftext|>'."
+            f"tokenizer {options.tokenizer!r} has no end-of-text token, which separates documents ({documents:,}). Add one to "
+            "the vocabulary: --end-of-text '<|endoftext|>'."
         )
+    # Outside the vocabulary, so that it stays that of the tokenizer.
+    padding = tokenizer.vocab_size if best else None
+    dtype = tokenizer.dtype if padding is None else "uint16" if padding < 1 << 16 else "uint32"
     facts = {
         "tokenizer": tokenizer.identity,
         "vocab_size": tokenizer.vocab_size,
         "end_of_text": tokenizer.end_of_text,
         "length": length,
-        "dtype": tokenizer.dtype,
+        "dtype": dtype,
+        "fit": options.fit,
+        "padding": padding,
     }
-    splits = _stored_splits(destination, facts)
-    plan = command.plan(command="text", documents=f"{len(files)} ({digest})", files=plan_files, val_by=by, **facts)
-    sample_bytes = int(tar_bytes((length + 1) * np.dtype(tokenizer.dtype).itemsize))
+    stored = _stored_description(destination, facts)
+    splits = dict(stored.get("splits", {}))
+    plan = command.plan(
+        command="text",
+        documents=f"{len(files)} ({digest})",
+        files=plan_files,
+        val_by=by,
+        long_documents=options.long_documents,
+        **facts,
+    )
+    encoding = _Encoding(tokenizer, dtype, best, length if options.long_documents == "error" else None)
+    sample_bytes = int(tar_bytes((length + 1) * np.dtype(dtype).itemsize))
     written: dict[str, Written] = {}
-    unused, tokens = [], 0
+    waste, tokens = [], 0
     with staged(destination, pieces, plan) as dataset:
         for split, its_pieces in pieces.items():
-            rows = CutRows(_encode(command, dataset, split, its_pieces, tokenizer, console), length)
+            stream = encoding.run(command, dataset, split, its_pieces, console)
+            rows: Rows = CutRows(stream, length)
+            if padding is not None and tokenizer.end_of_text is not None:
+                rows = _best_fit_rows(command, dataset, split, stream, length, padding, tokenizer.end_of_text, console)
             if not rows.count:
                 raise ValueError(
-                    f"{split}: {rows.stream.tokens:,} tokens do not fill a row of {length + 1:,}. Choose a shorter --length, "
+                    f"{split}: {stream.tokens:,} tokens do not fill a row of {length + 1:,}. Choose a shorter --length, "
                     "increase the share of the split, take the end of each file (--val-by tail), or pack more text."
                 )
             bounds = command.size.bounds(rows.count, sample_bytes)
             make_producer = partial(_row_reader, rows)
             its = written[split] = command.write(dataset, split, bounds, make_producer, rows.count * sample_bytes)
-            tokens += rows.stream.tokens
-            splits[split] = {"shards": its.shards, "samples": its.samples, "tokens": its.samples * length}
-            unused.append(f"{split} {rows.stream.tokens - 1 - rows.count * length:,}")
+            tokens += stream.tokens
+            targets = stream.tokens if best else its.samples * length
+            splits[split] = {"shards": its.shards, "samples": its.samples, "tokens": targets}
+            waste.append(f"{split}: {rows.waste(tokenizer.end_of_text)}")
         is_bytes = tokenizer.identity == "bytes"  # of which each is counted
         bytes_per_token = None if is_bytes else sum(file.text_bytes for file in files) / tokens
-        description = {**facts, "row": length + 1, "bytes_per_token": bytes_per_token, "splits": splits}
+        # Of several commands the first one's: it packed the training text.
+        description = {**facts, "row": length + 1, "bytes_per_token": bytes_per_token, **stored, "splits": splits}
         dataset.publish({_DATASET: as_json(description), VOCABULARY: as_json(tokenizer.description)})
         command.print_summary(
             written,
             f"documents: {documents:,}",
             f"bad files: {command.skipped:,}",
             f"vocabulary: {tokenizer.vocab_size:,}",
-            f"unused tokens: {', '.join(unused)}",
         )
+        print("\n".join(waste))
         _print_empty(files)
-        field = {"name": "tokens", "role": "id", "dtype": tokenizer.dtype, "length": length + 1}
+        field = {"name": "tokens", "role": "id", "dtype": dtype, "length": length + 1}
         write_preset(destination, {EXTENSION: field})
     print(f"  inputs are tokens[:, :-1], targets are tokens[:, 1:], {length:,} each")
     model = ["model=gpt", f"model.vocabulary={tokenizer.vocab_size}", f"model.context={length}"]
+    if padding is not None:
+        print(f"  padding is the token {padding}, which task=language_modelling leaves out")
     print_train_command(destination, [*model, "task=language_modelling"])
 
 
@@ -167,33 +195,35 @@ def _print_empty(files: Sequence[TextFile]) -> None:
         print(f"empty documents: {empty:,}, left out; the first is in {first}")
 
 
-def _encode(
+def _best_fit_rows(
     command: PackCommand,
     dataset: StagedDataset,
     split: str,
-    pieces: Sequence[Piece],
-    tokenizer: Tokenizer,
+    stream: TokenStream,
+    length: int,
+    padding: int,
+    end_of_text: int,
     console: Console,
-) -> TokenStream:
-    total = _bytes_in(pieces)
-    with progress(console, f"{split} bytes of text", total) as on_progress:
-        jobs = _encode_jobs(split, pieces, tokenizer)
-        parts = dataset.compute(jobs, command.processes(total * _WORK_PER_BYTE), on_progress)
-    return TokenStream.of(parts, tokenizer.dtype)
+) -> BestFitRows:
+    jobs = layout_jobs(stream, f"rows-{split}", length, end_of_text, command.seed)
+    with progress(console, f"{split} tokens fitted", stream.tokens) as on_progress:
+        layouts = dataset.compute(jobs, command.processes(stream.tokens * _WORK_PER_TOKEN), on_progress)
+    return BestFitRows.of(stream, length, padding, end_of_text, layouts)
 
 
 def _bytes_in(pieces: Sequence[Piece]) -> int:
     return sum(piece.stop - piece.start for piece in pieces)
 
 
-def _stored_splits(destination: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The splits of earlier commands with the same destination, tokenizer and length."""
+def _stored_description(destination: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What an earlier command with the same destination, tokenizer and rows wrote; empty if there was none."""
     path = destination / _DATASET
     if not path.exists():
         return {}
     stored = json.loads(path.read_text("utf-8"))
     if not isinstance(stored, dict) or not isinstance(stored.get("splits"), dict):
         raise ValueError(f"{path} does not describe a dataset of tokens. Choose another DST.")
+    stored = {"fit": "cut", **stored}  # versions before --fit had no other
     other = [
         f"{name} {stored.get(name)!r}, not {value!r}" for name, value in facts.items() if stored.get(name) != value
     ]
@@ -202,45 +232,79 @@ def _stored_splits(destination: Path, facts: Mapping[str, Any]) -> dict[str, Any
             f"{path} describes another dataset: {', '.join(other)}. Choose another DST, or the same options; --tokenizer "
             f"vocabulary:{destination} is the tokenizer of these shards."
         )
-    return dict(stored["splits"])
+    return stored
 
 
-def _encode_jobs(
-    split: str, pieces: Sequence[Piece], tokenizer: Tokenizer
-) -> dict[str, Callable[[BinaryIO, OnProgress], None]]:
-    """File name of each part of a stream and the job that writes it."""
-    parts: list[list[Piece]] = [[]]
-    size = 0
-    for piece in pieces:
-        if size >= _PART_BYTES:
-            parts.append([])
-            size = 0
-        parts[-1].append(piece)
-        size += piece.stop - piece.start
-    return {f"tokens-{split}-{number:06d}": partial(_encode_part, tokenizer, part) for number, part in enumerate(parts)}
+@dataclass(frozen=True)
+class _Encoding:
+    """How documents become the parts of a stream.
+
+    Attributes:
+        tokenizer: The tokenizer.
+        dtype: Of the tokens in the parts.
+        whole_documents: Whether a part ends with a document.
+        longest: A document with more tokens, including the end-of-text token, is refused; None: none is.
+    """
+
+    tokenizer: Tokenizer
+    dtype: str
+    whole_documents: bool
+    longest: int | None
+
+    def run(
+        self, command: PackCommand, dataset: StagedDataset, split: str, pieces: Sequence[Piece], console: Console
+    ) -> TokenStream:
+        """Encodes the pieces of a split."""
+        total = _bytes_in(pieces)
+        with progress(console, f"{split} bytes of text", total) as on_progress:
+            parts = dataset.compute(self._jobs(split, pieces), command.processes(total * _WORK_PER_BYTE), on_progress)
+        return TokenStream.of(parts, self.dtype)
+
+    def _jobs(self, split: str, pieces: Sequence[Piece]) -> dict[str, Callable[[BinaryIO, OnProgress], None]]:
+        """File name of each part and the job that writes it."""
+        parts: list[list[Piece]] = [[]]
+        size, ends = 0, True
+        for piece in pieces:
+            if size >= _PART_BYTES and (ends or not self.whole_documents):
+                parts.append([])
+                size = 0
+            parts[-1].append(piece)
+            size, ends = size + piece.stop - piece.start, piece.ends
+        return {f"tokens-{split}-{number:06d}": partial(self._write, part) for number, part in enumerate(parts)}
+
+    def _write(self, pieces: Sequence[Piece], file: BinaryIO, on_progress: OnProgress) -> None:
+        """Writes the tokens of one part; calls ``on_progress`` with the bytes of text encoded."""
+        dtype = np.dtype(self.dtype).newbyteorder("<")
+        end = [] if self.tokenizer.end_of_text is None else [self.tokenizer.end_of_text]
+        end_bytes = np.array(end, dtype).tobytes()
+        size = 0  # of the current document
+        for piece in pieces:
+            for text, ends in piece.texts():
+                try:
+                    tokens = self.tokenizer.encode(text)
+                except ValueError as error:
+                    raise ValueError(f"{piece.path}: {error}") from error
+                file.write(tokens.astype(dtype, copy=False).tobytes())
+                size += len(tokens)
+                if ends:
+                    file.write(end_bytes)
+                    self._check_length(piece, size + len(end))
+                    size = 0
+            on_progress(piece.stop - piece.start)
+
+    def _check_length(self, piece: Piece, size: int) -> None:
+        if self.longest is not None and size > self.longest:
+            raise ValueError(
+                f"{piece.path}: a document has {size:,} tokens, more than the {self.longest:,} of a row. Choose a longer "
+                "--length, or cut such documents: --long-documents cut."
+            )
 
 
-def _encode_part(tokenizer: Tokenizer, pieces: Sequence[Piece], file: BinaryIO, on_progress: OnProgress) -> None:
-    """Writes the tokens of one part; calls ``on_progress`` with the bytes of text encoded."""
-    dtype = np.dtype(tokenizer.dtype).newbyteorder("<")
-    end = b"" if tokenizer.end_of_text is None else np.array([tokenizer.end_of_text], dtype).tobytes()
-    for piece in pieces:
-        for text, ends in piece.texts():
-            try:
-                tokens = tokenizer.encode(text)
-            except ValueError as error:
-                raise ValueError(f"{piece.path}: {error}") from error
-            file.write(tokens.astype(dtype, copy=False).tobytes())
-            if ends:
-                file.write(end)
-        on_progress(piece.stop - piece.start)
-
-
-def _row_reader(rows: CutRows, start: int, stop: int) -> SampleProducer:
+def _row_reader(rows: Rows, start: int, stop: int) -> SampleProducer:
     return partial(_read_rows, rows, start, stop)
 
 
-def _read_rows(rows: CutRows, start: int, stop: int, on_bad_file: OnBadFile) -> Iterator[Sample]:
+def _read_rows(rows: Rows, start: int, stop: int, on_bad_file: OnBadFile) -> Iterator[Sample]:
     """The samples of one shard, rows ``start`` to ``stop``; the key of a sample is the number of its row."""
     for number, row in enumerate(rows.read(start, stop), start):
-        yield {"__key__": f"{number:09d}", EXTENSION: row.tobytes()}
+        yield {"__key__": f"{number:09d}", EXTENSION: row}

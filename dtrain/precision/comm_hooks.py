@@ -51,23 +51,8 @@ def reduce_in(model: DistributedDataParallel, dtype: torch.dtype) -> None:
         raise ConfigError(
             f"parallel.reduce_dtype: a parameter is complex and cannot be reduced in {dtype}. Leave it at fp32."
         )
-    if any(_reduced_dtype(own, dtype) != own for own in trained):
+    if any(reduced_dtype(own, dtype) != own for own in trained):
         model.register_comm_hook(_ReduceDtype(dtype, model.process_group), _cast_for_reduce)
-
-
-def bytes_per_step(model: DistributedDataParallel, dtype: torch.dtype) -> int:
-    """Bytes that DDP communicates per step: gradients in the reduce dtype, and the buffers that it broadcasts.
-
-    Each value is counted once. A ring all-reduce sends and receives ``2 (ranks - 1) / ranks`` times as much on every rank.
-
-    Args:
-        model: The wrapped model.
-        dtype: As for ``reduce_in``; a user's hook may send less.
-    """
-    ignored = set(model.parameters_to_ignore)
-    trained = (p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored)
-    gradients = sum(p.numel() * _reduced_dtype(p.dtype, dtype).itemsize for p in trained)
-    return gradients + (sum(buffer.nbytes for buffer in model.modules_buffers) if model.broadcast_buffers else 0)
 
 
 class HookGuard:
@@ -139,13 +124,14 @@ class _ReduceDtype:
     group: dist.ProcessGroup
 
 
-def _reduced_dtype(own: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+def reduced_dtype(own: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of the dtype ``own`` are reduced, for the reduce dtype ``dtype``."""
     return torch.promote_types(own, dtype) if dtype == torch.float32 else dtype
 
 
 def _cast_for_reduce(reduce: _ReduceDtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     gradients = bucket.buffer()
-    dtype = _reduced_dtype(gradients.dtype, reduce.dtype)
+    dtype = reduced_dtype(gradients.dtype, reduce.dtype)
     exact = gradients.to(torch.promote_types(gradients.dtype, dtype))
     # Divided before the cast: a mean that fits the dtype must not overflow as a sum.
     message = exact.div_(reduce.group.size()).to(dtype)

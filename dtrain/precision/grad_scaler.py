@@ -27,7 +27,13 @@ from torch import Tensor
 
 from dtrain.config.errors import ConfigError
 from dtrain.precision import kernels
-from dtrain.precision.gradients import check_and_unscale_, copy_to_device, local_gradients, refuse_unscalable
+from dtrain.precision.gradients import (
+    check_and_unscale_,
+    copy_to_device,
+    local_gradients,
+    parameters_of,
+    refuse_unscalable,
+)
 from dtrain.precision.kernels import prefill_momentum
 from dtrain.precision.loss_scale import LossScale, LossScaleState
 from dtrain.precision.vote import Agreement, equal_scales
@@ -132,7 +138,7 @@ class CrossRankGradScaler:
         scale = self._loss_scale.scale
         # Dividing by a scale below 1 may overflow.
         recheck = self._loss_scale.min_scale < 1
-        self._rounds[optimizer] = _Round(check_and_unscale_(local_gradients(optimizer), scale, recheck))
+        self._rounds[optimizer] = _Round(check_and_unscale_(local_gradients(parameters_of(optimizer)), scale, recheck))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Collective. Steps ``optimizer`` if no rank found a non-finite gradient; unscales first if that was not done.

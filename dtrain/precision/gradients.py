@@ -10,7 +10,8 @@ flag from this file: ``vote`` derives the overflow from ``norm_of``.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -42,8 +43,14 @@ def refuse_unscalable(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-def local_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """This rank's part of the optimizer's gradients, as plain dense tensors that share memory with them.
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """The parameters of all groups of an optimizer."""
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
+@torch.no_grad()  # to_local() of a DTensor is then an attribute, and not an operation of autograd
+def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """This rank's part of the gradients of parameters, as plain dense tensors that share memory with them.
 
     DTensors yield their local shard, sparse gradients their values, complex ones a view of real and imaginary parts.
     Parameters without a gradient and shards without elements are left out.
@@ -52,23 +59,22 @@ def local_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
         ValueError: If a gradient is fp16.
     """
     gradients = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            if gradient.dtype == torch.float16:
-                raise ValueError(_fp16_refused(f"a parameter of shape {list(parameter.shape)}"))
-            # The foreach check on DTensors reduces over the mesh of the first gradient only, and not at all if that one
-            # is replicated. On local shards it never reduces, and the ranks combine their flags afterwards.
-            if hasattr(gradient, "to_local"):
-                gradient = gradient.to_local()
-            if gradient.is_sparse:
-                gradient = gradient._values()  # values() refuses uncoalesced gradients, and coalescing would copy them
-            if gradient.is_complex():
-                gradient = torch.view_as_real(gradient.detach())
-            if gradient.numel():
-                gradients.append(gradient)
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.dtype == torch.float16:
+            raise ValueError(_fp16_refused(f"a parameter of shape {list(parameter.shape)}"))
+        # The foreach check on DTensors reduces over the mesh of the first gradient only, and not at all if that one
+        # is replicated. On local shards it never reduces, and the ranks combine their flags afterwards.
+        if hasattr(gradient, "to_local"):
+            gradient = gradient.to_local()
+        if gradient.is_sparse:
+            gradient = gradient._values()  # values() refuses uncoalesced gradients, and coalescing would copy them
+        if gradient.is_complex():
+            gradient = torch.view_as_real(gradient.detach())
+        if gradient.numel():
+            gradients.append(gradient)
     return gradients
 
 

@@ -17,7 +17,7 @@ done in Python floats, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, nan, sqrt
 from typing import Any, NamedTuple
@@ -209,14 +209,15 @@ class Vote:
         sums = torch.stack([self._number(value) for value in values])
         self._sums = sums if self._sums is None else self._sums + sums
 
-    def overflow(self, norm: Tensor) -> Tensor:
-        """Whether the gradient norm, loss sum or count of the window is not finite on this rank: bool, shape ``[]``."""
-        return torch.cat([norm.reshape(1), self._window_sums.narrow(0, 0, 2)]).isfinite().all().logical_not()
+    def overflow(self, norms: Mapping[int, Tensor]) -> Tensor:
+        """Whether a gradient norm, the loss sum or count of the window is not finite on this rank: bool, shape ``[]``."""
+        norm = torch.stack([*norms.values()])
+        return torch.cat([norm, self._window_sums.narrow(0, 0, 2)]).isfinite().all().logical_not()
 
     def all_reduce(
         self,
         overflow: Tensor,
-        norm: Tensor,
+        norms: Mapping[int, Tensor],
         scale: Tensor,
         *,
         stop: bool,
@@ -224,33 +225,30 @@ class Vote:
         samples: int,
         bad: int,
         nbytes: int,
-        own_norm: Tensor | None = None,
     ) -> None:
         """Collective. Sums the payloads of all ranks and begins the next accumulation window.
 
         Args:
             overflow: bool, shape ``[]``: this rank's loss or gradients are not finite.
-            norm: Shape ``[]``: norm of the gradients that are equal on all ranks.
+            norms: Shape ``[]`` each: norms of this rank's gradients, by the number of ranks that hold the same ones: all ranks
+                with DDP, 1 for gradients or parts of gradients that only this rank has.
             scale: Shape ``[]``: this rank's loss scale.
             stop: Whether this rank requests a stop.
             save: Whether this rank requests a checkpoint.
             samples: Valid samples of this rank's window.
             bad: Samples of that window that could not be read.
             nbytes: Bytes of the batches that the loader delivered for it.
-            own_norm: Shape ``[]``: norm of the gradients that only this rank has; None if there are none.
         """
-        self._sum_over_ranks(overflow, norm, scale, own_norm, (stop, save, samples, bad, nbytes))
+        self._sum_over_ranks(overflow, norms, scale, (stop, save, samples, bad, nbytes))
 
     def _sum_over_ranks(
-        self, overflow: Tensor, norm: Tensor, scale: Tensor, own_norm: Tensor | None, host_values: tuple[int, ...]
+        self, overflow: Tensor, norms: Mapping[int, Tensor], scale: Tensor, host_values: tuple[int, ...]
     ) -> None:
         self._host_values[:] = host_values
         scale = scale.double()
         head = torch.stack([overflow.double(), scale, scale * scale])
-        # Every rank contributes its share of the common norm, so that the sum over ranks counts it once.
-        square = norm.double().square() / self._world_size
-        if own_norm is not None:
-            square = square + own_norm.double().square()
+        # Each of the ranks that hold the same gradients contributes a share, so that the sum over ranks counts them once.
+        square = sum((norm.double().square() / copies for copies, norm in norms.items()), torch.zeros_like(scale))
         # A value that is not finite would make the sums of all ranks NaN. The flag reports it.
         finite = torch.cat([square.reshape(1), self._window_sums]).masked_fill(overflow, 0)
         self._sums = None
@@ -342,17 +340,21 @@ class _HostVote(Vote):
         numbers = [float(value.item() if isinstance(value, Tensor) else value) for value in values]
         self._window = [a + b for a, b in zip(self._window, numbers, strict=True)] if self._window else numbers
 
-    def overflow(self, norm: Tensor) -> Tensor:
+    def overflow(self, norms: Mapping[int, Tensor]) -> Tensor:
         loss_sum, count, *_ = self._window
-        return self._bools[not (isfinite(norm.item()) and isfinite(loss_sum) and isfinite(count))]
+        finite = all(isfinite(norm.item()) for norm in norms.values())
+        return self._bools[not (finite and isfinite(loss_sum) and isfinite(count))]
 
     def _sum_over_ranks(
-        self, overflow: Tensor, norm: Tensor, scale: Tensor, own_norm: Tensor | None, host_values: tuple[int, ...]
+        self, overflow: Tensor, norms: Mapping[int, Tensor], scale: Tensor, host_values: tuple[int, ...]
     ) -> None:
         overflowed, factor = overflow.item(), scale.item()
-        shared, own = norm.item(), own_norm.item() if own_norm is not None else 0.0
-        # Not **, which raises OverflowError where a float64 product becomes infinite.
-        square = shared * shared / self._world_size + own * own
+        square = 0.0
+        for copies, tensor in norms.items():
+            norm = tensor.item()
+            square += (
+                norm * norm / copies
+            )  # not **, which raises OverflowError where a float64 product becomes infinite
         sums, self._window = self._window, []
         finite = [0.0] * (1 + len(sums)) if overflowed else [square, *sums]
         numbers = [overflowed, factor, factor * factor, *finite, *host_values]

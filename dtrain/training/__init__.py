@@ -5,9 +5,9 @@
 2. Building a run: ``build`` (connects all parts), ``loaders``, ``model_setup`` (memory layout, recomputation, compilation),
    ``schedule``, ``tensor_copies`` (averaged weights, buffers that a skip restores), ``checks`` (refused models and tasks),
    ``validation`` (all values, before anything is written).
-3. Saving and resuming: ``state`` (the content of a checkpoint), ``checkpoints`` (folders), ``checkpoint_manager`` (when, and in
-   a thread), ``resume`` (where a start begins and ends, weights of another run), ``recovery`` (the others continue when a
-   rank is lost).
+3. Saving and resuming: ``state`` (the content of a checkpoint), ``checkpoints`` (folders), ``checkpoint_tensors`` (whole, or in
+   the parts of ranks), ``checkpoint_manager`` (when, and in a thread), ``resume`` (where a start begins and ends, weights of
+   another run), ``recovery`` (the others continue when a rank is lost).
 4. Observing: ``run_logger`` (records, status, media, banner), ``metrics``, ``stragglers`` (slow ranks), ``flops``, ``memory``,
    ``profiler``.
 """

@@ -7,7 +7,7 @@ The order matters:
 
 1. the precision policy, because the loaders ask it for transfer dtypes;
 2. the loaders, because the length of an epoch decides the schedule;
-3. the model, changed in place (``prepare_model``, ``keep_fp32``), then a copy of it for the EMA;
+3. the model, changed in place (``prepare_model``, ``keep_fp32``, then sharding), then a copy of its parameters for the EMA;
 4. the optimizer over the model's parameters, and only then DDP, the last wrapper.
 """
 
@@ -31,6 +31,7 @@ from dtrain.data import ShardLoader
 from dtrain.data.randomness import be_deterministic, seed_generators
 from dtrain.data.tokenizers import Corpus
 from dtrain.distributed.collectives import on_all_ranks
+from dtrain.distributed.sharding import already_sharded, check_accumulation, is_sharded, shard_model
 from dtrain.distributed.world import World
 from dtrain.optimizers.groups import decay_groups, trainable
 from dtrain.precision import Precision
@@ -49,6 +50,8 @@ from dtrain.training.state import TrainState, load_weights
 from dtrain.training.step import TrainStep
 from dtrain.training.task import Task
 from dtrain.training.tensor_copies import Ema
+
+_CPU = torch.device("cpu")
 
 
 def build_run(
@@ -72,7 +75,7 @@ def build_run(
         prepared: False leaves out ``prepare_model``, for tools that observe single modules.
         data_ranks: In one process: load the data and scale the loss as one of this many ranks would. None: the world's size.
         with_eval_data: False builds no evaluation loader.
-        alone: True builds a step without DDP and without a vote among the ranks; see ``build_step``.
+        alone: True builds a step without DDP and without a vote among the ranks, see ``build_step``, and shards nothing.
         schedule: Used instead of that of the config.
         max_consecutive_skips: Used instead of that of the config.
 
@@ -95,15 +98,20 @@ def build_run(
     corpus = on_all_ranks(lambda: corpus_beside(cfg.data))
     check_vocabulary(cfg.model, corpus)
 
-    # -- model. Seeded immediately before, so that the initial weights do not depend on earlier random numbers.
+    # -- model. Seeded immediately before it, so that the initial weights do not depend on earlier random numbers.
     if cfg.train.deterministic:
         be_deterministic()
-    seed_generators(world.device, cfg.run.seed)
-    model = on_all_ranks(lambda: build_model(cfg.model, world.device, cfg.train.channels_last))
-    if prepared:
-        model = prepare_model(model, cfg.train, cfg.parallel, world)
-    precision.wrap_keep_fp32(model)
-    # After everything that changes the model, so that the copy has it; before DDP, which cannot be copied.
+    if cfg.parallel.shard != "none" and not alone:
+        on_all_ranks(lambda: check_accumulation(cfg.parallel, train_data.micro_batches_per_step))
+        model, notes = on_all_ranks(lambda: build_sharded_model(cfg, world, precision))
+        warnings += notes
+    else:
+        seed_generators(world.device, cfg.run.seed)
+        model = on_all_ranks(lambda: build_model(cfg.model, world.device, cfg.train.channels_last))
+        if prepared:
+            model = prepare_model(model, cfg.train, cfg.parallel, world)
+        precision.wrap_keep_fp32(model)
+    # After everything that changes the model; before DDP, whose names have a prefix.
     with as_config_error("train.ema_decay"):
         ema = Ema(model, cfg.train.ema_decay) if cfg.train.ema_decay is not None else None
     task = on_all_ranks(lambda: build_task(cfg.task, corpus))
@@ -180,6 +188,7 @@ def build_step(
         guard=guard,
         seed=cfg.run.seed,
         max_consecutive_skips=max_consecutive_skips,
+        reduce_each=cfg.parallel.reduce_after == "micro_batch",
     )
 
 
@@ -249,8 +258,16 @@ def build_model(node: Any, device: torch.device, channels_last: bool = True) -> 
     With ``channels_last`` the weights of convolutions get the memory layout of images, which fast kernels need.
 
     Raises:
-        ConfigError: If the target does not return a module, or returns one that is already wrapped for several devices.
+        ConfigError: If the target does not return a module, or returns one that is already wrapped or sharded for several
+            devices.
     """
+    model = _constructed(node).to(device)
+    if channels_last:
+        use_channels_last(model)
+    return model
+
+
+def _constructed(node: Any) -> nn.Module:
     model = by_target("model", node)
     if isinstance(model, (DataParallel, DistributedDataParallel)):
         raise ConfigError(
@@ -258,11 +275,52 @@ def build_model(node: Any, device: torch.device, channels_last: bool = True) -> 
             "wrappers would average gradients twice. Return the bare module."
         )
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model: {node._target_} returns {type(model).__name__}, want a torch.nn.Module.")
-    model = model.to(device)
-    if channels_last:
-        use_channels_last(model)
+        pipeline = type(model).__module__.startswith("torch.distributed.pipelining")
+        remedy = (
+            " Pipeline parallelism is not supported: return the whole model and set parallel=fsdp." if pipeline else ""
+        )
+        raise ConfigError(f"model: {node._target_} returns {type(model).__name__}, want a torch.nn.Module.{remedy}")
+    if (sharded := already_sharded(model)) is not None:
+        raise ConfigError(
+            f"model: {sharded}. dtrain shards models itself, and does not support tensor parallelism. Let {node._target_} "
+            "return the plain model, and set parallel=fsdp."
+        )
     return model
+
+
+def build_sharded_model(cfg: Config, world: World, precision: Precision) -> tuple[nn.Module, list[str]]:
+    """Collective. Builds the model, prepares it and shards it, with the initial weights that it has with DDP.
+
+    No rank holds the whole model, unless its construction cannot be deferred.
+
+    Returns:
+        The model, and a warning if every rank had to build the whole model first.
+
+    Raises:
+        ConfigError: As ``build_model``, ``prepare_model`` and ``shard_model``.
+    """
+    # Imported here, because only sharded runs need them.
+    from dtrain.training.deferred_init import DeferredModel, NotDeferrable
+
+    deferred: DeferredModel | None = None
+    notes = []
+    seed_generators(world.device, cfg.run.seed)
+    try:
+        deferred = DeferredModel(lambda: _constructed(cfg.model))
+        model = deferred.model
+    except NotDeferrable as error:
+        notes.append(
+            f"parallel.shard={cfg.parallel.shard}: every rank builds the whole model in host memory before it is sharded, "
+            f"because its construction cannot be recorded: {error}"
+        )
+        seed_generators(world.device, cfg.run.seed)
+        model = _constructed(cfg.model)
+    model = prepare_model(model, cfg.train, cfg.parallel, world)
+    kept = precision.wrap_keep_fp32(model)
+    shard_model(model, cfg.parallel, world, compute_dtype=precision.compute_dtype, kept=kept)
+    if deferred is not None:
+        deferred.fill(model, _CPU if cfg.parallel.offload else world.device, world.device)
+    return model, notes
 
 
 def check_classes(node: Any, names: Sequence[str] | None) -> None:
@@ -349,6 +407,11 @@ def build_optimizer(node: Any, model: nn.Module) -> torch.optim.Optimizer:
         raise ConfigError("model: it has no parameter that requires a gradient, so there is nothing to train.")
     if not isinstance(node, DictConfig) or "_target_" not in node:
         return by_target("optimizer", node)  # raises
+    if str(node._target_).endswith("ZeroRedundancyOptimizer"):
+        raise ConfigError(
+            f"optimizer: {node._target_} divides its state among the ranks, which checkpoints and the vote do not support. Set "
+            "parallel=fsdp, which divides parameters and gradients as well, and another optimizer."
+        )
     node = node.copy()
     with open_dict(node):
         no_decay = node.pop("no_decay", None)
@@ -420,7 +483,7 @@ def build_loss_scale(cfg: Any, precision: Precision, device: torch.device) -> Lo
 def wrap(
     model: nn.Module, parallel: ParallelConfig, world: World, deterministic: bool
 ) -> tuple[nn.Module, HookGuard | None]:
-    """Wraps the bare model in DDP if there are several ranks.
+    """Wraps the bare model in DDP if there are several ranks and it is not sharded.
 
     With ``deterministic`` a resumed run equals an uninterrupted one bit for bit.
 
@@ -439,7 +502,7 @@ def wrap(
             f"parallel: got reduce_dtype={parallel.reduce_dtype} and a comm_hook, which decides itself in which dtype it sends "
             "gradients. Set one of them."
         )
-    if world.size == 1:
+    if world.size == 1 or is_sharded(model):
         return model, None
     ddp = DistributedDataParallel(
         model,

@@ -2,25 +2,33 @@
 
 * ``CheckpointManager`` is the interface for the training loop. Its methods are collective: all ranks take the same decision.
 * ``AsyncWriter`` writes on rank 0 in a thread. The loop waits for the copy to host memory, not for the disk.
+* In a sharded run every rank has such a thread. It writes the file of its rank and reports it in the store of the ranks. Rank
+  0's then completes the checkpoint, unless a rank reports an error or the ranks end before all have reported.
 * A failed write ends no run, except for the final checkpoint: the run continues with a warning and saves again later.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from dtrain.config.errors import ConfigError
-from dtrain.distributed.collectives import broadcast_buffers, from_rank0
+from dtrain.distributed.atomic import remove
+from dtrain.distributed.collectives import broadcast_buffers, from_rank0, on_all_ranks, wait_for_all
 from dtrain.distributed.process_group import set_timeout
-from dtrain.training.checkpoints import Checkpoint, Checkpoints
+from dtrain.distributed.store import FAILED, GroupStore, StoreLost, group_store
+from dtrain.training.checkpoints import Checkpoint
 from dtrain.training.run_logger import RunLogger
 from dtrain.training.state import TrainState
 
 _DISK_TIMEOUT = 3600.0  # seconds: a slow disk must not be reported as a hang
+_POLL = 0.1  # seconds
 logger = logging.getLogger("dtrain")
 
 
@@ -37,7 +45,7 @@ class CheckpointManager:
 
     def __init__(self, run: TrainState, run_logger: RunLogger) -> None:
         self._run = run
-        self._writer = AsyncWriter(run.checkpoints)  # only rank 0 starts it
+        self._writer = AsyncWriter()  # only rank 0 starts it, except in a sharded run
         self._run_logger = run_logger
         self._every_minutes = run.cfg.checkpoint.every_minutes if run.world.rank == 0 else None
         self._saved_step = run.step.step
@@ -92,7 +100,10 @@ class CheckpointManager:
         # Each rank updates buffers such as BatchNorm statistics from its own rows. Every rank continues with the saved ones,
         # so that a resumed run equals an uninterrupted one.
         broadcast_buffers(self._run.model)
-        problem = self._decide_with_disk(lambda: self._begin(metrics, final))
+        if self._run.is_sharded:
+            problem = self._save_sharded(metrics, final)
+        else:
+            problem = self._decide_with_disk(lambda: self._begin(metrics, final))
         if problem is not None:
             raise ConfigError(
                 f"{problem} Free disk space and start again: the run resumes from the previous checkpoint."
@@ -127,10 +138,67 @@ class CheckpointManager:
     def _begin(self, metrics: dict[str, float], final: bool) -> str | None:
         """On rank 0: starts the write. Returns why a final checkpoint could not be written, else None."""
         self.is_safe()
-        self._writer.start(self._run.step.step, self._run.checkpoint(metrics))
+        step, checkpoint = self._run.step.step, self._run.checkpoint(metrics)
+        self._writer.start(step, lambda: self._run.checkpoints.save(step, checkpoint))
+        return self._problem() if final else None
+
+    def _save_sharded(self, metrics: dict[str, float], final: bool) -> str | None:
+        """Collective. ``_begin`` for a sharded run."""
+        step = self._run.step.step
+        staged = self._decide_with_disk(lambda: self._stage(step))
+        if staged is not None:
+            checkpoint, store = on_all_ranks(lambda: self._run.checkpoint(metrics)), group_store()
+            self._writer.start(step, lambda: self._write_sharded(step, Path(staged), checkpoint, store))
+        return self._decide_with_disk(self._problem) if final else None
+
+    def _stage(self, step: int) -> str | None:
+        """On rank 0: the folder for the ranks' files; None if it cannot be made, as the writer then reports."""
+        self.is_safe()
         try:
-            if final:
-                self._writer.wait()
+            return str(self._run.checkpoints.stage(step))
+        except OSError as error:
+            reason = error
+
+        def fail() -> None:
+            raise reason
+
+        self._writer.start(step, fail)
+        return None
+
+    def _write_sharded(self, step: int, staged: Path, checkpoint: Checkpoint, store: GroupStore) -> Path | None:
+        """In a thread: writes this rank's file and reports it; on rank 0 then completes the checkpoint and returns its folder.
+
+        Raises:
+            OSError: On rank 0, if the checkpoint could not be written; no other rank raises it.
+        """
+        world, checkpoints = self._run.world, self._run.checkpoints
+        keys = [f"dtrain/checkpoint/{staged.name}/{rank}" for rank in range(world.size)]
+        report: dict[str, Any] = {}
+        try:
+            report["entry"] = checkpoints.write_rank(staged, checkpoint, world)
+        except OSError as error:
+            report["error"] = str(error)
+        except BaseException as error:  # a bug: this rank ends with it, when it waits for the thread
+            report["error"] = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            _publish(store, keys[world.rank], json.dumps(report))
+            self._writer.has_written.set()
+        if world.rank != 0:
+            return None
+        try:
+            reports = [json.loads(text) for text in _collect(store, keys)]
+            for rank, each in enumerate(reports):
+                if "error" in each:
+                    raise OSError(f"rank {rank}: {each['error']}")
+            return checkpoints.complete(step, staged, checkpoint, [each["entry"] for each in reports])
+        finally:
+            remove(staged)
+
+    def _problem(self) -> str | None:
+        """Waits for the write. Returns why the checkpoint could not be written, None if it was."""
+        try:
+            self._writer.wait()
         except NotSaved as error:
             return str(error)
         return None
@@ -141,6 +209,10 @@ class CheckpointManager:
         # time-out may end the run for that.
         self.waits_for_disk = True
         set_timeout(_DISK_TIMEOUT)
+        if self._run.is_sharded:
+            # Rank 0 will wait for the files of all ranks. If a rank ends while it writes, this barrier fails.
+            self._writer.has_written.wait()
+            wait_for_all()
         decision = from_rank0(function)
         set_timeout(self._run.cfg.parallel.timeout_step)
         self.waits_for_disk = False
@@ -150,36 +222,41 @@ class CheckpointManager:
 class NotSaved(OSError):
     """A checkpoint could not be written; earlier ones are unchanged."""
 
+    @classmethod
+    def of(cls, step: int, error: OSError) -> NotSaved:
+        """For the checkpoint of ``step``."""
+        return cls(f"the checkpoint of step {step} could not be written ({error}).")
+
 
 class AsyncWriter:
     """Writes one checkpoint at a time in a thread.
 
-    Args:
-        checkpoints: Where it writes.
-
     Attributes:
         seconds: Duration of the last write; 0 before the first.
+        has_written: Set while this rank has no file to write. A write of ``start`` may set it before it ends.
     """
 
-    def __init__(self, checkpoints: Checkpoints) -> None:
+    def __init__(self) -> None:
         self.seconds = 0.0
-        self._checkpoints = checkpoints
+        self.has_written = threading.Event()
+        self.has_written.set()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def start(self, step: int, checkpoint: Checkpoint) -> None:
+    def start(self, step: int, write: Callable[[], Path | None]) -> None:
         """Starts a write; waits for the previous one if that has not ended.
 
         Args:
             step: Attempted step after which the checkpoint was taken.
-            checkpoint: A copy that nobody changes.
+            write: Writes a copy that nobody changes. Returns the checkpoint's folder, or None if another rank completes it.
 
         Raises:
             NotSaved: If the previous write failed and ``wait`` has not reported it; no new write is started.
         """
         self.wait()
+        self.has_written.clear()
         # Not a daemon thread: the interpreter waits for it, so a process that ends normally leaves a whole checkpoint.
-        self._thread = threading.Thread(target=self._write, args=(step, checkpoint), name="checkpoint")
+        self._thread = threading.Thread(target=self._write, args=(step, write), name="checkpoint")
         self._thread.start()
 
     @property
@@ -200,14 +277,49 @@ class AsyncWriter:
         if error is not None:
             raise error
 
-    def _write(self, step: int, checkpoint: Checkpoint) -> None:
+    def _write(self, step: int, write: Callable[[], Path | None]) -> None:
         started = time.monotonic()
         try:
-            path = self._checkpoints.save(step, checkpoint)
+            path = write()
         except OSError as error:
-            self._error = NotSaved(f"the checkpoint of step {step} could not be written ({error}).")
+            self._error = NotSaved.of(step, error)
         except BaseException as error:  # noqa: BLE001 - a bug: raised in the thread that waits
             self._error = error
         else:
             self.seconds = time.monotonic() - started
-            logger.info("saved %s in %.1f s", path, self.seconds)
+            if path is not None:
+                logger.info("saved %s in %.1f s", path, self.seconds)
+        finally:
+            self.has_written.set()
+
+
+def _publish(store: GroupStore, key: str, text: str) -> None:
+    """Sets a key as soon as the store answers, while this process is in the process group."""
+    while store.is_open:
+        try:
+            return store.call(lambda it: it.set(key, text))
+        except StoreLost:
+            time.sleep(_POLL)
+
+
+def _collect(store: GroupStore, keys: list[str]) -> list[str]:
+    """Waits until all ranks have reported, and returns what they reported.
+
+    Raises:
+        OSError: If the ranks end before.
+    """
+    missing = keys
+    while True:
+        try:
+            failure, *texts = store.read(FAILED, *keys)
+        except StoreLost:
+            failure, texts = None, [None] * len(keys)
+        missing = [key for key, text in zip(keys, texts, strict=True) if text is None]
+        if not missing:
+            with suppress(StoreLost):
+                store.call(lambda it: [it.delete_key(key) for key in keys])
+            return [text for text in texts if text is not None]
+        if failure is not None or not store.is_open:
+            ranks = ", ".join(key.rpartition("/")[2] for key in missing)
+            raise OSError(f"the run ended before rank {ranks} had written")
+        time.sleep(_POLL)

@@ -2,6 +2,8 @@
 
 * A *checkpoint* is a folder ``step-000000050`` with safetensors files, ``state.json`` and ``manifest.json``. The manifest has
   the size and SHA-256 of each of the other files. Nothing is pickled.
+* A *sharded* checkpoint has a file of each rank, with the parts of the tensors that this rank holds. Any other one has a file
+  for the model, the optimizer and the moving average. Both are read alike, and only the parts that are needed.
 * A checkpoint is *whole or absent*: its folder is staged, synced and renamed. A disk may still lose data in a power cut, so
   reading verifies the manifest and falls back to the previous checkpoint.
 * *Retention* deletes an old checkpoint only after the new one is safe on disk.
@@ -10,7 +12,8 @@
 * Only regular files (and links to them) are read, and only if they have the size that the manifest says: a checkpoint may
   come from somebody else.
 
-Rank 0 writes, and chooses the checkpoint to read. Every rank reads it.
+Rank 0 writes, and chooses the checkpoint to read. Every rank reads it. Of a sharded checkpoint each rank writes its own file,
+into the folder that rank 0 has staged and renames.
 """
 
 from __future__ import annotations
@@ -21,22 +24,35 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping
+import socket
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
 from dtrain.config.errors import ConfigError
 from dtrain.config.schema import CheckpointConfig
-from dtrain.distributed.atomic import open_regular, remove, replace_file, replace_folder, restore_replaced
+from dtrain.distributed.atomic import fsync_path, open_regular, remove, replace_file, replace_folder, restore_replaced
+from dtrain.distributed.world import World
+from dtrain.training.checkpoint_tensors import (
+    Part,
+    StoredTensor,
+    rank_file,
+    read_parts,
+    read_whole,
+    write_parts,
+    write_whole,
+)
 
-_FORMAT = 1
+_FORMAT, _SHARDED_FORMAT = 1, 2
 _SAVED = "saved.json"
-_MOST_MANIFEST = 2**20  # bytes; a manifest has a few hundred
+_MOST_MANIFEST = 2**20  # bytes; a manifest has a few hundred, and 150 for each rank of a sharded run
+_HASHING_THREADS = 8
 # The second after a kill between the two renames of a save.
 _NAME = re.compile(r"(?:step-(\d{9})|\.step-(\d{9})\.replaced)$")
 logger = logging.getLogger("dtrain")
@@ -47,12 +63,26 @@ class Checkpoint:
     """The content of a checkpoint.
 
     Attributes:
-        tensors: File stem to named tensors, such as ``{"model": {...}, "optimizer": {...}, "ema": {...}}``.
+        tensors: Group to named tensors, such as ``{"model": {...}, "optimizer": {...}, "ema": {...}}``. In a sharded run those
+            to save are the parts that this rank writes. Those of a saved checkpoint are read from its files on use.
         state: Everything else, as JSON values.
     """
 
-    tensors: dict[str, dict[str, Tensor]]
+    tensors: Mapping[str, Mapping[str, Tensor | Part | StoredTensor]]
     state: dict[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that this rank writes."""
+        values = [each for named in self.tensors.values() for each in named.values()]
+        tensors = [each.values if isinstance(each, Part) else each for each in values]
+        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+
+    def stored(self, group: str) -> Mapping[str, Tensor | StoredTensor]:
+        """The tensors of a group, to load them."""
+        tensors = self.tensors[group]
+        assert not any(isinstance(tensor, Part) for tensor in tensors.values()), "a rank's parts cannot be restored"
+        return tensors  # type: ignore[return-value]
 
 
 class BadCheckpoint(ConfigError):
@@ -157,17 +187,82 @@ class Checkpoints:
         Raises:
             OSError: If it cannot be written; earlier checkpoints are untouched.
         """
-        self.directory.mkdir(parents=True, exist_ok=True)
-        restore_replaced(self.directory)
-        # Unfinished folders of a save that was killed.
-        for leftover in self.directory.glob(".step-*"):
-            remove(leftover)
-        target = self.path(step)
-        _write_folder(target, checkpoint)
-        self.record(step)
-        # Not before: until the new folder is synced and renamed, an old checkpoint may be the only intact one.
-        self._delete_old(step)
-        return target
+        self._tidy()
+        _write_folder(self.path(step), checkpoint)
+        return self._saved(step)
+
+    # -- sharded: rank 0 calls ``stage``, each rank ``write_rank``, and rank 0 ``complete`` when all have written
+
+    def stage(self, step: int) -> Path:
+        """On rank 0: makes the folder in which the ranks write their files of a sharded checkpoint.
+
+        Raises:
+            OSError: If it cannot be made.
+        """
+        self._tidy()
+        # A name of its own for each save: a process of an earlier start may still be writing, on a machine that was lost.
+        staged = self.directory / f".step-{step:09d}.{uuid.uuid4().hex}.staged"
+        staged.mkdir()
+        return staged
+
+    def write_rank(self, staged: Path, checkpoint: Checkpoint, world: World) -> dict[str, Any]:
+        """Writes and syncs this rank's file of a sharded checkpoint.
+
+        Args:
+            staged: The folder.
+            checkpoint: Its tensors are the parts that this rank writes.
+            world: The ranks.
+
+        Returns:
+            The entry of the manifest.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        if not staged.is_dir():
+            raise OSError(
+                f"{staged} is not on {socket.gethostname()}. All machines must share the file system of run.dir"
+            )
+        path = staged / rank_file(world.rank, world.size)
+        write_parts(path, checkpoint.tensors)  # type: ignore[arg-type]
+        fsync_path(path)  # on the machine that wrote it: rank 0 cannot sync what another one has not sent yet
+        return _size_and_hash(path)
+
+    def complete(self, step: int, staged: Path, checkpoint: Checkpoint, entries: Sequence[dict[str, Any]]) -> Path:
+        """On rank 0: makes a checkpoint of the files of all ranks; otherwise as ``save``.
+
+        Args:
+            step: Attempted step after which it was taken.
+            staged: The folder. It is deleted on a failure.
+            checkpoint: Rank 0's.
+            entries: What ``write_rank`` returned on each rank.
+
+        Raises:
+            OSError: If it cannot be written, or the files do not have every value of every tensor.
+        """
+        ranks = len(entries)
+        files = {rank_file(rank, ranks): entry for rank, entry in enumerate(entries)}
+        with replace_folder(self.path(step), staged):
+            try:
+                read_parts([staged / name for name in files])
+            except (SafetensorError, ValueError) as error:
+                raise OSError(f"{staged}: {error}") from error
+            _write_state(staged, step, _SHARDED_FORMAT, checkpoint, ranks, files)
+        return self._saved(step)
+
+    def require_visible(self) -> None:
+        """On any rank of a sharded run: refuses a directory that rank 0 has made and this machine does not see.
+
+        Raises:
+            ConfigError: On such a machine; names it.
+        """
+        parent = self.directory.parent
+        # Listing asks the server; a network file system may answer for a single name from its cache.
+        if not parent.is_dir() or self.directory.name not in os.listdir(parent):
+            raise ConfigError(
+                f"run.dir: {parent} on {socket.gethostname()} is not the one of rank 0. Every rank of a sharded run writes its "
+                "part of a checkpoint, so set run.dir to a folder that all machines share."
+            )
 
     def record(self, step: int) -> None:
         """Writes ``saved.json``.
@@ -220,7 +315,7 @@ class Checkpoints:
         Raises:
             BadCheckpoint: If it cannot be read or is of another format.
         """
-        return _read_folder(self.path(step))
+        return read_folder(self.path(step))
 
     def best_step(self) -> int | None:
         """The step with the best value of the ``best`` metric; None without one. The latest one of equal values."""
@@ -245,6 +340,20 @@ class Checkpoints:
         value = metrics.get(self._best or "")
         return self._sign * value if value is not None and math.isfinite(value) else None
 
+    def _tidy(self) -> None:
+        """Before a save: makes the directory, and deletes what a save that was killed has left."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        restore_replaced(self.directory)
+        for leftover in self.directory.glob(".step-*"):
+            remove(leftover)
+
+    def _saved(self, step: int) -> Path:
+        """After a save: records it and deletes old checkpoints; returns its folder."""
+        self.record(step)
+        # Not before: until the new folder is synced and renamed, an old checkpoint may be the only intact one.
+        self._delete_old(step)
+        return self.path(step)
+
     def _delete_old(self, saved: int) -> None:
         steps = self.steps()
         keep = {self.best_step(), *[step for step in steps if step <= saved][-self._keep_last :]}
@@ -263,44 +372,85 @@ def verify_folder(folder: Path) -> None:
         BadCheckpoint: If a file is missing or differs, names it; or if the folder was saved as another step.
     """
     manifest = _manifest(folder)
-    for name, expected in manifest.items():
+
+    def problem(name: str) -> BadCheckpoint | None:
         try:
-            _compare(folder / name, expected)
+            _compare(folder / name, manifest[name])
         except (OSError, ValueError) as error:
-            raise BadCheckpoint(f"{folder}: {name} {error}") from error
+            return BadCheckpoint(f"{folder}: {name} {error}")
+        return None
+
+    # hashlib releases the interpreter lock, so the files of many ranks are read in parallel.
+    with ThreadPoolExecutor(_HASHING_THREADS) as threads:
+        for bad in threads.map(problem, manifest):
+            if bad is not None:
+                raise bad from bad.__cause__
     state = _state(folder)
-    # Checkpoints of earlier versions have neither entry.
-    for name in state.get("tensors", ("model", "optimizer")):
-        if f"{name}.safetensors" not in manifest:
-            raise BadCheckpoint(
-                f"{folder}: manifest.json lacks {name}.safetensors, which was saved with this checkpoint"
-            )
+    for name in _tensor_files(folder, state):
+        if name not in manifest:
+            raise BadCheckpoint(f"{folder}: manifest.json lacks {name}, which was saved with this checkpoint")
     step, counters = _step_of(folder), state.get("counters", {})
     saved = state.get("step", counters.get("step") if isinstance(counters, Mapping) else None)
     if None not in (step, saved) and step != saved:
         raise BadCheckpoint(f"{folder} has the checkpoint of step {saved}. Delete it, or rename it to step-{saved:09d}")
 
 
+def read_folder(folder: Path) -> Checkpoint:
+    """Reads the checkpoint in a folder of any name, without verifying checksums.
+
+    Raises:
+        BadCheckpoint: If it cannot be read, is of another format, or lacks a part of a tensor; names these tensors.
+    """
+    state = _state(folder)
+    version = state.get("format")
+    if version not in (_FORMAT, _SHARDED_FORMAT):
+        raise BadCheckpoint(
+            f"{folder} has format {version!r}, this version of dtrain reads {_FORMAT} and {_SHARDED_FORMAT}."
+        )
+    try:
+        if version == _SHARDED_FORMAT:
+            return Checkpoint(read_parts([folder / name for name in _tensor_files(folder, state)]), state)
+        paths = [folder / name for name in _manifest(folder) if name.endswith(".safetensors")]
+        return Checkpoint({path.stem: read_whole(path) for path in paths}, state)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise BadCheckpoint(f"{folder} cannot be read: {error}") from error
+
+
 def _write_folder(folder: Path, checkpoint: Checkpoint) -> None:
     with replace_folder(folder) as staged:
         for name, tensors in checkpoint.tensors.items():
-            _write_tensors(staged / f"{name}.safetensors", tensors)
-        content = {"step": _step_of(folder), "tensors": sorted(checkpoint.tensors)}
-        (staged / "state.json").write_text(json.dumps({"format": _FORMAT, **checkpoint.state, **content}, indent=1))
-        manifest = {path.name: _size_and_hash(path) for path in sorted(staged.iterdir())}
-        (staged / "manifest.json").write_text(json.dumps(manifest, indent=1))
+            write_whole(staged / f"{name}.safetensors", tensors)  # type: ignore[arg-type]
+        _write_state(staged, _step_of(folder), _FORMAT, checkpoint)
 
 
-def _read_folder(folder: Path) -> Checkpoint:
-    state = _state(folder)
-    try:
-        files = [folder / name for name in _manifest(folder) if name.endswith(".safetensors")]
-        tensors = {file.stem: safetensors.torch.load_file(file) for file in files}
-    except (OSError, SafetensorError) as error:
-        raise BadCheckpoint(f"{folder} cannot be read: {error}") from error
-    if state.get("format") != _FORMAT:
-        raise BadCheckpoint(f"{folder} has format {state.get('format')!r}, this version of dtrain reads {_FORMAT}.")
-    return Checkpoint(tensors, state)
+def _write_state(
+    staged: Path,
+    step: int | None,
+    version: int,
+    checkpoint: Checkpoint,
+    ranks: int = 0,
+    files: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes state.json and then the manifest; ``files`` has the entries of files whose hashes are known."""
+    content = {"step": step, "tensors": sorted(checkpoint.tensors)} | ({"ranks": ranks} if ranks else {})
+    (staged / "state.json").write_text(json.dumps({"format": version, **checkpoint.state, **content}, indent=1))
+    known = files or {}
+    others = sorted(path for path in staged.iterdir() if path.name not in known)
+    manifest = {**known, **{path.name: _size_and_hash(path) for path in others}}
+    (staged / "manifest.json").write_text(json.dumps(manifest, indent=1))
+
+
+def _tensor_files(folder: Path, state: Mapping[str, Any]) -> list[str]:
+    """Names of the files with tensors that a checkpoint was saved with."""
+    ranks, groups = (
+        state.get("ranks", 0),
+        state.get("tensors", ("model", "optimizer")),
+    )  # the first versions had neither
+    if not isinstance(ranks, int) or not isinstance(groups, (list, tuple)):
+        raise BadCheckpoint(f"{folder}: state.json does not list the files of the checkpoint")
+    if state.get("format") == _SHARDED_FORMAT:
+        return [rank_file(rank, ranks) for rank in range(ranks)]
+    return [f"{name}.safetensors" for name in groups]
 
 
 def _saved_metrics(folder: Path) -> Mapping[str, float]:
@@ -357,13 +507,6 @@ def _step_of(folder: Path) -> int | None:
     """The step in the name of a checkpoint's folder; None if it has another name."""
     match = _NAME.match(folder.name)
     return int(match[1] or match[2]) if match else None
-
-
-def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    try:
-        safetensors.torch.save_file(tensors, path)
-    except SafetensorError as error:  # raised instead of OSError, also for a full disk
-        raise OSError(f"{path}: {error}") from error
 
 
 def _compare(path: Path, expected: Mapping[str, Any]) -> None:

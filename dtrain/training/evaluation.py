@@ -23,6 +23,7 @@ from dtrain.data.mixture import MixtureSource
 from dtrain.data.mixture_collator import SOURCE
 from dtrain.data.randomness import seed_generators
 from dtrain.distributed.collectives import broadcast_buffers
+from dtrain.distributed.sharding import reshard
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
 from dtrain.training.state import TrainState
@@ -55,15 +56,16 @@ def evaluate_run(run: TrainState, stop: Callable[[], bool], *, stopping: bool = 
     if stopping:
         return None
     try:
-        return evaluate(
-            run.ema.averaged() if run.ema is not None else run.model,
-            run.task,
-            run.eval_loader,
-            world=run.world,
-            precision=run.precision,
-            epoch=run.totals.evaluations,
-            stop=stop,
-        )
+        with run.averaged() as model:
+            return evaluate(
+                model,
+                run.task,
+                run.eval_loader,
+                world=run.world,
+                precision=run.precision,
+                epoch=run.totals.evaluations,
+                stop=stop,
+            )
     except Interrupted:
         return None
     except NotFinite as error:
@@ -137,6 +139,7 @@ def evaluate(
         return result
     finally:
         model.train(was_training)
+        reshard(model)
 
 
 class _StopVote:

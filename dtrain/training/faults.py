@@ -8,7 +8,8 @@ after a restart, because a marker file in ``<run.dir>/faults`` records it; ``onc
   step's first forward; ``slow`` in ``steps`` steps (default 1) from ``step`` on.
 * ``nan`` sets this rank's gradients to NaN between their averaging and the vote; ``corrupt_sample`` makes a sample in the
   step's first micro-batch unreadable.
-* ``disk_full`` fails the checkpoint of the step with ENOSPC; ``torn_checkpoint`` truncates it after it was written.
+* ``disk_full`` fails the checkpoint of the step with ENOSPC, in a sharded run on any rank; ``torn_checkpoint`` truncates a file
+  of it after it was written.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from dtrain.config.errors import ConfigError
 from dtrain.data import Batch
 from dtrain.distributed.atomic import open_to_append
+from dtrain.distributed.world import World
 from dtrain.training.checkpoints import Checkpoint
 from dtrain.training.state import TrainState
 
@@ -44,7 +47,7 @@ class Fault:
     Attributes:
         kind: One of the kinds in the module's docstring.
         step: Attempted step, from 1.
-        rank: The rank. Rank 0 writes checkpoints.
+        rank: The rank. Rank 0 writes checkpoints, and completes those of a sharded run.
         once: Whether it happens only once for a run directory.
         seconds: Duration of ``slow``.
         steps: Number of steps of ``slow``.
@@ -123,7 +126,8 @@ class Faults:
         """Wraps the public callables of the run in which its faults happen; nothing on a rank without faults."""
         if not self._own:
             return
-        accumulate, epoch, save = run.step.accumulate, run.train_loader.epoch, run.checkpoints.save
+        accumulate, epoch = run.step.accumulate, run.train_loader.epoch
+        save, write_rank, complete = run.checkpoints.save, run.checkpoints.write_rank, run.checkpoints.complete
 
         def faulty_accumulate(window: Iterable[Batch], micro_batches: int) -> None:
             step = run.step.step + 1
@@ -145,18 +149,34 @@ class Faults:
                         corrupted = step
                 yield batch
 
-        def faulty_save(step: int, checkpoint: Checkpoint) -> Path:
+        def fill_disk(step: int) -> None:
             for _ in self.due(step, "disk_full"):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run.checkpoints.path(step)))
-            path = save(step, checkpoint)
+
+        def tear(step: int, path: Path) -> Path:
             for _ in self.due(step, "torn_checkpoint"):
-                model = path / "model.safetensors"
-                os.truncate(model, model.stat().st_size // 2)
+                torn = min(path.glob("*.safetensors"))
+                os.truncate(torn, torn.stat().st_size // 2)
             return path
+
+        def faulty_save(step: int, checkpoint: Checkpoint) -> Path:
+            fill_disk(step)
+            return tear(step, save(step, checkpoint))
+
+        # -- of a sharded run
+
+        def faulty_write_rank(staged: Path, checkpoint: Checkpoint, world: World) -> dict[str, Any]:
+            fill_disk(checkpoint.state["counters"]["step"])
+            return write_rank(staged, checkpoint, world)
+
+        def faulty_complete(step: int, *arguments: Any) -> Path:
+            return tear(step, complete(step, *arguments))
 
         run.step.accumulate = faulty_accumulate  # type: ignore[method-assign]
         run.train_loader.epoch = faulty_epoch  # type: ignore[method-assign]
         run.checkpoints.save = faulty_save  # type: ignore[method-assign]
+        run.checkpoints.write_rank = faulty_write_rank  # type: ignore[method-assign]
+        run.checkpoints.complete = faulty_complete  # type: ignore[method-assign, assignment]
 
     def due(self, step: int, *kinds: str) -> Iterator[Fault]:
         """Yields this rank's faults of ``step``; marks each one before."""

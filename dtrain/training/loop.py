@@ -93,7 +93,9 @@ class Loop:
         stop.save_takes(lambda: self._checkpoints.seconds)
         self._metrics = StepMetrics(run, run_logger.warn, run_logger.recovered)
         self._sample_log = SampleLog(run.run_dir / "logs", run.world.rank, run.cfg.data.record_keys)
-        self._profiler = StepProfiler.of(run.cfg.profile, run.step.step, run.run_dir, run.world, run_logger.note)
+        self._profiler = StepProfiler.of(
+            run.cfg.profile, run.step.step, run.run_dir, run.world, run_logger.note, run.traffic()
+        )
         self._to_device = DeviceCopies(run.world.device)
         self._window = _Window()
         data, totals = run.cfg.data, run.totals

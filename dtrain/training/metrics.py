@@ -18,8 +18,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from dtrain.data import Batch
-from dtrain.precision.comm_hooks import REDUCE_DTYPES, bytes_per_step
-from dtrain.precision.vote import payload_bytes
+from dtrain.training.communication import Traffic
 from dtrain.training.flops import flops_per_row, peak_flops
 from dtrain.training.memory import peak
 from dtrain.training.state import TrainState
@@ -62,7 +61,7 @@ class StepMetrics:
         recovered: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._run = run
-        totals, parallel, model = run.totals, run.cfg.parallel, run.step.model
+        totals = run.totals
         self._sums = MetricSums(
             run.world.device,
             counts=getattr(run.task, "counts", None),
@@ -75,11 +74,9 @@ class StepMetrics:
         self._stragglers = StragglerReport(run.world, slow, recovered)
         self._first_step = run.step.step + 1
         self._timer: StragglerTimer | None = None
-        self._ddp_bytes: int | None = None
-        if isinstance(model, DistributedDataParallel):
-            self._timer = StragglerTimer(model, run.world.device)
-            if parallel.comm_hook is None:  # a hook decides itself how much it sends
-                self._ddp_bytes = bytes_per_step(model, REDUCE_DTYPES[parallel.reduce_dtype])
+        self._traffic: Traffic | None = None
+        if isinstance(run.step.model, DistributedDataParallel):
+            self._timer = StragglerTimer(run.step.model, run.world.device)
 
     def begin(self) -> None:
         """Starts the measurement of a step."""
@@ -130,8 +127,10 @@ class StepMetrics:
         """Collective, without a wait. The metrics of the steps since the last record, of which ``outcome`` is the last."""
         record = self._restarts | self._sums.record()
         record |= {f"data/samples/{name}": n for name, n in self._run.train_loader.samples_by_source().items()}
-        if self._ddp_bytes is not None:
-            record["comm/bytes_per_step"] = self._ddp_bytes + payload_bytes(len(outcome.stats.metrics))
+        if self._traffic is None:  # the first record: from now on the number of metrics is known
+            self._traffic = self._run.traffic(len(outcome.stats.metrics))
+        if self._traffic.collectives and not self._traffic.hook:
+            record["comm/bytes_per_step"] = self._traffic.nbytes
         return record | self._stragglers.exchange(outcome.step)
 
     def end(self) -> None:

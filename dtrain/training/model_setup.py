@@ -13,7 +13,6 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from fnmatch import fnmatchcase
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -23,6 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dtrain.config.errors import ConfigError
+from dtrain.distributed.sharding import matching_modules
 from dtrain.distributed.world import World
 from dtrain.precision.modules import refuse_scripted
 
@@ -86,7 +86,7 @@ def checkpoint_activations(model: nn.Module, patterns: Sequence[str]) -> list[st
     """
     modules = dict(model.named_modules())
     outermost: list[str] = []
-    for name in _matching(model, "train.checkpoint_activations", patterns):
+    for name in matching_modules(model, "train.checkpoint_activations", patterns):
         if not any(name.startswith(f"{outer}.") for outer in outermost):
             outermost.append(name)
             module = modules[name]
@@ -114,7 +114,7 @@ def compile_in_place(model: nn.Module, option: bool | Sequence[str]) -> list[str
     if isinstance(option, bool):
         names = [""] if option else []
     elif isinstance(option, Sequence) and not isinstance(option, str):
-        names = _matching(model, "train.compile", option)
+        names = matching_modules(model, "train.compile", option)
     else:
         raise ConfigError(f"train.compile: got {option!r}, want true, false, or a list of patterns such as [blocks.*].")
     modules = dict(model.named_modules())
@@ -201,20 +201,6 @@ class CompilerLog(logging.Handler):
             for function, often in limits.items()
         ]
         return texts
-
-
-def _matching(model: nn.Module, key: str, patterns: Sequence[str]) -> list[str]:
-    """Names of the matching modules, in the model's order."""
-    names = [name for name, _ in model.named_modules() if name]
-    for pattern in patterns:
-        if not any(_matches(name, pattern) for name in names):
-            children = ", ".join(name for name, _ in model.named_children())
-            raise ConfigError(f"{key}: {pattern!r} matches no module of the model, which has {children or 'none'}.")
-    return [name for name in names if any(_matches(name, pattern) for pattern in patterns)]
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return name.count(".") == pattern.count(".") and fnmatchcase(name, pattern)
 
 
 @cache

@@ -27,6 +27,7 @@ from dtrain.config.errors import ConfigError
 from dtrain.config.schema import ProfileConfig
 from dtrain.distributed.atomic import replace_file
 from dtrain.distributed.world import World
+from dtrain.training.communication import Traffic
 
 #: The label of a whole step.
 STEP = "step"
@@ -61,20 +62,34 @@ class StepProfiler:
     """
 
     def __init__(
-        self, first: int, last: int, run_dir: Path, rank: int, device: torch.device, note: Callable[[str], None]
+        self,
+        first: int,
+        last: int,
+        run_dir: Path,
+        rank: int,
+        device: torch.device,
+        note: Callable[[str], None],
+        traffic: Traffic | None = None,
     ) -> None:
         self._first, self._last = first, last
         self._folder = run_dir / FOLDER
         self._rank = rank
         self._device = device
         self._note = note
+        self._traffic = traffic
         self._profile: profile | None = None
         self._label: AbstractContextManager[object] = nullcontext()  # of the current step
         self._steps = 0
 
     @classmethod
     def of(
-        cls, cfg: ProfileConfig, step: int, run_dir: Path, world: World, note: Callable[[str], None]
+        cls,
+        cfg: ProfileConfig,
+        step: int,
+        run_dir: Path,
+        world: World,
+        note: Callable[[str], None],
+        traffic: Traffic | None = None,
     ) -> StepProfiler | None:
         """The profiler of this rank; None if it has nothing to profile.
 
@@ -84,6 +99,7 @@ class StepProfiler:
             run_dir: The run's directory.
             world: The ranks.
             note: Receives a line with the path of the profile.
+            traffic: What a step sends; None: unknown.
 
         Raises:
             ConfigError: If the steps or ranks are impossible.
@@ -100,7 +116,7 @@ class StepProfiler:
         first, last = cfg.steps
         if world.rank not in cfg.ranks or last <= step:
             return None
-        return cls(max(first, step + 1), last, run_dir, world.rank, world.device, note)
+        return cls(max(first, step + 1), last, run_dir, world.rank, world.device, note, traffic)
 
     def before(self, step: int) -> None:
         """Call it at the beginning of the attempted step ``step``."""
@@ -149,7 +165,7 @@ class StepProfiler:
         stopped.export_chrome_trace(str(aside))
         os.replace(aside, path)
         title = f"steps {self._first} to {last} of rank {self._rank}"
-        page = TraceSummary.read(path, STEP, PARTS).text(title)
+        page = TraceSummary.read(path, STEP, PARTS).text(title, self._traffic)
         with replace_file(path.with_name(path.name.removesuffix(".json.gz") + ".txt")) as file:
             file.write(f"{page}\n".encode())
         logger.info("profile of %s", page)
@@ -245,14 +261,16 @@ class TraceSummary:
             on_device=on_device,
         )
 
-    def text(self, title: str) -> str:
-        """The summary as a page of text under ``title``."""
+    def text(self, title: str, traffic: Traffic | None = None) -> str:
+        """The summary as a page of text under ``title``; with ``traffic``, what a step sends."""
         lines = [f"{title}: {self.steps} steps, {self.step_ms:.2f} ms each", ""]
         lines += [f"  {'of a step':<16}{'ms':>9}{'share':>8}"]
         lines += [f"  {name:<16}{ms:9.2f}{self._share(ms):8.0%}" for name, ms in self.parts.items()]
         lines += [f"  {'communication':<16}{self.communication_ms:9.2f}{self._share(self.communication_ms):8.0%}"]
         if self.communication_ms:
             lines[-1] += f"   {self.hidden_ms / self.communication_ms:.0%} of it hidden behind compute"
+        if traffic is not None and traffic.collectives:
+            lines += ["", *traffic.table(self.communication_ms)]
         what = "kernel" if self.on_device else "operator"
         lines += ["", f"  {what:<{_WIDTH}}{'calls':>8}{'ms':>9}{'share':>8}"]
         lines += [

@@ -270,7 +270,7 @@ def _broadcast_checkpoint(checkpoint: Checkpoint | None, source: int) -> Checkpo
     """Collective. Sends a checkpoint of ``source`` to all ranks, in the format of its files."""
     text, files = b"", {}
     if checkpoint is not None:
-        files = {name: safetensors.torch.save(tensors) for name, tensors in checkpoint.tensors.items()}
+        files = {name: safetensors.torch.save(tensors) for name, tensors in checkpoint.tensors.items()}  # type: ignore[arg-type]
         text = json.dumps({"state": checkpoint.state, "files": list(files)}).encode()
     header = json.loads(_broadcast(text, source))
     received = {name: safetensors.torch.load(_broadcast(files.get(name, b""), source)) for name in header["files"]}

@@ -21,7 +21,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -31,9 +30,10 @@ from dtrain.config.schema import Config, RunConfig, TrainConfig, WarmStartConfig
 from dtrain.distributed.collectives import from_rank0, on_all_ranks
 from dtrain.tracking.records import read_records
 from dtrain.tracking.run_dir import move_records_aside, status_or_none
-from dtrain.training.checkpoints import Checkpoints, verify_folder
+from dtrain.training.checkpoint_tensors import StoredTensor, read_whole
+from dtrain.training.checkpoints import Checkpoints, read_folder, verify_folder
 from dtrain.training.schedule import step_limits
-from dtrain.training.state import TrainState, weight_problems
+from dtrain.training.state import TrainState, copy_into, weight_problems
 
 # Set by torchrun, SLURM and dtrain's batch script when they start the same command again.
 _AUTOMATIC_STARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "DTRAIN_STARTS")
@@ -102,11 +102,16 @@ class EarlierStarts:
         return cls(**from_rank0(read))
 
     def prepare(self, run: TrainState) -> None:
-        """On rank 0, before the start writes anything: moves the records aside for ``run.resume=never``.
+        """Collective. Before the start writes anything: rank 0 moves the records aside for ``run.resume=never``.
 
         Raises:
-            ConfigError: If the directory cannot be written.
+            ConfigError: If the directory cannot be written; or not from every machine, for a sharded run.
         """
+        from_rank0(lambda: self._prepare(run))
+        if run.is_sharded:
+            on_all_ranks(run.checkpoints.require_visible)
+
+    def _prepare(self, run: TrainState) -> None:
         with as_config_error(f"run.dir: {run.run_dir} cannot be written, choose another one"):
             if self.moved_aside:
                 folder = move_records_aside(run.run_dir)
@@ -170,7 +175,10 @@ def restore(run: TrainState, earlier: EarlierStarts) -> str:
         return f"after step {run.step.step}, from {run.checkpoints.path(step)}"
     if (weights := starting_weights(run.cfg.run, run.model)) is None:
         return "new"
-    weights.load(run.model, *([run.ema.module] if run.ema is not None else []))
+    weights.load(run.model)
+    if run.ema is not None:
+        with run.ema.swapped_in() as averaged:
+            weights.load(averaged)
     return f"new, {weights.description}"
 
 
@@ -179,17 +187,16 @@ class StartingWeights:
     """Weights that fit a model.
 
     Attributes:
-        tensors: Weights by the model's names; the other parameters keep their initialisation.
+        tensors: Weights by the model's names, read from their files on use; the other parameters keep their initialisation.
         description: For the banner: the source, and the number of the other parameters.
     """
 
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor | StoredTensor]
     description: str
 
-    def load(self, *modules: nn.Module) -> None:
-        """Copies them into each of ``modules``: the model, and the EMA's copy of it."""
-        for module in modules:
-            module.load_state_dict(self.tensors, strict=False)  # missing names are those of run.warm_start.skip
+    def load(self, module: nn.Module) -> None:
+        """Copies them into the model."""
+        copy_into(module, self.tensors)  # missing names are those of run.warm_start.skip
 
 
 def starting_weights(run: RunConfig, model: nn.Module) -> StartingWeights | None:
@@ -211,7 +218,7 @@ def starting_weights(run: RunConfig, model: nn.Module) -> StartingWeights | None
 
 
 def _find(key: str, path: Path) -> Path:
-    """The weights file of a run directory, of a checkpoint's folder, or the file itself; verified."""
+    """The checkpoint's folder of a path, verified; or the file that the path is."""
     if path.is_file():
         return path
     folder = path
@@ -224,15 +231,20 @@ def _find(key: str, path: Path) -> Path:
         raise ConfigError(
             f"{key}: {path} is no run directory, no checkpoint (checkpoints/step-000000050) and no .safetensors file."
         )
-    average = folder / "ema.safetensors"
-    return average if average.exists() else folder / "model.safetensors"
+    return folder
 
 
-def _fitted(key: str, file: Path, model: nn.Module, warm: WarmStartConfig) -> StartingWeights:
+def _fitted(key: str, path: Path, model: nn.Module, warm: WarmStartConfig) -> StartingWeights:
+    """Weights of a checkpoint's folder, the moving average if there is one, or of a file."""
     try:
-        loaded = safetensors.torch.load_file(file)
+        if path.is_dir():
+            checkpoint = read_folder(path)
+            group = "ema" if "ema" in checkpoint.tensors else "model"
+            loaded, source = checkpoint.stored(group), f"{path} ({group})"
+        else:
+            loaded, source = read_whole(path), str(path)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{key}: {file} cannot be read ({error}).") from error
+        raise ConfigError(f"{key}: {path} cannot be read ({error}).") from error
     renamed: dict[str, str] = {}
     for name in loaded:
         new = _renamed(name, warm.rename)
@@ -256,12 +268,12 @@ def _fitted(key: str, file: Path, model: nn.Module, warm: WarmStartConfig) -> St
     tensors |= {name: tensors[name].T.contiguous() for name in transposed}
     if problems := weight_problems(model, tensors, may_lack=skipped):
         raise ConfigError(
-            f"{key}: the weights in {file} do not fit: {problems}. run.warm_start.rename rewrites their names, "
+            f"{key}: the weights in {path} do not fit: {problems}. run.warm_start.rename rewrites their names, "
             "run.warm_start.skip leaves out names of the file and of the model."
         )
     total = len(model.state_dict())
     left_out = f", {total - len(tensors)} of {total} left out" if len(tensors) < total else ""
-    return StartingWeights(tensors, f"with the weights of {file}{left_out}")
+    return StartingWeights(tensors, f"with the weights of {source}{left_out}")
 
 
 def _renamed(name: str, rename: Mapping[str, str]) -> str:

@@ -3,7 +3,8 @@
 * ``RunLogger`` exists on all ranks; rank 0 writes. A full disk ends no run: a failed write becomes a warning.
 * ``MediaLogger`` makes pictures and texts after evaluations: confusion matrices, and the results of an ``IllustratingTask``. It
   works on rank 0, after the last evaluation, and before that at most once a minute, because one picture takes as long as many
-  steps of a small model. The run is saved before, so an error in a drawing loses nothing.
+  steps of a small model. In a sharded run the task runs on all ranks, which have the model together. The run is saved before,
+  so an error in a drawing loses nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from dtrain.config.run import Run, without_secrets
 from dtrain.data import Batch, ShardLoader
 from dtrain.data.mixture import MixtureSource
 from dtrain.data.sample_log import truncate_sample_logs
+from dtrain.distributed.collectives import from_rank0
+from dtrain.distributed.sharding import is_sharded
 from dtrain.distributed.world import World
 from dtrain.precision.modules import dtype_name
 from dtrain.tracking.console import print_banner
@@ -150,30 +153,36 @@ class MediaLogger:
         self._drawn_at = time.monotonic()
 
     def after(self, evaluation: Evaluation, *, last: bool) -> None:
-        """Makes the media of an evaluation, if it is the last one of the run or a minute has passed."""
-        if not self._on or not (last or time.monotonic() - self._drawn_at > SECONDS_BETWEEN):
+        """Makes the media of an evaluation, if it is the last one of the run or a minute has passed.
+
+        Collective in a sharded run, whose ranks have to run the model together.
+        """
+        due = self._on and (last or time.monotonic() - self._drawn_at > SECONDS_BETWEEN)
+        if is_sharded(self._run.model) and isinstance(self._run.task, IllustratingTask):
+            due = from_rank0(lambda: due)
+        if not due:
             return
         for name, content in self._draw(evaluation).items():
-            self._sinks.media(self._run.step.step, name, content)
+            if self._on:
+                self._sinks.media(self._run.step.step, name, content)
         self._drawn_at = time.monotonic()
 
     def _draw(self, evaluation: Evaluation) -> dict[str, bytes | str]:
         run = self._run
         media: dict[str, bytes | str] = {}
-        if "confusion" in evaluation.tables:
+        if "confusion" in evaluation.tables and self._on:
             # Here, because it imports matplotlib, which takes a second.
             from dtrain.tracking.evaluation_results import confusion_picture
 
             media["confusion"] = confusion_picture(evaluation.tables["confusion"], run.class_names)
         if isinstance(run.task, IllustratingTask):
-            model = run.ema.averaged() if run.ema is not None else run.model
-            was_training = model.training
-            model.eval()
+            was_training = run.model.training
+            run.model.eval()
             try:
-                with torch.no_grad(), run.precision.autocast(run.world.device.type):
+                with run.averaged() as model, torch.no_grad(), run.precision.autocast(run.world.device.type):
                     drawn = run.task.illustrate(model, evaluation, self._samples())
             finally:
-                model.train(was_training)
+                run.model.train(was_training)
             if not isinstance(drawn, Mapping):
                 raise TypeError(
                     f"{type(run.task).__name__}.illustrate returned a {type(drawn).__name__}, want a mapping of names to "
@@ -254,6 +263,7 @@ def banner_rows(identity: Run, run: TrainState, start: str, last_step: int) -> d
         f"{schedule_horizon(cfg.train, loader):,}",
         "model": f"{sum(p.numel() for p in run.model.parameters()):,} parameters, {type(optimizer).__name__}"
         + (" (fused)" if optimizer.defaults.get("fused") else ""),
+        "communication": run.traffic().describe(),
         "versions": f"torch {torch.__version__}, Python {sys.version.split()[0]}",
     }
 

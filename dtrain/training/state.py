@@ -4,6 +4,8 @@
 * ``RunTotals`` are counts and times over all starts of the run.
 * Model and optimizer state are stored by parameter name, so they do not depend on the order of parameters. Hyper-parameters
   stay those of the config.
+* In a sharded run each rank copies and restores only the parts that it holds. A checkpoint of a run with another number of
+  ranks, sharded or not, can be restored, because any part can be read from it.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,9 +25,12 @@ from dtrain import __version__
 from dtrain.config.errors import ConfigError
 from dtrain.config.schema import Config
 from dtrain.data import ShardLoader
+from dtrain.distributed.sharding import is_sharded, local_part, own_range, reshard
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
+from dtrain.training.checkpoint_tensors import Part, StoredTensor, like, replicated, written_by
 from dtrain.training.checkpoints import Checkpoint, Checkpoints
+from dtrain.training.communication import Traffic, step_traffic
 from dtrain.training.schedule import last_step
 from dtrain.training.step import TrainStep
 from dtrain.training.task import Task
@@ -85,6 +91,11 @@ class TrainState:
         return self.step.bare_model
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether each rank has only a part of the model's parameters."""
+        return is_sharded(self.model)
+
+    @property
     def task(self) -> Task:
         """The task."""
         return self.step.task
@@ -98,6 +109,15 @@ class TrainState:
     def ema(self) -> Ema | None:
         """The averaged weights; None without ``train.ema_decay``."""
         return self.step.ema
+
+    def traffic(self, metrics: int = 0) -> Traffic:
+        """What a step sends; ``metrics`` is the number of metrics of the task, which are in the vote."""
+        micro_batches = self.train_loader.micro_batches_per_step
+        return step_traffic(self.step.model, self.cfg.parallel, self.world, self.precision, micro_batches, metrics)
+
+    def averaged(self) -> AbstractContextManager[nn.Module]:
+        """Context: the model with the averaged weights, if the run has any, else with its own."""
+        return self.ema.swapped_in() if self.ema is not None else nullcontext(self.model)
 
     @property
     def last_step(self) -> int:
@@ -115,15 +135,26 @@ class TrainState:
         self.ended_early = reason
 
     def checkpoint(self, metrics: dict[str, float]) -> Checkpoint:
-        """Copies the whole state to the host. The last step is settled. Only rank 0 needs a checkpoint.
+        """Copies the state to the host: all of it, or in a sharded run the parts that this rank writes.
+
+        The last step is settled. Only rank 0 needs a checkpoint, unless the run is sharded.
 
         Args:
             metrics: Metrics of the evaluation at this step; empty without one.
+
+        Raises:
+            ConfigError: If the optimizer keeps something that cannot be stored; names it.
         """
+
+        def copied(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor | Part]:
+            return host_parts(tensors, self.world) if self.is_sharded else host_copy(tensors)
+
+        reshard(self.model)  # or an evaluation would have left whole parameters, which the optimizer does not know
         tensors, values = optimizer_state(self.optimizer, self.model)
-        groups = {"model": host_copy(self.model.state_dict()), "optimizer": host_copy(tensors)}
+        groups = {"model": copied(self.model.state_dict()), "optimizer": copied(tensors)}
         if self.ema is not None:
-            groups["ema"] = host_copy(self.ema.averaged().state_dict())
+            with self.ema.swapped_in() as averaged:
+                groups["ema"] = copied(averaged.state_dict())
         scale = self.step.loss_scale
         state: dict[str, Any] = {
             "counters": self.step.state_dict(),
@@ -149,12 +180,14 @@ class TrainState:
             self.train_loader.load_state_dict(state["loader"])
         except ValueError as error:
             raise ConfigError(f"data: {error}") from error
-        load_module(self.model, checkpoint.tensors["model"], "the checkpoint")
-        tensors = checkpoint.tensors["optimizer"]
+        load_module(self.model, checkpoint.stored("model"), "the checkpoint")
+        tensors = checkpoint.stored("optimizer")
         load_optimizer(self.optimizer, self.model, tensors, state["optimizer"], state["optimizer_groups"])
         if self.ema is not None:
             # Without an average in the checkpoint (train.ema_decay was null) it starts from the weights.
-            load_module(self.ema.module, checkpoint.tensors.get("ema", checkpoint.tensors["model"]), "the checkpoint")
+            average = checkpoint.stored("ema" if "ema" in checkpoint.tensors else "model")
+            with self.ema.swapped_in() as averaged:
+                load_module(averaged, average, "the checkpoint")
         if self.step.loss_scale is not None and state["loss_scale"] is not None:
             self.step.loss_scale.load_state_dict(state["loss_scale"])
             scale = self.cfg.precision.loss_scale  # how it adapts is config, which may change between starts
@@ -240,8 +273,26 @@ def host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: copy.contiguous() for name, copy in copies.items()}
 
 
-def load_module(module: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
+def host_parts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Part]:
+    """Copies the parts that this rank writes of the tensors of a sharded run to the CPU.
+
+    Args:
+        tensors: Those that are no ``DTensor`` are equal on all ranks.
+        world: The ranks.
+    """
+    offsets = {}
+    for name, tensor in tensors.items():
+        # A rank without rows of a small parameter writes nothing, unless there is nothing to write.
+        if written_by(name, tensor, world) and (local_part(tensor).numel() or not tensor.numel()):
+            offsets[name] = tuple(each.start for each in own_range(tensor))
+    copies = host_copy({name: local_part(tensors[name]) for name in offsets})
+    return {name: Part(copies[name], offset, tuple(tensors[name].shape)) for name, offset in offsets.items()}
+
+
+def load_module(module: nn.Module, tensors: Mapping[str, Tensor | StoredTensor], source: str) -> None:
     """Copies parameters and buffers of a saved ``state_dict`` into a bare module; ``source`` names it in errors.
+
+    Of a sharded module each rank reads and copies only its own part.
 
     Raises:
         ConfigError: If names or shapes differ, before anything is copied; names the first few.
@@ -250,11 +301,25 @@ def load_module(module: nn.Module, tensors: Mapping[str, Tensor], source: str) -
         raise ConfigError(
             f"{source} is of another model: {problems}. Use the model config that it was saved with, or another run.dir."
         )
-    module.load_state_dict(dict(tensors))
+    copy_into(module, tensors)
+
+
+@torch.no_grad()
+def copy_into(module: nn.Module, tensors: Mapping[str, Tensor | StoredTensor]) -> None:
+    """Copies a saved ``state_dict``, or a part of it, into a module, without checks; see ``load_module``."""
+    own = module.state_dict()
+    if not is_sharded(module):
+        module.load_state_dict({name: tensor[...] for name, tensor in tensors.items()}, strict=False)
+        return
+    for name, tensor in tensors.items():
+        # One at a time: the rank's part of the model need not be in memory twice.
+        local_part(own[name]).copy_(tensor[own_range(own[name])])
 
 
 def weight_problems(
-    module: nn.Module, tensors: Mapping[str, Tensor], may_lack: Callable[[str], bool] = lambda name: False
+    module: nn.Module,
+    tensors: Mapping[str, Tensor | StoredTensor],
+    may_lack: Callable[[str], bool] = lambda name: False,
 ) -> str:
     """The first few differences in names and shapes between a saved ``state_dict`` and a module; ``""`` if there are none.
 
@@ -293,7 +358,7 @@ def load_weights(module: nn.Module, checkpoint: Checkpoint, weights: str) -> str
         raise ConfigError(
             "weights=ema: the checkpoint has no moving average (train.ema_decay was null). Use weights=raw."
         )
-    load_module(module, checkpoint.tensors["ema" if kind == "ema" else "model"], "the checkpoint")
+    load_module(module, checkpoint.stored("ema" if kind == "ema" else "model"), "the checkpoint")
     return kind
 
 
@@ -341,7 +406,7 @@ def changed_groups(optimizer: torch.optim.Optimizer, initial: list[dict[str, Any
 def load_optimizer(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor | StoredTensor],
     values: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
 ) -> None:
@@ -367,16 +432,24 @@ def load_optimizer(
                 f"the checkpoint's optimizer has a state for {name}, which this one does not train. Use the model and "
                 "optimizer config that it was saved with."
             )
-        parameter = ours[number[name]]
-        if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
-            # Fused kernels walk parameter and state in memory order, so a channels_last weight needs channels_last state.
-            value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+        if isinstance(value, (Tensor, StoredTensor)):
+            value = _state_of(ours[number[name]], value)
         state.setdefault(number[name], {})[key] = value
     _refuse_new_options(optimizer, state)
     # torch's load_state_dict puts each state on the device or on the host, as the optimizer needs it.
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     for group, changed in zip(optimizer.param_groups, groups, strict=False):
         group.update({key: _from_json(value, group.get(key)) for key, value in changed.items()})
+
+
+@torch.no_grad()
+def _state_of(parameter: Tensor, saved: Tensor | StoredTensor) -> Tensor:
+    """A saved state of a parameter, distributed as the optimizer keeps it."""
+    if len(saved.shape) and saved.shape == parameter.shape:
+        # Fused kernels walk parameter and state in memory order, so a channels_last weight needs channels_last state.
+        return like(parameter, saved[own_range(parameter)])
+    # Adafactor has means over rows and columns, which each rank has whole.
+    return replicated(parameter, saved[...]) if len(saved.shape) else saved[...]
 
 
 def _refuse_new_options(optimizer: torch.optim.Optimizer, state: Mapping[int, Mapping[str, Any]]) -> None:

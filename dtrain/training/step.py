@@ -15,6 +15,7 @@ micro-batches.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -26,10 +27,11 @@ from torch.nn.parallel import DistributedDataParallel
 from dtrain.config.errors import ConfigError, Explained, as_config_error
 from dtrain.data import Batch
 from dtrain.data.randomness import seed_generators
+from dtrain.distributed.sharding import ShardedWindow, copies_of, is_sharded, local_part
 from dtrain.distributed.world import World
 from dtrain.precision import Precision, kernels
 from dtrain.precision.comm_hooks import HookGuard
-from dtrain.precision.gradients import drop_gradients, local_gradients, norm_of, refuse_unscalable
+from dtrain.precision.gradients import drop_gradients, local_gradients, norm_of, parameters_of, refuse_unscalable
 from dtrain.precision.kernels import prefill_momentum
 from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.skip_diagnosis import SkipDiagnosis
@@ -72,7 +74,7 @@ class TrainStep:
     """Executes accumulation windows and optimizer steps.
 
     Args:
-        model: The model, wrapped in DDP if there are several ranks.
+        model: The model: wrapped in DDP, or sharded, if there are several ranks.
         task: Returns the loss sum and the count of a micro-batch.
         optimizer: Over parameters of the model.
         world: The ranks.
@@ -86,6 +88,7 @@ class TrainStep:
         seed: Seeds random operations such as dropout, together with step, micro-batch and rank.
         max_consecutive_skips: This many skipped steps in a row raise ``TooManySkips`` on every rank. None is 50 with a
             loss scale, which skips steps until it has adapted, and 10 without.
+        reduce_each: With a sharded model: reduce gradients in each micro-batch, not in the last one only.
 
     Attributes:
         model: The argument.
@@ -116,6 +119,7 @@ class TrainStep:
         guard: HookGuard | None = None,
         seed: int = 0,
         max_consecutive_skips: int | None = None,
+        reduce_each: bool = False,
     ) -> None:
         check_model(model)
         check_loss_scale(loss_scale)
@@ -153,9 +157,15 @@ class TrainStep:
             and kernels.self_test(world.device.type).fused_skip
         )
         bare = self.bare_model
-        # Parameters that DDP ignores differ between ranks: each rank has another part of the global gradient.
+        self._sharded = ShardedWindow(bare, reduce_each) if is_sharded(bare) else None
+        # By the number of ranks that hold the same gradient. Gradients of parameters that DDP ignores differ between ranks.
         ignored = getattr(model, "parameters_to_ignore", ()) if bare is not model else ()
-        self._own_parameters = [p for name, p in bare.named_parameters() if name in ignored]
+        copies = {p: 1 if name in ignored else copies_of(p, world.size) for name, p in bare.named_parameters()}
+        self._copies = Counter(copies.values()).most_common(1)[0][0] if copies else world.size
+        self._other_copies = {p: number for p, number in copies.items() if number != self._copies}
+        # With parallel.offload, gradients and optimizer state are in host memory.
+        self._state_device = next((local_part(p).device for p in parameters_of(optimizer)), world.device)
+        self._decides_on_device &= self._state_device.type == world.device.type
         self._buffers = BufferGuard(bare)
         self._averaged = AveragedBackward(model)
         self._diagnosis = SkipDiagnosis(bare)
@@ -183,6 +193,8 @@ class TrainStep:
         # A skipped step must also restore BatchNorm's running statistics, which the forward changes.
         self._buffers.save()
         self._is_open = True
+        if self._sharded is not None:
+            self._sharded.begin()
         done = 0
         for number, batch in enumerate(window):
             # Seeded from the position, not from a saved generator state: a resumed run draws the same dropout, and no
@@ -250,13 +262,9 @@ class TrainStep:
         self._unapplied = False
 
         # -- this rank's gradients. A norm that is not finite is the overflow flag, so one pass over them gives both.
-        gradients = local_gradients(self.optimizer)
-        norm = self._norm(gradients)
-        overflow = self._vote.overflow(norm)
-        own = [p.grad for p in self._own_parameters if p.grad is not None]
-        if own:
-            own_ids = {id(gradient) for gradient in own}
-            norm = self._norm([gradient for gradient in gradients if id(gradient) not in own_ids])
+        by_copies = self._gradients()
+        norms = {copies: self._norm(gradients) for copies, gradients in by_copies.items()}
+        overflow = self._vote.overflow(norms)
         if self._guard is not None:
             overflow = overflow | self._guard.flag()
 
@@ -265,14 +273,13 @@ class TrainStep:
         with profiler_label(VOTE):
             self._vote.all_reduce(
                 overflow,
-                norm,
+                norms,
                 self._scale,
                 stop=stop,
                 save=save,
                 samples=counts.samples,
                 bad=counts.bad,
                 nbytes=counts.nbytes,
-                own_norm=self._norm(own) if own else None,
             )
         skip, overflowed, coefficient = self._vote.decide(self._scale, self._nominal, self._clip_norm)
 
@@ -280,9 +287,10 @@ class TrainStep:
         for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base * self._schedule(self.applied_steps)
         with profiler_label(OPTIMIZER):
-            if gradients and coefficient is not None:
-                # Unscaling, the division by the count and clipping in one multiplication.
-                torch._foreach_mul_(gradients, coefficient)
+            for gradients in by_copies.values():
+                if gradients and coefficient is not None:
+                    # Unscaling, the division by the count and clipping in one multiplication.
+                    torch._foreach_mul_(gradients, coefficient.to(self._state_device))
             self._optimize(skip)
 
         # -- everything else that a skipped step must leave unchanged
@@ -347,10 +355,22 @@ class TrainStep:
         """Collective. The first values that were not finite in the current series of skips."""
         return "\n".join(self._diagnosis.findings(self.world.size))
 
+    def _gradients(self) -> dict[int, list[Tensor]]:
+        """This rank's gradients, or its parts of them, by the number of ranks that hold the same numbers."""
+        parameters = parameters_of(self.optimizer)
+        if not self._other_copies:
+            return {self._copies: local_gradients(parameters)}
+        groups: defaultdict[int, list[Tensor]] = defaultdict(list)
+        for parameter in parameters:
+            groups[self._other_copies.get(parameter, self._copies)].append(parameter)
+        return {copies: local_gradients(group) for copies, group in groups.items()}
+
     def _norm(self, gradients: list[Tensor]) -> Tensor:
-        return norm_of(gradients) if gradients else torch.zeros((), device=self.world.device)
+        return norm_of(gradients).to(self.world.device) if gradients else torch.zeros((), device=self.world.device)
 
     def _sync(self, last: bool) -> AbstractContextManager[None]:
+        if self._sharded is not None:
+            return self._sharded.micro_batch(last)
         if not isinstance(self.model, DistributedDataParallel):
             return nullcontext()
         if last:

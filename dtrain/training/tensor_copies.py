@@ -5,12 +5,15 @@ Both work without a host sync: ``skip`` is a tensor on the device, which they se
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from dtrain.distributed.sharding import local_part, reshard
 
 
 class Ema:
@@ -20,9 +23,6 @@ class Ema:
         model: The bare model whose weights are averaged.
         decay: In [0, 1).
 
-    Attributes:
-        module: A copy of the model that holds the averaged parameters. Its buffers are refreshed by ``averaged``.
-
     Raises:
         ValueError: If the decay is out of range.
     """
@@ -31,13 +31,11 @@ class Ema:
         if not 0 <= decay < 1:
             raise ValueError(f"train.ema_decay: got {decay}, want a number in [0, 1), such as 0.999.")
         self.decay = decay
-        with torch.no_grad():  # a copied ScriptModule would otherwise record the copy for autograd
-            self.module = copy.deepcopy(model)
-        for parameter in self.module.parameters():  # a ScriptModule has no requires_grad_ of its own
-            parameter.requires_grad_(False)
         self._model = model
-        self._averages: list[Tensor] = list(self.module.parameters())
-        self._weights: list[Tensor] = [parameter.detach() for parameter in model.parameters()]
+        # Of a sharded model, the parts of this rank.
+        self._weights: list[Tensor] = [local_part(parameter.detach()) for parameter in model.parameters()]
+        with torch.no_grad():  # the copy of a ScriptModule's parameter would otherwise be recorded for autograd
+            self._averages: list[Tensor] = [weight.clone() for weight in self._weights]
 
     @torch.no_grad()
     def update(self, skip: Tensor) -> None:
@@ -48,12 +46,25 @@ class Ema:
         torch._foreach_mul_(change, amount)
         torch._foreach_add_(self._averages, change)
 
+    @contextmanager
+    def swapped_in(self) -> Iterator[nn.Module]:
+        """The model, whose parameters are the averages inside the block: to evaluate them, to save them or to load them.
+
+        They are exchanged in place, so that compiled code, tied weights and shards work as always. Buffers stay.
+        """
+        self._swap()
+        try:
+            yield self._model
+        finally:
+            self._swap()
+
     @torch.no_grad()
-    def averaged(self) -> nn.Module:
-        """The averaged model with the current buffers of the trained one, for evaluation."""
-        for average, buffer in zip(self.module.buffers(), self._model.buffers(), strict=True):
-            average.copy_(buffer)
-        return self.module
+    def _swap(self) -> None:
+        reshard(self._model)  # or the next forward would use parameters that were gathered before
+        for weight, average in zip(self._weights, self._averages, strict=True):
+            before = weight.clone()
+            weight.copy_(average)
+            average.copy_(before)
 
 
 class BufferGuard:

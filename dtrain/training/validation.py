@@ -32,6 +32,7 @@ from dtrain.data.node_cache import CachePolicy
 from dtrain.data.order import Recipe, choose_lanes
 from dtrain.data.sample_log import BadSampleBudget
 from dtrain.data.workers import Share, number_of_workers, worker_options
+from dtrain.distributed.sharding import check_options, unit_names
 from dtrain.distributed.stop import TimeLimit
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
@@ -146,6 +147,8 @@ def _check_run(cfg: Config, found: _Problems) -> Precision:
         with found.of(f"parallel.{name}"):
             if not parallel[name] > 0:  # type: ignore[index]
                 raise ConfigError(f"parallel.{name}: got {parallel[name]}, want a number above 0.")  # type: ignore[index]
+    with found.of("parallel"):
+        check_options(parallel, size if "WORLD_SIZE" in os.environ else None)
     with found.of("checkpoint"):
         Checkpoints.of(Path(), cfg.checkpoint)
     for name, least in (("every_steps", 1), ("every_minutes", 0)):
@@ -294,6 +297,9 @@ def _check_model(cfg: Config, precision: Precision, found: _Problems) -> None:
             model = prepare_model(model, cfg.train, cfg.parallel, _ALONE)
         with found.of("precision.keep_fp32"):
             precision.wrap_keep_fp32(model)
+        with found.of("parallel.shard_modules"):
+            if cfg.parallel.shard != "none":
+                unit_names(model, cfg.parallel)
     with found.of("optimizer"):
         _check_optimizer(cfg.optimizer, model)
     with found.of("train"):
@@ -332,7 +338,7 @@ def _model_on_meta(cfg: Config) -> nn.Module | None:
 
 def _check_optimizer(node: Any, model: nn.Module | None) -> None:
     check_arguments("optimizer", _without(node, "no_decay"), params=None, model=None)
-    if model is None or not str(node._target_).startswith(("torch.optim.", "dtrain.")):
+    if model is None or not str(node._target_).startswith(("torch.optim.", "dtrain.", "torch.distributed.optim.")):
         return
     build_optimizer(_without(node, "fused"), model)
 

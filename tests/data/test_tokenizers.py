@@ -1,5 +1,7 @@
 """Tokenizers: tokens, size of the vocabulary, end of text, and errors."""
 
+import json
+import pickle
 import sys
 
 import numpy as np
@@ -54,7 +56,82 @@ def test_tiktoken_encodes_names_of_special_tokens_as_text(monkeypatch):
     assert tokenizer.encode("<|endoftext|>").tolist() == list(b"<|endoftext|>")
 
 
-@pytest.mark.parametrize("spec", ["words", "tiktoken", "tokenizers:", ""])
+def small_encoding():
+    tiktoken = pytest.importorskip("tiktoken")
+    ranks = {bytes([byte]): byte for byte in range(256)} | {b"ab": 300}  # 256 to 299 are no tokens
+    return tiktoken.Encoding(
+        "letters", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 301}
+    )
+
+
+@pytest.mark.parametrize("kind", ["bytes", "characters", "tiktoken", "tokenizers"])
+def test_the_vocabulary_file_holds_all_that_encodes_and_decodes(kind, word_level, tmp_path, monkeypatch):
+    text, unknown = "a b", 10**6
+    if kind == "characters":
+        tokenizer = Tokenizer.of_characters("ab ", end_of_text=True)
+    elif kind == "tiktoken":
+        encoding = small_encoding()
+        monkeypatch.setattr("tiktoken.get_encoding", lambda name: encoding)
+        tokenizer, unknown = Tokenizer("tiktoken:small"), 260
+    else:
+        tokenizer = Tokenizer(kind if kind == "bytes" else f"tokenizers:{word_level}", *["b"] * (kind == "tokenizers"))
+    assert tokenizer.save(tmp_path) == tmp_path / "vocabulary.json"
+    word_level.unlink()
+    for path in (tmp_path, tmp_path / "vocabulary.json"):
+        loaded = pickle.loads(pickle.dumps(Tokenizer.load(path)))
+        assert loaded.identity == tokenizer.identity
+        assert (loaded.vocab_size, loaded.end_of_text) == (tokenizer.vocab_size, tokenizer.end_of_text)
+        tokens = loaded.encode(text).tolist()
+        assert tokens == tokenizer.encode(text).tolist()
+        ended = tokens if kind == "tokenizers" else [*tokens, loaded.end_of_text]
+        assert loaded.decode([*ended, unknown, -1]) == text
+        assert loaded.description == tokenizer.description
+
+
+def test_half_a_character_decodes_to_the_replacement_character():
+    assert Tokenizer("bytes").decode("ä".encode()[:1]) == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_shards_of_earlier_versions_have_the_tokenizer_in_dataset_json(tmp_path):
+    (tmp_path / "dataset.json").write_text(json.dumps({"tokenizer": "bytes", "vocab_size": 257}))
+    assert Tokenizer.load(tmp_path).decode(b"text") == "text"
+    (tmp_path / "dataset.json").write_text(json.dumps({"tokenizer": "tokenizers:0123"}))
+    with refused(ValueError, tmp_path / "dataset.json", "", "Pack the text again"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"tokenizer": "characters"}', '{"tokenizer": "x", "vocab_size": 1}']
+)
+def test_a_file_that_describes_no_tokenizer_is_refused(tmp_path, content):
+    (tmp_path / "vocabulary.json").write_text(content)
+    with refused(ValueError, "vocabulary", remedy=""):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_character_outside_the_vocabulary_is_named():
+    tokenizer = Tokenizer.of_characters("abc\n")
+    assert (tokenizer.vocab_size, tokenizer.end_of_text) == (4, None)
+    assert tokenizer.encode("cab\n").tolist() == [3, 1, 2, 0]
+    assert tokenizer.encode("").tolist() == []
+    with refused(ValueError, "'é'", "U+00E9", "training text"):
+        tokenizer.encode("abé")
+    with refused(ValueError, "characters", "empty", "Pack a text"):
+        Tokenizer.of_characters("")
+
+
+def test_names_of_special_tokens_are_text_in_a_tokenizer_file(word_level):
+    # The words of "</s>" are unknown ones, token 0; the token "</s>" is 1.
+    assert 1 not in Tokenizer(f"tokenizers:{word_level}").encode("a </s> b").tolist()
+
+
+def test_an_unknown_vocabulary_of_tiktoken_is_refused_with_the_known_ones():
+    pytest.importorskip("tiktoken")
+    with refused(ValueError, "tiktoken:gpt-2", "no such vocabulary", "gpt2"):
+        Tokenizer("tiktoken:gpt-2")
+
+
+@pytest.mark.parametrize("spec", ["words", "tiktoken", "tokenizers:", "", "characters", "bytes:x"])
 def test_an_unknown_tokenizer_is_refused_with_the_known_ones(spec):
     with refused(ValueError, key="", remedy="want bytes, tiktoken:NAME"):
         Tokenizer(spec)

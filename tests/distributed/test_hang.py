@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import sys
 import threading
@@ -335,3 +336,31 @@ def test_the_records_of_gloo_and_nccl_are_both_in_a_report_and_a_blocked_recorde
     assert "of gloo" in hang._flight_records()
     assert "_dump_nccl_trace_json: TimeoutError" in hang._flight_records()
     forever.set()
+
+
+def test_looking_at_the_main_thread_cannot_deadlock_with_a_garbage_collection() -> None:
+    class Garbage:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            time.sleep(0)  # other threads run in the middle of the collection
+
+    def look(rank: int) -> None:
+        gc.set_threshold(1)  # each new object collects
+        done = threading.Event()
+
+        def start_threads() -> None:
+            while not done.is_set():
+                threading.Thread(target=int).start()
+
+        starter = threading.Thread(target=start_threads)
+        starter.start()
+        for _ in range(200):
+            Garbage()
+            hang._main_frame()
+        done.set()
+        starter.join()
+        assert gc.isenabled()
+
+    run_ranks(1, look, init=False, timeout=60)

@@ -1,6 +1,8 @@
 """``pack text``: documents, pieces and rows; the concatenated rows of the shards are the text."""
 
 import json
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.data import ShardLoader
+from dtrain.data.tokenizers import Tokenizer
 from dtrain.pack import main
 from dtrain.packing import documents as documents_module
 from dtrain.packing import text as text_module
@@ -118,6 +121,16 @@ def test_a_file_that_is_not_utf8_is_an_error_or_skipped(texts, tmp_path, capsys)
         (["SRC", "DST", "--length", "4", "--val", "0.01", "--val-by", "document"], ("'val'", "--val-by tail")),
         (["SRC", "DST", "--length", "4", "--val", "2"], ("'val': 2.0", "sum to less than 1")),
         (["SRC", "DST", "--length", "4", "--tokenizer", "words"], ("tokenizer 'words'", "want bytes")),
+        (["SRC", "DST", "--length", "4", "--tokenizer", "characters"], ("characters", "(4)", "--end-of-text")),
+        (["SRC/2.txt", "DST", "--length", "4", "--tokenizer", "characters", "--fit", "best"], ("(1)", "--end-of-text")),
+        (["SRC", "DST", "--length", "4", "--tokenizer", "vocabulary:SRC"], ("SRC/vocabulary.json", "Name the folder")),
+        (
+            ["SRC", "DST", "--length", "9", "--fit", "best", "--long-documents", "error"],
+            ("/0.txt", "761", "--long-documents cut"),
+        ),
+        (["SRC", "DST", "--length", "4", "--split", "val=SRC/none"], ("SRC/none", "Give files, folders")),
+        (["SRC", "DST", "--length", "4", "--split", "train=SRC/0.txt"], ("train", "either a share or files")),
+        (["SRC/0.txt", "DST", "--length", "4", "--split", "val=SRC/0.txt"], ("SRC/0.txt", "Name files with text")),
     ],
 )
 def test_errors_are_one_line_and_leave_no_file(texts, tmp_path, capsys, arguments, names):
@@ -131,6 +144,77 @@ def test_errors_are_one_line_and_leave_no_file(texts, tmp_path, capsys, argument
     for name in names:
         assert resolved(name) in error
     assert not any((tmp_path / "dst").glob("*"))
+
+
+def test_a_split_can_have_its_own_files(texts, tmp_path):
+    pattern = f"val={tmp_path / 'src'}/[24].txt"
+    assert pack(tmp_path / "src", tmp_path / "dst", "--length", 8, "--split", pattern, "--split", "test=0.5") == 0
+    expected = write_stream([texts[2], texts[4]])
+    rows = read_rows(tmp_path / "dst", "val")
+    assert rows[:, :-1].flatten().tolist() == expected[: rows.shape[0] * 8]
+    rest = np.concatenate([read_rows(tmp_path / "dst", split) for split in ("train", "test")])
+    assert (rest == ord("x")).sum() == 0
+
+
+@pytest.mark.skipif("DTRAIN_TEST_TEXT" not in os.environ, reason="needs DTRAIN_TEST_TEXT")
+def test_characters_of_shakespeare_are_those_of_nanogpt(tmp_path):
+    source = Path(os.environ["DTRAIN_TEST_TEXT"]) / "tinyshakespeare.txt"
+    split = ["--split", "val=0.1", "--val-by", "character", "--tokenizer", "characters"]
+    assert pack(source, tmp_path / "dst", "--length", 64, *split) == 0
+    # nanoGPT's data/shakespeare_char/prepare.py
+    text = source.read_text()
+    characters = np.array([ord(character) for character in sorted(set(text))], np.uint8)
+    train, val = text[: int(len(text) * 0.9)], text[int(len(text) * 0.9) :]
+    for name, expected in (("train", train), ("val", val)):
+        rows = read_rows(tmp_path / "dst", name)
+        assert rows.shape == ((len(expected) - 1) // 64, 65)
+        assert characters[rows[:, :-1]].tobytes().decode() == expected[: rows.shape[0] * 64]
+    assert Tokenizer.load(tmp_path / "dst").vocab_size == 65
+
+
+def test_characters_are_the_same_tokens_in_a_split_that_is_packed_later(texts, tmp_path, capsys):
+    ends = ["--tokenizer", "characters", "--end-of-text", "<end>"]
+    assert pack(tmp_path / "src", tmp_path / "dst", "--length", 8, *ends) == 0
+    tokenizer = Tokenizer.load(tmp_path / "dst")
+    stream = "".join(f"{text}\0" for text in texts if text)
+    rows = read_rows(tmp_path / "dst")
+    assert tokenizer.end_of_text == tokenizer.vocab_size - 1 == len(set(stream)) - 1
+    assert tokenizer.decode(rows[:, :-1].flatten()) == stream[: rows.shape[0] * 8].replace("\0", "")
+    (tmp_path / "other.txt").write_text("last line one\n" * 9)
+    later = [tmp_path / "other.txt", tmp_path / "dst", "--length", 8, "--prefix", "val", "--tokenizer"]
+    assert pack(*later, "characters", "--end-of-text", "<end>") == 1
+    assert f"--tokenizer vocabulary:{tmp_path / 'dst'}" in capsys.readouterr().err
+    assert pack(*later, f"vocabulary:{tmp_path / 'dst'}") == 0
+    assert tokenizer.decode(read_rows(tmp_path / "dst", "val")[0]) == "last line"
+    (tmp_path / "other.txt").write_text("last line ONE\n" * 9)
+    assert pack(*later[:-2], "more", "--tokenizer", f"vocabulary:{tmp_path / 'dst'}") == 1
+    error = capsys.readouterr().err
+    assert f"{tmp_path / 'other.txt'}: character 'O' (U+004F)" in error
+    assert "pack this text together with the training text" in error
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ('{"text": 3}', ("no text at the key 'text'", "'text'", "--json-key")),
+        ('{"body": "a", "id": 4}', ("'body', 'id'", "--json-key")),
+        ("[1]", ("is a list", "--json-key")),
+        ("{", ("not JSON", "the line at byte 16")),
+        ('{"text": "\\ud800"}', ("surrogate", "the line at byte 16")),
+    ],
+)
+def test_a_line_without_text_is_an_error_or_its_file_is_skipped(tmp_path, capsys, line, names):
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "a.jsonl").write_text('{"text": "one"}\n' + line + "\n")
+    (tmp_path / "src" / "b.jsonl").write_text('{"text": "two"}\n{"text": ""}\n\n{"text": "three"}')
+    assert pack(tmp_path / "src", tmp_path / "dst", "--length", 9) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    for name in ("a.jsonl", *names):
+        assert name in error
+    assert pack(tmp_path / "src", tmp_path / "dst", "--length", 9, "--bad", "skip") == 0
+    assert read_rows(tmp_path / "dst").flatten().tolist() == [*b"two", 256, *b"three", 256]
+    assert "empty documents: 1" in capsys.readouterr().out
 
 
 # -- documents and pieces
@@ -185,6 +269,30 @@ def test_too_few_files_for_whole_ones_are_split_inside(tmp_path, capsys, files, 
     assert ("--val-by tail" in capsys.readouterr().out) == (by == "tail")
     splits = json.loads((tmp_path / "dst" / "dataset.json").read_text())["splits"]
     assert 0.03 < splits["val"]["tokens"] / (splits["train"]["tokens"] + splits["val"]["tokens"]) < 0.08
+
+
+def test_lines_of_json_stay_whole_for_any_piece_size_and_split(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents_module, "_PIECE_BYTES", 30)
+    wanted = [f"{number} é " * (number % 11 + 1) for number in range(40)]
+    lines = [json.dumps({"text": text}, ensure_ascii=number % 2 == 0) for number, text in enumerate(wanted)]
+    (tmp_path / "a.jsonl").write_text("\r\n".join(lines), newline="")
+    found, _ = find_files([str(tmp_path)], "text", refuse)
+    assert (found[0].documents, found[0].text_bytes) == (40, sum(len(text.encode()) for text in wanted))
+    for by in VAL_BY[1:]:
+        by_split = split_into_pieces(found, "train", {"val": 0.25}, by, 0)
+        read_back = [text for pieces in by_split.values() for piece in pieces for text, _ in piece.texts()]
+        assert read_back == wanted
+        assert all(ends for piece in by_split["val"] for _, ends in piece.texts())
+
+
+@pytest.mark.parametrize("text", ["ab" * 50, "é€😀\n" * 10])
+def test_a_split_can_begin_at_exactly_its_share_of_the_bytes(tmp_path, text):
+    (tmp_path / "a.txt").write_text(text, newline="")
+    found, _ = find_files([str(tmp_path)], "text", refuse)
+    by_split = split_into_pieces(found, "train", {"val": 0.1}, "character", 0)
+    train, val = (next(piece.texts())[0] for (piece,) in by_split.values())
+    assert train + val == text
+    assert 0 <= len(train.encode()) - int(0.9 * len(text.encode())) < 4
 
 
 def test_too_few_documents_for_a_split_are_refused(tmp_path):

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dtrain.config.errors import ConfigError
 from dtrain.config.schema import ParallelConfig
 from dtrain.precision import CrossRankGradScaler
-from dtrain.precision.comm_hooks import REDUCE_DTYPES, HookGuard, bytes_per_step, reduce_in
+from dtrain.precision.comm_hooks import REDUCE_DTYPES, HookGuard, reduce_in
 from dtrain.training.build import wrap
 from tests.ranks import RanksFailed, run_ranks
 from tests.refusals import Refusal
@@ -52,29 +52,6 @@ def reduced_mean(per_rank: list[list[float]], reduce_dtype: str, *dtypes: torch.
         return model.gradients()
 
     return run_ranks(len(per_rank), rank)
-
-
-def test_bytes_of_a_step_are_those_of_the_buckets_in_the_reduce_dtype_and_of_the_buffers() -> None:
-    def rank(number: int) -> list[int]:
-        model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2).bfloat16())
-        model[0].bias.requires_grad_(False)
-        ddp = DistributedDataParallel(model)
-        numbers = {torch.float32: 0, torch.bfloat16: 0}
-
-        def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP would compare annotations, which are strings here
-            numbers[bucket.buffer().dtype] += bucket.buffer().numel()
-            return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
-
-        ddp.register_comm_hook(None, hook)
-        model[1].register_forward_hook(lambda module, inputs, output: output.bfloat16())
-        ddp(torch.ones(4, 3)).sum().backward()
-        buffers = 5 * 4 + 5 * 4 + 8
-        half = 2 * sum(numbers.values()) + buffers
-        exact = 4 * sum(numbers.values()) + buffers  # never below fp32
-        assert [bytes_per_step(ddp, REDUCE_DTYPES[name]) for name in ("fp32", "bf16", "fp16")] == [exact, half, half]
-        return list(numbers.values())
-
-    assert run_ranks(2, rank) == [[3 * 5 + 5 + 5, 5 * 2 + 2]] * 2
 
 
 @pytest.mark.parametrize("reduce_dtype", REDUCE_DTYPES)

@@ -8,7 +8,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtrain.precision import kernels
-from dtrain.precision.gradients import check_and_unscale_, drop_gradients, local_gradients, refuse_unscalable
+from dtrain.precision.gradients import (
+    check_and_unscale_,
+    drop_gradients,
+    local_gradients,
+    parameters_of,
+    refuse_unscalable,
+)
 from tests.refusals import refused
 
 
@@ -43,7 +49,7 @@ def test_one_bad_number_of_any_dtype_is_found(bad: float, where: int, either_pat
 
 def test_the_flag_is_always_there(either_path: None) -> None:
     assert check_and_unscale_([], SCALE).tolist() == 0.0
-    assert check_and_unscale_(local_gradients(sgd(None, torch.empty(0, 3))), SCALE).tolist() == 0.0
+    assert check_and_unscale_(local_gradients(parameters_of(sgd(None, torch.empty(0, 3)))), SCALE).tolist() == 0.0
 
 
 def test_sparse_and_complex_gradients_are_divided_in_place(either_path: None) -> None:
@@ -52,12 +58,12 @@ def test_sparse_and_complex_gradients_are_divided_in_place(either_path: None) ->
     )
     complex_ = torch.full((2,), 8 + 16j)
     optimizer = sgd(sparse, complex_)
-    assert check_and_unscale_(local_gradients(optimizer), SCALE).tolist() == 0.0
+    assert check_and_unscale_(local_gradients(parameters_of(optimizer)), SCALE).tolist() == 0.0
     first, second = (parameter.grad for parameter in optimizer.param_groups[0]["params"])
     assert first.to_dense().tolist() == [3.0, 0.0, 3.0, 0.0]
     assert second.tolist() == [1 + 2j, 1 + 2j]
     complex_.imag[0] = torch.nan
-    assert check_and_unscale_(local_gradients(optimizer), SCALE).tolist() == 1.0
+    assert check_and_unscale_(local_gradients(parameters_of(optimizer)), SCALE).tolist() == 1.0
 
 
 def test_a_scale_below_one_that_makes_infinity_is_found(either_path: None) -> None:
@@ -89,7 +95,7 @@ def test_fp16_parameters_are_refused_with_the_reason() -> None:
     with refused(ValueError, "parameter 0 of group 0 (shape [2, 2])", "fp16", "Keep parameters in fp32"):
         refuse_unscalable(optimizer)
     with refused(ValueError, "shape [3]", "fp16"):
-        local_gradients(sgd(torch.zeros(3, dtype=torch.float16)))
+        local_gradients(parameters_of(sgd(torch.zeros(3, dtype=torch.float16))))
 
 
 def test_an_optimizer_in_backward_is_refused() -> None:

@@ -33,8 +33,10 @@ def vote_on(vote: Vote, sums: Sequence[Any] = (2.0, 4.0, 1.0, 4.0), **changes: A
         "nbytes": 100,
     } | changes
     overflow = values.pop("overflow", None)
-    norm, scale = values.pop("norm"), values.pop("scale")
-    vote.all_reduce(vote.overflow(norm) if overflow is None else overflow, norm, scale, **values)
+    # By the number of ranks that hold the same gradients: two entries of the same number would be one group.
+    norms = {vote._world_size: values.pop("norm")} | values.pop("norms", {})
+    scale = values.pop("scale")
+    vote.all_reduce(vote.overflow(norms) if overflow is None else overflow, norms, scale, **values)
 
 
 def vote_payload(vote: Vote) -> list[float]:
@@ -66,8 +68,14 @@ def by_ranks(*changes: dict[str, Any]) -> StepStats:
 
 
 def test_the_norm_has_what_all_ranks_share_once_and_each_rank_s_own_part() -> None:
-    stats = by_ranks({"norm": torch.tensor(3.0), "own_norm": torch.tensor(4.0)}, {"norm": torch.tensor(3.0)})
+    stats = by_ranks({"norm": torch.tensor(3.0), "norms": {1: torch.tensor(4.0)}}, {"norm": torch.tensor(3.0)})
     assert stats.grad_norm == 5.0
+
+
+def test_the_norm_has_a_part_once_that_some_of_the_ranks_hold() -> None:
+    # Two groups of two ranks: the ranks of a group hold different parts, the groups hold the same.
+    parts = [{"norm": torch.tensor(0.0), "norms": {2: torch.tensor(part)}} for part in (3.0, 4.0, 3.0, 4.0)]
+    assert by_ranks(*parts).grad_norm == 5.0
 
 
 def test_all_ranks_read_the_same_sums() -> None:
@@ -122,7 +130,7 @@ def test_norm_loss_and_count_that_are_not_finite_are_overflows(
 ) -> None:
     vote = kind(1)
     vote.add([torch.tensor(loss), count, 1.0, torch.tensor(3)])
-    found = vote.overflow(torch.tensor(norm))
+    found = vote.overflow({1: torch.tensor(norm)})
     assert found.dtype == torch.bool
     assert bool(found) == overflow
 
@@ -219,7 +227,7 @@ def test_payloads_and_decisions_of_both_kinds_are_equal(window: str, own: bool) 
             norm=shared,
             scale=torch.tensor(1024.0),
             nbytes=2**40 + 1,
-            own_norm=2 * shared if own else None,
+            norms={2: 2 * shared} if own else {},
         )
         payloads.append(vote_payload(vote))
         assert len(payloads[-1]) * 8 == payload_bytes(metrics=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +36,10 @@ class Disk(Checkpoints):
             raise self.error
         return super().save(step, checkpoint)
 
+    def write(self, step: int) -> Callable[[], Path]:
+        """What a writer runs for a step."""
+        return lambda: self.save(step, content(float(step)))
+
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
@@ -51,10 +55,10 @@ FULL = OSError(28, "No space left on device")
 
 
 def test_a_write_does_not_hold_up_its_caller_and_is_whole_after_the_wait(disk: Disk) -> None:
-    writer = AsyncWriter(disk)
+    writer = AsyncWriter()
     assert not writer.is_writing
     disk.may_write.clear()
-    writer.start(10, content(10.0))
+    writer.start(10, disk.write(10))
     assert writer.is_writing
     assert disk.steps() == []
     disk.may_write.set()
@@ -65,10 +69,10 @@ def test_a_write_does_not_hold_up_its_caller_and_is_whole_after_the_wait(disk: D
 
 
 def test_a_second_write_waits_for_the_first(disk: Disk) -> None:
-    writer = AsyncWriter(disk)
+    writer = AsyncWriter()
     disk.may_write.clear()
-    writer.start(10, content(10.0))
-    second = threading.Thread(target=writer.start, args=(20, content(20.0)))
+    writer.start(10, disk.write(10))
+    second = threading.Thread(target=writer.start, args=(20, disk.write(20)))
     second.start()
     disk.may_write.set()
     second.join()
@@ -77,22 +81,22 @@ def test_a_second_write_waits_for_the_first(disk: Disk) -> None:
 
 
 def test_a_failed_write_is_raised_once_and_then_the_next_one_is_made(disk: Disk) -> None:
-    writer = AsyncWriter(disk)
+    writer = AsyncWriter()
     disk.error = FULL
-    writer.start(10, content(10.0))
+    writer.start(10, disk.write(10))
     with refused(NotSaved, "step 10", "No space left"):
-        writer.start(20, content(20.0))
+        writer.start(20, disk.write(20))
     disk.error = None
     writer.wait()
-    writer.start(30, content(30.0))
+    writer.start(30, disk.write(30))
     writer.wait()
     assert disk.steps() == [30]
 
 
 def test_a_bug_in_a_write_is_raised_where_it_is_waited_for(disk: Disk) -> None:
-    writer = AsyncWriter(disk)
+    writer = AsyncWriter()
     disk.error = ZeroDivisionError("a bug")
-    writer.start(10, content(10.0))
+    writer.start(10, disk.write(10))
     with pytest.raises(ZeroDivisionError):
         writer.wait()
 
@@ -134,6 +138,7 @@ def manager(
     run: Any = SimpleNamespace(
         cfg=cfg,
         checkpoints=disk,
+        is_sharded=False,
         world=SimpleNamespace(rank=rank),
         step=SimpleNamespace(step=0),
         model=nn.Linear(1, 1),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 from dtrain.config.errors import ConfigError
@@ -21,9 +22,9 @@ from dtrain.training.checkpoints import (
     BadCheckpoint,
     Checkpoint,
     Checkpoints,
-    _read_folder,
     _saved_metrics,
     _write_folder,
+    read_folder,
     verify_folder,
 )
 from tests.ranks import run_ranks
@@ -36,7 +37,7 @@ from tests.training.checkpoints_for_tests import content
 def loaded_value(checkpoints: Checkpoints, step: int) -> float:
     """The value of a checkpoint, which every tensor in it must have."""
     loaded = checkpoints.load(step)
-    values = {float(number) for group in loaded.tensors.values() for t in group.values() for number in t.flatten()}
+    values = {float(n) for group in loaded.tensors.values() for tensor in group.values() for n in tensor[...].flatten()}
     assert values == {loaded.state["value"]}
     return values.pop()
 
@@ -253,7 +254,7 @@ def test_wherever_a_save_fails_the_one_before_stays(tmp_path: Path, step: str, m
 
     with monkeypatch.context() as patch:
         if step == "safetensors":
-            patch.setattr(module.safetensors.torch, "save_file", refuse)
+            patch.setattr(safetensors.torch, "save_file", refuse)
         elif step == "write_text":
             patch.setattr(Path, "write_text", refuse)
         else:
@@ -353,11 +354,11 @@ def written(folder: Path, value: float = 1.0) -> Path:
 
 
 def test_what_was_saved_is_loaded_with_its_dtypes(tmp_path: Path) -> None:
-    loaded = _read_folder(written(tmp_path / "saved", 3.0))
+    loaded = read_folder(written(tmp_path / "saved", 3.0))
     for group, tensors in content(3.0).tensors.items():
         for name, tensor in tensors.items():
-            assert torch.equal(loaded.tensors[group][name], tensor)
-            assert loaded.tensors[group][name].dtype == tensor.dtype
+            assert torch.equal(loaded.tensors[group][name][...], tensor)
+            assert loaded.tensors[group][name][...].dtype == tensor.dtype
     assert loaded.state["metrics"] == _saved_metrics(tmp_path / "saved") == {"eval/loss": 0.5}
 
 
@@ -370,7 +371,7 @@ def test_one_that_is_there_is_replaced_and_nothing_else_is_left(tmp_path: Path) 
     (folder / "ema.safetensors").write_bytes(b"of another model")
     written(folder, 2.0)
     verify_folder(folder)
-    assert _read_folder(folder).state["value"] == 2.0
+    assert read_folder(folder).state["value"] == 2.0
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     assert not (folder / "ema.safetensors").exists()
 
@@ -378,14 +379,14 @@ def test_one_that_is_there_is_replaced_and_nothing_else_is_left(tmp_path: Path) 
 def test_only_files_of_the_manifest_are_loaded(tmp_path: Path) -> None:
     folder = written(tmp_path / "saved")
     (folder / "ema.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-    assert set(_read_folder(folder).tensors) == {"model", "optimizer"}
+    assert set(read_folder(folder).tensors) == {"model", "optimizer"}
 
 
 @pytest.mark.parametrize("manifest", ["[]", "{}", "{", '{"model.safetensors": {}}'])
 def test_a_manifest_that_does_not_list_the_state_is_refused(tmp_path: Path, manifest: str) -> None:
     folder = written(tmp_path / "saved")
     (folder / "manifest.json").write_text(manifest)
-    for use in (verify_folder, _read_folder):
+    for use in (verify_folder, read_folder):
         with refused(BadCheckpoint, "saved", "manifest.json"):
             use(folder)
     assert _saved_metrics(folder) == {}
@@ -403,7 +404,7 @@ def test_a_state_that_was_altered_has_no_metrics(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_format_is_refused_with_both(tmp_path: Path) -> None:
     _write_folder(tmp_path / "saved", Checkpoint({}, {"format": 99, "metrics": {}}))
     with refused(BadCheckpoint, "format", 99, 1):
-        _read_folder(tmp_path / "saved")
+        read_folder(tmp_path / "saved")
 
 
 # -- of somebody else, or damaged so that reading it is dangerous

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,12 @@ def test_a_profile_holds_the_parts_of_the_steps_on_the_ranks_asked_for(tmp_path:
     assert page.startswith("steps 5 to 7 of rank 1: 3 steps, ")
     for row in (*profiler.PARTS, "communication", "aten::convolution_backward"):
         assert f"\n  {row} " in page
+    [sent, *same] = metrics(tmp_path, "comm/bytes_per_step")
+    assert set(same) <= {sent}
+    gradients = re.search(r"all-reduce of gradients in fp32 over 2 ranks +(\d+) KiB +(\d+) KiB", page)
+    assert gradients is not None
+    assert gradients[1] == gradients[2]  # two ranks send as much as there is
+    assert int(gradients[1]) == pytest.approx(sent / 2**10, abs=1)
 
 
 def test_a_profile_changes_no_number_and_survives_a_stop_and_a_restart(tmp_path: Path) -> None:

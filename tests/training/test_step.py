@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from tests.toys import (
     CPU,
     Net,
     NetWithBatchNorm,
+    averages,
     micro_batches,
     run_steps,
     samples,
@@ -237,7 +239,9 @@ def guarded(
     # What a recycled allocation holds must not matter: torch's fused SGD begins with uninitialised momentum.
     with DirtyMemory():
         outcomes = run_steps(step, windows)
-    return everything(model, ours, ema.averaged()), outcomes, float(scale.scale)
+    average = copy.deepcopy(model)
+    average.load_state_dict(averages(ema))
+    return everything(model, ours, average), outcomes, float(scale.scale)
 
 
 class DirtyMemory(TorchDispatchMode):

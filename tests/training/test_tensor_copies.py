@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 
 import pytest
 import torch
@@ -97,29 +98,27 @@ def test_the_average_is_that_of_a_float64_loop_over_the_applied_steps(decay: flo
         ema.update(YES if skipped else NO)
         if not skipped:
             want = [decay * w + (1 - decay) * p.double() for w, p in zip(want, model.parameters(), strict=True)]
-    for average, expected in zip(ema.averaged().parameters(), want, strict=True):
-        torch.testing.assert_close(average.double(), expected, rtol=1e-5, atol=1e-5)
+    with ema.swapped_in() as averaged:
+        for average, expected in zip(averaged.parameters(), want, strict=True):
+            torch.testing.assert_close(average.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_averaged_model_has_the_present_buffers_and_needs_no_gradients() -> None:
+def test_the_averages_are_in_the_model_with_its_present_buffers_until_the_block_ends_by_an_error_too() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    ema = Ema(model, 0.9)
-    model(torch.randn(8, 3))
-    averaged = ema.averaged()
-    for ours, theirs in zip(averaged.buffers(), model.buffers(), strict=True):
-        assert torch.equal(ours, theirs)
-    assert not any(parameter.requires_grad for parameter in averaged.parameters())
-
-
-def test_the_model_is_not_touched() -> None:
-    model = nn.Linear(3, 4)
-    before = copy.deepcopy(model.state_dict())
     ema = Ema(model, 0.5)
-    ema.update(NO)
+    first = model[0].weight.detach().clone()
     with torch.no_grad():
-        ema.module.weight.add_(1)  # type: ignore[operator]
-    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
-    assert model.weight.requires_grad
+        model[0].weight.add_(1)
+    model(torch.randn(8, 3))
+    trained = copy.deepcopy(model.state_dict())
+    with suppress(KeyError), ema.swapped_in() as averaged:
+        assert averaged is model
+        assert torch.equal(model[0].weight, first)
+        assert torch.equal(model[1].running_mean, trained["1.running_mean"])
+        raise KeyError
+    assert same(dict(model.state_dict()), trained)
+    with ema.swapped_in():
+        assert torch.equal(model[0].weight, first)
 
 
 def test_tied_weights_are_averaged_once_and_stay_tied() -> None:
@@ -135,9 +134,9 @@ def test_tied_weights_are_averaged_once_and_stay_tied() -> None:
     with torch.no_grad():
         model.one.weight.add_(1)
     ema.update(NO)
-    averaged = ema.averaged()
-    torch.testing.assert_close(averaged.one.weight, start + 0.5)  # type: ignore[union-attr]
-    assert averaged.one.weight is averaged.other.weight  # type: ignore[union-attr]
+    with ema.swapped_in():
+        torch.testing.assert_close(model.one.weight, start + 0.5)
+        assert model.one.weight is model.other.weight
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0, 1.5, float("nan")])

@@ -1,0 +1,378 @@
+"""A model whose parameters are divided among the ranks, by torch's ``fully_shard`` (FSDP2, ``parallel.shard``).
+
+* A *unit* is a module whose parameters are gathered and freed together: before its forward and backward every rank receives
+  them, afterwards it keeps its own part. The model itself is the unit of all parameters that no other unit has.
+* A *part* (torch: local shard) of a parameter is a range of its first dimension. Gradients, optimizer state and averaged
+  weights have the same parts. Parameters are ``DTensor`` objects, whose ``to_local()`` is the part of this rank.
+* The *copies* of a gradient are the ranks that hold the same numbers: all ranks with DDP, one with ``shard=full``, one per
+  group with ``shard=hybrid``. The norm of all gradients is that of the sum over ranks of ``|part|^2 / copies``.
+
+Autocast casts, as it does with DDP, so parameters are gathered in fp32 by default and the losses equal those of DDP.
+
+torch.distributed.fsdp takes 0.7 s to import, so only sharded runs import it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dtrain.config.errors import ConfigError
+from dtrain.config.schema import ParallelConfig
+from dtrain.distributed.process_group import keep_group
+from dtrain.distributed.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: Keys that only DDP, or only a sharded model, reads.
+_OF_DDP = (
+    *("bucket_cap_mb", "find_unused_parameters", "static_graph", "gradient_as_bucket_view"),
+    *("comm_hook", "recover"),
+)
+_OF_SHARDING = ("shard_modules", "shard_size", "gather_dtype", "reduce_after", "offload")
+_BUFFER_BUCKET = 250 * 2**20  # bytes; as in DDP
+
+
+def check_options(parallel: ParallelConfig, ranks: int | None, device: torch.device | None = None) -> None:
+    """Checks the keys about sharding, before there is a model.
+
+    Args:
+        parallel: The config.
+        ranks: Number of ranks; None if it is not known yet.
+        device: Where ranks compute; None if it is not known yet.
+
+    Raises:
+        ConfigError: If a value is unknown, the groups do not divide the ranks, or a key has no effect with ``parallel.shard``.
+    """
+    choices = {
+        "shard": ("none", "full", "hybrid"),
+        "gather_dtype": ("fp32", "compute"),
+        "reduce_after": ("window", "micro_batch"),
+    }
+    for key, values in choices.items():
+        if getattr(parallel, key) not in values:
+            raise ConfigError(f"parallel.{key}: got {getattr(parallel, key)!r}, want one of {', '.join(values)}.")
+    defaults, ours = ParallelConfig(), parallel.shard != "none"
+    for key in _OF_DDP if ours else _OF_SHARDING:
+        if getattr(parallel, key) != getattr(defaults, key):
+            whose = "DDP" if ours else "sharded models (parallel=fsdp, parallel=hsdp)"
+            raise ConfigError(
+                f"parallel.{key}: got {getattr(parallel, key)!r}, but it is for {whose}, and parallel.shard is "
+                f"{parallel.shard}. Leave it out, or set parallel.shard={'none' if ours else 'full'}."
+            )
+    if parallel.shard_size is not None:
+        if parallel.shard != "hybrid":
+            raise ConfigError(
+                f"parallel.shard_size: got {parallel.shard_size}, but parallel.shard={parallel.shard} has no groups. Leave "
+                "it out, or set parallel.shard=hybrid."
+            )
+        if parallel.shard_size < 1 or (ranks or parallel.shard_size) % parallel.shard_size:
+            among = f", which divides the {ranks} ranks" if ranks else ""
+            raise ConfigError(
+                f"parallel.shard_size: got {parallel.shard_size}, want the number of ranks of a group{among}."
+            )
+    if parallel.offload and device is not None and device.type == "cpu":
+        raise ConfigError("parallel.offload: got true, but the ranks compute on CPUs. Set it to false.")
+
+
+def check_accumulation(parallel: ParallelConfig, micro_batches: int) -> None:
+    """Checks the keys about the reduction of gradients, once the number of micro-batches of a step is known.
+
+    Raises:
+        ConfigError: If micro-batches would be added up in 16 bits.
+    """
+    if parallel.reduce_dtype != "fp32" and parallel.reduce_after == "window" and micro_batches > 1:
+        raise ConfigError(
+            f"parallel.reduce_dtype: got {parallel.reduce_dtype} with {micro_batches} micro-batches in a step, which a sharded "
+            "model would add up in that dtype. Set parallel.reduce_after=micro_batch, or reduce_dtype=fp32."
+        )
+
+
+def shard_model(
+    model: nn.Module,
+    parallel: ParallelConfig,
+    world: World,
+    *,
+    compute_dtype: torch.dtype = torch.float32,
+    kept: Sequence[str] = (),
+) -> list[str]:
+    """Collective. Shards the bare model in place. Its modules, hooks, names and buffers stay; parameters become DTensors.
+
+    Call it after everything that changes the model, and before anything refers to its parameters. A model on the meta device
+    stays there, without memory; its parts may be initialised afterwards.
+
+    Args:
+        model: The bare model, equal on all ranks.
+        parallel: The config; ``shard`` is not ``none``.
+        world: The ranks.
+        compute_dtype: That of the run's precision, for ``gather_dtype=compute``.
+        kept: Names of modules that compute in fp32, whose parameters are then gathered in fp32.
+
+    Returns:
+        The names of the units; ``""`` is the model itself.
+
+    Raises:
+        ConfigError: If a value, the mesh or the model does not allow it.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    check_options(parallel, world.size, world.device)
+    units = unit_names(model, parallel)
+    mesh = _mesh(parallel, world)
+    # None where nothing is cast: the gradients of fp64 parameters are then reduced in fp64, as with DDP.
+    gathered = None if parallel.gather_dtype == "fp32" else compute_dtype
+    reduced = _DTYPES[parallel.reduce_dtype]
+    low = MixedPrecisionPolicy(
+        param_dtype=gathered,
+        reduce_dtype=reduced if gathered is not None or reduced != torch.float32 else None,
+        cast_forward_inputs=False,  # autocast and the kept modules cast
+    )
+    exact = MixedPrecisionPolicy(reduce_dtype=low.reduce_dtype, cast_forward_inputs=False)
+    offload = CPUOffloadPolicy() if parallel.offload else OffloadPolicy()
+    modules = dict(model.named_modules())
+    own = {name for name in kept if gathered is not None and any(True for _ in modules[name].parameters())}
+    # Inner modules first: a unit takes the parameters that no unit inside of it has.
+    for name in sorted({*units, *own}, key=lambda name: name.count(".") + bool(name), reverse=True):
+        within = any(name == keep or name.startswith(f"{keep}.") for keep in kept)
+        policy = exact if within else low
+        fully_shard(modules[name], mesh=mesh, mp_policy=policy, offload_policy=offload)
+    return units
+
+
+def unit_names(model: nn.Module, parallel: ParallelConfig) -> list[str]:
+    """The modules that become units; the last one is ``""``, the model itself.
+
+    Raises:
+        ConfigError: If a pattern matches nothing, a parameter belongs to several units or cannot be sharded, or the model is
+            sharded already.
+    """
+    key = "parallel.shard_modules"
+    if (found := already_sharded(model)) is not None:
+        raise ConfigError(
+            f"parallel.shard={parallel.shard}: {found}, and dtrain would shard it a second time. Build the plain model; "
+            f"{key} decides how it is sharded."
+        )
+    modules = dict(model.named_modules())
+    if parallel.shard_modules is None:
+        chosen = _repeated_blocks(model)
+    else:
+        chosen = matching_modules(model, key, parallel.shard_modules)
+        for name in chosen:
+            if isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
+                raise ConfigError(
+                    f"{key}: {name} is a {type(modules[name]).__name__}, which has no forward. Use {name}.* for its modules."
+                )
+    units = [*(name for name in chosen if any(True for _ in modules[name].parameters())), ""]
+    for name in units:
+        if isinstance(modules[name], torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{key}: {name or 'the model'} is a ScriptModule (torch.jit), which cannot be sharded. Build the model "
+                "without torch.jit, or set parallel=ddp."
+            )
+    _check_parameters(model, units)
+    return units
+
+
+def already_sharded(model: nn.Module) -> str | None:
+    """Which module or parameter of the model was sharded by somebody else, as the begin of a sentence; None if none was."""
+    for name, module in model.named_modules():
+        kind = next((cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith(_FSDP)), None)
+        if kind is not None:
+            return f"the model's module {name or 'at the top'!r} is sharded by itself ({kind})"
+    for name, parameter in model.named_parameters():
+        if is_dtensor(parameter):
+            return f"the model's parameter {name} is a DTensor (tensor parallelism or fully_shard)"
+    return None
+
+
+_FSDP = "torch.distributed.fsdp"
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ``shard_model`` has sharded this model."""
+    fsdp = sys.modules.get(_FSDP)
+    return fsdp is not None and isinstance(model, fsdp.FSDPModule)
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor; does not import that class."""
+    return hasattr(tensor, "device_mesh")
+
+
+@torch.no_grad()
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, which shares its memory; any other tensor itself."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def own_range(tensor: Tensor) -> tuple[slice, ...]:
+    """The part of this rank as slices of the whole tensor, for reading only this part of a file."""
+    if not is_dtensor(tensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
+    # A part without elements begins behind the end.
+    return tuple(slice(min(at, size), at + n) for at, n, size in zip(offset, shape, tensor.shape, strict=True))
+
+
+def copies_of(parameter: Tensor, ranks: int) -> int:
+    """How many of ``ranks`` ranks hold the same part of this parameter's reduced gradient."""
+    if not is_dtensor(parameter):
+        return ranks
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    return ranks // prod(mesh.size(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees gathered parameters, which a forward without backward leaves behind; they may be older than the parts."""
+    for module in model.modules():
+        if is_sharded(module):
+            module.reshard()  # type: ignore[operator]
+
+
+class ShardedWindow:
+    """Communication of a sharded model in the accumulation windows of a step.
+
+    Args:
+        model: The sharded model.
+        reduce_each: Whether gradients are reduced in each micro-batch; else in the last one.
+    """
+
+    def __init__(self, model: nn.Module, reduce_each: bool = False) -> None:
+        self._model: Any = model
+        self._units: list[Any] = [module for module in model.modules() if is_sharded(module)]
+        self._reduce_each = reduce_each
+        self._syncs = True
+        # By place, because a forward may assign another tensor.
+        self._buffers = [
+            (module._buffers, name)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def begin(self) -> None:
+        """Collective. Before the first micro-batch: all ranks get rank 0's buffers, as with DDP."""
+        # A forward without backward, of an evaluation or a hook, leaves the model's own unit gathered: with old parameters, if
+        # the optimizer has changed its parts since then.
+        self._model.reshard()
+        if self._buffers and dist.get_world_size() > 1:
+            buffers = [place[name] for place, name in self._buffers]
+            dist._broadcast_coalesced(dist.group.WORLD, buffers, _BUFFER_BUCKET, 0)  # type: ignore[arg-type]
+
+    def micro_batch(self, last: bool) -> ShardedWindow:
+        """Context of forward and backward of a micro-batch."""
+        self._model.set_is_last_backward(last)
+        syncs = last or self._reduce_each
+        if syncs != self._syncs:
+            self._syncs = syncs
+            for unit in self._units:
+                unit.set_requires_gradient_sync(syncs, recurse=False)
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if isinstance(error, RuntimeError) and "DTensor" in str(error):
+            raise ConfigError(
+                f"parallel.shard_modules: a parameter was used outside of the forward of its unit, where a rank has only a "
+                f"part of it ({str(error).splitlines()[0]}). Leave the module that has this parameter out of "
+                "parallel.shard_modules, and call the model itself in the task."
+            ) from error
+
+
+def matching_modules(model: nn.Module, key: str, patterns: Sequence[str]) -> list[str]:
+    """Names of the modules that match one of the patterns (fnmatch; a ``*`` does not match a dot), in the model's order.
+
+    Raises:
+        ConfigError: If a pattern matches nothing; names ``key``.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+
+    def matches(name: str, pattern: str) -> bool:
+        return name.count(".") == pattern.count(".") and fnmatchcase(name, pattern)
+
+    for pattern in patterns:
+        if not any(matches(name, pattern) for name in names):
+            children = ", ".join(name for name, _ in model.named_children())
+            raise ConfigError(f"{key}: {pattern!r} matches no module of the model, which has {children or 'none'}.")
+    return [name for name in names if any(matches(name, pattern) for pattern in patterns)]
+
+
+def _mesh(parallel: ParallelConfig, world: World) -> DeviceMesh:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if parallel.shard == "full":
+        return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
+    size = parallel.shard_size or world.local_size
+    if world.size % size:
+        raise ConfigError(
+            f"parallel.shard_size: this machine has {size} ranks, which do not divide the {world.size} ranks. Set "
+            "parallel.shard_size to the number of ranks of a group."
+        )
+    mesh = init_device_mesh(world.device.type, (world.size // size, size), mesh_dim_names=("replicate", "shard"))
+    for group in mesh.get_all_groups():
+        keep_group(group)
+    return mesh
+
+
+def _repeated_blocks(model: nn.Module) -> list[str]:
+    """The elements of lists and sequences of modules of which several have the same class; the outermost ones."""
+    blocks: list[str] = []
+    for name, module in model.named_modules():
+        if any(name == block or name.startswith(f"{block}.") for block in blocks):
+            continue
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            classes = Counter(type(child) for child in module if any(True for _ in child.children()))
+            prefix = f"{name}." if name else ""
+            blocks += [
+                f"{prefix}{child_name}"
+                for child_name, child in module.named_children()
+                if classes[type(child)] > 1 and not isinstance(child, (nn.ModuleList, nn.ModuleDict))
+            ]
+    return blocks
+
+
+def _check_parameters(model: nn.Module, units: Sequence[str]) -> None:
+    """Refuses parameters that no unit can hold: scalars, complex ones, sparse gradients, several dtypes, and several units."""
+    remedy = "Change the model, or set parallel=ddp."
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ConfigError(f"parallel.shard: {name} has sparse gradients, which cannot be sharded. {remedy}")
+    owner: dict[int, tuple[str, str]] = {}
+    dtypes: dict[str, tuple[str, torch.dtype]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.dim() == 0:
+            raise ConfigError(
+                f"parallel.shard: the parameter {name} is a scalar, which cannot be sharded. Give it the shape [1], or set "
+                "parallel=ddp."
+            )
+        if parameter.is_complex():
+            raise ConfigError(f"parallel.shard: the parameter {name} is complex, which cannot be sharded. {remedy}")
+        unit = max((unit for unit in units if not unit or name.startswith(f"{unit}.")), key=len)
+        first, other = owner.setdefault(id(parameter), (name, unit))
+        if other != unit:
+            raise ConfigError(
+                f"parallel.shard_modules: {first} and {name} are the same parameter, but belong to two units "
+                f"({other or 'the model'} and {unit or 'the model'}). Leave {' and '.join(filter(None, (other, unit)))} out, "
+                "so that one unit has both."
+            )
+        if parameter.requires_grad:
+            before, dtype = dtypes.setdefault(unit, (name, parameter.dtype))
+            if dtype != parameter.dtype:
+                raise ConfigError(
+                    f"parallel.shard_modules: {before} ({dtype}) and {name} ({parameter.dtype}) are in one unit, which can "
+                    f"hold one dtype. Make the module of one of them a unit of its own."
+                )
