@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from benchmarks import harness
 from benchmarks.plain import compare
+from tests.runs import metrics, train_on
 
 #: 200 steps of all are compared by `python -m benchmarks.plain.compare`; these take too long for a test.
 SHORTER = {"shakespeare_cpu": 40, "mnist1d_gru": 60}
@@ -27,9 +27,13 @@ def test_a_preset_has_the_losses_of_its_plain_script(
     monkeypatch.setenv(name, folder)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(Path(__file__).parents[1])
-    arguments = argparse.Namespace(steps=SHORTER.get(experiment, 200), ranks=[1, 2], time=None)
-    results = compare.compare(tmp_path, experiment, arguments)
-    assert max(result["difference"] for result in results.values()) < 1e-5
+    steps = SHORTER.get(experiment, 200)
+    expected = compare.run_plain(tmp_path / "plain", experiment, steps)["losses"]
+    assert len(expected) == steps
+    _, *overrides = compare.overrides(experiment, tmp_path / "plain", steps)
+    for ranks in (1, 2):
+        train_on(ranks, tmp_path / str(ranks), *overrides, experiment=experiment)
+        assert compare.largest_difference(metrics(tmp_path / str(ranks)), expected) < 1e-5
 
 
 @pytest.mark.parametrize("script", ["mnist1d", "nanogpt", "cifar10_tutorial"])

@@ -13,10 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from benchmarks import harness
 
@@ -96,15 +95,12 @@ def main() -> None:
 def compare(folder: Path, name: str, arguments: argparse.Namespace) -> dict[int, dict[str, Any]]:
     """Losses, largest relative difference and, with ``--time``, seconds, by number of ranks."""
     plain = run_plain(folder / "plain", name, arguments.steps)
-    expected = np.array(plain["losses"])
     results: dict[int, dict[str, Any]] = {}
     for ranks in arguments.ranks:
         run = run_dtrain(folder, f"{ranks}-ranks", name, arguments.steps, "train.log_every=1", ranks=ranks)
-        losses = np.array(run.values("train/loss"))
-        if len(losses) != len(expected):
-            raise SystemExit(f"{name}: dtrain recorded {len(losses)} losses, the plain script {len(expected)}.")
-        difference = float(np.max(np.abs(losses - expected) / np.abs(expected)))
-        results[ranks] = {"losses": losses.tolist(), "plain_losses": plain["losses"], "difference": difference}
+        losses = run.values("train/loss")
+        difference = largest_difference(losses, plain["losses"])
+        results[ranks] = {"losses": losses, "plain_losses": plain["losses"], "difference": difference}
     if arguments.time and 1 in results:
         plain_times, dtrain_times = [], []
         for turn in range(arguments.rounds):
@@ -123,18 +119,24 @@ def run_plain(folder: Path, name: str, steps: int) -> dict[str, Any]:
     return dict(json.loads((folder / "losses.json").read_text()))
 
 
-def run_dtrain(folder: Path, run: str, name: str, steps: int, *overrides: str, ranks: int = 1) -> harness.Run:
-    """A run from the initial weights of the plain script."""
-    return harness.train(
-        folder / run,
-        f"experiment={name}",
-        f"run.weights_from={folder}/plain/initial.safetensors",
-        f"train.max_steps={steps}",
-        "data.eval=null",
-        *EXPERIMENTS[name].overrides,
-        *overrides,
-        ranks=ranks,
-    )
+def run_dtrain(folder: Path, run: str, name: str, steps: int, *more: str, ranks: int = 1) -> harness.Run:
+    """A run from the initial weights of the plain script in ``folder / "plain"``."""
+    return harness.train(folder / run, *overrides(name, folder / "plain", steps), *more, ranks=ranks)
+
+
+def overrides(name: str, plain: Path, steps: int) -> list[str]:
+    """The config with which dtrain trains as the plain script that has written the folder ``plain``."""
+    weights = f"run.weights_from={plain}/initial.safetensors"
+    return [f"experiment={name}", weights, f"train.max_steps={steps}", "data.eval=null", *EXPERIMENTS[name].overrides]
+
+
+def largest_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative difference of two lists of losses.
+
+    Raises:
+        ValueError: If they are not equally long.
+    """
+    return max(abs(loss - plain) / abs(plain) for loss, plain in zip(losses, expected, strict=True))
 
 
 if __name__ == "__main__":
