@@ -5,8 +5,8 @@
 
 Every row trains its own copy of the same model on the same batch in memory, with fused AdamW and the same task, in fp32, and
 logs every 10 steps; only the work around the step differs. The ranks start once; in every round each row runs 100 steps.
-With two ranks all rows use DDP over gloo. ``all-reduce`` is one of 8 floats, which a loop needs to agree on stopping; a
-single rank does none.
+With two ranks all rows use DDP over gloo, but for those that name FSDP2, which shard the model on one rank too. ``all-reduce``
+is one of 8 floats, which a loop needs to agree on stopping; a single rank does none.
 
 ``dtrain, everything on`` is the whole training loop: the loader's part in this process, forward and backward with seeded
 generators, gradient norm, check for non-finite values on all ranks, sums of loss and metric over the ranks, skip decision,
@@ -32,7 +32,18 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks import harness
-from benchmarks.step_contenders import BARE, BARE_WITH_NORM, CONTENDERS, CPU, LOG_EVERY, NO_LOOPS, STEPS, Setting, Turn
+from benchmarks.step_contenders import (
+    BARE,
+    BARE_FSDP,
+    BARE_WITH_NORM,
+    CONTENDERS,
+    CPU,
+    LOG_EVERY,
+    NO_LOOPS,
+    STEPS,
+    Setting,
+    Turn,
+)
 from dtrain.distributed.world import World
 
 
@@ -97,7 +108,8 @@ def make_table(title: str, unit: str, times: Mapping[str, Sequence[float]]) -> h
     table = harness.Table(title, times)
     table.medians(unit, times)
     loops = {row: values for row, values in times.items() if values and row not in NO_LOOPS}
-    for base, heading in ((BARE, "over bare"), (BARE_WITH_NORM, "over bare+norm")):
+    bases = ((BARE, "over bare"), (BARE_WITH_NORM, "over bare+norm"), (BARE_FSDP, "over bare FSDP2+norm"))
+    for base, heading in bases:
         if base in loops:
             over = {
                 row: statistics.median(one - other for one, other in zip(values, loops[base], strict=True))

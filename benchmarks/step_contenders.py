@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import harness
-from dtrain.config.schema import Config, TrackerConfig, TrainConfig
+from dtrain.config.schema import Config, ParallelConfig, TrackerConfig, TrainConfig
 from dtrain.data import Batch, Generated, ShardLoader
+from dtrain.distributed.sharding import is_sharded, shard_model
 from dtrain.distributed.stop import StopRequests
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
@@ -68,8 +69,13 @@ class Setting:
         self.optimizer = torch.optim.AdamW(self.bare.parameters(), lr=1e-4, fused=True)
 
     def wrapped(self) -> nn.Module:
-        """The model, in DDP if there are several ranks."""
-        return DistributedDataParallel(self.bare) if self.world.size > 1 else self.bare
+        """The model, in DDP if there are several ranks and it is not sharded."""
+        return DistributedDataParallel(self.bare) if self.world.size > 1 and not is_sharded(self.bare) else self.bare
+
+    def shard(self) -> None:
+        """Shards the model with FSDP2, and begins with another optimizer."""
+        shard_model(self.bare, ParallelConfig(shard="full"), self.world)
+        self.optimizer = torch.optim.AdamW(self.bare.parameters(), lr=1e-4, fused=True)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean loss of the batch."""
@@ -189,6 +195,26 @@ def bare_with_norm(setting: Setting) -> Train:
     return make_loop(setting, model, optimizer, norm=grad_norm_of(model), step=step, exchange=True)
 
 
+def bare_fsdp(setting: Setting) -> Train:
+    """FSDP2 with the norm of the gradients, from this rank's parts; a step whose norm is not finite is skipped."""
+    setting.shard()
+    model, optimizer = setting.bare, setting.optimizer
+    parameters, square = list(model.parameters()), torch.zeros(8)
+
+    @torch.no_grad()
+    def norm() -> Tensor:
+        gradients = [p.grad.to_local() for p in parameters if p.grad is not None]  # type: ignore[attr-defined]
+        square[0] = torch.nn.utils.get_total_norm(gradients).square()
+        dist.all_reduce(square)
+        return square[0].sqrt()
+
+    def step(norm: Tensor | None) -> None:
+        if norm is not None and norm.isfinite():
+            optimizer.step()
+
+    return make_loop(setting, model, optimizer, norm=norm, step=step)
+
+
 def grad_scaler(setting: Setting) -> Train:
     """torch.amp.GradScaler as in its documentation, with the norm of the unscaled gradients."""
     model, optimizer = setting.wrapped(), setting.optimizer
@@ -303,8 +329,10 @@ def quiet() -> Iterator[None]:
 # -- dtrain
 
 
-def step_alone(setting: Setting, *, scaled: bool = False) -> Train:
+def step_alone(setting: Setting, *, scaled: bool = False, sharded: bool = False) -> Train:
     """dtrain's step without its loop: each outcome is read in the next step, nothing is logged."""
+    if sharded:
+        setting.shard()
     step = train_step(setting, scaled)
 
     def train(turn: Turn) -> None:
@@ -316,11 +344,13 @@ def step_alone(setting: Setting, *, scaled: bool = False) -> Train:
     return train
 
 
-def everything(setting: Setting) -> Train:
+def everything(setting: Setting, *, sharded: bool = False) -> Train:
     """dtrain's loop with loader, records, console, stop requests, status and a final checkpoint.
 
     Of ``dtrain.train`` only the hang detection is missing, a thread that wakes every 5 s.
     """
+    if sharded:
+        setting.shard()
     step, loader, world = train_step(setting, scaled=False), InMemoryLoader(setting), setting.world
     options = TrainConfig(global_batch_size=ROWS * world.size, log_every=LOG_EVERY, eval_every=0)
     cfg: Any = OmegaConf.structured(Config(train=options))  # slow to read, as in a run
@@ -429,6 +459,7 @@ def never_called(sample: int, rng: Any) -> dict[str, Any]:
 
 BARE = "bare loop"
 BARE_WITH_NORM = "bare loop, all-reduce, norm, finite check"
+BARE_FSDP = "FSDP2: bare loop, all-reduce, norm, finite check"
 VOTE = "dtrain's vote"
 ALL_REDUCE = "an all-reduce of 8 floats"
 NO_LOOPS = (ALL_REDUCE, VOTE)
@@ -448,6 +479,9 @@ CONTENDERS: dict[str, tuple[Callable[[Setting], Train], str]] = {
     "dtrain, the step alone": (step_alone, "torch"),
     "dtrain, the step alone, loss scale": (functools.partial(step_alone, scaled=True), "torch"),
     "dtrain, everything on": (everything, "torch"),
+    BARE_FSDP: (bare_fsdp, "torch"),
+    "FSDP2: dtrain, the step alone": (functools.partial(step_alone, sharded=True), "torch"),
+    "FSDP2: dtrain, everything on": (functools.partial(everything, sharded=True), "torch"),
     ALL_REDUCE: (all_reduce, "torch"),
     VOTE: (vote, "torch"),
 }

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -11,6 +12,15 @@ from hypothesis import settings
 # How long an example takes depends on what else the machine does.
 settings.register_profile("dtrain", deadline=None)
 settings.load_profile("dtrain")
+
+# What is imported and collected stays: the collector would search its million objects again and again, in ranks forked from
+# this process too.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,6 +35,17 @@ def _own_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _schema_is_registered_once() -> Iterator[None]:
+    """Building its nodes is a seventh of the time of composing a config, which hundreds of tests do."""
+    from dtrain.config import schema
+
+    schema.register()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schema, "register", lambda: None)
+        yield
 
 
 @pytest.fixture(scope="session")

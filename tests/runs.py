@@ -6,14 +6,19 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
 from dtrain import train
-from dtrain.config import compose
+from dtrain.config import compose, schema
 from dtrain.training.checkpoints import read_folder
 from tests.ranks import run_ranks
 
@@ -27,7 +32,35 @@ def train_on(ranks: int, run_dir: Path, *overrides: str, experiment: str = "digi
     chosen = {override.partition("=")[0] for override in overrides}
     quiet = [override for override in QUIET if override.partition("=")[0] not in chosen]
     arguments = [f"experiment={experiment}", f"run.dir={run_dir}", *quiet, *overrides]
-    run_ranks(ranks, lambda rank: compose.run(train.train, arguments), init=False, timeout=250)
+    composed = _composed(arguments)
+    Image.init()  # loads the formats of images, which each rank would do
+
+    def rank(number: int) -> None:
+        with mock.patch.object(compose, "_compose", composed or compose._compose):
+            compose.run(train.train, arguments)
+
+    run_ranks(ranks, rank, init=False, timeout=250)
+
+
+def _composed(arguments: list[str]) -> Callable[[Callable[[DictConfig], None], list[str]], None] | None:
+    """Hydra's work on these arguments, done once for all ranks: it takes as long as a short run.
+
+    Returns:
+        A ``compose._compose`` that knows the result; None if the config is wrong, which each rank has to find.
+    """
+    found: list[tuple[DictConfig, Any]] = []
+    schema.register()
+    compose._register_resolvers()
+    try:
+        compose._compose(lambda cfg: found.append((cfg, HydraConfig.instance().cfg)), compose.options_last(arguments))
+    except Exception:  # noqa: BLE001 - shown by the ranks
+        return None
+
+    def known(job: Callable[[DictConfig], None], arguments: list[str]) -> None:
+        cfg, HydraConfig.instance().cfg = found[0]
+        job(cfg)
+
+    return known
 
 
 def torchrun(

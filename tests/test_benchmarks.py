@@ -155,6 +155,12 @@ def test_resume_reads_only_the_samples_that_it_returns(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_documents_of_a_row_differ_from_separate_ones_by_rounding(tmp_path: Path) -> None:
+    rows = ("rows of 32, task.documents=none", "rows of 32, task.documents=mask", "with a cache", "without")
+    assert quick("language_model", tmp_path, rows=rows)["largest_difference"] < 1e-12
+
+
+@pytest.mark.slow
 def test_order_has_a_small_state(tmp_path: Path) -> None:
     state = quick("order", tmp_path, rows=("window", "full", "none", "state in a checkpoint, bytes"))["state"]
     assert state["data"]["num_shards"] == 10_000
@@ -293,13 +299,6 @@ def test_low_precision_curves(tmp_path: Path) -> None:
     found = quick("low_precision", tmp_path, "curves", "--out", picture, rows=("step", "test accuracy"))
     assert set(found["smoothed_loss"]) == {"fp32", "bf16", "fp16", "fp32, other seed"}
     assert picture.exists()
-
-
-@pytest.mark.slow
-def test_low_precision_checkerboard(tmp_path: Path) -> None:
-    small = ("data.train.size=16", "model.width=16", "train.log_every=1")
-    found = quick("low_precision", tmp_path, "checkerboard", *small, rows=("fp32", "bf16", "fp16"))
-    assert set(found["rows"]) == {"fp32", "bf16", "fp16"}
 
 
 def test_a_mean_is_within_the_spread_between_the_smallest_and_largest_fp32_result() -> None:

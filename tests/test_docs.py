@@ -73,7 +73,7 @@ def test_commands_are_in_blocks_of_bash_where_they_are_run_or_say_why_not(page: 
 
 
 @by_page
-def test_every_command_of_a_page_is_accepted_with_its_options_and_keys(
+def test_every_command_of_a_page_that_is_not_run_is_accepted_with_its_options_and_keys(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -11,12 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtrain.data import Batch
-from dtrain.tasks import Classification
-from dtrain.training.task import Output
 from tests.ranks import RanksFailed
 from tests.refusals import assert_refused
-from tests.runs import metrics, records, status, torchrun, train_on, weights
+from tests.runs import metrics, records, status, train_on, weights
 
 pytestmark = pytest.mark.usefixtures("digits")
 
@@ -74,8 +71,8 @@ def test_a_checkpoint_continues_on_another_number_of_ranks_with_each_sample_once
     assert {line["step"] for line in lines} == set(range(1, 24))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_every_precision_learns_and_logs_the_documented_names(tmp_path: Path, precision: str) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_every_half_precision_learns_and_logs_the_documented_names(tmp_path: Path, precision: str) -> None:
     train_on(2, tmp_path, f"precision={precision}", "train.max_epochs=2", "model.width=8", "train.log_every=23")
     losses = metrics(tmp_path)
     assert losses[-1] < 0.9 * losses[0]
@@ -86,14 +83,6 @@ def test_every_precision_learns_and_logs_the_documented_names(tmp_path: Path, pr
     assert expected <= set(trained[-1])
     assert ("precision/loss_scale" in trained[-1]) == (precision == "fp16")
     assert {"eval/loss", "eval/accuracy"} <= set(records(tmp_path)[-1])
-    assert status(tmp_path)["state"] == "finished"
-
-
-@pytest.mark.slow
-def test_two_ranks_train_under_torchrun(tmp_path: Path) -> None:
-    done = torchrun(2, "experiment=digits", f"run.dir={tmp_path}", "train.max_steps=4", "tracker=none")
-    assert done.returncode == 0, done.stderr
-    assert "gloo" in done.stdout
     assert status(tmp_path)["state"] == "finished"
 
 
@@ -142,35 +131,19 @@ def wrapped_model() -> torch.nn.Module:
     return torch.nn.DataParallel(torch.nn.Linear(1, 1))
 
 
-class FailsOnRankOne(Classification):
-    """Raises in its fifth micro-batch on rank 1, while rank 0 is busy outside any collective, for longer than a test lasts."""
-
-    calls = 0
-
-    def __call__(self, model: torch.nn.Module, batch: Batch) -> Output:
-        self.calls += 1
-        if self.calls == 5:
-            if os.environ["RANK"] == "1":
-                raise ZeroDivisionError("a bug of the user's")
-            time.sleep(1000)
-        return super().__call__(model, batch)
+@pytest.mark.slow
+def test_a_stop_file_stops_both_ranks_after_the_same_step(tmp_path: Path) -> None:
+    (tmp_path / "STOP").touch()
+    train_on(2, tmp_path, "train.max_epochs=1000")
+    state = status(tmp_path)
+    assert state["state"] == "stopped"
+    assert "STOP" in state["reason"]
+    assert not (tmp_path / "STOP").exists()
+    assert (tmp_path / "checkpoints" / f"step-{state['step']:09d}").is_dir()
 
 
 @pytest.mark.slow
-def test_a_rank_that_raises_ends_the_job_with_its_traceback_first(tmp_path: Path) -> None:
-    arguments = ("experiment=digits", f"run.dir={tmp_path}", "tracker=none")
-    done = torchrun(2, *arguments, "task._target_=tests.test_train.FailsOnRankOne", timeout=280)
-    assert done.returncode != 0
-    ours = done.stderr[done.stderr.index("dtrain: ") :]
-    assert ours.startswith("dtrain: rank 1 failed\nTraceback")
-    assert "ZeroDivisionError: a bug of the user's" in ours.split("dtrain: ")[1]
-    assert status(tmp_path)["state"] == "failed"
-    assert status(tmp_path)["reason"] == "rank 1 failed: ZeroDivisionError: a bug of the user's"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["SIGUSR1 to one worker", "STOP file"])
-def test_a_stop_request_stops_both_ranks_after_the_same_step(tmp_path: Path, how: str) -> None:
+def test_a_signal_to_one_worker_stops_both_ranks_after_the_same_step(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -192,19 +165,15 @@ def test_a_stop_request_stops_both_ranks_after_the_same_step(tmp_path: Path, how
         # Written when the loop has begun, and with it the handling of signals.
         while not (tmp_path / "status.json").exists() and time.monotonic() < deadline:
             time.sleep(0.1)
-        if how == "STOP file":
-            (tmp_path / "STOP").touch()
-        else:
-            children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
-            os.kill(int(children[1]), signal.SIGUSR1)
+        children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+        os.kill(int(children[1]), signal.SIGUSR1)
         output = running.communicate(timeout=200)[0].decode()
     finally:
         if running.poll() is None:
             running.kill()
     state = status(tmp_path)
     assert state["state"] == "stopped", output
-    assert how.split()[0] in state["reason"]
-    assert not (tmp_path / "STOP").exists()
+    assert "SIGUSR1" in state["reason"]
     assert (tmp_path / "checkpoints" / f"step-{state['step']:09d}").is_dir()
     assert running.returncode == 0, output
     train_on(2, tmp_path, f"train.max_steps={state['step'] + 3}", "train.max_epochs=1000")

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from dtrain.config.errors import ConfigError
 from dtrain.config.schema import Config
 from dtrain.data import Batch, ShardLoader
 from dtrain.data.batch import DeviceCopies
@@ -40,10 +41,12 @@ from dtrain.diagnosis.measure import (
     loader_rate,
     seconds_per_step,
 )
-from dtrain.distributed.collectives import from_rank0, wait_for_all
+from dtrain.diagnosis.memory import device_bytes, plan_of
+from dtrain.distributed.collectives import from_rank0, on_all_ranks, wait_for_all
 from dtrain.distributed.world import World, process_cpu_count
 from dtrain.tracking.finding import Finding
-from dtrain.training.build import build_run, build_step
+from dtrain.training.build import build_precision, build_run, build_step
+from dtrain.training.loaders import prepare_data
 from dtrain.training.memory import out_of_memory_explained
 from dtrain.training.state import TrainState
 from dtrain.training.step import TrainStep
@@ -107,6 +110,10 @@ def examine(
     Raises:
         ConfigError: On every rank, if the trainer would raise it.
     """
+    on_message("estimating the memory of a step")
+    memory = _memory_needed(cfg, world)
+    if memory.level != "ok":  # shown now, because the step below may run out of memory
+        on_message("\n-> ".join([memory.text, memory.remedy]))
     on_message("building the run as the trainer does")
     run, warnings = build_examined_run(cfg, world)
     loader, rows = run.train_loader, cfg.train.global_batch_size
@@ -117,7 +124,11 @@ def examine(
         window, rate = _loader_alone(loader, seconds)
         data = max(gather_values(rate.seconds, world)) * rows / world.size
         with out_of_memory_explained(
-            lambda: 1, rows=loader.rows_per_micro_batch, share=-(-rows // world.size), device=world.device
+            lambda: 1,
+            rows=loader.rows_per_micro_batch,
+            share=-(-rows // world.size),
+            device=world.device,
+            ranks=world.size,
         ):
             on_message("the step alone, on one batch" + (", with and without communication" if world.size > 1 else ""))
             step, compute, with_communication = _step_alone(run, world, window, seconds)
@@ -161,6 +172,7 @@ def examine(
     advice = advise(bottleneck, facts)
     findings = [
         *(Finding("precision", warning, "warning") for warning in warnings),
+        memory,
         *check_config(cfg, world, loader, window, run.optimizer),
         *check_checkpoint_folder(writes.folder, writes.nbytes, cfg.checkpoint.keep_last + 1),
         *(reads.findings(rows / times.step) if reads is not None else []),
@@ -173,6 +185,34 @@ def examine(
 
 
 # -- measurements
+
+
+def _memory_needed(cfg: Config, world: World) -> Finding:
+    """Collective. What rank 0 computes about the memory of a step, without needing it.
+
+    Raises:
+        ConfigError: On every rank, if a part of the run cannot be built.
+    """
+    precision, _ = on_all_ranks(lambda: build_precision(cfg.precision, world.device))
+    prepare_data(cfg.data)
+
+    def compute() -> dict[str, str]:
+        try:
+            plan = plan_of(
+                cfg,
+                precision,
+                world,
+                ranks=world.size,
+                ranks_per_node=world.local_size,
+                capacity=device_bytes(world.device),
+            )
+        except ConfigError:
+            raise
+        except Exception as error:  # noqa: BLE001 - errors of model and task are those of the step, which runs next
+            return asdict(Finding("memory", f"not known in advance ({type(error).__name__}: {error})"))
+        return asdict(plan.finding())
+
+    return Finding(**from_rank0(compute))
 
 
 def _loader_alone(loader: ShardLoader, seconds: float) -> tuple[list[Batch], LoaderRate]:

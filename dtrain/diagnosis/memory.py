@@ -330,7 +330,7 @@ class MemoryPlan:
         )
         if self.capacity is not None:
             text += f"; the device has {size_text(self.capacity)}"
-        return Finding("memory", text, "ok" if self.fits(need) else "error", "\n".join(self.advice()))
+        return Finding("memory", text, "ok" if self.fits(need) else "warning", "\n".join(self.advice()))
 
     def advice(self) -> list[str]:
         """What makes the run fit, one line each, those first that change least. Empty if it fits."""

@@ -353,7 +353,12 @@ def _check_parameters(model: nn.Module, units: Sequence[str]) -> None:
             raise ConfigError(f"parallel.shard: {name} has sparse gradients, which cannot be sharded. {remedy}")
     owner: dict[int, tuple[str, str]] = {}
     dtypes: dict[str, tuple[str, torch.dtype]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    # Not named_parameters(): a module that is registered twice belongs to one unit.
+    places = ((prefix, *item) for prefix, module in model.named_modules() for item in module._parameters.items())
+    for prefix, key, parameter in places:
+        if parameter is None:
+            continue
+        name = f"{prefix}.{key}" if prefix else key
         if parameter.dim() == 0:
             raise ConfigError(
                 f"parallel.shard: the parameter {name} is a scalar, which cannot be sharded. Give it the shape [1], or set "

@@ -38,7 +38,9 @@ def as_text(findings: Iterable[Finding]) -> str:
 
 
 def size_text(nbytes: float) -> str:
-    """Bytes in binary units: ``1.5 GiB``, ``12 MiB``, ``3 KiB``."""
+    """Bytes in binary units: ``1.5 GiB``, ``12 MiB``, ``3 KiB``, ``88 B``."""
     if nbytes >= 2**30:
         return f"{nbytes / 2**30:.1f} GiB"
-    return f"{nbytes / 2**20:.0f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.0f} KiB"
+    if nbytes >= 2**20:
+        return f"{nbytes / 2**20:.0f} MiB"
+    return f"{nbytes / 2**10:.0f} KiB" if nbytes >= 2**10 else f"{nbytes:.0f} B"

@@ -128,16 +128,6 @@ def like(target: Tensor, values: Tensor) -> Tensor:
     return new
 
 
-def replicated(target: Tensor, values: Tensor) -> Tensor:
-    """Equal ``values`` of all ranks as a ``DTensor`` on the mesh of ``target``, if that is one."""
-    if not is_dtensor(target):
-        return values
-    from torch.distributed.tensor import DTensor, Replicate
-
-    mesh = target.device_mesh  # type: ignore[attr-defined]
-    return DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
 def written_by(name: str, tensor: Tensor, world: World) -> bool:
     """Whether this rank writes its part of a tensor, rather than another rank that holds the same part.
 
@@ -184,10 +174,9 @@ def write_parts(path: Path, groups: Mapping[str, Mapping[str, Part]]) -> None:
         OSError: On a write failure.
     """
     parts = {f"{group}.{name}": part for group, named in groups.items() for name, part in named.items()}
-    sharding = {key: {_OFFSET: part.offset, _SHAPE: part.shape} for key, part in parts.items()}
-    tensors = {key: part.values for key, part in parts.items()}
-    # A single entry: safetensors writes several in a random order, and equal checkpoints should be equal files.
-    _write(path, tensors, {_SHARDING: json.dumps(sharding)})
+    # Equal checkpoints are equal files: names are sorted, and of several entries safetensors would choose the order at random.
+    sharding = {key: {_OFFSET: part.offset, _SHAPE: part.shape} for key, part in sorted(parts.items())}
+    _write(path, {key: part.values for key, part in parts.items()}, {_SHARDING: json.dumps(sharding)})
 
 
 def read_whole(path: Path) -> dict[str, StoredTensor]:
@@ -224,7 +213,7 @@ def read_parts(paths: Iterable[Path]) -> dict[str, dict[str, StoredTensor]]:
                 tensor.add(file, key, sharding[key][_OFFSET])
                 if list(tensor.shape) != sharding[key][_SHAPE]:
                     problems.append(f"{key} has different shapes in {path.name} and another file")
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path.name} does not say where its parts lie ({error!r})") from error
     for group, named in groups.items():
         problems += [f"{group}.{name} {problem}" for name, each in named.items() if (problem := each.problem)]

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from dtrain.data import Batch
 from dtrain.precision import Precision
+from dtrain.training.model_setup import is_compiled
 from dtrain.training.task import Task
 from dtrain.training.tensor_copies import BufferGuard
 
@@ -127,8 +128,7 @@ PEAKS: tuple[tuple[tuple[str, ...], Peak], ...] = (
 
 def _eager(model: nn.Module) -> AbstractContextManager[Any]:
     # Only where something is compiled: the import of the compiler takes seconds.
-    compiled = any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
-    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+    return torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
 
 
 class _Counter(TorchDispatchMode):

@@ -28,6 +28,7 @@ from dtrain.data.sample_log import BadSampleBudget, SampleLog
 from dtrain.distributed.collectives import wait_for_all
 from dtrain.distributed.hang import Place
 from dtrain.distributed.process_group import set_timeout
+from dtrain.distributed.sharding import is_sharded
 from dtrain.distributed.stop import StopRequests
 from dtrain.precision.autocast_check import AutocastCheck
 from dtrain.tracking.console import evaluation_text
@@ -35,7 +36,7 @@ from dtrain.training.checkpoint_manager import CheckpointManager
 from dtrain.training.checks import check_mean_loss
 from dtrain.training.evaluation import evaluate_run
 from dtrain.training.hooks import Hooks
-from dtrain.training.memory import out_of_memory_explained
+from dtrain.training.memory import out_of_memory_explained, state_bytes
 from dtrain.training.metrics import StepMetrics, Timing
 from dtrain.training.profiler import DATA, StepProfiler, profiler_label
 from dtrain.training.run_logger import RunLogger
@@ -82,6 +83,7 @@ class Loop:
         self._log_every = run.cfg.train.log_every
         self._eval_every = run.cfg.train.eval_every
         self._save_every = run.cfg.checkpoint.every_steps
+        self._record_keys = run.cfg.data.record_keys
         check_intervals(run.cfg.train)
         self._run = run
         self._last_step = last_step
@@ -97,6 +99,7 @@ class Loop:
             run.cfg.profile, run.step.step, run.run_dir, run.world, run_logger.note, run.traffic()
         )
         self._to_device = DeviceCopies(run.world.device)
+        self._on_gpu = run.world.device.type == "cuda"
         self._window = _Window()
         data, totals = run.cfg.data, run.totals
         with as_config_error("data"):
@@ -108,6 +111,7 @@ class Loop:
         self._unlogged: StepOutcome | None = None  # the last settled step, if no record includes it yet
         self._clock = time.monotonic()
         self._first_step = run.step.step
+        self._epoch = 0  # of the open iterator
         self._stopping = self._save_requested = False
 
     def run(self) -> tuple[str, str | None]:
@@ -133,6 +137,7 @@ class Loop:
                 while not self._is_last() and not self._stopping:
                     if epoch_ended:
                         batches = iter(loader)
+                        self._epoch, _ = loader.position
                     if self._profiler is not None:
                         self._profiler.before(step.step + 1)
                     self._metrics.begin()
@@ -214,10 +219,9 @@ class Loop:
     def _commit(self) -> bool:
         """Moves the loader's position by the step that was just queued. Returns whether that ended the epoch."""
         loader, totals, window = self._run.train_loader, self._run.totals, self._window
-        epoch, _ = loader.position
         used = loader.commit()
         # After the commit, so that the log of used samples never has a step that a resumed run repeats.
-        keys = window.keys() if self._run.cfg.data.record_keys else []
+        keys = window.keys() if self._record_keys else []
         self._sample_log.write(self._run.step.step, keys, window.bad)
         self._last_bad = window.bad[-1] if window.bad else self._last_bad
         now = time.monotonic()
@@ -226,7 +230,8 @@ class Loop:
         totals.seconds += seconds
         self._timing = Timing(used, seconds, window.waited, self._metrics.own_time())
         self._clock = now
-        return loader.position[0] != epoch
+        epoch, _ = loader.position
+        return epoch != self._epoch
 
     def _settle(self) -> None:
         """Reads the outcome of the last step, unless that was done already, and acts on it."""
@@ -350,8 +355,9 @@ class Loop:
 
     def _warn_on_host_sync(self) -> AbstractContextManager[None]:
         # The first steps load kernels and allocate memory, so they wait for the device in any case.
-        early = self._run.step.step < self._first_step + self._log_every
-        return _no_warning if early else warn_on_host_sync(self._run.world.device)
+        if not self._on_gpu or self._run.step.step < self._first_step + self._log_every:
+            return _no_warning
+        return warn_on_host_sync(self._run.world.device)
 
     def _out_of_memory_explained(self) -> AbstractContextManager[None]:
         run = self._run
@@ -360,6 +366,8 @@ class Loop:
             rows=run.train_loader.rows_per_micro_batch,
             share=-(-run.cfg.train.global_batch_size // run.world.size),
             device=run.world.device,
+            ranks=run.world.size,
+            state=None if is_sharded(run.model) else lambda: state_bytes(run.optimizer, run.model),
         )
 
 

@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import nn
+
+from dtrain.tracking.finding import size_text
 
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # see proc_pid_clear_refs(5)
@@ -23,7 +26,15 @@ class OutOfMemory(RuntimeError):
 
 
 @contextmanager
-def out_of_memory_explained(step: Callable[[], int], *, rows: int, share: int, device: torch.device) -> Iterator[None]:
+def out_of_memory_explained(
+    step: Callable[[], int],
+    *,
+    rows: int,
+    share: int,
+    device: torch.device,
+    ranks: int = 1,
+    state: Callable[[], int] | None = None,
+) -> Iterator[None]:
     """Converts allocation errors of the block to an ``OutOfMemory`` that names sizes and remedies.
 
     Args:
@@ -31,6 +42,8 @@ def out_of_memory_explained(step: Callable[[], int], *, rows: int, share: int, d
         rows: Rows of a micro-batch.
         share: Rows of the global batch for each rank.
         device: The device of the step.
+        ranks: Number of ranks.
+        state: Returns the bytes of what each rank holds as a whole but could share (``state_bytes``); None: nothing.
 
     Raises:
         OutOfMemory: In place of torch's or Python's error.
@@ -40,14 +53,32 @@ def out_of_memory_explained(step: Callable[[], int], *, rows: int, share: int, d
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        advice = ["precision=bf16 or fp16", "train.checkpoint_activations=[PATTERN of modules]", "more ranks"]
+        advice = ["precision=bf16 or fp16", "train.checkpoint_activations=[PATTERN of modules]"]
+        if state is not None and ranks > 1:
+            whole = state()
+            advice.append(
+                f"parallel=fsdp, with which each of the {ranks} ranks holds {size_text(whole / ranks)} of the "
+                f"{size_text(whole)} of parameters, gradients and optimizer state"
+            )
+        advice.append("more ranks")
         if rows > 1:
             smaller = next(size for size in range(rows - 1, 0, -1) if share % size == 0)
             advice.insert(0, f"train.micro_batch_size={smaller}, which keeps the global batch and so the result")
         raise OutOfMemory(
             f"out of memory in step {step()}, with micro-batches of {rows} rows on {_describe(device)}. Try "
-            f"{'; '.join(advice)}. {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            f"{'; '.join(advice)}. `python -m dtrain.doctor memory ranks={ranks}` with the arguments of this run computes what "
+            f"fits. {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         ) from error
+
+
+def state_bytes(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
+    """Bytes of parameters, gradients and optimizer state of this rank; gradients count even if there are none at present."""
+    tensors = [
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    ]
+    parameters = list(model.parameters())
+    gradients = [parameter for parameter in parameters if parameter.requires_grad]
+    return sum(tensor.nbytes for tensor in (*tensors, *parameters, *gradients))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -95,8 +95,8 @@ def checkpoint_activations(model: nn.Module, patterns: Sequence[str]) -> list[st
     return outermost
 
 
-def compile_in_place(model: nn.Module, option: bool | Sequence[str]) -> list[str]:
-    """Calls ``module.compile()`` on the whole model or on some of its modules; no name in a checkpoint changes.
+def compile_in_place(model: nn.Module, option: bool | Sequence[str], *, sharded: bool = False) -> list[str]:
+    """Compiles the whole model or some of its modules with ``torch.compile``; no name in a checkpoint changes.
 
     Compilation happens in the first forward. Modules with the same code, such as blocks, are compiled once.
 
@@ -104,13 +104,21 @@ def compile_in_place(model: nn.Module, option: bool | Sequence[str]) -> list[str
         model: The bare model. In DDP, torch splits a graph of the whole model at DDP's buckets, so that gradients are reduced
             as they are ready.
         option: True for the whole model, or patterns of module names (fnmatch), such as ``[blocks.*]``.
+        sharded: Whether the model will be sharded. The hooks that gather and free its parameters then stay outside of
+            compiled code.
 
     Returns:
         The modules' names; ``""`` is the whole model.
 
     Raises:
-        ConfigError: If ``option`` is neither, or a pattern matches no module, or a module is a ScriptModule.
+        ConfigError: If ``option`` is neither, or a pattern matches no module, or a module is a ScriptModule; or the whole model
+            would be sharded and compiled.
     """
+    if sharded and option is True:
+        raise ConfigError(
+            "train.compile: got true, but a sharded model gathers its parameters block by block, in hooks that cannot be "
+            "compiled. Compile the blocks: train.compile=[blocks.*], or as parallel.shard_modules names them."
+        )
     if isinstance(option, bool):
         names = [""] if option else []
     elif isinstance(option, Sequence) and not isinstance(option, str):
@@ -121,8 +129,20 @@ def compile_in_place(model: nn.Module, option: bool | Sequence[str]) -> list[str
     for name in names:
         module = modules[name]
         refuse_scripted(module, name, "train.compile")
-        module.compile()
+        if sharded:
+            module.forward = torch.compile(module.forward)
+        else:
+            module.compile()
     return names
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether the model or one of its modules is compiled."""
+    # A ScriptModule has no _compiled_call_impl.
+    return any(
+        getattr(module, "_compiled_call_impl", None) is not None or "forward" in vars(module)
+        for module in model.modules()
+    )
 
 
 class CompilerLog(logging.Handler):
@@ -141,7 +161,7 @@ class CompilerLog(logging.Handler):
         self._reported: set[str] = set()
         self._restore = ExitStack()
         self._graphs_before = 0
-        if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
+        if is_compiled(model):
             self._graphs_before = _graphs()
             self._attach()
 

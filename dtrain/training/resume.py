@@ -259,13 +259,13 @@ def _fitted(key: str, path: Path, model: nn.Module, warm: WarmStartConfig) -> St
     transposed: set[str] = set()
     for pattern in warm.transpose:
         matching = [name for name in tensors if fnmatchcase(name, pattern)]
-        if not matching or any(tensors[name].dim() != 2 for name in matching):
+        if not matching or any(len(tensors[name].shape) != 2 for name in matching):
             raise ConfigError(
                 f"run.warm_start.transpose: {pattern!r} matches {', '.join(matching[:3]) or 'no name'}, want matrices. "
                 f"Names are matched after renaming, such as {next(iter(tensors), 'none')}."
             )
         transposed.update(matching)
-    tensors |= {name: tensors[name].T.contiguous() for name in transposed}
+    tensors |= {name: tensors[name][...].T.contiguous() for name in transposed}
     if problems := weight_problems(model, tensors, may_lack=skipped):
         raise ConfigError(
             f"{key}: the weights in {path} do not fit: {problems}. run.warm_start.rename rewrites their names, "

@@ -25,10 +25,10 @@ from dtrain import __version__
 from dtrain.config.errors import ConfigError
 from dtrain.config.schema import Config
 from dtrain.data import ShardLoader
-from dtrain.distributed.sharding import is_sharded, local_part, own_range, reshard
+from dtrain.distributed.sharding import is_dtensor, is_sharded, local_part, own_range, reshard
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
-from dtrain.training.checkpoint_tensors import Part, StoredTensor, like, replicated, written_by
+from dtrain.training.checkpoint_tensors import Part, StoredTensor, like, written_by
 from dtrain.training.checkpoints import Checkpoint, Checkpoints
 from dtrain.training.communication import Traffic, step_traffic
 from dtrain.training.schedule import last_step
@@ -265,12 +265,12 @@ class RunTotals:
 
 
 def host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies tensors to the CPU; the copies share no memory, as safetensors requires."""
+    """Copies tensors to the CPU, in their memory layouts; the copies share no memory, as safetensors requires."""
     # One wait for all copies. torch caches the page-locked memory for the next call.
     copies = {name: tensor.detach().to("cpu", copy=True, non_blocking=True) for name, tensor in tensors.items()}
     if any(tensor.is_cuda for tensor in tensors.values()):
         torch.cuda.synchronize()
-    return {name: copy.contiguous() for name, copy in copies.items()}
+    return copies
 
 
 def host_parts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Part]:
@@ -369,7 +369,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple
         Tensors under ``<parameter>/<key>``, and other values under such names.
 
     Raises:
-        ConfigError: If the optimizer keeps a value that JSON cannot represent; names it.
+        ConfigError: If the optimizer keeps a value that JSON cannot represent, or of a sharded parameter a tensor that is not
+            sharded; names it.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
@@ -378,6 +379,12 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple
         for key, value in state.items():
             place = f"{names[parameter]}/{key}"
             if isinstance(value, Tensor):
+                if value.dim() and is_dtensor(parameter) and not is_dtensor(value):
+                    raise ConfigError(
+                        f"optimizer: {type(optimizer).__name__} keeps {place} as a plain tensor of shape {list(value.shape)}, "
+                        "which may differ between the ranks of a sharded run, so it cannot be saved. Use parallel=ddp, or "
+                        "another optimizer."
+                    )
                 tensors[place] = value
             else:
                 values[place] = _plain(optimizer, place, value)
@@ -433,7 +440,7 @@ def load_optimizer(
                 "optimizer config that it was saved with."
             )
         if isinstance(value, (Tensor, StoredTensor)):
-            value = _state_of(ours[number[name]], value)
+            value = _state_of(ours[number[name]], place, value)
         state.setdefault(number[name], {})[key] = value
     _refuse_new_options(optimizer, state)
     # torch's load_state_dict puts each state on the device or on the host, as the optimizer needs it.
@@ -443,13 +450,17 @@ def load_optimizer(
 
 
 @torch.no_grad()
-def _state_of(parameter: Tensor, saved: Tensor | StoredTensor) -> Tensor:
-    """A saved state of a parameter, distributed as the optimizer keeps it."""
+def _state_of(parameter: Tensor, place: str, saved: Tensor | StoredTensor) -> Tensor:
+    """A saved state of a parameter, distributed as the parameter if it has its shape."""
     if len(saved.shape) and saved.shape == parameter.shape:
         # Fused kernels walk parameter and state in memory order, so a channels_last weight needs channels_last state.
         return like(parameter, saved[own_range(parameter)])
-    # Adafactor has means over rows and columns, which each rank has whole.
-    return replicated(parameter, saved[...]) if len(saved.shape) else saved[...]
+    if len(saved.shape) and is_dtensor(parameter):
+        raise ConfigError(
+            f"the checkpoint's optimizer has {place} of shape {list(saved.shape)}, but the parameter has "
+            f"{list(parameter.shape)}, so it cannot be divided among the ranks. Use parallel=ddp, or another optimizer."
+        )
+    return saved[...]
 
 
 def _refuse_new_options(optimizer: torch.optim.Optimizer, state: Mapping[int, Mapping[str, Any]]) -> None:

@@ -82,15 +82,10 @@ def test_a_wrong_value_ends_the_job_with_one_line(installed: dict[str, str], tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("override", "named"), [("optimizer.lr=abc", "abc"), ("data.train=/nowhere/*.tar", "/nowhere/*.tar")]
-)
-def test_an_error_found_by_the_ranks_is_the_last_line(
-    installed: dict[str, str], tmp_path: Path, override: str, named: str
-) -> None:
-    lines = failed(installed, *training(tmp_path / "run", override))
+def test_an_error_found_by_the_ranks_is_the_last_line(installed: dict[str, str], tmp_path: Path) -> None:
+    lines = failed(installed, *training(tmp_path / "run", "data.train=/nowhere/*.tar"))
     assert lines[-1].startswith("dtrain: error: ")
-    assert named in lines[-1]
+    assert "/nowhere/*.tar" in lines[-1]
     assert len(lines) <= 2
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from dtrain import export, pack
 from dtrain.data.tokenizers import Tokenizer
 from dtrain.deployment import artefact
 from dtrain.deployment.program import Program, RowSpec
@@ -19,6 +20,7 @@ from dtrain.models import GPT
 from dtrain.predict import main
 from tests.deployment.helpers import described
 from tests.refusals import assert_refused
+from tests.runs import train_on
 
 NODE = {"_target_": "dtrain.models.GPT", "vocabulary": 257, "width": 16, "depth": 2, "heads": 2, "context": 16}
 PROMPT = "def "
@@ -128,34 +130,18 @@ def test_a_trained_model_is_exported_and_continues_texts_without_its_run(
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     shards, run_dir = tmp_path / "shards", tmp_path / "run"
 
-    def command(module: str, *arguments: str) -> None:
-        done = subprocess.run(
-            [sys.executable, "-m", f"dtrain.{module}", *arguments], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-
     packing = ("--tokenizer", "characters", "--end-of-text", "END", "--length", "16", "--val", "0.1")
-    command("pack", "text", str(tmp_path / "text.txt"), str(shards), *packing)
+    pack.main(["text", str(tmp_path / "text.txt"), str(shards), *packing])
     small = ("model.width=16", "model.depth=2", "model.heads=2", "model.context=16", "model.vocabulary=29")
-    data = ("--config-dir", str(shards / "conf"), "data=packed", "model=gpt", "task=language_modelling")
-    options = (
-        "task.documents=mask",
-        "task.sample=the",
-        "train.max_steps=5",
-        "train.eval_every=0",
-        "data.num_workers=0",
-    )
-    command("train", f"run.dir={run_dir}", *data, *small, *options, "tracker=none", "tracker.media=true")
+    data = ("--config-dir", str(shards / "conf"), "data=packed", "data.num_workers=0", "train.max_steps=5")
+    options = ("task.documents=mask", "task.sample=the", "tracker.media=true")
+    train_on(1, run_dir, *data, *small, *options, experiment="bytes_gpt")
     assert list((run_dir / "media").glob("**/*.txt"))
-    command(
-        "export",
-        f"run.dir={run_dir}",
-        f"export.out={tmp_path / 'artefact'}",
-        "export.format=[safetensors,pt2]",
-        "export.dtype=fp32",
-        "export.measure=false",
-        "samples=8",
-    )
+    out = tmp_path / "artefact"
+    arguments = [f"run.dir={run_dir}", f"export.out={out}", "export.dtype=fp32", "export.measure=false", "samples=8"]
+    with mock.patch.object(sys, "argv", ["export", *arguments]):
+        export.main()
+    capsys.readouterr()
     for name in ("run", "shards"):
         (tmp_path / name).rename(tmp_path / f"moved-{name}")
     weights = load_file(tmp_path / "moved-run" / "checkpoints" / "step-000000005" / "model.safetensors")
@@ -164,9 +150,7 @@ def test_a_trained_model_is_exported_and_continues_texts_without_its_run(
     tokenizer = Tokenizer.load(tmp_path / "moved-shards")
     prompt = torch.tensor([tokenizer.encode("the ").astype("int64").tolist()])
     text = tokenizer.decode(model.generate(prompt, 10, seed=5, end=tokenizer.end_of_text)[0].tolist())
-    for stored_as in ("safetensors", "pt2"):
-        folder = str(tmp_path / "artefact" / stored_as)
-        assert printed(capsys, folder, "--prompt", "the ", "--tokens", "10", "--seed", "5") == text
-        report = json.loads((Path(folder) / "report.json").read_text())
-        assert report["comparison"]["max_abs_error"] < 1e-4
-        assert "bits_per_byte" in report["comparison"]["metrics"]
+    assert printed(capsys, str(out), "--prompt", "the ", "--tokens", "10", "--seed", "5") == text
+    report = json.loads((out / "report.json").read_text())
+    assert report["comparison"]["max_abs_error"] < 1e-4
+    assert "bits_per_byte" in report["comparison"]["metrics"]

@@ -154,6 +154,8 @@ def test_the_notebook_runs_from_top_to_bottom(monkeypatch: pytest.MonkeyPatch) -
     for name, value in (("PYTHONPATH", str(ROOT)), ("OMP_NUM_THREADS", "1"), ("JUPYTER_PREFER_ENV_PATH", "1")):
         monkeypatch.setenv(name, value)
     notebook = nbformat.read(NOTEBOOK, as_version=4)
+    for cell in notebook.cells:  # the lesson itself is tested above
+        cell.source = cell.source.replace("checkerboard.py --steps 60", "checkerboard.py --steps 2")
     before = set(LESSONS.iterdir())
     nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(LESSONS)}}).execute()
     assert {path for path in LESSONS.iterdir() if path.name != "__pycache__"} <= before

@@ -120,11 +120,10 @@ def test_the_gradient_is_that_of_the_mean_over_all_valid_rows() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_killed_and_resumed_under_torchrun_it_equals_an_uninterrupted_loop(precision: str, tmp_path: Path) -> None:
+def test_killed_and_resumed_under_torchrun_it_equals_an_uninterrupted_loop(tmp_path: Path) -> None:
     def start(out: Path) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        options = ["--precision", precision, "--out", str(out), "--epochs", "4", "--save-every", "3"]
+        options = ["--precision", "fp16", "--out", str(out), "--epochs", "2", "--save-every", "3"]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         return subprocess.Popen(
             [*command, str(ROOT / "examples" / "loop.py"), *options],
@@ -141,12 +140,12 @@ def test_killed_and_resumed_under_torchrun_it_equals_an_uninterrupted_loop(preci
         time.sleep(0.002)
     process.terminate()  # torchrun ends its workers, which have no handler for this signal
     process.communicate(timeout=60)
-    assert saved(killed / "checkpoint.safetensors")["step"] < 4 * 23
+    assert saved(killed / "checkpoint.safetensors")["step"] < 2 * 23
     for out in (killed, whole):
         process = start(out)
         printed, _ = process.communicate(timeout=200)
         assert process.returncode == 0, printed
-        assert "finished after step 92" in printed
+        assert "finished after step 46" in printed
     resumed, expected = load_file(killed / "checkpoint.safetensors"), load_file(whole / "checkpoint.safetensors")
     assert resumed.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed.items())

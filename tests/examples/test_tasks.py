@@ -62,8 +62,8 @@ def test_pairs_train_alike_on_one_and_two_ranks(shapes: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_captions_find_their_images_in_every_precision(precision: str, shapes: Path) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_captions_find_their_images_in_half_precision(precision: str, shapes: Path) -> None:
     steps = 8 if precision == "fp16" else 60
     train_pairs(2, shapes / "run", f"precision={precision}", f"train.max_steps={steps}", "train.max_epochs=null")
     losses = metrics(shapes / "run")

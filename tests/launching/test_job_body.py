@@ -431,7 +431,7 @@ def _cancelled(place: Path, rounds: Iterable[int]) -> dict[str, int]:
     return {result: results.count(result) for result in sorted(set(results))}
 
 
-@pytest.mark.parametrize("rounds", [pytest.param(10, id="10"), pytest.param(150, id="150", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [pytest.param(10, id="10"), pytest.param(60, id="60", marks=pytest.mark.slow)])
 def test_no_cancelled_job_comes_back_and_no_signal_is_lost(tmp_path: Path, rounds: int) -> None:
     results = _cancelled(tmp_path, range(rounds))
     print(results)

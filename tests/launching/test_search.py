@@ -365,8 +365,19 @@ def test_a_journal_that_was_cut_short_is_continued(place: Path, started: list[Jo
     assert [trial.state for trial in found(place / "s").trials] == ["finished"] * 3
 
 
-@pytest.mark.parametrize("name", ["journal.log", "search.json"])
-@pytest.mark.parametrize("content", [b"", b"{}\n", b"[]\n", b'{"definition": 1}\n', b'{"op_code": 99}\n'])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("journal.log", b""),
+        ("journal.log", b"{}\n"),
+        ("journal.log", b"[]\n"),
+        ("journal.log", b'{"op_code": 99}\n'),
+        ("search.json", b""),
+        ("search.json", b"{}\n"),
+        ("search.json", b"[]\n"),
+        ("search.json", b'{"definition": 1}\n'),
+    ],
+)
 def test_a_damaged_file_of_a_search_is_refused(
     place: Path, started: list[Job], capsys: Any, name: str, content: bytes
 ) -> None:

@@ -323,22 +323,25 @@ def test_what_is_no_hook_is_refused_with_the_node(node: dict[str, Any], message:
     assert message in run_ranks(2, rank)[0]
 
 
+SHORT = ("train.max_steps=46", "model.width=16")
+
+
+@pytest.fixture(scope="module")
+def fp32_losses(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    run_dir = tmp_path_factory.mktemp("reduced") / "fp32"
+    train_on(2, run_dir, *SHORT)
+    return metrics(run_dir)
+
+
 @pytest.mark.slow
-@pytest.mark.usefixtures("digits")
 @pytest.mark.parametrize(("reduced", "close"), [("bf16", 2e-2), ("fp16", 5e-3), ("PowerSGD", None)])
 def test_a_run_learns_with_any_reduce_dtype_and_with_powersgd(
-    tmp_path: Path, reduced: str, close: float | None
+    tmp_path: Path, fp32_losses: list[float], reduced: str, close: float | None
 ) -> None:
-    short = ("train.max_steps=46", "data.num_workers=1", "model.width=16")
     hook = str(POWER_SGD).replace("'", "").replace("None", "null")
-    train_on(2, tmp_path / "fp32", *short)
-    train_on(
-        2,
-        tmp_path / reduced,
-        *short,
-        f"parallel.comm_hook={hook}" if reduced == "PowerSGD" else f"parallel.reduce_dtype={reduced}",
-    )
-    expected, losses = metrics(tmp_path / "fp32"), metrics(tmp_path / reduced)
+    how = f"parallel.comm_hook={hook}" if reduced == "PowerSGD" else f"parallel.reduce_dtype={reduced}"
+    train_on(2, tmp_path, *SHORT, how)
+    expected, losses = fp32_losses, metrics(tmp_path)
     assert losses[0] == expected[0]
     assert losses[3:] != expected[3:]
     if close is not None:

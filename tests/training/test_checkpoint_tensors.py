@@ -101,6 +101,13 @@ def test_the_distributed_checkpoints_of_torch_read_the_files(tmp_path: Path, ran
         assert torch.equal(found[f"model.{name}"], tensor)
 
 
+def test_equal_parts_give_equal_files_in_any_order(tmp_path: Path) -> None:
+    names = ["b", "a", "c"]
+    for path, order in ((tmp_path / "1", names), (tmp_path / "2", names[::-1])):
+        write_parts(path, {"model": {name: Part(torch.ones(2), (0,), (2,)) for name in order}})
+    assert (tmp_path / "1").read_bytes() == (tmp_path / "2").read_bytes()
+
+
 @pytest.mark.parametrize("spoilt", ["missing", "twice", "outside"])
 def test_a_tensor_whose_parts_do_not_cover_it_once_is_refused_by_name(tmp_path: Path, spoilt: str) -> None:
     rows = {

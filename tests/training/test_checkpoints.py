@@ -327,7 +327,7 @@ def save_until_killed(folder: Path, step: int, seconds: float) -> int:
     return int.from_bytes(message[-8:], "big")
 
 
-@pytest.mark.parametrize("rounds", [15, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [15, pytest.param(80, marks=pytest.mark.slow)])
 def test_a_killed_save_leaves_a_whole_checkpoint_no_older_than_the_last_that_was_done(
     tmp_path: Path, rounds: int
 ) -> None:

@@ -16,13 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from dtrain.config.errors import ConfigError
 from dtrain.config.schema import Config, ParallelConfig, RunConfig
 from dtrain.distributed.process_group import process_group
-from dtrain.distributed.sharding import is_dtensor, shard_model
+from dtrain.distributed.sharding import is_dtensor, local_part, shard_model
 from dtrain.distributed.world import World
 from dtrain.precision.loss_scale import LossScale
 from dtrain.training.checkpoint_manager import CheckpointManager
 from dtrain.training.checkpoints import Checkpoints
 from dtrain.training.resume import starting_weights
-from dtrain.training.state import TrainState, load_weights
+from dtrain.training.state import TrainState, load_optimizer, load_weights, optimizer_state
 from dtrain.training.tensor_copies import Ema
 from tests.ranks import run_ranks
 from tests.refusals import refused
@@ -244,5 +244,30 @@ def test_a_checkpoint_that_lacks_tensors_is_refused_by_name_and_changes_nothing(
                 after = everything(run)
                 after["counters"] = before["counters"]
                 assert_same(after, before)
+
+    run_ranks(2, rank, init=False)
+
+
+class OwnTensors(torch.optim.SGD):
+    """Keeps plain tensors of the shape of this rank's part."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["size"] = torch.ones(local_part(parameter).shape)
+
+
+@pytest.mark.slow
+def test_optimizer_state_that_cannot_be_divided_is_refused_by_name(tmp_path: Path) -> None:
+    def rank(number: int) -> None:
+        with process_group(timeout=60) as world:
+            run = build(world, "fsdp", tmp_path)
+            optimizer = OwnTensors(run.model.parameters(), lr=0.1)
+            optimizer.step()
+            with refused(ConfigError, "OwnTensors", "frozen/size", "parallel=ddp"):
+                optimizer_state(optimizer, run.model)
+            rows = {"head.weight/rows": torch.ones(5)}  # as Adafactor's, saved with DDP
+            with refused(ConfigError, "head.weight/rows", "[5]", "[1, 5]", "parallel=ddp"):
+                load_optimizer(run.optimizer, run.model, rows, {}, [])
 
     run_ranks(2, rank, init=False)

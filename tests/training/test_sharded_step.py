@@ -1,0 +1,216 @@
+"""A sharded model trains as DDP and as one process do: losses, norms, skips, weights and averages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed.fsdp  # here once, and not in every rank
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dtrain.config.errors import ConfigError
+from dtrain.config.schema import ParallelConfig
+from dtrain.data import Batch
+from dtrain.distributed.sharding import is_dtensor, is_sharded, local_part, shard_model
+from dtrain.precision import Precision
+from dtrain.precision.loss_scale import LossScale
+from dtrain.training.step import TooManySkips
+from dtrain.training.task import Output
+from dtrain.training.tensor_copies import Ema
+from tests.ranks import run_ranks
+from tests.refusals import refused
+from tests.toys import CPU, Net, micro_batches, run_steps, samples, squared_error, train_step, world
+
+ROWS, STEPS, SPOILT = 12, 5, 2  # the step whose data hold an infinity on the last rank
+CLIP = 0.3
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Blocks(nn.Module):
+    """Three numbers to one, through repeated blocks with widths that no number of ranks divides; a buffer and tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.entry = nn.Linear(3, 5)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)) for _ in range(2)))
+        self.out = nn.Linear(5, 1)
+        self.entry.again = nn.Linear(5, 1)  # tied to `out`, in the same unit
+        self.entry.again.weight = self.out.weight
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = self.blocks(self.entry(x))
+        return self.out(hidden) + self.entry.again(hidden.tanh())  # type: ignore[operator]
+
+
+@dataclass
+class Trained:
+    losses: list[float]
+    norms: list[float]
+    applied: list[bool]
+    weights: Tensor
+    averages: Tensor
+
+
+def whole(model: nn.Module) -> Tensor:
+    parts = [p.full_tensor() if is_dtensor(p) else p for p in model.parameters()]  # type: ignore[attr-defined]
+    return torch.cat([part.detach().flatten() for part in parts])
+
+
+def train(rank: int, ranks: int, strategy: str, precision: str, rows: int | None, **parallel: object) -> Trained:
+    """Trains on one rank's part of the regression; ``strategy`` is ddp, full or hybrid."""
+    model = Blocks()
+    options = ParallelConfig(shard="none" if strategy == "ddp" else strategy, **parallel)  # type: ignore[arg-type]
+    if strategy == "hybrid":
+        options.shard_size = 2
+    wrapped: nn.Module = model
+    if strategy != "ddp":
+        units = shard_model(model, options, world(rank, ranks), compute_dtype=DTYPES[precision])
+        assert units == ["blocks.0", "blocks.1", ""]
+        assert is_sharded(model)
+        held = sum(local_part(p).numel() for p in model.parameters())
+        assert held < sum(p.numel() for p in model.parameters()) or ranks == 1
+    elif ranks > 1:
+        wrapped = DistributedDataParallel(model)
+    ema = Ema(model, 0.5)
+    step = train_step(
+        wrapped,
+        torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
+        world=world(rank, ranks),
+        precision=precision,
+        nominal=ROWS,
+        clip_norm=CLIP,
+        ema=ema,
+        loss_scale=LossScale(CPU, init=64.0) if precision == "fp16" else None,
+        reduce_each=options.reduce_after == "micro_batch",
+    )
+    windows = [micro_batches(number, ROWS, ranks=ranks, rank=rank, rows=rows) for number in range(STEPS)]
+    if rank == ranks - 1:
+        windows[SPOILT][-1]["x"][0, 0] = float("inf")
+    outcomes = run_steps(step, windows)
+    # An evaluation leaves parameters gathered, which the next step must not use.
+    with ema.swapped_in() as averaged, torch.no_grad(), Precision(precision).autocast("cpu"):
+        averages = whole(averaged)
+        squared_error(averaged, windows[0][0])
+    outcomes += run_steps(step, [micro_batches(STEPS, ROWS, ranks=ranks, rank=rank, rows=rows)])
+    return Trained(
+        losses=[o.stats.loss_sum / o.stats.count for o in outcomes if o.stats.applied],
+        norms=[o.grad_norm for o in outcomes if o.stats.applied],
+        applied=[o.stats.applied for o in outcomes],
+        weights=whole(model),
+        averages=averages,
+    )
+
+
+def reference() -> Trained:
+    """The same in plain torch, in one process."""
+    model, losses, norms = Blocks(), [], []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    average = [p.detach().clone() for p in model.parameters()]
+    averages = torch.empty(0)
+    for number in range(STEPS + 1):
+        if number == STEPS:
+            averages = torch.cat([mean.flatten() for mean in average])
+        if number == SPOILT:
+            continue
+        x, y = samples(number, ROWS)
+        loss = (model(x.float()).squeeze(1) - y.float()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        losses.append(loss.item())
+        average = [0.5 * mean + 0.5 * p.detach() for mean, p in zip(average, model.parameters(), strict=True)]
+    applied = [number != SPOILT for number in range(STEPS + 1)]
+    return Trained(losses, norms, applied, torch.cat([p.detach().flatten() for p in model.parameters()]), averages)
+
+
+def assert_same(got: Trained, want: Trained, precision: str = "fp32") -> None:
+    exact = precision == "fp32"
+    assert got.applied == want.applied
+    assert got.losses == pytest.approx(want.losses, rel=1e-5 if exact else 1e-3)
+    assert got.norms == pytest.approx(want.norms, rel=1e-5 if exact else 1e-3)
+    torch.testing.assert_close(got.weights, want.weights, rtol=0, atol=1e-6 if exact else 1e-4)
+    torch.testing.assert_close(got.averages, want.averages, rtol=0, atol=1e-6 if exact else 1e-4)
+
+
+def compare(ranks: int, cases: list[tuple[str, str, int | None]]) -> None:
+    def on_rank(rank: int) -> list[tuple[Trained, Trained]]:
+        return [
+            (train(rank, ranks, strategy, precision, rows), train(rank, ranks, "ddp", precision, rows))
+            for strategy, precision, rows in cases
+        ]
+
+    for results in run_ranks(ranks, on_rank):
+        for (_, precision, _), (sharded, replicated) in zip(cases, results, strict=True):
+            assert_same(sharded, replicated, precision)
+            if precision == "fp32":
+                assert_same(sharded, reference())
+
+
+def test_a_sharded_model_trains_as_ddp_and_one_process_do() -> None:
+    compare(2, [("full", "fp32", 1), ("full", "fp16", None)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_in_every_precision_and_strategy(ranks: int) -> None:
+    strategies = ("full", "hybrid") if ranks % 2 == 0 else ("full",)
+    compare(ranks, list(product(strategies, ("fp32", "bf16", "fp16"), (None, 1))))
+
+
+@pytest.mark.slow
+def test_gradients_may_be_reduced_in_each_micro_batch_and_gathered_in_the_compute_dtype() -> None:
+    def on_rank(rank: int) -> tuple[Trained, Trained, Trained]:
+        return (
+            train(rank, 2, "full", "fp32", 1, reduce_after="micro_batch"),
+            train(rank, 2, "full", "bf16", None, gather_dtype="compute"),
+            train(rank, 2, "ddp", "bf16", None),
+        )
+
+    for each, low, ddp in run_ranks(2, on_rank):
+        assert_same(each, reference())
+        assert low.applied == ddp.applied
+        # Biases are rounded to bf16 as well.
+        assert low.losses == pytest.approx(ddp.losses, rel=0.05)
+
+
+def test_the_origin_of_skips_is_named_with_gradients_of_gathered_parameters() -> None:
+    def spoilt(model: nn.Module, batch: Batch) -> Output:
+        output = squared_error(model, batch)
+        return Output(output.loss_sum * float("inf"), output.count, output.metrics)
+
+    def on_rank(rank: int) -> str:
+        model = Blocks()
+        shard_model(model, ParallelConfig(shard="full"), world(rank, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"task": spoilt, "max_consecutive_skips": 2}
+        step = train_step(model, optimizer, world=world(rank, 2), **options)
+        windows = [micro_batches(0, ROWS, ranks=2, rank=rank)] * 3
+        with pytest.raises(TooManySkips) as raised:
+            run_steps(step, windows, settle_late=False)
+        return str(raised.value)
+
+    for message in run_ranks(2, on_rank):
+        assert "the loss, though the output of every module is finite" in message
+        assert "the gradient of entry.again.bias" in message
+
+
+def test_a_parameter_that_is_used_outside_of_its_unit_is_explained() -> None:
+    def outside(model: nn.Module, batch: Batch) -> None:
+        return (batch["x"] @ model.trunk.weight.T).sum()  # type: ignore[union-attr, operator]
+
+    def on_rank(rank: int) -> None:
+        model = Net()
+        shard_model(model, ParallelConfig(shard="full", shard_modules=["trunk"]), world(rank, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = train_step(model, optimizer, world=world(rank, 2), task=outside)
+        with refused(ConfigError, "parallel.shard_modules", "DTensor", "Leave"):
+            step.accumulate(micro_batches(0, ROWS, ranks=2, rank=rank), 1)
+
+    run_ranks(2, on_rank)
