@@ -175,11 +175,14 @@ def test_bytes_of_parts_are_those_that_a_rank_really_has(gpt: StepMemory) -> Non
     assert (hybrid.parameters, hybrid.gradients, hybrid.optimizer) == (want.parameters, want.gradients, want.optimizer)
 
 
-def test_ddp_needs_buckets_and_with_several_micro_batches_gradients_besides(gpt: StepMemory) -> None:
+def test_ddp_needs_buckets_and_gradients_besides_where_they_are_no_views(gpt: StepMemory) -> None:
     need = gpt
     whole = sum(parameter.tensor.nbytes for parameter in need.parameters)
     one, two = (usage(need, strategy(2), micro_batches=number) for number in (1, 2))
-    assert (one.gradients, two.gradients) == (whole, 2 * whole)
+    assert one.gradients == two.gradients == whole
+    for options in ({"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": False}):
+        assert usage(need, strategy(2, **options), micro_batches=2).gradients == 2 * whole
+    assert usage(need, strategy(2, static_graph=True), micro_batches=1).gradients == whole
     assert one.optimizer == 2 * whole + 4 * len(need.parameters)
     assert usage(need, strategy(2, reduce_dtype="bf16"), 1).working == whole // 2
     alone = usage(need, strategy(1), 1)
