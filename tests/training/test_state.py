@@ -17,7 +17,8 @@ from dtrain.config.errors import ConfigError
 from dtrain.config.schema import Config
 from dtrain.data import Batch, ShardLoader
 from dtrain.precision.loss_scale import LossScale
-from dtrain.training.checkpoints import Checkpoint, Checkpoints, contiguous
+from dtrain.training.checkpoint_tensors import contiguous
+from dtrain.training.checkpoints import Checkpoint, Checkpoints
 from dtrain.training.state import (
     RunTotals,
     TrainState,
@@ -262,8 +263,8 @@ def test_the_layout_of_a_checkpoint_is_made_by_the_thread_that_writes(tmp_path: 
     assert not copies["weight"].is_contiguous()
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, Checkpoint({"model": copies}, {}))
-    loaded = checkpoints.load(1).tensors["model"]
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
+    loaded = checkpoints.load(1).stored("model")
+    assert all(torch.equal(loaded[name][...], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_weights_of_another_model_are_refused_before_anything_is_copied() -> None:
