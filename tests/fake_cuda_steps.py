@@ -223,7 +223,10 @@ def steps(
         if parallel != "fsdp":
             use_channels_last(model)
         if parallel == "ddp":
-            ddp: Any = DistributedDataParallel(model, device_ids=[0], init_sync=False, **ddp_options)
+            # The first bucket is smaller than the others: 1 MiB, more than this model has.
+            first = 512 if "bucket_cap_mb" in ddp_options else dist._DEFAULT_FIRST_BUCKET_BYTES
+            with mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", first):
+                ddp: Any = DistributedDataParallel(model, device_ids=[0], init_sync=False, **ddp_options)
             kept.append(ddp.logger)
             ddp.logger = mock.MagicMock()  # its timer is CUDA's
             if reduce_dtype is not None:
