@@ -5,8 +5,8 @@
 
 Every row trains its own copy of the same model on the same batch in memory, with fused AdamW and the same task, in fp32, and
 logs every 10 steps; only the work around the step differs. The ranks start once; in every round each row runs 100 steps.
-With two ranks all rows use DDP over gloo, but for those that name FSDP2, which shard the model on one rank too. ``all-reduce`` is
-one of 8 floats, which a loop needs to agree on stopping; a single rank does none.
+With two ranks all rows use DDP over gloo, but for those that name FSDP2, which shard the model on one rank too. ``all-reduce``
+is one of 8 floats, which a loop needs to agree on stopping; a single rank does none.
 
 ``dtrain, everything on`` is the whole training loop: the loader's part in this process, forward and backward with seeded
 generators, gradient norm, check for non-finite values on all ranks, sums of loss and metric over the ranks, skip decision,
@@ -44,6 +44,7 @@ from benchmarks.step_contenders import (
     Setting,
     Turn,
 )
+from dtrain.distributed.store import close_group_store, open_group_store
 from dtrain.distributed.world import World
 
 
@@ -75,11 +76,15 @@ def measure(rank: int, size: int, folder: str, arguments: argparse.Namespace, re
         os.environ |= {name: str(value) for name, value in ranks.items()}
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     world = World(rank, size, rank, size, CPU, "gloo", size > 1)
+    open_group_store(
+        dist.distributed_c10d._get_default_store(), world
+    )  # where ranks report the files of sharded checkpoints
     times = time_rows(world, Path(folder, f"rank-{rank}"), arguments)
     if rank == 0:
         results.update(times)
     # All DDP wrappers are deleted by now: a rank that ends while the other still uses one would abort it.
     dist.barrier()
+    close_group_store()
     dist.destroy_process_group()
 
 

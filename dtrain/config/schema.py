@@ -170,7 +170,9 @@ class ParallelConfig:
     bucket_cap_mb: int = 25  # DDP: size of the buckets in which gradients are reduced
     find_unused_parameters: bool = False  # DDP: needed if a step does not use all parameters
     static_graph: bool = False  # DDP: every step uses the same parameters
-    gradient_as_bucket_view: bool = True  # DDP: gradients are views into the buckets, which saves a copy
+    # DDP: gradients are views of the buckets, which saves a copy of them; while a step accumulates several micro-batches only
+    # without train.deterministic, find_unused_parameters and static_graph
+    gradient_as_bucket_view: bool = True
     sync_batchnorm: bool = False  # BatchNorm statistics over all ranks; GPUs only
     reduce_dtype: str = "fp32"  # of the all-reduce of gradients: fp32 | bf16 | fp16, which limits the loss scale
     comm_hook: Any = None  # instead: _target_ of a DDP communication hook, hook(state, bucket), and its state

@@ -182,7 +182,7 @@ class Rows:
             samples = self._samples = [next(keys) if sample >= 0 else "" for sample in samples.tolist()]
         return samples
 
-    @property
+    @functools.cached_property
     def num_valid(self) -> int:
         """The number of rows that are not masked."""
         samples = self._samples
@@ -328,6 +328,12 @@ def _grey_levels(values: tuple[float, float, float], device: torch.device) -> Te
         return torch.tensor([255 * value for value in values], device=device).view(3, 1, 1)
 
 
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for training and all evaluations of a process: torch's allocator keeps the memory of each stream apart."""
+    return torch.cuda.Stream(device)
+
+
 class DeviceCopies:
     """``batch.to(device)``, with the copy on a CUDA stream of its own; on a CPU nothing is copied.
 
@@ -342,7 +348,7 @@ class DeviceCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = _copy_stream(device) if device.type == "cuda" else None
 
     def __call__(self, batch: Batch) -> Batch:
         """The batch on the device, ready for use on the current stream; see ``Batch.to``."""

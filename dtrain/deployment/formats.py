@@ -36,6 +36,7 @@ from dtrain.deployment.fold_cast import cast, fold
 from dtrain.deployment.program import Program
 from dtrain.precision import Precision
 from dtrain.training.build import build_model
+from dtrain.training.checkpoint_tensors import contiguous
 from dtrain.training.state import host_copy, load_module
 
 # Errors of torch.export.load and aoti_load_package for a file that they cannot read.
@@ -109,7 +110,7 @@ class Safetensors(Format):
 
     def write(self, program: Program, example: Tensor | None, path: Path) -> None:
         try:
-            safetensors.torch.save_file(host_copy(program.model.state_dict()), path)
+            safetensors.torch.save_file(contiguous(host_copy(program.model.state_dict())), path)
         except SafetensorError as error:
             raise OSError(str(error)) from error
 

@@ -210,6 +210,8 @@ class TimeLimit:
         Args:
             now: ``time.monotonic()``.
         """
+        if not self._limits:
+            return None
         if self._checked is not None:
             self._longest = max(self._longest, now - self._checked)
         self._checked = now

@@ -55,6 +55,27 @@ def reduce_in(model: DistributedDataParallel, dtype: torch.dtype) -> None:
         model.register_comm_hook(_ReduceDtype(dtype, model.process_group), _cast_for_reduce)
 
 
+def keeps_views(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the gradients may stay views of DDP's buckets between steps: all of them are views, in every step.
+
+    DDP's buckets always exist. Gradients that are set to None after a step are accumulated outside the buckets and copied into
+    them in the last backward of a window: they need their size once more. Zeroed views are accumulated in the buckets.
+    A parameter that a step may leave unused needs a gradient of None, or the optimizer would update it.
+
+    Args:
+        model: The model, in DDP or not.
+        optimizer: Over its parameters.
+    """
+    if not isinstance(model, DistributedDataParallel) or not model.gradient_as_bucket_view:
+        return False
+    if model.find_unused_parameters or model.static_graph or model.parameters_to_ignore:
+        return False
+    if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:  # a subclass that does more
+        return False
+    averaged = {id(parameter) for parameter in model.module.parameters()}
+    return all(id(parameter) in averaged for group in optimizer.param_groups for parameter in group["params"])
+
+
 class HookGuard:
     """Registers a user's communication hook with ``model`` and checks the gradients before the hook gets them.
 

@@ -14,6 +14,7 @@ stop requests. Both share ``Agreement`` and ``LossScale``.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import weakref
 from collections.abc import Iterable
@@ -32,6 +33,7 @@ from dtrain.precision.gradients import (
     copy_to_device,
     local_gradients,
     parameters_of,
+    refuse_shared_gradients,
     refuse_unscalable,
 )
 from dtrain.precision.kernels import prefill_momentum
@@ -102,6 +104,31 @@ class CrossRankGradScaler:
         if enabled and self._agreement.size < 1:
             raise ConfigError("CrossRankGradScaler: process_group does not contain this rank")
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For ``pickle`` and ``copy.deepcopy``, between ``update`` and the next ``unscale_`` or ``step``.
+
+        Raises:
+            RuntimeError: If an optimizer was unscaled since the last ``update``.
+            TypeError: If the scaler has a process group, which cannot be pickled.
+        """
+        if self._rounds:
+            raise RuntimeError(
+                "CrossRankGradScaler: it can be pickled after update() only, not between unscale_() and it"
+            )
+        if self._agreement.has_own_group:
+            raise TypeError(
+                "CrossRankGradScaler: it has a process_group, which cannot be pickled. Save state_dict(), and load it into a "
+                "scaler that was made with the group of the new process"
+            )
+        # On the host, as before the first scale(): the process that unpickles it may have another device.
+        loss_scale = copy.copy(self._loss_scale)
+        loss_scale.to(torch.device("cpu"))
+        own = {"_loss_scale": loss_scale, "_placed": False}
+        return {name: value for name, value in vars(self).items() if name != "_takes_found_inf"} | own
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _takes_found_inf=weakref.WeakKeyDictionary())
+
     def scale(self, outputs: Any) -> Any:
         """Multiplies a tensor, or every tensor of a nested tuple or list, by the scale."""
         if not self._enabled:
@@ -121,13 +148,15 @@ class CrossRankGradScaler:
 
         Raises:
             RuntimeError: If called twice for one optimizer since the last ``update``, or after its ``step``.
-            ValueError: If a parameter is fp16 or is updated inside the backward pass.
+            ValueError: If a parameter is fp16, is listed twice, shares its gradient with another one, or is updated inside
+                the backward pass.
         """
         if not self._enabled:
             return
         self._require_scaled("unscale_")
         if optimizer not in self._takes_found_inf:
             refuse_unscalable(optimizer)
+            refuse_shared_gradients(optimizer)
             self._takes_found_inf[optimizer] = _takes_found_inf(optimizer, self._loss_scale.scale.device)
             # A wrapper such as PostLocalSGDOptimizer does not initialise its base class, and has no place for hooks.
             if hasattr(optimizer, "_optimizer_step_pre_hooks"):
@@ -324,7 +353,7 @@ class _StepGuard:
 
 def _takes_found_inf(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
     """Whether the optimizer's own kernel skips the step if a flag on ``device`` is 1.0."""
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    if not kernels.reads_found_inf(optimizer):
         return False
     if "grad_scaler" in inspect.signature(optimizer.step).parameters:
         return False  # torch's older contract: the optimizer calls the scaler that is passed to it and ignores the flag

@@ -23,12 +23,18 @@ def refuse_unscalable(optimizer: torch.optim.Optimizer) -> None:
     """Refuses an optimizer whose gradients cannot be scaled. Visits every parameter, so call it once per optimizer.
 
     Raises:
-        ValueError: If a parameter is fp16, is updated inside the backward pass, or belongs to DDP's private mixed
-            precision. Names the parameter by its number and shape.
+        ValueError: If a parameter is listed twice, is fp16, is updated inside the backward pass, or belongs to DDP's private
+            mixed precision. Names the parameter by its number and shape.
     """
+    seen: dict[int, str] = {}
     for group_number, group in enumerate(optimizer.param_groups):
         for number, parameter in enumerate(group["params"]):
             name = f"parameter {number} of group {group_number} (shape {list(parameter.shape)})"
+            if (other := seen.setdefault(id(parameter), name)) is not name:
+                raise ValueError(
+                    f"{name} is also {other}: its gradient would be divided by the loss scale twice and the parameter be "
+                    "updated twice. List each parameter once"
+                )
             if parameter.dtype == torch.float16:
                 raise ValueError(_fp16_refused(name))
             if hasattr(parameter, "_in_backward_optimizers"):
@@ -48,7 +54,6 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-@torch.no_grad()  # to_local() of a DTensor is then an attribute, and not an operation of autograd
 def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """This rank's part of the gradients of parameters, as plain dense tensors that share memory with them.
 
@@ -63,19 +68,50 @@ def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
         gradient = parameter.grad
         if gradient is None:
             continue
-        if gradient.dtype == torch.float16:
+        dtype = gradient.dtype
+        if dtype == torch.float16:
             raise ValueError(_fp16_refused(f"a parameter of shape {list(parameter.shape)}"))
         # The foreach check on DTensors reduces over the mesh of the first gradient only, and not at all if that one
         # is replicated. On local shards it never reduces, and the ranks combine their flags afterwards.
-        if hasattr(gradient, "to_local"):
-            gradient = gradient.to_local()
+        if type(gradient) is not Tensor and hasattr(gradient, "to_local"):
+            with torch.no_grad():  # it is then an attribute, and not an operation of autograd
+                gradient = gradient.to_local()
         if gradient.is_sparse:
-            gradient = gradient._values()  # values() refuses uncoalesced gradients, and coalescing would copy them
-        if gradient.is_complex():
+            if not gradient.is_coalesced():
+                # The values of one row may be in several places, each smaller than their sum.
+                gradient = parameter.grad = gradient.coalesce()
+            gradient = gradient._values()
+        if dtype.is_complex:
             gradient = torch.view_as_real(gradient.detach())
         if gradient.numel():
             gradients.append(gradient)
     return gradients
+
+
+def refuse_shared_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses parameters whose gradients are the same memory: it would be divided by the loss scale twice.
+
+    It visits every gradient, so call it once per optimizer, after a backward.
+
+    Raises:
+        ValueError: If two parameters share a gradient; names both by their numbers.
+    """
+    seen: dict[tuple[int, int], str] = {}
+    for group_number, group in enumerate(optimizer.param_groups):
+        for number, parameter in enumerate(group["params"]):
+            gradient = parameter.grad
+            if gradient is None or gradient.layout != torch.strided:
+                continue
+            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+            if not local.numel():
+                continue
+            name = f"parameter {number} of group {group_number}"
+            other = seen.setdefault((local.untyped_storage()._cdata, local.storage_offset()), name)
+            if other is not name:
+                raise ValueError(
+                    f"{name} and {other} have the same gradient tensor, which would be divided by the loss scale twice. "
+                    "Give each parameter a gradient of its own (p.grad = gradient.clone()), or share the parameter"
+                )
 
 
 def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
@@ -87,6 +123,18 @@ def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
+
+
+def zero_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Sets dense gradients to zero in place and all others to None."""
+    dense = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter.grad.layout == torch.strided:
+                dense.append(parameter.grad)
+            else:
+                parameter.grad = None
+    torch._foreach_zero_(dense)
 
 
 def norm_of(gradients: list[Tensor]) -> Tensor:

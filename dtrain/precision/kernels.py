@@ -2,6 +2,7 @@
 
 * ``self_test(device_type)`` tries the operators that ``torch.amp.GradScaler`` uses, once per process. They are private, so
   torch may change them. Where one does not behave as in torch 2.9 to 2.13, a slower path is used, with a warning.
+* ``reads_found_inf(optimizer)``: whether its kernels skip a step by themselves.
 * ``prefill_momentum(optimizer)`` works around fused SGD, which leaves its momentum uninitialised if its first step is
   skipped on the device.
 """
@@ -55,6 +56,15 @@ def self_test(device_type: str) -> Kernels:
                 stacklevel=2,
             )
     return Kernels(**results)
+
+
+def reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether every parameter group is stepped by a kernel that changes nothing where ``optimizer.found_inf`` is 1.
+
+    torch declares this for the whole optimizer, but the option ``fused`` may differ between its groups.
+    """
+    supported = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return supported and all(group.get("fused", True) for group in optimizer.param_groups)
 
 
 def prefill_momentum(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,4 +1,4 @@
-"""Finds the first module, loss or gradient that is not finite while steps are being skipped.
+"""Finds the first module, loss, gradient or buffer that is not finite while steps are being skipped.
 
 * A *streak* is a series of consecutive skipped steps. Its first skip arms the diagnosis: hooks are registered on every
   module and parameter of the bare model, which then runs uncompiled. The first applied step removes them; without a streak
@@ -33,8 +33,8 @@ _LOGGED_STREAK = 3
 _NAMED_PARAMETERS = 3
 _NAMED_SAMPLES = 8
 _NAMED_RANKS = 8
-# The dtypes that torch.isfinite supports; the 8-bit ones are missing.
-_CHECKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+#: The dtypes that torch.isfinite supports; the 8-bit ones are missing.
+CHECKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 logger = logging.getLogger("dtrain")
 
 
@@ -109,8 +109,8 @@ class SkipDiagnosis:
                 "train.max_consecutive_skips."
             ]
         return [
-            "On every rank each output, loss and gradient is finite by itself; the sum of the gradients over micro-batches "
-            "and ranks, or its norm, is not."
+            "On every rank each output, loss, gradient and buffer is finite by itself; the sum of the gradients over "
+            "micro-batches and ranks, or its norm, is not."
         ]
 
     @contextmanager
@@ -119,8 +119,12 @@ class SkipDiagnosis:
         self._current = micro_batch
         try:
             # Compiled code was traced without the hooks and does not call them.
+            before = self._bad_buffers()
             with torch.compiler.set_stance("force_eager"):
                 yield
+            micro_batch.buffers = [
+                (name, bad & ~before[name]) for name, bad in self._bad_buffers().items() if name in before
+            ]
         finally:
             self._current = None
 
@@ -152,6 +156,9 @@ class SkipDiagnosis:
             rows = len(self._current.sample_keys)
             self._current.modules.append((name, _bad_rows((args, kwargs), rows), _bad_rows(output, rows)))
 
+    def _bad_buffers(self) -> dict[str, Tensor]:
+        return {plain_name(name): _bad_rows(buffer, 1) for name, buffer in self._model.named_buffers()}
+
     def _record_gradient(self, name: str, gradient: Tensor) -> None:
         if self._current is not None:
             self._current.gradients.append((name, _bad_rows(gradient._values() if gradient.is_sparse else gradient, 1)))
@@ -169,6 +176,8 @@ class _MicroBatch:
     loss: Tensor | None = None  # mask, shape [1]
     # Name of each parameter and mask of its gradient, shape [1], in the order of the backward.
     gradients: list[tuple[str, Tensor]] = field(default_factory=list)
+    # Name of each buffer and mask of whether it was finite before the micro-batch and is no longer, shape [1].
+    buffers: list[tuple[str, Tensor]] = field(default_factory=list)
 
     def text(self) -> str | None:
         """The finding; None if everything is finite."""
@@ -185,6 +194,9 @@ class _MicroBatch:
         gradients = [name for name, bad in self.gradients if bad.any()]
         if gradients:
             parts.append(f"the gradient of {first_names(gradients, _NAMED_PARAMETERS)}")
+        buffers = [name for name, bad in self.buffers if bad.any()]
+        if buffers:
+            parts.append(f"the buffer {first_names(buffers, _NAMED_PARAMETERS)}")
         if not parts:
             return None
         valid = [bool(key) for key in self.sample_keys]
@@ -208,7 +220,7 @@ def _bad_rows(value: Any, rows: int) -> Tensor:
     """
     found = []
     for tensor in tensors(value):
-        if tensor.dtype not in _CHECKED:
+        if tensor.dtype not in CHECKED:
             continue
         not_finite = torch.isfinite(tensor).logical_not()
         has_rows = tensor.dim() > 0 and len(tensor) == rows

@@ -2,8 +2,9 @@
 
 * The *payload* is the float64 vector that the ranks sum: overflow flag, loss scale, squared gradient norm, loss sum and
   count, sums and counts of the metrics, and values from the host (stop and save requests, sample counts, bytes).
-* An *overflow* is a loss, count or gradient norm that is not finite, or the flag of a guarded communication hook. An
-  overflow on one rank makes all ranks *skip* the update: no rank changes parameters, optimizer state or buffers.
+* An *overflow* is a loss, count or gradient norm that is not finite, a buffer that became so, or the flag of a guarded
+  communication hook. An overflow on one rank makes all ranks *skip* the update: no rank changes parameters, optimizer state
+  or buffers.
 * The *decision* (skip or not, factor for the gradients) is computed from the summed payload, so it is equal on all ranks.
 * The *step statistics* are the summed payload as Python numbers, for logs, schedules and stop requests.
 * An *agreement* is the process group that sums the payload; ``CrossRankGradScaler`` uses the same class.
@@ -150,6 +151,11 @@ class Agreement:
         self._group = group
 
     @property
+    def has_own_group(self) -> bool:
+        """Whether it is another group than the default one."""
+        return self._group is not None
+
+    @property
     def size(self) -> int:
         """Number of ranks in the group; -1 if this process is not one of them."""
         if not (dist.is_available() and dist.is_initialized()):
@@ -229,7 +235,7 @@ class Vote:
         """Collective. Sums the payloads of all ranks and begins the next accumulation window.
 
         Args:
-            overflow: bool, shape ``[]``: this rank's loss or gradients are not finite.
+            overflow: bool, shape ``[]``: this rank's loss, gradients or buffers are not finite.
             norms: Shape ``[]`` each: norms of this rank's gradients, by the number of ranks that hold the same ones: all ranks
                 with DDP, 1 for gradients or parts of gradients that only this rank has.
             scale: Shape ``[]``: this rank's loss scale.
@@ -334,6 +340,7 @@ class _HostVote(Vote):
         self._agreement = Agreement()
         self._bools = (torch.tensor(False), torch.tensor(True))
         self._window: list[float] = []
+        self._values = np.empty(0)
         self.numbers: list[float] = []
 
     def add(self, values: Sequence[Tensor | float]) -> None:
@@ -352,19 +359,21 @@ class _HostVote(Vote):
         square = 0.0
         for copies, tensor in norms.items():
             norm = tensor.item()
-            square += (
-                norm * norm / copies
-            )  # not **, which raises OverflowError where a float64 product becomes infinite
+            # Not **, which raises OverflowError where a float64 product becomes infinite.
+            square += norm * norm / copies
         sums, self._window = self._window, []
         finite = [0.0] * (1 + len(sums)) if overflowed else [square, *sums]
         numbers = [overflowed, factor, factor * factor, *finite, *host_values]
         if self._world_size == 1:
             self.numbers = list(map(float, numbers))
             return
-        # torch.tensor() takes three times as long as numpy (3.3 against 1.2 us).
-        payload = torch.from_numpy(np.array(numbers, dtype=np.float64))
-        self._agreement.sum_payload(payload)
-        self.numbers = payload.tolist()
+        if len(self._values) != len(numbers):
+            self._values = np.empty(len(numbers))
+            self.payload = torch.from_numpy(self._values)  # the same memory
+        # A tensor made of the numbers would take three times as long (3.3 against 1.2 us).
+        self._values[:] = numbers
+        self._agreement.sum_payload(self.payload)
+        self.numbers = self._values.tolist()
 
     def decide(self, scale: Tensor, nominal: int, clip_norm: float | None) -> Decision:
         overflow, _, _, square, _, count, *_ = self.numbers

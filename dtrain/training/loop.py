@@ -83,6 +83,7 @@ class Loop:
         self._log_every = run.cfg.train.log_every
         self._eval_every = run.cfg.train.eval_every
         self._save_every = run.cfg.checkpoint.every_steps
+        self._record_keys = run.cfg.data.record_keys
         check_intervals(run.cfg.train)
         self._run = run
         self._last_step = last_step
@@ -98,6 +99,7 @@ class Loop:
             run.cfg.profile, run.step.step, run.run_dir, run.world, run_logger.note, run.traffic()
         )
         self._to_device = DeviceCopies(run.world.device)
+        self._on_gpu = run.world.device.type == "cuda"
         self._window = _Window()
         data, totals = run.cfg.data, run.totals
         with as_config_error("data"):
@@ -109,6 +111,7 @@ class Loop:
         self._unlogged: StepOutcome | None = None  # the last settled step, if no record includes it yet
         self._clock = time.monotonic()
         self._first_step = run.step.step
+        self._epoch = 0  # of the open iterator
         self._stopping = self._save_requested = False
 
     def run(self) -> tuple[str, str | None]:
@@ -134,6 +137,7 @@ class Loop:
                 while not self._is_last() and not self._stopping:
                     if epoch_ended:
                         batches = iter(loader)
+                        self._epoch, _ = loader.position
                     if self._profiler is not None:
                         self._profiler.before(step.step + 1)
                     self._metrics.begin()
@@ -215,10 +219,9 @@ class Loop:
     def _commit(self) -> bool:
         """Moves the loader's position by the step that was just queued. Returns whether that ended the epoch."""
         loader, totals, window = self._run.train_loader, self._run.totals, self._window
-        epoch, _ = loader.position
         used = loader.commit()
         # After the commit, so that the log of used samples never has a step that a resumed run repeats.
-        keys = window.keys() if self._run.cfg.data.record_keys else []
+        keys = window.keys() if self._record_keys else []
         self._sample_log.write(self._run.step.step, keys, window.bad)
         self._last_bad = window.bad[-1] if window.bad else self._last_bad
         now = time.monotonic()
@@ -227,7 +230,8 @@ class Loop:
         totals.seconds += seconds
         self._timing = Timing(used, seconds, window.waited, self._metrics.own_time())
         self._clock = now
-        return loader.position[0] != epoch
+        epoch, _ = loader.position
+        return epoch != self._epoch
 
     def _settle(self) -> None:
         """Reads the outcome of the last step, unless that was done already, and acts on it."""
@@ -351,8 +355,9 @@ class Loop:
 
     def _warn_on_host_sync(self) -> AbstractContextManager[None]:
         # The first steps load kernels and allocate memory, so they wait for the device in any case.
-        early = self._run.step.step < self._first_step + self._log_every
-        return _no_warning if early else warn_on_host_sync(self._run.world.device)
+        if not self._on_gpu or self._run.step.step < self._first_step + self._log_every:
+            return _no_warning
+        return warn_on_host_sync(self._run.world.device)
 
     def _out_of_memory_explained(self) -> AbstractContextManager[None]:
         run = self._run

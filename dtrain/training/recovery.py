@@ -42,6 +42,7 @@ from dtrain.distributed.lock import RunLock
 from dtrain.distributed.process_group import is_lost_rank, join_threads
 from dtrain.distributed.stop import StopRequests
 from dtrain.distributed.world import World
+from dtrain.training.checkpoint_tensors import contiguous
 from dtrain.training.checkpoints import Checkpoint
 from dtrain.training.loop import Loop
 from dtrain.training.run_logger import RunLogger
@@ -270,7 +271,9 @@ def _broadcast_checkpoint(checkpoint: Checkpoint | None, source: int) -> Checkpo
     """Collective. Sends a checkpoint of ``source`` to all ranks, in the format of its files."""
     text, files = b"", {}
     if checkpoint is not None:
-        files = {name: safetensors.torch.save(tensors) for name, tensors in checkpoint.tensors.items()}  # type: ignore[arg-type]
+        # recovery is refused with sharded models, so these are whole tensors
+        tensors: Any = checkpoint.tensors
+        files = {name: safetensors.torch.save(contiguous(group)) for name, group in tensors.items()}
         text = json.dumps({"state": checkpoint.state, "files": list(files)}).encode()
     header = json.loads(_broadcast(text, source))
     received = {name: safetensors.torch.load(_broadcast(files.get(name, b""), source)) for name in header["files"]}

@@ -265,12 +265,12 @@ class RunTotals:
 
 
 def host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies tensors to the CPU; the copies share no memory, as safetensors requires."""
+    """Copies tensors to the CPU, in their memory layouts; the copies share no memory, as safetensors requires."""
     # One wait for all copies. torch caches the page-locked memory for the next call.
     copies = {name: tensor.detach().to("cpu", copy=True, non_blocking=True) for name, tensor in tensors.items()}
     if any(tensor.is_cuda for tensor in tensors.values()):
         torch.cuda.synchronize()
-    return {name: copy.contiguous() for name, copy in copies.items()}
+    return copies
 
 
 def host_parts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Part]:

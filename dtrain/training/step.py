@@ -30,8 +30,16 @@ from dtrain.data.randomness import seed_generators
 from dtrain.distributed.sharding import ShardedWindow, copies_of, is_sharded, local_part
 from dtrain.distributed.world import World
 from dtrain.precision import Precision, kernels
-from dtrain.precision.comm_hooks import HookGuard
-from dtrain.precision.gradients import drop_gradients, local_gradients, norm_of, parameters_of, refuse_unscalable
+from dtrain.precision.comm_hooks import HookGuard, keeps_views
+from dtrain.precision.gradients import (
+    drop_gradients,
+    local_gradients,
+    norm_of,
+    parameters_of,
+    refuse_shared_gradients,
+    refuse_unscalable,
+    zero_gradients,
+)
 from dtrain.precision.kernels import prefill_momentum
 from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.skip_diagnosis import SkipDiagnosis
@@ -153,7 +161,7 @@ class TrainStep:
         # On a CPU reading the vote costs nothing, so the host decides.
         self._decides_on_device = (
             world.device.type == "cuda"
-            and getattr(optimizer, "_step_supports_amp_scaling", False)
+            and kernels.reads_found_inf(optimizer)
             and kernels.self_test(world.device.type).fused_skip
         )
         bare = self.bare_model
@@ -166,6 +174,7 @@ class TrainStep:
         # With parallel.offload, gradients and optimizer state are in host memory.
         self._state_device = next((local_part(p).device for p in parameters_of(optimizer)), world.device)
         self._decides_on_device &= self._state_device.type == world.device.type
+        self._keeps_views = keeps_views(model, optimizer)
         self._buffers = BufferGuard(bare)
         self._averaged = AveragedBackward(model)
         self._diagnosis = SkipDiagnosis(bare)
@@ -173,6 +182,7 @@ class TrainStep:
         self._window_counts = _WindowCounts()
         self._unapplied = self._unsettled = self._is_open = False
         self._first_window = True
+        self._gradients_checked = False
         self.step = 0
         self.applied_steps = 0
         self.consecutive_skips = 0
@@ -195,6 +205,9 @@ class TrainStep:
         self._is_open = True
         if self._sharded is not None:
             self._sharded.begin()
+        # Entering a disabled autocast takes 6 us; it matters only within another one, of a hand-written loop.
+        casts = self.precision.compute_dtype != torch.float32 or torch.is_autocast_enabled(self.world.device.type)
+        autocast = self._autocast if casts else nullcontext()
         done = 0
         for number, batch in enumerate(window):
             # Seeded from the position, not from a saved generator state: a resumed run draws the same dropout, and no
@@ -203,7 +216,7 @@ class TrainStep:
             keys = batch.sample_keys if self._diagnosis.armed else []
             observed = self._diagnosis.micro_batch(self.step + 1, number, keys)
             with self._sync(last=number == micro_batches - 1), observed:
-                with profiler_label(FORWARD), self._autocast:
+                with profiler_label(FORWARD), autocast:
                     output = require_output(self.task(self.model, batch))
                 # Added up on the device: the vote sends one sum for the whole accumulation window.
                 self._add(output)
@@ -261,12 +274,20 @@ class TrainStep:
             raise RuntimeError("apply() without a window: call accumulate() first.")
         self._unapplied = False
 
+        if not self._gradients_checked:
+            self._gradients_checked = True
+            with as_config_error("optimizer"):
+                refuse_shared_gradients(self.optimizer)
+
         # -- this rank's gradients. A norm that is not finite is the overflow flag, so one pass over them gives both.
         by_copies = self._gradients()
         norms = {copies: self._norm(gradients) for copies, gradients in by_copies.items()}
         overflow = self._vote.overflow(norms)
         if self._guard is not None:
             overflow = overflow | self._guard.flag()
+        # A running statistic may become NaN in a forward whose loss and gradients are finite.
+        if (spoilt := self._buffers.not_finite()) is not None:
+            overflow = overflow | spoilt
 
         # -- vote. Stop and save requests are part of it, so all ranks receive them at the same step.
         counts, self._window_counts = self._window_counts, _WindowCounts()
@@ -297,9 +318,12 @@ class TrainStep:
         self._buffers.restore(skip)
         if self._guard is not None:
             self._guard.reset(skip)
-        drop_gradients(self.optimizer)
+        if self._keeps_views and counts.micro_batches > 1:
+            zero_gradients(self.optimizer)
+        else:
+            drop_gradients(self.optimizer)
         if self.ema is not None:
-            self.ema.update(skip)
+            self.ema.update(skip.to(self._state_device))
         if self.loss_scale is not None:
             # ``overflowed``, not ``skip``: a step without valid rows is skipped too, but its cause is not the scale.
             self.loss_scale.update(overflowed)
@@ -322,7 +346,7 @@ class TrainStep:
         if not skipped:
             return ""
         counted = f"all {self.step}" if skipped == self.step else f"{skipped} of {self.step}"
-        reasons = ["a loss or gradient was not finite, or no row was valid"]
+        reasons = ["a loss, gradient or buffer was not finite, or no row was valid"]
         if self.consecutive_skips:
             reasons += [f"in the last {self.consecutive_skips} steps:", self._origin_of_skips()]
         return f"{counted} steps of this run were skipped: " + "\n".join([*reasons, _DOCTOR])
@@ -347,7 +371,7 @@ class TrainStep:
             return f"{streak}none had a valid row. All samples are masked or bad: check data.train and data.fields."
         instead = ", or try precision=bf16" if self.precision.compute_dtype == torch.float16 else ""
         return (
-            f"{streak}a loss or gradient was not finite, at a loss scale of {stats.loss_scale:g}.\n"
+            f"{streak}a loss, gradient or buffer was not finite, at a loss scale of {stats.loss_scale:g}.\n"
             f"{self._origin_of_skips()}\nCheck these samples, lower optimizer.lr, set train.clip_norm{instead}. {_DOCTOR}"
         )
 
@@ -410,13 +434,15 @@ class TrainStep:
 
 @dataclass
 class _WindowCounts:
-    """This rank's sample counts of one accumulation window."""
+    """This rank's micro-batches and samples of one accumulation window."""
 
+    micro_batches: int = 0
     samples: int = 0
     bad: int = 0
     nbytes: int = 0
 
     def add(self, batch: Batch) -> None:
+        self.micro_batches += 1
         self.samples += batch.num_valid
         self.bad += len(batch.bad)
         self.nbytes += batch.transfer_bytes

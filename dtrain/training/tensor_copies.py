@@ -1,6 +1,6 @@
 """Copies of a model's tensors: averaged weights (EMA), and buffers that a skipped step restores.
 
-Both work without a host sync: ``skip`` is a tensor on the device, which they select with instead of reading it.
+Both work without a host sync: on a GPU ``skip`` is a tensor on the device, which they select with instead of reading it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.distributed.sharding import local_part, reshard
+from dtrain.precision.skip_diagnosis import CHECKED
+
+# Elements of the weights that an average is moved by at a time on a GPU: 64 MiB of temporary memory in fp32.
+_CHUNK = 2**24
 
 
 class Ema:
@@ -36,15 +40,26 @@ class Ema:
         self._weights: list[Tensor] = [local_part(parameter.detach()) for parameter in model.parameters()]
         with torch.no_grad():  # the copy of a ScriptModule's parameter would otherwise be recorded for autograd
             self._averages: list[Tensor] = [weight.clone() for weight in self._weights]
+        self._chunks = list(_chunks(self._averages, self._weights))
+        self._on_host = not any(weight.is_cuda for weight in self._weights)
 
     @torch.no_grad()
     def update(self, skip: Tensor) -> None:
         """Moves the average one step, unless ``skip`` (bool, shape ``[]``, on the device) is true."""
-        # A multiplication by 0 instead of a branch: reading `skip` would make the host wait for the device.
+        if self._on_host:  # on a CPU, where reading `skip` costs nothing, or with parallel.offload
+            if not skip.item():
+                torch._foreach_lerp_(self._averages, self._weights, 1 - self.decay)
+            return
+        self._update_on_device(skip)
+
+    def _update_on_device(self, skip: Tensor) -> None:
+        # A multiplication by 0 instead of a branch: reading `skip` would make the host wait for the device. The differences
+        # need memory of their own, in chunks much less than that of the model.
         amount = skip.logical_not().to(torch.float32) * (1 - self.decay)
-        change = list(torch._foreach_sub(self._weights, self._averages))
-        torch._foreach_mul_(change, amount)
-        torch._foreach_add_(self._averages, change)
+        for averages, weights in self._chunks:
+            change = torch._foreach_sub(weights, averages)
+            torch._foreach_mul_(change, amount)
+            torch._foreach_add_(averages, change)
 
     @contextmanager
     def swapped_in(self) -> Iterator[nn.Module]:
@@ -91,9 +106,25 @@ class BufferGuard:
             with torch.no_grad():
                 self._saved = [_flat(buffers) for buffers in self._buffers()]
 
+    def not_finite(self) -> Tensor | None:
+        """Whether a value that was finite in ``save`` is infinite or NaN now: bool, shape ``[]``, on the device.
+
+        Values that were not finite before, such as those of an attention mask, do not count. None: there is nothing to check.
+        """
+        found = None
+        with torch.no_grad():
+            for buffers, saved in zip(self._buffers(), self._saved, strict=True):
+                if saved.dtype in CHECKED and saved.numel():
+                    # x - x is 0 for a finite x, else NaN. The largest absolute value is not finite if any value is not.
+                    changed = torch.where(saved - saved == 0, _flat(buffers), 0)
+                    spoilt = torch.linalg.vector_norm(changed, torch.inf).isfinite().logical_not()
+                    found = spoilt if found is None else found | spoilt
+        return found
+
     def restore(self, skip: Tensor) -> None:
         """Restores the saved values if ``skip`` (bool, shape ``[]``, on the device) is true."""
-        if self._places:
+        # On a CPU reading it costs nothing.
+        if self._places and (skip.device.type != "cpu" or skip.item()):
             self._restore(skip)
 
     @torch.no_grad()
@@ -108,3 +139,15 @@ class BufferGuard:
 
 def _flat(tensors: list[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _chunks(averages: list[Tensor], weights: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Cuts two lists of tensors alike, so that a part has at most ``_CHUNK`` elements; a larger tensor is a part of its own."""
+    first, elements = 0, 0
+    for number, average in enumerate(averages):
+        if number > first and elements + average.numel() > _CHUNK:
+            yield averages[first:number], weights[first:number]
+            first, elements = number, 0
+        elements += average.numel()
+    if averages:
+        yield averages[first:], weights[first:]

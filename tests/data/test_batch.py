@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dtrain.data import Batch, ShardLoader
+from dtrain.data import batch as batch_module
 from dtrain.data.batch import DeviceCopies, Transfer
 from dtrain.data.fields import DataError, Field, parse_fields
 from dtrain.data.ipc import IpcBatch
@@ -391,6 +392,7 @@ def test_the_copy_comes_first_then_the_wait_then_everything_is_marked_and_normal
         recorded.events = events
         return recorded
 
+    batch_module._copy_stream.cache_clear()
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: copying)
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
@@ -405,6 +407,17 @@ def test_the_copy_comes_first_then_the_wait_then_everything_is_marked_and_normal
         *["compute uses it"] * 3,  # image, label, valid
     ]
     assert moved["image"].shape == (1, 3, 4, 2)
+    batch_module._copy_stream.cache_clear()
+
+
+def test_training_and_evaluations_copy_on_one_stream_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.device] = []
+    batch_module._copy_stream.cache_clear()
+    monkeypatch.setattr(torch.cuda, "Stream", made.append)
+    for index in (0, 0, 1, 0):
+        DeviceCopies(torch.device("cuda", index))
+    assert [device.index for device in made] == [0, 1]
+    batch_module._copy_stream.cache_clear()
 
 
 def test_a_copy_of_a_batch_of_a_loader_keeps_its_keys() -> None:

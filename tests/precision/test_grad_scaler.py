@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 import warnings
 from collections.abc import Callable
 from itertools import product
@@ -234,6 +236,21 @@ def test_a_flag_on_another_device_is_never_left_to_an_optimizer_on_the_host() ->
     assert not _takes_found_inf(optimizer, torch.device("cuda"))
 
 
+def test_groups_that_are_not_all_fused_are_skipped_by_the_host() -> None:
+    weights = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
+    groups = [{"params": weights[:1]}, {"params": weights[1:], "fused": False}]
+    optimizer, scaler = torch.optim.AdamW(groups, lr=0.1, fused=True), CrossRankGradScaler("cpu")
+    for bad in (torch.inf, 1.0):
+        before = [weight.detach().clone() for weight in weights]
+        scaler.scale(sum(weight.square().sum() for weight in weights)).backward()
+        assert weights[1].grad is not None
+        weights[1].grad[0] = bad
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert [torch.equal(*pair) for pair in zip(before, weights, strict=True)] == [bad == torch.inf] * 2
+
+
 def test_a_users_own_grad_scale_still_divides() -> None:
     loop = Loop(CrossRankGradScaler("cpu"), fused=True)
     loop.optimizer.grad_scale = torch.tensor(4.0)  # type: ignore[attr-defined]
@@ -375,6 +392,25 @@ def test_a_loaded_scale_outside_the_bounds_is_clamped_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="continuing with"):
         scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0**40})
     assert scaler.get_scale() == 2.0**24
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
+def test_a_copied_or_pickled_scaler_goes_on_as_the_original(duplicate: Callable[[Any], Any]) -> None:
+    loop = Loop(CrossRankGradScaler("cpu", init_scale=64.0, growth_interval=2, hysteresis=2))
+    loop.step()
+    copied = Loop(duplicate(loop.scaler))
+    assert copied.scaler.state_dict() == loop.scaler.state_dict()
+    scales = [(loop.step(overflow), copied.step(overflow)) for overflow in (False, True, True, False, False)]
+    assert scales == [(128.0, 128.0), (128.0, 128.0), (64.0, 64.0), (64.0, 64.0), (128.0, 128.0)]
+    assert not pickle.loads(pickle.dumps(CrossRankGradScaler("cpu", enabled=False))).is_enabled()
+
+
+def test_a_scaler_is_not_pickled_within_an_iteration() -> None:
+    loop = Loop(CrossRankGradScaler("cpu"))
+    loop.backward()
+    loop.call("unscale_")
+    with refused(RuntimeError, "CrossRankGradScaler", "update()"):
+        pickle.dumps(loop.scaler)
 
 
 def test_stepping_by_hand_between_iterations_and_after_the_scaler_is_gone_is_not() -> None:

@@ -12,7 +12,9 @@ from dtrain.precision.gradients import (
     check_and_unscale_,
     drop_gradients,
     local_gradients,
+    norm_of,
     parameters_of,
+    refuse_shared_gradients,
     refuse_unscalable,
 )
 from tests.refusals import refused
@@ -61,6 +63,7 @@ def test_sparse_and_complex_gradients_are_divided_in_place(either_path: None) ->
     assert check_and_unscale_(local_gradients(parameters_of(optimizer)), SCALE).tolist() == 0.0
     first, second = (parameter.grad for parameter in optimizer.param_groups[0]["params"])
     assert first.to_dense().tolist() == [3.0, 0.0, 3.0, 0.0]
+    assert norm_of(local_gradients(parameters_of(sgd(first)))).item() == pytest.approx(18**0.5)
     assert second.tolist() == [1 + 2j, 1 + 2j]
     complex_.imag[0] = torch.nan
     assert check_and_unscale_(local_gradients(parameters_of(optimizer)), SCALE).tolist() == 1.0
@@ -96,6 +99,23 @@ def test_fp16_parameters_are_refused_with_the_reason() -> None:
         refuse_unscalable(optimizer)
     with refused(ValueError, "shape [3]", "fp16"):
         local_gradients(parameters_of(sgd(torch.zeros(3, dtype=torch.float16))))
+
+
+def test_a_parameter_that_is_listed_twice_is_refused() -> None:
+    weight, bias = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight, bias], lr=0.1)
+    optimizer.param_groups[0]["params"].append(weight)  # torch's constructor warns of it
+    with refused(ValueError, "parameter 2 of group 0 (shape [2, 3])", "parameter 0 of group 0", "once"):
+        refuse_unscalable(optimizer)
+
+
+def test_parameters_that_share_a_gradient_are_refused() -> None:
+    shared = torch.ones(4)
+    with refused(ValueError, "parameter 2 of group 0", "parameter 0", "clone"):
+        refuse_shared_gradients(sgd(shared, torch.ones(4), shared))
+    # Different parts of one tensor, empty gradients, and one that is not dense.
+    sparse = torch.ones(4).to_sparse()
+    refuse_shared_gradients(sgd(shared[:2], shared[2:], torch.empty(0), torch.empty(0), None, sparse))
 
 
 def test_an_optimizer_in_backward_is_refused() -> None:

@@ -181,6 +181,21 @@ def test_gradients_that_overflow_only_in_their_sum_are_reported_as_such() -> Non
     assert "the sum of the gradients over micro-batches and ranks, or its norm, is not" in text
 
 
+def test_a_buffer_that_is_spoilt_while_all_else_is_finite_is_named() -> None:
+    class Statistic(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("largest", torch.zeros(()))
+            self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.largest.add_(x.detach().abs().amax() * 1e38 * 1e38)
+            return super().forward(x)
+
+    _, text = abort(make_step(Statistic(), max_consecutive_skips=3), micro_batch)
+    assert "first not finite: the buffer largest; in 3 of 3 samples" in text
+
+
 def test_hooks_are_on_the_model_only_during_a_streak() -> None:
     model = Net()
     step = make_step(model)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dtrain.config.errors import ConfigError
@@ -16,7 +16,7 @@ from dtrain.training import build
 from dtrain.training.schedule import Lengths, WarmupCosine
 from tests.ranks import run_ranks
 from tests.refusals import refused
-from tests.toys import CPU, Net, world
+from tests.toys import CPU, Net, micro_batches, run_steps, train_step, world
 
 
 def node(target: str | None = None, **keys: Any) -> Any:
@@ -148,6 +148,42 @@ def test_an_optimizer_is_fused_where_it_can_be(name: str) -> None:
     optimizer = build.build_optimizer(node(f"torch.optim.{name}", lr=0.1), Net())
     assert optimizer.defaults["fused"] is True
     assert getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+class Spectral(Net):
+    """Has a complex parameter, and with ``sparse`` an embedding with sparse gradients instead."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.extra = (
+            nn.Embedding(5, 3, sparse=True) if sparse else nn.ParameterList([torch.ones(2, dtype=torch.complex64)])
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.extra, nn.Embedding):
+            return super().forward(x + self.extra(torch.tensor([1, 3, 1, 3])))
+        return super().forward(x) * self.extra[0].abs().sum()
+
+
+@pytest.mark.parametrize(("name", "sparse"), [("AdamW", False), ("SGD", False), ("SGD", True), ("Adagrad", True)])
+def test_complex_and_sparse_parameters_are_trained_without_fused_kernels(name: str, sparse: bool) -> None:
+    model = Spectral(sparse)
+    step = train_step(model, build.build_optimizer(node(f"torch.optim.{name}", lr=0.1), model), clip_norm=1.0)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    (outcome,) = run_steps(step, [micro_batches(0, 4)])
+    assert outcome.stats.applied
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize(("sparse", "reason"), [(False, "extra.0 is complex"), (True, "extra.weight are sparse")])
+def test_a_fused_optimizer_is_refused_for_a_parameter_that_it_cannot_train(sparse: bool, reason: str) -> None:
+    with refused(ConfigError, "optimizer.fused", "got true", "Leave it out", reason):
+        build.build_optimizer(node("torch.optim.SGD", lr=0.1, fused=True), Spectral(sparse))
+
+
+def test_an_optimizer_without_sparse_gradients_is_refused_for_an_embedding_that_has_them() -> None:
+    with refused(ConfigError, "optimizer", "torch.optim.AdamW", "sparse=False", "extra.weight", "Adagrad"):
+        build.build_optimizer(node("torch.optim.AdamW", lr=0.1), Spectral(sparse=True))
 
 
 @pytest.mark.parametrize("keys", [{"fused": False}, {"foreach": True}, {"fused": None}], ids=str)

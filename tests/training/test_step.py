@@ -464,6 +464,46 @@ def test_ranks_skip_together_whoever_overflowed(where: str, ranks: int, precisio
         assert all(map(torch.equal, other.trunk, first.trunk))
 
 
+class RunningLargest(Net):
+    """Has a statistic that becomes infinite or NaN where an input is, which changes neither loss nor gradients."""
+
+    largest: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.largest.copy_(torch.maximum(self.largest, x.detach().amax(0)))
+        return super().forward(x.nan_to_num(nan=0.0))
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["host decides", "device decides"])
+def test_ranks_skip_together_where_only_a_buffer_of_one_is_not_finite(fused: bool) -> None:
+    def rank(number: int) -> tuple[list[bool], list[float], list[float]]:
+        model = RunningLargest()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+        wrapped = DistributedDataParallel(model, broadcast_buffers=False)
+        step = train_step(wrapped, optimizer, world=world(number, 2))
+        if fused:
+            decide_on_device(step)
+        windows = [micro_batches(n, 12, ranks=2, rank=number, rows=3) for n in range(4)]
+        if number == 1:
+            windows[1][0]["x"][0, 0] = torch.nan
+        outcomes = run_steps(step, windows)
+        return (
+            [outcome.stats.applied for outcome in outcomes],
+            [outcome.stats.overflow for outcome in outcomes],
+            model.largest.tolist(),
+        )
+
+    for number, (applied, overflows, largest) in enumerate(run_ranks(2, rank)):
+        assert applied == [True, False, True, True]
+        assert overflows == [0, 1, 0, 0]
+        mine = [samples(n, 12)[0][6 * number : 6 * number + 6] for n in (0, 2, 3)]
+        assert largest == torch.cat(mine).amax(0).float().clamp(min=0).tolist()
+
+
 def test_too_many_skips_end_all_ranks_at_the_same_step_with_the_same_text() -> None:
     def rank(number: int) -> str:
         model = Net()
@@ -482,7 +522,7 @@ def test_too_many_skips_end_all_ranks_at_the_same_step_with_the_same_text() -> N
     first, second = run_ranks(2, rank)
     assert first == second
     # The loop learns it after the next window's backward, and all ranks alike.
-    assert first.startswith("6 3 steps in a row were skipped, the last one is step 6: a loss or gradient")
+    assert first.startswith("6 3 steps in a row were skipped, the last one is step 6: a loss, gradient or buffer")
     assert "rank 1" in first
     assert "dtrain.doctor numerics" in first
 
@@ -557,6 +597,71 @@ def test_a_step_has_one_small_all_reduce_beside_those_of_ddp(micro_batches_per_s
         for calls in seen[2:]:  # DDP lays out its buckets in the first two
             assert [name for name, _ in calls] == ["c10d::allreduce_"]
             assert calls[0][1] <= 16
+
+
+@pytest.mark.parametrize("as_views", [True, False])
+def test_gradients_of_a_window_are_accumulated_in_the_buckets_of_ddp(as_views: bool) -> None:
+    def rank(number: int) -> tuple[list[set[int]], list[Tensor]]:
+        model = Net()
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=as_views)
+        step = train_step(wrapped, torch.optim.AdamW(model.parameters(), lr=0.1), world=world(number, 2))
+        places: list[set[int]] = []
+
+        def observed(window: Sequence[Batch]) -> Any:
+            for batch in window:
+                yield batch
+                assert all(p.grad is not None for p in model.parameters())
+                places.append({p.grad.untyped_storage().data_ptr() for p in model.parameters()})  # type: ignore[union-attr]
+
+        for n in range(4):
+            windows = micro_batches(n, 12, ranks=2, rank=number, rows=2)
+            step.accumulate(observed(windows), 3)
+            step.settle()
+            step.apply()
+        return places, [p.detach() for p in model.parameters()]
+
+    for places, weights in run_ranks(2, rank):
+        # DDP lays out its buckets in the first two steps.
+        buckets = {frozenset(place) for place in places[6:]}
+        assert (len(buckets) == 1 and all(len(bucket) == 1 for bucket in buckets)) == as_views
+        single = Net()
+        alone = train_step(single, torch.optim.AdamW(single.parameters(), lr=0.1))
+        run_steps(alone, [micro_batches(n, 12, rows=2) for n in range(4)])
+        for weight, want in zip(weights, single.parameters(), strict=True):
+            torch.testing.assert_close(weight, want.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_skipped_window_leaves_nothing_in_the_buckets_of_ddp() -> None:
+    def rank(number: int) -> list[float]:
+        model = Net()
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        step = train_step(wrapped, torch.optim.SGD(model.parameters(), lr=0.1), world=world(number, 2))
+        windows = [micro_batches(n, 12, ranks=2, rank=number, rows=2) for n in range(4)]
+        windows[2][1]["x"][0] = INF
+        return [outcome.grad_norm for outcome in run_steps(step, windows)]
+
+    def without_the_skip(rank: int) -> list[float]:
+        model = Net()
+        step = train_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return [outcome.grad_norm for outcome in run_steps(step, [micro_batches(n, 12) for n in (0, 1, 3)])]
+
+    for norms in run_ranks(2, rank):
+        assert [norm for norm in norms if norm == norm] == pytest.approx(without_the_skip(0), rel=1e-4)
+
+
+def test_parameters_that_share_a_gradient_are_refused_after_the_first_backward() -> None:
+    model = Net(4)
+
+    def share(number: int) -> None:
+        model.head.bias.grad = model.trunk.bias.grad
+
+    step = train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), task=sum_of_outputs)
+    with refused(ConfigError, "optimizer", "parameter 3 of group 0", "parameter 1 of group 0"):
+        run_steps(step, [micro_batches(0, 4)], share)
+
+
+def sum_of_outputs(model: nn.Module, batch: Batch) -> Output:
+    return Output(model(batch["x"]).sum().float(), len(batch["x"]))
 
 
 def test_settling_and_applying_out_of_turn_is_refused() -> None:

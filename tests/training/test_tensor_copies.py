@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import copy
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtrain.training import tensor_copies
 from dtrain.training.tensor_copies import BufferGuard, Ema
 from tests.refusals import refused
 
@@ -79,7 +82,33 @@ def test_an_applied_forward_keeps_what_it_changed() -> None:
 def test_a_model_without_buffers_costs_nothing() -> None:
     guard = BufferGuard(nn.Linear(2, 2))
     guard.save()
+    assert guard.not_finite() is None
     guard.restore(YES)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("name", ["low", "average", "norm.running_mean"])
+def test_a_buffer_that_becomes_infinite_or_nan_is_found(name: str, bad: float) -> None:
+    model = Buffers()
+    guard = BufferGuard(model)
+    guard.save()
+    model(torch.randn(4, 3))
+    assert not guard.not_finite()
+    model.get_buffer(name)[1] = bad
+    assert guard.not_finite()
+
+
+def test_a_buffer_that_is_infinite_by_design_is_not_found() -> None:
+    model = nn.Module()
+    model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+    model.register_buffer("lowest", torch.full((2,), torch.inf))
+    model.register_buffer("spectrum", torch.zeros(2, dtype=torch.complex64))
+    guard = BufferGuard(model)
+    guard.save()
+    model.lowest.fill_(3)
+    assert not guard.not_finite()
+    model.spectrum[0] = complex(0, torch.nan)
+    assert guard.not_finite()
 
 
 # -- ema
@@ -101,6 +130,34 @@ def test_the_average_is_that_of_a_float64_loop_over_the_applied_steps(decay: flo
     with ema.swapped_in() as averaged:
         for average, expected in zip(averaged.parameters(), want, strict=True):
             torch.testing.assert_close(average.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 10, 12, 100])
+def test_on_a_gpu_the_average_moves_in_chunks_that_need_little_memory(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Temporaries(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._foreach_sub.List:
+                elements.append(sum(tensor.numel() for tensor in result))
+            return result
+
+    elements: list[int] = []
+    monkeypatch.setattr(tensor_copies, "_CHUNK", chunk)
+    model = nn.ParameterList([torch.randn(size) for size in (3, 7, 1, 1, 12, 2)])
+    ema, on_host = Ema(model, 0.9), Ema(model, 0.9)
+    with torch.no_grad():
+        for parameter in model:
+            parameter.add_(torch.randn(parameter.shape))
+    with Temporaries():
+        ema._update_on_device(NO)
+        ema._update_on_device(YES)
+    on_host.update(NO)
+    for one, other in zip(ema._averages, on_host._averages, strict=True):
+        torch.testing.assert_close(one, other)
+    assert max(elements) <= max(chunk, 12)
+    assert sum(elements) == 2 * 26
 
 
 def test_the_averages_are_in_the_model_with_its_present_buffers_until_the_block_ends_by_an_error_too() -> None:
