@@ -174,7 +174,10 @@ def finish(arguments: argparse.Namespace, results: Mapping[str, Any], packages: 
 
 
 def _script(path: Path) -> list[str]:
-    return [f"scripts/{path.name}"] if path.parent.name == "scripts" else ["-m", f"benchmarks.{path.stem}"]
+    if path.parent.name == "scripts":
+        return [f"scripts/{path.name}"]
+    package = "benchmarks.plain" if path.parent.name == "plain" else "benchmarks"
+    return ["-m", f"{package}.{path.stem}"]
 
 
 def version(package: str) -> str:

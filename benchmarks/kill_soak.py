@@ -10,6 +10,7 @@ undisturbed one: parameters, optimizer and moving average bit for bit, the losse
 from __future__ import annotations
 
 import collections
+import json
 import os
 import random
 import shutil
@@ -18,24 +19,39 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import harness
 
 KILLS_A_RUN = 5
 STEPS = 60
+_LONGEST_RECORD = 1 << 16  # bytes
 VICTIMS = ("one rank", "torchrun", "the job")
 
 
-class Job:
-    """One start of a run: torchrun, its ranks, and their loader workers."""
+#: Config of the runs.
+OVERRIDES = (
+    "experiment=digits",
+    "model.width=8",
+    "train.deterministic=true",
+    "train.ema_decay=0.9",
+    f"train.max_steps={STEPS}",
+    "train.log_every=1",
+    "checkpoint.every_steps=2",
+    "data.record_keys=true",
+    "train.eval_every=20",
+)
 
-    def __init__(self, run_dir: Path, ranks: int, parallel: str) -> None:
+
+class Job:
+    """One start of a run: torchrun, its ranks (at least two), and their loader workers."""
+
+    def __init__(self, run_dir: Path, ranks: int, overrides: Sequence[str]) -> None:
         self.run = harness.Run(run_dir)
+        self.size = ranks
         command = harness.python("-m", "dtrain.train", ranks=ranks)
-        command += ["experiment=digits", f"run.dir={run_dir}", f"parallel={parallel}", "tracker=none", "model.width=8"]
-        command += ["train.deterministic=true", "train.ema_decay=0.9", f"train.max_steps={STEPS}", "train.log_every=1"]
-        command += ["checkpoint.every_steps=2", "data.record_keys=true", "train.eval_every=20"]
+        command += harness.train_overrides(run_dir, overrides)
         run_dir.mkdir(parents=True, exist_ok=True)
         environ = os.environ | {"OMP_NUM_THREADS": "1"}
         with (run_dir / "output.log").open("a") as output:
@@ -48,6 +64,11 @@ class Job:
         """Whether torchrun has ended."""
         return self._torchrun.poll() is not None
 
+    @property
+    def ranks(self) -> list[int]:
+        """Process ids of the ranks that run."""
+        return sorted(harness.children(self._torchrun.pid))
+
     def wait(self) -> int:
         """Waits for torchrun; its exit code."""
         return self._torchrun.wait()
@@ -55,7 +76,7 @@ class Job:
     def kill(self, victim: str, chance: random.Random) -> bool:
         """Sends SIGKILL; False if the victim does not exist."""
         try:
-            ranks = sorted(harness.children(self._torchrun.pid))
+            ranks = self.ranks
             pids = [chance.choice(ranks)] if victim == "one rank" else ranks if victim == "the job" else []
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
@@ -68,7 +89,9 @@ class Job:
     def step(self) -> int:
         """The last logged step; 0 if there is none, or its record is being written."""
         try:
-            return int(harness.Run(self.run.run_dir).records[-1]["step"])
+            with (self.run.run_dir / "metrics.jsonl").open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _LONGEST_RECORD))
+                return int(json.loads(file.readlines()[-1])["step"])
         except (OSError, IndexError, ValueError):
             return 0
 
@@ -106,13 +129,13 @@ def losses(run_dir: Path) -> list[tuple[int, float]]:
     return [(record["step"], record["train/loss"]) for record in records if "train/loss" in record]
 
 
-def finish(run_dir: Path, ranks: int, parallel: str) -> None:
+def finish(run_dir: Path, ranks: int, overrides: Sequence[str]) -> None:
     """Resumes a run and waits until it is finished.
 
     Raises:
         SystemExit: If it does not finish; shows the end of its output.
     """
-    job = Job(run_dir, ranks, parallel)
+    job = Job(run_dir, ranks, overrides)
     code, status = job.wait(), job.run.status
     if code or status["state"] != "finished":
         print("\n".join((run_dir / "output.log").read_text().splitlines()[-40:]), file=sys.stderr)
@@ -131,21 +154,22 @@ def main() -> None:
     chance = random.Random(seed)
     folder = arguments.dir or Path(tempfile.mkdtemp(prefix="kill-soak-"))
     print(f"seed {seed}, {arguments.ranks} ranks, {STEPS} steps, in {folder}", flush=True)
-    finish(folder / "undisturbed", arguments.ranks, arguments.parallel)
+    overrides = (*OVERRIDES, f"parallel={arguments.parallel}")
+    finish(folder / "undisturbed", arguments.ranks, overrides)
     survived: collections.Counter[str] = collections.Counter()
     runs = 0
     while survived.total() < arguments.rounds:
         runs += 1
         run_dir = folder / f"killed-{runs}"
         for _ in range(min(KILLS_A_RUN, arguments.rounds - survived.total())):
-            job = Job(run_dir, arguments.ranks, arguments.parallel)
+            job = Job(run_dir, arguments.ranks, overrides)
             killed = kill_once(job, chance)
             job.wait()
             if killed is None:
                 break
             survived[killed.partition(",")[0]] += 1
             print(f"round {survived.total()}: run {runs}, killed {killed}", flush=True)
-        finish(run_dir, arguments.ranks, arguments.parallel)
+        finish(run_dir, arguments.ranks, overrides)
         if different := differences(run_dir, folder / "undisturbed"):
             raise SystemExit(f"{run_dir} differs from the undisturbed run in {', '.join(different)}")
         print(f"run {runs}: equal to the undisturbed run, bit for bit", flush=True)

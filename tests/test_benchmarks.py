@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import yaml
 
-from benchmarks import harness, low_precision, scaling
+from benchmarks import harness, low_precision, proof, scaling, soak
 from benchmarks.shuffle_quality import SortedShards
 from benchmarks.step import make_table
 from benchmarks.step_contenders import Turn
@@ -239,6 +239,7 @@ def test_the_cost_over_a_bare_loop_is_the_median_of_the_differences_of_each_roun
 @pytest.mark.slow
 def test_step(tmp_path: Path) -> None:
     rows = ("bare loop", "torch GradScaler, all-reduce, norm", "Lightning", "dtrain, everything on", "dtrain's vote")
+    rows += ("FSDP2: bare loop, all-reduce, norm, finite check", "FSDP2: dtrain, the step alone")
     found = quick("step", tmp_path, "--cpu", rows=rows)["microseconds"]
     assert set(found) == {"1 rank", "2 ranks"}
     assert all(len(times["bare loop"]) == len(times["dtrain, everything on"]) == 1 for times in found.values())
@@ -335,3 +336,45 @@ def test_seeds_reads_finished_runs_and_trains_the_others(tmp_path: Path) -> None
 
     assert trained("fp32") == {"fp32": [0]}
     assert trained("fp32", "bf16") == {"fp32": [], "bf16": [0]}
+
+
+# -- published results and long runs
+
+
+def test_only_finished_runs_are_shown_beside_the_published_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, state, accuracy in (
+        ("fp32-seed-0", "finished", 0.3),
+        ("fp32-seed-1", "finished", 0.33),
+        ("fp16-seed-0", "running", 0.1),
+    ):
+        folder = tmp_path / "seeds-mnist1d_logistic" / name
+        folder.mkdir(parents=True)
+        (folder / "status.json").write_text(json.dumps({"state": state, "trained_seconds": 7}))
+        losses = [{"step": 10 * n, "applied_steps": 10 * n - 1, "train/loss": 1.0} for n in (1, 2)]
+        lines = [*losses, {"step": 20, "applied_steps": 19, "eval/accuracy": accuracy}]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    runs, unfinished = proof.find(tmp_path)
+    proof.show(runs, unfinished)
+    _, line, left_out, *_ = capsys.readouterr().out.splitlines()
+    assert " ".join(line.split()) == "mnist1d_logistic fp32 31.5 % 31.5% (30.0%-33.0%) 0 1 20 1 1 7 7"
+    assert "fp16-seed-0: running at step 20" in left_out
+    proof.draw(runs, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_soak_names_what_has_grown() -> None:
+    before = dict.fromkeys(soak.COLUMNS, 100.0)
+    assert soak.grown(before, before | {"memory, MiB": 104.0}) == []
+    assert soak.grown(before, before | {"memory, MiB": 106.0, "descriptors": 101.0}) == [
+        "memory, MiB 100.0 -> 106.0",
+        "descriptors 100.0 -> 101.0",
+    ]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+@pytest.mark.usefixtures("digits")
+def test_nothing_grows_over_100_000_steps(tmp_path: Path) -> None:
+    assert run("soak", "--dir", tmp_path / "run", cache=tmp_path / "cache").splitlines()[-1] == "flat"

@@ -78,7 +78,8 @@ def test_every_command_of_a_page_that_is_not_run_is_accepted_with_its_options_an
 ) -> None:
     monkeypatch.chdir(tmp_path)
     compose_only(monkeypatch)
-    monkeypatch.setenv("DTRAIN_CIFAR10", "somewhere")
+    for variable in ("DTRAIN_CIFAR10", "DTRAIN_MNIST1D", "DTRAIN_TEXT"):
+        monkeypatch.setenv(variable, "somewhere")
     for name in ("mine", "old"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "overrides.yaml").write_text("{overrides: [experiment=digits], config_dirs: []}")

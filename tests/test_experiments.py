@@ -21,7 +21,8 @@ EXPERIMENTS = sorted(path.stem for path in (conf_dir() / "experiment").glob("*.y
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_composes_and_its_header_has_the_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DTRAIN_CIFAR10", "somewhere")
+    for variable in ("DTRAIN_CIFAR10", "DTRAIN_MNIST1D", "DTRAIN_TEXT"):
+        monkeypatch.setenv(variable, "somewhere")
     composed: list[Composed] = []
     compose.run(composed.append, [f"experiment={name}"])
     assert composed[0].cfg.train.max_steps or composed[0].cfg.train.max_epochs
@@ -111,3 +112,18 @@ def test_cifar10_learns_from_read_only_jpeg_shards(tmp_path: Path) -> None:
     assert losses[-1] < 2.0
     assert metrics(tmp_path, "eval/accuracy")[-1] > 0.15
     assert sorted(os.listdir(os.environ["DTRAIN_TEST_CIFAR10"])) == before
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("DTRAIN_TEST_TEXT" not in os.environ, reason="DTRAIN_TEST_TEXT names no folder with the text")
+def test_shakespeare_gpu_packs_the_text_as_nanogpt_does_and_writes_a_sample(tmp_path: Path) -> None:
+    small = ("model.width=16", "model.depth=1", "model.heads=2", "train.max_steps=2", "task.sample_tokens=10")
+    train_on(1, tmp_path, *small, "tracker.media=true", experiment="shakespeare_gpu")
+    assert metrics(tmp_path)[0] == pytest.approx(np.log(65), abs=0.1)
+    packed = json.loads((Path(os.environ["DTRAIN_CACHE"]) / "shakespeare-256" / "dataset.json").read_text())
+    # nanoGPT has 1,003,854 and 111,540 characters; the last row of 256 is not full.
+    assert {name: split["tokens"] for name, split in packed["splits"].items()} == {
+        "train": 1_003_854 // 256 * 256,
+        "val": 111_540 // 256 * 256,
+    }
+    assert (tmp_path / "media" / "sample" / "step-000000002.txt").read_text().startswith("ROMEO:")

@@ -252,7 +252,10 @@ def _first_of_environment(*names: str) -> str:
     for name in names:
         if value := os.environ.get(name):
             return value
-    raise ConfigError(f"the environment variable {names[0]} is not set. Set it to the folder of the shards.")
+    raise ConfigError(
+        f"the environment variable {names[0]} is not set. Set it to the folder of the data; the first lines of the data preset "
+        "say what it contains."
+    )
 
 
 def _compose(job: Callable[[DictConfig], None], arguments: list[str]) -> None:

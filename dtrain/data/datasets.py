@@ -68,6 +68,24 @@ class Arrays:
                 digest.update(_content(array[int(row)]))
         self.fingerprint = digest.hexdigest()[:16]
 
+    @classmethod
+    def from_npz(cls, path: str, **names: str) -> Arrays:
+        """Arrays of a .npz file, as ``numpy.savez`` writes it.
+
+        Args:
+            path: The file.
+            names: Name of each array here to its name in the file: ``x="x_test"``. Without any, all arrays of the file.
+
+        Raises:
+            ValueError: If an array is missing, or can only be read by unpickling it; names those that the file has.
+            FileNotFoundError: If there is no such file.
+        """
+        with np.load(path, allow_pickle=False) as file:
+            names = names or {name: name for name in file.files}
+            if missing := [there for there in names.values() if there not in file.files]:
+                raise ValueError(f"{path} has no array {missing[0]!r}. It has {', '.join(file.files)}.")
+            return cls({here: file[there] for here, there in names.items()})
+
     def __len__(self) -> int:
         return len(self._arrays[0])
 

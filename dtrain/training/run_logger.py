@@ -27,7 +27,7 @@ from dtrain.distributed.collectives import from_rank0
 from dtrain.distributed.sharding import is_sharded
 from dtrain.distributed.world import World
 from dtrain.precision.modules import dtype_name
-from dtrain.tracking.console import print_banner
+from dtrain.tracking.console import print_banner, until_reader_leaves
 from dtrain.tracking.records import Record
 from dtrain.tracking.run_dir import write_status
 from dtrain.tracking.sinks import NullSinks, Sinks, build_sinks
@@ -220,7 +220,9 @@ def write_final_status(run: TrainState, state: str, reason: str | None, last_ste
     step = run.step.step
     last_step = step if state == "finished" else last_step  # a hook may have ended the run before
     write_status(run.run_dir, state, step, reason, last_step=last_step, **run.totals.times())
-    print(f"{state} at step {step}{f' ({reason})' if reason else ''}: {run.run_dir}", flush=True)
+    # A run is not failed because nobody reads its output any more.
+    with until_reader_leaves():
+        print(f"{state} at step {step}{f' ({reason})' if reason else ''}: {run.run_dir}", flush=True)
 
 
 def print_start_banner(identity: Run, run: TrainState, start: str, last_step: int, rows: Mapping[str, str]) -> None:

@@ -8,6 +8,7 @@ import itertools
 import json
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,22 @@ def test_a_sample_is_a_row_of_each_array() -> None:
 def test_arrays_of_different_lengths_are_refused(arrays: Any, names: list[str]) -> None:
     with refused(ValueError, *names):
         Arrays(arrays)
+
+
+def test_arrays_of_a_file_are_those_that_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "set.npz"
+    np.savez(path, x=np.arange(3), x_test=np.arange(2.0))
+    assert Arrays.from_npz(str(path), x="x_test")[1] == {"x": 1.0}
+    assert len(Arrays.from_npz(str(path), x="x")) == 3
+    with refused(ValueError, path, "'y'", "x, x_test"):
+        Arrays.from_npz(str(path), x="y")
+
+
+def test_a_file_of_arrays_is_never_unpickled(tmp_path: Path) -> None:
+    path = tmp_path / "set.npz"
+    np.savez(path, x=np.array([{}, []], dtype=object))
+    with pytest.raises(ValueError, match="allow_pickle"):
+        Arrays.from_npz(str(path))
 
 
 def test_the_fingerprint_of_arrays_tells_them_apart() -> None:

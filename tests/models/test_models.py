@@ -9,7 +9,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtrain.models import GPT, MLP, CoordinateNet, Polynomial, ResNet, ResNet9, ViT
+from dtrain.models import (
+    GPT,
+    MLP,
+    ConvNet1d,
+    CoordinateNet,
+    GRUClassifier,
+    LeNet,
+    Polynomial,
+    ResidualMLP,
+    ResNet,
+    ResNet9,
+    ViT,
+)
 from tests.refusals import refused
 
 IMAGES = torch.zeros(2, 3, 32, 32)
@@ -24,6 +36,10 @@ def parameters(model: nn.Module) -> int:
     [
         (lambda: MLP([10, 20, 1]), torch.zeros(3, 10), [3, 1]),
         (lambda: Polynomial(3), torch.zeros(3, 4, 1), [3, 4, 1]),
+        (ResidualMLP, torch.zeros(3, 40), [3, 10]),
+        (ConvNet1d, torch.zeros(3, 40), [3, 10]),
+        (GRUClassifier, torch.zeros(3, 40), [3, 10]),
+        (LeNet, IMAGES, [2, 10]),
         (lambda: CoordinateNet(width=8), torch.zeros(3, 2, 1, 7), [3, 1, 1, 7]),
         (lambda: ResNet9(width=4), IMAGES, [2, 10]),
         (lambda: ResNet(18, 10, "cifar", width=4), IMAGES, [2, 10]),
@@ -31,7 +47,20 @@ def parameters(model: nn.Module) -> int:
         (lambda: ViT([16, 2, 2], 10, 32, 8), IMAGES, [2, 10]),
         (lambda: GPT(width=16, depth=2, heads=2), torch.zeros(2, 9, dtype=torch.long), [2, 9, 257]),
     ],
-    ids=["mlp", "polynomial", "coordinate net", "resnet9", "resnet18", "resnet50", "vit", "gpt"],
+    ids=[
+        "mlp",
+        "polynomial",
+        "residual mlp",
+        "convnet1d",
+        "gru",
+        "lenet",
+        "coordinate net",
+        "resnet9",
+        "resnet18",
+        "resnet50",
+        "vit",
+        "gpt",
+    ],
 )
 def test_outputs_have_the_documented_shape_and_all_parameters_a_gradient(
     model: Any, inputs: Tensor, outputs: list[int]
@@ -48,6 +77,12 @@ def test_outputs_have_the_documented_shape_and_all_parameters_a_gradient(
     [
         # 10 * 20 + 20 weights and biases, 20 + 1
         (lambda: MLP([10, 20, 1]), 241),
+        # printed by the notebook of MNIST-1D
+        (ResidualMLP, 15_210),
+        (ConvNet1d, 5_210),
+        (GRUClassifier, 5_134),
+        # 3*6*25+6 and 6*16*25+16 of the convolutions, 400*120+120, 120*84+84, 84*10+10
+        (LeNet, 62_006),
         # torchvision's resnet18 and resnet50, with its stem and 1,000 classes
         (lambda: ResNet(18), 11_689_512),
         (lambda: ResNet(50), 25_557_032),
@@ -57,7 +92,7 @@ def test_outputs_have_the_documented_shape_and_all_parameters_a_gradient(
         # nanoGPT's character model, which prints 10.65M: it leaves out the 256 * 384 of the positions
         (lambda: GPT(65, 384, 6, 6, 256, positions="learned", bias=False), 10_646_784 + 98_304),
     ],
-    ids=["mlp", "resnet18", "resnet50", "vit small", "gpt2", "nanogpt"],
+    ids=["mlp", "residual mlp", "convnet1d", "gru", "lenet", "resnet18", "resnet50", "vit small", "gpt2", "nanogpt"],
 )
 def test_models_have_the_published_number_of_parameters(model: Any, size: int) -> None:
     with torch.device("meta"):
