@@ -8,8 +8,8 @@
 * The parts share the time. Unused time goes to the next part; a part without time or data is skipped with the reason.
 * A failed part is recorded with its last lines, the others continue, and the exit code is 1.
 
-Both files are written after each part. On several GPUs the parts ``scaling`` and ``trace`` use all of them, the others the
-first. torch and dtrain's dependencies must be installed; dtrain itself need not be.
+Both files are written after each part. On several GPUs the parts ``strategies``, ``failure``, ``scaling`` and ``trace``
+use all of them, the others the first. torch and dtrain's dependencies must be installed; dtrain itself need not be.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +44,7 @@ Line = dict[str, "float | str | None"]
 CIFAR10_ACCURACY, CIFAR10_SEEDS = 0.94, 5
 #: Attempted steps of a run on noise; the last of them that are timed; those that are profiled.
 STEPS, TIMED, PROFILED = 60, 20, (31, 35)
+_PEAKS = "memory/max_allocated_gib", "memory/max_resident_gib"  # of tensors on a GPU; of the process on a CPU
 LOOPS = ("bare loop", "dtrain, the step alone", "dtrain, everything on", "dtrain's vote")
 
 
@@ -290,6 +292,59 @@ def scaling(bench: Bench) -> Iterator[Line]:
         }
 
 
+def strategies(bench: Bench) -> Iterator[Line]:
+    """GPTs of 350 million and 1.3 billion parameters by strategy: speed, and memory beside what ``doctor memory`` predicts."""
+    shapes = {"tiny": (16, 16, 2, 1)} if bench.quick else {"350M": (1024, 1024, 24, 16), "1.3B": (1024, 2048, 24, 16)}
+    options = {"ddp": ["parallel=ddp"]}
+    if bench.ranks > 1:
+        options |= {
+            "fsdp": ["parallel=fsdp"],
+            "fsdp, gather compute": ["parallel=fsdp", "parallel.gather_dtype=compute"],
+        }
+    for size, shape in shapes.items():
+        for name, chosen in options.items():
+            overrides = [
+                *gpt_recipe(bench, bench.ranks, shape, rows=2 if bench.quick else 4),
+                *chosen,
+                "precision=bf16",
+            ]
+            line: Line = {"GPT, bf16": size, "ranks": str(bench.ranks), "strategy": name}
+            file = bench.folder / "memory.json"
+            with suppress(Failed):  # exit code 1 if it does not fit; the file has the figures
+                ranks = [f"ranks={bench.ranks}", f"ranks_per_node={bench.ranks}"]
+                bench.python("-m", "dtrain.doctor", "memory", *overrides, *ranks, "--json", file)
+            predicted = next(iter(json.loads(file.read_text())["strategies"].values()))["total"] / 2**30
+            try:
+                run = bench.train(f"{size}-{name.replace(', ', '-').replace(' ', '-')}", *overrides, ranks=bench.ranks)
+            except Failed as error:
+                if "out of memory" not in str(error):
+                    raise
+                yield line | {"ms a step": "out of memory", "predicted GiB": predicted}
+                continue
+            yield line | {
+                "ms a step": step_seconds(run) * 1e3,
+                "tokens/s": run.last("throughput/tokens_per_second"),
+                "MFU": percent(run.last("throughput/mfu")),
+                "GiB": max(run.values(*_PEAKS)),
+                "predicted GiB": predicted,
+                "MiB sent": (run.last("comm/bytes_per_step") or 0.0) / 2**20,
+            }
+
+
+def failure(bench: Bench) -> Iterator[Line]:
+    """Seconds from the failure of a rank until all processes have ended; with NCCL the others are inside a collective."""
+    if bench.gpus == 1:
+        raise Skipped("one GPU: no other rank could wait for it")
+    step = 3 if bench.quick else 20
+    for kind in ("crash", "kill"):
+        overrides = [*gpt_recipe(bench, bench.ranks), f'faults=["{kind}@rank=1,step={step}"]']
+        with suppress(Failed):  # it has to fail
+            bench.train(kind, *overrides, ranks=bench.ranks)
+        ended = time.time()
+        [marker] = (bench.folder / kind / "faults").iterdir()  # written when the fault happens
+        yield {"rank 1": kind, "seconds until all have ended": ended - marker.stat().st_mtime}
+
+
 def cifar10(bench: Bench) -> Iterator[Line]:
     """The recipe to its end, seed by seed."""
     names = ("DTRAIN_CIFAR10", "DTRAIN_TEST_CIFAR10")  # as in conf/data/cifar10.yaml
@@ -329,6 +384,8 @@ PARTS = {
     "export": Part(export, "The CIFAR network exported", 10),
     "step": Part(step, "Time around a step (on the CPU)", 3),
     "trace": Part(trace, "Communication hidden by computation", 7),
+    "strategies": Part(strategies, "GPTs by strategy", 20),
+    "failure": Part(failure, "A rank fails", 4),
     "scaling": Part(scaling, "Weak scaling of ResNet-50", 8),
     "cifar10": Part(cifar10, "CIFAR-10 to 94 %", 24),
 }
@@ -344,8 +401,7 @@ def step_seconds(run: harness.Run) -> float:
 
 def cost(run: harness.Run, base: harness.Run) -> Line:
     """Time of a step and memory, also as shares of those of ``base``; the aim in mixed precision is 0.5 and 0.67."""
-    peaks = "memory/max_allocated_gib", "memory/max_resident_gib"  # of tensors on a GPU; of the process on a CPU
-    gib, base_gib = max(run.values(*peaks)), max(base.values(*peaks))
+    gib, base_gib = max(run.values(*_PEAKS)), max(base.values(*_PEAKS))
     return {
         "ms a step": step_seconds(run) * 1e3,
         "of fp32's time": step_seconds(run) / step_seconds(base),
@@ -381,9 +437,11 @@ def resnet50_recipe(bench: Bench, ranks: int = 1) -> list[str]:
     return ["experiment=imagenet_resnet50", *small, *data, f"train.global_batch_size={rows}", *short_run(bench)]
 
 
-def gpt_recipe(bench: Bench, ranks: int = 1) -> list[str]:
-    """The byte-level GPT with GPT-2 small's width and depth, on rows of noise."""
-    length, width, depth, heads = (16, 16, 1, 1) if bench.quick else (1024, 768, 12, 12)
+def gpt_recipe(
+    bench: Bench, ranks: int = 1, shape: tuple[int, int, int, int] | None = None, rows: int | None = None
+) -> list[str]:
+    """The byte-level GPT with GPT-2 small's width and depth, or length, width, depth and heads, on rows of noise."""
+    length, width, depth, heads = shape or ((16, 16, 1, 1) if bench.quick else (1024, 768, 12, 12))
     arguments = f"number: 1024, length: {length + 1}, vocabulary: 257"
     return [
         "experiment=bytes_gpt",
@@ -392,7 +450,7 @@ def gpt_recipe(bench: Bench, ranks: int = 1) -> list[str]:
         "data.fields={tok: {dtype: null, length: null}}",
         "data.prepare=null",
         "task.sample=null",
-        f"train.global_batch_size={token_rows(bench) * ranks}",
+        f"train.global_batch_size={(rows or token_rows(bench)) * ranks}",
         *short_run(bench),
     ]
 

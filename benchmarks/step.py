@@ -44,6 +44,7 @@ from benchmarks.step_contenders import (
     Setting,
     Turn,
 )
+from dtrain.distributed.store import close_group_store, open_group_store
 from dtrain.distributed.world import World
 
 
@@ -75,11 +76,15 @@ def measure(rank: int, size: int, folder: str, arguments: argparse.Namespace, re
         os.environ |= {name: str(value) for name, value in ranks.items()}
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     world = World(rank, size, rank, size, CPU, "gloo", size > 1)
+    open_group_store(
+        dist.distributed_c10d._get_default_store(), world
+    )  # where ranks report the files of sharded checkpoints
     times = time_rows(world, Path(folder, f"rank-{rank}"), arguments)
     if rank == 0:
         results.update(times)
     # All DDP wrappers are deleted by now: a rank that ends while the other still uses one would abort it.
     dist.barrier()
+    close_group_store()
     dist.destroy_process_group()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import re
 import shlex
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from dtrain.config import instantiate
 from dtrain.config.compose import conf_dir
 from dtrain.config.schema import Config, key_types
 from tests.doc_pages import is_placeholder
@@ -73,13 +75,16 @@ def is_file_name(word: str) -> bool:
     return word.rpartition(".")[2] in ("md", "json", "yaml", "html", "py", "pt2", "onnx", "safetensors")
 
 
+@functools.cache
 def argument_names() -> set[str]:
-    """Keys of the presets of all groups, at any depth."""
+    """Keys of the presets of all groups, at any depth, and the arguments of dtrain's classes that they name."""
 
     def inside(node: Any) -> Iterator[str]:
         if isinstance(node, dict):
             for key, value in node.items():
                 yield str(key)
                 yield from inside(value)
+                if key == "_target_" and str(value).startswith("dtrain."):
+                    yield from instantiate.argument_names(value)
 
     return {name for preset in conf_dir().glob("*/*.yaml") for name in inside(yaml.safe_load(preset.read_text()))}

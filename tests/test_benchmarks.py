@@ -239,6 +239,7 @@ def test_the_cost_over_a_bare_loop_is_the_median_of_the_differences_of_each_roun
 @pytest.mark.slow
 def test_step(tmp_path: Path) -> None:
     rows = ("bare loop", "torch GradScaler, all-reduce, norm", "Lightning", "dtrain, everything on", "dtrain's vote")
+    rows += ("FSDP2: bare loop, all-reduce, norm, finite check", "FSDP2: dtrain, the step alone")
     found = quick("step", tmp_path, "--cpu", rows=rows)["microseconds"]
     assert set(found) == {"1 rank", "2 ranks"}
     assert all(len(times["bare loop"]) == len(times["dtrain, everything on"]) == 1 for times in found.values())

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -23,7 +21,6 @@ from dtrain import export
 from dtrain.deployment.artefact import load
 from dtrain.predict import main, rank
 from tests.refusals import assert_refused
-from tests.runs import ROOT
 from tests.toys import NormNet
 
 CLASSES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
@@ -74,29 +71,27 @@ def probabilities(run_dir: Path, path: Path) -> torch.Tensor:
 
 
 def test_the_command_reports_unusable_files_and_predicts_the_others(
-    artefact: Path, images: list[Path], finished_run: Path, tmp_path: Path
+    artefact: Path,
+    images: list[Path],
+    finished_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # not the folder of the run's config
     (tmp_path / "text.png").write_text("no image")
     files = [str(images[0]), str(tmp_path / "text.png"), str(images[1]), str(tmp_path / "missing.jpg"), str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "dtrain.predict", str(artefact), *files],
-        cwd=tmp_path,  # not the folder of the run's config
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 1
-    rows = [line.split("  ") for line in done.stdout.splitlines()]
+    assert main([str(artefact), *files]) == 1
+    out, error = capsys.readouterr()
+    rows = [line.split("  ") for line in out.splitlines()]
     assert [row[0] for row in rows] == [str(images[0]), str(images[1])]
     for path, row in zip(images[:2], rows, strict=True):
         expected = probabilities(finished_run, path)
         assert row[1] == CLASSES[int(expected.argmax())]
         assert float(row[2]) == pytest.approx(expected.max().item(), abs=1e-4)
     for file, reason in ((files[1], "not a readable image"), (files[3], "No such file"), (files[4], "Is a directory")):
-        assert f"{file}: {reason}" in done.stderr
-    assert "Traceback" not in done.stderr
+        assert f"{file}: {reason}" in error
+    assert "Traceback" not in error
 
 
 def test_json_has_the_most_probable_classes_first(

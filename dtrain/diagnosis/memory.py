@@ -150,9 +150,11 @@ def _usage_of_copies(step: StepMemory, strategy: Strategy, micro_batches: int) -
         if micro_batches == 1:  # gradients come while activations go
             activations = max(step.with_gradients - gradients, 0)
     else:
-        # The buckets exist all the time. A backward that does not average has gradients besides.
-        lasting += gradients * (micro_batches > 1 or not strategy.parallel.gradient_as_bucket_view)
-        reduce = REDUCE_DTYPES[strategy.parallel.reduce_dtype]
+        # DDP's buckets exist all the time. Gradients are views of them, or exist besides.
+        parallel = strategy.parallel
+        accumulates_outside = micro_batches > 1 and (parallel.find_unused_parameters or parallel.static_graph)
+        lasting += gradients * (accumulates_outside or not parallel.gradient_as_bucket_view)
+        reduce = REDUCE_DTYPES[parallel.reduce_dtype]
         working = sum(_message_bytes(tensor, reduce) for tensor in trained)
     traffic = _ddp_traffic(step, trained, strategy)
     return Usage(
@@ -286,6 +288,8 @@ class MemoryPlan:
     def _strategies(self) -> Iterator[Strategy]:
         """That of the config first, then those that send least."""
         own: ParallelConfig = OmegaConf.to_object(self._cfg.parallel)  # type: ignore[assignment]
+        if own.shard == "none":  # as build.wrap
+            own.find_unused_parameters |= self._cfg.train.deterministic
         yield Strategy.of(own, self._ranks, self._per_node)
         if own.shard != "none":
             yield Strategy.of(ParallelConfig(), self._ranks, self._per_node)

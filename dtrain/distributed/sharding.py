@@ -141,11 +141,16 @@ def shard_model(
     offload = CPUOffloadPolicy() if parallel.offload else OffloadPolicy()
     modules = dict(model.named_modules())
     own = {name for name in kept if gathered is not None and any(True for _ in modules[name].parameters())}
+    if own:
+        _check_parameters(model, [*units, *own])
     # Inner modules first: a unit takes the parameters that no unit inside of it has.
     for name in sorted({*units, *own}, key=lambda name: name.count(".") + bool(name), reverse=True):
         within = any(name == keep or name.startswith(f"{keep}.") for keep in kept)
         policy = exact if within else low
-        fully_shard(modules[name], mesh=mesh, mp_policy=policy, offload_policy=offload)
+        unit: Any = fully_shard(modules[name], mesh=mesh, mp_policy=policy, offload_policy=offload)
+        if world.device.type == "cpu":
+            # Sums that are divided afterwards: gloo's own average is a sum in some versions of torch (pytorch/pytorch#162338).
+            unit.set_force_sum_reduction_for_comms(True)
     return units
 
 
@@ -232,6 +237,17 @@ def copies_of(parameter: Tensor, ranks: int) -> int:
         return ranks
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
     return ranks // prod(mesh.size(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
+
+
+def small_part(model: nn.Module) -> nn.Parameter:
+    """A small parameter with a gradient, divided among the ranks as those of a sharded model are."""
+    from torch.distributed.tensor import DTensor
+
+    like: Any = next(parameter for parameter in model.parameters() if is_dtensor(parameter))
+    part = torch.zeros(2, 4, dtype=like.dtype, device=like.to_local().device)
+    parameter = nn.Parameter(DTensor.from_local(part, like.device_mesh, like.placements, run_check=False))
+    parameter.grad = torch.zeros_like(parameter)
+    return parameter
 
 
 def reshard(model: nn.Module) -> None:

@@ -332,9 +332,14 @@ def initialise(module: nn.Linear | nn.Embedding) -> None:
         nn.init.zeros_(module.bias)
 
 
-@functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """``torch.compile(function)``: FlexAttention has fast kernels only if it is compiled."""
+    # A compiled model compiles what it calls.
+    return function if torch.compiler.is_compiling() else _compiled_once(function)
+
+
+@functools.cache
+def _compiled_once(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)
 
 

@@ -29,7 +29,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         adamw: Patterns (fnmatch) of the names of matrices trained with AdamW instead, such as ``head.*``.
 
     Raises:
-        ValueError: If no matrix is left for Muon, or a pattern matches nothing.
+        ValueError: If no matrix is left for Muon, a pattern matches nothing, or the model is sharded.
     """
 
     def __init__(
@@ -50,6 +50,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
         for name, parameter in parameters.items():
             outside = name in with_adamw or id(parameter) in embeddings or parameter.dim() != 2
             (vectors if parameter.dim() < 2 else decayed if outside else inner).append(parameter)
+        if any(hasattr(parameter, "device_mesh") for parameter in inner):
+            raise ValueError(
+                "Muon: it orthogonalises whole matrices, of which a rank has a part only with parallel.shard. Use "
+                "optimizer=adamw, or set parallel=ddp."
+            )
         if not inner:
             raise ValueError("Muon: the model has no matrix for Muon to train. Use optimizer=adamw.")
         self._muon = torch.optim.Muon(

@@ -200,9 +200,7 @@ def _text_of(line: bytes, key: str) -> str | None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
-            f"a line holds half of a surrogate pair, which is not Unicode text ({error.reason})"
-        ) from error
+        raise ValueError(f"holds half of a surrogate pair, which is not Unicode text ({error.reason})") from error
     return text
 
 

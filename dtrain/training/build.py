@@ -31,7 +31,7 @@ from dtrain.data import ShardLoader
 from dtrain.data.randomness import be_deterministic, seed_generators
 from dtrain.data.tokenizers import Corpus
 from dtrain.distributed.collectives import on_all_ranks
-from dtrain.distributed.sharding import already_sharded, check_accumulation, is_sharded, shard_model
+from dtrain.distributed.sharding import already_sharded, check_accumulation, is_sharded, shard_model, small_part
 from dtrain.distributed.world import World
 from dtrain.optimizers.groups import decay_groups, trainable
 from dtrain.precision import Precision
@@ -440,6 +440,8 @@ def build_optimizer(node: Any, model: nn.Module) -> torch.optim.Optimizer:
                 )
         on_meta = any(parameter.is_meta for parameter in model.parameters())  # where torch has no fused optimizer
         fused = {"fused": True} if may_fuse and not on_meta else {}
+        if is_sharded(model):
+            fused = _options_for_parts(node, model, fused)
         optimizer = by_target("optimizer", node, parameters, **fused)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer: {node._target_} returns {type(optimizer).__name__}, want a torch Optimizer.")
@@ -451,6 +453,31 @@ def build_optimizer(node: Any, model: nn.Module) -> torch.optim.Optimizer:
             f"sparse=False, or use one of {supporting}."
         )
     return optimizer
+
+
+def _options_for_parts(node: Any, model: nn.Module, fused: dict[str, bool]) -> dict[str, bool]:
+    """Tries the optimizer on a small sharded parameter; returns ``fused``, or {} if it works without that only.
+
+    torch has no fused SGD for parts of parameters, and no Adafactor at all, which they would tell in the first step.
+
+    Raises:
+        ConfigError: If it cannot update parts of parameters.
+    """
+    for options in (fused, {}):
+        parameter = small_part(model)
+        optimizer = by_target("optimizer", node, [parameter], **options)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            return options  # which is refused later
+        try:
+            optimizer.step()
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            reason = str(error).partition("\n")[0]
+        else:
+            return options
+    raise ConfigError(
+        f"optimizer: {node._target_} cannot update a parameter that is divided among the ranks ({reason}). Use another one, "
+        "such as optimizer=adamw, or set parallel=ddp."
+    )
 
 
 def build_schedule(node: Any, lengths: Lengths) -> Callable[[int], float]:

@@ -323,7 +323,7 @@ class TrainStep:
         else:
             drop_gradients(self.optimizer)
         if self.ema is not None:
-            self.ema.update(skip)
+            self.ema.update(skip.to(self._state_device))
         if self.loss_scale is not None:
             # ``overflowed``, not ``skip``: a step without valid rows is skipped too, but its cause is not the scale.
             self.loss_scale.update(overflowed)

@@ -110,7 +110,7 @@ def test_activations_are_those_that_autograd_saves_and_temporary_ones(gpt: StepM
 
 def test_activations_grow_with_the_rows(gpt: StepMemory) -> None:
     one = measured(config(), rows_of(tokens(), 1))
-    assert 3.5 * one.activations < gpt.activations < 4.1 * one.activations
+    assert 3 * one.activations < gpt.activations < 4 * one.activations
     assert one.parameters[0].state == gpt.parameters[0].state
 
 
@@ -157,33 +157,32 @@ def strategy(ranks: int, **options: Any) -> Strategy:
 
 
 def test_bytes_of_parts_are_those_that_a_rank_really_has(gpt: StepMemory) -> None:
-    cases: list[dict[str, Any]] = [{"shard": "full"}, {"shard": "hybrid", "shard_size": 2}]
+    def rank(number: int) -> tuple[int, int, int]:
+        model = build_model(config().model, CPU)
+        shard_model(model, ParallelConfig(shard="full"), World(number, 3, number, 3, CPU, "gloo", launched=True))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        model(tokens()["tokens"][:, 1:]).sum().backward()
+        gradients = sum(local_part(p.grad).nbytes for p in model.parameters() if p.grad is not None)
+        optimizer.step()
+        state = [value for of_one in optimizer.state.values() for value in of_one.values()]
+        parameters = sum(local_part(parameter).nbytes for parameter in model.parameters())
+        return parameters, gradients, sum(local_part(value).nbytes for value in state)
 
-    def rank(number: int) -> list[tuple[int, int, int]]:
-        here, found = World(number, 4, number, 4, CPU, "gloo", launched=True), []
-        for options in cases:
-            model = build_model(config().model, CPU)
-            shard_model(model, ParallelConfig(**options), here)
-            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-            model(tokens()["tokens"][:, 1:]).sum().backward()
-            gradients = sum(local_part(p.grad).nbytes for p in model.parameters() if p.grad is not None)
-            optimizer.step()
-            state = [value for of_one in optimizer.state.values() for value in of_one.values()]
-            parameters = sum(local_part(parameter).nbytes for parameter in model.parameters())
-            found.append((parameters, gradients, sum(local_part(value).nbytes for value in state)))
-        return found
-
-    predicted = [usage(gpt, strategy(4, **options), micro_batches=1) for options in cases]
+    want = usage(gpt, strategy(3, shard="full"), micro_batches=1)
     # The first rank has the largest parts.
-    for real, want in zip(run_ranks(4, rank)[0], predicted, strict=True):
-        assert real == (want.parameters - 2 * gpt.buffers, want.gradients, want.optimizer)
+    assert run_ranks(3, rank)[0] == (want.parameters - 2 * gpt.buffers, want.gradients, want.optimizer)
+    hybrid = usage(gpt, strategy(6, shard="hybrid", shard_size=3), micro_batches=1)
+    assert (hybrid.parameters, hybrid.gradients, hybrid.optimizer) == (want.parameters, want.gradients, want.optimizer)
 
 
-def test_ddp_needs_buckets_and_with_several_micro_batches_gradients_besides(gpt: StepMemory) -> None:
+def test_ddp_needs_buckets_and_gradients_besides_where_they_are_no_views(gpt: StepMemory) -> None:
     need = gpt
     whole = sum(parameter.tensor.nbytes for parameter in need.parameters)
     one, two = (usage(need, strategy(2), micro_batches=number) for number in (1, 2))
-    assert (one.gradients, two.gradients) == (whole, 2 * whole)
+    assert one.gradients == two.gradients == whole
+    for options in ({"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": False}):
+        assert usage(need, strategy(2, **options), micro_batches=2).gradients == 2 * whole
+    assert usage(need, strategy(2, static_graph=True), micro_batches=1).gradients == whole
     assert one.optimizer == 2 * whole + 4 * len(need.parameters)
     assert usage(need, strategy(2, reduce_dtype="bf16"), 1).working == whole // 2
     alone = usage(need, strategy(1), 1)

@@ -122,7 +122,7 @@ def test_packed_documents_train_with_their_padding_ignored(tmp_path, capsys):
     arguments = [str(tmp_path / "a.jsonl"), str(tmp_path / "dst"), "--json-key", "body", "--length", "64"]
     assert main(["text", *arguments, "--fit", "best", "--split", "val=0.2"]) == 0
     out = capsys.readouterr().out
-    assert "task.ignore=257" in out
+    assert "padding is the token 257" in out
     assert "padding: " in out
     assert "empty documents: 1" in out
     described = json.loads((tmp_path / "dst" / "dataset.json").read_text())

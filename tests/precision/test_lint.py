@@ -36,11 +36,15 @@ def to_scalar(out: Tensor) -> Tensor:
         (lambda: ResNet(18, classes=4, stem="cifar", width=4), torch.rand(2, 3, 8, 8)),
         (lambda: ViT([16, 2, 2], classes=4, image_size=16, patch=8), torch.rand(2, 3, 16, 16)),
         (lambda: GPT(vocabulary=16, width=16, depth=2, heads=2, context=8), torch.randint(16, (2, 8))),
+        (
+            lambda: GPT(16, 16, 2, 2, 8, kv_heads=1, qk_norm=True, mlp="swiglu", norm="rms", bias=False),
+            torch.randint(16, (2, 8)),
+        ),
         (lambda: SmallCNN(classes=4, width=4), torch.rand(2, 3, 8, 8)),
         (lambda: CoordinateNet(width=4), torch.rand(2, 2, 4, 4)),
         (lambda: nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), torch.rand(2, 3, 8)),
     ],
-    ids=["ResNet", "ViT", "GPT", "SmallCNN", "CoordinateNet", "torch's transformer"],
+    ids=["ResNet", "ViT", "GPT", "modern GPT", "SmallCNN", "CoordinateNet", "torch's transformer"],
 )
 def test_models_that_follow_the_precision_are_clean(
     build: Callable[[], nn.Module], inputs: Tensor, precision: str

@@ -123,14 +123,20 @@ def test_weights_from_a_file_are_not_lost(tmp_path: Path) -> None:
 
 
 def test_ranks_fill_their_parts_with_the_numbers_of_the_whole_model() -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(GPT(width=8, depth=2, heads=2), nn.Linear(8, 257))
+        model[1].weight = model[0].embedding.weight
+        return model
+
     torch.manual_seed(7)
-    want = dict(GPT(width=8, depth=2, heads=2).named_parameters())
+    want = dict(build().named_parameters())
 
     def on_rank(rank: int) -> dict[str, Tensor]:
         torch.manual_seed(7)
-        deferred = DeferredModel(lambda: GPT(width=8, depth=2, heads=2))
+        deferred = DeferredModel(build)
         shard_model(deferred.model, ParallelConfig(shard="full"), world(rank, 3))
         deferred.fill(deferred.model, CPU, CPU)
+        assert deferred.model[1].weight is deferred.model[0].embedding.weight  # type: ignore[index]
         return {name: parameter.full_tensor() for name, parameter in deferred.model.named_parameters()}  # type: ignore[attr-defined]
 
     for got in run_ranks(3, on_rank):

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from dtrain.training.memory import OutOfMemory, out_of_memory_explained
+from dtrain.training.memory import OutOfMemory, out_of_memory_explained, state_bytes
 
 CPU = torch.device("cpu")
 
@@ -33,6 +34,23 @@ def test_out_of_memory_names_step_and_sizes_and_what_to_try(fail: object) -> Non
     assert "precision=bf16" in text
     assert "train.checkpoint_activations=[" in text
     assert raised.value.__cause__ is not None
+
+
+def test_what_ranks_could_share_is_said_and_the_command_that_computes_what_fits() -> None:
+    model = nn.Linear(1024, 1024)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    whole = 4 * sum(parameter.nbytes for parameter in model.parameters()) + 2 * 4  # two counters of steps
+    assert state_bytes(optimizer, model) == whole
+    explained = out_of_memory_explained(
+        lambda: 1, rows=1, share=1, device=CPU, ranks=8, state=lambda: state_bytes(optimizer, model)
+    )
+    with pytest.raises(OutOfMemory) as raised, explained:
+        raise MemoryError
+    assert "parallel=fsdp, with which each of the 8 ranks holds 2 MiB of the 16 MiB" in str(raised.value)
+    assert "`python -m dtrain.doctor memory ranks=8`" in str(raised.value)
 
 
 def test_one_row_cannot_become_fewer() -> None:

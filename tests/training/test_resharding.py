@@ -197,13 +197,13 @@ def test_one_process_reads_the_weights_of_a_sharded_run_which_equal_those_of_ddp
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_two_ranks_is_restored_on_four_in_every_strategy(of_two: Any) -> None:
+def test_checkpoints_of_two_ranks_are_restored_on_four(of_two: Any) -> None:
     folder, saved = of_two
-    load_in(4, folder, ("fsdp", "hsdp"), saved, 2)
+    load_in(4, folder, ("hsdp",), saved, 2)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_four_ranks_is_restored_on_one_three_and_four_in_every_strategy(tmp_path: Path) -> None:
+def test_checkpoints_of_four_ranks_are_restored_on_one_three_and_four_in_every_strategy(tmp_path: Path) -> None:
     saved = saved_by(4, tmp_path, ALL)
     for ranks, strategies in ((1, ("ddp", "fsdp")), (3, ("fsdp",)), (4, ALL)):
         load_in(ranks, tmp_path, strategies, saved, 4)

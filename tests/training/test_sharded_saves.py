@@ -242,14 +242,11 @@ MAY_BE_COMPLETE = ("rank 1, after it reported",)
 
 #: Phase, and whether it is the last save, which the loop waits for. The others take two minutes: ``-m soak``.
 DRILLS = (
-    ("rank 0, after the folder was made", False),
     ("rank 1, before its file", True),
     ("rank 1, before it reports", False),
-    ("rank 1, after it reported", False),
     ("rank 0, before all have reported", True),
     ("rank 0, after the manifest", False),
     ("rank 0, after the rename", True),
-    ("rank 0, before old ones are deleted", False),
 )
 
 

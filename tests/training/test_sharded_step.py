@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed.fsdp  # here once, and not in every rank
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,6 +18,7 @@ from dtrain.data import Batch
 from dtrain.distributed.sharding import is_dtensor, is_sharded, local_part, shard_model
 from dtrain.precision import Precision
 from dtrain.precision.loss_scale import LossScale
+from dtrain.training.build import build_optimizer
 from dtrain.training.step import TooManySkips
 from dtrain.training.task import Output
 from dtrain.training.tensor_copies import Ema
@@ -69,8 +71,9 @@ def train(rank: int, ranks: int, strategy: str, precision: str, rows: int | None
     if strategy == "hybrid":
         options.shard_size = 2
     wrapped: nn.Module = model
+    kept = Precision(precision, keep_fp32=("blocks.0.2",)).wrap_keep_fp32(model)
     if strategy != "ddp":
-        units = shard_model(model, options, world(rank, ranks), compute_dtype=DTYPES[precision])
+        units = shard_model(model, options, world(rank, ranks), compute_dtype=DTYPES[precision], kept=kept)
         assert units == ["blocks.0", "blocks.1", ""]
         assert is_sharded(model)
         held = sum(local_part(p).numel() for p in model.parameters())
@@ -180,6 +183,7 @@ def test_gradients_may_be_reduced_in_each_micro_batch_and_gathered_in_the_comput
         assert low.losses == pytest.approx(ddp.losses, rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_origin_of_skips_is_named_with_gradients_of_gathered_parameters() -> None:
     def spoilt(model: nn.Module, batch: Batch) -> Output:
         output = squared_error(model, batch)
@@ -199,6 +203,25 @@ def test_the_origin_of_skips_is_named_with_gradients_of_gathered_parameters() ->
     for message in run_ranks(2, on_rank):
         assert "the loss, though the output of every module is finite" in message
         assert "the gradient of entry.again.bias" in message
+
+
+def test_an_optimizer_that_cannot_update_parts_is_refused_and_one_without_fused_parts_is_not_fused() -> None:
+    def on_rank(rank: int) -> list[bool]:
+        model = Blocks()
+        shard_model(model, ParallelConfig(shard="full"), world(rank, 2))
+        adafactor = OmegaConf.create({"_target_": "torch.optim.Adafactor"})
+        with refused(ConfigError, "optimizer", "torch.optim.Adafactor", "parallel=ddp"):
+            build_optimizer(adafactor, model)
+        muon = OmegaConf.create({"_target_": "dtrain.optimizers.MuonWithAdamW"})
+        with refused(ConfigError, "optimizer", "Muon", "parallel=ddp"):
+            build_optimizer(muon, model)
+        fused = OmegaConf.create({"_target_": "torch.optim.SGD", "lr": 0.1, "fused": True})
+        with refused(ConfigError, "optimizer", "_fused_sgd_", "parallel=ddp"):
+            build_optimizer(fused, model)
+        nodes = [{"_target_": f"torch.optim.{name}", "lr": 0.1, "no_decay": ["vectors"]} for name in ("SGD", "AdamW")]
+        return [bool(build_optimizer(OmegaConf.create(node), model).defaults["fused"]) for node in nodes]
+
+    assert run_ranks(2, on_rank) == [[False, True]] * 2
 
 
 def test_a_parameter_that_is_used_outside_of_its_unit_is_explained() -> None:

@@ -200,6 +200,8 @@ WRONG: list[tuple[str, str, str, str]] = [
     ("parallel.timeout_step=0", "parallel.timeout_step", "0", "want a number above 0"),
     ("parallel.timeout_start=-1", "parallel.timeout_start", "-1", "want a number above 0"),
     ("parallel.bucket_cap_mb=0", "parallel.bucket_cap_mb", "0", "want a number above 0"),
+    ("parallel.shard=zero", "parallel.shard", "zero", "want one of none"),
+    ("parallel.shard_size=2", "parallel.shard_size", "2", "set parallel.shard=full"),
     ("parallel.reduce_dtype=int8", "parallel.reduce_dtype", "int8", "want one of fp32"),
     ("parallel.comm_hook={_target_: my.hook}", "parallel.comm_hook._target_", "my.hook", "pip install my"),
     ("parallel.comm_hook=powerSGD", "parallel.comm_hook", "powerSGD", "such as parallel.comm_hook._target_=package"),
@@ -267,7 +269,7 @@ def test_all_wrong_values_are_in_one_message(digits_config: Any) -> None:
         ["experiment=digits", "model._target_=torch.nn.Linear", "model.in_features=3", "model.out_features=2"],
         ["experiment=line"],
         ["experiment=checkerboard"],
-        ["experiment=imagenet_vit_s", "data.train=a.tar"],
+        ["experiment=imagenet_vit_s", "data.train=a.tar", "parallel=fsdp"],
         ["experiment=imagenet_resnet50", "data.train=a.tar", "optimizer=muon"],
     ],
     ids=" ".join,
@@ -285,6 +287,28 @@ def test_the_size_of_a_micro_batch_is_compared_with_the_ranks(digits_config: Any
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
     with refused(ConfigError, "train.micro_batch_size", "24", "Sizes that fit: 1, 2, 4, 8, 16, 32"):
         validate(changed(digits_config, "train.micro_batch_size=24"))
+
+
+SHARDED: list[tuple[list[str], tuple[str, ...]]] = [
+    (["parallel.shard_modules=[blocks.*]"], ("parallel.shard_modules", "blocks.*", "has 0, 1, 2")),
+    (["parallel.static_graph=true"], ("parallel.static_graph", "True", "shard=none")),
+    (["parallel.shard=hybrid", "parallel.shard_size=3"], ("parallel.shard_size", "3", "the 4 ranks")),
+    (["train.compile=true"], ("train.compile", "true", "[blocks.*]")),
+    (
+        ["optimizer={_target_: torch.distributed.optim.ZeroRedundancyOptimizer, optimizer_class: x}"],
+        ("optimizer", "ZeroRedundancyOptimizer", "parallel=fsdp"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("assignments", "named"), SHARDED, ids=[" ".join(row[0]) for row in SHARDED])
+def test_what_a_sharded_run_cannot_do_is_refused_before_it_starts(
+    digits_config: Any, monkeypatch, assignments: list[str], named: tuple[str, ...]
+) -> None:
+    monkeypatch.setitem(os.environ, "WORLD_SIZE", "4")
+    validate(changed(digits_config, "parallel.shard=full"))
+    with refused(ConfigError, *named):
+        validate(changed(digits_config, "parallel.shard=full", *assignments))
 
 
 @pytest.mark.parametrize("section", ["task", "optimizer", "schedule", "model"])
