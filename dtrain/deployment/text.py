@@ -1,8 +1,8 @@
 """Continues a text with the artefact of a language model.
 
 * The tokenizer of the training is part of the artefact (``vocabulary.json``).
-* A model with a method ``generate``, such as ``dtrain.models.GPT``, is called through it: it keeps keys and values, so that each
-  new token costs a forward of one token.
+* A model with a method ``generate``, such as ``dtrain.models.GPT``, is called through it: it keeps keys and values, so that
+  each new token costs a forward of one token.
 * A traced program takes rows of one length only. The text is filled up at its end, which a causal model does not see, and each
   token costs a forward of the whole row.
 """

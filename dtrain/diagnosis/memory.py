@@ -509,7 +509,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m dtrain.doctor memory",
         usage="%(prog)s experiment=NAME [ranks=N] [ranks_per_node=N] [device_memory=80GB] [key=value ...] [--json FILE]",
         description="Shows the memory that a rank needs in a step with ddp, fsdp and hsdp, whether it fits, and what to\n"
-        "change if it does not. Nothing is trained, and a model of any size needs no memory and no GPU. ranks=N is\n"
+        "change if it does not. Nothing is trained. It needs no GPU, and no memory for the model. ranks=N is\n"
         "for N ranks (default: launch.nodes x launch.processes_per_node), device_memory=80GB for a GPU that this\n"
         "machine does not have. The exit code is 1 if the run does not fit.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
