@@ -8,7 +8,8 @@
   overwrites a tensor as a whole, its memory is freed in between as well: many models initialise each parameter twice.
 
 What cannot be recorded raises ``NotDeferrable``: values that Python code reads, random numbers on a GPU, a generator whose
-state is saved and restored, and tensors that are exchanged without an operation (``parameter.data = tensor``). The idea is that of torchdistX's deferred initialisation.
+state is saved and restored, and tensors that are exchanged without an operation (``parameter.data = tensor``). The idea is that
+of torchdistX's deferred initialisation.
 """
 
 from __future__ import annotations
