@@ -308,6 +308,9 @@ def _from_file(name: str) -> Any:
     except Exception as error:  # the Rust library raises plain Exception
         raise ValueError(f"tokenizer tokenizers:{name}: not a tokenizer.json: {error}.") from error
     tokenizer.encode_special_tokens = True  # their names are plain text, as with encode_ordinary
+    # A file may ask for both; documents would lose their ends, or get padding.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     return tokenizer
 
 

@@ -125,6 +125,17 @@ def test_names_of_special_tokens_are_text_in_a_tokenizer_file(word_level):
     assert 1 not in Tokenizer(f"tokenizers:{word_level}").encode("a </s> b").tolist()
 
 
+def test_truncation_and_padding_of_a_tokenizer_file_are_not_used(word_level):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer.from_file(str(word_level))
+    made.enable_truncation(3)
+    made.enable_padding(length=5)
+    made.save(str(word_level))
+    tokenizer = Tokenizer(f"tokenizers:{word_level}")
+    assert tokenizer.encode("a b a b a b").tolist() == [2, 3, 2, 3, 2, 3]
+    assert tokenizer.encode("a").tolist() == [2]
+
+
 def test_an_unknown_vocabulary_of_tiktoken_is_refused_with_the_known_ones():
     pytest.importorskip("tiktoken")
     with refused(ValueError, "tiktoken:gpt-2", "no such vocabulary", "gpt2"):
