@@ -113,6 +113,7 @@ def pack_text(options: Namespace, console: Console) -> None:
         documents=f"{len(files)} ({digest})",
         files=plan_files,
         val_by=by,
+        json_key=options.json_key,
         long_documents=options.long_documents,
         **facts,
     )

@@ -295,6 +295,18 @@ def test_a_split_can_begin_at_exactly_its_share_of_the_bytes(tmp_path, text):
     assert 0 <= len(train.encode()) - int(0.9 * len(text.encode())) < 4
 
 
+def test_a_staged_pack_is_not_resumed_with_another_json_key(tmp_path, capsys, monkeypatch):
+    lines = [json.dumps({"a": f"first {number}\n", "b": f"second {number}\n"}) for number in range(20)]
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    arguments = (tmp_path / "x.jsonl", tmp_path / "dst", "--length", 8, "--json-key")
+    with monkeypatch.context() as patch:
+        patch.setattr(text_module.PackCommand, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert pack(*arguments, "a") == 130
+    assert pack(*arguments, "b") == 1
+    assert "json_key" in capsys.readouterr().err
+    assert pack(*arguments, "a") == 0
+
+
 def test_too_few_documents_for_a_split_are_refused(tmp_path):
     (tmp_path / "one.txt").write_text("text\n" * 9)
     found, _ = find_files([str(tmp_path / "one.txt")], "text", refuse)
