@@ -130,6 +130,10 @@ def test_a_file_that_is_not_utf8_is_an_error_or_skipped(texts, tmp_path, capsys)
         ),
         (["SRC", "DST", "--length", "4", "--split", "val=SRC/none"], ("SRC/none", "Give files, folders")),
         (["SRC", "DST", "--length", "4", "--split", "train=SRC/0.txt"], ("train", "either a share or files")),
+        (
+            ["SRC", "DST", "--length", "4", "--split", "val=SRC/[04].txt", "--split", "test=SRC/4.txt"],
+            ("SRC/4.txt", "val and in test", "one split"),
+        ),
         (["SRC/0.txt", "DST", "--length", "4", "--split", "val=SRC/0.txt"], ("SRC/0.txt", "Name files with text")),
     ],
 )
