@@ -296,17 +296,18 @@ class _Encoding:
                 except ValueError as error:
                     raise ValueError(f"{piece.path}: {error}") from error
                 file.write(tokens.astype(dtype, copy=False).tobytes())
-                size += len(tokens)
+                size += len(tokens) + (len(end) if ends else 0)
+                # Also where a piece ends inside a document, whose rest may be in another part.
+                self._check_length(piece, size)
                 if ends:
                     file.write(end_bytes)
-                    self._check_length(piece, size + len(end))
                     size = 0
             on_progress(piece.stop - piece.start)
 
     def _check_length(self, piece: Piece, size: int) -> None:
         if self.longest is not None and size > self.longest:
             raise ValueError(
-                f"{piece.path}: a document has {size:,} tokens, more than the {self.longest:,} of a row. Choose a longer "
+                f"{piece.path}: a document has at least {size:,} tokens, more than the {self.longest:,} of a row. Choose a longer "
                 "--length, or cut such documents: --long-documents cut."
             )
 

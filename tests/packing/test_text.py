@@ -311,6 +311,16 @@ def test_a_staged_pack_is_not_resumed_with_another_json_key(tmp_path, capsys, mo
     assert pack(*arguments, "a") == 0
 
 
+def test_a_long_document_is_refused_also_if_its_end_is_in_another_part(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(documents_module, "_PIECE_BYTES", 30)
+    monkeypatch.setattr(text_module, "_PART_BYTES", 30)
+    (tmp_path / "a.txt").write_text("a line of text\n" * 3)
+    arguments = (tmp_path / "a.txt", tmp_path / "dst", "--length", 20, "--long-documents")
+    assert pack(*arguments, "error") == 1
+    assert "--long-documents cut" in capsys.readouterr().err
+    assert pack(*arguments, "cut") == 0
+
+
 def test_too_few_documents_for_a_split_are_refused(tmp_path):
     (tmp_path / "one.txt").write_text("text\n" * 9)
     found, _ = find_files([str(tmp_path / "one.txt")], "text", refuse)
