@@ -222,6 +222,15 @@ class Corpus:
         self.padding = padding
         self.bytes_per_token = bytes_per_token
 
+    @staticmethod
+    def is_described_by(path: Path) -> bool:
+        """Whether ``dtrain.pack text`` wrote this ``dataset.json``: other tools use the name, too. True if it is unreadable."""
+        try:
+            stored = json.loads(path.read_text("utf-8"))
+        except (OSError, ValueError):
+            return True  # ``read`` says why
+        return isinstance(stored, dict) and "tokenizer" in stored
+
     @classmethod
     def read(cls, path: Path) -> Corpus:
         """Reads ``dataset.json``.

@@ -162,7 +162,7 @@ def class_names(data: DataConfig) -> list[str] | None:
 
 
 def corpus_beside(data: DataConfig) -> Corpus | None:
-    """Reads ``dataset.json``, which ``dtrain.pack text`` writes beside the shards; None without such a file.
+    """Reads ``dataset.json``, which ``dtrain.pack text`` writes beside the shards; None without such a file of it.
 
     The shards are found as in ``class_names``.
 
@@ -172,7 +172,7 @@ def corpus_beside(data: DataConfig) -> Corpus | None:
     found: dict[Path, Corpus] = {}
     for pattern in _train_patterns(data) or (data.eval.values() if _are_sets(data.eval) else [data.eval]):
         file = _file_beside(pattern, DATASET)
-        if file is not None and file not in found:
+        if file is not None and file not in found and Corpus.is_described_by(file):
             with as_config_error("data"):
                 found[file] = Corpus.read(file)
     first = next(iter(found.values()), None)

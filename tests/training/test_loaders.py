@@ -19,6 +19,7 @@ from dtrain.precision import Precision
 from dtrain.training.loaders import (
     check_same_data,
     class_names,
+    corpus_beside,
     declared_fields,
     eval_loader,
     prepare_data,
@@ -418,6 +419,22 @@ def test_impossible_sources_are_told_by_their_key(shards: str, of_second: dict[s
 def test_an_unknown_source_of_epoch_of_is_refused(shards: str) -> None:
     with refused(ConfigError, "data.epoch_of", "'third'", "first, second"):
         train_loader(config(mixture=mixture(shards), epoch_of="third"), world(), FP32)
+
+
+def described(folder: Path, shards: str, **facts: Any) -> str:
+    """The shards in a folder of their own, with a ``dataset.json`` of these facts."""
+    folder.mkdir()
+    for path in Path(shards).parent.glob("train-*.tar"):
+        (folder / path.name).symlink_to(path)
+    (folder / "dataset.json").write_text(json.dumps(facts))
+    return str(folder / "train-*.tar")
+
+
+def test_a_dataset_json_of_another_tool_is_not_read(tmp_path: Path, shards: str) -> None:
+    assert corpus_beside(config(train=described(tmp_path / "a", shards, labels=[["0.png", 1]])).data) is None
+    damaged = described(tmp_path / "b", shards, tokenizer="bytes")
+    with refused(ConfigError, tmp_path / "b" / "dataset.json", "vocab_size", "Pack the text again"):
+        corpus_beside(config(train=damaged).data)
 
 
 def test_sources_with_other_class_names_are_refused(tmp_path: Path, shards: str) -> None:
