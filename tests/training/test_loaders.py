@@ -437,6 +437,26 @@ def test_a_dataset_json_of_another_tool_is_not_read(tmp_path: Path, shards: str)
         corpus_beside(config(train=damaged).data)
 
 
+def test_texts_of_other_tokenizers_are_refused(tmp_path: Path, shards: str) -> None:
+    facts = {"tokenizer": "tokenizers:0", "vocab_size": 9, "end_of_text": 3, "padding": None}
+    train = described(tmp_path / "train", shards, **facts)
+    other_end = described(tmp_path / "end", shards, **facts | {"end_of_text": 4})
+    mixture = {"a": {"shards": train, "weight": 1}, "b": {"shards": other_end, "weight": 1}}
+    with refused(ConfigError, "data.mixture", "end of text 4", "same way", tmp_path / "end"):
+        corpus_beside(config(mixture=mixture).data)
+    other = described(tmp_path / "other", shards, **facts | {"tokenizer": "bytes"})
+    for named in (other, {"near": train, "far": other}):
+        with refused(ConfigError, "data.eval", "bytes", f"vocabulary:{tmp_path / 'train'}", tmp_path / "other"):
+            corpus_beside(config(train=train, eval=named).data)
+    padded = described(tmp_path / "padded", shards, **facts | {"padding": 9})
+    corpus = corpus_beside(config(train=train, eval=padded).data)
+    assert corpus is not None
+    assert corpus.padding == 9  # only rows to evaluate on have it, and they must not count it
+    left = corpus_beside(config(train=str(tmp_path / "deleted" / "*.tar"), eval=padded).data)
+    assert left is not None
+    assert left.padding == 9
+
+
 def test_sources_with_other_class_names_are_refused(tmp_path: Path, shards: str) -> None:
     given = {name: {"shards": write_vectors(tmp_path / name, 3)} for name in ("cats", "dogs")}
     (tmp_path / "cats" / "classes.json").write_text('["a", "b"]')
