@@ -307,8 +307,8 @@ class _Encoding:
     def _check_length(self, piece: Piece, size: int) -> None:
         if self.longest is not None and size > self.longest:
             raise ValueError(
-                f"{piece.path}: a document has at least {size:,} tokens, more than the {self.longest:,} of a row. Choose a longer "
-                "--length, or cut such documents: --long-documents cut."
+                f"{piece.path}: a document has at least {size:,} tokens, more than the {self.longest:,} of a row. Choose a "
+                "longer --length, or cut such documents: --long-documents cut."
             )
 
 

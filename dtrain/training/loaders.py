@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 import json
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -168,8 +168,8 @@ def corpus_beside(data: DataConfig) -> Corpus | None:
     The shards are found as in ``class_names``.
 
     Raises:
-        ConfigError: If the file is not usable, or the sources of a mixture have different tokenizers, ends of text or padding, or
-            the evaluation shards another tokenizer.
+        ConfigError: If the file is not usable, or the sources of a mixture have different tokenizers, ends of text or padding,
+            or the evaluation shards another tokenizer.
     """
     of_eval = list(data.eval.values() if _are_sets(data.eval) else [data.eval])
     found = _corpora(_train_patterns(data)) or _corpora(of_eval)
@@ -190,8 +190,8 @@ def corpus_beside(data: DataConfig) -> Corpus | None:
             break
         if corpus.tokenizer_identity != first.tokenizer_identity:
             raise ConfigError(
-                f"data.eval: {file.parent} has tokens of {corpus.tokenizer_identity}, the training shards in {first.folder} those "
-                f"of {first.tokenizer_identity}. Pack the text again with --tokenizer vocabulary:{first.folder}."
+                f"data.eval: {file.parent} has tokens of {corpus.tokenizer_identity}, the training shards in {first.folder} "
+                f"those of {first.tokenizer_identity}. Pack the text again with --tokenizer vocabulary:{first.folder}."
             )
         if first.padding is None:
             first.padding = corpus.padding
