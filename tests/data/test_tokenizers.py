@@ -44,6 +44,13 @@ def test_the_end_of_text_can_be_named_and_must_exist(word_level):
         Tokenizer(f"tokenizers:{word_level}", "<eot>")
 
 
+def test_an_end_of_text_that_would_not_be_used_is_refused(tmp_path):
+    Tokenizer.of_characters("abc").save(tmp_path)
+    for spec in ("bytes", f"vocabulary:{tmp_path}"):
+        with refused(ValueError, "--end-of-text", "'END'", "Leave the option out"):
+            Tokenizer(spec, "END")
+
+
 def test_tiktoken_encodes_names_of_special_tokens_as_text(monkeypatch):
     tiktoken = pytest.importorskip("tiktoken")
     ranks = {bytes([byte]): byte for byte in range(256)}
@@ -101,7 +108,12 @@ def test_shards_of_earlier_versions_have_the_tokenizer_in_dataset_json(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"tokenizer": "characters"}', '{"tokenizer": "x", "vocab_size": 1}']
+    "content",
+    [
+        *("", "[]", "{}", '{"tokenizer": "characters"}', '{"tokenizer": "x", "vocab_size": 1}'),
+        *('{"tokenizer": "characters", "characters": "ba"}', '{"tokenizer": "characters", "characters": 1}'),
+        '{"tokenizer": "tokenizers", "content": "", "end_of_text": "x"}',
+    ],
 )
 def test_a_file_that_describes_no_tokenizer_is_refused(tmp_path, content):
     (tmp_path / "vocabulary.json").write_text(content)
