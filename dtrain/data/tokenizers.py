@@ -277,7 +277,11 @@ def _read_vocabulary(path: Path) -> tuple[Path, dict[str, Any]]:
     if not isinstance(stored, dict) or not isinstance(stored.get("tokenizer"), str):
         raise ValueError(f"{path} does not describe a tokenizer. Pack the text again, which writes it.")
     characters, end = stored.get("characters", ""), stored.get("end_of_text")
-    if not isinstance(characters, str) or list(characters) != sorted(set(characters)) or not isinstance(end, int | None):
+    if (
+        not isinstance(characters, str)
+        or list(characters) != sorted(set(characters))
+        or not isinstance(end, int | None)
+    ):
         raise ValueError(
             f"{path} is damaged: want 'characters' in the order of their code points, each once, and a number or null as "
             "'end_of_text'. Pack the text again, which writes it."
