@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from dtrain.data import Batch
 from dtrain.data.fields import DataError
 from dtrain.data.tokenizers import Corpus, Tokenizer
-from dtrain.models.gpt import Sampler
 from dtrain.tasks.losses import softmax_cross_entropy
 from dtrain.training.task import Output
 
@@ -95,6 +94,9 @@ class LanguageModelling:
         self._tokenizer: Tokenizer | None = None
         self._prompt: list[int] | None = None
         if sample is not None:
+            # Here, because it imports parts of torch that other tasks do not need.
+            from dtrain.models.gpt import Sampler
+
             try:
                 Sampler(1.0 if sample_temperature is None else sample_temperature, sample_top_k, 0, torch.device("cpu"))
             except ValueError as error:
