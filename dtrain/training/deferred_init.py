@@ -37,7 +37,7 @@ _OVERWRITING = {
     )
 }
 _SALT = 0x5A17_0000_0000_0000
-_TRIM_EVERY = 2**26  # bytes
+_TRIM_EVERY = 2**25  # bytes
 _TRUNCATED = "_no_grad_trunc_normal_"
 _truncated_normal = getattr(nn.init, _TRUNCATED)
 
