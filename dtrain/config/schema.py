@@ -153,8 +153,8 @@ class PrecisionConfig:
 class ParallelConfig:
     """How the ranks share the model: DistributedDataParallel (DDP), or sharded by torch's ``fully_shard`` (FSDP2)."""
 
-    # none: every rank holds the model (DDP) | full: each rank holds a part of it | hybrid: each group of shard_size ranks holds
-    # it, and the groups hold the same
+    # none: every rank holds the model (DDP) | full: all ranks hold one copy of it together | hybrid: each group of shard_size
+    # ranks holds one copy together
     shard: str = "none"
     # sharded: patterns of modules whose parameters are gathered together, such as [blocks.*]; null: the repeated blocks
     shard_modules: list[str] | None = None
@@ -166,19 +166,18 @@ class ParallelConfig:
     reduce_after: str = "window"
     offload: bool = False  # sharded: parameters, gradients and optimizer state in host memory; GPUs only, slow
     timeout_start: float = 600.0  # seconds without progress before the first step is done that count as a hang
-    timeout_step: float = 300.0  # the same after the first step
+    timeout_step: float = 300.0  # seconds without progress after the first step that count as a hang
     bucket_cap_mb: int = 25  # DDP: size of the buckets in which gradients are reduced
     find_unused_parameters: bool = False  # DDP: needed if a step does not use all parameters
     static_graph: bool = False  # DDP: every step uses the same parameters
     # DDP: gradients are views of the buckets, which saves a copy of them; while a step accumulates several micro-batches only
     # without train.deterministic, find_unused_parameters and static_graph
     gradient_as_bucket_view: bool = True
-    sync_batchnorm: bool = False  # BatchNorm statistics over all ranks; GPUs only
+    sync_batchnorm: bool = False  # BatchNorm statistics over all ranks; GPUs only; each layer waits for the GPU
     reduce_dtype: str = "fp32"  # of the all-reduce of gradients: fp32 | bf16 | fp16, which limits the loss scale
-    comm_hook: Any = None  # instead: _target_ of a DDP communication hook, hook(state, bucket), and its state
-    recover: bool = (
-        False  # experimental: when a rank is lost, the others continue without a restart; needs srun and CPUs
-    )
+    comm_hook: Any = None  # in place of reduce_dtype: _target_ of a DDP hook, hook(state, bucket), and its state
+    # experimental: when a rank is lost, the others continue without a restart; DDP on CPUs, with srun
+    recover: bool = False
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """Continues a text with the artefact of a language model.
 
 * The tokenizer of the training is part of the artefact (``vocabulary.json``).
-* A model with a method ``generate``, such as ``dtrain.models.GPT``, is called through it: it keeps keys and values, so that a
-  token costs a forward of one token.
+* A model with a method ``generate``, such as ``dtrain.models.GPT``, is called through it: it keeps keys and values, so that
+  each new token costs a forward of one token.
 * A traced program takes rows of one length only. The text is filled up at its end, which a causal model does not see, and each
   token costs a forward of the whole row.
 """
@@ -79,8 +79,8 @@ def _tokenizer(folder: Path, model: Artefact) -> Tokenizer:
     expected = model.description.tokenizer
     if expected is None:
         raise ConfigError(
-            f"{folder} has no tokenizer, so it cannot continue a text: it is no language model, or the {VOCABULARY} beside its "
-            "training shards was not there when it was exported. Export the run again with data.train=SHARDS."
+            f"{folder} has no tokenizer, so it cannot continue a text: the model is not a language model, or the {VOCABULARY} "
+            "beside its training shards was not there when it was exported. Export the run again with data.train=SHARDS."
         )
     with as_config_error(str(folder)):
         tokenizer = Tokenizer.load(folder)

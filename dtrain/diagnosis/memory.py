@@ -1,4 +1,4 @@
-"""``python -m dtrain.doctor memory``: the memory that a rank needs in a step, for each strategy, before there is a GPU.
+"""``python -m dtrain.doctor memory``: the memory that a rank needs in a step, for each strategy; no GPU is needed.
 
     python -m dtrain.doctor memory experiment=bytes_gpt [ranks=8] [ranks_per_node=8] [device_memory=80GB] [key=value ...]
 
@@ -88,7 +88,7 @@ class Strategy:
 
     @property
     def overrides(self) -> str:
-        """What to set for it."""
+        """The overrides that select this strategy."""
         return " ".join([f"parallel={_PRESETS[self.parallel.shard]}", *(f"parallel.{one}" for one in self._options())])
 
     def _options(self) -> list[str]:
@@ -133,7 +133,7 @@ def usage(step: StepMemory, strategy: Strategy, micro_batches: int) -> Usage:
 
     Args:
         step: Measured on a rank that holds the whole model.
-        strategy: The strategy; ``step.unshardable`` is empty if it shards.
+        strategy: The strategy. It may shard the model only if ``step.unshardable`` is empty.
         micro_batches: Micro-batches in a step.
     """
     if strategy.parallel.shard == "none":
@@ -240,7 +240,7 @@ class MemoryPlan:
         device: The device whose kernels are assumed.
         loader: The training loader of one of the ranks; its first micro-batch is read.
         ranks: Number of ranks.
-        ranks_per_node: Those of a machine; with ``hsdp`` they share a copy, unless ``parallel.shard_size`` is set.
+        ranks_per_node: Ranks of a machine; with ``hsdp`` they share a copy, unless ``parallel.shard_size`` is set.
         capacity: Bytes of a device; None: unknown.
 
     Attributes:
@@ -286,7 +286,7 @@ class MemoryPlan:
         return self.capacity is None or need.total <= USABLE * self.capacity
 
     def _strategies(self) -> Iterator[Strategy]:
-        """That of the config first, then those that send least."""
+        """The strategy of the config, then the others, those that send fewer bytes first."""
         own: ParallelConfig = OmegaConf.to_object(self._cfg.parallel)  # type: ignore[assignment]
         if own.shard == "none":  # as build.wrap
             own.find_unused_parameters |= self._cfg.train.deterministic
@@ -337,7 +337,7 @@ class MemoryPlan:
         return Finding("memory", text, "ok" if self.fits(need) else "warning", "\n".join(self.advice()))
 
     def advice(self) -> list[str]:
-        """What makes the run fit, one line each, those first that change least. Empty if it fits."""
+        """Changes with which the run fits, one line each, the smallest change first. Empty if it fits."""
         if self.fits(self.need):
             return []
         others = [
@@ -367,7 +367,7 @@ class MemoryPlan:
                 yield f"{strategy.overrides} {option}" if number else option, usage(step, strategy, self.micro_batches)
 
     def _with_recomputation(self) -> tuple[Config, str]:
-        """A config that recomputes the activations of all blocks, and what to set for it."""
+        """A config that recomputes the activations of all blocks, and the override for it."""
         patterns = list(dict.fromkeys(f"{name.rpartition('.')[0]}.*".removeprefix(".") for name in self.step.blocks))
         cfg = deepcopy(self._cfg)
         cfg.train.checkpoint_activations = list(cfg.train.checkpoint_activations) or patterns
@@ -377,7 +377,7 @@ class MemoryPlan:
         return measure_step(cfg, self._precision, self._device, rows_of(self._batch, rows))
 
     def _with_more_ranks(self) -> str:
-        """The number of ranks that is enough with everything that saves memory."""
+        """The number of ranks that is enough if all options that save memory are set."""
         if self.step.unshardable:
             return f"Nothing else fits, since the model cannot be sharded. {self.step.unshardable}"
         cfg, option = self._with_recomputation() if self.step.blocks else (self._cfg, "")
@@ -509,7 +509,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m dtrain.doctor memory",
         usage="%(prog)s experiment=NAME [ranks=N] [ranks_per_node=N] [device_memory=80GB] [key=value ...] [--json FILE]",
         description="Shows the memory that a rank needs in a step with ddp, fsdp and hsdp, whether it fits, and what to\n"
-        "change if it does not. Nothing is trained, and a model of any size needs no memory and no GPU. ranks=N is\n"
+        "change if it does not. Nothing is trained. It needs no GPU, and no memory for the model. ranks=N is\n"
         "for N ranks (default: launch.nodes x launch.processes_per_node), device_memory=80GB for a GPU that this\n"
         "machine does not have. The exit code is 1 if the run does not fit.",
         formatter_class=argparse.RawDescriptionHelpFormatter,

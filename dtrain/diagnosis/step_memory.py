@@ -1,13 +1,13 @@
 """Measures what a step needs in memory, without needing that memory: on fake tensors.
 
 * A *fake tensor* (``torch._subclasses.FakeTensorMode``) has shape, dtype and device, but no data, so a step of a model of any
-  size is measured in seconds. Every operation of forward, backward and optimizer is seen, with the result that it would
-  allocate. What kernels allocate for themselves is not.
+  size is measured in seconds. Every result that an operation of forward, backward or optimizer would allocate
+  is counted. Temporary memory inside of kernels is not.
 * *Activations* are everything that forward and backward allocate except gradients of parameters: tensors saved for the
   backward, and temporary ones. Recomputed ones (``train.checkpoint_activations``) count when they exist.
 * *Weight casts* are copies of parameters in the compute dtype, which autocast makes. Sharded models do not need them.
 
-A model or task that reads values (``.item()``, boolean indexing) cannot run on fake tensors. It runs for real then.
+A model or task that reads values (``.item()``, boolean indexing) cannot run on fake tensors. Such a step runs on real tensors.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class StepMemory:
         batch: One micro-batch on the device.
         activations: Largest sum of activations, weight casts included.
         activations_sharded: The same without weight casts.
-        with_gradients: Largest sum of activations and of the gradients that exist by then, if there were none before.
+        with_gradients: Largest sum of activations and of the gradients that exist at that time, if the step begins without
+            gradients.
         update: Temporary tensors of the optimizer or of the moving average.
         averaged: Whether there is a moving average of the weights.
         is_fake: Whether it was measured on fake tensors.

@@ -67,8 +67,8 @@ def check_options(parallel: ParallelConfig, ranks: int | None, device: torch.dev
         if getattr(parallel, key) != getattr(defaults, key):
             whose = "DDP" if ours else "sharded models (parallel=fsdp, parallel=hsdp)"
             raise ConfigError(
-                f"parallel.{key}: got {getattr(parallel, key)!r}, but it is for {whose}, and parallel.shard is "
-                f"{parallel.shard}. Leave it out, or set parallel.shard={'none' if ours else 'full'}."
+                f"parallel.{key}: got {getattr(parallel, key)!r}, but it applies only to {whose}, and "
+                f"parallel.shard is {parallel.shard}. Leave it out, or set parallel.shard={'none' if ours else 'full'}."
             )
     if parallel.shard_size is not None:
         if parallel.shard != "hybrid":
@@ -77,7 +77,7 @@ def check_options(parallel: ParallelConfig, ranks: int | None, device: torch.dev
                 "it out, or set parallel.shard=hybrid."
             )
         if parallel.shard_size < 1 or (ranks or parallel.shard_size) % parallel.shard_size:
-            among = f", which divides the {ranks} ranks" if ranks else ""
+            among = f", a divisor of the {ranks} ranks" if ranks else ""
             raise ConfigError(
                 f"parallel.shard_size: got {parallel.shard_size}, want the number of ranks of a group{among}."
             )
@@ -89,12 +89,12 @@ def check_accumulation(parallel: ParallelConfig, micro_batches: int) -> None:
     """Checks the keys about the reduction of gradients, once the number of micro-batches of a step is known.
 
     Raises:
-        ConfigError: If micro-batches would be added up in 16 bits.
+        ConfigError: If gradients of several micro-batches would be accumulated in 16 bits.
     """
     if parallel.reduce_dtype != "fp32" and parallel.reduce_after == "window" and micro_batches > 1:
         raise ConfigError(
             f"parallel.reduce_dtype: got {parallel.reduce_dtype} with {micro_batches} micro-batches in a step, which a sharded "
-            "model would add up in that dtype. Set parallel.reduce_after=micro_batch, or reduce_dtype=fp32."
+            "model would accumulate in that dtype. Set parallel.reduce_after=micro_batch, or reduce_dtype=fp32."
         )
 
 
@@ -189,11 +189,12 @@ def unit_names(model: nn.Module, parallel: ParallelConfig) -> list[str]:
 
 
 def already_sharded(model: nn.Module) -> str | None:
-    """Which module or parameter of the model was sharded by somebody else, as the begin of a sentence; None if none was."""
+    """The module or parameter that was sharded before, as the beginning of a sentence; None if there is none."""
     for name, module in model.named_modules():
         kind = next((cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith(_FSDP)), None)
         if kind is not None:
-            return f"the model's module {name or 'at the top'!r} is sharded by itself ({kind})"
+            which = f"the module {name!r} of the model" if name else "the model"
+            return f"{which} is sharded already ({kind})"
     for name, parameter in model.named_parameters():
         if is_dtensor(parameter):
             return f"the model's parameter {name} is a DTensor (tensor parallelism or fully_shard)"
@@ -240,7 +241,7 @@ def copies_of(parameter: Tensor, ranks: int) -> int:
 
 
 def small_part(model: nn.Module) -> nn.Parameter:
-    """A small parameter with a gradient, divided among the ranks as those of a sharded model are."""
+    """A small parameter with a gradient, sharded as those of ``model`` are: for a trial step of an optimizer."""
     from torch.distributed.tensor import DTensor
 
     like: Any = next(parameter for parameter in model.parameters() if is_dtensor(parameter))

@@ -6,6 +6,7 @@ Files in reading order:
 * ``staging``: a dataset while it is packed; interrupted commands resume, and shards appear only when all are written.
 * ``pool``: jobs on several processes.
 * ``images``, ``arrays``, ``text``: one file for each kind of source. ``resizing``: smaller images, for ``--max-side``.
+  ``documents``: finds texts and assigns them to splits; ``rows``: rows of tokens.
 * ``indexing``: ``pack index``.
 * ``standard_library``: a text corpus that every machine has, for examples and tests.
 """

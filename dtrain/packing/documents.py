@@ -1,6 +1,6 @@
 """The documents of ``pack text``: found in files, assigned to splits, and read in pieces.
 
-* A *document* is the text of one UTF-8 file; or, in a file ``.jsonl``, a text in each line.
+* A *document* is the text of one UTF-8 file; in a ``.jsonl`` file, the text in one line.
 * A *piece* is a part of a file of a few megabytes, which one process reads at a time: it ends with a line. So memory does not
   grow with the size of a file.
 * A *split* gets whole files (``document``), or the end of every file: from a line on (``tail``), or from a character on
@@ -90,7 +90,7 @@ class Piece:
 def find_files(
     sources: Sequence[str], json_key: str, on_bad_file: OnBadFile, excluded: Collection[str] = ()
 ) -> tuple[list[TextFile], str]:
-    """Lists the files of files, globs and folders, without hidden files.
+    """Lists the files that paths, globs and folders name, without hidden files.
 
     Every file is read once to check its content, so that hours of encoding do not fail at a byte that is not UTF-8.
 
@@ -218,7 +218,7 @@ def characters_of(pieces: Iterable[Piece], on_progress: Callable[[int], None]) -
 
 
 def choose_val_by(files: int, shares: Mapping[str, float]) -> str:
-    """``document`` if each split gets at least one of so many files, else ``tail``."""
+    """``document`` if there are enough files for each split to get at least one, else ``tail``."""
     numbers = assign_to_splits(np.arange(files), "", shares).values()
     return VAL_BY[0] if all(map(len, numbers)) else VAL_BY[1]
 
@@ -254,7 +254,7 @@ def split_into_pieces(
     empty = [name for name, pieces in result.items() if not pieces]
     if empty:
         raise ValueError(
-            f"the split {empty[0]!r} gets no text of {len(files)} files. Increase its share, or give each split the "
+            f"the split {empty[0]!r} gets no text from the {len(files)} files. Increase its share, or give each split the "
             "end of each file: --val-by tail."
         )
     return result
@@ -288,7 +288,7 @@ def _pieces(file: TextFile, start: int, stop: int) -> list[Piece]:
     pieces = []
     while start < stop:
         end = _line_end(file.path, start + _PIECE_BYTES, stop, whole=file.json_key is not None)
-        pieces.append(Piece(file.path, start, end, end == stop, file.json_key))
+        pieces.append(Piece(file.path, start, end, end == stop or file.json_key is not None, file.json_key))
         start = end
     return pieces
 

@@ -78,7 +78,7 @@ def pack_text(options: Namespace, console: Console) -> None:
     by = options.val_by or choose_val_by(len(with_text), command.shares)
     if by != options.val_by and by == "tail":
         print(
-            f"too few files ({len(with_text)}) to give each split whole files: {', '.join(command.shares)} is the end of each "
+            f"too few files ({len(with_text)}) to give each split whole files: {', '.join(command.shares)} get the end of each "
             "file, as with --val-by tail"
         )
     pieces = split_into_pieces(with_text, command.prefix, command.shares, by, options.seed)
@@ -91,8 +91,8 @@ def pack_text(options: Namespace, console: Console) -> None:
     best = options.fit == "best"
     if tokenizer.end_of_text is None and (documents > 1 or best):
         raise ValueError(
-            f"tokenizer {options.tokenizer!r} has no end-of-text token, which separates documents ({documents:,}). Add one to "
-            "the vocabulary: --end-of-text '<|endoftext|>'."
+            f"tokenizer {options.tokenizer!r} has no end-of-text token, which separates documents (here {documents:,}). Add "
+            "one to the vocabulary: --end-of-text '<|endoftext|>'."
         )
     # Outside the vocabulary, so that it stays that of the tokenizer.
     padding = tokenizer.vocab_size if best else None
@@ -161,7 +161,7 @@ def pack_text(options: Namespace, console: Console) -> None:
 
 
 def _take_file_splits(options: Namespace) -> dict[str, list[str]]:
-    """Takes the splits that are given by files out of ``options.split``: name to patterns."""
+    """Removes the splits that are given by files from ``options.split``, and returns them: name to patterns."""
     patterns: dict[str, list[str]] = {}
     for name, value in options.split:
         if isinstance(value, str):

@@ -43,11 +43,11 @@ class LanguageModelling:
             called as ``model(tokens, documents=numbers)``, see ``dtrain.models.GPT``.
         end_of_text: The token between documents. None: that of the shards.
         sample: Prompt that the model continues after each evaluation; the text is logged and kept with the run. An empty prompt
-            is the begin of a document. None: off.
+            begins a document. None: off.
         sample_tokens: Number of tokens to generate.
         sample_temperature: For the model's method ``generate``; None: its default.
         sample_top_k: As ``sample_temperature``.
-        corpus: Description of the shards' tokens; dtrain gives it.
+        corpus: Description of the shards' tokens; set by dtrain.
 
     Raises:
         ValueError: If an option is impossible, there is no end-of-text token for ``documents=mask``, or the prompt cannot be
@@ -99,7 +99,7 @@ class LanguageModelling:
         self._checked = False
 
     def __call__(self, model: nn.Module, batch: Batch) -> Output:
-        """Returns the loss summed over tokens, their count, and the metrics ``accuracy`` and ``bits_per_byte``, if known.
+        """Returns the loss summed over tokens, their count, and the metrics ``accuracy`` and, if known, ``bits_per_byte``.
 
         Raises:
             DataError: If a token is outside the vocabulary (on a CPU), the model takes no documents, or cannot continue the
@@ -169,7 +169,7 @@ class LanguageModelling:
         if self._bytes_per_token is not None:
             raise ValueError(
                 f"task.sample: got {sample!r}, but the shards have no vocabulary.json, and with bytes_per_token "
-                f"{self._bytes_per_token} their tokens are no bytes. Pack the text with dtrain.pack text, or set "
+                f"{self._bytes_per_token} their tokens are not bytes. Pack the text with dtrain.pack text, or set "
                 "task.sample=null."
             )
         return Tokenizer("bytes")

@@ -456,9 +456,9 @@ def build_optimizer(node: Any, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _options_for_parts(node: Any, model: nn.Module, fused: dict[str, bool]) -> dict[str, bool]:
-    """Tries the optimizer on a small sharded parameter; returns ``fused``, or {} if it works without that only.
+    """Tries the optimizer on a small sharded parameter; returns ``fused``, or {} if it works only without it.
 
-    torch has no fused SGD for parts of parameters, and no Adafactor at all, which they would tell in the first step.
+    torch has no fused SGD for parts of parameters, and no Adafactor; without this trial they would fail in the first step.
 
     Raises:
         ConfigError: If it cannot update parts of parameters.

@@ -198,7 +198,7 @@ def read_parts(paths: Iterable[Path]) -> dict[str, dict[str, StoredTensor]]:
 
     Raises:
         OSError, SafetensorError: If a file cannot be read.
-        ValueError: If a file is not one of a rank, or values are missing; names the first few tensors.
+        ValueError: If a file was not written by a rank, or values are missing; names the first few tensors.
     """
     groups: dict[str, dict[str, StoredTensor]] = {}
     problems = []
@@ -247,7 +247,7 @@ def _sizes(box: Box) -> tuple[int, ...]:
 
 
 def _common(one: Box, other: Box) -> Box:
-    """The common part of two boxes; it is empty if a dimension is, which begins inside of ``other`` then."""
+    """The common part of two boxes. In a dimension in which they do not overlap, it is empty and begins inside of ``other``."""
     starts = [min(max(a.start, b.start), b.stop) for a, b in zip(one, other, strict=True)]
     ends = [min(a.stop, b.stop) for a, b in zip(one, other, strict=True)]
     return tuple(slice(start, max(start, end)) for start, end in zip(starts, ends, strict=True))

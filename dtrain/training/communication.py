@@ -2,7 +2,7 @@
 
 * The *size* of a collective is that of the whole tensor: each value counts once, padding included.
 * What a rank *sends* is ``(n - 1) / n`` of that size in an all-gather, a reduce-scatter or a broadcast over n ranks, and twice
-  as much in an all-reduce, which is a reduce-scatter and an all-gather. Rings send so much, and no algorithm sends less
+  as much in an all-reduce, which is a reduce-scatter and an all-gather. Rings send this much, and no algorithm sends less
   (Patarasuk and Yuan 2009). For a broadcast it is the mean over the ranks.
 * A *unit* is what FSDP gathers at once: the parameters of a matching module, or all others, the *root* unit.
 
@@ -67,7 +67,7 @@ class Traffic:
     """What a step sends.
 
     Attributes:
-        collectives: Without those of one rank and those of nothing.
+        collectives: Those with more than one rank and more than zero bytes.
         hook: Whether a user's communication hook sends the gradients, which are then missing here.
     """
 
@@ -257,7 +257,7 @@ def vote_traffic(ranks: int, metrics: int) -> Collective:
 
 
 def padded_numel(parameter: Tensor, ranks: int) -> int:
-    """Elements of a parameter that FSDP splits along its first dimension into ``ranks`` pieces of one size."""
+    """Elements of a parameter with FSDP's padding: it splits the first dimension into ``ranks`` pieces of equal size."""
     return ranks * math.ceil(parameter.shape[0] / ranks) * math.prod(parameter.shape[1:])
 
 

@@ -1,11 +1,11 @@
-"""Builds a model without its memory, and then the parts of its parameters that this rank holds: for sharded runs.
+"""Builds a model without allocating its memory, and then the parts of its parameters that this rank holds. For sharded runs.
 
 * *Recording*: the model is built with fake tensors, which have shapes but no memory. Every operation of torch is recorded.
 * *Replay*: the operations run again, in the same order, with real tensors and torch's generator in the state it had before. So
   the numbers are those of an ordinary construction, whatever code initialises the model, bit for bit.
 * A tensor of the model is *final* after the last operation on its memory. The rank then copies its own part and frees it, so
-  the largest tensors of the model, not their sum, decide how much memory a rank needs. Memory whose content the next operation
-  overwrites as a whole is freed in between as well: many models initialise each parameter twice.
+  the largest tensors of the model, not their sum, decide how much memory a rank needs. If the next operation
+  overwrites a tensor as a whole, its memory is freed in between as well: many models initialise each parameter twice.
 
 What cannot be recorded raises ``NotDeferrable``: values that Python code reads, random numbers on a GPU, and a generator whose
 state is saved and restored. The idea is that of torchdistX's deferred initialisation.
@@ -246,7 +246,7 @@ class _Recorder(TorchDispatchMode):
         return tensor
 
     def _because(self, reason: str) -> NotDeferrable:
-        """The exception; kept, because a caller may replace it by one of its own."""
+        """The exception to raise. It is kept, because code under construction may replace it by an exception of its own."""
         self._reason = NotDeferrable(reason)
         return self._reason
 
