@@ -144,7 +144,10 @@ def draw(runs: Mapping[Key, Sequence[harness.Run]], path: Path) -> None:
                 label = f"{precision}: {result(experiment, of_key)}" if number == 0 else None
                 axes.plot(*curve(run), label=label, **thin)
         axes.set_title(experiment, loc="left", fontsize=10)
-        axes.set(xlabel="step", yscale="log")
+        axes.set_xlabel("step")
+        low, high = axes.dataLim.intervaly
+        axes.set_yscale("log" if high > 10 * low else "linear")
+        axes.locator_params(axis="x", nbins=4)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
         axes.legend(frameon=False, fontsize=7)

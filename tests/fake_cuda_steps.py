@@ -164,6 +164,18 @@ def averaging(state, bucket):  # without annotations: DDP compares them with typ
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
 
 
+@contextlib.contextmanager
+def in_buckets(limit: int | None) -> Iterator[None]:
+    """DDP's buckets from its first step on; it lays them out after that step, which here it does not."""
+    assign = dist._compute_bucket_assignment_by_size
+
+    def limited(parameters: Any, limits: list[int], *rest: Any) -> Any:
+        return assign(parameters, limits if limit is None else [limit], *rest)
+
+    with mock.patch.object(dist, "_compute_bucket_assignment_by_size", limited):
+        yield
+
+
 def mesh_of_ranks(parallel: ParallelConfig, world: World) -> Any:
     with unset_fake_temporarily():
         return DeviceMesh("cuda", torch.arange(RANKS), mesh_dim_names=("shard",))
@@ -210,6 +222,7 @@ def steps(
     ema: bool = True,
     clip_norm: float | None = 1.0,
     micro_batches: int = 2,
+    bucket_bytes: int | None = None,
     evaluates: bool = False,
     **ddp_options: Any,
 ) -> Case:
@@ -223,7 +236,8 @@ def steps(
         if parallel != "fsdp":
             use_channels_last(model)
         if parallel == "ddp":
-            ddp: Any = DistributedDataParallel(model, device_ids=[0], init_sync=False, **ddp_options)
+            with in_buckets(bucket_bytes):
+                ddp: Any = DistributedDataParallel(model, device_ids=[0], init_sync=False, **ddp_options)
             kept.append(ddp.logger)
             ddp.logger = mock.MagicMock()  # its timer is CUDA's
             if reduce_dtype is not None:
@@ -293,7 +307,7 @@ CASES: dict[str, Case] = {
     "fp16, reduced in fp16": steps("fp16", reduce_dtype=torch.float16),
     "fp16, guarded hook": steps("fp16", guard=True),
     "bf16, bucket views, 3 micro-batches": steps("bf16", micro_batches=3, gradient_as_bucket_view=True),
-    "bf16, several buckets": steps("bf16", bucket_cap_mb=0.001),
+    "bf16, several buckets": steps("bf16", bucket_bytes=512),
     "bf16, no clipping, no average, 1 micro-batch": steps("bf16", clip_norm=None, ema=False, micro_batches=1),
     "fp16, no DDP": steps("fp16", parallel="none"),
     "bf16, fsdp": steps("bf16", parallel="fsdp"),

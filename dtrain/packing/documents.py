@@ -288,7 +288,7 @@ def _pieces(file: TextFile, start: int, stop: int) -> list[Piece]:
     pieces = []
     while start < stop:
         end = _line_end(file.path, start + _PIECE_BYTES, stop, whole=file.json_key is not None)
-        pieces.append(Piece(file.path, start, end, end == stop, file.json_key))
+        pieces.append(Piece(file.path, start, end, end == stop or file.json_key is not None, file.json_key))
         start = end
     return pieces
 

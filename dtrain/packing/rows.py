@@ -28,6 +28,7 @@ from dtrain.packing.pool import OnProgress
 
 # A window holds enough documents to fill nearly every row, and its tokens fit into the memory of every process.
 _WINDOW_TOKENS = 1 << 25
+_READ_TOKENS = 1 << 23
 
 
 class Rows(Protocol):
@@ -234,7 +235,9 @@ def _write_layout(
     stream; and the numbers of documents and of those that are longer than a row.
     """
     all_ends = [bounds[:1]]
-    for begin, end in pairwise(bounds.tolist()):
+    stop = int(bounds[-1])
+    for begin in range(int(bounds[0]), stop, _READ_TOKENS):
+        end = min(begin + _READ_TOKENS, stop)
         all_ends.append(begin + 1 + np.flatnonzero(stream.read(begin, end) == end_of_text))
         on_progress(end - begin)
     ends = np.concatenate(all_ends)

@@ -356,9 +356,11 @@ def _train_patterns(data: DataConfig) -> list[Any]:
 
 def _file_beside(pattern: Any, name: str) -> Path | None:
     """The file of this name in the folder of the shards; None if there is none."""
+    if not are_patterns(pattern):
+        return None
     # Such files are optional, and the shards may be deleted after the training.
     with suppress(ValueError, OSError):
-        paths = shards.expand(pattern if isinstance(pattern, str) else list(pattern or []))
+        paths = shards.expand(pattern if isinstance(pattern, str) else list(pattern))
         file = Path(paths[0]).parent / name
         if file.is_file():
             return file

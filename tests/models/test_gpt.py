@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from dtrain.models import GPT, gpt
 from dtrain.models.gpt import Sampler, document_mask
+from dtrain.training.model_setup import checkpoint_activations
 from tests.refusals import refused
 
 GPT2 = {"positions": "learned", "mlp": "gelu_tanh"}
@@ -193,6 +194,27 @@ def test_documents_of_a_row_have_the_logits_and_gradients_of_separate_rows(optio
             (alone * weight[row, mine]).sum().backward()
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-11, atol=1e-12)
+
+
+def test_documents_work_with_activation_checkpointing() -> None:
+    gradients = []
+    for patterns in ([], ["blocks.*"]):
+        model = small(**MODERN).train()
+        checkpoint_activations(model, patterns)
+        model(some_tokens(2, 16), DOCUMENTS).square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+@pytest.mark.slow  # imports the compiler
+@pytest.mark.parametrize("blocks", [False, True], ids=["dense", "flex"])
+@torch.no_grad()  # FlexAttention has no backward on a CPU
+def test_a_model_with_documents_is_one_graph(blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rows = small(torch.float32, **MODERN), some_tokens(2, 16)
+    expected = model(rows, DOCUMENTS)
+    monkeypatch.setattr(gpt, "document_mask", lambda documents, **_: document_mask(documents, blocks=blocks))
+    graph = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(graph(rows, DOCUMENTS), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow  # imports the compiler

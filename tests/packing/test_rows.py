@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.pack import main
+from dtrain.packing import documents as documents_module
 from dtrain.packing import rows as rows_module
 from dtrain.packing import text as text_module
 from dtrain.packing.rows import BestFitRows, CutRows, TokenStream, best_fit, layout_jobs
@@ -141,6 +142,29 @@ def test_rows_do_not_depend_on_parts_that_end_with_a_document(tmp_path, monkeypa
     monkeypatch.setattr(text_module, "_PART_BYTES", 100)
     assert main(["text", str(tmp_path / "src"), str(tmp_path / "many"), "--length", "50", "--fit", "best"]) == 0
     np.testing.assert_array_equal(read_rows(tmp_path / "one"), read_rows(tmp_path / "many"))
+
+
+def test_a_file_of_many_documents_is_laid_out_in_windows(tmp_path, monkeypatch):
+    lines = [json.dumps({"text": f"{n} " * (n % 7 + 1)}) for n in range(200)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    for module, name in (
+        (documents_module, "_PIECE_BYTES"),
+        (text_module, "_PART_BYTES"),
+        (rows_module, "_WINDOW_TOKENS"),
+    ):
+        monkeypatch.setattr(module, name, 300)
+    windows = []
+    write = rows_module._write_layout
+    monkeypatch.setattr(rows_module, "_write_layout", lambda *args: (windows.append(args[1]), write(*args)))
+    monkeypatch.setattr(rows_module, "_READ_TOKENS", 70)
+    arguments = ["--length", "40", "--fit", "best", "--processes", "1"]
+    assert main(["text", str(tmp_path / "a.jsonl"), str(tmp_path / "dst"), *arguments]) == 0
+    assert len(windows) > 3
+    assert max(bounds[-1] - bounds[0] for bounds in windows) < 700
+    rows = read_rows(tmp_path / "dst")
+    tokens = rows[:, 1:][rows[:, 1:] != 257]
+    texts = bytes(10 if token == END else token for token in tokens).decode().split("\n")[:-1]
+    assert sorted(texts) == sorted(json.loads(line)["text"] for line in lines)
 
 
 def test_a_layout_is_the_same_whenever_it_is_written(tmp_path):

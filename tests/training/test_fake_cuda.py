@@ -37,7 +37,8 @@ CASES = [
     "bf16, fsdp",
     *sorted(WAITING),
 ]
-pytestmark = pytest.mark.slow
+# The first test waits for all cases, half a minute of a core.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")

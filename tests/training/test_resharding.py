@@ -20,6 +20,7 @@ from dtrain.distributed.sharding import is_dtensor, local_part, shard_model
 from dtrain.distributed.world import World
 from dtrain.precision.loss_scale import LossScale
 from dtrain.training.checkpoint_manager import CheckpointManager
+from dtrain.training.checkpoint_tensors import StoredTensor
 from dtrain.training.checkpoints import Checkpoints
 from dtrain.training.resume import starting_weights
 from dtrain.training.state import TrainState, load_optimizer, load_weights, optimizer_state
@@ -30,8 +31,8 @@ from tests.toys import CPU, micro_batches, run_steps, train_step
 
 STRATEGIES = {
     "ddp": ParallelConfig(),
-    "fsdp": ParallelConfig(shard="full", shard_modules=["trunk"]),
-    "hsdp": ParallelConfig(shard="hybrid", shard_size=2, shard_modules=["trunk"]),
+    "fsdp": ParallelConfig(shard="full", shard_modules=["*[k0]"]),
+    "hsdp": ParallelConfig(shard="hybrid", shard_size=2, shard_modules=["*[k0]"]),
 }
 GLOBAL_BATCH = 12
 
@@ -271,3 +272,32 @@ def test_optimizer_state_that_cannot_be_divided_is_refused_by_name(tmp_path: Pat
                 load_optimizer(run.optimizer, run.model, rows, {}, [])
 
     run_ranks(2, rank, init=False)
+
+
+@pytest.mark.slow
+def test_no_rank_copies_or_reads_more_than_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    getitem = StoredTensor.__getitem__
+
+    def counted(self: StoredTensor, index: Any) -> Tensor:
+        values = getitem(self, index)
+        read.append(values.nbytes)
+        return values
+
+    monkeypatch.setattr(StoredTensor, "__getitem__", counted)
+
+    def rank(number: int) -> tuple[int, int]:
+        with process_group(timeout=60) as world:
+            run = build(
+                world, "fsdp", tmp_path, model=nn.Sequential(nn.Linear(3, 64), nn.Linear(64, 64), nn.Linear(64, 1))
+            )
+            train(run, 1)
+            save(run)
+            run.restore(run.checkpoints.load(1))
+            return run.checkpoint({}).nbytes, sum(read)
+
+    parts = run_ranks(4, rank, init=False)
+    whole = sum(copied for copied, _ in parts)
+    for copied, loaded in parts:
+        assert copied < 1.1 * whole / 4
+        assert loaded < 1.1 * whole / 4

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import json
+import os
+import sys
 import tarfile
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +20,7 @@ from dtrain.data import Batch, ShardLoader
 from dtrain.tasks import Classification
 from dtrain.training import run_logger
 from dtrain.training.checkpoints import Checkpoints
-from dtrain.training.run_logger import banner_rows
+from dtrain.training.run_logger import banner_rows, write_final_status
 from dtrain.training.state import TrainState
 from dtrain.training.task import Evaluation
 from tests.ranks import RanksFailed
@@ -167,3 +171,19 @@ def test_loss_scaling_is_shown_where_there_is_some(shards: str, tmp_path: Path, 
 def test_a_run_without_evaluation_and_without_masked_rows_says_so(shards: str, tmp_path: Path) -> None:
     cfg = rows(shards, tmp_path, evaluated=False)
     assert cfg["eval data"] == "none"
+
+
+def test_a_run_whose_output_nobody_reads_ends_as_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    run: Any = SimpleNamespace(
+        world=SimpleNamespace(rank=0),
+        step=SimpleNamespace(step=3),
+        run_dir=tmp_path,
+        totals=SimpleNamespace(times=lambda: {"trained_seconds": 1.0}),
+    )
+    with open(write, "w") as unread:
+        monkeypatch.setattr(sys, "stdout", unread)
+        write_final_status(run, "finished", None, 3)
+        monkeypatch.undo()
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "finished"

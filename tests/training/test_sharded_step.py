@@ -25,6 +25,7 @@ from dtrain.training.tensor_copies import Ema
 from tests.ranks import run_ranks
 from tests.refusals import refused
 from tests.toys import CPU, Net, micro_batches, run_steps, samples, squared_error, train_step, world
+from tests.training.test_step import decide_on_device
 
 ROWS, STEPS, SPOILT = 12, 5, 2  # the step whose data hold an infinity on the last rank
 CLIP = 0.3
@@ -64,8 +65,20 @@ def whole(model: nn.Module) -> Tensor:
     return torch.cat([part.detach().flatten() for part in parts])
 
 
-def train(rank: int, ranks: int, strategy: str, precision: str, rows: int | None, **parallel: object) -> Trained:
-    """Trains on one rank's part of the regression; ``strategy`` is ddp, full or hybrid."""
+def train(
+    rank: int,
+    ranks: int,
+    strategy: str,
+    precision: str,
+    rows: int | None,
+    *,
+    on_device: bool = False,
+    **parallel: object,
+) -> Trained:
+    """Trains on one rank's part of the regression; ``strategy`` is ddp, full or hybrid.
+
+    With ``on_device`` the host queues the step and does not look at the vote, as on a GPU.
+    """
     model = Blocks()
     options = ParallelConfig(shard="none" if strategy == "ddp" else strategy, **parallel)  # type: ignore[arg-type]
     if strategy == "hybrid":
@@ -92,6 +105,8 @@ def train(rank: int, ranks: int, strategy: str, precision: str, rows: int | None
         loss_scale=LossScale(CPU, init=64.0) if precision == "fp16" else None,
         reduce_each=options.reduce_after == "micro_batch",
     )
+    if on_device:
+        decide_on_device(step)
     windows = [micro_batches(number, ROWS, ranks=ranks, rank=rank, rows=rows) for number in range(STEPS)]
     if rank == ranks - 1:
         windows[SPOILT][-1]["x"][0, 0] = float("inf")
@@ -168,15 +183,19 @@ def test_in_every_precision_and_strategy(ranks: int) -> None:
 
 
 @pytest.mark.slow
-def test_gradients_may_be_reduced_in_each_micro_batch_and_gathered_in_the_compute_dtype() -> None:
-    def on_rank(rank: int) -> tuple[Trained, Trained, Trained]:
+def test_skips_are_decided_on_the_device_and_gradients_reduced_in_each_micro_batch_or_parameters_gathered_in_bf16() -> (
+    None
+):
+    def on_rank(rank: int) -> tuple[Trained, ...]:
         return (
+            train(rank, 2, "full", "fp32", None, on_device=True),
             train(rank, 2, "full", "fp32", 1, reduce_after="micro_batch"),
             train(rank, 2, "full", "bf16", None, gather_dtype="compute"),
             train(rank, 2, "ddp", "bf16", None),
         )
 
-    for each, low, ddp in run_ranks(2, on_rank):
+    for on_device, each, low, ddp in run_ranks(2, on_rank):
+        assert_same(on_device, reference())
         assert_same(each, reference())
         assert low.applied == ddp.applied
         # Biases are rounded to bf16 as well.
