@@ -91,9 +91,14 @@ def pack_text(options: Namespace, console: Console) -> None:
         tokenizer = _tokenizer_of_characters(pieces, options.end_of_text is not None, console)
     best = options.fit == "best"
     if tokenizer.end_of_text is None and (documents > 1 or best):
+        remedy = (
+            "Add one to the vocabulary"
+            if options.tokenizer == _CHARACTERS
+            else "Pack the text of the vocabulary again with"
+        )
         raise ValueError(
-            f"tokenizer {options.tokenizer!r} has no end-of-text token, which separates documents (here {documents:,}). Add "
-            "one to the vocabulary: --end-of-text '<|endoftext|>'."
+            f"tokenizer {options.tokenizer!r} has no end-of-text token, which separates documents (here {documents:,}). "
+            f"{remedy}: --end-of-text '<|endoftext|>'."
         )
     # Outside the vocabulary, so that it stays that of the tokenizer.
     padding = tokenizer.vocab_size if best else None
