@@ -91,7 +91,7 @@ def pack_text(options: Namespace, console: Console) -> None:
     best = options.fit == "best"
     if tokenizer.end_of_text is None and (documents > 1 or best):
         raise ValueError(
-            f"tokenizer {options.tokenizer!r} has no end-of-text token, which separates documents (here {documents:,}). Add "
+            f"tokenizer {options.tokenizer!r} has no end-of-text token, which separates documents ({documents:,}). Add "
             "one to the vocabulary: --end-of-text '<|endoftext|>'."
         )
     # Outside the vocabulary, so that it stays that of the tokenizer.
