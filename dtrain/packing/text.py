@@ -97,7 +97,7 @@ def pack_text(options: Namespace, console: Console) -> None:
             else "Pack the text of the vocabulary again with"
         )
         raise ValueError(
-            f"tokenizer {options.tokenizer!r} has no end-of-text token, which separates documents (here {documents:,}). "
+            f"tokenizer {options.tokenizer!r} has no end-of-text token, which separates documents ({documents:,}). "
             f"{remedy}: --end-of-text '<|endoftext|>'."
         )
     # Outside the vocabulary, so that it stays that of the tokenizer.
