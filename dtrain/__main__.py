@@ -145,7 +145,8 @@ def _is_single(name: str, arguments: Sequence[str]) -> bool:
     """Whether a command only prints, or runs several configs one after the other: it needs no other processes."""
     from dtrain.config.compose import only_prints
 
-    return only_prints(arguments) or not {"--multirun", "-m"}.isdisjoint(arguments) or "numerics" in arguments[:1]
+    subcommand = name == "doctor" and bool({"memory", "numerics"}.intersection(arguments[:1]))
+    return only_prints(arguments) or not {"--multirun", "-m"}.isdisjoint(arguments) or subcommand
 
 
 def _gpus() -> int:

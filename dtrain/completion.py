@@ -29,9 +29,9 @@ SUBCOMMANDS = {
     "pack": ("imagefolder", "arrays", "text", "index", "digits"),
     "launch": ("status", "tail", "stop", "resume"),
     "export": ("measure",),
-    "doctor": ("numerics",),
+    "doctor": ("memory", "numerics"),
 }
-WITH_KEYS = ("train", "evaluate", "export", "launch", "doctor", "doctor numerics")
+WITH_KEYS = ("train", "evaluate", "export", "launch", "doctor", "doctor memory", "doctor numerics")
 _OF_HYDRA = ("--help", "--multirun", "--config-dir", "--cfg", "--info")
 _NPROC = ("train", "evaluate", "doctor")
 

@@ -54,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     if rest and rest[0].isidentifier():
         parser.error(
-            f"there is no subcommand {rest[0]!r}. Use none to check this machine, numerics to audit the precision of a run, "
-            "or KEY=VALUE, such as experiment=digits, to find what limits a run."
+            f"there is no subcommand {rest[0]!r}. Use none to check this machine, memory to compute what fits into memory, "
+            "numerics to audit the precision of a run, or KEY=VALUE, such as experiment=digits, to find what limits a run."
         )
     join_srun()
     settle_network()
@@ -160,6 +160,7 @@ def _parser() -> argparse.ArgumentParser:
         usage="%(prog)s [--json FILE] [--timeout SECONDS]\n"
         "       torchrun --standalone --nproc-per-node=2 -m dtrain.doctor experiment=NAME [KEY=VALUE ...] [--seconds S]\n"
         "       torchrun --standalone --nproc-per-node=2 -m dtrain.doctor run.dir=DIR [KEY=VALUE ...]\n"
+        "       python -m dtrain.doctor memory --help\n"
         "       python -m dtrain.doctor numerics --help",
         description="Shows versions, devices, precisions and limits of this machine, with remedies for known problems;\n"
         "under torchrun also the speed of all-reduce.\n\n"

@@ -145,15 +145,15 @@ def _add_text(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "text",
         help="text files, as rows of tokens",
-        description="Encodes UTF-8 files, one document each (in .jsonl files: one in each line), joins them with the "
-        "end-of-text token and cuts the tokens into rows of N + 1: N inputs and N targets. The first token of a row is the "
-        "last token of the row before, so every token is a target once. DST/dataset.json describes the rows, "
-        "DST/vocabulary.json the tokenizer.",
+        description="Encodes UTF-8 files, one document each (in .jsonl files: one in each line), into rows of N + 1 tokens: N "
+        "inputs and N targets. With --fit cut, the documents are joined by the end-of-text token and cut into rows, each of "
+        "which begins with the last token of the row before. With --fit best, rows hold whole documents and padding. Either "
+        "way, a token is a target once. DST/dataset.json describes the rows, DST/vocabulary.json the tokenizer.",
         epilog="example: python -m dtrain.pack text 'books/**/*.txt' shards/ --tokenizer tiktoken:gpt2 --length 1024 "
         "--val 0.05",
     )
     parser.add_argument("sources", metavar="SRC", nargs="+", help="file, folder, or quoted glob")
-    parser.add_argument("destination", metavar="DST", type=Path)
+    parser.add_argument("destination", metavar="DST", type=Path, help="folder of the shards")
     parser.add_argument(
         "--tokenizer",
         default="bytes",

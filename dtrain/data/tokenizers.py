@@ -57,6 +57,11 @@ class Tokenizer:
             self._kind, _, self._name = stored["tokenizer"].partition(":")
             if self._kind == "tokenizers":
                 self._name = str(file)
+        if end_token is not None and (stored or self._kind != "tokenizers"):
+            raise ValueError(
+                f"--end-of-text {end_token!r}: the tokenizer {spec!r} has its own end-of-text token or none, which cannot be "
+                "changed. Leave the option out."
+            )
         self.vocab_size: int
         self.end_of_text: int | None
         self.identity: str
@@ -72,7 +77,7 @@ class Tokenizer:
             vocabulary = _from_file(self._name).get_vocab(with_added_tokens=True)
             self.vocab_size = max(vocabulary.values()) + 1
             names = [end_token] if end_token else _END_OF_TEXT
-            self.end_of_text = stored["end_of_text"] if stored else self._find_end(vocabulary, names)
+            self.end_of_text = stored.get("end_of_text") if stored else self._find_end(vocabulary, names)
             self.identity = f"tokenizers:{_hash(_content(self._name))}"
         else:
             raise ValueError(
@@ -222,6 +227,15 @@ class Corpus:
         self.padding = padding
         self.bytes_per_token = bytes_per_token
 
+    @staticmethod
+    def is_described_by(path: Path) -> bool:
+        """Whether ``dtrain.pack text`` wrote this ``dataset.json``: other tools use the name, too. True if it is unreadable."""
+        try:
+            stored = json.loads(path.read_text("utf-8"))
+        except (OSError, ValueError):
+            return True  # ``read`` says why
+        return isinstance(stored, dict) and "tokenizer" in stored
+
     @classmethod
     def read(cls, path: Path) -> Corpus:
         """Reads ``dataset.json``.
@@ -262,6 +276,16 @@ def _read_vocabulary(path: Path) -> tuple[Path, dict[str, Any]]:
         raise ValueError(f"{path} is not JSON ({error}). Pack the text again, which writes it.") from error
     if not isinstance(stored, dict) or not isinstance(stored.get("tokenizer"), str):
         raise ValueError(f"{path} does not describe a tokenizer. Pack the text again, which writes it.")
+    characters, end = stored.get("characters", ""), stored.get("end_of_text")
+    if (
+        not isinstance(characters, str)
+        or list(characters) != sorted(set(characters))
+        or not isinstance(end, int | None)
+    ):
+        raise ValueError(
+            f"{path} is damaged: want 'characters' in the order of their code points, each once, and a number or null as "
+            "'end_of_text'. Pack the text again, which writes it."
+        )
     if stored["tokenizer"].partition(":")[0] == "tokenizers" and not isinstance(stored.get("content"), str):
         raise ValueError(
             f"{path} names a tokenizer without its vocabulary. Pack the text again, which writes {VOCABULARY}."
@@ -308,6 +332,9 @@ def _from_file(name: str) -> Any:
     except Exception as error:  # the Rust library raises plain Exception
         raise ValueError(f"tokenizer tokenizers:{name}: not a tokenizer.json: {error}.") from error
     tokenizer.encode_special_tokens = True  # their names are plain text, as with encode_ordinary
+    # A file may ask for both; documents would lose their ends, or get padding.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     return tokenizer
 
 

@@ -111,8 +111,12 @@ def _generate(model: Artefact, tokens: list[int], sampling: Sampling, end: int |
     _require_context(len(tokens), length)
     with as_config_error("predict"):
         sampler = Sampler(sampling.temperature, sampling.top_k, sampling.seed, model.device)
+        return _drawn(model, tokens, sampling.tokens, length, sampler, end)
+
+
+def _drawn(model: Artefact, tokens: list[int], count: int, length: int, sampler: Sampler, end: int | None) -> list[int]:
     tokens = list(tokens)
-    for _ in range(sampling.tokens):
+    for _ in range(count):
         seen = tokens[-length:]
         row = torch.tensor([seen + [0] * (length - len(seen))])
         logits: Tensor = model.outputs(row)

@@ -40,6 +40,7 @@ _OF_DDP = (
     *("comm_hook", "recover"),
 )
 _OF_SHARDING = ("shard_modules", "shard_size", "gather_dtype", "reduce_after", "offload")
+_FSDP = "torch.distributed.fsdp"
 _BUFFER_BUCKET = 250 * 2**20  # bytes; as in DDP
 
 
@@ -199,9 +200,6 @@ def already_sharded(model: nn.Module) -> str | None:
         if is_dtensor(parameter):
             return f"the model's parameter {name} is a DTensor (tensor parallelism or fully_shard)"
     return None
-
-
-_FSDP = "torch.distributed.fsdp"
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -184,7 +184,7 @@ class GPT(nn.Module):
             int64 ``[rows, length + count]``, or shorter because of ``end``.
 
         Raises:
-            ValueError: If there are no tokens or more than ``context``, or an option is out of range.
+            ValueError: If there are no tokens or more than ``context``, an option is out of range, or logits are not finite.
         """
         prompt = tokens.shape[1]
         if not 1 <= prompt <= self.context:
@@ -227,12 +227,24 @@ class Sampler:
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Takes ``[rows, vocabulary]``, returns a token for each row, int64 ``[rows, 1]``."""
+        """Takes ``[rows, vocabulary]``, returns a token for each row, int64 ``[rows, 1]``.
+
+        Raises:
+            ValueError: If tokens are drawn and logits are not finite.
+        """
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if not self._temperature:
             return logits.argmax(dim=1, keepdim=True)
-        best, which = (logits / self._temperature).topk(min(self._top_k or logits.shape[1], logits.shape[1]))
-        return which.gather(1, torch.multinomial(best.softmax(dim=1), 1, generator=self._generator))
+        best, which = logits.topk(min(self._top_k or logits.shape[1], logits.shape[1]))
+        # The largest logit is subtracted first: divided by a small temperature, all would be infinite.
+        probabilities = ((best - best[:, :1]) / self._temperature).softmax(dim=1)
+        # Also because a failed draw on CUDA ends the process.
+        if not bool(probabilities.isfinite().all()):
+            raise ValueError(
+                "the model's logits for the next token are not finite, so no token can be drawn: its weights have diverged, or "
+                "fp16 overflows. Use an earlier checkpoint, or bf16 or fp32."
+            )
+        return which.gather(1, torch.multinomial(probabilities, 1, generator=self._generator))
 
 
 def positions_in_documents(documents: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from dtrain.packing.staging import is_published
+
 FILE = "tinyshakespeare.txt"
 
 
@@ -23,7 +25,7 @@ def prepare(source: str, directory: str, length: int) -> None:
         FileNotFoundError: If there is no such file; names the address where it is.
         OSError: If packing fails; the message holds the reason.
     """
-    if Path(directory, "dataset.json").exists():
+    if is_published(Path(directory), "dataset.json"):
         return
     text = Path(source, FILE)
     if not text.is_file():

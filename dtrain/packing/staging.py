@@ -153,11 +153,11 @@ class StagedDataset:
         if not publishing.exists():
             for prefix in sorted({name.rpartition("-")[0] for name in self._shards}):
                 refuse_mixing(self.destination, prefix)
+        with replace_file(publishing):
+            pass
         for name, content in extra_files.items():
             with replace_file(self.destination / name) as file:
                 file.write(content)
-        with replace_file(publishing):
-            pass
         for name in self._shards:
             staged_path, final_path = self.folder / name, self.destination / name
             if staged_path.exists():
@@ -211,6 +211,11 @@ def staged(destination: Path, prefixes: Iterable[str], plan: Mapping[str, Any]) 
                 _remove(folder)
             raise
         _remove(folder)
+
+
+def is_published(destination: Path, file: str) -> bool:
+    """Whether a command has finished that writes this file beside its shards."""
+    return (destination / file).exists() and not (destination / _FOLDER / _PUBLISHING).exists()
 
 
 def _acquire(lock: BinaryIO, destination: Path) -> None:

@@ -10,6 +10,7 @@ import sysconfig
 from pathlib import Path
 
 from dtrain.config.cache_dir import cache_dir
+from dtrain.packing.staging import is_published
 
 #: Number of targets of a row; a token is a byte.
 LENGTH = 256
@@ -30,7 +31,7 @@ def prepare(directory: str | None = None) -> None:
         OSError: If packing fails; the message holds the reason.
     """
     folder = Path(directory or cache_dir() / "standard_library")
-    if (folder / "dataset.json").exists():
+    if is_published(folder, "dataset.json"):
         return
     options = ["--length", str(LENGTH), "--val", "0.01", "--bad", "skip", "--shard-mb", "4", "--processes", "1"]
     command = [sys.executable, "-m", "dtrain.pack", "text", *_sources(), str(folder), *options]

@@ -72,6 +72,7 @@ def pack_text(options: Namespace, console: Console) -> None:
     _check(options, command, patterns)
     tokenizer = None if options.tokenizer == _CHARACTERS else Tokenizer(options.tokenizer, options.end_of_text)
     chosen = {name: find_files(sources, options.json_key, command.on_bad_file) for name, sources in patterns.items()}
+    _check_disjoint(chosen)
     excluded = {os.path.realpath(file.path) for files, _ in chosen.values() for file in files}
     files, digest = find_files(options.sources, options.json_key, command.on_bad_file, excluded)
     with_text = [file for file in files if file.documents]
@@ -90,9 +91,14 @@ def pack_text(options: Namespace, console: Console) -> None:
         tokenizer = _tokenizer_of_characters(pieces, options.end_of_text is not None, console)
     best = options.fit == "best"
     if tokenizer.end_of_text is None and (documents > 1 or best):
+        remedy = (
+            "Add one to the vocabulary"
+            if options.tokenizer == _CHARACTERS
+            else "Pack the text of the vocabulary again with"
+        )
         raise ValueError(
-            f"tokenizer {options.tokenizer!r} has no end-of-text token, which separates documents (here {documents:,}). Add "
-            "one to the vocabulary: --end-of-text '<|endoftext|>'."
+            f"tokenizer {options.tokenizer!r} has no end-of-text token, which separates documents ({documents:,}). "
+            f"{remedy}: --end-of-text '<|endoftext|>'."
         )
     # Outside the vocabulary, so that it stays that of the tokenizer.
     padding = tokenizer.vocab_size if best else None
@@ -113,6 +119,7 @@ def pack_text(options: Namespace, console: Console) -> None:
         documents=f"{len(files)} ({digest})",
         files=plan_files,
         val_by=by,
+        json_key=options.json_key,
         long_documents=options.long_documents,
         **facts,
     )
@@ -180,6 +187,15 @@ def _check(options: Namespace, command: PackCommand, patterns: Mapping[str, obje
     for name in patterns:
         if name in (command.prefix, *command.shares):
             raise ValueError(f"--split {name}: this split is named twice. Give it either a share or files.")
+
+
+def _check_disjoint(chosen: Mapping[str, tuple[Sequence[TextFile], str]]) -> None:
+    split_of: dict[str, str] = {}
+    for name, (files, _) in chosen.items():
+        for file in files:
+            other = split_of.setdefault(os.path.realpath(file.path), name)
+            if other != name:
+                raise ValueError(f"--split: {file.path} is in {other} and in {name}. Give each file to one split.")
 
 
 def _tokenizer_of_characters(pieces: Mapping[str, Sequence[Piece]], end_of_text: bool, console: Console) -> Tokenizer:
@@ -285,18 +301,19 @@ class _Encoding:
                 except ValueError as error:
                     raise ValueError(f"{piece.path}: {error}") from error
                 file.write(tokens.astype(dtype, copy=False).tobytes())
-                size += len(tokens)
+                size += len(tokens) + (len(end) if ends else 0)
+                # Also where a piece ends inside a document, whose rest may be in another part.
+                self._check_length(piece, size)
                 if ends:
                     file.write(end_bytes)
-                    self._check_length(piece, size + len(end))
                     size = 0
             on_progress(piece.stop - piece.start)
 
     def _check_length(self, piece: Piece, size: int) -> None:
         if self.longest is not None and size > self.longest:
             raise ValueError(
-                f"{piece.path}: a document has {size:,} tokens, more than the {self.longest:,} of a row. Choose a longer "
-                "--length, or cut such documents: --long-documents cut."
+                f"{piece.path}: a document has at least {size:,} tokens, more than the {self.longest:,} of a row. Choose a "
+                "longer --length, or cut such documents: --long-documents cut."
             )
 
 

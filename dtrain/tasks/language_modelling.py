@@ -94,6 +94,13 @@ class LanguageModelling:
         self._tokenizer: Tokenizer | None = None
         self._prompt: list[int] | None = None
         if sample is not None:
+            # Here, because it imports parts of torch that other tasks do not need.
+            from dtrain.models.gpt import Sampler
+
+            try:
+                Sampler(1.0 if sample_temperature is None else sample_temperature, sample_top_k, 0, torch.device("cpu"))
+            except ValueError as error:
+                raise ValueError(f"task.sample_{error}") from error
             self._tokenizer = self._sample_tokenizer(sample, corpus)
             self._prompt = self._encoded(sample, self._tokenizer)
         self._checked = False
@@ -155,7 +162,11 @@ class LanguageModelling:
         device = next(model.parameters()).device
         options = {name: value for name, value in self._options.items() if value is not None}
         generate: Any = model.generate
-        tokens = generate(torch.tensor([self._prompt], device=device), self._sample_tokens, **options)
+        try:
+            tokens = generate(torch.tensor([self._prompt], device=device), self._sample_tokens, **options)
+        except ValueError as error:
+            logger.warning("task.sample: no text: %s", error)  # a sample must not end the run
+            return {}
         text = self._tokenizer.decode(tokens[0].tolist())
         logger.info("sample: %s", text)
         return {"sample": text}

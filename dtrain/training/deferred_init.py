@@ -14,6 +14,7 @@ of torchdistX's deferred initialisation.
 
 from __future__ import annotations
 
+import ctypes
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ _OVERWRITING = {
     )
 }
 _SALT = 0x5A17_0000_0000_0000
+_TRIM_EVERY = 2**25  # bytes
 _TRUNCATED = "_no_grad_trunc_normal_"
 _truncated_normal = getattr(nn.init, _TRUNCATED)
 
@@ -118,12 +120,15 @@ class DeferredModel:
                 finish(name, source)
         uses: defaultdict[int, list[int]] = defaultdict(list)  # memory -> the operations that use it
         owned: defaultdict[int, dict[int, None]] = defaultdict(dict)  # memory -> its tensors
+        sizes: dict[int, int] = {}  # memory -> bytes
         for number, operation in enumerate(self._operations):
             for tensor in (*operation.inputs, *operation.outputs):
                 owned[_memory(tensor)][id(tensor)] = None
+                sizes[_memory(tensor)] = tensor.untyped_storage().nbytes()
                 if uses[_memory(tensor)][-1:] != [number]:
                     uses[_memory(tensor)].append(number)
         real: dict[int, Tensor] = {}
+        freed = 0
         torch.default_generator.set_state(self._start)
         for operation in self._operations:
             if operation.overwrites is not None:
@@ -140,10 +145,15 @@ class DeferredModel:
                         for name in names[key]:
                             assert value is not None
                             finish(name, value)
+                    freed += sizes[memory]
                 elif (overwritten := self._operations[later[0]].overwrites) in real and overwritten in owned[memory]:
                     storage = real[overwritten].untyped_storage()
                     if storage.resizable():  # not the memory of a NumPy array
                         storage.resize_(0)
+                        freed += sizes[memory]
+            if freed > _TRIM_EVERY:
+                freed = 0
+                _return_freed_memory()
 
 
 @dataclass
@@ -295,6 +305,13 @@ def _places(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
 def _id_if_whole(tensor: Tensor) -> int | None:
     """The id of a tensor that has all of its memory; else None."""
     return id(tensor) if tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes() else None
+
+
+def _return_freed_memory() -> None:
+    """Returns freed memory to the operating system, where the C library has glibc's function for it."""
+    # glibc keeps freed pieces of up to 32 MiB for itself. Small objects cut them, and the next tensor does not fit.
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def _first_line(error: BaseException) -> str:

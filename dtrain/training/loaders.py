@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -162,29 +163,50 @@ def class_names(data: DataConfig) -> list[str] | None:
 
 
 def corpus_beside(data: DataConfig) -> Corpus | None:
-    """Reads ``dataset.json``, which ``dtrain.pack text`` writes beside the shards; None without such a file.
+    """Reads ``dataset.json``, which ``dtrain.pack text`` writes beside the shards; None without such a file of it.
 
     The shards are found as in ``class_names``.
 
     Raises:
-        ConfigError: If the file is not usable, or the sources of a mixture have different tokenizers or padding.
+        ConfigError: If the file is not usable, or the sources of a mixture have different tokenizers, ends of text or padding,
+            or the evaluation shards another tokenizer.
     """
-    found: dict[Path, Corpus] = {}
-    for pattern in _train_patterns(data) or (data.eval.values() if _are_sets(data.eval) else [data.eval]):
-        file = _file_beside(pattern, DATASET)
-        if file is not None and file not in found:
-            with as_config_error("data"):
-                found[file] = Corpus.read(file)
+    of_eval = list(data.eval.values() if _are_sets(data.eval) else [data.eval])
+    found = _corpora(_train_patterns(data)) or _corpora(of_eval)
     first = next(iter(found.values()), None)
     for file, corpus in found.items():
         assert first is not None
-        if (corpus.tokenizer_identity, corpus.padding) != (first.tokenizer_identity, first.padding):
+        theirs, ours = (
+            f"tokens of {it.tokenizer_identity} with end of text {it.end_of_text} and padding {it.padding}"
+            for it in (first, corpus)
+        )
+        if theirs != ours:
             raise ConfigError(
-                f"data.mixture: {first.folder} has tokens of {first.tokenizer_identity} with padding {first.padding}, "
-                f"{file.parent} those of {corpus.tokenizer_identity} with padding {corpus.padding}, so a token would mean two "
-                "things. Pack both sources in the same way."
+                f"data.mixture: {first.folder} has {theirs}, {file.parent} {ours}, so a token would mean two things. Pack both "
+                "sources in the same way."
             )
+    for file, corpus in _corpora(of_eval).items():
+        if first is None:
+            break
+        if corpus.tokenizer_identity != first.tokenizer_identity:
+            raise ConfigError(
+                f"data.eval: {file.parent} has tokens of {corpus.tokenizer_identity}, the training shards in {first.folder} "
+                f"those of {first.tokenizer_identity}. Pack the text again with --tokenizer vocabulary:{first.folder}."
+            )
+        if first.padding is None:
+            first.padding = corpus.padding
     return first
+
+
+def _corpora(patterns: Iterable[Any]) -> dict[Path, Corpus]:
+    """The descriptions beside the shards of patterns, by file."""
+    found: dict[Path, Corpus] = {}
+    for pattern in patterns:
+        file = _file_beside(pattern, DATASET)
+        if file is not None and file not in found and Corpus.is_described_by(file):
+            with as_config_error("data"):
+                found[file] = Corpus.read(file)
+    return found
 
 
 def build_mixture(data: DataConfig, *, build: bool = True) -> Mixture:

@@ -279,7 +279,9 @@ def _fitted(key: str, path: Path, model: nn.Module, warm: WarmStartConfig) -> St
 def _renamed(name: str, rename: Mapping[str, str]) -> str:
     for old, new in rename.items():
         if old.count("*") != new.count("*"):
-            raise ConfigError(f"run.warm_start.rename: {old} and {new} need as many * as each other.")
+            raise ConfigError(
+                f"run.warm_start.rename: got {{{old}: {new}}}, want as many * in the new name as in the old one."
+            )
         if found := re.match(re.escape(old).replace(r"\*", r"([^.]+)"), name):
             parts = iter(found.groups())
             return re.sub(r"\*", lambda _, parts=parts: next(parts), new) + name[found.end() :]  # type: ignore[misc]

@@ -44,6 +44,13 @@ def test_the_end_of_text_can_be_named_and_must_exist(word_level):
         Tokenizer(f"tokenizers:{word_level}", "<eot>")
 
 
+def test_an_end_of_text_that_would_not_be_used_is_refused(tmp_path):
+    Tokenizer.of_characters("abc").save(tmp_path)
+    for spec in ("bytes", f"vocabulary:{tmp_path}"):
+        with refused(ValueError, "--end-of-text", "'END'", "Leave the option out"):
+            Tokenizer(spec, "END")
+
+
 def test_tiktoken_encodes_names_of_special_tokens_as_text(monkeypatch):
     tiktoken = pytest.importorskip("tiktoken")
     ranks = {bytes([byte]): byte for byte in range(256)}
@@ -101,7 +108,12 @@ def test_shards_of_earlier_versions_have_the_tokenizer_in_dataset_json(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"tokenizer": "characters"}', '{"tokenizer": "x", "vocab_size": 1}']
+    "content",
+    [
+        *("", "[]", "{}", '{"tokenizer": "characters"}', '{"tokenizer": "x", "vocab_size": 1}'),
+        *('{"tokenizer": "characters", "characters": "ba"}', '{"tokenizer": "characters", "characters": 1}'),
+        '{"tokenizer": "tokenizers", "content": "", "end_of_text": "x"}',
+    ],
 )
 def test_a_file_that_describes_no_tokenizer_is_refused(tmp_path, content):
     (tmp_path / "vocabulary.json").write_text(content)
@@ -123,6 +135,17 @@ def test_a_character_outside_the_vocabulary_is_named():
 def test_names_of_special_tokens_are_text_in_a_tokenizer_file(word_level):
     # The words of "</s>" are unknown ones, token 0; the token "</s>" is 1.
     assert 1 not in Tokenizer(f"tokenizers:{word_level}").encode("a </s> b").tolist()
+
+
+def test_truncation_and_padding_of_a_tokenizer_file_are_not_used(word_level):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer.from_file(str(word_level))
+    made.enable_truncation(3)
+    made.enable_padding(length=5)
+    made.save(str(word_level))
+    tokenizer = Tokenizer(f"tokenizers:{word_level}")
+    assert tokenizer.encode("a b a b a b").tolist() == [2, 3, 2, 3, 2, 3]
+    assert tokenizer.encode("a").tolist() == [2]
 
 
 def test_an_unknown_vocabulary_of_tiktoken_is_refused_with_the_known_ones():

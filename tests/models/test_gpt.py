@@ -273,6 +273,18 @@ def test_tokens_are_drawn_with_their_probabilities() -> None:
     assert drawn.unique().tolist() == [1, 3, 4]
 
 
+def test_a_very_low_temperature_takes_the_most_probable_token() -> None:
+    logits = torch.tensor([[1.0, 9.0, 8.0]])
+    assert Sampler(1e-38, None, 0, torch.device("cpu"))(logits).tolist() == [[1]]
+    assert Sampler(1.0, 1, 0, torch.device("cpu"))(logits).tolist() == [[1]]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_not_finite_are_refused(value: float) -> None:
+    with refused(ValueError, "logits", "not finite", "bf16 or fp32"):
+        Sampler(1.0, 40, 0, torch.device("cpu"))(torch.tensor([[1.0, value]]))
+
+
 def test_generation_ends_where_every_row_has_ended() -> None:
     model, prompt = small(), some_tokens(1, 3)
     text = model.generate(prompt, 12)[0].tolist()

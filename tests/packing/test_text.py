@@ -130,6 +130,10 @@ def test_a_file_that_is_not_utf8_is_an_error_or_skipped(texts, tmp_path, capsys)
         ),
         (["SRC", "DST", "--length", "4", "--split", "val=SRC/none"], ("SRC/none", "Give files, folders")),
         (["SRC", "DST", "--length", "4", "--split", "train=SRC/0.txt"], ("train", "either a share or files")),
+        (
+            ["SRC", "DST", "--length", "4", "--split", "val=SRC/[04].txt", "--split", "test=SRC/4.txt"],
+            ("SRC/4.txt", "val and in test", "one split"),
+        ),
         (["SRC/0.txt", "DST", "--length", "4", "--split", "val=SRC/0.txt"], ("SRC/0.txt", "Name files with text")),
     ],
 )
@@ -293,6 +297,28 @@ def test_a_split_can_begin_at_exactly_its_share_of_the_bytes(tmp_path, text):
     train, val = (next(piece.texts())[0] for (piece,) in by_split.values())
     assert train + val == text
     assert 0 <= len(train.encode()) - int(0.9 * len(text.encode())) < 4
+
+
+def test_a_staged_pack_is_not_resumed_with_another_json_key(tmp_path, capsys, monkeypatch):
+    lines = [json.dumps({"a": f"first {number}\n", "b": f"second {number}\n"}) for number in range(20)]
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    arguments = (tmp_path / "x.jsonl", tmp_path / "dst", "--length", 8, "--json-key")
+    with monkeypatch.context() as patch:
+        patch.setattr(text_module.PackCommand, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert pack(*arguments, "a") == 130
+    assert pack(*arguments, "b") == 1
+    assert "json_key" in capsys.readouterr().err
+    assert pack(*arguments, "a") == 0
+
+
+def test_a_long_document_is_refused_also_if_its_end_is_in_another_part(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(documents_module, "_PIECE_BYTES", 30)
+    monkeypatch.setattr(text_module, "_PART_BYTES", 30)
+    (tmp_path / "a.txt").write_text("a line of text\n" * 3)
+    arguments = (tmp_path / "a.txt", tmp_path / "dst", "--length", 20, "--long-documents")
+    assert pack(*arguments, "error") == 1
+    assert "--long-documents cut" in capsys.readouterr().err
+    assert pack(*arguments, "cut") == 0
 
 
 def test_too_few_documents_for_a_split_are_refused(tmp_path):

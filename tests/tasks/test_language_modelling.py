@@ -139,6 +139,14 @@ def test_an_evaluation_concludes_with_the_perplexity_and_shows_a_sample_of_text(
     assert LanguageModelling().illustrate(model, {}, ()) == {}
 
 
+def test_a_model_whose_logits_are_not_finite_gets_no_sample_and_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    model = GPT(width=8, depth=1, heads=2, context=8)
+    with torch.no_grad():
+        model.embedding.weight.fill_(math.nan)
+    assert LanguageModelling(sample="def ", sample_tokens=5).illustrate(model, {}, ()) == {}
+    assert "not finite" in caplog.text
+
+
 def written_corpus(folder: Path, tokenizer: Tokenizer) -> Corpus:
     tokenizer.save(folder)
     stored = {"tokenizer": tokenizer.identity, "vocab_size": tokenizer.vocab_size, "end_of_text": tokenizer.end_of_text}
@@ -166,6 +174,8 @@ def test_a_sample_is_text_of_the_tokenizer_beside_the_shards(tmp_path: Path) -> 
             ["task.documents=mask", "here has none", "task.documents=none"],
         ),
         ({"sample": "x", "bytes_per_token": 4.0}, ["task.sample", "'x'", "bytes_per_token 4.0"]),
+        ({"sample": "x", "sample_temperature": -1.0}, ["task.sample_temperature", "-1.0", "0.8"]),
+        ({"sample": "x", "sample_top_k": 0}, ["task.sample_top_k", "0", "null"]),
         ({"sample": "x", "corpus": WITH_END}, ["task.sample", "shards"]),
     ],
 )

@@ -19,6 +19,7 @@ from dtrain.precision import Precision
 from dtrain.training.loaders import (
     check_same_data,
     class_names,
+    corpus_beside,
     declared_fields,
     eval_loader,
     prepare_data,
@@ -418,6 +419,42 @@ def test_impossible_sources_are_told_by_their_key(shards: str, of_second: dict[s
 def test_an_unknown_source_of_epoch_of_is_refused(shards: str) -> None:
     with refused(ConfigError, "data.epoch_of", "'third'", "first, second"):
         train_loader(config(mixture=mixture(shards), epoch_of="third"), world(), FP32)
+
+
+def described(folder: Path, shards: str, **facts: Any) -> str:
+    """The shards in a folder of their own, with a ``dataset.json`` of these facts."""
+    folder.mkdir()
+    for path in Path(shards).parent.glob("*.tar"):
+        (folder / path.name).symlink_to(path)
+    (folder / "dataset.json").write_text(json.dumps(facts))
+    return str(folder / "*.tar")
+
+
+def test_a_dataset_json_of_another_tool_is_not_read(tmp_path: Path, shards: str) -> None:
+    assert corpus_beside(config(train=described(tmp_path / "a", shards, labels=[["0.png", 1]])).data) is None
+    damaged = described(tmp_path / "b", shards, tokenizer="bytes")
+    with refused(ConfigError, tmp_path / "b" / "dataset.json", "vocab_size", "Pack the text again"):
+        corpus_beside(config(train=damaged).data)
+
+
+def test_texts_of_other_tokenizers_are_refused(tmp_path: Path, shards: str) -> None:
+    facts = {"tokenizer": "tokenizers:0", "vocab_size": 9, "end_of_text": 3, "padding": None}
+    train = described(tmp_path / "train", shards, **facts)
+    other_end = described(tmp_path / "end", shards, **facts | {"end_of_text": 4})
+    mixture = {"a": {"shards": train, "weight": 1}, "b": {"shards": other_end, "weight": 1}}
+    with refused(ConfigError, "data.mixture", "end of text 4", "same way", tmp_path / "end"):
+        corpus_beside(config(mixture=mixture).data)
+    other = described(tmp_path / "other", shards, **facts | {"tokenizer": "bytes"})
+    for named in (other, {"near": train, "far": other}):
+        with refused(ConfigError, "data.eval", "bytes", f"vocabulary:{tmp_path / 'train'}", tmp_path / "other"):
+            corpus_beside(config(train=train, eval=named).data)
+    padded = described(tmp_path / "padded", shards, **facts | {"padding": 9})
+    corpus = corpus_beside(config(train=train, eval=padded).data)
+    assert corpus is not None
+    assert corpus.padding == 9  # only rows to evaluate on have it, and they must not count it
+    left = corpus_beside(config(train=str(tmp_path / "deleted" / "*.tar"), eval=padded).data)
+    assert left is not None
+    assert left.padding == 9
 
 
 def test_sources_with_other_class_names_are_refused(tmp_path: Path, shards: str) -> None:
