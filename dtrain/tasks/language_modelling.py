@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from dtrain.data import Batch
 from dtrain.data.fields import DataError
 from dtrain.data.tokenizers import Corpus, Tokenizer
+from dtrain.distributed.sharding import is_dtensor
 from dtrain.tasks.losses import softmax_cross_entropy
 from dtrain.training.task import Output
 
@@ -159,7 +160,9 @@ class LanguageModelling:
         """Text logged after an evaluation: ``sample``, the prompt and its continuation, if a prompt is configured."""
         if self._prompt is None or self._tokenizer is None:
             return {}
-        device = next(model.parameters()).device
+        parameter: Any = next(model.parameters())
+        # With parallel.offload, the parts of parameters are in host memory, and the model computes elsewhere.
+        device = parameter.device_mesh.device_type if is_dtensor(parameter) else parameter.device
         options = {name: value for name, value in self._options.items() if value is not None}
         generate: Any = model.generate
         try:

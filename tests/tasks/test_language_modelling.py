@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,6 +146,22 @@ def test_a_model_whose_logits_are_not_finite_gets_no_sample_and_no_error(caplog:
         model.embedding.weight.fill_(math.nan)
     assert LanguageModelling(sample="def ", sample_tokens=5).illustrate(model, {}, ()) == {}
     assert "not finite" in caplog.text
+
+
+def test_a_sample_is_drawn_where_a_model_with_parameters_in_host_memory_computes() -> None:
+    class Offloaded(nn.Module):
+        """As with ``parallel.offload``: parts on the CPU, a mesh of another device."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1))
+            self.weight.device_mesh = SimpleNamespace(device_type="meta")  # type: ignore[attr-defined]
+
+        def generate(self, tokens: Tensor, count: int, **options: Any) -> Tensor:
+            assert tokens.is_meta
+            return torch.tensor([list(b"ab")])
+
+    assert LanguageModelling(sample="a").illustrate(Offloaded(), {}, ())["sample"] == "ab"
 
 
 def written_corpus(folder: Path, tokenizer: Tokenizer) -> Corpus:
