@@ -33,8 +33,9 @@ from dtrain.data import Batch
 from dtrain.distributed.sharding import unit_names
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
-from dtrain.training.build import build_model, build_optimizer, prepare_model
+from dtrain.training.build import build_model, build_optimizer, build_task, prepare_model
 from dtrain.training.communication import Unit, sharded_units
+from dtrain.training.loaders import corpus_beside
 from dtrain.training.model_setup import use_channels_last
 from dtrain.training.task import require_output
 from dtrain.training.tensor_copies import Ema
@@ -143,7 +144,7 @@ def _measure(
     precision.wrap_keep_fp32(model)
     model.train()
     ema = Ema(model, cfg.train.ema_decay) if cfg.train.ema_decay is not None else None
-    task = by_target("task", cfg.task)
+    task = build_task(cfg.task, corpus_beside(cfg.data))
     optimizer = build_optimizer(cfg.optimizer, model)
     batch = _mapped(batch, lambda tensor: tensor.to(device))
 

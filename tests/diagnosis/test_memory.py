@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dtrain.config.errors import ConfigError
 from dtrain.config.schema import Config, ParallelConfig
 from dtrain.data import Batch
+from dtrain.data.tokenizers import Corpus
 from dtrain.diagnosis import memory, step_memory
 from dtrain.diagnosis.memory import Strategy, Usage, parse_size, usage
 from dtrain.diagnosis.step_memory import StepMemory, measure_step, rows_of
@@ -147,6 +148,24 @@ class Fails:
 def test_an_error_of_the_task_is_raised_as_it_is() -> None:
     with pytest.raises(ZeroDivisionError, match="made up"):
         measured(config(task={"_target_": f"{__name__}.Fails"}), tokens())
+
+
+class OfCorpus(LanguageModelling):
+    """A task that cannot be built without the description of the tokens."""
+
+    def __init__(self, corpus: Corpus | None = None) -> None:
+        assert corpus is not None
+        super().__init__(corpus=corpus)
+
+
+def test_a_task_gets_the_description_of_the_tokens(tmp_path: Path) -> None:
+    shard = tmp_path / "train-000000.tar"
+    shard.touch()
+    described = {"tokenizer": "bytes", "vocab_size": 50, "end_of_text": None, "bytes_per_token": 1.0, "splits": {}}
+    (tmp_path / "dataset.json").write_text(json.dumps(described))
+    cfg = config(task={"_target_": f"{__name__}.OfCorpus"})
+    cfg.data.train = str(shard)
+    assert measured(cfg, tokens()).rows == 4
 
 
 # -- strategies
