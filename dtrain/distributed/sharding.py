@@ -374,8 +374,15 @@ def _check_parameters(model: nn.Module, units: Sequence[str]) -> None:
             raise ConfigError(f"parallel.shard: {name} has sparse gradients, which cannot be sharded. {remedy}")
     owner: dict[int, tuple[str, str]] = {}
     dtypes: dict[str, tuple[str, torch.dtype]] = {}
-    # Not named_parameters(): a module that is registered twice belongs to one unit.
-    places = ((prefix, *item) for prefix, module in model.named_modules() for item in module._parameters.items())
+    modules = dict(model.named_modules(remove_duplicate=False))
+    named = {id(modules[unit]): unit for unit in units}  # a unit that is registered twice is one unit
+
+    def unit_of(name: str) -> str:
+        while id(modules[name]) not in named:
+            name = name.rpartition(".")[0]
+        return named[id(modules[name])]
+
+    places = ((prefix, *item) for prefix, module in modules.items() for item in module._parameters.items())
     for prefix, key, parameter in places:
         if parameter is None:
             continue
@@ -387,7 +394,7 @@ def _check_parameters(model: nn.Module, units: Sequence[str]) -> None:
             )
         if parameter.is_complex():
             raise ConfigError(f"parallel.shard: the parameter {name} is complex, which cannot be sharded. {remedy}")
-        unit = max((unit for unit in units if not unit or name.startswith(f"{unit}.")), key=len)
+        unit = unit_of(prefix)
         first, other = owner.setdefault(id(parameter), (name, unit))
         if other != unit:
             raise ConfigError(

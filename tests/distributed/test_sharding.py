@@ -118,6 +118,11 @@ PAIRS: dict[str, tuple[Callable[[Pair], object], list[str], tuple[str, ...]]] = 
     "no match": (lambda model: None, ["block.*"], ("parallel.shard_modules", "block.*", "one, other")),
     "container": (lambda model: None, ["layers"], ("parallel.shard_modules", "layers", "layers.*")),
     "tied": (tie, ["one", "other"], ("one.weight", "other.weight", "Leave one and other out")),
+    "shared module": (
+        lambda m: [part.add_module("inner", m.layers[0]) for part in (m.one, m.other)],
+        ["one", "other"],
+        ("one.inner.weight", "other.inner.weight", "Leave one and other out"),
+    ),
     "tied to the rest": (tie, ["one"], ("one.weight", "other.weight", "Leave one out")),
     "scalar": (lambda m: setattr(m, "scale", nn.Parameter(torch.ones(()))), [], ("parallel.shard", "scale", "[1]")),
     "complex": (
@@ -145,6 +150,8 @@ def test_modules_and_parameters_that_cannot_be_sharded_are_refused_by_name(case:
 def test_tied_weights_in_one_unit_and_a_unit_of_another_dtype_are_accepted() -> None:
     assert unit_names(Pair(tie), replace(FULL, shard_modules=["layers.*"])) == ["layers.0", ""]
     assert unit_names(Pair(lambda model: model.one.double()), replace(FULL, shard_modules=["one"])) == ["one", ""]
+    twice = Pair(lambda model: model.layers.append(model.layers[0]))
+    assert unit_names(twice, replace(FULL, shard_modules=["layers.*"])) == ["layers.0", ""]
 
 
 # -- ranks
