@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -299,10 +300,10 @@ def build_sharded_model(cfg: Config, world: World, precision: Precision) -> tupl
         The model, and a warning if every rank had to build the whole model first.
 
     Raises:
-        ConfigError: As ``build_model``, ``prepare_model`` and ``shard_model``.
+        ConfigError: As ``build_model``, ``prepare_model`` and ``shard_model``; or if a parameter differs between ranks.
     """
     # Imported here, because only sharded runs need them.
-    from dtrain.training.deferred_init import DeferredModel, NotDeferrable
+    from dtrain.training.deferred_init import DeferredModel, NotDeferrable, checksum
 
     deferred: DeferredModel | None = None
     notes = []
@@ -317,12 +318,34 @@ def build_sharded_model(cfg: Config, world: World, precision: Precision) -> tupl
         )
         seed_generators(world.device, cfg.run.seed)
         model = _constructed(cfg.model)
+        checksums = {name: checksum(parameter) for name, parameter in model.named_parameters()}
     model = prepare_model(model, cfg.train, cfg.parallel, world)
     kept = precision.wrap_keep_fp32(model)
     shard_model(model, cfg.parallel, world, compute_dtype=precision.compute_dtype, kept=kept)
     if deferred is not None:
         deferred.fill(model, _CPU if cfg.parallel.offload else world.device, world.device)
+        checksums = deferred.checksums
+    require_equal(checksums)
     return model, notes
+
+
+def require_equal(checksums: dict[str, int]) -> None:
+    """Collective. Refuses initial parameters that differ between ranks, which DDP would replace by those of rank 0.
+
+    Args:
+        checksums: Of the whole parameters that this rank has built, by name.
+
+    Raises:
+        ConfigError: On a rank whose parameters are not those of rank 0; names the first one.
+    """
+    of_rank0 = [checksums]
+    dist.broadcast_object_list(of_rank0, src=0)
+    different = [name for name, number in checksums.items() if of_rank0[0].get(name) != number]
+    if different:
+        raise ConfigError(
+            f"model: the initial values of {different[0]} are not those of rank 0, and a sharded run would take parts of both. "
+            "Draw them from torch's generators, because those of NumPy and Python are not seeded; or set parallel=ddp."
+        )
 
 
 def check_classes(node: Any, names: Sequence[str] | None) -> None:

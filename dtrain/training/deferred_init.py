@@ -15,6 +15,7 @@ of torchdistX's deferred initialisation.
 from __future__ import annotations
 
 import ctypes
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ class DeferredModel:
 
     Attributes:
         model: The model; it may be changed in place and sharded before ``fill``, if its tensors keep their names.
+        checksums: After ``fill``: those of the whole parameters, by name.
 
     Raises:
         NotDeferrable: If the construction cannot be recorded.
@@ -68,6 +70,7 @@ class DeferredModel:
             self.model, self._operations = recorder.record(build), recorder.operations
         finally:
             torch.default_generator.set_state(self._start)
+        self.checksums: dict[str, int] = {}
         self._sources: dict[str, Tensor] = {}  # by name: the recorded tensor, or a real one
         on_meta: dict[int, Tensor] = {}
         for name, place, key in _places(self.model):
@@ -102,6 +105,7 @@ class DeferredModel:
             place, key = places[name]
             if isinstance(place[key], nn.Parameter):
                 local_part(place[key]).copy_(value[own_range(place[key])])
+                self.checksums[name] = checksum(value)
                 return
             source = id(self._sources[name])
             if source not in buffers:
@@ -154,6 +158,11 @@ class DeferredModel:
             if freed > _TRIM_EVERY:
                 freed = 0
                 _return_freed_memory()
+
+
+def checksum(tensor: Tensor) -> int:
+    """CRC-32 of the bytes of a tensor."""
+    return zlib.crc32(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
 
 
 @dataclass

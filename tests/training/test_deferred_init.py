@@ -8,13 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from dtrain.config.errors import ConfigError
 from dtrain.config.schema import ParallelConfig
 from dtrain.distributed.sharding import shard_model
 from dtrain.models import GPT, ResNet, ViT
-from dtrain.training.deferred_init import DeferredModel, NotDeferrable
+from dtrain.training.build import require_equal
+from dtrain.training.deferred_init import DeferredModel, NotDeferrable, checksum
 from tests.ranks import run_ranks
+from tests.refusals import refused
 from tests.toys import CPU, Net, world
 
 
@@ -166,6 +170,33 @@ def test_ranks_fill_their_parts_with_the_numbers_of_the_whole_model() -> None:
 
 
 @pytest.mark.slow
+def test_initial_values_that_differ_between_ranks_are_refused() -> None:
+    class Drawn(nn.Linear):
+        """Draws its weight from NumPy's generator, which has another state on each rank."""
+
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            drawn = np.random.default_rng(dist.get_rank()).normal(size=(4, 4)).astype(np.float32)
+            self.weight.data.copy_(torch.from_numpy(drawn))
+
+    def on_rank(rank: int) -> dict[str, int]:
+        torch.manual_seed(0)
+        deferred = DeferredModel(Drawn)
+        shard_model(deferred.model, ParallelConfig(shard="full"), world(rank, 2))
+        deferred.fill(deferred.model, CPU, CPU)
+        if rank == 0:
+            require_equal(deferred.checksums)
+        else:
+            with refused(ConfigError, "model", "weight", "rank 0", "NumPy", "parallel=ddp"):
+                require_equal(deferred.checksums)
+        return deferred.checksums
+
+    first, second = run_ranks(2, on_rank)
+    assert first["bias"] == second["bias"]
+    torch.manual_seed(0)
+    assert first["bias"] == checksum(nn.Linear(4, 4).bias)
+
+
 def test_no_rank_holds_the_whole_model() -> None:
     layers, width = 24, 1024
     nbytes = layers * width * width * 4
