@@ -162,7 +162,7 @@ class DeferredModel:
 
 def checksum(tensor: Tensor) -> int:
     """CRC-32 of the bytes of a tensor."""
-    return zlib.crc32(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+    return zlib.crc32(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
 
 
 @dataclass

@@ -114,12 +114,17 @@ def tie(model: Pair) -> None:
     model.other.weight = model.one.weight
 
 
+def share(model: Pair) -> None:
+    for part in (model.one, model.other):
+        part.inner = model.layers[0]
+
+
 PAIRS: dict[str, tuple[Callable[[Pair], object], list[str], tuple[str, ...]]] = {
     "no match": (lambda model: None, ["block.*"], ("parallel.shard_modules", "block.*", "one, other")),
     "container": (lambda model: None, ["layers"], ("parallel.shard_modules", "layers", "layers.*")),
     "tied": (tie, ["one", "other"], ("one.weight", "other.weight", "Leave one and other out")),
     "shared module": (
-        lambda m: [part.add_module("inner", m.layers[0]) for part in (m.one, m.other)],
+        share,
         ["one", "other"],
         ("one.inner.weight", "other.inner.weight", "Leave one and other out"),
     ),
