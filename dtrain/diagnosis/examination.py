@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from dtrain.config.errors import ConfigError
-from dtrain.config.schema import Config
+from dtrain.config.schema import Config, ParallelConfig
 from dtrain.data import Batch, ShardLoader
 from dtrain.data.batch import DeviceCopies
 from dtrain.diagnosis.disks import CheckpointWrites, ShardReads, save_interval
@@ -173,6 +173,7 @@ def examine(
     findings = [
         *(Finding("precision", warning, "warning") for warning in warnings),
         memory,
+        *_not_sharded(cfg.parallel, world.size),
         *check_config(cfg, world, loader, window, run.optimizer),
         *check_checkpoint_folder(writes.folder, writes.nbytes, cfg.checkpoint.keep_last + 1),
         *(reads.findings(rows / times.step) if reads is not None else []),
@@ -324,6 +325,17 @@ def _samples_per_second(times: PartTimes, read_rate: float | None, rows: int) ->
 
 
 # -- findings
+
+
+def _not_sharded(parallel: ParallelConfig, ranks: int) -> Iterator[Finding]:
+    """A warning if the run shards its model: the steps were timed with whole models."""
+    if parallel.shard != "none" and ranks > 1:
+        yield Finding(
+            "parallel",
+            f"shard={parallel.shard}, but the steps below were timed with DDP, with the whole model on each rank",
+            "warning",
+            "For the speed of the sharded model start the run, with profile.steps=[20,30] to see its communication",
+        )
 
 
 def _parts(facts: Facts, rate: LoaderRate, rows: int) -> Iterator[Finding]:

@@ -331,12 +331,18 @@ def _mesh(parallel: ParallelConfig, world: World) -> DeviceMesh:
 
     if parallel.shard == "full":
         return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
-    size = parallel.shard_size or world.local_size
-    if world.size % size:
-        raise ConfigError(
-            f"parallel.shard_size: this machine has {size} ranks, which do not divide the {world.size} ranks. Set "
-            "parallel.shard_size to the number of ranks of a group."
-        )
+    size = parallel.shard_size
+    if size is None:
+        # Of all machines: ranks with groups of other sizes would wait for each other forever.
+        sizes = [0] * world.size
+        dist.all_gather_object(sizes, world.local_size)
+        size = sizes[0]
+        if len(set(sizes)) > 1 or world.size % size:
+            found = " or ".join(map(str, sorted(set(sizes))))
+            raise ConfigError(
+                f"parallel.shard_size: got null, and the machines have {found} ranks, which are no groups of equal size among "
+                f"the {world.size} ranks. Set it to the number of ranks of a group."
+            )
     mesh = init_device_mesh(world.device.type, (world.size // size, size), mesh_dim_names=("replicate", "shard"))
     for group in mesh.get_all_groups():
         keep_group(group)

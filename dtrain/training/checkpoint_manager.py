@@ -50,6 +50,7 @@ class CheckpointManager:
         self._every_minutes = run.cfg.checkpoint.every_minutes if run.world.rank == 0 else None
         self._saved_step = run.step.step
         self._saved_at = time.monotonic()
+        self._failed = False  # on rank 0: the last write, as far as is known
         self.waits_for_disk = False
 
     @property
@@ -132,12 +133,13 @@ class CheckpointManager:
             self._run_logger.warn(
                 f"{error} The run continues. If it ends before the next checkpoint, the steps since the last one are lost."
             )
-            return False
-        return True
+            self._failed = True
+        return not self._failed
 
     def _begin(self, metrics: dict[str, float], final: bool) -> str | None:
         """On rank 0: starts the write. Returns why a final checkpoint could not be written, else None."""
         self.is_safe()
+        self._failed = False
         step, checkpoint = self._run.step.step, self._run.checkpoint(metrics)
         self._writer.start(step, lambda: self._run.checkpoints.save(step, checkpoint))
         return self._problem() if final else None
@@ -154,6 +156,7 @@ class CheckpointManager:
     def _stage(self, step: int) -> str | None:
         """On rank 0: the folder for the ranks' files; None if it cannot be made, as the writer then reports."""
         self.is_safe()
+        self._failed = False
         try:
             return str(self._run.checkpoints.stage(step))
         except OSError as error:

@@ -7,8 +7,9 @@
   the largest tensors of the model, not their sum, decide how much memory a rank needs. If the next operation
   overwrites a tensor as a whole, its memory is freed in between as well: many models initialise each parameter twice.
 
-What cannot be recorded raises ``NotDeferrable``: values that Python code reads, random numbers on a GPU, and a generator whose
-state is saved and restored. The idea is that of torchdistX's deferred initialisation.
+What cannot be recorded raises ``NotDeferrable``: values that Python code reads, random numbers on a GPU, a generator whose
+state is saved and restored, and tensors that are exchanged without an operation (``parameter.data = tensor``). The idea is that
+of torchdistX's deferred initialisation.
 """
 
 from __future__ import annotations
@@ -146,8 +147,10 @@ class DeferredModel:
                             finish(name, value)
                     freed += sizes[memory]
                 elif (overwritten := self._operations[later[0]].overwrites) in real and overwritten in owned[memory]:
-                    real[overwritten].untyped_storage().resize_(0)
-                    freed += sizes[memory]
+                    storage = real[overwritten].untyped_storage()
+                    if storage.resizable():  # not the memory of a NumPy array
+                        storage.resize_(0)
+                        freed += sizes[memory]
             if freed > _TRIM_EVERY:
                 freed = 0
                 _return_freed_memory()
@@ -193,7 +196,8 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[_Operation] = []
-        self._made: set[int] = set()  # ids of the tensors, which the operations keep alive
+        # By the ids of the tensors, which the operations keep alive: their layouts after the last operation.
+        self._made: dict[int, tuple[Any, ...]] = {}
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # with the state that the recorder gave it
         self._given: set[bytes] = set()
         self._reason: NotDeferrable | None = None
@@ -218,8 +222,10 @@ class _Recorder(TorchDispatchMode):
                 ):
                     raise NotDeferrable(f"{name or 'the model'} keeps a tensor in its attribute {key}, not in a buffer")
         for name, place, key in _places(model):
-            if isinstance(place[key], FakeTensor) and id(place[key]) not in self._made:
-                raise NotDeferrable(f"{name} comes from a file, or from code outside of torch")
+            if isinstance(place[key], FakeTensor):
+                if id(place[key]) not in self._made:
+                    raise NotDeferrable(f"{name} comes from a file, or from code outside of torch")
+                self._require_unchanged([place[key]], name)
         return model
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -231,6 +237,7 @@ class _Recorder(TorchDispatchMode):
             isinstance(value, torch.UntypedStorage) for value in tree_iter((args, kwargs))
         ):
             raise self._because("it reads a file, or makes tensors outside of torch")
+        self._require_unchanged(inputs)
         result = func(*args, **kwargs)
         outputs = [value for value in tree_iter(result) if isinstance(value, Tensor)]
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -241,7 +248,7 @@ class _Recorder(TorchDispatchMode):
         if func._schema.name in _OVERWRITING and inputs and inputs[0] is args[0]:
             apart = all(_memory(other) != _memory(inputs[0]) for other in inputs[1:])
             overwrites = _id_if_whole(inputs[0]) if apart else None
-        self._made |= {id(tensor) for tensor in outputs}
+        self._made |= {id(tensor): _layout(tensor) for tensor in outputs}
         self.operations.append(_Operation(func, args, kwargs, inputs, outputs, overwrites, seeds))
         return result
 
@@ -249,11 +256,17 @@ class _Recorder(TorchDispatchMode):
         self, tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
     ) -> Tensor:
         """Records ``nn.init.trunc_normal_`` as one operation: it reads which numbers are out of range and draws them again."""
+        self._require_unchanged([tensor])
         seeds = self._seeds(generator or torch.default_generator)
         self._salt(generator or torch.default_generator)
         overwrites, args = _id_if_whole(tensor), (tensor, mean, std, a, b, generator)
         self.operations.append(_Operation(_truncated_normal, args, {}, [tensor], [tensor], overwrites, seeds))
         return tensor
+
+    def _require_unchanged(self, tensors: list[Tensor], name: str = "a tensor") -> None:
+        """Refuses tensors that are something else than after their last operation: the replay would not notice."""
+        if any(self._made.get(id(tensor)) != _layout(tensor) for tensor in tensors):
+            raise self._because(f"{name} was exchanged by an assignment to its .data, or by swap_tensors")
 
     def _because(self, reason: str) -> NotDeferrable:
         """The exception to raise. It is kept, because code under construction may replace it by an exception of its own."""
@@ -310,6 +323,11 @@ def _first_line(error: BaseException) -> str:
 def _memory(tensor: Tensor) -> int:
     """A number for the memory of a recorded tensor."""
     return tensor.untyped_storage()._cdata
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    """What an assignment to ``tensor.data`` changes."""
+    return _memory(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def _allocate(tensor: Tensor) -> None:

@@ -15,7 +15,8 @@ import torch
 
 from dtrain.config import compose
 from dtrain.config.compose import Composed
-from dtrain.diagnosis.examination import build_communicating_step, build_examined_run
+from dtrain.config.schema import ParallelConfig
+from dtrain.diagnosis.examination import _not_sharded, build_communicating_step, build_examined_run
 from dtrain.diagnosis.measure import endless_batches
 from dtrain.distributed.process_group import process_group
 from dtrain.doctor import main
@@ -100,6 +101,14 @@ def test_a_slow_all_reduce_is_the_bottleneck(tmp_path: Path, digits: Path) -> No
     assert run["facts"]["times"]["step"] >= 0.5
     assert "parallel.comm_hook" in run["advice"][0]
     assert re.search(r"bottleneck +communication: [\d,]+ samples/s", text)
+
+
+def test_a_run_that_will_be_sharded_is_told_that_its_steps_were_not() -> None:
+    assert not list(_not_sharded(ParallelConfig(), 2)) + list(_not_sharded(ParallelConfig(shard="full"), 1))
+    [finding] = _not_sharded(ParallelConfig(shard="full"), 2)
+    assert finding.level == "warning"
+    assert "shard=full" in finding.text
+    assert "DDP" in finding.text
 
 
 @pytest.mark.slow

@@ -180,6 +180,9 @@ def test_a_hybrid_mesh_has_copies_and_groups_that_divide_the_ranks() -> None:
         shard_model(model, replace(FULL, shard="hybrid", shard_size=2), world(rank, 4))
         with refused(ConfigError, "parallel.shard_size", "3 ranks", "4 ranks"):
             shard_model(nn.Linear(5, 5), replace(FULL, shard="hybrid"), replace(world(rank, 4), local_size=3))
+        uneven = replace(world(rank, 4), local_size=1 if rank == 3 else 2)
+        with refused(ConfigError, "parallel.shard_size", "1 or 2 ranks", "4 ranks"):
+            shard_model(nn.Linear(5, 5), replace(FULL, shard="hybrid"), uneven)
         return [copies_of(model.weight, 4), own_range(model.weight)[0].start]
 
     assert run_ranks(4, on_rank) == [[2, 0], [2, 3], [2, 0], [2, 3]]

@@ -187,6 +187,20 @@ def test_a_failed_write_is_a_warning_and_the_last_step_is_saved_again(disk: Disk
 
 
 @pytest.mark.usefixtures("world_of_one")
+def test_a_last_step_whose_write_is_known_to_have_failed_is_saved_again(disk: Disk) -> None:
+    saves, run, warnings = manager(disk)
+    run.step.step, disk.error = 10, FULL
+    saves.save({}, final=False)
+    saves._writer._thread.join()  # type: ignore[union-attr]
+    assert not saves.is_safe(wait=False)  # as the last record of a run asks
+    assert len(warnings) == 1
+    disk.error = None
+    assert saves.save_last()
+    assert disk.steps() == [10]
+    assert not saves.save_last()
+
+
+@pytest.mark.usefixtures("world_of_one")
 def test_a_final_save_that_fails_is_refused_with_what_to_do(disk: Disk) -> None:
     saves, run, _ = manager(disk)
     run.step.step, disk.error = 10, FULL

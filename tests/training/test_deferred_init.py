@@ -46,6 +46,8 @@ def seeded_twice(layer: nn.Linear) -> None:
 def from_numpy(layer: nn.Linear) -> None:
     layer.extra = nn.Parameter(torch.from_numpy(np.ones((2, 3), dtype=np.float32)).mul_(3))
     layer.weight.data.copy_(torch.from_numpy(np.arange(20, dtype=np.float32).reshape(5, 4)))
+    layer.other = nn.Parameter(torch.from_numpy(np.ones((2, 3), dtype=np.float32)))
+    nn.init.normal_(layer.other)  # overwrites the array
 
 
 BUILT: dict[str, Callable[[], nn.Module]] = {
@@ -104,9 +106,28 @@ def keep_a_tensor(layer: nn.Linear) -> None:
     layer.table = torch.arange(3)
 
 
+def assign_data(layer: nn.Linear) -> None:
+    layer.weight.data = torch.randn(5, 4)
+
+
+def assign_a_view(layer: nn.Linear) -> None:
+    layer.weight.data = layer.weight.data[:2]
+
+
+def change_assigned_data(layer: nn.Linear) -> None:
+    layer.bias.data = torch.from_numpy(np.ones(5, dtype=np.float32))
+    layer.bias.data.mul_(2)
+
+
+def draw_into_assigned_data(layer: nn.Linear) -> None:
+    layer.weight.data = layer.weight.data.clone()
+    nn.init.trunc_normal_(layer.weight)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [(read_a_value, "_local_scalar_dense"), (keep_a_generator_state, "generator"), (keep_a_tensor, "attribute table")],
+    [(read_a_value, "_local_scalar_dense"), (keep_a_generator_state, "generator"), (keep_a_tensor, "attribute table")]
+    + [(change, ".data") for change in (assign_data, assign_a_view, change_assigned_data, draw_into_assigned_data)],
 )
 def test_what_cannot_be_recorded_is_named(change: Callable[[nn.Linear], object], reason: str) -> None:
     before = torch.get_rng_state()
