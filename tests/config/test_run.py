@@ -242,21 +242,34 @@ def test_an_entry_point_s_own_options_are_taken_out() -> None:
 # -- runs of earlier versions, whose keys had other names
 
 
-@pytest.mark.parametrize(("old", "new"), RENAMED_KEYS.items())
+def rename_in_files(run_dir: Path, new: str, old: str) -> None:
+    for name in ("config.yaml", "overrides.yaml"):
+        text = (run_dir / name).read_text()
+        short_old, short_new = (key.rpartition(".")[2] for key in (old, new))
+        (run_dir / name).write_text(text.replace(f"{short_new}:", f"{short_old}:").replace(f"{new}=", f"{old}="))
+        assert new not in (run_dir / name).read_text()
+
+
+@pytest.mark.parametrize(("old", "new"), [item for item in RENAMED_KEYS.items() if not item[0].startswith("task.")])
 @pytest.mark.parametrize("prefix", ["", "++"])
 def test_a_run_started_with_an_old_key_continues_unchanged(tmp_path: Path, prefix: str, old: str, new: str) -> None:
     run = compose_run(f"run.dir={tmp_path}", f"{prefix}{new}=fp32")
     save_run(run)
-    for name in ("config.yaml", "overrides.yaml"):
-        text = (tmp_path / name).read_text()
-        short_old, short_new = (key.rpartition(".")[2] for key in (old, new))
-        (tmp_path / name).write_text(text.replace(f"{short_new}:", f"{short_old}:").replace(f"{new}=", f"{old}="))
-        assert new not in (tmp_path / name).read_text()
+    rename_in_files(tmp_path, new, old)
     again = Run.of(compose(*recompose([f"run.dir={tmp_path}"])))
     assert again.config == run.config
     assert again.changes() == []
     other = Run.of(compose(*recompose([f"run.dir={tmp_path}", f"{new}=bf16"])))
     assert other.changes() == [f'{new}: "fp32" -> "bf16"']
+
+
+def test_a_run_started_with_the_old_name_of_an_argument_continues_unchanged(tmp_path: Path) -> None:
+    run = Run.of(compose("experiment=bytes_gpt", f"run.dir={tmp_path}", "task.sample_tokens=5"))
+    save_run(run)
+    rename_in_files(tmp_path, "task.sample_tokens", "task.sample_bytes")
+    again = Run.of(compose(*recompose([f"run.dir={tmp_path}"])))
+    assert again.config == run.config
+    assert again.changes() == []
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED_KEYS.items())
