@@ -36,8 +36,8 @@ from dtrain.precision.gradients import (
     local_gradients,
     norm_of,
     parameters_of,
-    refuse_shared_gradients,
     refuse_unscalable,
+    with_shared_gradients,
     zero_gradients,
 )
 from dtrain.precision.kernels import prefill_momentum
@@ -182,7 +182,7 @@ class TrainStep:
         self._window_counts = _WindowCounts()
         self._unapplied = self._unsettled = self._is_open = False
         self._first_window = True
-        self._gradients_checked = False
+        self._shared_gradients: list[Tensor] | None = None  # known after the first window
         self.step = 0
         self.applied_steps = 0
         self.consecutive_skips = 0
@@ -274,10 +274,11 @@ class TrainStep:
             raise RuntimeError("apply() without a window: call accumulate() first.")
         self._unapplied = False
 
-        if not self._gradients_checked:
-            self._gradients_checked = True
-            with as_config_error("optimizer"):
-                refuse_shared_gradients(self.optimizer)
+        if self._shared_gradients is None:
+            self._shared_gradients = with_shared_gradients(self.optimizer)
+        for parameter in self._shared_gradients:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()  # or it would be multiplied twice
 
         # -- this rank's gradients. A norm that is not finite is the overflow flag, so one pass over them gives both.
         by_copies = self._gradients()

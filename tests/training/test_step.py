@@ -649,19 +649,32 @@ def test_a_skipped_window_leaves_nothing_in_the_buckets_of_ddp() -> None:
         assert [norm for norm in norms if norm == norm] == pytest.approx(without_the_skip(0), rel=1e-4)
 
 
-def test_parameters_that_share_a_gradient_are_refused_after_the_first_backward() -> None:
-    model = Net(4)
+def test_parameters_whose_gradients_are_the_same_memory_are_updated_as_any_others() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.matrix = nn.Parameter(torch.ones(2, 2))
+            self.vector = nn.Parameter(torch.ones(4))
 
-    def share(number: int) -> None:
-        model.head.bias.grad = model.trunk.bias.grad
+        def forward(self, x: Tensor) -> Tensor:
+            # autograd gives both the same gradient, which each of them then keeps a view of
+            return (self.matrix.view(4) + self.vector.view(4)) * x.mean()
 
-    step = train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), task=sum_of_outputs)
-    with refused(ConfigError, "optimizer", "parameter 3 of group 0", "parameter 1 of group 0"):
-        run_steps(step, [micro_batches(0, 4)], share)
+    def sum_of_outputs(model: nn.Module, batch: Batch) -> Output:
+        return Output(model(batch["x"]).sum().float(), len(batch["x"]))
 
+    model, shared = Sum(), []
 
-def sum_of_outputs(model: nn.Module, batch: Batch) -> Output:
-    return Output(model(batch["x"]).sum().float(), len(batch["x"]))
+    def look(number: int) -> None:
+        shared.append(model.matrix.grad.untyped_storage()._cdata == model.vector.grad.untyped_storage()._cdata)
+
+    windows = [micro_batches(number, 4) for number in range(2)]
+    run_steps(train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), task=sum_of_outputs), windows, look)
+    assert all(shared)
+    means = [float(torch.cat([batch["x"] for batch in window]).mean()) for window in windows]
+    expected = 1 - 0.1 * sum(means) / 4
+    for parameter in model.parameters():
+        torch.testing.assert_close(parameter.detach(), torch.full_like(parameter, expected))
 
 
 def test_settling_and_applying_out_of_turn_is_refused() -> None:
