@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -194,7 +194,8 @@ def _update(model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None,
         most = 0
     if ema is not None:
         skip = torch.zeros((), dtype=torch.bool, device=device)
-        most = max(most, temporary(lambda: ema.update(skip)))
+        with suppress(RuntimeError):  # on a CPU it reads `skip`, and updates in place
+            most = max(most, temporary(lambda: ema.update(skip)))
     return most
 
 
