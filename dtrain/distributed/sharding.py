@@ -14,6 +14,8 @@ torch.distributed.fsdp takes 0.7 s to import, so only sharded runs import it.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -42,6 +44,8 @@ _OF_DDP = (
 _OF_SHARDING = ("shard_modules", "shard_size", "gather_dtype", "reduce_after", "offload")
 _FSDP = "torch.distributed.fsdp"
 _BUFFER_BUCKET = 250 * 2**20  # bytes; as in DDP
+_M_MMAP_THRESHOLD = -3  # malloc.h
+_LARGE = 2**20  # bytes
 
 
 def check_options(parallel: ParallelConfig, ranks: int | None, device: torch.device | None = None) -> None:
@@ -129,6 +133,8 @@ def shard_model(
 
     check_options(parallel, world.size, world.device)
     units = unit_names(model, parallel)
+    if world.device.type == "cpu":
+        _return_freed_memory()
     mesh = _mesh(parallel, world)
     # None where nothing is cast: the gradients of fp64 parameters are then reduced in fp64, as with DDP.
     gathered = None if parallel.gather_dtype == "fp32" else compute_dtype
@@ -324,6 +330,13 @@ def matching_modules(model: nn.Module, key: str, patterns: Sequence[str]) -> lis
             children = ", ".join(name for name, _ in model.named_children())
             raise ConfigError(f"{key}: {pattern!r} matches no module of the model, which has {children or 'none'}.")
     return [name for name in names if any(matches(name, pattern) for pattern in patterns)]
+
+
+def _return_freed_memory() -> None:
+    """Makes glibc return large tensors to the system when they are freed. It would keep gathered parameters for later."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE)
 
 
 def _mesh(parallel: ParallelConfig, world: World) -> DeviceMesh:
