@@ -33,10 +33,11 @@ from dtrain.data import Batch
 from dtrain.distributed.sharding import unit_names
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
-from dtrain.training.build import build_model, build_optimizer, build_task, prepare_model
+from dtrain.training.build import build_model, build_task, prepare_model
 from dtrain.training.communication import Unit, sharded_units
 from dtrain.training.loaders import corpus_beside
 from dtrain.training.model_setup import use_channels_last
+from dtrain.training.optimizer import build_optimizer
 from dtrain.training.task import require_output
 from dtrain.training.tensor_copies import Ema
 

@@ -134,7 +134,7 @@ def shard_model(
     check_options(parallel, world.size, world.device)
     units = unit_names(model, parallel)
     if world.device.type == "cpu":
-        _return_freed_memory()
+        _return_large_tensors()
     mesh = _mesh(parallel, world)
     # None where nothing is cast: the gradients of fp64 parameters are then reduced in fp64, as with DDP.
     gathered = None if parallel.gather_dtype == "fp32" else compute_dtype
@@ -332,7 +332,7 @@ def matching_modules(model: nn.Module, key: str, patterns: Sequence[str]) -> lis
     return [name for name in names if any(matches(name, pattern) for pattern in patterns)]
 
 
-def _return_freed_memory() -> None:
+def _return_large_tensors() -> None:
     """Makes glibc return large tensors to the system when they are freed. It would keep gathered parameters for later."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and "MALLOC_MMAP_THRESHOLD_" not in os.environ:

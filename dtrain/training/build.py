@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -32,9 +32,8 @@ from dtrain.data import ShardLoader
 from dtrain.data.randomness import be_deterministic, seed_generators
 from dtrain.data.tokenizers import Corpus
 from dtrain.distributed.collectives import on_all_ranks
-from dtrain.distributed.sharding import already_sharded, check_accumulation, is_sharded, shard_model, small_part
+from dtrain.distributed.sharding import already_sharded, check_accumulation, is_sharded, shard_model
 from dtrain.distributed.world import World
-from dtrain.optimizers.groups import decay_groups, trainable
 from dtrain.precision import Precision
 from dtrain.precision.comm_hooks import REDUCE_DTYPES, HookGuard, reduce_in
 from dtrain.precision.loss_scale import LossScale
@@ -46,6 +45,7 @@ from dtrain.training.model_setup import (
     synchronise_batchnorm,
     use_channels_last,
 )
+from dtrain.training.optimizer import build_optimizer
 from dtrain.training.schedule import Lengths, schedule_horizon
 from dtrain.training.state import TrainState, load_weights
 from dtrain.training.step import TrainStep
@@ -53,8 +53,6 @@ from dtrain.training.task import Task
 from dtrain.training.tensor_copies import Ema
 
 _CPU = torch.device("cpu")
-# Of torch's optimizers.
-_SUPPORT_SPARSE = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
 
 
 def build_run(
@@ -418,91 +416,6 @@ def prepare_model(model: nn.Module, train: TrainConfig, parallel: ParallelConfig
     return model
 
 
-def build_optimizer(node: Any, model: nn.Module) -> torch.optim.Optimizer:
-    """Builds the optimizer over the model's trainable parameters.
-
-    It is fused by default where its class supports that and all parameters are real with dense gradients. A target with an
-    argument ``model`` gets the model and makes its own parameter groups. The node's key ``no_decay`` is not passed to the
-    target: see ``decay_groups``.
-
-    Raises:
-        ConfigError: If nothing is trainable, a pattern matches nothing, the target refuses its arguments, or the optimizer
-            does not support a parameter.
-    """
-    parameters: list[Any] = list(trainable(model).values())
-    if not parameters:
-        raise ConfigError("model: it has no parameter that requires a gradient, so there is nothing to train.")
-    if not isinstance(node, DictConfig) or "_target_" not in node:
-        return by_target("optimizer", node)  # raises
-    if str(node._target_).endswith("ZeroRedundancyOptimizer"):
-        raise ConfigError(
-            f"optimizer: {node._target_} divides its state among the ranks, which checkpoints and the vote do not support. Set "
-            "parallel=fsdp, which divides parameters and gradients as well, and another optimizer."
-        )
-    node = node.copy()
-    with open_dict(node):
-        no_decay = node.pop("no_decay", None)
-    if no_decay is not None:
-        with as_config_error("optimizer.no_decay"):
-            parameters = decay_groups(model, no_decay)
-    arguments = argument_names(node._target_)
-    if "model" in arguments:
-        if no_decay is not None:
-            raise ConfigError(
-                f"optimizer.no_decay: {node._target_} makes its own groups of parameters. Set it to null."
-            )
-        with as_config_error("optimizer"):
-            optimizer = by_target("optimizer", node, model=model)
-    else:
-        may_fuse = "fused" in arguments and not {"fused", "foreach", "_partial_"} & set(node)
-        if reason := _not_fusable(model):
-            may_fuse = False
-            if node.get("fused"):
-                raise ConfigError(
-                    f"optimizer.fused: got true, but {reason}, which fused optimizers do not support. Leave it out."
-                )
-        on_meta = any(parameter.is_meta for parameter in model.parameters())  # where torch has no fused optimizer
-        fused = {"fused": True} if may_fuse and not on_meta else {}
-        if is_sharded(model):
-            fused = _options_for_parts(node, model, fused)
-        optimizer = by_target("optimizer", node, parameters, **fused)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"optimizer: {node._target_} returns {type(optimizer).__name__}, want a torch Optimizer.")
-    of_torch = type(optimizer).__module__.startswith("torch.optim.")
-    if of_torch and not isinstance(optimizer, _SUPPORT_SPARSE) and (sparse := _sparse_weights(model)):
-        supporting = ", ".join(cls.__name__ for cls in _SUPPORT_SPARSE)
-        raise ConfigError(
-            f"optimizer: {node._target_} does not support the sparse gradients of {sparse[0]}. Build that module with "
-            f"sparse=False, or use one of {supporting}."
-        )
-    return optimizer
-
-
-def _options_for_parts(node: Any, model: nn.Module, fused: dict[str, bool]) -> dict[str, bool]:
-    """Tries the optimizer on a small sharded parameter; returns ``fused``, or {} if it works only without it.
-
-    torch has no fused SGD for parts of parameters, and no Adafactor; without this trial they would fail in the first step.
-
-    Raises:
-        ConfigError: If it cannot update parts of parameters.
-    """
-    for options in (fused, {}):
-        parameter = small_part(model)
-        optimizer = by_target("optimizer", node, [parameter], **options)
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            return options  # which is refused later
-        try:
-            optimizer.step()
-        except (RuntimeError, NotImplementedError, TypeError) as error:
-            reason = str(error).partition("\n")[0]
-        else:
-            return options
-    raise ConfigError(
-        f"optimizer: {node._target_} cannot update a parameter that is divided among the ranks ({reason}). Use another one, "
-        "such as optimizer=adamw, or set parallel=ddp."
-    )
-
-
 def build_schedule(node: Any, lengths: Lengths) -> Callable[[int], float]:
     """Builds the learning-rate schedule: a factor for a number of applied steps.
 
@@ -592,21 +505,3 @@ def wrap(
             "hook(state, bucket), and its state, which may be a _target_ with options of its own."
         )
     return ddp, HookGuard(ddp, hook.func, hook.keywords.get("state"))
-
-
-def _not_fusable(model: nn.Module) -> str:
-    """Why fused optimizers, which need real parameters with dense gradients, cannot train the model; ``""`` if they can."""
-    complex_ = [name for name, parameter in trainable(model).items() if parameter.is_complex()]
-    if complex_:
-        return f"{complex_[0]} is complex"
-    sparse = _sparse_weights(model)
-    return f"the gradients of {sparse[0]} are sparse" if sparse else ""
-
-
-def _sparse_weights(model: nn.Module) -> list[str]:
-    """Names of the trained parameters with sparse gradients."""
-    return [
-        f"{name}.weight".lstrip(".")
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad
-    ]

@@ -40,7 +40,6 @@ from dtrain.tracking.sinks import check_tracker
 from dtrain.training.build import (
     build_loss_scale,
     build_model,
-    build_optimizer,
     build_schedule,
     build_step,
     build_task,
@@ -52,6 +51,7 @@ from dtrain.training.checkpoints import Checkpoints
 from dtrain.training.faults import Faults
 from dtrain.training.loaders import are_patterns, build_mix, build_mixture, build_sets, corpus_beside, declared_fields
 from dtrain.training.loop import check_intervals
+from dtrain.training.optimizer import build_optimizer
 from dtrain.training.profiler import StepProfiler
 from dtrain.training.schedule import Lengths, check_length
 from dtrain.training.tensor_copies import Ema

@@ -11,7 +11,7 @@ from torch import nn
 
 from dtrain.config.errors import ConfigError
 from dtrain.models import GPT
-from dtrain.training import build
+from dtrain.training.optimizer import build_optimizer
 from dtrain.training.state import load_optimizer, optimizer_state
 from tests.refusals import refused
 
@@ -22,7 +22,7 @@ def gpt() -> GPT:
 
 
 def optimizer(model: nn.Module, **node: Any) -> torch.optim.Optimizer:
-    return build.build_optimizer(OmegaConf.create(node), model)
+    return build_optimizer(OmegaConf.create(node), model)
 
 
 def backward(model: nn.Module, step: int) -> None:

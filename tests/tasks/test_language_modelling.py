@@ -19,24 +19,9 @@ from dtrain.tasks import LanguageModelling
 from dtrain.training.run_logger import IllustratingTask
 from dtrain.training.task import ConcludingTask, Output
 from tests.refusals import refused
+from tests.tasks.test_tasks import VALID, Answers, batch
 
-VALID = torch.tensor([True, False, True, True])
 WITH_END = Corpus(Path("shards"), "tiktoken:mine", 10, end_of_text=9, padding=10, bytes_per_token=2.5)
-
-
-class Answers(nn.Module):
-    """Returns what it was built with, whatever it is asked."""
-
-    def __init__(self, answers: Tensor) -> None:
-        super().__init__()
-        self.answers = answers
-
-    def forward(self, inputs: Any) -> Tensor:
-        return self.answers
-
-
-def batch(**columns: Tensor) -> Batch:
-    return Batch(columns, ["a", "", "b", "c"], VALID)
 
 
 def rows_of(tokens: Tensor) -> Batch:

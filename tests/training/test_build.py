@@ -13,6 +13,7 @@ from dtrain.config.errors import ConfigError
 from dtrain.config.schema import LossScaleConfig, ParallelConfig, PrecisionConfig
 from dtrain.precision import Precision
 from dtrain.training import build
+from dtrain.training.optimizer import build_optimizer
 from dtrain.training.schedule import Lengths, WarmupCosine
 from tests.ranks import run_ranks
 from tests.refusals import refused
@@ -80,7 +81,7 @@ def test_a_target_that_cannot_be_imported_is_refused_by_name(target: str) -> Non
 )
 def test_a_value_that_the_optimizer_refuses_is_a_mistake_in_the_config(key: str, value: object, message: str) -> None:
     with refused(ConfigError, "optimizer: ", message):
-        build.build_optimizer(node("torch.optim.AdamW", **{key: value}), nn.Linear(1, 1))
+        build_optimizer(node("torch.optim.AdamW", **{key: value}), nn.Linear(1, 1))
 
 
 def test_what_a_target_itself_raises_is_named_with_its_place() -> None:
@@ -145,7 +146,7 @@ def test_what_is_no_module_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
 def test_an_optimizer_is_fused_where_it_can_be(name: str) -> None:
-    optimizer = build.build_optimizer(node(f"torch.optim.{name}", lr=0.1), Net())
+    optimizer = build_optimizer(node(f"torch.optim.{name}", lr=0.1), Net())
     assert optimizer.defaults["fused"] is True
     assert getattr(optimizer, "_step_supports_amp_scaling", False)
 
@@ -168,7 +169,7 @@ class Spectral(Net):
 @pytest.mark.parametrize(("name", "sparse"), [("AdamW", False), ("SGD", False), ("SGD", True), ("Adagrad", True)])
 def test_complex_and_sparse_parameters_are_trained_without_fused_kernels(name: str, sparse: bool) -> None:
     model = Spectral(sparse)
-    step = train_step(model, build.build_optimizer(node(f"torch.optim.{name}", lr=0.1), model), clip_norm=1.0)
+    step = train_step(model, build_optimizer(node(f"torch.optim.{name}", lr=0.1), model), clip_norm=1.0)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     (outcome,) = run_steps(step, [micro_batches(0, 4)])
     assert outcome.stats.applied
@@ -178,31 +179,31 @@ def test_complex_and_sparse_parameters_are_trained_without_fused_kernels(name: s
 @pytest.mark.parametrize(("sparse", "reason"), [(False, "extra.0 is complex"), (True, "extra.weight are sparse")])
 def test_a_fused_optimizer_is_refused_for_a_parameter_that_it_cannot_train(sparse: bool, reason: str) -> None:
     with refused(ConfigError, "optimizer.fused", "got true", "Leave it out", reason):
-        build.build_optimizer(node("torch.optim.SGD", lr=0.1, fused=True), Spectral(sparse))
+        build_optimizer(node("torch.optim.SGD", lr=0.1, fused=True), Spectral(sparse))
 
 
 def test_an_optimizer_without_sparse_gradients_is_refused_for_an_embedding_that_has_them() -> None:
     with refused(ConfigError, "optimizer", "torch.optim.AdamW", "sparse=False", "extra.weight", "Adagrad"):
-        build.build_optimizer(node("torch.optim.AdamW", lr=0.1), Spectral(sparse=True))
+        build_optimizer(node("torch.optim.AdamW", lr=0.1), Spectral(sparse=True))
 
 
 @pytest.mark.parametrize("keys", [{"fused": False}, {"foreach": True}, {"fused": None}], ids=str)
 def test_what_the_config_says_about_the_implementation_stays(keys: dict[str, Any]) -> None:
-    optimizer = build.build_optimizer(node("torch.optim.AdamW", lr=0.1, **keys), Net())
+    optimizer = build_optimizer(node("torch.optim.AdamW", lr=0.1, **keys), Net())
     assert not optimizer.defaults["fused"]
     assert optimizer.defaults["foreach"] == keys.get("foreach")
 
 
 def test_an_optimizer_without_a_fused_form_and_one_from_a_function_are_built_as_they_are() -> None:
-    assert isinstance(build.build_optimizer(node("torch.optim.RMSprop", lr=0.1), Net()), torch.optim.RMSprop)
-    groups = build.build_optimizer(node(f"{HERE}.my_optimizer", lr=0.1), Net()).param_groups
+    assert isinstance(build_optimizer(node("torch.optim.RMSprop", lr=0.1), Net()), torch.optim.RMSprop)
+    groups = build_optimizer(node(f"{HERE}.my_optimizer", lr=0.1), Net()).param_groups
     assert [group["lr"] for group in groups] == [0.2, 0.1]
 
 
 def test_only_what_is_trainable_is_optimized() -> None:
     model = Net()
     model.trunk.requires_grad_(False)
-    optimizer = build.build_optimizer(node("torch.optim.SGD", lr=0.1), model)
+    optimizer = build_optimizer(node("torch.optim.SGD", lr=0.1), model)
     assert optimizer.param_groups[0]["params"] == list(model.head.parameters())
 
 
@@ -216,7 +217,7 @@ def test_only_what_is_trainable_is_optimized() -> None:
 )
 def test_an_impossible_optimizer_is_refused(target: str, model: Any, names: list[str]) -> None:
     with refused(ConfigError, *names):
-        build.build_optimizer(node(target), model())
+        build_optimizer(node(target), model())
 
 
 # -- schedule, precision, loss scale

@@ -18,7 +18,7 @@ from dtrain.data import Batch
 from dtrain.distributed.sharding import is_dtensor, is_sharded, local_part, shard_model
 from dtrain.precision import Precision
 from dtrain.precision.loss_scale import LossScale
-from dtrain.training.build import build_optimizer
+from dtrain.training.optimizer import build_optimizer
 from dtrain.training.step import TooManySkips
 from dtrain.training.task import Output
 from dtrain.training.tensor_copies import Ema
