@@ -68,7 +68,8 @@ USES = {
     "hf": f"{TRAIN} data.train=hf://datasets/org/name/train-000000.tar data.eval=null run.dir=hf",
     "text": "-m dtrain pack text text.txt tokens --tokenizer tokenizers:tokenizer.json --length 8\n-c import\ttiktoken",
     "media": "sound.py",
-    "onnx": "-m dtrain export run.dir=run export.format=onnx export.dtype=fp32 export.out=artefact\n-m dtrain predict artefact toy.png",
+    "onnx": "-m dtrain export run.dir=run export.format=onnx export.dtype=fp32 export.out=artefact\n"
+    "-m dtrain predict artefact toy.png",
     "tensorboard": f"-m dtrain train {SMALL} tracker=tensorboard run.dir=tensorboard",
     "mlflow": f"-m dtrain train {SMALL} tracker=mlflow run.dir=mlflow",
     "trackio": f"-m dtrain train {SMALL} tracker=trackio run.dir=trackio",
