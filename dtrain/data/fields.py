@@ -469,4 +469,5 @@ def _decoder(field: str, value: Any) -> Callable[[bytes], Any]:
             f"{where}: got {value!r}, want a function of the member's bytes. An object of a class, or a function with "
             "arguments, is built by _target_ (functions with _partial_: true)."
         )
-    return value
+    decoder: Callable[[bytes], Any] = value
+    return decoder

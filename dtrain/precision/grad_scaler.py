@@ -182,7 +182,8 @@ class CrossRankGradScaler:
                 differ.
         """
         if not self._enabled:
-            return optimizer.step(*args, **kwargs)
+            loss: float | None = optimizer.step(*args, **kwargs)
+            return loss
         if kwargs.get("closure", args[0] if args else None) is not None:
             raise RuntimeError(
                 "step() takes no closure: gradients that a closure makes are neither unscaled nor checked"
@@ -371,7 +372,8 @@ def _step_unless(
     optimizer.grad_scale = getattr(optimizer, "grad_scale", None)  # type: ignore[attr-defined]
     optimizer.found_inf = found_inf  # type: ignore[attr-defined]
     try:
-        return optimizer.step(*args, **kwargs)
+        loss: float | None = optimizer.step(*args, **kwargs)
     finally:
         del optimizer.grad_scale  # type: ignore[attr-defined]
         del optimizer.found_inf  # type: ignore[attr-defined]
+    return loss

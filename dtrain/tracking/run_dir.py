@@ -262,7 +262,8 @@ def _log_to(handler: logging.Handler) -> None:
     logger.propagate = False
 
 
-class _RankLog(logging.StreamHandler):
+# Python 3.10 refuses the type argument at run time.
+class _RankLog(logging.StreamHandler):  # type: ignore[type-arg]
     """Appends to a file. The first failed write, such as on a full disk, is one line on standard error; no further ones are."""
 
     def __init__(self, path: Path) -> None:
