@@ -48,9 +48,10 @@ def _link(name: str, call: str, place: griffe.Object, exported: dict[str, str]) 
     code = f"``{name}{call}``"
     if isinstance(place, (griffe.Class, griffe.Function)) and name in place.parameters:
         return code
+    first, dot, rest = name.partition(".")
     try:
-        path = place.resolve(name)
+        path = place.resolve(first) + dot + rest
     except griffe.NameResolutionError:
-        path = exported.get(name, "")
+        path = exported.get(first, "") + dot + rest
     # "optional": no warning if the name has no entry on any page.
     return f"<autoref identifier='{path}' optional>{code}</autoref>" if path.startswith("dtrain.") else code

@@ -1,4 +1,4 @@
-"""README.md and docs/ as a reader uses them: blocks of code, code between words, links, headings.
+"""README.md and docs/*.md as a reader uses them: blocks of code, code between words, links, headings.
 
 A block of bash is run by the tests, unless the line before it says why not:
 
@@ -15,12 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-#: Without the API pages, which are made of docstrings: only the site shows them.
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    *sorted(page for page in (ROOT / "docs").rglob("*.md") if "\n::: dtrain." not in page.read_text()),
-]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 _FENCE = re.compile(
     r"(?:^<!-- not run(?: \((?P<programs>[\w, -]+)\))?: (?P<reason>.+?) -->\n)?"
