@@ -119,6 +119,8 @@ class Field:
         fps: In place of ``stride``: frames a second, by the times of the frames in the file.
         clip: Which part of a recording is taken: ``"middle"``; or ``"random"``, drawn for each (seed, epoch, sample), in
             training only: ``data.eval`` always takes the middle.
+
+    Attributes:
         kind: How the bytes are read: one of the values of ``KINDS``, ``"raw"`` or ``"custom"``. Derived.
 
     Raises:
