@@ -360,7 +360,7 @@ def _last(ext: str) -> str:
     return ext.rpartition(".")[2]
 
 
-def parse_fields(mapping: Mapping[str, Mapping[str, Any]]) -> tuple[Field, ...]:
+def parse_fields(mapping: Mapping[str, Any]) -> tuple[Field, ...]:
     """The fields of a public ``fields`` mapping, in its order.
 
     Types are checked here, because the values may come from YAML; ``Field`` checks whether options fit each other.

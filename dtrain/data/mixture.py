@@ -75,7 +75,7 @@ class _Sources:
 
     def open(
         self,
-        fields: Mapping[str, Mapping[str, Any]],
+        fields: Mapping[str, Any],
         rank: int,
         world_size: int,
         policy: CachePolicy | None,
@@ -97,7 +97,7 @@ class _Sources:
 def _open(
     name: str,
     data: Any,
-    fields: Mapping[str, Mapping[str, Any]],
+    fields: Mapping[str, Any],
     rank: int,
     world_size: int,
     policy: CachePolicy | None,
@@ -172,7 +172,7 @@ class Mixture(_Sources):
 
     def build(
         self,
-        fields: Mapping[str, Mapping[str, Any]],
+        fields: Mapping[str, Any],
         *,
         rank: int = 0,
         world_size: int = 1,
@@ -209,7 +209,7 @@ class EvaluationSets(_Sources):
 
     def build(
         self,
-        fields: Mapping[str, Mapping[str, Any]],
+        fields: Mapping[str, Any],
         *,
         rank: int = 0,
         world_size: int = 1,

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -128,6 +128,18 @@ class CrossRankGradScaler:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _takes_found_inf=weakref.WeakKeyDictionary())
+
+    @overload
+    def scale(self, outputs: Tensor) -> Tensor: ...
+
+    @overload
+    def scale(self, outputs: list[Tensor]) -> list[Tensor]: ...
+
+    @overload
+    def scale(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]: ...
+
+    @overload
+    def scale(self, outputs: Iterable[Any]) -> Iterable[Any]: ...
 
     def scale(self, outputs: Any) -> Any:
         """Multiplies a tensor, or every tensor of a nested tuple or list, by the scale."""
