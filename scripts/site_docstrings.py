@@ -35,7 +35,8 @@ class Links(griffe.Extension):
             text = _COLONS.sub(":", place.docstring.value)
             text = _NAME.sub(lambda match: _link(match[1], match[2], place, exported), text)
             if place.is_class or place.is_function:
-                text += f"\n\n[Source]({_REPOSITORY}/{place.relative_package_filepath}#L{place.lineno}-L{place.endlineno})"
+                lines = f"#L{place.lineno}-L{place.endlineno}"
+                text += f"\n\n[source]({_REPOSITORY}/{place.relative_package_filepath}{lines}){{ .source }}"
             place.docstring.value = text
         for member in place.members.values():
             if not member.is_alias:
@@ -44,10 +45,13 @@ class Links(griffe.Extension):
 
 def _link(name: str, call: str, place: griffe.Object, exported: dict[str, str]) -> str:
     """A link to the entry of a name, or the name as code if there is none."""
+    code = f"``{name}{call}``"
+    if isinstance(place, (griffe.Class, griffe.Function)) and name in place.parameters:
+        return code
+    first, dot, rest = name.partition(".")
     try:
-        path = place.resolve(name)
+        path = place.resolve(first) + dot + rest
     except griffe.NameResolutionError:
-        path = exported.get(name, "")
-    code = f"<code>{name}{call}</code>"
+        path = exported.get(first, "") + dot + rest
     # "optional": no warning if the name has no entry on any page.
     return f"<autoref identifier='{path}' optional>{code}</autoref>" if path.startswith("dtrain.") else code

@@ -35,7 +35,9 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, uri, abs_src_path=str(ROOT / source)))
     for name in ("commands.md", "report.html"):
         if not (GENERATED / name).is_file():
-            raise PluginError(f"{GENERATED / name}: missing. Run `bash scripts/site.sh`, or `python scripts/site_pages.py`.")
+            raise PluginError(
+                f"{GENERATED / name}: missing. Run `bash scripts/site.sh`, or `python scripts/site_pages.py`."
+            )
         files.append(File.generated(config, name, abs_src_path=str(GENERATED / name)))
     return files
 
@@ -53,7 +55,9 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
 
 def on_page_content(html: str, **_: Any) -> str:
     """Links full names of Python, such as ``dtrain.data.ShardLoader``, to their entries on the API pages, if they have one."""
-    return re.sub(r"<code>(dtrain(?:\.\w+){2,})</code>", r"<autoref identifier='\1' optional><code>\1</code></autoref>", html)
+    return re.sub(
+        r"<code>(dtrain(?:\.\w+){2,})</code>", r"<autoref identifier='\1' optional><code>\1</code></autoref>", html
+    )
 
 
 def on_post_page(output: str, **_: Any) -> str:

@@ -75,7 +75,7 @@ def section(command: tuple[str, ...]) -> str:
 
 
 def dtrain(*arguments: str, starts: int = 1) -> None:
-    """Runs a command of dtrain, again if it fails and ``starts`` allows it; ends this program with its message if the last fails."""
+    """Runs a command of dtrain ``starts`` times; ends this program with its message if the last one fails."""
     command = [sys.executable, "-m", "dtrain", *arguments]
     for _ in range(starts):
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -100,7 +100,9 @@ class Model:
 
     def resolve(self, revision: str) -> str | None:
         """The commit of a branch or commit; None if there is none."""
-        return self.branches[revision][-1] if revision in self.branches else revision if revision in self.trees else None
+        return (
+            self.branches[revision][-1] if revision in self.branches else revision if revision in self.trees else None
+        )
 
     def files(self, revision: str = "main") -> dict[str, bytes]:
         """The files of a branch or commit."""
