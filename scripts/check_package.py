@@ -2,8 +2,8 @@
 
     python scripts/check_package.py [FOLDER]
 
-FOLDER receives the sdist and the wheel. The tools for it are installed into an environment that is deleted at the end. All other
-packages are those of the Python that runs this file. It needs dtrain's dependencies, with the extra ``demo``.
+FOLDER receives the sdist and the wheel. The tools for it are installed into an environment that is deleted at the end. All
+other packages are those of the Python that runs this file: dtrain's dependencies, with the extra ``demo``.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ def notes(tag: str, package: str, changelog: str) -> str:
     if found is None or tag != f"v{found[1]}":
         version = found and found[1]
         raise ValueError(
-            f"the tag is {tag!r}, the version of the package {version!r}. Set __version__ in dtrain/__init__.py, or tag v{version}."
+            f"the tag is {tag!r}, the version of the package {version!r}. Set __version__ in dtrain/__init__.py, or tag "
+            f"v{version}."
         )
     sections = re.split(r"^## ", changelog, flags=re.MULTILINE)[1:]
     for section in sections:
