@@ -66,7 +66,7 @@ def build(folder: Path) -> tuple[Path, Path]:
 
 
 def check_files(wheel: Path, sdist: Path, version: str) -> None:
-    """The wheel has the package with ``conf`` inside it, and nothing else."""
+    """The wheel has the package with ``conf`` inside it, the sdist has the repository, and both have nothing else."""
     info = f"dtrain-{version}.dist-info"
     with zipfile.ZipFile(wheel) as archive:
         got = set(archive.namelist())
@@ -81,8 +81,11 @@ def check_files(wheel: Path, sdist: Path, version: str) -> None:
     relative = re.findall(r"\]\((?!https://|#)[^)]*\)", metadata.get_payload())
     require(not relative, f"links that PyPI cannot follow: {relative}")
     with tarfile.open(sdist) as archive:
-        folders = {name.split("/")[1] for name in archive.getnames()}
-    require({"dtrain", "conf", "docs", "tests", "README.md", "LICENSE"} <= folders, f"the sdist has {folders}")
+        packed = {name.partition("/")[2] for name in archive.getnames()} - {"PKG-INFO"}
+    # Nothing is known without git, such as in an unpacked sdist.
+    listed = subprocess.run(["git", "-c", "core.quotePath=false", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    tracked = set(listed.stdout.splitlines())
+    require(bool(listed.returncode) or packed == tracked, f"the files of the sdist: {sorted(packed ^ tracked)}")
 
 
 def use(wheel: Path, folder: Path, version: str) -> None:
