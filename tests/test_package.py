@@ -93,3 +93,20 @@ def test_commits_are_checked_with_the_ruff_of_the_tests() -> None:
     assert pinned is not None
     assert before_commits is not None
     assert before_commits[1] == pinned[1]
+
+
+# -- workflows of GitHub
+
+
+def test_ci_runs_the_oldest_and_the_newest_python_that_the_package_names() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
+    tested = re.findall(r'"(3\.\d+)"', workflow)
+    assert {named[0], named[-1]} <= set(tested) <= set(named)
+    assert f'requires-python = ">={named[0]}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_scripts_that_workflows_run_exist() -> None:
+    for workflow in (ROOT / ".github" / "workflows").glob("*.yml"):
+        for script in re.findall(r"scripts/[\w.]+", workflow.read_text()):
+            assert (ROOT / script).is_file(), f"{workflow.name}: {script}"
