@@ -24,6 +24,7 @@ from dtrain.config.errors import ConfigError
 from dtrain.data.fields import SampleError
 from dtrain.deployment import artefact
 from dtrain.deployment.artefact import Artefact
+from dtrain.deployment.description import DESCRIPTION
 from dtrain.deployment.hub import local_folder
 from dtrain.deployment.program import ImageInput
 from dtrain.deployment.text import Sampling, continue_text
@@ -137,7 +138,7 @@ def _most_probable(model: Artefact, pixels: np.ndarray, top: int) -> list[tuple[
     if names is not None and len(names) != outputs.shape[1]:
         raise ConfigError(
             f"the artefact has names for {len(names)} classes, but its model has {outputs.shape[1]} outputs. Correct "
-            f"'classes' in {artefact.DESCRIPTION}, or set it to null."
+            f"'classes' in {DESCRIPTION}, or set it to null."
         )
     probabilities, numbers = outputs.softmax(1).topk(min(top, outputs.shape[1]))
     all_finite = outputs.isfinite().all(1).tolist()

@@ -336,7 +336,7 @@ def queued_job(run_dir: Path) -> SlurmJob | None:
 
 
 def active_job(run_dir: Path) -> SlurmJob | None:
-    """As :func:`queued_job`, for a display: None also if SLURM does not answer."""
+    """As ``queued_job``, for a display: None also if SLURM does not answer."""
     try:
         return queued_job(run_dir)
     except NoAnswer:

@@ -35,7 +35,7 @@ from dtrain.distributed.atomic import open_regular, open_to_append, replace_file
 if TYPE_CHECKING:  # it imports Hydra, which the report does not need
     from dtrain.config.run import Run
 
-#: ``running`` is also the state of a run that was killed: compare ``time``, or call :func:`is_trained`.
+#: ``running`` is also the state of a run that was killed: compare ``time``, or call ``is_trained``.
 STATES = ("running", "finished", "stopped", "failed")
 #: Bytes of a line that are read; a record has about a thousand.
 LONGEST_LINE = 2**20
@@ -121,13 +121,13 @@ def write_status(run_dir: Path, state: str, step: int, reason: str | None = None
 
     Args:
         run_dir: The run's directory; it exists.
-        state: One of :data:`STATES`. ``stopped`` means on request, and that the run can be resumed.
+        state: One of ``STATES``. ``stopped`` means on request, and that the run can be resumed.
         step: Attempted optimizer steps.
         reason: A sentence for a person: why the run stopped or failed.
         extra: Further entries; JSON can represent them.
 
     Raises:
-        ValueError: If ``state`` is not one of :data:`STATES`.
+        ValueError: If ``state`` is not one of ``STATES``.
         OSError: On a write failure; the old file is kept.
     """
     if state not in STATES:
@@ -287,7 +287,8 @@ def _log_to(handler: logging.Handler) -> None:
     logger.propagate = False
 
 
-class _RankLog(logging.StreamHandler):
+# Python 3.10 refuses the type argument at run time.
+class _RankLog(logging.StreamHandler):  # type: ignore[type-arg]
     """Appends to a file. The first failed write, such as on a full disk, is one line on standard error; no further ones are."""
 
     def __init__(self, path: Path) -> None:
