@@ -106,7 +106,7 @@ class HubModel:
         """
         if (found := sha256(path)) != expected:
             raise ConfigError(
-                f"{self.key}: {self}: {path.name} has SHA-256 {found}, its {DESCRIPTION} says {expected}: one of them is damaged. "
+                f"{self.key}: {self}: {path.name} has SHA-256 {found}, but {expected} in its {DESCRIPTION}: one is damaged. "
                 f"Delete {path.parents[2]} and try again. If that does not help, the published files do not match each other."
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
@@ -21,6 +22,7 @@ from dtrain.deployment import artefact, from_hub, hub
 from dtrain.deployment.hub import Push, identity_of
 from tests.deployment.helpers import CPU, write_linear
 from tests.hub_server import HubServer, point_at, serving_hub
+from tests.ranks import run_ranks
 from tests.refusals import assert_refused, refused
 
 pytest.importorskip("huggingface_hub", reason="hf needs huggingface_hub: pip install 'dtrain[hf]'")
@@ -234,6 +236,22 @@ def test_a_connection_that_ends_in_the_middle_publishes_nothing_and_the_next_pus
     assert without_hubs(model.files()) == contents(folder)
     assert len(model.trees) == 2
     assert not uploaded or server.stored == uploaded  # it was not sent again
+
+
+@pytest.mark.slow
+def test_a_push_through_xet_is_what_the_default_does(
+    server: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("hf_xet")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", False)
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "0")
+    content = (folder / "model.safetensors").read_bytes()
+    server.xet = {hashlib.sha256(content).hexdigest(): content}
+    # In a process of its own, because hf_xet leaves threads behind.
+    run_ranks(1, lambda rank: push(folder), init=False)
+    assert without_hubs(server.models["org/name"].files()) == contents(folder)
+    assert not [path for path in server.requests if path.startswith("lfs")]
+    assert server.xet_uploads[-1].startswith("/xet/v1/shards")
 
 
 def test_a_commit_of_somebody_else_in_the_meantime_is_not_overwritten(server: HubServer, folder: Path) -> None:
