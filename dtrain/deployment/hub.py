@@ -80,7 +80,10 @@ def pull(url: str, *, config: bool = False) -> Path:
     """
     model = HubModel.parse("artefact", url).at_commit()
     folder = model.download(DESCRIPTION).parent
-    description, expected = artefact.read_description(folder)
+    try:
+        description, expected = artefact.read_description(folder)
+    except ConfigError as error:
+        raise ConfigError(f"{model}: {error}") from error
     model.verify(model.download(FORMATS[description.stored_as].file), expected)
     if description.tokenizer is not None:
         model.download(VOCABULARY)
