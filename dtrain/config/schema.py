@@ -211,6 +211,8 @@ class TrackerConfig:
     # of wandb: online | offline | disabled; null: WANDB_MODE, else online if logged in, else offline
     mode: str | None = None
     tags: list[str] = field(default_factory=list)  # of wandb and MLflow
+    # checkpoints that wandb gets as artifacts: none | best (of checkpoint.best) | last (at the end of each start) | all
+    artifacts: str = "none"
     # MLflow's server or store; null: MLFLOW_TRACKING_URI, else MLflow's own default, mlflow.db in the working directory
     mlflow_uri: str | None = None
     media: bool = True  # write pictures and texts to <run.dir>/media after evaluations

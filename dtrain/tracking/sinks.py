@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 from dtrain.config.errors import ConfigError, without_secrets_in
@@ -31,6 +31,7 @@ from dtrain.tracking.records import JsonlSink, MediaFile, Record, Sink, cut_afte
 
 if TYPE_CHECKING:
     from dtrain.config.schema import TrackerConfig
+    from dtrain.tracking.wandb_artifacts import CheckpointArtifacts
 
 #: The trackers, and the command that installs the package of each.
 TRACKERS = {
@@ -46,6 +47,7 @@ _ALIASES: dict[str, tuple[str, ...]] = {"none": (), "both": ("wandb", "tensorboa
 OPEN_TIMEOUT, FINISH_TIMEOUT, FINISH_TIMEOUT_AFTER_FAILURE = 5.0, 65.0, 10.0
 #: Largest number of records in the queue of a slow sink; further ones are dropped. metrics.jsonl has them.
 QUEUE_SIZE = 10_000
+ARTIFACTS = ("none", "best", "last", "all")
 WANDB_MODES = ("online", "offline", "disabled")
 _WANDB_SYNONYMS = {"run": "online", "dryrun": "offline"}  # that wandb accepts in WANDB_MODE
 _WANDB_SERVER = "https://api.wandb.ai"
@@ -67,6 +69,9 @@ class NullSinks:
     def note(self, text: str) -> None:
         """Does nothing."""
 
+    def checkpoint(self, path: Path, step: int, is_best: bool) -> None:
+        """Does nothing."""
+
     def alert(self, text: str) -> None:
         """Does nothing."""
 
@@ -81,12 +86,16 @@ class Sinks:
         media: The folder of pictures and texts.
         console: The sink for a person; it also shows notes.
         others: Further sinks. They get a record in this order, before the console does.
+        artifacts: Takes checkpoints; None if no tracker gets them.
     """
 
-    def __init__(self, media: Path, console: ConsoleSink, *others: Sink) -> None:
+    def __init__(
+        self, media: Path, console: ConsoleSink, *others: Sink, artifacts: CheckpointArtifacts | None = None
+    ) -> None:
         self._folder = media
         self._console = console
         self._others = others
+        self._artifacts = artifacts
         self._all: tuple[Sink | ConsoleSink, ...] = (*others, console)
         self._reported: set[str] = set()
         self._finishing = threading.Lock()
@@ -113,6 +122,18 @@ class Sinks:
         except OSError:  # the reader of the output is gone
             logger.warning("not shown: %s", text)
 
+    def checkpoint(self, path: Path, step: int, is_best: bool) -> None:
+        """Passes a checkpoint that was written to wandb, if ``tracker.artifacts`` is set. Any thread may call.
+
+        Args:
+            path: Its folder.
+            step: Attempted steps so far.
+            is_best: Whether it has the best value of ``checkpoint.best``.
+        """
+        if self._artifacts is not None:
+            saved = partial(self._artifacts.saved, path, step, is_best)
+            self._report_errors("a checkpoint could not be passed to wandb", saved)
+
     def alert(self, text: str) -> None:
         """Passes a warning to the sinks besides the console, of which wandb sends it to the user."""
         for sink in self._others:
@@ -129,6 +150,8 @@ class Sinks:
         """
         with self._finishing:
             if not self._finished:
+                if self._artifacts is not None:
+                    self._artifacts.finish()
                 # At the same time: the process must not wait for a minute for each tracker.
                 ends = [threading.Thread(target=self._end, args=(sink, state, reason)) for sink in self._others]
                 for end in ends:
@@ -198,20 +221,32 @@ def build_sinks(
     def note(text: str) -> None:
         console.note(without_secrets_in(text))
 
-    def add(name: str, open: Callable[[], Sink], errors: tuple[type[Exception], ...], if_unfinished: str = "") -> None:
-        others.append(BackgroundSink(name, open, errors=errors, note=note, if_unfinished=if_unfinished))
+    def add(
+        name: str, open: Callable[[], Sink], errors: tuple[type[Exception], ...], if_unfinished: str = ""
+    ) -> BackgroundSink:
+        sink = BackgroundSink(name, open, errors=errors, note=note, if_unfinished=if_unfinished)
+        others.append(sink)
+        return sink
 
     # All are imported where they are used: importing them takes a second or two.
     names = tracker_names(tracker)
+    artifacts = None
     if mode != "disabled":
         from dtrain.tracking import wandb_sink
+        from dtrain.tracking.wandb_artifacts import CheckpointArtifacts
 
-        add(
+        sink = add(
             "wandb",
             lambda: wandb_sink.WandbSink(tracker, mode, run_dir, run_name, config, resumed_step, note, earlier),
             wandb_sink.ERRORS,
             f"Send the rest later: wandb sync {run_dir / 'wandb'}",
         )
+        if tracker.artifacts != "none":
+            artifacts = CheckpointArtifacts(
+                tracker.artifacts,
+                run_dir,
+                lambda staged: sink.put(lambda opened: cast(wandb_sink.WandbSink, opened).checkpoint(staged)),
+            )
     if "tensorboard" in names:
         from dtrain.tracking.tensorboard_sink import TensorBoardSink
 
@@ -238,7 +273,7 @@ def build_sinks(
             (OSError, ValueError, RuntimeError),
             "metrics.jsonl has all records.",
         )
-    return Sinks(media, console, *others)
+    return Sinks(media, console, *others, artifacts=artifacts)
 
 
 # -- slow sinks
@@ -290,6 +325,10 @@ class BackgroundSink:
     def alert(self, text: str) -> None:
         """Puts an alert into the queue; never blocks."""
         self._put(lambda sink: sink.alert(text))
+
+    def put(self, call: Callable[[Sink], None]) -> None:
+        """Puts any call into the queue; never blocks."""
+        self._put(call)
 
     def finish(self, state: str, reason: str | None = None) -> None:
         """Waits until the sink has sent or stored everything, or until the time-out."""
@@ -422,6 +461,13 @@ def check_tracker(tracker: TrackerConfig) -> None:
     names = tracker_names(tracker)
     if tracker.mode is not None and _WANDB_SYNONYMS.get(tracker.mode, tracker.mode) not in WANDB_MODES:
         raise ConfigError(f"tracker.mode: got {tracker.mode!r}; known are {', '.join(WANDB_MODES)}.")
+    if tracker.artifacts not in ARTIFACTS:
+        raise ConfigError(f"tracker.artifacts: got {tracker.artifacts!r}; known are {', '.join(ARTIFACTS)}.")
+    if tracker.artifacts != "none" and "wandb" not in names:
+        raise ConfigError(
+            f"tracker.artifacts={tracker.artifacts}: only wandb gets checkpoints, but tracker.name={tracker.name}. Add wandb, "
+            "or set tracker.artifacts=none."
+        )
     for name in names:
         if find_spec(name) is None:
             raise ConfigError(

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import secrets
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +27,11 @@ import wandb
 from dtrain.distributed.atomic import replace_file
 from dtrain.tracking.provenance import provenance
 from dtrain.tracking.records import Mark, Record, mark, send_earlier
+from dtrain.tracking.wandb_artifacts import checkpoint_artifact
 
 if TYPE_CHECKING:
     from dtrain.config.schema import TrackerConfig
+    from dtrain.tracking.wandb_artifacts import StagedCheckpoint
 
 #: Errors that this sink may raise.
 ERRORS = (wandb.Error, OSError, ValueError)
@@ -50,7 +54,7 @@ class WandbSink:
         media: Step, name and file of the media of earlier starts.
 
     Attributes:
-        run_id: The run's identity, eight hexadecimal digits.
+        run_id: The run's identity.
 
     Raises:
         wandb.Error, OSError, ValueError: Here and in all methods, if wandb cannot continue.
@@ -67,6 +71,7 @@ class WandbSink:
         note: Callable[[str], None],
         media: Sequence[tuple[int, str, Path]] = (),
     ) -> None:
+        self._note, self._online = note, mode == "online"
         self._folder = run_dir / "wandb"
         self._folder.mkdir(exist_ok=True)
         self.run_id = _run_id(self._folder)
@@ -103,6 +108,14 @@ class WandbSink:
             shown = wandb.Html(_page(path.read_text(encoding="utf-8"))) if text else wandb.Image(str(path))
             self._send((step, True), {f"media/{name}": shown})
 
+    def checkpoint(self, staged: StagedCheckpoint) -> None:
+        """Uploads a checkpoint as a version of the artifact ``checkpoint-<run id>``. An error does not end the sink."""
+        try:
+            artifact, aliases = checkpoint_artifact(self.run_id, staged)
+            self._run.log_artifact(artifact, aliases=aliases)
+        except ERRORS as error:
+            self._note(f"wandb: the checkpoint of step {staged.step} could not be uploaded ({error})")
+
     def alert(self, text: str) -> None:
         """Sends an alert."""
         self._run.alert(f"{self._run.name} needs attention", text, level="WARN", wait_duration=1)  # default: 60 s
@@ -115,6 +128,8 @@ class WandbSink:
         self._run.finish(exit_code=1 if state == "failed" else 0)
         # Offline, finish returns before the file is written; it is complete when wandb's own process has ended.
         wandb.teardown()
+        if self._online:  # offline, `wandb sync` uploads them
+            shutil.rmtree(self._folder / "checkpoints", ignore_errors=True)
         with replace_file(self._folder / "sent.json") as file:
             file.write(json.dumps({"newest": self._newest, "closed": [*self._closed, piece]}).encode())
 
@@ -128,11 +143,12 @@ class WandbSink:
 
 
 def _run_id(folder: Path) -> str:
-    """The id in ``folder``, generated if there is none."""
+    """The id in ``folder``; if there is none, that of the sweep whose agent has started this process, or a generated one."""
     path = folder / "run-id"
     if not path.exists():
+        of_sweep = os.environ.get("WANDB_RUN_ID") if "WANDB_SWEEP_ID" in os.environ else None
         with replace_file(path) as file:
-            file.write(secrets.token_hex(4).encode() + b"\n")
+            file.write((of_sweep or secrets.token_hex(4)).encode() + b"\n")
     return path.read_text(encoding="utf-8").strip()
 
 

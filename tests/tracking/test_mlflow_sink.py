@@ -225,7 +225,7 @@ class Server:
         ]
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, cwd=self._folder)
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while True:
             try:
                 with socket.create_connection(("127.0.0.1", self._port), timeout=1):
@@ -249,6 +249,7 @@ def server(tmp_path, empty_store, store):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_server_that_is_killed_and_started_again_gets_every_record(run_dir, server, capsys, monkeypatch):
     monkeypatch.setattr(mlflow_sink, "RETRY_SECONDS", 0.2)
     sinks = build_sinks(TrackerConfig(name="mlflow", mlflow_uri=server.uri), run_dir, "digits-12", CONFIG, 0)
@@ -279,6 +280,7 @@ def in_mlflow_or_nothing(uri):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_server_that_is_away_is_reported_once_delays_nothing_and_gets_the_records_later(
     run_dir, tmp_path, empty_store, store, capsys, monkeypatch
 ):
@@ -305,6 +307,7 @@ def test_a_server_that_is_away_is_reported_once_delays_nothing_and_gets_the_reco
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_training_run_that_is_killed_and_resumed_is_one_run_of_mlflow(run_dir, store):
     quick = ("experiment=digits", f"run.dir={run_dir}", "tracker=mlflow", "train.log_every=1", "train.eval_every=5")
     quick += ("data.num_workers=0", "model.width=4", "train.max_epochs=null", "train.max_steps=10")

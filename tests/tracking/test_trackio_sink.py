@@ -128,6 +128,7 @@ def test_a_folder_that_cannot_be_written_ends_no_run(run_dir, database, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_training_run_that_is_killed_and_resumed_is_one_run_of_trackio(run_dir):
     quick = ("experiment=digits", f"run.dir={run_dir}", "tracker=trackio", "train.log_every=1", "train.eval_every=5")
     quick += ("data.num_workers=0", "model.width=4", "train.max_epochs=null", "train.max_steps=10")

@@ -2,6 +2,7 @@ import json
 import math
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -358,3 +359,78 @@ def test_a_blocked_wandb_costs_no_memory_and_no_time_except_the_final_wait(tmp_p
     ]
     release.set()
     sink._thread.join()
+
+
+# -- artifacts
+
+
+def artifacts(piece):
+    """The artifacts of a .wandb file: (name, aliases, files, step) each."""
+    found = [r.request.log_artifact.artifact for r in records(piece) if r.WhichOneof("record_type") == "request"]
+    found += [r.artifact for r in records(piece) if r.WhichOneof("record_type") == "artifact"]
+    return [
+        (
+            each.name,
+            sorted(each.aliases),
+            sorted(entry.path for entry in each.manifest.contents),
+            json.loads(each.metadata)["step"],
+        )
+        for each in found
+        if each.name
+    ]
+
+
+def saved_checkpoint(run_dir, step):
+    folder = run_dir / "checkpoints" / f"step-{step:09d}"
+    folder.mkdir(parents=True)
+    for name in ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"):
+        (folder / name).write_text(f"{name} of {step}")
+    (run_dir / "config.yaml").write_text("train: {}\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("which", "expected"),
+    [("none", []), ("best", [(2, True)]), ("last", [(3, False)]), ("all", [(1, False), (2, True), (3, False)])],
+)
+def test_checkpoints_become_artifacts_even_if_the_run_deletes_them_at_once(tmp_path, home, which, expected):
+    tracker = TrackerConfig(name="wandb", mode="offline", artifacts=which)
+    sinks = build_sinks(tracker, tmp_path, "digits-12", {}, 0)
+    for step in (1, 2, 3):
+        sinks.log(record(step))
+        folder = saved_checkpoint(tmp_path, step)
+        sinks.checkpoint(folder, step, step == 2)
+        shutil.rmtree(folder)
+    sinks.finish("finished")
+    (piece,) = pieces(tmp_path)
+    name = f"checkpoint-{(tmp_path / 'wandb' / 'run-id').read_text().strip()}"
+    files = ["config.yaml", "model.safetensors", "state.json"]
+    assert artifacts(piece) == [
+        (name, [*(["best"] if best else []), "latest", f"step-{step}"], files, step) for step, best in expected
+    ]
+    kept = {path.read_text() for path in tmp_path.glob("wandb/checkpoints/*/model.safetensors")}
+    assert kept == {f"model.safetensors of {step}" for step, _ in expected}
+    assert [row["_step"] for row in rows(piece)] == [1, 2, 3]
+
+
+def test_a_checkpoint_that_cannot_be_staged_or_uploaded_ends_nothing(tmp_path, home, capsys):
+    sinks = build_sinks(TrackerConfig(name="wandb", mode="offline", artifacts="all"), tmp_path, "digits-12", {}, 0)
+    sinks.checkpoint(tmp_path / "nowhere", 1, False)
+    sinks.checkpoint(saved_checkpoint(tmp_path, 2), 2, False)
+    shutil.rmtree(tmp_path / "wandb" / "checkpoints")
+    sinks.log(record(3))
+    sinks.finish("finished")
+    assert [row["_step"] for row in rows(pieces(tmp_path)[0])] == [3]
+    assert "could not be passed to wandb" in capsys.readouterr().out
+
+
+# -- sweeps of wandb
+
+
+def test_a_run_of_a_sweeps_agent_has_the_id_that_the_agent_gave_it_and_keeps_it(tmp_path, notes, monkeypatch):
+    with monkeypatch.context() as agent:
+        agent.setenv("WANDB_SWEEP_ID", "abcdefgh")
+        agent.setenv("WANDB_RUN_ID", "01234567")
+        train(tmp_path, (1,), notes)
+    train(tmp_path, (2,), notes)
+    assert [run_of(piece)[0].run_id for piece in pieces(tmp_path)] == ["01234567"] * 2
