@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import posixpath
 import re
@@ -27,7 +26,7 @@ import yaml
 
 from dtrain.distributed.atomic import replace_file
 from dtrain.tracking.provenance import provenance
-from dtrain.tracking.records import Mark, MediaFile, Record, has_evaluation, mark, send_earlier
+from dtrain.tracking.records import Mark, MediaFile, Record, finite_metrics, has_evaluation, mark, send_earlier
 
 # MLflow sends usage statistics from its import on, and waits for several minutes for a server that is away.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -107,9 +106,7 @@ class MlflowSink:
             return
         step, milliseconds = int(record["step"]), round(1000 * float(record["time"]))
         metrics = (
-            Metric(_name(name), float(value), milliseconds, step)
-            for name, value in record.items()
-            if name not in ("step", "time") and math.isfinite(value)
+            Metric(_name(name), float(value), milliseconds, step) for name, value in finite_metrics(record).items()
         )
         for some in _pieces(metrics, _MOST_METRICS):
             self._ask(lambda some=some: self._client.log_batch(self.run_id, metrics=some))  # type: ignore[misc]

@@ -54,6 +54,15 @@ def has_evaluation(names: Iterable[str]) -> bool:
     return any(name.startswith(("eval/", "media/")) for name in names)
 
 
+def finite_metrics(record: Record) -> dict[str, float | int]:
+    """The finite metrics of a record, for trackers that keep every value of a name and step.
+
+    Of an evaluation these are the ``eval/`` metrics: the record of the step has the others, such as ``epoch``.
+    """
+    names = [name for name in record if name.startswith("eval/")] or [n for n in record if n not in ("step", "time")]
+    return {name: record[name] for name in names if math.isfinite(record[name])}
+
+
 class JsonlSink:
     """Appends records to a file.
 

@@ -12,7 +12,6 @@ The sink may block and raise; ``BackgroundSink`` keeps that away from the traini
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from trackio.sqlite_storage import SQLiteStorage
 
 from dtrain.distributed.atomic import replace_file
 from dtrain.tracking.provenance import provenance
-from dtrain.tracking.records import Mark, MediaFile, Record, has_evaluation, mark, send_earlier
+from dtrain.tracking.records import Mark, MediaFile, Record, finite_metrics, has_evaluation, mark, send_earlier
 
 if TYPE_CHECKING:
     from dtrain.config.schema import TrackerConfig
@@ -79,11 +78,8 @@ class TrackioSink:
 
     def log(self, record: Record) -> None:
         """Sends the finite values of one record, unless Trackio has it already."""
-        values = {
-            name: value for name, value in record.items() if name not in ("step", "time") and math.isfinite(value)
-        }
         if mark(record) > self._sent:
-            self._run.log(values, step=int(record["step"]))
+            self._run.log(finite_metrics(record), step=int(record["step"]))
 
     def media(self, step: int, name: str, path: Path) -> None:
         """Sends a picture or a text, unless Trackio has it already."""

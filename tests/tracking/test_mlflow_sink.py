@@ -67,7 +67,7 @@ def step(number, loss=None):
 
 
 def evaluation(number):
-    return {"step": number, "time": 2000.0 + number, "eval/accuracy": number / 10, "eval/loss": math.nan}
+    return {"step": number, "time": 2000.0 + number, "epoch": 0.5, "eval/accuracy": number / 10, "eval/loss": math.nan}
 
 
 def the_run(uri, project="dtrain"):
@@ -94,6 +94,7 @@ def in_file(run_dir, name="metrics.jsonl"):
         for line in map(json.loads, (run_dir / name).read_text().splitlines())
         for name, value in line.items()
         if name not in ("step", "time") and value is not None
+        if name.startswith("eval/") or not any(each.startswith("eval/") for each in line)
     }
 
 
@@ -146,10 +147,10 @@ def test_the_default_store_of_a_resumed_run_is_that_of_its_first_start(run_dir, 
 
 def test_names_and_values_outside_of_mlflows_limits(run_dir, store):
     config = {"vars": {"a@b": "x" * 10_000, "/up": 1, "..": 2}, "data": {str(n): n for n in range(150)}}
-    start(run_dir, [step(1) | {"eval/acc@5": 0.5, "eval//x": 1.0, **{f"m/{n}": n for n in range(1500)}}], config=config)
+    start(run_dir, [step(1) | {"acc@5": 0.5, "m//x": 1.0, **{f"m/{n}": n for n in range(1500)}}], config=config)
     _client, run = the_run(store)
-    assert run.data.metrics["eval/acc_5"] == 0.5
-    assert run.data.metrics["eval/x"] == 1.0
+    assert run.data.metrics["acc_5"] == 0.5
+    assert run.data.metrics["m/x"] == 1.0
     assert run.data.metrics["m/1499"] == 1499
     assert len(run.data.params) == 153
     assert len(run.data.params["vars.a_b"]) == 6000

@@ -48,7 +48,7 @@ def step(number):
 
 
 def evaluation(number):
-    return {"step": number, "time": 2000.0 + number, "eval/accuracy": number / 10, "eval/loss": math.nan}
+    return {"step": number, "time": 2000.0 + number, "epoch": 0.5, "eval/accuracy": number / 10, "eval/loss": math.nan}
 
 
 def in_trackio():
@@ -69,6 +69,7 @@ def in_file(run_dir, name="metrics.jsonl"):
         for line in map(json.loads, (run_dir / name).read_text().splitlines())
         for name, value in line.items()
         if name not in ("step", "time") and value is not None
+        if name.startswith("eval/") or not any(each.startswith("eval/") for each in line)
     }
 
 

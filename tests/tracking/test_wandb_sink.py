@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,6 +83,12 @@ def test_two_offline_starts_are_one_run_with_each_step_once_and_the_names_of_the
         name for line in lines for name in line
     }
     by_step = {row["step"]: row for row in sent}
+    for line in lines:  # an evaluation is in the row of its step
+        row = by_step[line["step"]]
+        values = {name: row[name] for name in line if name != "time"}
+        assert {name: None if math.isnan(value) else value for name, value in values.items()} == {
+            name: line[name] for name in values
+        }
     assert by_step[4]["eval/accuracy"] == 0.9
     assert by_step[4]["train/loss"] == 0.2
     assert "wandb: offline in" in capsys.readouterr().out
@@ -380,6 +387,12 @@ def artifacts(piece):
     ]
 
 
+def uploads(piece):
+    """The files that `wandb sync` would upload for the artifacts."""
+    found = [r.artifact for r in records(piece) if r.WhichOneof("record_type") == "artifact"]
+    return [Path(entry.local_path) for each in found for entry in each.manifest.contents]
+
+
 def saved_checkpoint(run_dir, step):
     folder = run_dir / "checkpoints" / f"step-{step:09d}"
     folder.mkdir(parents=True)
@@ -408,6 +421,7 @@ def test_checkpoints_become_artifacts_even_if_the_run_deletes_them_at_once(tmp_p
     assert artifacts(piece) == [
         (name, [*(["best"] if best else []), "latest", f"step-{step}"], files, step) for step, best in expected
     ]
+    assert all(path.exists() for path in uploads(piece))
     kept = {path.read_text() for path in tmp_path.glob("wandb/checkpoints/*/model.safetensors")}
     assert kept == {f"model.safetensors of {step}" for step, _ in expected}
     assert [row["_step"] for row in rows(piece)] == [1, 2, 3]
