@@ -25,7 +25,7 @@ from dtrain.training.build import build_run
 from dtrain.training.hooks import build_hooks
 from dtrain.training.loop import Loop
 from dtrain.training.recovery import Recovery
-from dtrain.training.resume import EarlierStarts, restore
+from dtrain.training.resume import EarlierStarts, pin_weights, restore
 from dtrain.training.run_logger import RunLogger, print_start_banner, write_final_status
 from dtrain.training.validation import validate
 
@@ -54,6 +54,7 @@ def train_on_ranks(cfg: Config, identity: Run, failure: FailureRecord, recovery:
         of_rank0 = from_rank0(lambda: list(identity.overrides))
         on_all_ranks(lambda: identity.require_same_overrides(of_rank0))
         from_rank0(lambda: tracker_mode(cfg.tracker))
+        identity = pin_weights(cfg, identity)
         hooks = on_all_ranks(lambda: build_hooks(cfg, identity.dir, world.rank))
         time_limit = on_all_ranks(lambda: TimeLimit.of(cfg.run.max_hours, world.rank, began=recovery.began))
         earlier = EarlierStarts.of(cfg, identity)

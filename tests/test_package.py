@@ -1,52 +1,43 @@
+"""The installed package. scripts/check_package.sh checks the files of the wheel and the sdist."""
+
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
 
-from tests.runs import status
-
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("digits")
-def test_the_wheel_trains_from_any_directory(tmp_path: Path) -> None:
-    """The wheel alone, unpacked where nothing else of the checkout is visible."""
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment that has dtrain from the wheel, and everything else from this environment."""
+    folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    subprocess.run([*pip, "wheel", "--no-deps", "-w", tmp_path / "dist", ROOT], check=True, timeout=240)
-    wheel = next((tmp_path / "dist").glob("dtrain-*.whl"))
-    subprocess.run([*pip, "install", "--no-deps", "--target", tmp_path / "site", wheel], check=True, timeout=120)
-    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "OMP_NUM_THREADS": "1"}
-    where = subprocess.run(
-        [sys.executable, "-c", "import dtrain; print(dtrain.__file__)"],
-        cwd="/",
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
+    subprocess.run([*pip, "wheel", "--no-deps", "-w", folder, ROOT], check=True, timeout=240)
+    venv.create(folder / "venv", symlinks=True)
+    site = next((folder / "venv").glob("lib/python*/site-packages"))
+    subprocess.run([*pip, "install", "--no-deps", "--target", site, *folder.glob("*.whl")], check=True, timeout=120)
+    (site / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    return folder / "venv" / "bin" / "python"
+
+
+@pytest.mark.slow
+def test_a_program_with_annotations_passes_strict_type_checks_against_the_wheel(
+    installed: Path, tmp_path: Path
+) -> None:
+    program = shutil.copy(ROOT / "tests" / "typed_program.py", tmp_path)
+    mypy = [sys.executable, "-m", "mypy", "--strict", "--python-executable", installed]
+    # Options and cache of the checkout: analysing torch takes most of the time, and is then done once.
+    mypy += ["--config-file", ROOT / "pyproject.toml", "--cache-dir", ROOT / ".mypy_cache"]
+    # Only what is installed: not the checkout.
+    environment = {name: value for name, value in os.environ.items() if name not in ("MYPYPATH", "PYTHONPATH")}
+    checked = subprocess.run(
+        [*mypy, program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
     )
-    assert where.stdout.startswith(str(tmp_path))
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "dtrain.train",
-    ]
-    subprocess.run(
-        [*torchrun, "experiment=digits", f"run.dir={tmp_path / 'run'}", "tracker=none", "train.max_steps=3"],
-        cwd="/",
-        env=environment,
-        check=True,
-        timeout=120,
-    )
-    assert status(tmp_path / "run")["state"] == "finished"
-    report = [sys.executable, "-m", "dtrain.report", str(tmp_path / "run")]
-    subprocess.run(report, cwd="/", env=environment, check=True, timeout=60)
-    assert "uPlot" in (tmp_path / "run" / "report.html").read_text()
+    assert checked.returncode == 0, checked.stdout + checked.stderr

@@ -1,7 +1,7 @@
 """Destinations of a run's records: metrics.jsonl and the console always, wandb and TensorBoard if the config has them.
 
 * A *sink* takes records, one per logged step, and *media*: pictures and texts that were written to files.
-* Rank 0 has :class:`Sinks`; the other ranks have :class:`NullSinks`, which do nothing.
+* Rank 0 has ``Sinks``; the other ranks have ``NullSinks``, which do nothing.
 * wandb and TensorBoard are *slow sinks*: each runs in a thread of its own, and the training only puts records into a
   bounded queue. An error ends the thread and not the run.
 * A sink that fails is reported once and does not affect the others.
@@ -115,7 +115,7 @@ class Sinks:
         """Writes a picture or a text to ``media/<name>/step-000000050.png`` (``.txt``), and passes it to the sinks.
 
         Raises:
-            ValueError: As :func:`write_media`.
+            ValueError: As ``write_media``.
         """
         self._report_errors(f"media/{name} could not be written", partial(self._media, step, name, content))
 
@@ -184,7 +184,7 @@ def build_sinks(
         total_steps: Attempted steps at which the run ends, for the progress line; None if unknown.
 
     Raises:
-        ConfigError: As :func:`tracker_mode`, before anything is written.
+        ConfigError: As ``tracker_mode``, before anything is written.
         OSError: If the run directory cannot be written.
     """
     mode = tracker_mode(tracker)

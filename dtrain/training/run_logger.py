@@ -245,6 +245,9 @@ def banner_rows(identity: Run, run: TrainState, start: str, last_step: int) -> d
     world, loader, cfg, optimizer = run.world, run.train_loader, run.cfg, run.optimizer
     micro, rows = loader.micro_batches_per_step, loader.rows_per_micro_batch
     masked = world.size * micro * rows - cfg.train.global_batch_size
+    horizon = getattr(
+        run.step.schedule, "horizon", schedule_horizon(cfg.train, loader)
+    )  # or that of `schedule.horizon`
     scaled = ", loss scaling" if run.precision.scales_gradients else ""
     if run.precision.compute_dtype == torch.float16 and not scaled:
         scaled = ", no loss scaling"
@@ -261,8 +264,7 @@ def banner_rows(identity: Run, run: TrainState, start: str, last_step: int) -> d
         + (f" ({loader.workers_reason})" if loader.workers_reason else ""),
         "global batch": f"{cfg.train.global_batch_size} = {world.size} ranks x {micro} micro-batches x {rows} rows"
         + (f" ({masked} masked)" if masked else ""),
-        "steps": f"{last_step:,} ({loader.steps_per_epoch:,} an epoch), schedule over "
-        f"{schedule_horizon(cfg.train, loader):,}",
+        "steps": f"{last_step:,} ({loader.steps_per_epoch:,} an epoch), schedule over {horizon:,}",
         "model": f"{sum(p.numel() for p in run.model.parameters()):,} parameters, {type(optimizer).__name__}"
         + (" (fused)" if optimizer.defaults.get("fused") else ""),
         "communication": run.traffic().describe(),
