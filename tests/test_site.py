@@ -100,9 +100,9 @@ def test_all_pages_are_in_the_navigation(hooks):
 
 
 @pytest.mark.slow
-def test_the_site_is_built_without_warnings_and_loads_nothing_from_the_net(tmp_path):
+def test_the_site_is_built_without_warnings_and_loads_nothing_from_the_net(hooks, tmp_path):
     """With stand-ins for the pages that ``scripts/site_pages.py`` makes by training."""
-    for name in ("mkdocs.yml", "docs", "scripts", "dtrain", *("README.md", "CHANGELOG.md", "CONTRIBUTING.md")):
+    for name in ("mkdocs.yml", "docs", "scripts", "dtrain", *hooks.COPIES):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
     for folder in ROOT.iterdir():  # which pages link to
