@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _print_completion(rest)
         if name in _ON_SEVERAL_PROCESSES:
             processes, rest = _take_nproc(name, rest)
-            if processes > 1:
+            if processes > 1 or _is_one_of_several_machines(name, rest):
                 return _run_torchrun(name, processes, rest)
         return _run(name, rest)
     except UsageError as error:
@@ -105,16 +105,20 @@ def _prints_config(arguments: Sequence[str]) -> bool:
 
 
 def _run_torchrun(name: str, processes: int, arguments: Sequence[str]) -> int:
-    """``torchrun --standalone --nproc-per-node=PROCESSES -m dtrain NAME ARGUMENTS`` in this process."""
+    """``torchrun --standalone --nproc-per-node=PROCESSES -m dtrain NAME ARGUMENTS`` in this process.
+
+    Without ``--standalone`` in a pod of a cluster that has set ``PET_NNODES`` and the other variables of torchrun.
+    """
     from torch.distributed.run import main as torchrun
 
     from dtrain.config.torchrun_errors import quiet_torchrun
-    from dtrain.distributed.world import process_cpu_count
+    from dtrain.distributed.world import process_cpu_count, rendezvous_options
 
     # torchrun would set 1, and print a warning of five lines.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, process_cpu_count() // processes)))
     # -m dtrain, not -m dtrain.NAME, so that Ctrl-C shows no traceback while the ranks are still importing torch.
-    sys.argv = ["torchrun", "--standalone", f"--nproc-per-node={processes}", "-m", "dtrain", name, *arguments]
+    options = [*rendezvous_options(), f"--nproc-per-node={processes}"]
+    sys.argv = ["torchrun", *options, "-m", "dtrain", name, *arguments]
     quiet_torchrun()
     torchrun()
     return 0
@@ -152,6 +156,15 @@ def _launcher() -> str:
         return "torchrun (RANK is set)"
     # SLURM_PROCID is also set in batch scripts and interactive shells, which are single processes.
     return f"srun ({tasks} tasks)" if (tasks := os.environ.get("SLURM_STEP_NUM_TASKS", "1")) != "1" else ""
+
+
+def _is_one_of_several_machines(name: str, arguments: Sequence[str]) -> bool:
+    """Whether torchrun has to start a single process too, because other pods of a cluster start the others."""
+    if "PET_NNODES" not in os.environ or _launcher() or _is_single(name, arguments):
+        return False
+    from dtrain.distributed.world import rendezvous_options
+
+    return not rendezvous_options()
 
 
 def _is_single(name: str, arguments: Sequence[str]) -> bool:

@@ -108,6 +108,24 @@ def test_torchrun_is_started_for_several_processes(
 
 
 @pytest.mark.parametrize(
+    ("nodes", "expected"), [("2", ["--nproc-per-node=1"]), ("1:4", ["--nproc-per-node=1"]), ("1", None)]
+)
+def test_in_a_pod_of_several_torchrun_joins_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+    torchrun: list[list[str]],
+    in_process: list[list[str]],
+    nodes: str,
+    expected: list[str] | None,
+) -> None:
+    monkeypatch.setattr(command, "_gpus", lambda: 1)
+    monkeypatch.setenv("PET_NNODES", nodes)
+    assert command.main(["train", "experiment=digits"]) == 0
+    assert [call[1:-4] for call in torchrun] == ([expected] if expected else [])
+    assert command.main(["train", "--cfg", "job"]) == 0
+    assert len(in_process) == (0 if expected else 1)
+
+
+@pytest.mark.parametrize(
     ("arguments", "trainings"),
     [(["--cfg", "job"], 0), (["-m", "run.seed=1,2"], 1), (["--nproc=1"], 1)],
 )

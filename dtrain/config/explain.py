@@ -242,7 +242,8 @@ def _chosen(arguments: Sequence[str], folders: Sequence[Path]) -> DictConfig:
         suppress(HydraException, OmegaConfBaseException),
     ):
         return compose("train", choices)
-    return OmegaConf.structured(Config)
+    schema: DictConfig = OmegaConf.structured(Config)
+    return schema
 
 
 def _all_keys(node: Any, prefix: str = "") -> Iterator[str]:

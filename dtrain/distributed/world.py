@@ -104,6 +104,14 @@ def process_cpu_count() -> int:
     return cores if quota == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
 
 
+def rendezvous_options(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """torchrun's options for a run on this machine; none if ``PET_NNODES`` says that there are several machines.
+
+    torchrun then reads number, address and port of the machines from ``PET_*``, which Kubeflow sets in each pod.
+    """
+    return [] if environment.get("PET_NNODES", "1") not in ("1", "1:1") else ["--standalone"]
+
+
 # -- srun
 
 

@@ -1,4 +1,4 @@
-"""Runs on this machine, under torchrun as child processes.
+"""Runs on this machine, under torchrun as child processes; in the pods of a cluster, this machine's part of a run.
 
 * A run is stopped with a file ``STOP`` in its directory, not with a signal: torchrun 2.9 does not forward SIGUSR1, and
   30 seconds after it forwards any signal it kills ranks that are still saving. With the file, the ranks agree on a step,
@@ -24,7 +24,7 @@ from typing import IO
 import torch
 
 from dtrain.config.errors import ConfigError, as_config_error
-from dtrain.distributed.world import choose_device, process_cpu_count
+from dtrain.distributed.world import choose_device, process_cpu_count, rendezvous_options
 from dtrain.launching.job import FAILED, STOPPED, Job, JobResult, StatusJudge
 from dtrain.launching.pool import Pool, Screen
 from dtrain.tracking.run_dir import tail
@@ -39,7 +39,8 @@ def check(jobs: Sequence[Job]) -> None:
     """Refuses jobs that cannot run on this machine.
 
     Raises:
-        ConfigError: If a job has several nodes, or the jobs that run at a time need more GPUs than this machine has.
+        ConfigError: If a job has several nodes, the jobs that run at a time need more GPUs than this machine has, or several
+            jobs are to run at a time on one of several machines.
     """
     for job in jobs:
         if job.launch.nodes != 1:
@@ -48,6 +49,11 @@ def check(jobs: Sequence[Job]) -> None:
                 "Set launch=slurm, or start torchrun on each node."
             )
         running, gpus = max_running(job), len(_gpus())
+        if running > 1 and not rendezvous_options():
+            raise ConfigError(
+                f"launch.max_running: got {running}, but this machine is one of several (PET_NNODES="
+                f"{os.environ['PET_NNODES']}), which train one run at a time. Leave it out, or unset PET_NNODES."
+            )
         share = shares(running)[0]
         wanted = processes(job, share)
         if running > 1 and gpus and wanted > len(share.gpus):
@@ -111,7 +117,8 @@ def processes(job: Job, share: Share) -> int:
 def command(job: Job, share: Share, *options: str) -> list[str]:
     """The torchrun command of a job, with the current Python interpreter and further options of torchrun."""
     return [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes(job, share)}"),
+        *(sys.executable, "-m", "torch.distributed.run", *rendezvous_options()),
+        f"--nproc-per-node={processes(job, share)}",
         # 0 is the default, but PET_MAX_RESTARTS in the environment could change it.
         *("--max-restarts=0", *options, *_tee(processes(job, share))),
         *("-m", "dtrain.train", *job.arguments),

