@@ -334,6 +334,7 @@ def test_wandb_has_started_its_processes_before_the_loader_can_fork_its_own(tmp_
         return run
 
     monkeypatch.setattr(wandb, "init", slow)
+    monkeypatch.setattr(sinks, "OPEN_TIMEOUT", 100.0)  # a busy machine needs more than the 5 seconds of a run
     sink = started(tmp_path, notes)
     assert done
     sink.finish("finished")
