@@ -250,9 +250,8 @@ def banner_rows(identity: Run, run: TrainState, start: str, last_step: int) -> d
     world, loader, cfg, optimizer = run.world, run.train_loader, run.cfg, run.optimizer
     micro, rows = loader.micro_batches_per_step, loader.rows_per_micro_batch
     masked = world.size * micro * rows - cfg.train.global_batch_size
-    horizon = getattr(
-        run.step.schedule, "horizon", schedule_horizon(cfg.train, loader)
-    )  # or that of `schedule.horizon`
+    # The schedule's own, which ``schedule.horizon`` may have set; a user's schedule may have none.
+    horizon = getattr(run.step.schedule, "horizon", schedule_horizon(cfg.train, loader))
     scaled = ", loss scaling" if run.precision.scales_gradients else ""
     if run.precision.compute_dtype == torch.float16 and not scaled:
         scaled = ", no loss scaling"
