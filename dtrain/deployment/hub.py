@@ -287,8 +287,8 @@ def identity(model: Any, task: Any, classes: Any, tokenizer: Any) -> dict[str, A
         tokenizer: Identity of the tokenizer; None without one.
     """
     content = {"model": model, "task": task, "classes": classes, "tokenizer": tokenizer}
-    plain: dict[str, Any] = json.loads(json.dumps(content))
-    return plain
+    as_in_json: dict[str, Any] = json.loads(json.dumps(content))
+    return as_in_json
 
 
 def identity_of(description: Description) -> dict[str, Any]:

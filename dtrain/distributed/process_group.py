@@ -11,6 +11,8 @@
 * Network: NCCL finds the fast network itself; ``NCCL_DEBUG=WARN`` makes it report errors instead of hanging silently.
   gloo uses the interface of this machine's own name. Where that is the loopback, as on Debian, other machines cannot
   connect to it, so the interface that leads to them is set instead.
+* With many ranks gloo makes connections when they are first used. A full mesh would ask the store for the address of each
+  rank on each rank, and have a socket for each pair (docs/scale.md).
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ _LEAVE_TIMEOUT = 300.0
 # thread that waits for that lock would never end.
 _groups: list[dist.ProcessGroup] = []
 _cleanups: list[threading.Event] = []  # set when this process has left its group
-_NETWORK_VARIABLES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_")
+_NETWORK_VARIABLES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "TORCH_GLOO_", "UCX_", "FI_")
+# Ranks. Up to here a full mesh is ready within seconds, and a rank that was killed is noticed by all others at once.
+_LARGEST_MESH = 256
 _UNUSED_ADDRESS = "192.0.2.1"  # reserved by RFC 5737, so only the default route leads there
 _UNUSED_PORT = 9  # nothing is sent
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
@@ -107,6 +111,9 @@ def process_group(
         # lost.
         with _joining(world, timeout):
             _wait_until_all_joined(world, limit)
+            if os.environ.get("TORCH_GLOO_LAZY_INIT") == "1" and world.size > 1:
+                # A rank notices the end of those only that it has a connection to, and waits for others (gloo issue 520).
+                dist.all_reduce(torch.zeros(1))
         yield world
     except RankLost:
         close_group_store()
@@ -251,6 +258,8 @@ def settle_network(environment: MutableMapping[str, str] = os.environ) -> None:
     environment.setdefault("NCCL_DEBUG", "WARN")
     if "GLOO_SOCKET_IFNAME" not in environment and (interface := interface_for_gloo(environment)):
         environment["GLOO_SOCKET_IFNAME"] = interface
+    if int(environment["WORLD_SIZE"]) > _LARGEST_MESH:
+        environment.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if environment.get("LOCAL_RANK") == "0":
         print(f"network of {socket.gethostname()}: {_describe_network(environment, set_by_user)}", flush=True)
 

@@ -8,7 +8,7 @@
 * Rendezvous: torchrun keeps one store over all restarts of its workers, without a prefix for each (torch 2.9-2.13). An
   earlier attempt leaves addresses there, to which a faster rank would connect ("Gloo connectFullMesh failed"), and its
   published failure. Restart counts cannot tell attempts apart, because every node's torchrun has its own. Instead each
-  rank registers a unique name, and rank 0 answers that name with a prefix for this attempt.
+  rank adds a unique name to a list, and rank 0 answers each name with a prefix for this attempt.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ T = TypeVar("T")
 #: Key of the published failure.
 FAILED = "dtrain/failed"
 _HOST = "dtrain/host"  # of a rank
+_CALLERS = "dtrain/callers"  # names of ranks that wait for an answer, separated by spaces
 # Seconds:
 _ANSWER = 3.0
 _LINGER = 1.0
@@ -180,7 +181,7 @@ def fresh_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
         attempt = dist.PrefixStore(f"dtrain/{name}", store)
         _answer_all(store, attempt, name, world_size, timeout)
         return attempt
-    store.set(f"dtrain/hello/{rank}", name)
+    store.append(_CALLERS, f"{name} ")  # not in torch's stubs
     store.wait([f"dtrain/answer/{name}"], timeout)
     attempt = dist.PrefixStore(f"dtrain/{store.get(f'dtrain/answer/{name}').decode()}", store)
     attempt.add("arrived", 1)
@@ -188,14 +189,19 @@ def fresh_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
 
 
 def _answer_all(store: dist.Store, attempt: dist.Store, name: str, world_size: int, timeout: timedelta) -> None:
-    """Answers all registered names, those of an earlier attempt too, until every rank of this attempt has arrived."""
-    answered: set[str] = set()
+    """Answers all names of the list, those of an earlier attempt too, until every rank of this attempt has arrived.
+
+    One call a poll reads the list, so that the work grows with the number of ranks and not with the time they need to arrive.
+    """
+    answered = 0
     deadline = time.monotonic() + timeout.total_seconds()
+    # get() waits for a key that does not exist.
+    store.append(_CALLERS, "")  # type: ignore[attr-defined]  # not in torch's stubs
     while attempt.add("arrived", 0) < world_size - 1:
-        for key in (f"dtrain/hello/{rank}" for rank in range(1, world_size)):
-            if store.check([key]) and (caller := store.get(key).decode()) not in answered:
-                store.set(f"dtrain/answer/{caller}", name)
-                answered.add(caller)
+        callers = store.get(_CALLERS).decode().split()
+        for caller in callers[answered:]:
+            store.set(f"dtrain/answer/{caller}", name)
+        answered = len(callers)
         if time.monotonic() > deadline:
             raise RuntimeError(
                 f"{attempt.add('arrived', 0) + 1} of {world_size} ranks arrived within {timeout.total_seconds():g} s "

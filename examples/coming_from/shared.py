@@ -1,4 +1,4 @@
-"""What the programs of this folder have in common: a network, and for the other frameworks the digits as a dataset of PyTorch."""
+"""What the programs of this folder share: a network, and for the other frameworks the digits as a dataset of PyTorch."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ model = Net()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 loader = DataLoader(digits("train"), batch_size=16, shuffle=True)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-for epoch in range(6):
+for _ in range(6):
     for images, labels in loader:
         with accelerator.accumulate(model):
             loss = F.cross_entropy(model(images), labels)

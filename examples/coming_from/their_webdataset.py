@@ -1,4 +1,4 @@
-"""webdataset: python examples/coming_from/their_webdataset.py, in one process; split_by_node divides the shards among several."""
+"""webdataset: python examples/coming_from/their_webdataset.py"""
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ data = data.to_tuple("png", "cls").map_tuple(to_tensor, int).batched(64)
 loader = wds.WebLoader(data, batch_size=None, num_workers=2).with_epoch(22)
 model = Net()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-for epoch in range(6):
+for _ in range(6):
     for images, labels in loader:
         optimizer.zero_grad()
         F.cross_entropy(model(images), labels).backward()

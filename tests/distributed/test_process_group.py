@@ -28,6 +28,15 @@ def test_a_process_without_a_launcher_is_a_world_of_one(monkeypatch: pytest.Monk
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize(("ranks", "mesh"), [(256, None), (4096, "1")])
+def test_many_ranks_make_connections_when_they_are_used(ranks: int, mesh: str | None) -> None:
+    environment = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": "8", "GLOO_SOCKET_IFNAME": "lo"}
+    settle_network(environment)
+    assert environment.get("TORCH_GLOO_LAZY_INIT") == mesh
+    settle_network(environment := environment | {"TORCH_GLOO_LAZY_INIT": "0"})
+    assert environment["TORCH_GLOO_LAZY_INIT"] == "0"
+
+
 def test_the_group_is_left_after_success_and_after_failure() -> None:
     def rank(number: int) -> list[bool]:
         with process_group(timeout=20) as world:
@@ -38,8 +47,10 @@ def test_the_group_is_left_after_success_and_after_failure() -> None:
     assert run_ranks(2, rank, init=False) == [[False, True]] * 2
 
 
-def test_the_others_learn_who_failed_first_instead_of_a_broken_connection() -> None:
+@pytest.mark.parametrize("lazy", ["0", "1"])
+def test_the_others_learn_who_failed_first_instead_of_a_broken_connection(lazy: str) -> None:
     def rank(number: int) -> str:
+        os.environ["TORCH_GLOO_LAZY_INIT"] = lazy
         try:
             with process_group(timeout=20):
                 if number == 1:

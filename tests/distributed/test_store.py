@@ -108,3 +108,35 @@ def test_missing_ranks_are_counted() -> None:
         return str(raised.value)
 
     assert "1 of 3 ranks arrived within 0.2 s" in run_ranks(1, rank, init=False)[0]
+
+
+def test_rank_0_makes_two_calls_a_poll_and_answers_each_rank_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, calls, polls = dist.HashStore(), list[str](), list[int]()
+    attempt = dist.PrefixStore("dtrain/x", store)
+
+    def sleep(seconds: float) -> None:
+        if len(polls) % 3 == 0:  # another rank arrives
+            store.append("dtrain/callers", f"name{len(polls)} ")
+            attempt.add("arrived", 1)
+        polls.append(0)
+
+    monkeypatch.setattr(module.time, "sleep", sleep)
+    module._answer_all(Counted(store, calls), attempt, "x", 100, SOON)
+    answers = [key for key in calls if key.startswith("dtrain/answer/")]
+    assert len(answers) == len(set(answers)) == 98  # the last one has arrived before it needs an answer here
+    assert calls.count("get") == len(polls)
+    assert len(calls) == 1 + len(polls) + 2 * 98
+
+
+class Counted:
+    """A store that notes the names of its calls and the keys of what is set."""
+
+    def __init__(self, store: dist.Store, calls: list[str]) -> None:
+        self._store, self._calls = store, calls
+
+    def __getattr__(self, name: str) -> object:
+        def call(key: str, *arguments: object) -> object:
+            self._calls.extend([name, key] if name == "set" else [name])
+            return getattr(self._store, name)(key, *arguments)
+
+        return call

@@ -1,4 +1,4 @@
-"""examples/coming_from: the programs that docs/coming_from.md shows, ours and those of the other frameworks that are installed."""
+"""examples/coming_from: the programs of docs/coming_from.md, ours and those of the other frameworks that are installed."""
 
 from __future__ import annotations
 

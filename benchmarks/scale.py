@@ -1,0 +1,259 @@
+"""What grows with the number of ranks: joining, the vote, calls to the store; and the order and the index of 1e9 samples.
+
+    python -m benchmarks.scale [--rounds 5] [--ranks 2 8 32 64] [--json FILE]
+
+The ranks are processes of this machine, forked from one that has imported torch, and talk over the loopback interface. So the
+number of calls to the store is that of a cluster, while wall times are those of processes that share a few cores: CPU times and
+the growth with the number of ranks are what can be compared. docs/scale.md extrapolates to 4,096 ranks, and says how.
+
+* ``calls to join`` counts what one rank asks of the store until it is in the process group, at the median rank. With ``gloo``'s
+  full mesh it waits for the address of every other rank; with lazy connections (``TORCH_GLOO_LAZY_INIT``) for none.
+* ``store`` is one TCPStore that several processes ask at once, with the call of ``HangWatch``.
+* ``order`` is a rank of 4,096 in the middle of an epoch over 1e9 samples in 1e5 shards.
+* ``manifest`` and ``SHA-256`` are what rank 0 reads of a checkpoint at a start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks import harness
+from benchmarks.order import epoch_order, milliseconds, resident_bytes
+from dtrain.data.dataset_index import DatasetIndex
+from dtrain.data.workers import Share
+from dtrain.distributed.collectives import on_all_ranks
+from dtrain.distributed.store import fresh_store
+from dtrain.precision.vote import payload_bytes
+
+TIMEOUT = timedelta(seconds=300)
+VOTES = 50
+CLIENTS, CALLS = (1, 4, 16), 2000
+RANKS, SHARDS, PER_SHARD, ROWS = 4096, 100_000, 10_000, 64
+_CALLS = ("set", "get", "add", "check", "wait", "append")
+
+
+def main() -> None:
+    """Command line."""
+    parser = harness.command_line(__doc__, rounds=5)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32, 64], metavar="N", help="numbers of ranks")
+    arguments = harness.parse(parser, rounds=1, ranks=[2, 4])
+    shards, per_shard = (1000, 100) if arguments.quick else (SHARDS, PER_SHARD)
+    calls = 50 if arguments.quick else CALLS
+    results: dict[str, Any] = {}
+
+    rows = {f"{ranks} ranks, {kind}": (ranks, kind) for ranks in arguments.ranks for kind in ("full mesh", "lazy")}
+    joined = harness.interleaved(arguments.rounds, rows, lambda row: of_ranks(*rows[row], calls=False))
+    counted = {row: of_ranks(*choice, calls=True) for row, choice in rows.items()}
+    table = harness.Table("joining the process group, and agreeing in it (gloo, loopback)", rows)
+    table.text("calls to join", {row: f"{found['calls']:,.0f}" for row, found in counted.items()})
+    for heading, name, decimals in (
+        ("s to join", "join_s", 2),
+        ("CPU ms to join", "join_cpu_ms", 1),
+        ("connections", "sockets", 0),
+        ("CPU us a vote", "vote_cpu_us", 0),
+        ("ms a vote", "vote_ms", 1),
+        ("ms on_all_ranks", "agree_ms", 1),
+    ):
+        table.medians(heading, harness.column(joined, name), decimals)
+    table.show(harness.rounds_note(arguments.rounds))
+    results |= {"ranks": joined, "calls": {row: found["calls"] for row, found in counted.items()}}
+
+    clients = {f"{count} clients": count for count in (CLIENTS[:1] if arguments.quick else CLIENTS)}
+    asked = harness.interleaved(arguments.rounds, clients, lambda row: of_store(clients[row], calls))
+    table = harness.Table("one store", clients)
+    for heading, name, decimals in (("calls/s", "per_s", 0), ("CPU us of the server a call", "server_us", 1)):
+        table.medians(heading, harness.column(asked, name), decimals)
+    table.show(harness.rounds_note(arguments.rounds))
+    results["store"] = asked
+
+    order = measured_order(shards, per_shard)
+    results["order"] = order
+    _show(f"order and index, {shards * per_shard:,} samples in {shards:,} shards, rank 2,049 of {RANKS:,}", order)
+    files = measured_checkpoint(64 if arguments.quick else RANKS)
+    results["checkpoint"] = files
+    _show("a sharded checkpoint, as rank 0 reads it at a start", files)
+    harness.finish(arguments, results)
+
+
+def _show(title: str, values: dict[str, float]) -> None:
+    table = harness.Table(title, values)
+    table.text("", {name: f"{value:,.2f}" if value < 100 else f"{value:,.0f}" for name, value in values.items()})
+    table.show()
+
+
+# -- ranks
+
+
+def of_ranks(ranks: int, kind: str, *, calls: bool) -> dict[str, float]:
+    """Forks ranks that join a process group and vote; returns the medians over the ranks."""
+    # In this process, as that of torchrun, so that it outlives the ranks.
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "GLOO_SOCKET_IFNAME": "lo"}
+    environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    # It decides only whether a rank makes a connection to each other one when it joins.
+    environment["TORCH_GLOO_LAZY_INIT"] = "1" if kind == "lazy" else "0"
+    found = _forked(lambda rank: _rank(rank, ranks, environment, calls), range(ranks))
+    return {name: statistics.median(one[name] for one in found) for name in found[0]}
+
+
+def _rank(rank: int, ranks: int, environment: dict[str, str], count: bool) -> dict[str, float]:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    sockets = _sockets()
+    began, cpu = time.monotonic(), time.process_time()
+    store = fresh_store(rank, ranks, TIMEOUT)
+    counter = CountingStore(store)
+    dist.init_process_group("gloo", store=counter if count else store, rank=rank, world_size=ranks, timeout=TIMEOUT)
+    result = {"join_s": time.monotonic() - began, "join_cpu_ms": (time.process_time() - cpu) * 1e3}
+    # Of fresh_store: append, wait, get and add.
+    result["calls"] = 4 + sum(counter.calls.values())
+    payload = torch.zeros(payload_bytes(metrics=1) // 8, dtype=torch.float64)
+    dist.all_reduce(payload)  # lazy connections are made now
+    result["sockets"] = _sockets() - sockets
+    began, cpu = time.monotonic(), time.process_time()
+    for _ in range(VOTES):
+        dist.all_reduce(payload)
+    result |= {"vote_ms": _ms(began) / VOTES, "vote_cpu_us": (time.process_time() - cpu) * 1e6 / VOTES}
+    began = time.monotonic()
+    on_all_ranks(lambda: None)
+    result["agree_ms"] = _ms(began)
+    if store.add("done", 1) == ranks:
+        store.set("all done", "")
+    store.wait(["all done"], TIMEOUT)
+    return result
+
+
+class CountingStore(dist.Store):
+    """Counts the calls of a process group; the store itself is another one."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        for name in _CALLS:
+            setattr(self, name, self._counted(name, getattr(store, name)))
+
+    def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self.calls[name] += 1
+            return function(*arguments)
+
+        return call
+
+
+def _sockets() -> int:
+    paths = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+    return sum(os.path.islink(path) and os.readlink(path).startswith("socket:") for path in paths)
+
+
+def _ms(began: float) -> float:
+    return (time.monotonic() - began) * 1e3
+
+
+def _forked(function: Callable[[int], dict[str, float]], numbers: Iterable[int]) -> list[dict[str, float]]:
+    """The results of calls in processes that start at the same time."""
+    context = multiprocessing.get_context("fork")
+    results: Any = context.SimpleQueue()
+
+    def call(number: int) -> None:
+        results.put(function(number))
+        os._exit(0)  # without the end of gloo, which would wait for others
+
+    processes = [context.Process(target=call, args=(number,)) for number in numbers]
+    for process in processes:
+        process.start()
+    found = [results.get() for _ in processes]
+    for process in processes:
+        process.join()
+    return found
+
+
+# -- the store
+
+
+def of_store(clients: int, calls: int) -> dict[str, float]:
+    """Calls a second that a store answers to so many clients at once, and the CPU time that it takes for one."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = server.port
+
+    def client(number: int) -> dict[str, float]:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        began = time.monotonic()
+        for _ in range(calls):
+            store.check(["dtrain/hang"])
+        return {"seconds": time.monotonic() - began}
+
+    before = time.process_time()
+    found = _forked(client, range(clients))
+    server_us = (time.process_time() - before) * 1e6 / (clients * calls)
+    return {"per_s": clients * calls / max(one["seconds"] for one in found), "server_us": server_us}
+
+
+# -- data and checkpoints
+
+
+def measured_order(shards: int, per_shard: int) -> dict[str, float]:
+    """Times and memory of the order and of what the index has for each shard."""
+    counts = per_shard + np.arange(shards, dtype=np.int64) % 21 - 10
+    before = resident_bytes()
+    order = epoch_order(counts, "window", ROWS * RANKS)
+    memory = (resident_bytes() - before) / 2**20
+    share = Share.of(ROWS * RANKS, ROWS, RANKS // 2 + 1, RANKS)
+    slots = share.slots(np.zeros(1, np.int64))[0]
+    steps = np.arange(order.num_steps)
+    located = order.locate(steps[:, np.newaxis], slots)
+    starts = np.concatenate(([0], np.cumsum(counts)))
+    opened = np.unique(np.searchsorted(starts, located[located >= 0], side="right")).size
+    unmapped = np.broadcast_to(np.int64(0), (int(counts.sum()), 2))
+    arrays = {"counts": counts, "shard_sizes": counts, "offsets": unmapped, "sizes": unmapped}
+    arrays |= {"key_bytes": np.zeros(0, np.uint8), "key_starts": np.zeros(1, np.int64)}
+    arrays |= {"shard_digests": np.zeros(shards, np.uint64)}
+    paths = [f"/data/train-{number:07d}.tar" for number in range(shards)]
+    before = resident_bytes()
+    index_ms = statistics.median(milliseconds(lambda: DatasetIndex(paths, arrays)) for _ in range(3))
+    return {
+        "ms to start an epoch": statistics.median(
+            milliseconds(lambda: epoch_order(counts, "window", ROWS * RANKS)) for _ in range(3)
+        ),
+        f"ms to locate {ROWS} samples": statistics.median(
+            milliseconds(lambda: order.locate(order.num_steps // 2, slots)) for _ in range(21)
+        ),
+        "MiB of the order": memory,
+        "steps of an epoch": float(order.num_steps),
+        "samples of the rank": float((located >= 0).sum()),
+        "shards that the rank opens": float(opened),
+        "ms to open the index and compute its fingerprint": index_ms,
+        "bytes of a sample in the index, two fields, keys of 10 bytes": 2 * 2 * 8 + 8 + 10.0,
+    }
+
+
+def measured_checkpoint(ranks: int) -> dict[str, float]:
+    """The manifest of so many files, and the rate of SHA-256 of one thread."""
+    digest = hashlib.sha256(b"").hexdigest()
+    files = [f"rank-{rank:05d}-of-{ranks:05d}.safetensors" for rank in range(1, ranks + 1)]
+    manifest = {name: {"size": 10**9, "sha256": digest} for name in files}
+    text = json.dumps(manifest)
+    block = bytes(1 << 24)
+    return {
+        f"KiB of a manifest of {ranks:,} files": len(text) / 1024,
+        "ms to read it": statistics.median(milliseconds(lambda: json.loads(text)) for _ in range(5)),
+        "GB/s of SHA-256, one thread": len(block)
+        / 1e6
+        / min(milliseconds(lambda: hashlib.sha256(block)) for _ in range(9)),
+    }
+
+
+if __name__ == "__main__":
+    main()
