@@ -123,6 +123,8 @@ def test_the_commit_of_the_first_start_is_that_of_all_starts(
     assert url == f"{URL}@{first}"
     assert run.changes() == []
     assert (loaded(RunConfig(weights_from=url))[0].weight == 1).all()
+    published = run.published()
+    assert (published["run"]["weights_from"] or published["run"]["warm_start"]["path"]) == f"{URL}@{first}"
     server.api_requests.clear()
     begin(tmp_path / "run", URL, key)
     assert server.api_requests == []  # it needs no network any more
