@@ -10,6 +10,7 @@ its own dtype, with the task and fields of the config in it.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,9 +69,9 @@ Options
 """
 
 
-# Keys of the config in an artefact that an evaluation depends on.
+# Keys of the config in an artefact that an evaluation depends on. The model is that of its model.json.
 _OF_ARTEFACT = (
-    *("model", "task", "data.eval", "data.fields", "data.mixture", "data.missing", "data.image_size", "data.max_bad"),
+    *("task", "data.eval", "data.fields", "data.mixture", "data.missing", "data.image_size", "data.max_bad"),
     *("data.transfer", "data.on_overflow", "train.global_batch_size", "train.micro_batch_size", "train.channels_last"),
 )
 
@@ -152,6 +153,7 @@ def run_artefact_evaluation(composed: compose.Composed, folder: Path, name: str,
         dtype = Precision(model.description.dtype).compute_dtype
         parts = EvaluationParts(precision, loader, AsExported(model.program.model, dtype), "exported", task)
         result = evaluate_parts(composed, model.description.dtype, world, parts, Path(name))
+        result = dataclasses.replace(result, config={**result.config, "model": model.description.model})
         if world.rank == 0:
             show([result], names)
         from_rank0(lambda: write([result], names, Path(out or "evaluations").expanduser().absolute()))

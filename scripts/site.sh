@@ -13,8 +13,7 @@ command=${1:-build}
 [[ $command == build || $command == serve ]] || die "$command: want build (the default) or serve."
 prepare docs,demo
 cd "$root"
-OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(threads 1)}
-export OMP_NUM_THREADS
+export OMP_NUM_THREADS=1 # the models are tiny
 "$venv/bin/python" scripts/site_pages.py
 # The theme announces its successor, in red, at each start.
 NO_MKDOCS_2_WARNING=1 exec "$venv/bin/python" -m mkdocs "$command"

@@ -1,6 +1,6 @@
 """Hooks of mkdocs.yml: pages from outside ``docs/``, and links that work on GitHub and on the site.
 
-* README.md, CHANGELOG.md and CONTRIBUTING.md are pages of the site too; so is what ``scripts/site_pages.py`` writes.
+* README.md and the other files of ``COPIES`` are pages of the site too; so is what ``scripts/site_pages.py`` writes.
 * A link from a page to a file that is no page of the site becomes a link to the repository. One to a file that does not
   exist ends the build. A link to an address of the site becomes one inside the site that is built.
 """
@@ -24,6 +24,7 @@ COPIES = {
     "README.md": "getting_started.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security_policy.md",
 }
 _CODE = re.compile(r"(^ *```.*?^ *```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")

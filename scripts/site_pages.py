@@ -16,6 +16,7 @@ import io
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dtrain.tracking.run_dir import read_status
@@ -47,7 +48,7 @@ RUNS = {
     "adamw-bf16-killed": ["precision=bf16", 'faults=["nan@step=40","kill@step=110"]'],
     "sgd": ["optimizer=sgd"],
 }
-_COMMON = ["experiment=digits", "tracker=none", "train.max_epochs=8", "train.log_every=4"]
+_COMMON = ["experiment=digits", "tracker=none", "train.max_epochs=8", "train.log_every=4", "data.num_workers=0"]
 
 
 def main() -> None:
@@ -55,11 +56,16 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / "commands.md").write_text("\n".join([_HEAD, *map(section, COMMANDS)]))
-    for name, arguments in RUNS.items():
-        run_dir = FOLDER / "runs" / name
-        if (read_status(run_dir) or {}).get("state") != "finished":
-            dtrain("train", *_COMMON, f"run.dir={run_dir}", *arguments, starts=2 if "killed" in name else 1)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(train, RUNS))
     dtrain("report", str(FOLDER / "runs"), "--out", str(FOLDER / "report.html"))
+
+
+def train(name: str) -> None:
+    """Makes a run, unless an earlier call has finished it."""
+    run_dir = FOLDER / "runs" / name
+    if (read_status(run_dir) or {}).get("state") != "finished":
+        dtrain("train", *_COMMON, f"run.dir={run_dir}", *RUNS[name], starts=2 if "killed" in name else 1)
 
 
 def section(command: tuple[str, ...]) -> str:

@@ -40,6 +40,8 @@ class HubServer(FileServer):
         users: Tokens to the answer of ``whoami-v2``. A user may write to what belongs to the user or to one of the ``orgs``.
         models: Repositories of models by name.
         stored: Content of the storage by SHA-256; what no commit names is invisible.
+        xet: What Xet's storage gets, by SHA-256. It takes any upload and does not decode it, so a test says what will come.
+        xet_uploads: Paths of the uploads to Xet's storage.
         cut: A regular expression of a method and path, such as ``PUT /lfs``; the connection of such a request is closed without
             an answer. Empty for none.
     """
@@ -55,6 +57,8 @@ class HubServer(FileServer):
         self.users: dict[str, dict[str, Any]] = {}
         self.models: dict[str, Model] = {}
         self.stored: dict[str, bytes] = {}
+        self.xet: dict[str, bytes] = {}
+        self.xet_uploads: list[str] = []
         self.cut = ""
 
     @property
@@ -122,6 +126,13 @@ class HubHandler(Handler):
         if self._is_cut():
             return
         api, dataset = "/api/datasets/org/name", "/datasets/org/name/resolve/"
+        if "/xet-write-token/" in path:
+            token = {"accessToken": "of-xet", "exp": 2**33, "casUrl": f"{self.server.endpoint}/xet"}
+            self._send(200, token)
+            return
+        if path.startswith("/xet/"):
+            self._send(404, {})  # nothing is known yet
+            return
         if path.startswith("/lfs/"):
             self._send_stored(path.removeprefix("/lfs/"))
             return
@@ -165,6 +176,9 @@ class HubHandler(Handler):
         path, body = unquote(urlsplit(self.path).path), self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self._is_cut():
             return
+        if path.startswith("/xet/"):
+            self._take_xet(path)
+            return
         with self.server.lock:
             self.server.api_requests.append(path)
         if path == "/api/validate-yaml":
@@ -205,6 +219,16 @@ class HubHandler(Handler):
             return
         self.server.stored[digest] = content
         self._send(200, {})
+
+    def _take_xet(self, path: str) -> None:
+        """Takes an upload in version 1 of Xet's protocol. A shard is the last of them, and says which files there are."""
+        if not path.startswith("/xet/v1/"):
+            self._send(404, {})
+            return
+        self.server.xet_uploads.append(path)
+        if "/shards" in path:
+            self.server.stored |= self.server.xet
+        self._send(200, {"was_inserted": True, "result": 1})
 
     def _is_cut(self) -> bool:
         if not re.search(self.server.cut or "(?!)", f"{self.command} {self.path}"):

@@ -83,7 +83,7 @@ def test_the_commands_are_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     compose_only(monkeypatch)
     for words in commands:
         assert words[:2] == ["launch", "launch=local"]  # it ends with 75 when it was stopped, on every machine
-        assert accepted(["dtrain", *words, "run.dir=r"], monkeypatch), words
+        assert accepted(["dtrain", *words], monkeypatch), words
         assert next(word for word in words if word.startswith("run.dir=")).startswith("run.dir=/work/")
 
 
@@ -147,13 +147,13 @@ def test_machines_know_each_other_where_the_cluster_does_not_tell_them() -> None
     assert environment["PET_NNODES"] == str(job["completions"]) == str(job["parallelism"])
     assert environment["PET_MASTER_ADDR"] == f"{name}-{replicated['name']}-0-0.{name}"
     assert {int(environment["PET_MASTER_PORT"])} == {port["containerPort"] for port in container["ports"]}
-    assert RENDEZVOUS <= {word.partition("=")[0] for word in documents(SKYPILOT)[0]["run"].split()}
+    assert {word.partition("=")[0] for word in documents(SKYPILOT)[0]["run"].split()} >= RENDEZVOUS
     assert rendezvous_options(environment) == []
 
 
 def test_the_dockerfile_passes_the_linter() -> None:
-    hadolint = Path(sys.executable).with_name("hadolint")
-    if not hadolint.exists():
+    hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if hadolint is None:
         pytest.skip("no hadolint: pip install -c constraints.txt -e '.[dev]'")
     ended = subprocess.run([hadolint, ROOT / "Dockerfile"], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout
@@ -174,6 +174,7 @@ def test_several_runs_at_a_time_are_refused_on_one_of_several_machines(monkeypat
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_signal_to_one_pod_stops_both_and_both_resume(tmp_path: Path, digits: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -209,11 +210,11 @@ def test_a_signal_to_one_pod_stops_both_and_both_resume(tmp_path: Path, digits: 
             assert all(one.poll() is None for one in running)
             time.sleep(0.1)
         os.kill(_innermost(running[1].pid), signal.SIGTERM)
-        assert [one.wait(120) for one in running] == [STOPPED, STOPPED]
+        assert [one.wait(300) for one in running] == [STOPPED, STOPPED]
         stopped = status(tmp_path / "run")
         assert stopped["state"] == "stopped"
         running = [pod(rank, f"train.max_steps={stopped['step'] + 2}") for rank in range(2)]
-        assert [one.wait(200) for one in running] == [0, 0]
+        assert [one.wait(300) for one in running] == [0, 0]
         assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["restarts"]) == ("finished", 1)
     finally:
         for one in running:

@@ -1,8 +1,10 @@
-"""The installed package. scripts/check_package.sh checks the files of the wheel and the sdist."""
+"""The installed package, and its release. scripts/check_package.py checks the files of the wheel and the sdist."""
 
 from __future__ import annotations
 
 import os
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -41,3 +43,70 @@ def test_a_program_with_annotations_passes_strict_type_checks_against_the_wheel(
         [*mypy, program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+# -- releases
+
+PACKAGE = '"""dtrain."""\n\n__version__ = "0.2.0"\n'
+notes = runpy.run_path(str(ROOT / "scripts" / "release_notes.py"))["notes"]
+CHANGELOG = """# Changelog
+
+## 0.3.0 (unreleased)
+
+- next
+
+## 0.2.0 (2026-12-31)
+
+### Breaking changes
+
+- a change
+
+## 0.1.0 (2026-11-30)
+
+- the first
+"""
+
+
+def test_the_notes_of_a_release_are_its_section_of_the_changelog() -> None:
+    assert notes("v0.2.0", PACKAGE, CHANGELOG) == "### Breaking changes\n\n- a change\n"
+
+
+@pytest.mark.parametrize(
+    ("tag", "package", "remedy"),
+    [
+        ("v0.1.0", PACKAGE, "tag v0.2.0"),
+        ("0.2.0", PACKAGE, "tag v0.2.0"),
+        ("v0.2.0", "", "Set __version__ in dtrain/__init__.py"),
+        ("v0.3.0", PACKAGE.replace("0.2.0", "0.3.0"), "Set the date: 0.3.0 ("),
+        ("v0.4.0", PACKAGE.replace("0.2.0", "0.4.0"), "Add it: ## 0.4.0 ("),
+    ],
+    ids=["an-older-tag", "no-v", "no-version", "undated", "no-section"],
+)
+def test_a_tag_without_its_version_and_its_section_is_refused(tag: str, package: str, remedy: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(remedy)):
+        notes(tag, package, CHANGELOG)
+
+
+def test_commits_are_checked_with_the_ruff_of_the_tests() -> None:
+    pinned = re.search(r"^ruff==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    before_commits = re.search(r"ruff-pre-commit\n    rev: v(\S+)", (ROOT / ".pre-commit-config.yaml").read_text())
+    assert pinned is not None
+    assert before_commits is not None
+    assert before_commits[1] == pinned[1]
+
+
+# -- workflows of GitHub
+
+
+def test_ci_runs_the_oldest_and_the_newest_python_that_the_package_names() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
+    tested = re.findall(r'"(3\.\d+)"', workflow)
+    assert {named[0], named[-1]} <= set(tested) <= set(named)
+    assert f'requires-python = ">={named[0]}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_scripts_that_workflows_run_exist() -> None:
+    for workflow in (ROOT / ".github" / "workflows").glob("*.yml"):
+        for script in re.findall(r"scripts/[\w.]+", workflow.read_text()):
+            assert (ROOT / script).is_file(), f"{workflow.name}: {script}"

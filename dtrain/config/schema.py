@@ -205,12 +205,17 @@ class ProfileConfig:
 class TrackerConfig:
     """Trackers of metrics besides metrics.jsonl and the console."""
 
-    name: str = "none"  # wandb | tensorboard | both | none
-    project: str = "dtrain"  # wandb project
+    # wandb | tensorboard | mlflow | trackio | both (wandb and tensorboard) | none, or a list: [wandb,mlflow]
+    name: Any = "none"
+    project: str = "dtrain"  # project of wandb and Trackio, experiment of MLflow
     entity: str | None = None  # wandb user or team; null: wandb's default
     # of wandb: online | offline | disabled; null: WANDB_MODE, else online if logged in, else offline
     mode: str | None = None
-    tags: list[str] = field(default_factory=list)  # wandb tags
+    tags: list[str] = field(default_factory=list)  # of wandb and MLflow
+    # checkpoints that wandb gets as artifacts: none | best (of checkpoint.best) | last (at the end of each start) | all
+    artifacts: str = "none"
+    # MLflow's server or store; null: MLFLOW_TRACKING_URI, else MLflow's own default, mlflow.db in the working directory
+    mlflow_uri: str | None = None
     media: bool = True  # write pictures and texts to <run.dir>/media after evaluations
 
 

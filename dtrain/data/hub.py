@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,12 @@ class HubModel:
     Attributes:
         name: ``ORGANISATION/NAME``.
         revision: A branch, tag or commit; None: the branch ``main``.
+        key: Where it was written, for errors; empty for none.
     """
 
     name: str
     revision: str | None = None
+    key: str = field(default="", compare=False)
 
     @classmethod
     def parse(cls, key: str, url: str) -> HubModel:
@@ -60,7 +62,7 @@ class HubModel:
             raise ConfigError(
                 f"{key}: got {url!r}, want the name of a model, hf://ORGANISATION/NAME or .../NAME@REVISION."
             )
-        return cls(found["name"], found["revision"])
+        return cls(found["name"], found["revision"], key)
 
     def __str__(self) -> str:
         return f"hf://{self.name}" + (f"@{self.revision}" if self.revision is not None else "")
@@ -104,7 +106,7 @@ class HubModel:
         """
         if (found := sha256(path)) != expected:
             raise ConfigError(
-                f"{self}: {path.name} has SHA-256 {found}, its {DESCRIPTION} says {expected}, so one of the two is damaged. "
+                f"{self.key}: {self}: {path.name} has SHA-256 {found}, but {expected} in its {DESCRIPTION}: one is damaged. "
                 f"Delete {path.parents[2]} and try again. If that does not help, the published files do not match each other."
             )
 
@@ -117,12 +119,12 @@ class HubModel:
         except FileNotFoundError:
             return None
         except ValueError as error:
-            raise ConfigError(f"{self}: its {DESCRIPTION} is damaged ({error}).") from error
+            raise ConfigError(f"{self.key}: {self}: its {DESCRIPTION} is damaged ({error}).") from error
         return content if isinstance(content, dict) else None
 
     def _first_of(self, *files: str) -> Path:
         """The path of the first of these files that the model has."""
-        with hub_errors(str(self), files):
+        with hub_errors(f"{self.key}: {self}" if self.key else str(self), files):
             import huggingface_hub as hub
             from huggingface_hub.errors import EntryNotFoundError
 

@@ -172,8 +172,9 @@ def replacing(out: Path) -> Iterator[Path]:
 
 def mark_trusted(folder: Path) -> None:
     """Marks an artefact as exported by this user, so that ``load`` does not need ``trust``; needs a writable cache."""
-    for name in (DESCRIPTION, CONFIG):
-        mark((folder / name).read_bytes(), _MARKS)
+    for path in (folder / DESCRIPTION, folder / CONFIG):
+        if path.exists():
+            mark(path.read_bytes(), _MARKS)
 
 
 def is_own(folder: Path, name: str) -> bool:

@@ -80,7 +80,10 @@ def pull(url: str, *, config: bool = False) -> Path:
     """
     model = HubModel.parse("artefact", url).at_commit()
     folder = model.download(DESCRIPTION).parent
-    description, expected = artefact.read_description(folder)
+    try:
+        description, expected = artefact.read_description(folder)
+    except ConfigError as error:
+        raise ConfigError(f"{model}: {error}") from error
     model.verify(model.download(FORMATS[description.stored_as].file), expected)
     if description.tokenizer is not None:
         model.download(VOCABULARY)
@@ -284,7 +287,8 @@ def identity(model: Any, task: Any, classes: Any, tokenizer: Any) -> dict[str, A
         tokenizer: Identity of the tokenizer; None without one.
     """
     content = {"model": model, "task": task, "classes": classes, "tokenizer": tokenizer}
-    return json.loads(json.dumps(content))
+    as_in_json: dict[str, Any] = json.loads(json.dumps(content))
+    return as_in_json
 
 
 def identity_of(description: Description) -> dict[str, Any]:

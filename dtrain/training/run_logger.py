@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -114,6 +115,10 @@ class RunLogger:
         except OSError as error:
             self.warn(f"status.json could not be written ({error}).")
         self._status_at = time.monotonic()
+
+    def saved(self, path: Path, step: int, is_best: bool) -> None:
+        """Passes a written checkpoint to wandb, if ``tracker.artifacts`` is set; any thread may call."""
+        self._sinks.checkpoint(path, step, is_best)
 
     def note(self, line: str) -> None:
         """Shows information for the user."""
