@@ -99,14 +99,46 @@ def _show(title: str, values: dict[str, float]) -> None:
 
 def of_ranks(ranks: int, kind: str, *, calls: bool) -> dict[str, float]:
     """Forks ranks that join a process group and vote; returns the medians over the ranks."""
-    # In this process, as that of torchrun, so that it outlives the ranks.
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "GLOO_SOCKET_IFNAME": "lo"}
-    environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    environment = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     # It decides only whether a rank makes a connection to each other one when it joins.
     environment["TORCH_GLOO_LAZY_INIT"] = "1" if kind == "lazy" else "0"
-    found = _forked(lambda rank: _rank(rank, ranks, environment, calls), range(ranks))
+    with Server() as server:
+        environment["MASTER_PORT"] = str(server.port)
+        found = _forked(lambda rank: _rank(rank, ranks, environment, calls), range(ranks))
     return {name: statistics.median(one[name] for one in found) for name in found[0]}
+
+
+class Server:
+    """A store in a process of its own, as that of torchrun. This process has no threads, because it forks.
+
+    Attributes:
+        port: Of the store.
+        cpu_s: CPU seconds of the store, after the ``with`` block.
+    """
+
+    def __init__(self) -> None:
+        self.cpu_s = 0.0
+        context = multiprocessing.get_context("fork")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=self._serve, args=(theirs,))
+
+    def _serve(self, pipe: Any) -> None:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        began = time.process_time()
+        pipe.send(store.port)
+        pipe.recv()
+        pipe.send(time.process_time() - began)
+        os._exit(0)
+
+    def __enter__(self) -> Server:
+        self._process.start()
+        self.port: int = self._pipe.recv()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pipe.send(None)
+        self.cpu_s = self._pipe.recv()
+        self._process.join()
 
 
 def _rank(rank: int, ranks: int, environment: dict[str, str], count: bool) -> dict[str, float]:
@@ -118,10 +150,10 @@ def _rank(rank: int, ranks: int, environment: dict[str, str], count: bool) -> di
     counter = CountingStore(store)
     dist.init_process_group("gloo", store=counter if count else store, rank=rank, world_size=ranks, timeout=TIMEOUT)
     result = {"join_s": time.monotonic() - began, "join_cpu_ms": (time.process_time() - cpu) * 1e3}
-    # Of fresh_store: append, wait, get and add.
-    result["calls"] = 4 + sum(counter.calls.values())
     payload = torch.zeros(payload_bytes(metrics=1) // 8, dtype=torch.float64)
     dist.all_reduce(payload)  # lazy connections are made now
+    # Of fresh_store: append, wait, get and add.
+    result["calls"] = 4 + sum(counter.calls.values())
     result["sockets"] = _sockets() - sockets
     began, cpu = time.monotonic(), time.process_time()
     for _ in range(VOTES):
@@ -185,19 +217,17 @@ def _forked(function: Callable[[int], dict[str, float]], numbers: Iterable[int])
 
 def of_store(clients: int, calls: int) -> dict[str, float]:
     """Calls a second that a store answers to so many clients at once, and the CPU time that it takes for one."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = server.port
 
     def client(number: int) -> dict[str, float]:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
         began = time.monotonic()
         for _ in range(calls):
             store.check(["dtrain/hang"])
         return {"seconds": time.monotonic() - began}
 
-    before = time.process_time()
-    found = _forked(client, range(clients))
-    server_us = (time.process_time() - before) * 1e6 / (clients * calls)
+    with Server() as server:
+        found = _forked(client, range(clients))
+    server_us = server.cpu_s * 1e6 / (clients * calls)
     return {"per_s": clients * calls / max(one["seconds"] for one in found), "server_us": server_us}
 
 
