@@ -86,9 +86,22 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     # _target_ imports the classes of the user.
     if (here := os.getcwd()) not in sys.path and "" not in sys.path and not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, here)
+    if name == "train" and _prints_config(arguments):
+        return 0
     module = importlib.import_module(f"dtrain.{name}")
     sys.argv = [str(module.__file__), *arguments]
     return module.main() or 0
+
+
+def _prints_config(arguments: Sequence[str]) -> bool:
+    """Prints what ``--help``, ``--cfg`` and the like ask for, if they do, without torch, whose import takes a second."""
+    from dtrain.config import compose
+    from dtrain.config.run import recompose_if_run
+
+    if not compose.only_prints(arguments):
+        return False
+    compose.run(lambda composed: None, arguments, rewrite=recompose_if_run)
+    return True
 
 
 def _run_torchrun(name: str, processes: int, arguments: Sequence[str]) -> int:

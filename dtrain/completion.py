@@ -37,7 +37,7 @@ _NPROC = ("train", "evaluate", "doctor")
 
 
 def completion_script(shell: str, commands: Sequence[str] | Mapping[str, str]) -> str:
-    """The completion script of one of :data:`SHELLS`.
+    """The completion script of one of ``SHELLS``.
 
     Args:
         shell: Its name.

@@ -3,44 +3,62 @@
 Evaluates a checkpoint of a run on its evaluation data, or on ``data.eval=...``: each sample once, with the same result for any
 number of ranks. The config is that of the run, with the overrides of the command line. With several precisions it evaluates the
 same weights in each, and prints the results side by side.
+
+``artefact=DIR data.eval=...``, or ``artefact=hf://ORGANISATION/NAME[@REVISION]``, evaluates an artefact of ``dtrain.export`` in
+its own dtype, with the task and fields of the config in it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import yaml
+from omegaconf import OmegaConf
 from rich.console import Console
+from torch import Tensor, nn
 
 from dtrain.config import compose
 from dtrain.config.errors import ConfigError, as_config_error
-from dtrain.config.run import Run, recompose, refuse_hidden, take, without_secrets
+from dtrain.config.renamed_keys import rename_keys
+from dtrain.config.run import Run, recompose, refuse_hidden, take, typed_value, without_secrets
 from dtrain.config.schema import Config
+from dtrain.config.trust import TRUST, require_known
 from dtrain.data import ShardLoader
+from dtrain.data.hub import is_hub_url
+from dtrain.deployment import artefact
+from dtrain.deployment.hub import pull
+from dtrain.deployment.program import Program
 from dtrain.distributed.collectives import from_rank0, on_all_ranks
 from dtrain.distributed.hang import HangWatch
 from dtrain.distributed.process_group import process_group, settle_network
 from dtrain.distributed.world import World, join_srun
+from dtrain.precision import Precision
 from dtrain.tracking import evaluation_results
 from dtrain.tracking.console import print_banner, progress
 from dtrain.tracking.evaluation_results import CheckpointEvaluation, aligned
-from dtrain.training.build import build_for_evaluation, build_precision
+from dtrain.training.build import EvaluationParts, build_for_evaluation, build_precision, build_task
 from dtrain.training.checkpoints import Checkpoint, Checkpoints
 from dtrain.training.evaluation import evaluate
-from dtrain.training.loaders import class_names, prepare_data
+from dtrain.training.loaders import check_same_data, class_names, corpus_beside, eval_loader, prepare_data
 from dtrain.training.memory import forget_peak, peak
 from dtrain.training.task import NotFinite
 
 USAGE = """Usage
   torchrun --standalone --nproc-per-node=2 -m dtrain.evaluate run.dir=DIR [OPTION=VALUE ...] [KEY=VALUE ...]
 
+  ... -m dtrain.evaluate artefact=ARTEFACT data.eval=SHARDS [out=DIR2] [KEY=VALUE ...]
+
 Options
   run.dir=DIR                    the run's directory
+  artefact=DIR                   a safetensors artefact in place of a run, or hf://ORG/NAME[@REVISION] of the Hugging Face hub
   checkpoint=best|latest|STEP    which checkpoint (default: best if the run keeps one, else latest)
   weights=ema|raw                averaged or raw weights (default: ema if the checkpoint has it)
   precision=NAME[,NAME ...]      one precision or several: precision=fp32,bf16,fp16 (default: that of the run)
@@ -49,6 +67,13 @@ Options
                                  does not know
   KEY=VALUE                      any key of the config, such as 'data.eval="shards/val-*.tar"'
 """
+
+
+# Keys of the config in an artefact that an evaluation depends on. The model is that of its model.json.
+_OF_ARTEFACT = (
+    *("task", "data.eval", "data.fields", "data.mixture", "data.missing", "data.image_size", "data.max_bad"),
+    *("data.transfer", "data.on_overflow", "train.global_batch_size", "train.micro_batch_size", "train.channels_last"),
+)
 
 
 def run_evaluation(configs: Sequence[compose.Composed], which: str, weights: str, out: str) -> None:
@@ -87,6 +112,103 @@ def run_evaluation(configs: Sequence[compose.Composed], which: str, weights: str
             raise ConfigError(problem)
 
 
+def run_artefact_evaluation(composed: compose.Composed, folder: Path, name: str, out: str, *, trust: bool) -> None:
+    """Evaluates an artefact in its own dtype; prints and writes the result on rank 0.
+
+    Args:
+        composed: The config of the artefact.
+        folder: The artefact.
+        name: What it is called in the result.
+        out: Folder to write to, or ``""`` for ``evaluations``.
+        trust: As ``artefact.load``.
+
+    Raises:
+        ConfigError: On every rank, as ``run_evaluation``.
+    """
+    cfg: Config = composed.cfg
+    with process_group(cfg.parallel.timeout_start) as world, HangWatch(world, cfg.parallel):
+        if not cfg.data.eval:
+            raise ConfigError("data.eval is not set, and that of the artefact is on another machine. Set data.eval=...")
+        expected = from_rank0(lambda: artefact.read_description(folder)[1])
+
+        def load() -> artefact.Artefact:
+            if artefact.read_description(folder)[1] != expected:
+                raise ConfigError(
+                    f"artefact: {folder} is not the one that rank 0 has. Name a commit, hf://ORG/NAME@COMMIT."
+                )
+            return artefact.load(folder, world.device, trust=trust)
+
+        model = on_all_ranks(load)
+        if not isinstance(model.program, Program):
+            raise ConfigError(
+                f"artefact: {folder} is stored as {model.description.stored_as}, whose preprocessing is part of its program. "
+                "Evaluate one of export.format=safetensors; dtrain.export has compared the others with fp32 (report.json)."
+            )
+        names = on_all_ranks(lambda: class_names(cfg.data)) or model.description.classes
+        precision = Precision("fp32")  # of the loader: the artefact casts its input itself
+        loader = on_all_ranks(lambda: eval_loader(cfg, world, precision))
+        assert loader is not None  # data.eval is set
+        check_same_data(None, loader)
+        task = on_all_ranks(lambda: build_task(cfg.task, corpus_beside(cfg.data)))
+        dtype = Precision(model.description.dtype).compute_dtype
+        parts = EvaluationParts(precision, loader, AsExported(model.program.model, dtype), "exported", task)
+        result = evaluate_parts(composed, model.description.dtype, world, parts, Path(name))
+        result = dataclasses.replace(result, config={**result.config, "model": model.description.model})
+        if world.rank == 0:
+            show([result], names)
+        from_rank0(lambda: write([result], names, Path(out or "evaluations").expanduser().absolute()))
+        if problem := evaluation_results.explain_not_finite([result]):
+            raise ConfigError(problem)
+
+
+class AsExported(nn.Module):
+    """The model of an artefact as a task calls it: floats become its dtype, and its output fp32."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model = model
+        self._dtype = dtype
+
+    def forward(self, *rows: Any, **options: Any) -> Any:
+        """Calls the model, see above."""
+
+        def cast(value: Any) -> Any:
+            return value.to(self._dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+        outputs = self.model(*map(cast, rows), **{name: cast(value) for name, value in options.items()})
+        return outputs.float() if isinstance(outputs, Tensor) else outputs
+
+
+def recompose_artefact(folder: Path, arguments: Sequence[str]) -> list[str]:
+    """The command line that composes the config in an artefact, with ``arguments`` on top.
+
+    Raises:
+        ConfigError: If the artefact has no config, or one of somebody else that names other code than dtrain's and torch's.
+    """
+    path = folder / artefact.CONFIG
+    typed = {argument.partition("=")[0] for argument in arguments}
+    if chosen := typed & {"run.dir", "precision", "model"}:
+        raise ConfigError(f"{min(chosen)}: an artefact has its own. Leave out either this key or artefact=.")
+    with as_config_error("artefact"):
+        if not path.is_file():
+            raise ConfigError(
+                f"artefact: {folder} has no {path.name}, which earlier versions did not write. Export the run again."
+            )
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        saved = OmegaConf.create(rename_keys(content))
+    overrides = []
+    for key in _OF_ARTEFACT:
+        value = OmegaConf.select(saved, key)
+        plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+        # A path in it was on another machine.
+        is_elsewhere = key == "data.eval" and not str(plain).startswith("hf://")
+        if plain not in (None, {}, []) and key not in typed and not is_elsewhere:
+            overrides.append(f"{key}={typed_value(plain)}")
+    if TRUST not in arguments and not artefact.is_own(folder, path.name):
+        require_known(path, overrides, [], is_written=False)
+    return [*overrides, *(argument for argument in arguments if argument != TRUST)]
+
+
 def evaluate_checkpoint(
     composed: compose.Composed, name: str, world: World, checkpoint: Checkpoint, path: Path, weights: str
 ) -> CheckpointEvaluation:
@@ -95,10 +217,17 @@ def evaluate_checkpoint(
     Raises:
         ConfigError: On every rank, if model, task or data cannot be built, or the checkpoint is of another model.
     """
-    forget_peak(world.device)
     config = Run.of(composed).config
     refuse_hidden({section: config[section] for section in ("data", "model")})
     parts = build_for_evaluation(composed.cfg, world, checkpoint, weights)
+    return evaluate_parts(composed, name, world, parts, path)
+
+
+def evaluate_parts(
+    composed: compose.Composed, name: str, world: World, parts: EvaluationParts, path: Path
+) -> CheckpointEvaluation:
+    """Collective. Evaluates what was built, see ``evaluate_checkpoint``."""
+    forget_peak(world.device)
     started = time.monotonic()
     with _progress_bar(parts.loader, world, name) as on_progress:
         try:
@@ -109,7 +238,7 @@ def evaluate_checkpoint(
             result = error.evaluation
     seconds = time.monotonic() - started
     parts.loader.close()
-    config = without_secrets(config)
+    config = without_secrets(Run.of(composed).config)
     return CheckpointEvaluation(
         checkpoint=path,
         weights=parts.weights,
@@ -197,7 +326,10 @@ def main() -> None:
         return
     join_srun()
     settle_network()
-    options, rest = take(sys.argv[1:], checkpoint="", weights="", out="")
+    options, rest = take(sys.argv[1:], checkpoint="", weights="", out="", artefact="")
+    if options["artefact"]:
+        main_of_artefact(options, rest)
+        return
     *others, last = one_for_each_precision(rest)
     configs: list[compose.Composed] = []
     for arguments in others:
@@ -209,6 +341,28 @@ def main() -> None:
         last,
         rewrite=recompose,
     )
+
+
+def main_of_artefact(options: Mapping[str, str], arguments: list[str]) -> None:
+    """Command line with ``artefact=``."""
+    place = options["artefact"].strip("'\"")
+    folders: list[Path] = []
+
+    def rewrite(arguments: list[str]) -> list[str]:
+        if ignored := [name for name in ("checkpoint", "weights") if options[name]]:
+            raise ConfigError(
+                f"{ignored[0]}: an artefact has one set of weights. Leave out either this option or artefact=."
+            )
+        # Every process asks the hub; only one of a machine downloads, and the others wait for its lock.
+        folders.append(pull(place, config=True) if is_hub_url(place) else Path(place))
+        return recompose_artefact(folders[0], arguments)
+
+    def evaluate_it(composed: compose.Composed) -> None:
+        name = f"{place.removeprefix('hf://').partition('@')[0].replace('/', '--')}-{folders[0].name[:8]}"
+        name = name if is_hub_url(place) else folders[0].resolve().name
+        run_artefact_evaluation(composed, folders[0], name, options["out"], trust=TRUST in arguments)
+
+    compose.run(evaluate_it, arguments, rewrite=rewrite)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 An artefact needs no training config (``dtrain.deployment``). The export folds BatchNorm in fp32, casts the weights, writes the
 artefact, loads it in a process of its own and compares it with the fp32 model. An artefact that differs by more than the
-tolerance is refused.
+tolerance is refused. With ``export.push`` it is then published on the Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor, nn
 
 from dtrain import __version__
@@ -28,6 +29,8 @@ from dtrain.deployment.compare import ModuleError, Tolerance, compare, compare_m
 from dtrain.deployment.description import DESCRIPTION, DTYPES, Description, export_summary
 from dtrain.deployment.fold_cast import cast, check_range, fold, foldable, pairs_outside
 from dtrain.deployment.formats import FORMATS
+from dtrain.deployment.hub import Push, identity
+from dtrain.deployment.model_card import ModelCard
 from dtrain.deployment.program import Program, RowSpec
 from dtrain.deployment.reference import Reference
 from dtrain.distributed.world import World
@@ -60,6 +63,12 @@ Options
   export.batch=[1,32]            batch sizes to measure
   export.max_latency_ms=X        also find the largest batch that takes at most X ms
   export.max_memory_gib=X        also find the largest batch that takes at most X GiB
+  export.fold=false              keep BatchNorm, so that a training can start from the weights (run.weights_from)
+  export.push=hf://ORG/NAME      also publish the artefact with a model card on the Hugging Face hub; ORG/NAME@BRANCH for a
+                                 branch. The token is HF_TOKEN, or that of `hf auth login`; needs the extra dtrain[hf]
+  export.private=false           a repository that the push creates is public (default: private)
+  export.license=NAME            licence in the model card, such as apache-2.0
+  export.push_replace=true       replace a repository that has another model
   checkpoint=best|latest|STEP    which checkpoint (default: best if the run keeps one, else latest)
   weights=ema|raw                moving average or raw weights (default: ema if the run has one)
   samples=N                      rows of data.eval for the comparison with fp32 (default: 512; 0: no comparison)
@@ -78,10 +87,19 @@ def main() -> None:
         print(USAGE)
         return
     options, rest = take(sys.argv[1:], **OPTIONS)
+
+    def rewrite(arguments: list[str]) -> list[str]:
+        if any(argument.lstrip("+").startswith(("export.token=", "export.hf_token=")) for argument in arguments):
+            raise ConfigError(
+                "export.token: there is no such key, because a command line is seen by others and saved. Set the environment "
+                "variable HF_TOKEN, or run `hf auth login` once."
+            )
+        return recompose(arguments)
+
     compose.run(
         lambda composed: export(composed, options["checkpoint"], options["weights"], options["samples"]),
         rest,
-        rewrite=recompose,
+        rewrite=rewrite,
     )
 
 
@@ -111,6 +129,9 @@ def export(composed: Composed, which: str, weights: str, samples: str) -> None:
     tokenizer = _tokenizer(cfg)
     if not samples.isdecimal():
         raise ConfigError(f"samples: got {samples!r}, want a number of rows; 0 for no comparison.")
+    model_node, task_name = without_secrets(run.config["model"]), run.config["task"].get("_target_")
+    tokenizer_name = tokenizer.identity if tokenizer is not None else None
+    push = Push.of(cfg.export, identity(model_node, task_name, classes, tokenizer_name))
 
     # -- the trained model in fp32, and its outputs on rows of the evaluation set
     with as_config_error("checkpoint"):
@@ -127,6 +148,7 @@ def export(composed: Composed, which: str, weights: str, samples: str) -> None:
 
     model, used_weights = load_trained()
     bytes_in_fp32 = _bytes_of_state(model)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     reference = Reference.of(cfg, model, world, int(samples))
     example = reference.example(world.device)
     if example is None and any(FORMATS[stored_as].traced for stored_as in destinations):
@@ -137,7 +159,7 @@ def export(composed: Composed, which: str, weights: str, samples: str) -> None:
     tolerance = Tolerance.of(cfg.export, len(reference.rows.inputs) if reference.rows is not None else 0)
 
     # -- folded in fp32, then cast
-    pairs, not_folded = foldable(model)
+    pairs, not_folded = foldable(model) if cfg.export.fold else ([], "export.fold=false")
     keep_fp32 = precision.wrap_keep_fp32(model)
     pairs = pairs_outside(keep_fp32, pairs)
     fold(model, pairs)
@@ -161,7 +183,7 @@ def export(composed: Composed, which: str, weights: str, samples: str) -> None:
         device = form.runs_on(world.device)
         description = Description(
             stored_as=stored_as,
-            model=without_secrets(run.config["model"]),
+            model=model_node,
             dtype=precision.name,
             keep_fp32=keep_fp32,
             folded=pairs,
@@ -174,18 +196,20 @@ def export(composed: Composed, which: str, weights: str, samples: str) -> None:
                 "checkpoint_step": step,
                 "weights": used_weights,
                 "trained_in": cfg.precision.name,
-                "task": run.config["task"].get("_target_"),
+                "task": task_name,
                 "metrics": checkpoint.state.get("metrics", {}),
             },
             versions={"dtrain": __version__, "torch": torch.__version__, **form.versions()},
             channels_last=cfg.train.channels_last,
-            tokenizer=tokenizer.identity if tokenizer is not None else None,
+            tokenizer=tokenizer_name,
         )
         with artefact.replacing(out) as folder:
             _print_progress(f"writing {form.file}")
             artefact.write(folder, program, description, example)
             if tokenizer is not None:
                 tokenizer.save(folder)
+            config = run.published()
+            (folder / artefact.CONFIG).write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
             bytes_exported = _bytes_of_state(model)
             report: dict[str, Any] = {
                 "dtype": precision.name,
@@ -214,8 +238,18 @@ def export(composed: Composed, which: str, weights: str, samples: str) -> None:
             in_fp32 = folded_in_fp32 if precision.name != "fp32" else None
             report["cost"] = benchmark.benchmark_export(cfg.export, folder, description, in_fp32, world.device)
             (folder / artefact.REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            if push is not None:
+                license, known = cfg.export.license, push.front_matter
+                ModelCard(
+                    push.model, run, config, description, report, checkpoint.state, parameters, license, known
+                ).write(folder)
         artefact.mark_trusted(out)
         summary = export_summary(description, report, file=form.file, holds_code=form.holds_code)
+        if push is not None:
+            _print_progress(f"pushing to {push.model}")
+            summary["hub"] = push.upload(
+                out, f"{description.dtype} {stored_as} of step {step} of {run.dir.name}, by dtrain"
+            )
         print_banner("export", {"artefact": str(out), **summary, **benchmark.benchmark_summary(report["cost"])})
 
 

@@ -3,6 +3,7 @@
 * ``python -m dtrain.predict ARTEFACT IMAGE...`` prints ``file  class  probability``, the most probable class first. If a file
   cannot be used, an error is printed, the other files are still predicted, and the exit code is 1.
 * ``python -m dtrain.predict ARTEFACT --prompt TEXT`` prints the text and its continuation by a language model.
+* ARTEFACT is a folder, or ``hf://ORGANISATION/NAME[@REVISION]`` for one on the Hugging Face hub.
 
 The exit code is 2 for wrong arguments.
 """
@@ -23,6 +24,8 @@ from dtrain.config.errors import ConfigError
 from dtrain.data.fields import SampleError
 from dtrain.deployment import artefact
 from dtrain.deployment.artefact import Artefact
+from dtrain.deployment.description import DESCRIPTION
+from dtrain.deployment.hub import local_folder
 from dtrain.deployment.program import ImageInput
 from dtrain.deployment.text import Sampling, continue_text
 
@@ -51,11 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = False
     try:
         device = torch.device(options.device) if options.device else None
-        model = artefact.load(options.artefact, device, trust=options.trust)
+        folder = local_folder(options.artefact)
+        model = artefact.load(folder, device, trust=options.trust)
         for warning in model.warnings:
             _print_error(f"predict: {warning}")
         if options.prompt is not None:
-            _print_text(options, model)
+            _print_text(options, folder, model)
             return 0
         for ranking in rank(model, options.images, options.top, options.batch_size):
             failed |= bool(ranking.error)
@@ -134,7 +138,7 @@ def _most_probable(model: Artefact, pixels: np.ndarray, top: int) -> list[tuple[
     if names is not None and len(names) != outputs.shape[1]:
         raise ConfigError(
             f"the artefact has names for {len(names)} classes, but its model has {outputs.shape[1]} outputs. Correct "
-            f"'classes' in {artefact.DESCRIPTION}, or set it to null."
+            f"'classes' in {DESCRIPTION}, or set it to null."
         )
     probabilities, numbers = outputs.softmax(1).topk(min(top, outputs.shape[1]))
     all_finite = outputs.isfinite().all(1).tolist()
@@ -162,9 +166,9 @@ def _print_ranking(ranking: Ranking, as_json: bool) -> None:
         print(f"{ranking.file}  {name}  {probability:.4f}", flush=True)
 
 
-def _print_text(options: argparse.Namespace, model: Artefact) -> None:
+def _print_text(options: argparse.Namespace, folder: Path, model: Artefact) -> None:
     sampling = Sampling(options.tokens, options.temperature, options.top_k or None, options.seed)
-    text = continue_text(options.artefact, model, options.prompt, sampling)
+    text = continue_text(folder, model, options.prompt, sampling)
     print(json.dumps({"prompt": options.prompt, "text": text}) if options.json else text, flush=True)
 
 
@@ -177,7 +181,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m dtrain.predict",
         description="Classifies image files, or continues a text, with a model that dtrain.export wrote.",
     )
-    parser.add_argument("artefact", metavar="ARTEFACT", type=Path, help="folder that dtrain.export wrote")
+    parser.add_argument(
+        "artefact",
+        metavar="ARTEFACT",
+        help="folder that dtrain.export wrote, or hf://ORGANISATION/NAME[@REVISION] for one on the Hugging Face hub",
+    )
     parser.add_argument("images", metavar="IMAGE", nargs="*", help="JPEG, PNG, WebP, BMP, GIF, TIFF, PPM or AVIF file")
     parser.add_argument("--prompt", metavar="TEXT", help="text that a language model continues, instead of images")
     parser.add_argument(

@@ -20,12 +20,12 @@ from dtrain.distributed.process_exit import exit_with_torchrun
 from dtrain.distributed.process_group import process_group, settle_network
 from dtrain.distributed.stop import StopRequests, TimeLimit
 from dtrain.distributed.world import join_srun
-from dtrain.tracking import FailureRecord, failures_recorded, open_rank_log, save_run, tracker_mode
+from dtrain.tracking import FailureRecord, failures_recorded, open_rank_log, save_run, sends_alerts, tracker_mode
 from dtrain.training.build import build_run
 from dtrain.training.hooks import build_hooks
 from dtrain.training.loop import Loop
 from dtrain.training.recovery import Recovery
-from dtrain.training.resume import EarlierStarts, restore
+from dtrain.training.resume import EarlierStarts, pin_weights, restore
 from dtrain.training.run_logger import RunLogger, print_start_banner, write_final_status
 from dtrain.training.validation import validate
 
@@ -54,6 +54,7 @@ def train_on_ranks(cfg: Config, identity: Run, failure: FailureRecord, recovery:
         of_rank0 = from_rank0(lambda: list(identity.overrides))
         on_all_ranks(lambda: identity.require_same_overrides(of_rank0))
         from_rank0(lambda: tracker_mode(cfg.tracker))
+        identity = pin_weights(cfg, identity)
         hooks = on_all_ranks(lambda: build_hooks(cfg, identity.dir, world.rank))
         time_limit = on_all_ranks(lambda: TimeLimit.of(cfg.run.max_hours, world.rank, began=recovery.began))
         earlier = EarlierStarts.of(cfg, identity)
@@ -91,7 +92,7 @@ def train_on_ranks(cfg: Config, identity: Run, failure: FailureRecord, recovery:
                 recovery.remembers(run, loop, run_logger, stop)
                 with watch.following(loop.place, identity.dir / "logs"), recovery.lost_ranks(world):
                     state, reason = loop.run()
-            if world.rank == 0 and tracker_mode(cfg.tracker) != "disabled":
+            if world.rank == 0 and sends_alerts(cfg.tracker):
                 from dtrain.reporting.health import problems_of  # importing it takes 0.1 s
 
                 if problems := problems_of(identity.dir):

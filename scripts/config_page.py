@@ -158,7 +158,7 @@ def _keys(text: str) -> str:
 def _escaped(text: str) -> str:
     """Escapes characters of Markdown's emphasis and of HTML, except in backticks."""
     parts = text.split("`")
-    parts[::2] = [re.sub(r"([*_<])", r"\\\1", part) for part in parts[::2]]
+    parts[::2] = [re.sub(r"([*_])", r"\\\1", part).replace("<", "&lt;") for part in parts[::2]]
     return "`".join(parts)
 
 

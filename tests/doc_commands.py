@@ -34,10 +34,11 @@ def compose_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def user_presets(folder: Path) -> None:
     """What the pages take from a ``--config-dir``: presets of the names that they use."""
-    for name in ("presets", "my_conf", "shards/conf"):
+    for name in ("presets", "my_conf", "shards/conf", "my_project/presets"):
         for group, preset, content in (
             ("data", "packed", "train: shards/train-*.tar\n"),
-            ("experiment", "mine", "# @package _global_\n"),
+            *(("experiment", experiment, "# @package _global_\n") for experiment in ("mine", "scenes")),
+            ("experiment", "sure", "# @package _global_\ntask: {_target_: my_task.Classify, smoothing: 0.1}\n"),
         ):
             path = folder / name / group / f"{preset}.yaml"
             path.parent.mkdir(parents=True, exist_ok=True)

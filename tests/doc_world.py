@@ -116,7 +116,7 @@ def _trained(session: Path) -> Path:
     run_dir = session / "documented-run"
     overrides = ["experiment=digits", "tracker=none", f"run.dir={run_dir}", "train.max_steps=4", "train.eval_every=0"]
     command = [sys.executable, "-m", "dtrain.train", *overrides]
-    done = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return run_dir
 

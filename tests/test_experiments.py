@@ -13,7 +13,7 @@ import simplejpeg
 
 from dtrain.config import compose
 from dtrain.config.compose import Composed, conf_dir
-from tests.runs import metrics, torchrun, train_on, weights
+from tests.runs import metrics, train_on, weights
 from tests.shards import write_tar
 
 EXPERIMENTS = sorted(path.stem for path in (conf_dir() / "experiment").glob("*.yaml"))
@@ -35,10 +35,7 @@ def test_every_experiment_composes_and_its_header_has_the_command(name: str, mon
 @pytest.mark.usefixtures("digits")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_digits_reaches_97_percent_on_two_ranks(tmp_path: Path, precision: str) -> None:
-    done = torchrun(
-        2, "experiment=digits", f"run.dir={tmp_path}", f"precision={precision}", "tracker=none", timeout=280
-    )
-    assert done.returncode == 0, done.stderr
+    train_on(2, tmp_path, f"precision={precision}", "train.log_every=23", "train.deterministic=false")
     assert metrics(tmp_path, "eval/accuracy")[-1] >= 0.97
 
 

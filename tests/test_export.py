@@ -189,7 +189,7 @@ def test_the_default_folder_is_in_the_run_and_a_second_export_replaces_the_first
         assert run_export(own_run, f"export.dtype={dtype}", "samples=0")[0] == 0
         assert json.loads((own_run / "export" / "model.json").read_text())["dtype"] == dtype
     files = sorted(path.name for path in (own_run / "export").iterdir())
-    assert files == ["model.json", "model.safetensors", "report.json"]
+    assert files == ["config.yaml", "model.json", "model.safetensors", "report.json"]
     assert not [path for path in own_run.iterdir() if path.name.startswith(".export")]
     code, text = run_export(own_run, "export.format=[safetensors,pt2]")
     assert code != 0

@@ -33,8 +33,20 @@ NOT_LOADED = {
         "wandb",
         "matplotlib",
     ),  # only the confusion picture needs matplotlib
-    "dtrain.data.*": ("hydra", "wandb", "matplotlib"),  # loader workers import it
+    "dtrain.data.*": ("hydra", "wandb", "matplotlib", "webdataset", "sklearn", "rich"),  # loader workers import it
 }
+#: What a training without a tracker does not use.
+NOT_IN_A_TRAINING = (
+    "wandb",
+    "matplotlib",
+    "webdataset",
+    "sklearn",
+    "jinja2",
+    "tensorboard",
+    "aiohttp",
+    "onnx",
+    "optuna",
+)
 
 
 def test_imports_go_down_the_layers() -> None:
@@ -70,3 +82,27 @@ def test_an_import_does_not_load_what_it_does_not_need(name: str) -> None:
     loaded = set(done.stdout.split())
     unwanted = [package for package in NOT_LOADED[name] if package in loaded]
     assert not unwanted, f"importing {name} loads {', '.join(unwanted)}; import it in the function that needs it"
+
+
+def test_a_training_without_a_tracker_loads_no_package_that_it_does_not_use(digits: Path, tmp_path: Path) -> None:
+    arguments = [
+        "experiment=digits",
+        "train.max_steps=1",
+        "tracker=none",
+        "data.num_workers=0",
+        f"run.dir={tmp_path}/run",
+    ]
+    code = "import sys; from dtrain import train; train.main(); print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert "finished at step 1" in done.stdout, done.stderr
+    assert not set(NOT_IN_A_TRAINING).intersection(done.stderr.split())
+
+
+def test_the_help_of_a_training_does_not_load_torch() -> None:
+    code = "import sys; from dtrain.__main__ import main; code = main(); sys.exit('torch' in sys.modules or code)"
+    command = [sys.executable, "-c", code, "train", "experiment=digits", "--cfg", "job"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "SmallCNN" in done.stdout

@@ -1,52 +1,112 @@
+"""The installed package, and its release. scripts/check_package.py checks the files of the wheel and the sdist."""
+
 from __future__ import annotations
 
 import os
+import re
+import runpy
+import shutil
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
 
-from tests.runs import status
-
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("digits")
-def test_the_wheel_trains_from_any_directory(tmp_path: Path) -> None:
-    """The wheel alone, unpacked where nothing else of the checkout is visible."""
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment that has dtrain from the wheel, and everything else from this environment."""
+    folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    subprocess.run([*pip, "wheel", "--no-deps", "-w", tmp_path / "dist", ROOT], check=True, timeout=240)
-    wheel = next((tmp_path / "dist").glob("dtrain-*.whl"))
-    subprocess.run([*pip, "install", "--no-deps", "--target", tmp_path / "site", wheel], check=True, timeout=120)
-    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "OMP_NUM_THREADS": "1"}
-    where = subprocess.run(
-        [sys.executable, "-c", "import dtrain; print(dtrain.__file__)"],
-        cwd="/",
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
+    subprocess.run([*pip, "wheel", "--no-deps", "-w", folder, ROOT], check=True, timeout=240)
+    venv.create(folder / "venv", symlinks=True)
+    site = next((folder / "venv").glob("lib/python*/site-packages"))
+    subprocess.run([*pip, "install", "--no-deps", "--target", site, *folder.glob("*.whl")], check=True, timeout=120)
+    (site / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    return folder / "venv" / "bin" / "python"
+
+
+@pytest.mark.slow
+def test_a_program_with_annotations_passes_strict_type_checks_against_the_wheel(
+    installed: Path, tmp_path: Path
+) -> None:
+    program = shutil.copy(ROOT / "tests" / "typed_program.py", tmp_path)
+    mypy = [sys.executable, "-m", "mypy", "--strict", "--python-executable", installed]
+    # Options and cache of the checkout: analysing torch takes most of the time, and is then done once.
+    mypy += ["--config-file", ROOT / "pyproject.toml", "--cache-dir", ROOT / ".mypy_cache"]
+    # Only what is installed: not the checkout.
+    environment = {name: value for name, value in os.environ.items() if name not in ("MYPYPATH", "PYTHONPATH")}
+    checked = subprocess.run(
+        [*mypy, program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
     )
-    assert where.stdout.startswith(str(tmp_path))
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "dtrain.train",
-    ]
-    subprocess.run(
-        [*torchrun, "experiment=digits", f"run.dir={tmp_path / 'run'}", "tracker=none", "train.max_steps=3"],
-        cwd="/",
-        env=environment,
-        check=True,
-        timeout=120,
-    )
-    assert status(tmp_path / "run")["state"] == "finished"
-    report = [sys.executable, "-m", "dtrain.report", str(tmp_path / "run")]
-    subprocess.run(report, cwd="/", env=environment, check=True, timeout=60)
-    assert "uPlot" in (tmp_path / "run" / "report.html").read_text()
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+# -- releases
+
+PACKAGE = '"""dtrain."""\n\n__version__ = "0.2.0"\n'
+notes = runpy.run_path(str(ROOT / "scripts" / "release_notes.py"))["notes"]
+CHANGELOG = """# Changelog
+
+## 0.3.0 (unreleased)
+
+- next
+
+## 0.2.0 (2026-12-31)
+
+### Breaking changes
+
+- a change
+
+## 0.1.0 (2026-11-30)
+
+- the first
+"""
+
+
+def test_the_notes_of_a_release_are_its_section_of_the_changelog() -> None:
+    assert notes("v0.2.0", PACKAGE, CHANGELOG) == "### Breaking changes\n\n- a change\n"
+
+
+@pytest.mark.parametrize(
+    ("tag", "package", "remedy"),
+    [
+        ("v0.1.0", PACKAGE, "tag v0.2.0"),
+        ("0.2.0", PACKAGE, "tag v0.2.0"),
+        ("v0.2.0", "", "Set __version__ in dtrain/__init__.py"),
+        ("v0.3.0", PACKAGE.replace("0.2.0", "0.3.0"), "Set the date: 0.3.0 ("),
+        ("v0.4.0", PACKAGE.replace("0.2.0", "0.4.0"), "Add it: ## 0.4.0 ("),
+    ],
+    ids=["an-older-tag", "no-v", "no-version", "undated", "no-section"],
+)
+def test_a_tag_without_its_version_and_its_section_is_refused(tag: str, package: str, remedy: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(remedy)):
+        notes(tag, package, CHANGELOG)
+
+
+def test_commits_are_checked_with_the_ruff_of_the_tests() -> None:
+    pinned = re.search(r"^ruff==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    before_commits = re.search(r"ruff-pre-commit\n    rev: v(\S+)", (ROOT / ".pre-commit-config.yaml").read_text())
+    assert pinned is not None
+    assert before_commits is not None
+    assert before_commits[1] == pinned[1]
+
+
+# -- workflows of GitHub
+
+
+def test_ci_runs_the_oldest_and_the_newest_python_that_the_package_names() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
+    tested = re.findall(r'"(3\.\d+)"', workflow)
+    assert {named[0], named[-1]} <= set(tested) <= set(named)
+    assert f'requires-python = ">={named[0]}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_scripts_that_workflows_run_exist() -> None:
+    for workflow in (ROOT / ".github" / "workflows").glob("*.yml"):
+        for script in re.findall(r"scripts/[\w.]+", workflow.read_text()):
+            assert (ROOT / script).is_file(), f"{workflow.name}: {script}"

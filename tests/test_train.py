@@ -3,14 +3,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from dtrain.training.state import TrainState
+from dtrain.training.step import StepOutcome
 from tests.ranks import RanksFailed
 from tests.refusals import assert_refused
 from tests.runs import metrics, records, status, train_on, weights
@@ -142,39 +141,21 @@ def test_a_stop_file_stops_both_ranks_after_the_same_step(tmp_path: Path) -> Non
     assert (tmp_path / "checkpoints" / f"step-{state['step']:09d}").is_dir()
 
 
+class SignalsItself:
+    """A hook that sends SIGUSR1 to rank 1 after step 3."""
+
+    def on_step(self, run: TrainState, outcome: StepOutcome) -> None:
+        if run.world.rank == 1 and outcome.step == 3:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
 @pytest.mark.slow
-def test_a_signal_to_one_worker_stops_both_ranks_after_the_same_step(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "dtrain.train",
-    ]
-    arguments = ["experiment=digits", f"run.dir={tmp_path}", "tracker=none", "train.max_epochs=1000"]
-    running = subprocess.Popen(
-        [*command, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    try:
-        deadline = time.monotonic() + 200
-        # Written when the loop has begun, and with it the handling of signals.
-        while not (tmp_path / "status.json").exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
-        os.kill(int(children[1]), signal.SIGUSR1)
-        output = running.communicate(timeout=200)[0].decode()
-    finally:
-        if running.poll() is None:
-            running.kill()
+def test_a_signal_to_one_rank_stops_both_after_the_same_step(tmp_path: Path) -> None:
+    hook = "train.hooks=[{_target_: tests.test_train.SignalsItself}]"
+    train_on(2, tmp_path, "train.max_epochs=1000", hook)
     state = status(tmp_path)
-    assert state["state"] == "stopped", output
-    assert "SIGUSR1" in state["reason"]
+    assert state["state"] == "stopped"
+    assert "SIGUSR1 (rank 1)" in state["reason"]
     assert (tmp_path / "checkpoints" / f"step-{state['step']:09d}").is_dir()
-    assert running.returncode == 0, output
-    train_on(2, tmp_path, f"train.max_steps={state['step'] + 3}", "train.max_epochs=1000")
+    train_on(2, tmp_path, f"train.max_steps={state['step'] + 3}", "train.max_epochs=1000", hook)
     assert status(tmp_path)["state"] == "finished"

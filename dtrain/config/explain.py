@@ -14,6 +14,7 @@ All other errors are shown in Hydra's own words. ``instantiate`` explains a ``_t
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import inspect
@@ -21,10 +22,12 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal import utils as hydra_utils
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -39,6 +42,17 @@ from dtrain.config.schema import Config, key_types
 
 _PACKAGE = re.compile(r"(\s*#\s*@.*\n)*\s*#\s*@package\b")  # Hydra's header ends at the first line that is not `# @`
 _QUOTE = "quote it twice: 'data.train=\"shards/{000..009}.tar\"'"
+
+
+class _HydraParser(argparse.ArgumentParser):
+    """Accepts the help text of Hydra 1.3 that is no string, which Python 3.14 refuses where an option is declared."""
+
+    def _check_help(self, action: argparse.Action) -> None:
+        pass
+
+
+# For Hydra alone; get_args_parser and hydra.main look the module up there.
+hydra_utils.argparse = SimpleNamespace(**vars(argparse) | {"ArgumentParser": _HydraParser})  # type: ignore[assignment]
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
@@ -228,7 +242,8 @@ def _chosen(arguments: Sequence[str], folders: Sequence[Path]) -> DictConfig:
         suppress(HydraException, OmegaConfBaseException),
     ):
         return compose("train", choices)
-    return OmegaConf.structured(Config)
+    schema: DictConfig = OmegaConf.structured(Config)
+    return schema
 
 
 def _all_keys(node: Any, prefix: str = "") -> Iterator[str]:

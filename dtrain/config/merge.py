@@ -33,6 +33,8 @@ from dtrain.config.instantiate import argument_names
 CLASS_GROUPS = ("model", "task", "optimizer", "schedule")
 #: Mappings that replace earlier ones if each of their entries has this key.
 _WHOLE = {"data.fields": "name", "data.mixture": "shards"}
+#: Keys of this mapping are names of the user's.
+_NAMES = "run.warm_start.rename"
 _SETS = "data.eval"  # a mapping without a class is several sets, which replace a dataset by its class
 _OF_HYDRA = {"_partial_", "_recursive_", "_convert_"}  # say how a node is built, not what its class takes
 
@@ -135,6 +137,8 @@ def _make_room(composed: DictConfig, override: Override) -> None:
         path, value = path.removesuffix("._target_"), {"_target_": value}
     if not isinstance(value, dict):
         return
+    if path in (_NAMES, _NAMES.rpartition(".")[0]):
+        OmegaConf.set_struct(OmegaConf.select(composed, _NAMES), False)
     node = _select(composed, path)
     if path in _WHOLE:
         replaces = not node or all(_WHOLE[path] in it for it in value.values() if isinstance(it, dict))

@@ -11,13 +11,14 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ WITHOUT_EFFECT_ON_THE_RESULT = (
 _CONFIG, _OVERRIDES = "config.yaml", "overrides.yaml"
 _MARKS = "started"
 _RESTORE = "Restore it, or use another run.dir."
+# A path from the root, from a home or from a folder above, but not the rest of a URL or of a relative path.
+_FOLDER = re.compile(r"""(?<![\w/.*?})\]~-])(?:~[\w.-]*|\.\.)?/(?!/)[^\s'"`,;=()|&]*""")
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,46 @@ class Run:
             _CONFIG: without_secrets(self.config),
             _OVERRIDES: {"overrides": overrides, "config_dirs": list(self.config_dirs)},
         }
+
+    def published(self) -> dict[str, Any]:
+        """The config for other people: without secrets, keys without effect on the result, and folders of this machine."""
+        return {key: without_folders(value) for key, value in _with_effect(without_secrets(self.config)).items()}
+
+    def command(self) -> list[str]:
+        """What was typed to start the run in the directory, for other people as in ``published``; [] if that is not known."""
+        saved = _mapping(self.dir / _OVERRIDES).get("overrides") if (self.dir / _OVERRIDES).exists() else None
+        typed = [rename_override(str(override)) for override in saved] if isinstance(saved, list) else []
+        return [_rewritten(override, without_folders) for override in typed if not _has_no_effect(override)]
+
+    def saved_value(self, key: str) -> Any:
+        """The value of a key such as ``run.weights_from`` in the directory's config.
+
+        None if the directory has no run, or one that was started with other overrides of this key.
+        """
+        if not (self.dir / _CONFIG).exists() or not (self.dir / _OVERRIDES).exists():
+            return None
+        typed = [rename_override(str(override)) for override in _mapping(self.dir / _OVERRIDES).get("overrides") or []]
+        # A section can be set as a whole, so every override in it counts.
+        prefix = ".".join(key.split(".")[:2])
+        if [it for it in typed if it.lstrip("+").startswith(prefix)] != [
+            _without_secrets(it) for it in self.overrides if it.lstrip("+").startswith(prefix)
+        ]:
+            return None
+        value: Any = rename_keys(_mapping(self.dir / _CONFIG))
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
+    def with_values(self, values: Mapping[str, Any]) -> Run:
+        """The same run with other values of keys such as ``run.weights_from``; its name and overrides stay."""
+        config = copy.deepcopy(self.config)
+        for key, value in values.items():
+            *parents, name = key.split(".")
+            section = config
+            for part in parents:
+                section = section[part]
+            section[name] = value
+        return replace(self, config=config)
 
     def require_same_overrides(self, of_rank0: Sequence[str]) -> None:
         """Refuses to train if this rank composes another config than rank 0.
@@ -235,6 +278,23 @@ def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
     return {str(key): _clean(value, _is_secret(str(key))) for key, value in config.items()}
 
 
+def without_folders(value: Any) -> Any:
+    """A copy in which paths of this machine are only the names of their files: ``/home/ann/x/a.tar`` becomes ``a.tar``.
+
+    Relative paths and URLs stay, except ``file://``.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): without_folders(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_folders(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    text = re.sub(r"\bfile:/+", "/", value)
+    if text.startswith(("/", "~")) and "{" not in text:  # the whole text is a path, which may have spaces
+        return text.rstrip("/").rpartition("/")[2]
+    return _FOLDER.sub(lambda found: found[0].rstrip("/").rpartition("/")[2], text)
+
+
 def refuse_hidden(config: Mapping[str, Any], prefix: str = "") -> None:
     """Refuses a config with a secret that its run directory does not have.
 
@@ -273,20 +333,30 @@ def _without_secrets(override: str) -> str:
     """An override of the command line with its secrets hidden."""
     key = override.partition("=")[0]
     is_secret = any(map(_is_secret, key.split(".")))
+
+    def clean(value: Any) -> Any:
+        return _clean(value, is_secret, keeps_interpolations=True)
+
+    return _rewritten(override, clean, f"{key}='{HIDDEN}'" if is_secret else without_secrets_in(override))
+
+
+def _rewritten(override: str, change: Callable[[Any], Any], otherwise: str | None = None) -> str:
+    """An override with its value changed; ``otherwise``, by default only its key, if it cannot be parsed."""
+    key = override.partition("=")[0]
     try:
         value = OverridesParser.create().parse_override(override).value()
     except HydraException:
-        return f"{key}='{HIDDEN}'" if is_secret else without_secrets_in(override)
-    clean = _clean(value, is_secret, keeps_interpolations=True)
-    return override if clean == value else f"{key}={_as_typed_value(clean)}"
+        return key if otherwise is None else otherwise
+    changed = change(value)
+    return override if changed == value else f"{key}={typed_value(changed)}"
 
 
-def _as_typed_value(value: Any) -> str:
+def typed_value(value: Any) -> str:
     """A value as Hydra's command line has it."""
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {_as_typed_value(item)}' for key, item in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {typed_value(item)}' for key, item in value.items())}}}"
     if isinstance(value, list):
-        return f"[{', '.join(map(_as_typed_value, value))}]"
+        return f"[{', '.join(map(typed_value, value))}]"
     return QuotedString(value, Quote.single).with_quotes() if isinstance(value, str) else json.dumps(value)
 
 

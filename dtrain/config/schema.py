@@ -21,7 +21,8 @@ from omegaconf import MISSING
 class WarmStartConfig:
     """Weights of another model as the initial weights of a new run. All names must match, except those in `skip`."""
 
-    path: str | None = None  # a run directory, a checkpoint folder, or a .safetensors file
+    # a run directory, a checkpoint folder, a .safetensors file, an artefact, or a model of the hub: hf://ORG/NAME[@REVISION]
+    path: str | None = None
     # prefixes of names: there -> here; the first match counts; each * is one part of a name, such as a number
     rename: dict[str, str] = field(default_factory=dict)
     skip: list[str] = field(default_factory=list)  # patterns (fnmatch) of names that are left out, after renaming
@@ -204,12 +205,17 @@ class ProfileConfig:
 class TrackerConfig:
     """Trackers of metrics besides metrics.jsonl and the console."""
 
-    name: str = "none"  # wandb | tensorboard | both | none
-    project: str = "dtrain"  # wandb project
+    # wandb | tensorboard | mlflow | trackio | both (wandb and tensorboard) | none, or a list: [wandb,mlflow]
+    name: Any = "none"
+    project: str = "dtrain"  # project of wandb and Trackio, experiment of MLflow
     entity: str | None = None  # wandb user or team; null: wandb's default
     # of wandb: online | offline | disabled; null: WANDB_MODE, else online if logged in, else offline
     mode: str | None = None
-    tags: list[str] = field(default_factory=list)  # wandb tags
+    tags: list[str] = field(default_factory=list)  # of wandb and MLflow
+    # checkpoints that wandb gets as artifacts: none | best (of checkpoint.best) | last (at the end of each start) | all
+    artifacts: str = "none"
+    # MLflow's server or store; null: MLFLOW_TRACKING_URI, else MLflow's own default, mlflow.db in the working directory
+    mlflow_uri: str | None = None
     media: bool = True  # write pictures and texts to <run.dir>/media after evaluations
 
 
@@ -272,6 +278,16 @@ class ExportConfig:
     batch: list[int] = field(default_factory=lambda: [1, 32])  # batch sizes to measure
     max_latency_ms: float | None = None  # also find the largest batch within this latency
     max_memory_gib: float | None = None  # and within this memory
+    # merge BatchNorm into convolutions; false: keep it, so that a training can start from the weights (run.weights_from)
+    fold: bool = True
+    push: str | None = (
+        None  # a model on the Hugging Face hub to publish the artefact to: hf://ORG/NAME[@BRANCH]; null: none
+    )
+    private: bool = (
+        True  # a repository that export.push creates is seen by its owners only; an existing one keeps its visibility
+    )
+    license: str | None = None  # in the model card of export.push, such as apache-2.0; null: left out
+    push_replace: bool = False  # export.push replaces all files of a repository that has another model
 
 
 @dataclass

@@ -63,18 +63,19 @@ def is_marked(path: Path, kind: str) -> bool:
     return False
 
 
-def require_known(path: Path, overrides: Sequence[str], config_dirs: Sequence[str]) -> None:
+def require_known(path: Path, overrides: Sequence[str], config_dirs: Sequence[str], *, is_written: bool = True) -> None:
     """Refuses a saved command line that could run other code than dtrain's and torch's.
 
     Args:
         path: The file that holds it.
         overrides: Its overrides.
         config_dirs: Its folders of presets.
+        is_written: Whether dtrain writes into the folder of the file, where links would lead elsewhere.
 
     Raises:
         ConfigError: Names the first key that is refused, and ``--trust``.
     """
-    if link := next((entry for entry in sorted(path.parent.iterdir()) if entry.is_symlink()), None):
+    if is_written and (link := next((entry for entry in sorted(path.parent.iterdir()) if entry.is_symlink()), None)):
         raise _refused(path, f"{link.name} is a link, so dtrain would write to {link.resolve()}")
     if config_dirs:
         raise _refused(path, f"it uses presets in {config_dirs[0]}, which could run anything")

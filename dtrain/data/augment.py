@@ -359,7 +359,7 @@ def _mean_luma(image: np.ndarray) -> float:
     height, width, _ = image.shape
     # Columns first: numpy sums them twenty times as fast as both axes at once.
     sums = image.reshape(height, -1).sum(0, dtype=np.uint32).reshape(width, 3).sum(0)
-    return float(_YIQ[0] @ sums) / max(1, height * width)
+    return float(_YIQ[0] @ sums) / max(1, int(height * width))
 
 
 def _range(name: str, value: Range, middle: float, limits: tuple[float, float]) -> tuple[float, float]:

@@ -429,9 +429,12 @@ def _decode_reduced(payload: bytes | memoryview, shape: tuple[int, int], factor:
     """RGB pixels of a JPEG of ``shape`` at 1 / ``factor`` of its size, rounded up; None as ``_decode_jpeg``."""
     height, width = (-(-side // factor) for side in shape)
     try:
-        return simplejpeg.decode_jpeg(payload, "RGB", min_height=height, min_width=width, min_factor=factor)
+        pixels: np.ndarray = simplejpeg.decode_jpeg(
+            payload, "RGB", min_height=height, min_width=width, min_factor=factor
+        )
     except ValueError:
         return None
+    return pixels
 
 
 def _jpeg_shape(payload: bytes | memoryview) -> tuple[int, int] | None:

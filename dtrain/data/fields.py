@@ -119,6 +119,8 @@ class Field:
         fps: In place of ``stride``: frames a second, by the times of the frames in the file.
         clip: Which part of a recording is taken: ``"middle"``; or ``"random"``, drawn for each (seed, epoch, sample), in
             training only: ``data.eval`` always takes the middle.
+
+    Attributes:
         kind: How the bytes are read: one of the values of ``KINDS``, ``"raw"`` or ``"custom"``. Derived.
 
     Raises:
@@ -358,7 +360,7 @@ def _last(ext: str) -> str:
     return ext.rpartition(".")[2]
 
 
-def parse_fields(mapping: Mapping[str, Mapping[str, Any]]) -> tuple[Field, ...]:
+def parse_fields(mapping: Mapping[str, Any]) -> tuple[Field, ...]:
     """The fields of a public ``fields`` mapping, in its order.
 
     Types are checked here, because the values may come from YAML; ``Field`` checks whether options fit each other.
@@ -467,4 +469,5 @@ def _decoder(field: str, value: Any) -> Callable[[bytes], Any]:
             f"{where}: got {value!r}, want a function of the member's bytes. An object of a class, or a function with "
             "arguments, is built by _target_ (functions with _partial_: true)."
         )
-    return value
+    decoder: Callable[[bytes], Any] = value
+    return decoder

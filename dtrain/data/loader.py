@@ -95,7 +95,7 @@ class ShardLoader:
     def __init__(
         self,
         shards: str | Sequence[str] | Source | Mixture | EvaluationSets,
-        fields: Mapping[str, Mapping[str, Any]] | None = None,
+        fields: Mapping[str, Any] | None = None,
         *,
         global_batch_size: int,
         micro_batch_size: int | None = None,

@@ -122,10 +122,12 @@ def _read_audio(field: Field, content: bytes, at: float) -> Tensor:
     if channels * wanted * 4 > MAX_BYTES:
         raise Unreadable(f"{total / rate:.0f} s of {channels} channels are more than the limit of {MAX_BYTES} bytes")
     if wanted == total:
-        return decoder.get_all_samples().data
+        everything: Tensor = decoder.get_all_samples().data
+        return everything
     start = _start(at, total - wanted)
     end = start + wanted
-    return decoder.get_samples_played_in_range(start / rate, (end + _MARGIN) / rate).data[:, :wanted]
+    samples: Tensor = decoder.get_samples_played_in_range(start / rate, (end + _MARGIN) / rate).data
+    return samples[:, :wanted]
 
 
 def _part_of_audio(field: Field, waveform: np.ndarray | Tensor, at: float) -> Tensor:
@@ -157,7 +159,8 @@ def _read_video(field: Field, content: bytes, at: float) -> Tensor:
     stored = decoder.metadata
     _check_frames(field, stored.height, stored.width)
     if field.fps is None:
-        return decoder.get_frames_at(_numbers(field, stored.num_frames, at)).data
+        frames: Tensor = decoder.get_frames_at(_numbers(field, stored.num_frames, at)).data
+        return frames
     assert field.num_frames is not None
     first, end = stored.begin_stream_seconds, stored.end_stream_seconds
     span = (field.num_frames - 1) / field.fps
@@ -165,9 +168,10 @@ def _read_video(field: Field, content: bytes, at: float) -> Tensor:
     # The last moment at which a frame begins, so that it is not asked for at the very end.
     last = end - frame / 2
     start = first + at * max(last - first - span, 0)
-    return decoder.get_frames_played_at(
+    frames = decoder.get_frames_played_at(
         [min(start + number / field.fps, last) for number in range(field.num_frames)]
     ).data
+    return frames
 
 
 def _part_of_video(field: Field, video: np.ndarray | Tensor, at: float) -> Tensor:

@@ -64,7 +64,7 @@ class Patch(NamedTuple):
         height, width = image.shape[:2]
         rows, columns = self._span(self.down, height), self._span(self.right, width)
         image[rows, columns] = other[rows, columns]
-        return (rows.stop - rows.start) * (columns.stop - columns.start) / max(1, height * width)
+        return float((rows.stop - rows.start) * (columns.stop - columns.start) / max(1, height * width))
 
     def _span(self, middle: float, length: int) -> slice:
         pixels = round(self.side * length)

@@ -75,7 +75,7 @@ class _Sources:
 
     def open(
         self,
-        fields: Mapping[str, Mapping[str, Any]],
+        fields: Mapping[str, Any],
         rank: int,
         world_size: int,
         policy: CachePolicy | None,
@@ -97,7 +97,7 @@ class _Sources:
 def _open(
     name: str,
     data: Any,
-    fields: Mapping[str, Mapping[str, Any]],
+    fields: Mapping[str, Any],
     rank: int,
     world_size: int,
     policy: CachePolicy | None,
@@ -105,11 +105,10 @@ def _open(
 ) -> Source:
     if isinstance(data, str) or (isinstance(data, Sequence) and all(isinstance(pattern, str) for pattern in data)):
         data = ShardSource.build(data, parse_fields(fields), rank=rank, world_size=world_size, policy=policy)
-    if not isinstance(data, Source):
-        data = SampleSource.build(data, fields, name=name, shard_size=shard_size)
-    if not data.index.num_samples:
+    source = data if isinstance(data, Source) else SampleSource.build(data, fields, name=name, shard_size=shard_size)
+    if not source.index.num_samples:
         raise ValueError("it has no samples. Remove it, or correct its shards.")
-    return data
+    return source
 
 
 class Mixture(_Sources):
@@ -173,7 +172,7 @@ class Mixture(_Sources):
 
     def build(
         self,
-        fields: Mapping[str, Mapping[str, Any]],
+        fields: Mapping[str, Any],
         *,
         rank: int = 0,
         world_size: int = 1,
@@ -210,7 +209,7 @@ class EvaluationSets(_Sources):
 
     def build(
         self,
-        fields: Mapping[str, Mapping[str, Any]],
+        fields: Mapping[str, Any],
         *,
         rank: int = 0,
         world_size: int = 1,
@@ -459,8 +458,9 @@ class _SetsOrder:
 
     def shards_ahead(self, step: int, slots: np.ndarray, most: int) -> np.ndarray:
         number = int(np.searchsorted(self._begins, step, side="right")) - 1
-        shards = self._orders[number].shards_ahead(step - int(self._begins[number]), slots, most)
-        return shards + self._shards[number]
+        ahead = self._orders[number].shards_ahead(step - int(self._begins[number]), slots, most)
+        shards: np.ndarray = ahead + self._shards[number]
+        return shards
 
 
 class _SetsPosition(Position):

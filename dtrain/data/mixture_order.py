@@ -115,11 +115,13 @@ class _Segment:
         """Samples that each source has given after so many steps of the segment, int64, shape ``[n, sources]``."""
         samples = steps * self._batch
         if self._last is None or self._length is None:
-            return self._drawn + self._first.of(samples)
+            drawn: np.ndarray = self._drawn + self._first.of(samples)
+            return drawn
         # Integers of Python, because the square of a step may exceed 64 bits.
         parts = [self._batch * step * step // (2 * self._length) for step in steps.tolist()]
         by_last = np.array(parts, np.int64)
-        return self._drawn + self._first.of(samples - by_last) + self._last.of(by_last)
+        drawn = self._drawn + self._first.of(samples - by_last) + self._last.of(by_last)
+        return drawn
 
 
 class _Apportionment:
@@ -254,7 +256,8 @@ class MixedSources:
         samples = np.empty_like(place)
         for rows, line, number in groups:
             samples[rows] = line.samples(place[rows]) + self.first_samples[number]
-        return epoch * self.first_samples[-1] + samples
+        numbers: np.ndarray = epoch * self.first_samples[-1] + samples
+        return numbers
 
     def shards_ahead(self, drawn: np.ndarray, lanes: np.ndarray, most: int) -> np.ndarray:
         """Up to ``most`` shards that these lanes read next, those of all sources in turn; see ``EpochOrder.shards_ahead``.

@@ -213,7 +213,7 @@ class MixturePosition:
         size = self._indexes[plan.epoch_of].num_samples
         # No step passes the ends of two epochs: a source that is smaller than its part of a step goes through several.
         most = min(plan.global_batch_size, plan.global_batch_size * self._deal.most_share[plan.epoch_of] + MOST_OFF)
-        self._period = math.ceil(most / size) * size
+        self._period: int = math.ceil(most / size) * size
 
     def _open_epoch(self) -> None:
         start, base = self._start(self.epoch), self._base

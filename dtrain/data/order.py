@@ -238,7 +238,8 @@ class EpochLine:
     def samples(self, place: np.ndarray) -> np.ndarray:
         """The number of the sample at each place of the line, after the shuffle."""
         shard = self._shard_at(place)
-        return self._first_sample[shard] + place - self._starts[shard]
+        samples: np.ndarray = self._first_sample[shard] + place - self._starts[shard]
+        return samples
 
     def lane_of(self, place: np.ndarray) -> np.ndarray:
         """The lane that contains each place."""
@@ -248,7 +249,8 @@ class EpochLine:
         """The other place of each place's pair in its lane: see ``EpochOrder.partners``."""
         start, end = self.bounds[lane], self.bounds[lane + 1]
         other = start + ((place - start) ^ 1)
-        return np.where(other < end, other, np.maximum(other - 2, start))
+        partner: np.ndarray = np.where(other < end, other, np.maximum(other - 2, start))
+        return partner
 
     def shards_ahead(self, place: np.ndarray, most: int) -> np.ndarray:
         """Up to ``most`` shards from these places on, up to the ends of their lanes; see ``EpochOrder.shards_ahead``."""
@@ -333,7 +335,8 @@ class _Cut:
     def outer(self, place: np.ndarray) -> np.ndarray:
         """The same places on the previous line."""
         piece = np.searchsorted(self.offsets, place, side="right") - 1
-        return self.starts[piece] + place - self.offsets[piece]
+        outer: np.ndarray = self.starts[piece] + place - self.offsets[piece]
+        return outer
 
     def _bounds(self, lane: np.ndarray) -> np.ndarray:
         return lane * self.num_samples // self.layout.lanes

@@ -149,7 +149,8 @@ def _network(cell: np.ndarray, rows: np.ndarray, columns: np.ndarray, key: np.nd
         for half_round in range(0, _HALF_ROUNDS, 2):
             row = _shift(row, rows, _mix(column + (key + _U64(half_round * _GOLDEN & _MASK))))
             column = _shift(column, columns, _mix(row + (key + _U64((half_round + 1) * _GOLDEN & _MASK))))
-    return row * columns + column
+    place: np.ndarray = row * columns + column
+    return place
 
 
 def _shift(place: np.ndarray, length: np.ndarray, by: np.ndarray) -> np.ndarray:
@@ -158,7 +159,8 @@ def _shift(place: np.ndarray, length: np.ndarray, by: np.ndarray) -> np.ndarray:
     by *= length
     by >>= _U64(32)
     by += place
-    return np.minimum(by, by - length)  # the difference of a smaller one wraps to a huge number
+    shifted: np.ndarray = np.minimum(by, by - length)  # the difference of a smaller one wraps to a huge number
+    return shifted
 
 
 def _mix(z: np.ndarray) -> np.ndarray:

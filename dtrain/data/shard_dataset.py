@@ -63,7 +63,7 @@ class ShardDataset(IterableDataset[dict[str, Any]]):
     def __init__(
         self,
         shards: str | Sequence[str],
-        fields: Mapping[str, Mapping[str, Any]],
+        fields: Mapping[str, Any],
         *,
         seed: int = 0,
         shuffle: str = "window",

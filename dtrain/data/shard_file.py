@@ -238,7 +238,7 @@ class RemoteFile:
                 raise FileReplaced(f"{redacted(self._url)} was replaced since it was first read")
         try:
             self._file.seek(offset)
-            data = self._file.read(size)
+            data: bytes = self._file.read(size)
         except ValueError as error:  # from fsspec if the server ignores the range
             raise NoRanges(f"{redacted(self._url)}: the server does not support range requests") from error
         except BaseException:

@@ -386,7 +386,7 @@ def _has_last_header(url: str, index: ShardIndex) -> bool:
     try:
         with closing(RemoteFile(url)) as file:
             header = file.read(int(index.member_offset[last]) - tarfile.BLOCKSIZE, tarfile.BLOCKSIZE)
-        return tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").size == index.member_size[last]
+        return tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").size == int(index.member_size[last])
     except (tarfile.HeaderError, NoRanges):
         return False
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import webdataset
 from PIL import Image
 
 from dtrain.data.fields import PICKLES
@@ -120,6 +119,8 @@ def write_shard(path: Path, samples: Iterable[Sample]) -> int:
         ValueError: If a sample cannot be stored; names its key.
         OSError: On a write failure.
     """
+    import webdataset  # readers of shards do not need it
+
     keys: set[str] = set()
     # mtime=0: the bytes must not depend on when they were written.
     with replace_file(path) as file, webdataset.TarWriter(file, mtime=0, encoder=encode) as tar:

@@ -14,6 +14,8 @@ Files in reading order:
 * ``program``: the module that maps raw rows to fp32 outputs, and the image preprocessing in it.
 * ``fold_cast``: BatchNorm folding and half-precision weights.
 * ``formats``: how a program is stored: safetensors, pt2, AOTInductor, ONNX.
+* ``hub``: pushes artefacts to the Hugging Face hub, and loads them from there.
+* ``model_card``: the ``README.md`` of a push.
 * ``artefact``: writes, verifies and loads artefacts; decides which of them may run code.
 * ``text``: continues a text with a language model.
 * ``reference``: inputs, fp32 outputs and metrics on rows of the evaluation set.
@@ -21,3 +23,7 @@ Files in reading order:
 * ``compare``: errors of an artefact, the tolerance, and the first module that exceeds it.
 * ``benchmark``: latency, throughput and memory beside fp32; largest batch within a budget; ``dtrain.export measure``.
 """
+
+from dtrain.deployment.hub import from_hub
+
+__all__ = ["from_hub"]

@@ -9,7 +9,6 @@ by ``_target_``, and torch programs hold code. Without ``trust``, two kinds of a
 
 from __future__ import annotations
 
-import hashlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from dtrain.config.errors import ConfigError
 from dtrain.config.trust import is_marked, mark
+from dtrain.data.hub import sha256
 from dtrain.data.tokenizers import VOCABULARY
 from dtrain.deployment.description import DESCRIPTION, Description
 from dtrain.deployment.formats import FORMATS
@@ -30,7 +30,9 @@ from dtrain.distributed.atomic import replace_folder
 from dtrain.precision import Precision
 
 REPORT = "report.json"
-_OWN_FILES = {*(form.file for form in FORMATS.values()), DESCRIPTION, REPORT, VOCABULARY}
+#: The run's config for other people; the model card of ``export.push``, and its picture.
+CONFIG, CARD, CURVES = "config.yaml", "README.md", "curves.png"
+OWN_FILES = {*(form.file for form in FORMATS.values()), DESCRIPTION, REPORT, VOCABULARY, CONFIG, CARD, CURVES}
 _MARKS = "exported"
 _TRUST = "If you trust the origin of the artefact, add --trust."
 
@@ -84,7 +86,7 @@ def load(folder: Path, device: torch.device | None, *, trust: bool = False) -> A
     form = FORMATS[description.stored_as]
     path = folder / form.file
     try:
-        found = _sha256(path)
+        found = sha256(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error}). Export the run again.") from error
     if found != expected:
@@ -126,8 +128,8 @@ def write(folder: Path, program: Program, description: Description, example: Ten
         OSError: On a write failure.
     """
     form = FORMATS[description.stored_as]
-    form.write(program, example, folder / form.file)
-    description.write(folder, _sha256(folder / form.file))
+    form.write(program, example, folder / form.file, description.facts)
+    description.write(folder, sha256(folder / form.file))
 
 
 def check_place(out: Path) -> None:
@@ -141,7 +143,7 @@ def check_place(out: Path) -> None:
     if not out.is_dir():
         raise ConfigError(f"export.out: {out} is a file. Set export.out to a folder that does not exist yet.")
     names = {entry.name for entry in out.iterdir()}
-    foreign = sorted(names - _OWN_FILES)
+    foreign = sorted(names - OWN_FILES)
     if foreign or (names and DESCRIPTION not in names):
         raise ConfigError(
             f"export.out: {out} exists and is not an artefact (it contains {(foreign or sorted(names))[0]}). Set export.out "
@@ -170,11 +172,18 @@ def replacing(out: Path) -> Iterator[Path]:
 
 def mark_trusted(folder: Path) -> None:
     """Marks an artefact as exported by this user, so that ``load`` does not need ``trust``; needs a writable cache."""
-    mark((folder / DESCRIPTION).read_bytes(), _MARKS)
+    for path in (folder / DESCRIPTION, folder / CONFIG):
+        if path.exists():
+            mark(path.read_bytes(), _MARKS)
+
+
+def is_own(folder: Path, name: str) -> bool:
+    """Whether a file of an artefact, ``model.json`` or ``config.yaml``, was exported by this user."""
+    return is_marked(folder / name, _MARKS)
 
 
 def _require_trusted(folder: Path, description: Description) -> None:
-    if is_marked(folder / DESCRIPTION, _MARKS):
+    if is_own(folder, DESCRIPTION):
         return
     form = FORMATS[description.stored_as]
     if form.holds_code:
@@ -213,11 +222,3 @@ def _require_module_class(target: str, folder: Path) -> None:
             f"{folder}: its model is built by calling {target}, which is not a subclass of torch.nn.Module and could do "
             f"anything. {_TRUST}"
         )
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

@@ -50,6 +50,18 @@ class Description:
     channels_last: bool = True
     tokenizer: str | None = None
 
+    @property
+    def facts(self) -> dict[str, str]:
+        """What a file with the weights says of itself."""
+        return {
+            "model": str(self.model.get("_target_")),
+            "dtype": self.dtype,
+            "batchnorm": "folded" if self.folded else "kept",
+            "run": str(self.source.get("run")),
+            "step": str(self.source.get("checkpoint_step")),
+            "dtrain": self.versions.get("dtrain", ""),
+        }
+
     def write(self, folder: Path, sha256: str) -> None:
         """Writes ``model.json``; ``sha256`` is that of the model's file.
 

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import importlib
 import io
+import json
 import logging
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -79,13 +80,16 @@ class Format(ABC):
         return {}
 
     @abstractmethod
-    def write(self, program: Program, example: Tensor | None, path: Path) -> None:
+    def write(
+        self, program: Program, example: Tensor | None, path: Path, facts: Mapping[str, str] | None = None
+    ) -> None:
         """Writes a program.
 
         Args:
             program: In eval mode, its weights cast.
             example: Example rows on the program's device; may be None only if the format is not ``traced``.
             path: File to write; its name is ``file``.
+            facts: About the model, for whoever opens the file; stored if the format has a place for them.
 
         Raises:
             ConfigError: If the model cannot be stored in this format.
@@ -108,11 +112,15 @@ class Safetensors(Format):
     file = "model.safetensors"
     traced = False
 
-    def write(self, program: Program, example: Tensor | None, path: Path) -> None:
+    def write(
+        self, program: Program, example: Tensor | None, path: Path, facts: Mapping[str, str] | None = None
+    ) -> None:
         try:
-            safetensors.torch.save_file(contiguous(host_copy(program.model.state_dict())), path)
+            tensors = contiguous(host_copy(program.model.state_dict()))
+            safetensors.torch.save_file(tensors, path, metadata={"format": "pt", **(facts or {})})
         except SafetensorError as error:
             raise OSError(str(error)) from error
+        _sort_metadata(path)
 
     def read(self, path: Path, description: Description, device: torch.device) -> Callable[[Tensor], Tensor]:
         """As ``Format.read``; also refuses a model whose code has changed since the export."""
@@ -135,6 +143,18 @@ class Safetensors(Format):
         return Program(model, description.input, dtype, channels_last)
 
 
+def _sort_metadata(path: Path) -> None:
+    """Sorts the metadata of a safetensors file: the library writes them in any order, so equal models would differ."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) <= size:  # in the place of the old header, filled up with spaces as safetensors does
+            file.seek(8)
+            file.write(text.ljust(size))
+
+
 class Pt2(Format):
     """A graph that ``torch.export.load(path).module()`` reads without dtrain, in the same or a later torch, on any device.
 
@@ -146,7 +166,9 @@ class Pt2(Format):
     file = "model.pt2"
     holds_code = True
 
-    def write(self, program: Program, example: Tensor | None, path: Path) -> None:
+    def write(
+        self, program: Program, example: Tensor | None, path: Path, facts: Mapping[str, str] | None = None
+    ) -> None:
         graph = _trace(self.name, program, example)
         graph.example_inputs = None
         with warnings.catch_warnings():
@@ -191,7 +213,9 @@ class AotInductor(Format):
                 "the environment variable CXX to one, or use export.format=pt2."
             ) from error
 
-    def write(self, program: Program, example: Tensor | None, path: Path) -> None:
+    def write(
+        self, program: Program, example: Tensor | None, path: Path, facts: Mapping[str, str] | None = None
+    ) -> None:
         graph = _trace(self.name, program, example)
         with _torch_errors_explained(self.name, program.model, "compile"), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # about code inside torch
@@ -250,7 +274,9 @@ class Onnx(Format):
         """The opset, and the version of onnxruntime that checked the artefact."""
         return {"opset": str(self._OPSET), "onnxruntime": _import_onnx_package("onnxruntime").__version__}
 
-    def write(self, program: Program, example: Tensor | None, path: Path) -> None:
+    def write(
+        self, program: Program, example: Tensor | None, path: Path, facts: Mapping[str, str] | None = None
+    ) -> None:
         """As ``Format.write``; also refuses weights that do not fit into one file."""
         size = sum(tensor.nbytes for tensor in (*program.parameters(), *program.buffers()))
         if size > self._MAX_BYTES:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.config.errors import ConfigError, as_config_error
+from dtrain.config.instantiate import by_target
 from dtrain.config.schema import Config
 from dtrain.data import Batch, ShardLoader
 from dtrain.data.fields import Field
@@ -68,7 +69,7 @@ class Reference:
         try:
             if cfg.data.prepare is not None:
                 with as_config_error("data.prepare"):
-                    build.by_target("data.prepare", cfg.data.prepare)
+                    by_target("data.prepare", cfg.data.prepare)
             loader = eval_loader(cfg, world, Precision("fp32"), in_stored_order=True)
             assert loader is not None
         except ConfigError as error:

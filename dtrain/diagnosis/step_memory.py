@@ -184,7 +184,8 @@ def _update(model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None,
     """Largest sum of temporary tensors of an update, after one that creates the optimizer's state."""
 
     def temporary(call: Callable[[], object]) -> int:
-        with Allocations() as allocations:
+        allocations = Allocations()
+        with allocations:
             call()
         return allocations.peak
 
@@ -288,7 +289,7 @@ class Allocations(TorchDispatchMode):
 
 
 def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 @contextmanager

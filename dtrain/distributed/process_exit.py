@@ -137,7 +137,7 @@ def kill_with_parent() -> bool:
     Returns:
         Whether the kernel will do so: only on Linux.
     """
-    return sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0
+    return sys.platform == "linux" and bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0)
 
 
 def exit_with_parent(pid: int) -> None:

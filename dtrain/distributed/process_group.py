@@ -152,8 +152,10 @@ def limit_cleanup(seconds: float, message: str) -> None:
 
 def set_timeout(seconds: float) -> None:
     """Sets how long a collective may take from now on; it ends ``BACKSTOP`` seconds later."""
+    # torch 2.15 has made the function public, and warns of its former name.
+    set_timeout_of = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout
     for group in list(c10d._world.pg_map):  # the default group, and those of a hybrid mesh
-        c10d._set_pg_timeout(timedelta(seconds=seconds + BACKSTOP), group)
+        set_timeout_of(timedelta(seconds=seconds + BACKSTOP), group)
 
 
 def keep_group(group: dist.ProcessGroup) -> None:

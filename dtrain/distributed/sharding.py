@@ -241,7 +241,8 @@ def copies_of(parameter: Tensor, ranks: int) -> int:
     if not is_dtensor(parameter):
         return ranks
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    return ranks // prod(mesh.size(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
+    parts: int = prod(mesh.size(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
+    return ranks // parts
 
 
 def small_part(model: nn.Module) -> nn.Parameter:

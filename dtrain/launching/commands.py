@@ -40,7 +40,7 @@ def run_command(arguments: Sequence[str], launch: Launch) -> int:
     """Runs a command; returns its exit code.
 
     Args:
-        arguments: One of :data:`COMMANDS`, then run directories.
+        arguments: One of ``COMMANDS``, then run directories.
         launch: Starts a run on this machine; ``resume`` needs it.
 
     Raises:

@@ -227,7 +227,7 @@ def _words(words: Iterable[str]) -> str:
 
 
 def frozen_arguments(job: Job) -> list[str]:
-    """``job.arguments`` with the presets that :func:`freeze_presets` copies into the run directory."""
+    """``job.arguments`` with the presets that ``freeze_presets`` copies into the run directory."""
     folder = job.run.dir / _PRESETS
     config_dirs = [
         part for number in range(len(job.run.config_dirs)) for part in ("--config-dir", str(folder / str(number)))

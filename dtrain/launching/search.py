@@ -129,12 +129,21 @@ def _checked(base: Job) -> SearchConfig:
         raise ConfigError(
             f"launch.search.direction: not set, and not known for {given.metric}. Set it to maximize or minimize."
         )
+    require_optuna()
+    return replace(given, direction=direction)
+
+
+def require_optuna() -> None:
+    """Silences Optuna's own messages.
+
+    Raises:
+        ConfigError: If it is not installed.
+    """
     try:
         import optuna
     except ImportError:
         raise ConfigError(f"{TRIALS}: a search needs Optuna: pip install 'dtrain[optuna]'") from None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    return replace(given, direction=direction)
 
 
 def _folder(base: Job, trial: Job, definition: Mapping[str, Any]) -> Path:

@@ -37,7 +37,7 @@ from dtrain.launching.job_script import (
 )
 from dtrain.launching.pool import Screen
 from dtrain.tracking.console import print_banner
-from dtrain.tracking.run_dir import save_run
+from dtrain.tracking.run_dir import git_output, save_run
 
 SECONDS_BETWEEN_SQUEUE = 10.0
 # Times in a row that squeue must not show a job before it counts as ended: other nodes see its last files a little later.
@@ -336,7 +336,7 @@ def queued_job(run_dir: Path) -> SlurmJob | None:
 
 
 def active_job(run_dir: Path) -> SlurmJob | None:
-    """As :func:`queued_job`, for a display: None also if SLURM does not answer."""
+    """As ``queued_job``, for a display: None also if SLURM does not answer."""
     try:
         return queued_job(run_dir)
     except NoAnswer:
@@ -376,25 +376,18 @@ def code_version() -> dict[str, Any]:
         ``{"dtrain", "torch", "python", "git": {checkout: {"commit", "modified"}}}``; ``modified`` is True if the checkout
         has uncommitted changes.
     """
-    checkouts = {_git(folder, "rev-parse", "--show-toplevel") for folder in (Path(dtrain.__file__).parent, Path.cwd())}
+    checkouts = {
+        git_output(folder, "rev-parse", "--show-toplevel") for folder in (Path(dtrain.__file__).parent, Path.cwd())
+    }
     return {
         "dtrain": dtrain.__version__,
         "torch": torch.__version__,
         "python": sys.executable,
         "git": {
             checkout: {
-                "commit": _git(Path(checkout), "rev-parse", "HEAD"),
-                "modified": bool(_git(Path(checkout), "status", "--porcelain")),
+                "commit": git_output(Path(checkout), "rev-parse", "HEAD"),
+                "modified": bool(git_output(Path(checkout), "status", "--porcelain")),
             }
             for checkout in sorted(filter(None, checkouts))
         },
     }
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    """Output of git; None if git is not installed, or the folder is not a checkout that this user may read."""
-    try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()

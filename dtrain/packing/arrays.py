@@ -210,7 +210,7 @@ class _ArrayField:
     def rows(self) -> np.ndarray:
         """The memory-mapped array, shape ``[samples, ...]``; an error if its dtype or shape cannot be packed."""
         try:
-            array = np.load(self.path, mmap_mode="r", allow_pickle=False)
+            array: np.ndarray = np.load(self.path, mmap_mode="r", allow_pickle=False)
         except (ValueError, EOFError) as error:
             raise ValueError(
                 f"array {self.name!r}: {error} ({self.path}). Only arrays of numbers can be packed."

@@ -160,4 +160,6 @@ def _cast_for_reduce(reduce: _ReduceDtype, bucket: dist.GradBucket) -> torch.fut
     def cast_back(reduced: torch.futures.Future[list[Tensor]]) -> Tensor:
         return gradients.copy_(reduced.value()[0])
 
-    return dist.all_reduce(message, group=reduce.group, async_op=True).get_future().then(cast_back)
+    work = dist.all_reduce(message, group=reduce.group, async_op=True)
+    averaged: torch.futures.Future[Tensor] = work.get_future().then(cast_back)
+    return averaged

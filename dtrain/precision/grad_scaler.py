@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -129,6 +129,18 @@ class CrossRankGradScaler:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _takes_found_inf=weakref.WeakKeyDictionary())
 
+    @overload
+    def scale(self, outputs: Tensor) -> Tensor: ...
+
+    @overload
+    def scale(self, outputs: list[Tensor]) -> list[Tensor]: ...
+
+    @overload
+    def scale(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]: ...
+
+    @overload
+    def scale(self, outputs: Iterable[Any]) -> Iterable[Any]: ...
+
     def scale(self, outputs: Any) -> Any:
         """Multiplies a tensor, or every tensor of a nested tuple or list, by the scale."""
         if not self._enabled:
@@ -182,7 +194,8 @@ class CrossRankGradScaler:
                 differ.
         """
         if not self._enabled:
-            return optimizer.step(*args, **kwargs)
+            loss: float | None = optimizer.step(*args, **kwargs)
+            return loss
         if kwargs.get("closure", args[0] if args else None) is not None:
             raise RuntimeError(
                 "step() takes no closure: gradients that a closure makes are neither unscaled nor checked"
@@ -371,7 +384,8 @@ def _step_unless(
     optimizer.grad_scale = getattr(optimizer, "grad_scale", None)  # type: ignore[attr-defined]
     optimizer.found_inf = found_inf  # type: ignore[attr-defined]
     try:
-        return optimizer.step(*args, **kwargs)
+        loss: float | None = optimizer.step(*args, **kwargs)
     finally:
         del optimizer.grad_scale  # type: ignore[attr-defined]
         del optimizer.found_inf  # type: ignore[attr-defined]
+    return loss

@@ -157,8 +157,9 @@ class TimeBreakdown:
 
     def shares(self) -> np.ndarray:
         """Shares of the whole time, float64, shape ``[4]``."""
-        total: np.ndarray = self.seconds.sum(axis=1)
-        return total / total.sum()
+        total = self.seconds.sum(axis=1)
+        shares: np.ndarray = total / total.sum()
+        return shares
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class Trial:
 
     Attributes:
         number: From 0 on.
-        state: One of :data:`STATES`.
+        state: One of ``STATES``.
         value: The objective; of a pruned trial its last value. NaN without one.
         values: Key to the value that was tried: a number, or a text of the command line.
         run: Directory of its run, relative to that of the search; ``""`` if it was refused.

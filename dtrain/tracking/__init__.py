@@ -4,7 +4,8 @@ In reading order:
 
 * ``records``: the record of one logged step, and ``metrics.jsonl``.
 * ``sinks``: the destinations of records and media; sinks that run in a background thread.
-* ``console``, ``wandb_sink``, ``tensorboard_sink``: the sinks besides ``metrics.jsonl``.
+* ``console``, ``wandb_sink``, ``tensorboard_sink``, ``mlflow_sink``, ``trackio_sink``: the sinks besides ``metrics.jsonl``.
+* ``provenance``: versions, the device and the git commit, for trackers.
 * ``run_dir``: config, ``status.json``, the ranks' logs, recording of failures, safe reading of run directories.
 * ``finding``: one line of a diagnosis, for ``dtrain.doctor`` and ``dtrain.report``.
 * ``evaluation_results``: results of ``dtrain.evaluate`` as text, JSON and pictures.
@@ -21,7 +22,7 @@ from dtrain.tracking.run_dir import (
     save_run,
     write_status,
 )
-from dtrain.tracking.sinks import NullSinks, Sinks, build_sinks, tracker_mode
+from dtrain.tracking.sinks import NullSinks, Sinks, build_sinks, sends_alerts, tracker_mode
 
 __all__ = [
     "FailureRecord",
@@ -34,6 +35,7 @@ __all__ = [
     "print_banner",
     "read_status",
     "save_run",
+    "sends_alerts",
     "tracker_mode",
     "write_status",
 ]

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from dtrain.distributed.atomic import cut_lines, open_regular, open_to_append
 
@@ -19,9 +20,28 @@ from dtrain.distributed.atomic import cut_lines, open_regular, open_to_append
 #: than in the record before) and ``time`` (Unix seconds).
 Record = Mapping[str, float | int]
 
+#: Step, name and file of a picture or text.
+MediaFile = tuple[int, str, Path]
+
 #: Position of a record in a run: its step, and whether it is from the evaluation after that step. Marks ascend, and no two
 #: records of a run have the same mark.
 Mark = tuple[int, bool]
+
+
+class Sink(Protocol):
+    """A destination of records and media."""
+
+    def log(self, record: Record) -> None:
+        """Takes one record."""
+
+    def media(self, step: int, name: str, path: Path) -> None:
+        """Takes a picture (``.png``) or a text (``.txt``)."""
+
+    def alert(self, text: str) -> None:
+        """Sends a warning that the user should see soon, if the sink can."""
+
+    def finish(self, state: str, reason: str | None = None) -> None:
+        """Ends with the state and reason that status.json has. No record follows."""
 
 
 def mark(record: Record) -> Mark:
@@ -32,6 +52,15 @@ def mark(record: Record) -> Mark:
 def has_evaluation(names: Iterable[str]) -> bool:
     """Whether metrics or media of an evaluation are among these names."""
     return any(name.startswith(("eval/", "media/")) for name in names)
+
+
+def finite_metrics(record: Record) -> dict[str, float | int]:
+    """The finite metrics of a record, for trackers that keep every value of a name and step.
+
+    Of an evaluation these are the ``eval/`` metrics: the record of the step has the others, such as ``epoch``.
+    """
+    names = [name for name in record if name.startswith("eval/")] or [n for n in record if n not in ("step", "time")]
+    return {name: record[name] for name in names if math.isfinite(record[name])}
 
 
 class JsonlSink:
@@ -97,6 +126,26 @@ def parse_record(line: bytes) -> Record | None:
     """The record in a line of metrics.jsonl, with NaN for ``null``; None if the line is torn or not a record."""
     record = _parsed(line)
     return record and {name: math.nan if value is None else value for name, value in record.items()}
+
+
+def send_earlier(sink: Sink, metrics: Path, resumed_step: int, media: Sequence[MediaFile]) -> None:
+    """Passes the records and media of earlier starts to a sink, in the order of their marks; it drops what it has already.
+
+    Args:
+        sink: A sink that was opened now.
+        metrics: The run's metrics.jsonl.
+        resumed_step: The last step of earlier starts.
+        media: The media of earlier starts.
+    """
+    files = deque(sorted(media))
+    for record in read_records(metrics):
+        if record["step"] > resumed_step:
+            break
+        while files and (files[0][0], True) < mark(record):
+            sink.media(*files.popleft())
+        sink.log(record)
+    for file in files:
+        sink.media(*file)
 
 
 def _is_kept(line: bytes, last: Mark) -> bool:

@@ -11,12 +11,14 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import io
 import json
 import logging
 import math
 import os
 import stat
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,11 +35,12 @@ from dtrain.distributed.atomic import open_regular, open_to_append, replace_file
 if TYPE_CHECKING:  # it imports Hydra, which the report does not need
     from dtrain.config.run import Run
 
-#: ``running`` is also the state of a run that was killed: compare ``time``, or call :func:`is_trained`.
+#: ``running`` is also the state of a run that was killed: compare ``time``, or call ``is_trained``.
 STATES = ("running", "finished", "stopped", "failed")
 #: Bytes of a line that are read; a record has about a thousand.
 LONGEST_LINE = 2**20
 _KEPT_MESSAGES = 1000
+_GIT_SECONDS = 10.0
 _MOST_STATUS = 2**20  # bytes; a status has a few hundred
 _NUMBERS = ("step", "last_step", "time", "restarts", "lost_seconds", "down_seconds", "trained_seconds")
 # Everything that a run writes, except what belongs to the job that is running now: its lock, its output and its presets.
@@ -88,6 +91,28 @@ def move_records_aside(run_dir: Path) -> Path:
     return folder
 
 
+@functools.cache
+def code_commits() -> dict[str, str]:
+    """Name of each git checkout of dtrain and of the working directory to its commit, with ``-dirty`` if it was changed."""
+    found = {}
+    for folder in (Path(__file__).parent, Path.cwd()):
+        checkout = git_output(folder, "rev-parse", "--show-toplevel")
+        commit = git_output(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+        if checkout and commit:
+            found[Path(checkout).name] = commit
+    return found
+
+
+def git_output(folder: Path, *arguments: str) -> str | None:
+    """Output of git; None if git is not installed or slow, or the folder is not a checkout that this user may read."""
+    command = ["git", "-C", str(folder), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
 # -- status.json
 
 
@@ -96,13 +121,13 @@ def write_status(run_dir: Path, state: str, step: int, reason: str | None = None
 
     Args:
         run_dir: The run's directory; it exists.
-        state: One of :data:`STATES`. ``stopped`` means on request, and that the run can be resumed.
+        state: One of ``STATES``. ``stopped`` means on request, and that the run can be resumed.
         step: Attempted optimizer steps.
         reason: A sentence for a person: why the run stopped or failed.
         extra: Further entries; JSON can represent them.
 
     Raises:
-        ValueError: If ``state`` is not one of :data:`STATES`.
+        ValueError: If ``state`` is not one of ``STATES``.
         OSError: On a write failure; the old file is kept.
     """
     if state not in STATES:
@@ -262,7 +287,8 @@ def _log_to(handler: logging.Handler) -> None:
     logger.propagate = False
 
 
-class _RankLog(logging.StreamHandler):
+# Python 3.10 refuses the type argument at run time.
+class _RankLog(logging.StreamHandler):  # type: ignore[type-arg]
     """Appends to a file. The first failed write, such as on a full disk, is one line on standard error; no further ones are."""
 
     def __init__(self, path: Path) -> None:

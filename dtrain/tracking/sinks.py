@@ -1,9 +1,9 @@
-"""Destinations of a run's records: metrics.jsonl and the console always, wandb and TensorBoard if the config has them.
+"""Destinations of a run's records: metrics.jsonl and the console always, and the trackers that the config names.
 
 * A *sink* takes records, one per logged step, and *media*: pictures and texts that were written to files.
-* Rank 0 has :class:`Sinks`; the other ranks have :class:`NullSinks`, which do nothing.
-* wandb and TensorBoard are *slow sinks*: each runs in a thread of its own, and the training only puts records into a
-  bounded queue. An error ends the thread and not the run.
+* Rank 0 has ``Sinks``; the other ranks have ``NullSinks``, which do nothing.
+* Trackers (wandb, TensorBoard, MLflow, Trackio) are *slow sinks*: each runs in a thread of its own, and the training only
+  puts records into a bounded queue. An error ends the thread and not the run.
 * A sink that fails is reported once and does not affect the others.
 """
 
@@ -17,33 +17,37 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 from dtrain.config.errors import ConfigError, without_secrets_in
 from dtrain.distributed.atomic import replace_file
 from dtrain.tracking.console import ConsoleSink, console_sink
-from dtrain.tracking.records import JsonlSink, Record, cut_after
+from dtrain.tracking.records import JsonlSink, MediaFile, Record, Sink, cut_after
 
 if TYPE_CHECKING:
     from dtrain.config.schema import TrackerConfig
+    from dtrain.tracking.wandb_artifacts import CheckpointArtifacts
 
-#: Values of ``tracker.name``, and the packages that each needs.
-TRACKERS: dict[str, tuple[str, ...]] = {
-    "none": (),
-    "wandb": ("wandb",),
-    "tensorboard": ("tensorboard",),
-    "both": ("wandb", "tensorboard"),
+#: The trackers, and the command that installs the package of each.
+TRACKERS = {
+    "wandb": "pip install wandb",
+    "tensorboard": "pip install 'dtrain[tensorboard]'",
+    "mlflow": "pip install 'dtrain[mlflow]'",
+    "trackio": "pip install 'dtrain[trackio]'",
 }
+#: Further values of ``tracker.name``.
+_ALIASES: dict[str, tuple[str, ...]] = {"none": (), "both": ("wandb", "tensorboard")}
 #: Seconds to wait for a slow sink to open at the start; to end; and to end after a failure, when other processes are
 #: waiting.
 OPEN_TIMEOUT, FINISH_TIMEOUT, FINISH_TIMEOUT_AFTER_FAILURE = 5.0, 65.0, 10.0
 #: Largest number of records in the queue of a slow sink; further ones are dropped. metrics.jsonl has them.
 QUEUE_SIZE = 10_000
+ARTIFACTS = ("none", "best", "last", "all")
 WANDB_MODES = ("online", "offline", "disabled")
 _WANDB_SYNONYMS = {"run": "online", "dryrun": "offline"}  # that wandb accepts in WANDB_MODE
 _WANDB_SERVER = "https://api.wandb.ai"
@@ -51,22 +55,6 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 _MEDIA_NAME = re.compile(r"\w[\w.-]*")
 _MEDIA_FILE = re.compile(r"step-(\d+)\.(png|txt)")
 logger = logging.getLogger("dtrain")
-
-
-class Sink(Protocol):
-    """A destination of records and media."""
-
-    def log(self, record: Record) -> None:
-        """Takes one record."""
-
-    def media(self, step: int, name: str, path: Path) -> None:
-        """Takes a picture (``.png``) or a text (``.txt``)."""
-
-    def alert(self, text: str) -> None:
-        """Sends a warning that the user should see soon, if the sink can."""
-
-    def finish(self, state: str, reason: str | None = None) -> None:
-        """Ends with the state and reason that status.json has. No record follows."""
 
 
 class NullSinks:
@@ -79,6 +67,9 @@ class NullSinks:
         """Does nothing."""
 
     def note(self, text: str) -> None:
+        """Does nothing."""
+
+    def checkpoint(self, path: Path, step: int, is_best: bool) -> None:
         """Does nothing."""
 
     def alert(self, text: str) -> None:
@@ -95,12 +86,16 @@ class Sinks:
         media: The folder of pictures and texts.
         console: The sink for a person; it also shows notes.
         others: Further sinks. They get a record in this order, before the console does.
+        artifacts: Takes checkpoints; None if no tracker gets them.
     """
 
-    def __init__(self, media: Path, console: ConsoleSink, *others: Sink) -> None:
+    def __init__(
+        self, media: Path, console: ConsoleSink, *others: Sink, artifacts: CheckpointArtifacts | None = None
+    ) -> None:
         self._folder = media
         self._console = console
         self._others = others
+        self._artifacts = artifacts
         self._all: tuple[Sink | ConsoleSink, ...] = (*others, console)
         self._reported: set[str] = set()
         self._finishing = threading.Lock()
@@ -115,7 +110,7 @@ class Sinks:
         """Writes a picture or a text to ``media/<name>/step-000000050.png`` (``.txt``), and passes it to the sinks.
 
         Raises:
-            ValueError: As :func:`write_media`.
+            ValueError: As ``write_media``.
         """
         self._report_errors(f"media/{name} could not be written", partial(self._media, step, name, content))
 
@@ -126,6 +121,18 @@ class Sinks:
             self._console.note(text)
         except OSError:  # the reader of the output is gone
             logger.warning("not shown: %s", text)
+
+    def checkpoint(self, path: Path, step: int, is_best: bool) -> None:
+        """Passes a checkpoint that was written to wandb, if ``tracker.artifacts`` is set. Any thread may call.
+
+        Args:
+            path: Its folder.
+            step: Attempted steps so far.
+            is_best: Whether it has the best value of ``checkpoint.best``.
+        """
+        if self._artifacts is not None:
+            saved = partial(self._artifacts.saved, path, step, is_best)
+            self._report_errors("a checkpoint could not be passed to wandb", saved)
 
     def alert(self, text: str) -> None:
         """Passes a warning to the sinks besides the console, of which wandb sends it to the user."""
@@ -142,9 +149,20 @@ class Sinks:
             reason: Why, for a person; without secrets.
         """
         with self._finishing:
-            for sink in () if self._finished else self._all:
-                self._report_errors(f"{type(sink).__name__} could not end", partial(sink.finish, state, reason))
+            if not self._finished:
+                if self._artifacts is not None:
+                    self._artifacts.finish()
+                # At the same time: the process must not wait for a minute for each tracker.
+                ends = [threading.Thread(target=self._end, args=(sink, state, reason)) for sink in self._others]
+                for end in ends:
+                    end.start()
+                for end in ends:
+                    end.join()
+                self._end(self._console, state, reason)
             self._finished = True
+
+    def _end(self, sink: Sink | ConsoleSink, state: str, reason: str | None) -> None:
+        self._report_errors(f"{type(sink).__name__} could not end", partial(sink.finish, state, reason))
 
     def _media(self, step: int, name: str, content: bytes | str) -> None:
         path = write_media(self._folder, step, name, content)
@@ -176,7 +194,7 @@ def build_sinks(
     Args:
         tracker: The group ``tracker`` of the config.
         run_dir: The run's directory; it exists.
-        run_name: The name that wandb shows.
+        run_name: The name that trackers show.
         config: The resolved config, without secrets, in plain containers.
         resumed_step: Step of the checkpoint that the run resumes from; 0 for a new start. Records and media after it are
             moved to ``cut-metrics.jsonl`` and ``cut-media/``.
@@ -184,7 +202,7 @@ def build_sinks(
         total_steps: Attempted steps at which the run ends, for the progress line; None if unknown.
 
     Raises:
-        ConfigError: As :func:`tracker_mode`, before anything is written.
+        ConfigError: As ``tracker_mode``, before anything is written.
         OSError: If the run directory cannot be written.
     """
     mode = tracker_mode(tracker)
@@ -198,34 +216,64 @@ def build_sinks(
         )
     cut_media_after(media, kept)
     others: list[Sink] = [JsonlSink(metrics)]
-    # Both are imported where they are used: importing them takes a second.
+    earlier = media_files(media)
+
+    def note(text: str) -> None:
+        console.note(without_secrets_in(text))
+
+    def add(
+        name: str, open: Callable[[], Sink], errors: tuple[type[Exception], ...], if_unfinished: str = ""
+    ) -> BackgroundSink:
+        sink = BackgroundSink(name, open, errors=errors, note=note, if_unfinished=if_unfinished)
+        others.append(sink)
+        return sink
+
+    # All are imported where they are used: importing them takes a second or two.
+    names = tracker_names(tracker)
+    artifacts = None
     if mode != "disabled":
         from dtrain.tracking import wandb_sink
+        from dtrain.tracking.wandb_artifacts import CheckpointArtifacts
 
-        earlier = media_files(media)
-        others.append(
-            BackgroundSink(
-                "wandb",
-                lambda: wandb_sink.WandbSink(
-                    tracker, mode, run_dir, run_name, config, resumed_step, console.note, earlier
-                ),
-                errors=wandb_sink.ERRORS,
-                note=console.note,
-                if_unfinished=f"Send the rest later: wandb sync {run_dir / 'wandb'}",
-            )
+        sink = add(
+            "wandb",
+            lambda: wandb_sink.WandbSink(tracker, mode, run_dir, run_name, config, resumed_step, note, earlier),
+            wandb_sink.ERRORS,
+            f"Send the rest later: wandb sync {run_dir / 'wandb'}",
         )
-    if "tensorboard" in TRACKERS[tracker.name]:
+        if tracker.artifacts != "none":
+            artifacts = CheckpointArtifacts(
+                tracker.artifacts,
+                run_dir,
+                lambda staged: sink.put(lambda opened: cast(wandb_sink.WandbSink, opened).checkpoint(staged)),
+            )
+    if "tensorboard" in names:
         from dtrain.tracking.tensorboard_sink import TensorBoardSink
 
-        others.append(
-            BackgroundSink(
-                "tensorboard",
-                lambda: TensorBoardSink(run_dir / "tensorboard", config, resumed_step),
-                errors=(OSError, ValueError),
-                note=console.note,
-            )
+        add(
+            "tensorboard",
+            lambda: TensorBoardSink(run_dir / "tensorboard", config, resumed_step),
+            (OSError, ValueError),
         )
-    return Sinks(media, console, *others)
+    if "mlflow" in names:
+        from dtrain.tracking import mlflow_sink
+
+        add(
+            "mlflow",
+            lambda: mlflow_sink.MlflowSink(tracker, run_dir, run_name, config, resumed_step, note, earlier),
+            mlflow_sink.ERRORS,
+            "metrics.jsonl has all records.",
+        )
+    if "trackio" in names:
+        from dtrain.tracking.trackio_sink import TrackioSink
+
+        add(
+            "trackio",
+            lambda: TrackioSink(tracker, run_dir, run_name, config, resumed_step, note, earlier),
+            (OSError, ValueError, RuntimeError),
+            "metrics.jsonl has all records.",
+        )
+    return Sinks(media, console, *others, artifacts=artifacts)
 
 
 # -- slow sinks
@@ -277,6 +325,10 @@ class BackgroundSink:
     def alert(self, text: str) -> None:
         """Puts an alert into the queue; never blocks."""
         self._put(lambda sink: sink.alert(text))
+
+    def put(self, call: Callable[[Sink], None]) -> None:
+        """Puts any call into the queue; never blocks."""
+        self._put(call)
 
     def finish(self, state: str, reason: str | None = None) -> None:
         """Waits until the sink has sent or stored everything, or until the time-out."""
@@ -351,8 +403,8 @@ def write_media(folder: Path, step: int, name: str, content: bytes | str) -> Pat
     return path
 
 
-def media_files(folder: Path) -> list[tuple[int, str, Path]]:
-    """Step, name and file of all media."""
+def media_files(folder: Path) -> list[MediaFile]:
+    """All media."""
     found = ((_MEDIA_FILE.fullmatch(path.name), path) for path in sorted(folder.glob("*/step-*")))
     return [(int(match[1]), path.parent.name, path) for match, path in found if match]
 
@@ -366,7 +418,27 @@ def cut_media_after(folder: Path, step: int) -> None:
             os.replace(path, cut / path.name)
 
 
-# -- mode of wandb: from the environment and the user's files; does not import wandb or use the network
+# -- trackers of a config, and the mode of wandb: from the environment and the user's files; imports none of them
+
+
+def tracker_names(tracker: TrackerConfig) -> tuple[str, ...]:
+    """The trackers of a config, each once: ``()`` for ``none``.
+
+    Raises:
+        ConfigError: If one is unknown, or ``tracker.name`` is neither a name nor a list of names.
+    """
+    chosen = [tracker.name] if isinstance(tracker.name, str) else tracker.name
+    known = (*TRACKERS, *_ALIASES)
+    if not isinstance(chosen, Sequence) or not chosen or any(name not in known for name in chosen):
+        raise ConfigError(
+            f"tracker.name: got {tracker.name!r}; known are {', '.join(known)}, and lists such as [wandb,mlflow]."
+        )
+    return tuple(dict.fromkeys(each for name in chosen for each in _ALIASES.get(name, (name,))))
+
+
+def sends_alerts(tracker: TrackerConfig) -> bool:
+    """Whether a tracker sends alerts to the user."""
+    return tracker_mode(tracker) != "disabled" or "trackio" in tracker_names(tracker)
 
 
 def tracker_mode(tracker: TrackerConfig) -> str:
@@ -377,7 +449,7 @@ def tracker_mode(tracker: TrackerConfig) -> str:
             login.
     """
     check_tracker(tracker)
-    return wandb_mode(tracker.mode) if "wandb" in TRACKERS[tracker.name] else "disabled"
+    return wandb_mode(tracker.mode) if "wandb" in tracker_names(tracker) else "disabled"
 
 
 def check_tracker(tracker: TrackerConfig) -> None:
@@ -386,15 +458,20 @@ def check_tracker(tracker: TrackerConfig) -> None:
     Raises:
         ConfigError: If the tracker or its mode is unknown, or its package is missing.
     """
-    if tracker.name not in TRACKERS:
-        raise ConfigError(f"tracker.name: got {tracker.name!r}; known are {', '.join(TRACKERS)}.")
+    names = tracker_names(tracker)
     if tracker.mode is not None and _WANDB_SYNONYMS.get(tracker.mode, tracker.mode) not in WANDB_MODES:
         raise ConfigError(f"tracker.mode: got {tracker.mode!r}; known are {', '.join(WANDB_MODES)}.")
-    for package in TRACKERS[tracker.name]:
-        if find_spec(package) is None:
+    if tracker.artifacts not in ARTIFACTS:
+        raise ConfigError(f"tracker.artifacts: got {tracker.artifacts!r}; known are {', '.join(ARTIFACTS)}.")
+    if tracker.artifacts != "none" and "wandb" not in names:
+        raise ConfigError(
+            f"tracker.artifacts={tracker.artifacts}: only wandb gets checkpoints, but tracker.name={tracker.name}. Add wandb, "
+            "or set tracker.artifacts=none."
+        )
+    for name in names:
+        if find_spec(name) is None:
             raise ConfigError(
-                f"tracker={tracker.name}: the package {package} is not installed. Run `pip install {package}`, or use "
-                "tracker=none."
+                f"tracker.name={tracker.name}: the package {name} is not installed. Run: {TRACKERS[name]}, or use tracker=none."
             )
 
 

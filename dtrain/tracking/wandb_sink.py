@@ -16,29 +16,27 @@ from __future__ import annotations
 import html
 import json
 import os
-import platform
 import secrets
-import subprocess
-from collections import deque
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import wandb
 
-from dtrain import __version__
 from dtrain.distributed.atomic import replace_file
-from dtrain.tracking.records import Mark, Record, mark, read_records
+from dtrain.tracking.provenance import provenance
+from dtrain.tracking.records import Mark, Record, mark, send_earlier
+from dtrain.tracking.wandb_artifacts import checkpoint_artifact
 
 if TYPE_CHECKING:
     from dtrain.config.schema import TrackerConfig
+    from dtrain.tracking.wandb_artifacts import StagedCheckpoint
 
 #: Errors that this sink may raise.
 ERRORS = (wandb.Error, OSError, ValueError)
 #: Seconds for wandb to reach its server, and to send the rest at the end.
 TIMEOUT = 30
-_GIT_TIMEOUT = 10.0  # seconds: git may have to read every file of a checkout on a slow disk
 _NOTHING: Mark = (-1, False)
 
 
@@ -56,7 +54,7 @@ class WandbSink:
         media: Step, name and file of the media of earlier starts.
 
     Attributes:
-        run_id: The run's identity, eight hexadecimal digits.
+        run_id: The run's identity.
 
     Raises:
         wandb.Error, OSError, ValueError: Here and in all methods, if wandb cannot continue.
@@ -73,6 +71,7 @@ class WandbSink:
         note: Callable[[str], None],
         media: Sequence[tuple[int, str, Path]] = (),
     ) -> None:
+        self._note, self._online = note, mode == "online"
         self._folder = run_dir / "wandb"
         self._folder.mkdir(exist_ok=True)
         self.run_id = _run_id(self._folder)
@@ -94,7 +93,7 @@ class WandbSink:
         )
         self._closed = closed
         self._sent = self._newest = max(sent, (self._run.starting_step - 1, False))
-        self._send_earlier(run_dir / "metrics.jsonl", resumed_step, media)
+        send_earlier(self, run_dir / "metrics.jsonl", resumed_step, media)
         place = self._run.url if mode == "online" else f"offline in {self._folder}"
         note(f"wandb: {place}, run id {self.run_id}")
 
@@ -109,6 +108,14 @@ class WandbSink:
             shown = wandb.Html(_page(path.read_text(encoding="utf-8"))) if text else wandb.Image(str(path))
             self._send((step, True), {f"media/{name}": shown})
 
+    def checkpoint(self, staged: StagedCheckpoint) -> None:
+        """Uploads a checkpoint as a version of the artifact ``checkpoint-<run id>``. An error does not end the sink."""
+        try:
+            artifact, aliases = checkpoint_artifact(self.run_id, staged)
+            self._run.log_artifact(artifact, aliases=aliases)
+        except ERRORS as error:
+            self._note(f"wandb: the checkpoint of step {staged.step} could not be uploaded ({error})")
+
     def alert(self, text: str) -> None:
         """Sends an alert."""
         self._run.alert(f"{self._run.name} needs attention", text, level="WARN", wait_duration=1)  # default: 60 s
@@ -121,20 +128,10 @@ class WandbSink:
         self._run.finish(exit_code=1 if state == "failed" else 0)
         # Offline, finish returns before the file is written; it is complete when wandb's own process has ended.
         wandb.teardown()
+        if self._online:  # offline, `wandb sync` uploads them
+            shutil.rmtree(self._folder / "checkpoints", ignore_errors=True)
         with replace_file(self._folder / "sent.json") as file:
             file.write(json.dumps({"newest": self._newest, "closed": [*self._closed, piece]}).encode())
-
-    def _send_earlier(self, metrics: Path, resumed_step: int, media: Sequence[tuple[int, str, Path]]) -> None:
-        """Sends records and media of earlier starts that wandb lacks, in the order of their marks."""
-        files = deque(sorted(media))
-        for record in read_records(metrics):
-            if record["step"] > resumed_step:
-                break
-            while files and (files[0][0], True) < mark(record):
-                self.media(*files.popleft())
-            self.log(record)
-        for file in files:
-            self.media(*file)
 
     def _send(self, at: Mark, values: dict[str, Any]) -> None:
         if at <= self._sent:
@@ -146,11 +143,12 @@ class WandbSink:
 
 
 def _run_id(folder: Path) -> str:
-    """The id in ``folder``, generated if there is none."""
+    """The id in ``folder``; if there is none, that of the sweep whose agent has started this process, or a generated one."""
     path = folder / "run-id"
     if not path.exists():
+        of_sweep = os.environ.get("WANDB_RUN_ID") if "WANDB_SWEEP_ID" in os.environ else None
         with replace_file(path) as file:
-            file.write(secrets.token_hex(4).encode() + b"\n")
+            file.write((of_sweep or secrets.token_hex(4)).encode() + b"\n")
     return path.read_text(encoding="utf-8").strip()
 
 
@@ -185,52 +183,3 @@ def _settings() -> wandb.Settings:
     if hasattr(settings, "finish_timeout"):  # wandb >= 0.31; older ones may wait longer at the end
         settings.finish_timeout = TIMEOUT
     return settings
-
-
-# -- provenance
-
-
-def provenance(folder: Path) -> dict[str, str | bool]:
-    """Versions of dtrain, torch and Python, the device, and the git commit of the user's code, for reproducing the run.
-
-    Args:
-        folder: The user's project, such as the working directory.
-
-    Returns:
-        ``commit`` and ``dirty`` (tracked files differ from it) of ``folder``; ``dtrain_commit`` and ``dtrain_dirty`` of
-        a checkout of dtrain; left out without git or without a repository.
-    """
-    found: dict[str, str | bool] = {
-        "dtrain": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
-    }
-    found |= git_state(folder)
-    package = Path(__file__).resolve().parents[2]
-    if (package / ".git").exists():  # else it is installed, perhaps inside another repository
-        found |= {f"dtrain_{name}": value for name, value in git_state(package).items()}
-    return found
-
-
-def git_state(folder: Path) -> dict[str, str | bool]:
-    """``commit`` and ``dirty`` of the repository that contains ``folder``; empty without a repository or git."""
-    command = ["git", "-C", str(folder), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",  # names of files and branches are arbitrary bytes
-            timeout=_GIT_TIMEOUT,
-            check=False,
-            env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},  # read-only
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return {}
-    lines = done.stdout.splitlines()
-    commits = [line.split()[-1] for line in lines if line.startswith("# branch.oid ")]
-    if done.returncode != 0 or not commits or commits[0] == "(initial)":
-        return {}
-    return {"commit": commits[0], "dirty": any(not line.startswith("#") for line in lines)}

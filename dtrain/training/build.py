@@ -431,7 +431,7 @@ def build_schedule(node: Any, lengths: Lengths) -> Callable[[int], float]:
         if node.get("horizon") is None:
             node.horizon = lengths.horizon
     with as_config_error("schedule"):
-        schedule = by_target("schedule", node)
+        schedule: Callable[[int], float] = by_target("schedule", node)
     if not callable(schedule):
         raise ConfigError(
             f"schedule: {node._target_} gives {type(schedule).__name__}, want a callable of applied steps."

@@ -45,7 +45,7 @@ class CheckpointManager:
 
     def __init__(self, run: TrainState, run_logger: RunLogger) -> None:
         self._run = run
-        self._writer = AsyncWriter()  # only rank 0 starts it, except in a sharded run
+        self._writer = AsyncWriter(self._written)  # only rank 0 starts it, except in a sharded run
         self._run_logger = run_logger
         self._every_minutes = run.cfg.checkpoint.every_minutes if run.world.rank == 0 else None
         self._saved_step = run.step.step
@@ -198,6 +198,10 @@ class CheckpointManager:
         finally:
             remove(staged)
 
+    def _written(self, step: int, path: Path) -> None:
+        """On rank 0, in the writer's thread: a checkpoint is complete."""
+        self._run_logger.saved(path, step, self._run.checkpoints.best_step() == step)
+
     def _problem(self) -> str | None:
         """Waits for the write. Returns why the checkpoint could not be written, None if it was."""
         try:
@@ -234,12 +238,16 @@ class NotSaved(OSError):
 class AsyncWriter:
     """Writes one checkpoint at a time in a thread.
 
+    Args:
+        written: Called in the thread with step and folder of a checkpoint that this rank has completed.
+
     Attributes:
         seconds: Duration of the last write; 0 before the first.
         has_written: Set while this rank has no file to write. A write of ``start`` may set it before it ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, written: Callable[[int, Path], None] = lambda step, path: None) -> None:
+        self._written = written
         self.seconds = 0.0
         self.has_written = threading.Event()
         self.has_written.set()
@@ -292,6 +300,7 @@ class AsyncWriter:
             self.seconds = time.monotonic() - started
             if path is not None:
                 logger.info("saved %s in %.1f s", path, self.seconds)
+                self._written(step, path)
         finally:
             self.has_written.set()
 

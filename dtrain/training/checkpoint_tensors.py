@@ -110,7 +110,7 @@ class StoredTensor:
         result: Tensor | None = None
         for part in overlapping:
             common = _common(box, part.box)
-            values = part.file.get_slice(part.key)[_seen_from(part.box, common)]
+            values: Tensor = part.file.get_slice(part.key)[_seen_from(part.box, common)]
             if values.shape == torch.Size(_sizes(box)):
                 return values  # the usual case: one part has the whole box
             if result is None:

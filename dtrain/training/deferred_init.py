@@ -331,7 +331,7 @@ def _first_line(error: BaseException) -> str:
 
 def _memory(tensor: Tensor) -> int:
     """A number for the memory of a recorded tensor."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

@@ -44,9 +44,10 @@ def flops_per_row(task: Task, model: nn.Module, batch: Batch, precision: Precisi
     """
     buffers = BufferGuard(model)
     buffers.save()
+    counter = _Counter()
     try:
         # Gradients stay enabled, since a task may differentiate in its forward.
-        with _eager(model), _Counter() as counter, precision.autocast(device.type):
+        with _eager(model), counter, precision.autocast(device.type):
             task(model, batch.clone())
     finally:
         buffers.restore(torch.ones((), dtype=torch.bool, device=device))
@@ -139,7 +140,7 @@ class _Counter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.total = 0
+        self.total: float = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

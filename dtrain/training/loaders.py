@@ -342,10 +342,10 @@ def build_mix(node: Any) -> Mix:
     return mix
 
 
-def _plain(fields: object) -> dict[str, dict[str, object]]:
+def _plain(fields: Any) -> dict[str, dict[str, object]]:
     """The fields as plain data, with decoders built by their ``_target_``."""
     if not isinstance(fields, DictConfig):
-        return dict(fields)  # type: ignore[call-overload]
+        return dict(fields)
     plain = OmegaConf.to_container(fields, resolve=True)
     assert isinstance(plain, dict)
     for ext, entry in plain.items():

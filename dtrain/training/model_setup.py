@@ -65,7 +65,8 @@ def synchronise_batchnorm(model: nn.Module, world: World) -> nn.Module:
             "parallel.sync_batchnorm=true, but torch's SyncBatchNorm computes on GPUs only. Set it to false, or use a norm "
             "that is independent of other samples, such as GroupNorm."
         )
-    return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return converted
 
 
 def checkpoint_activations(model: nn.Module, patterns: Sequence[str]) -> list[str]:

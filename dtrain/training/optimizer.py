@@ -32,7 +32,7 @@ def build_optimizer(node: Any, model: nn.Module) -> torch.optim.Optimizer:
     if not parameters:
         raise ConfigError("model: it has no parameter that requires a gradient, so there is nothing to train.")
     if not isinstance(node, DictConfig) or "_target_" not in node:
-        return by_target("optimizer", node)  # raises
+        by_target("optimizer", node)  # raises
     if str(node._target_).endswith("ZeroRedundancyOptimizer"):
         raise ConfigError(
             f"optimizer: {node._target_} divides its state among the ranks, which checkpoints and the vote do not support. Set "

@@ -5,6 +5,8 @@
   none was ever saved: a run that was killed before its first save begins again at step 0 by itself.
 * A run that is *finished* is not started again by the command that finished it. A longer one extends it. A command that asks
   for fewer steps than the run has done is refused.
+* Initial weights of the Hugging Face hub are *pinned*: the first start finds the commit of the revision and saves it in
+  ``config.yaml``. Later starts of the same command use this commit.
 * ``run.weights_from`` is for the same model: all names and shapes must be equal. ``run.warm_start`` is for another model:
   ``rename`` rewrites names, ``skip`` leaves out names, and the rest must fit. Only a parameter that ``skip`` names keeps its
   initialisation. Only weights are loaded, the moving average if there is one; everything else starts from the beginning.
@@ -21,12 +23,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from omegaconf import OmegaConf
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.run import Run
 from dtrain.config.schema import Config, RunConfig, TrainConfig, WarmStartConfig
+from dtrain.data.hub import DESCRIPTION, WEIGHTS, HubModel, is_hub_url
 from dtrain.distributed.collectives import from_rank0, on_all_ranks
 from dtrain.tracking.records import read_records
 from dtrain.tracking.run_dir import move_records_aside, status_or_none
@@ -182,6 +186,31 @@ def restore(run: TrainState, earlier: EarlierStarts) -> str:
     return f"new, {weights.description}"
 
 
+def pin_weights(cfg: Config, identity: Run) -> Run:
+    """Collective. Pins initial weights of the hub to a commit, in ``cfg`` and in the run that is returned.
+
+    Raises:
+        ConfigError: On every rank, if a name is wrong or the hub cannot be reached.
+    """
+    sources = {"run.weights_from": cfg.run.weights_from, "run.warm_start.path": cfg.run.warm_start.path}
+    urls = {key: url for key, url in sources.items() if url is not None and is_hub_url(url)}
+    if not urls:
+        return identity
+
+    def pinned() -> dict[str, str]:
+        found = {}
+        for key, url in urls.items():
+            model, saved = HubModel.parse(key, url), identity.saved_value(key)
+            is_same = isinstance(saved, str) and saved.startswith(f"hf://{model.name}@")
+            found[key] = saved if is_same else str(model.at_commit())
+        return found
+
+    commits = from_rank0(pinned)
+    for key, url in commits.items():
+        OmegaConf.update(cfg, key, url)  # type: ignore[arg-type]
+    return identity.with_values(commits)
+
+
 @dataclass(frozen=True)
 class StartingWeights:
     """Weights that fit a model.
@@ -213,14 +242,27 @@ def starting_weights(run: RunConfig, model: nn.Module) -> StartingWeights | None
     key, path = ("run.weights_from", run.weights_from) if warm.path is None else ("run.warm_start.path", warm.path)
     if path is None:
         return None
-    file = Path(from_rank0(lambda: str(_find(key, Path(path).expanduser()))))
-    return on_all_ranks(lambda: _fitted(key, file, model, warm))
+    if is_hub_url(path):
+        file = _download(HubModel.parse(key, path))
+    else:
+        file = Path(from_rank0(lambda: str(_find(key, Path(path).expanduser()))))
+    source = path if is_hub_url(path) else str(file)
+    return on_all_ranks(lambda: _fitted(key, file, source, model, warm))
+
+
+def _download(model: HubModel) -> Path:
+    """Collective. The weights of a model of the hub; one process of each machine downloads them."""
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    on_all_ranks(lambda: model.weights() if is_first else None)
+    return on_all_ranks(lambda: model.download(WEIGHTS))
 
 
 def _find(key: str, path: Path) -> Path:
-    """The checkpoint's folder of a path, verified; or the file that the path is."""
+    """The checkpoint's folder of a path, verified; or the file that the path is, or that of the weights of an artefact."""
     if path.is_file():
         return path
+    if (path / DESCRIPTION).is_file() and (path / WEIGHTS).is_file():
+        return path / WEIGHTS
     folder = path
     if (path / "checkpoints").is_dir():
         checkpoints = Checkpoints(path / "checkpoints")
@@ -229,22 +271,31 @@ def _find(key: str, path: Path) -> Path:
         verify_folder(path)
     else:
         raise ConfigError(
-            f"{key}: {path} is no run directory, no checkpoint (checkpoints/step-000000050) and no .safetensors file."
+            f"{key}: {path} is no run directory, no checkpoint (checkpoints/step-000000050), no artefact with {WEIGHTS}, no "
+            ".safetensors file, and no model of the hub (hf://ORGANISATION/NAME)."
         )
     return folder
 
 
-def _fitted(key: str, path: Path, model: nn.Module, warm: WarmStartConfig) -> StartingWeights:
-    """Weights of a checkpoint's folder, the moving average if there is one, or of a file."""
+def _fitted(key: str, path: Path, source: str, model: nn.Module, warm: WarmStartConfig) -> StartingWeights:
+    """Weights of a checkpoint's folder, the moving average if there is one, or of a file; ``source`` names it."""
+    is_folded = False
     try:
         if path.is_dir():
             checkpoint = read_folder(path)
             group = "ema" if "ema" in checkpoint.tensors else "model"
-            loaded, source = checkpoint.stored(group), f"{path} ({group})"
+            loaded, source = checkpoint.stored(group), f"{source} ({group})"
         else:
-            loaded, source = read_whole(path), str(path)
+            loaded = read_whole(path)
+            with safe_open(path, "pt") as file:
+                is_folded = (file.metadata() or {}).get("batchnorm") == "folded"
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{key}: {path} cannot be read ({error}).") from error
+        raise ConfigError(f"{key}: {source} cannot be read ({error}).") from error
+    if is_folded:
+        raise ConfigError(
+            f"{key}: {source} cannot be trained, because its BatchNorm was merged into the convolutions. Export the run with "
+            "export.fold=false, or name the run or one of its checkpoints."
+        )
     renamed: dict[str, str] = {}
     for name in loaded:
         new = _renamed(name, warm.rename)
@@ -268,7 +319,7 @@ def _fitted(key: str, path: Path, model: nn.Module, warm: WarmStartConfig) -> St
     tensors |= {name: tensors[name][...].T.contiguous() for name in transposed}
     if problems := weight_problems(model, tensors, may_lack=skipped):
         raise ConfigError(
-            f"{key}: the weights in {path} do not fit: {problems}. run.warm_start.rename rewrites their names, "
+            f"{key}: the weights of {source} do not fit: {problems}. run.warm_start.rename rewrites their names, "
             "run.warm_start.skip leaves out names of the file and of the model."
         )
     total = len(model.state_dict())

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -114,6 +115,10 @@ class RunLogger:
         except OSError as error:
             self.warn(f"status.json could not be written ({error}).")
         self._status_at = time.monotonic()
+
+    def saved(self, path: Path, step: int, is_best: bool) -> None:
+        """Passes a written checkpoint to wandb, if ``tracker.artifacts`` is set; any thread may call."""
+        self._sinks.checkpoint(path, step, is_best)
 
     def note(self, line: str) -> None:
         """Shows information for the user."""
@@ -245,6 +250,8 @@ def banner_rows(identity: Run, run: TrainState, start: str, last_step: int) -> d
     world, loader, cfg, optimizer = run.world, run.train_loader, run.cfg, run.optimizer
     micro, rows = loader.micro_batches_per_step, loader.rows_per_micro_batch
     masked = world.size * micro * rows - cfg.train.global_batch_size
+    # The schedule's own, which ``schedule.horizon`` may have set; a user's schedule may have none.
+    horizon = getattr(run.step.schedule, "horizon", schedule_horizon(cfg.train, loader))
     scaled = ", loss scaling" if run.precision.scales_gradients else ""
     if run.precision.compute_dtype == torch.float16 and not scaled:
         scaled = ", no loss scaling"
@@ -261,8 +268,7 @@ def banner_rows(identity: Run, run: TrainState, start: str, last_step: int) -> d
         + (f" ({loader.workers_reason})" if loader.workers_reason else ""),
         "global batch": f"{cfg.train.global_batch_size} = {world.size} ranks x {micro} micro-batches x {rows} rows"
         + (f" ({masked} masked)" if masked else ""),
-        "steps": f"{last_step:,} ({loader.steps_per_epoch:,} an epoch), schedule over "
-        f"{schedule_horizon(cfg.train, loader):,}",
+        "steps": f"{last_step:,} ({loader.steps_per_epoch:,} an epoch), schedule over {horizon:,}",
         "model": f"{sum(p.numel() for p in run.model.parameters()):,} parameters, {type(optimizer).__name__}"
         + (" (fused)" if optimizer.defaults.get("fused") else ""),
         "communication": run.traffic().describe(),

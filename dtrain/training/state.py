@@ -28,6 +28,7 @@ from dtrain.data import ShardLoader
 from dtrain.distributed.sharding import is_dtensor, is_sharded, local_part, own_range, reshard
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
+from dtrain.tracking.run_dir import code_commits
 from dtrain.training.checkpoint_tensors import Part, StoredTensor, like, written_by
 from dtrain.training.checkpoints import Checkpoint, Checkpoints
 from dtrain.training.communication import Traffic, step_traffic
@@ -164,9 +165,20 @@ class TrainState:
             "loader": self.train_loader.state_dict(),
             "progress": asdict(self.totals),
             "metrics": metrics,
+            "environment": self._environment() if self.world.rank == 0 else {},
             "versions": {"dtrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
         }
         return Checkpoint(groups, state)
+
+    def _environment(self) -> dict[str, Any]:
+        """Ranks, device and commits of the code, for those who read the checkpoint."""
+        cuda = self.world.device.type == "cuda"
+        return {
+            "ranks": self.world.size,
+            "ranks_of_a_machine": self.world.local_size,
+            "device": torch.cuda.get_device_name(self.world.device) if cuda else f"CPU ({platform.machine()})",
+            "code": code_commits(),
+        }
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Loads a checkpoint; every rank calls it.

@@ -148,7 +148,7 @@ class TrainStep:
         self.loss_scale = loss_scale
         self.ema = ema
         self._nominal = nominal
-        self._schedule = schedule
+        self.schedule = schedule
         self._clip_norm = clip_norm
         self._guard = guard
         self._seed = seed
@@ -307,7 +307,7 @@ class TrainStep:
 
         # -- update. The previous step is settled, so the schedule can use the number of applied steps.
         for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
-            group["lr"] = base * self._schedule(self.applied_steps)
+            group["lr"] = base * self.schedule(self.applied_steps)
         with profiler_label(OPTIMIZER):
             for gradients in by_copies.values():
                 if gradients and coefficient is not None:

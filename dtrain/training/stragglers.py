@@ -304,4 +304,4 @@ class _DeviceClock:
         return event
 
     def between(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
-        return began.elapsed_time(ended) / 1000
+        return float(began.elapsed_time(ended)) / 1000

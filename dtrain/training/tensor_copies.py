@@ -42,6 +42,7 @@ class Ema:
             self._averages: list[Tensor] = [weight.clone() for weight in self._weights]
         self._chunks = list(_chunks(self._averages, self._weights))
         self._on_host = not any(weight.is_cuda for weight in self._weights)
+        self._is_swapped_in = False
 
     @torch.no_grad()
     def update(self, skip: Tensor) -> None:
@@ -65,12 +66,18 @@ class Ema:
     def swapped_in(self) -> Iterator[nn.Module]:
         """The model, whose parameters are the averages inside the block: to evaluate them, to save them or to load them.
 
-        They are exchanged in place, so that compiled code, tied weights and shards work as always. Buffers stay.
+        They are exchanged in place, so that compiled code, tied weights and shards work as always. Buffers stay. Inside
+        another such block, as in a hook that is called during an evaluation, nothing is exchanged.
         """
+        if self._is_swapped_in:
+            yield self._model
+            return
         self._swap()
+        self._is_swapped_in = True
         try:
             yield self._model
         finally:
+            self._is_swapped_in = False
             self._swap()
 
     @torch.no_grad()

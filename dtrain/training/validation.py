@@ -158,6 +158,9 @@ def _check_run(cfg: Config, found: _Problems) -> Precision:
                 raise ConfigError(f"checkpoint.{name}: got {interval}, want at least {least}, or null.")
     with found.of("tracker"):
         check_tracker(cfg.tracker)
+    with found.of("tracker.artifacts"):
+        if cfg.tracker.artifacts == "best" and cfg.checkpoint.best is None:
+            raise ConfigError("tracker.artifacts=best needs checkpoint.best, such as checkpoint.best=eval/accuracy.")
     with found.of("profile"):
         StepProfiler.of(cfg.profile, 2**62, Path(), World(0, size, 0, size, _CPU, "gloo", launched=size > 1), print)
     with found.of("precision.loss_scale"):

@@ -1,8 +1,9 @@
-"""Writes a small dataset of images with captions as shards: each sample is ``KEY.jpg`` and ``KEY.json``.
+"""Writes a small dataset of images with captions as shards: ``KEY.jpg``, ``KEY.txt`` and ``KEY.json``, as img2dataset does.
 
     python examples/image_text/shapes.py shapes
 
-An image shows one shape on a background; its json is ``{"caption": "a large red circle at the top left, on blue", ...}``.
+An image shows one shape on a background; its caption, such as "a large red circle at the top left, on blue", is the txt, and
+in the json under ``caption``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,12 @@ def write(folder: Path, train: int = 2400, test: int = 300) -> None:
             caption = f"a {size} {colour} {shape} at the {row} {column}, on {background}"
             centre = (6 + 10 * COLUMNS.index(column), 6 + 10 * ROWS.index(row))
             image = draw(shape, colour, background, centre, sizes[size])
-            yield {"__key__": f"{number:05d}", "jpg": image, "json": {"caption": caption, "shape": shape}}
+            yield {
+                "__key__": f"{number:05d}",
+                "jpg": image,
+                "txt": caption,
+                "json": {"caption": caption, "shape": shape},
+            }
 
     write_shards(samples(chosen[:train]), folder, prefix="train", shards=8, total=train)
     write_shards(samples(chosen[train:]), folder, prefix="test", shards=2, total=test)

@@ -54,6 +54,9 @@ def preset(tmp_path: Path):
         (["optimizer.lr=1.0"], "optimizer", {"lr": 1.0, "weight_decay": 0.01, "no_decay": None, "betas": [0.9, 0.999]}),
         # keys that went with the node that was replaced can still be removed
         (["model._target_=my.Net", "~model.width"], "model", {"_target_": "my.Net"}),
+        # names of weights are the user's
+        (["run.warm_start={path: a, rename: {model.: b}}"], "run.warm_start.rename", {"model.": "b"}),
+        (["run.warm_start.rename={model.: ''}"], "run.warm_start.rename", {"model.": ""}),
         # a group choice replaces what the experiment says of the group
         (["optimizer=sgd"], "optimizer.lr", 0.1),
         (["optimizer=adamw"], "optimizer.lr", 3e-3),

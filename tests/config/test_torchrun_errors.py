@@ -124,15 +124,11 @@ def test_a_killed_rank_is_named_in_the_last_line(installed: dict[str, str], tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["torchrun", "dtrain train"])
-def test_ctrl_c_saves_and_ends_without_a_traceback(installed: dict[str, str], tmp_path: Path, command: str) -> None:
-    """torchrun starts each rank in a session of its own, so Ctrl-C of a terminal reaches torchrun alone."""
+def test_ctrl_c_saves_and_ends_without_a_traceback(installed: dict[str, str], tmp_path: Path) -> None:
+    """``dtrain train --nproc`` is torchrun, which starts each rank in a session of its own: Ctrl-C reaches it alone."""
     arguments = training(tmp_path / "run", "train.max_epochs=10000")
-    if command == "torchrun":
-        job = start(installed, *arguments)
-    else:
-        own = [sys.executable, "-m", "dtrain", "train", "--nproc", "2", *arguments[2:]]
-        job = subprocess.Popen(own, env=installed, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    own = [sys.executable, "-m", "dtrain", "train", "--nproc", "2", *arguments[2:]]
+    job = subprocess.Popen(own, env=installed, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 100
         while not (tmp_path / "run" / "status.json").exists() and job.poll() is None and time.monotonic() < deadline:

@@ -16,7 +16,7 @@ from dtrain.data import ShardLoader, shard_file
 from dtrain.data.node_cache import CachePolicy
 from dtrain.data.shard_file import RemoteFile, ShardChanged
 from dtrain.data.shards import expand
-from tests.data.hub_server import HubServer, serving_hub
+from tests.hub_server import HubServer, point_at, serving_hub
 from tests.refusals import refused
 from tests.shards import make_loader, read_epoch, valid_keys, write_numbered
 
@@ -35,13 +35,8 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 @pytest.fixture
 def server(shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.delenv("HF_TOKEN", raising=False)
     with serving_hub(Path(shards[0]).parent) as server:
-        # What HF_ENDPOINT sets where huggingface_hub is not imported yet.
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.endpoint)
-        files = f"{server.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", files)
+        point_at(server, tmp_path / "hf", monkeypatch)
         shard_file._commit.cache_clear()
         hub.HfFileSystem.clear_instance_cache()
         yield server

@@ -27,14 +27,18 @@ from tests.refusals import refused
 from tests.shards import make_loader, read_epoch, write_tar
 from tests.toys import world
 
-try:
-    media.torchcodec_decoders()
-    unavailable = ""
-except ImportError as error:
-    unavailable = str(error)
-needs_torchcodec = pytest.mark.skipif(bool(unavailable), reason=unavailable)
+needs_torchcodec = pytest.mark.usefixtures("torchcodec")
 
 RATE = 8000
+
+
+@pytest.fixture(scope="module")
+def torchcodec() -> None:
+    """Skips where torchcodec cannot be loaded; loading it takes longer than these tests."""
+    try:
+        media.torchcodec_decoders()
+    except ImportError as error:
+        pytest.skip(str(error))
 
 
 def wav(samples: np.ndarray, rate: int = RATE) -> bytes:

@@ -24,7 +24,7 @@ import pytest
 from dtrain.data import node_cache, shard_file
 from dtrain.data.node_cache import CacheFull, CacheInUse, CachePolicy, NodeCache
 from dtrain.data.shard_file import LocalFile, ShardChanged, Stamp, stamp_of
-from tests.data.http_server import FileServer, serving
+from tests.http_server import FileServer, serving
 from tests.refusals import refused
 from tests.shards import write_patterns
 

@@ -17,7 +17,7 @@ import pytest
 from dtrain.data import ShardLoader, shard_file, shard_source, workers
 from dtrain.data.node_cache import CacheFull, CachePolicy
 from dtrain.data.shard_file import ShardChanged
-from tests.data.http_server import FileServer, serving
+from tests.http_server import FileServer, serving
 from tests.refusals import refused
 from tests.shards import UNEVEN, make_loader, read_epoch, write_numbered, write_tar
 

@@ -15,12 +15,13 @@ from tests.refusals import refused
 from tests.shards import make_loader, read_epoch, valid_keys
 
 pytestmark = pytest.mark.slow
-pytest.importorskip("s3fs", reason="s3 needs s3fs: pip install 'dtrain[s3]'")
-moto_server = pytest.importorskip("moto.server", reason="needs moto: pip install 'dtrain[dev]'")
 
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Any]:
+    # Not at the top: every process of the default tests would load them.
+    pytest.importorskip("s3fs", reason="s3 needs s3fs: pip install 'dtrain[s3]'")
+    moto_server = pytest.importorskip("moto.server", reason="needs moto: pip install 'dtrain[dev]'")
     import boto3
 
     server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)

@@ -27,7 +27,7 @@ from dtrain.data.shard_file import (
     without_secrets,
 )
 from dtrain.data.tar import walk
-from tests.data.http_server import FileServer, serving
+from tests.http_server import FileServer, serving
 from tests.refusals import refused
 from tests.shards import tar_bytes, tarfile_files
 

@@ -24,7 +24,7 @@ from webdataset.tariterators import base_plus_ext
 from dtrain.data import shard_file, shard_index
 from dtrain.data.shard_index import ShardIndex, decode_name, index_tar, load_or_build, split_name, write_index
 from dtrain.data.tar import ShardError, walk
-from tests.data.http_server import FileServer, serving
+from tests.http_server import FileServer, serving
 from tests.refusals import assert_refused, refused
 from tests.shards import tar_bytes, tarfile_files, webdataset_samples, write_shard
 

@@ -48,19 +48,6 @@ def test_a_launched_run_has_the_losses_of_a_run_under_torchrun(tmp_path: Path, d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
-def test_a_signal_to_the_launcher_saves_and_stops(tmp_path: Path, digits: Path, number: signal.Signals) -> None:
-    before = signal.getsignal(number)
-    when_training(tmp_path, lambda: os.kill(os.getpid(), number))
-    assert launch_run(tmp_path, *LONG) == STOPPED
-    stopped = status(tmp_path)
-    assert stopped["state"] == "stopped"
-    assert (tmp_path / "checkpoints" / f"step-{stopped['step']:09d}").is_dir()
-    assert not (tmp_path / "STOP").exists()
-    assert signal.getsignal(number) is before
-
-
-@pytest.mark.slow
 def test_a_stop_file_stops_and_the_same_command_resumes(tmp_path: Path, digits: Path) -> None:
     when_training(tmp_path, (tmp_path / "STOP").touch)
     assert launch_run(tmp_path, *LONG) == STOPPED
@@ -99,26 +86,6 @@ def test_a_killed_rank_is_a_failure(tmp_path: Path, digits: Path, capfd: pytest.
     when_training(tmp_path, kill)
     assert launch_run(tmp_path, "launch.processes_per_node=2", *LONG) == FAILED
     assert "dtrain: error:" in capfd.readouterr().err.splitlines()[-1]
-
-
-@pytest.mark.slow
-def test_a_sweep_runs_its_jobs_one_after_the_other(
-    tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert launch_run(tmp_path / "r", "train.max_steps=2", "--multirun", "run.seed=1,2") == 0
-    assert [status(tmp_path / f"r-run.seed={seed}")["state"] for seed in (1, 2)] == ["finished", "finished"]
-    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[-2:]] == [
-        ["run.seed=1", "finished"],
-        ["run.seed=2", "finished"],
-    ]
-
-
-@pytest.mark.slow
-def test_a_stop_request_ends_a_sweep(tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    when_training(tmp_path / "r-run.seed=1", lambda: os.kill(os.getpid(), signal.SIGINT))
-    assert launch_run(tmp_path / "r", *LONG, "--multirun", "run.seed=1,2") == STOPPED
-    assert not (tmp_path / "r-run.seed=2").exists()
-    assert "not started" in capsys.readouterr().out
 
 
 def test_omp_num_threads_is_kept_or_divides_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +176,36 @@ def sweep_of(*kinds: str, running: int = 2) -> int:
     return launch.main(
         [*QUICK, "run.dir=r", "-m", f"tracker.project={','.join(kinds)}", f"launch.max_running={running}"]
     )
+
+
+@pytest.mark.usefixtures("small_runs")
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_to_the_launcher_stops_the_run(tmp_path: Path, number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    when_training(tmp_path / "r", lambda: os.kill(os.getpid(), number))
+    assert launch_run(tmp_path / "r", "tracker.project=waits") == STOPPED
+    assert status(tmp_path / "r")["state"] == "stopped"
+    assert not (tmp_path / "r" / "STOP").exists()
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.usefixtures("small_runs")
+def test_a_sweep_runs_its_jobs_one_after_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sweep_of("a", "b", running=1) == 0
+    first, second = (tmp_path / f"r-tracker.project={kind}" for kind in "ab")
+    assert float((second / "at").read_text()) > status(first)["time"]
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[-2:]] == [
+        ["tracker.project=a", "finished"],
+        ["tracker.project=b", "finished"],
+    ]
+
+
+@pytest.mark.usefixtures("small_runs")
+def test_a_stop_request_ends_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    when_training(tmp_path / "r-run.seed=1", lambda: os.kill(os.getpid(), signal.SIGINT))
+    assert launch_run(tmp_path / "r", "tracker.project=waits", "--multirun", "run.seed=1,2") == STOPPED
+    assert not (tmp_path / "r-run.seed=2").exists()
+    assert "not started" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("small_runs")

@@ -17,6 +17,7 @@ from dtrain.tracking.records import JsonlSink
 from dtrain.tracking.sinks import (
     BackgroundSink,
     cut_media_after,
+    tracker_names,
     wandb_logged_in,
     wandb_mode,
     wandb_server,
@@ -61,7 +62,10 @@ def test_a_new_start_keeps_no_record_of_an_earlier_one(tmp_path):
 @pytest.mark.parametrize(
     ("tracker", "environ", "key", "got", "remedy"),
     [
-        ({"name": "mlflow"}, {}, "tracker.name", "'mlflow'", "none, wandb, tensorboard, both"),
+        ({"name": "comet"}, {}, "tracker.name", "'comet'", "wandb, tensorboard, mlflow, trackio, none, both"),
+        ({"name": ["wandb", "comet"]}, {}, "tracker.name", "['wandb', 'comet']", "[wandb,mlflow]"),
+        ({"name": []}, {}, "tracker.name", "[]", "none"),
+        ({"name": 3}, {}, "tracker.name", "3", "none"),
         ({"name": "wandb", "mode": "on"}, {}, "tracker.mode", "'on'", "online, offline, disabled"),
         ({"name": "wandb"}, {"WANDB_MODE": "on"}, "WANDB_MODE", "'on'", "online, offline, disabled"),
         ({"name": "wandb", "mode": "online"}, {}, "tracker.mode", "https://api.wandb.ai", "wandb login"),
@@ -88,8 +92,15 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
     assert tracker_mode(TrackerConfig(name="none")) == "disabled"
     with refused(ConfigError, "wandb", remedy="pip install wandb"):
         tracker_mode(TrackerConfig(name="wandb"))
-    with refused(ConfigError, "tensorboard", remedy="pip install tensorboard"):
-        tracker_mode(TrackerConfig(name="tensorboard"))
+    for name in ("tensorboard", "mlflow", "trackio"):
+        with refused(ConfigError, "tracker.name", got=name, remedy=f"pip install 'dtrain[{name}]'"):
+            tracker_mode(TrackerConfig(name=["none", name]))
+
+
+def test_several_trackers_are_a_list_with_each_once():
+    assert tracker_names(TrackerConfig(name="none")) == ()
+    assert tracker_names(TrackerConfig(name="both")) == ("wandb", "tensorboard")
+    assert tracker_names(TrackerConfig(name=["mlflow", "both", "wandb"])) == ("mlflow", "wandb", "tensorboard")
 
 
 def test_disabled_wandb_writes_nothing_of_its_own(tmp_path):
@@ -110,12 +121,12 @@ def test_the_other_ranks_sinks_can_be_called_like_rank_0s(tmp_path):
     null.finish("finished")
 
 
-def test_a_run_without_wandb_and_tensorboard_does_not_import_them(tmp_path):
+def test_a_run_without_trackers_imports_none(tmp_path):
     script = (
         "import sys; from pathlib import Path; from dtrain.tracking import build_sinks; "
         "from dtrain.config.schema import TrackerConfig; "
         f"build_sinks(TrackerConfig(), Path({str(tmp_path)!r}), 'r', {{}}, 0).finish('finished'); "
-        "sys.exit(not {'wandb', 'tensorboard'}.isdisjoint(sys.modules))"
+        "sys.exit(not {'wandb', 'tensorboard', 'mlflow', 'trackio'}.isdisjoint(sys.modules))"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
@@ -174,6 +185,18 @@ def test_sinks_are_finished_once(tmp_path):
 
 
 # -- slow sinks
+
+
+def test_several_slow_sinks_end_at_the_same_time(tmp_path):
+    meeting, notes = threading.Barrier(2), []
+
+    class Waits(Remembers):
+        def finish(self, state, reason=None):
+            meeting.wait(timeout=60)
+
+    ends = [of(Waits(), notes) for _ in range(2)]
+    Sinks(tmp_path / "media", PlainLines(sys.stdout, None), *ends).finish("finished")
+    assert not notes
 
 
 class Remembers:

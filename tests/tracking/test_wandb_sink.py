@@ -2,12 +2,14 @@ import json
 import math
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +18,6 @@ import wandb
 from dtrain.config.schema import TrackerConfig
 from dtrain.tracking import build_sinks, sinks, wandb_sink
 from dtrain.tracking.sinks import BackgroundSink, write_media
-from dtrain.tracking.wandb_sink import git_state, provenance
 from tests.tracking.pictures import png
 from tests.tracking.wandb_records import records, rows, run_of
 
@@ -82,6 +83,12 @@ def test_two_offline_starts_are_one_run_with_each_step_once_and_the_names_of_the
         name for line in lines for name in line
     }
     by_step = {row["step"]: row for row in sent}
+    for line in lines:  # an evaluation is in the row of its step
+        row = by_step[line["step"]]
+        values = {name: row[name] for name in line if name != "time"}
+        assert {name: None if math.isnan(value) else value for name, value in values.items()} == {
+            name: line[name] for name in values
+        }
     assert by_step[4]["eval/accuracy"] == 0.9
     assert by_step[4]["train/loss"] == 0.2
     assert "wandb: offline in" in capsys.readouterr().out
@@ -100,17 +107,22 @@ def test_a_killed_start_leaves_no_hole_and_no_step_twice(tmp_path, notes, monkey
         from dtrain.config.schema import TrackerConfig
         from dtrain.tracking.wandb_sink import WandbSink
         sink = WandbSink(TrackerConfig(), "offline", Path({str(tmp_path)!r}), "digits-12", {{}}, 0, print)
-        for step in range(400):
-            sink.log({{"step": step, "time": 0.0, "train/loss": 1 / (step + 1)}})
+        step = 0
+        # Rows this wide fill its buffers, which it otherwise writes every 15 seconds.
         while not any(path.stat().st_size > 3 * 32768 for path in Path({str(tmp_path)!r}).glob("wandb/off*/*.wandb")):
-            time.sleep(0.05)
+            sink.log({{"step": step, "time": 0.0, "train/loss": 1 / (step + 1)}} | {{f"m/{{n}}": n for n in range(20)}})
+            step += 1
+            time.sleep(0.001)
+        Path({str(tmp_path / "logged")!r}).write_text(str(step))
         os.kill(os.getpid(), signal.SIGKILL)
     """
     monkeypatch.delenv("WANDB_SERVICE", raising=False)  # a wandb process of its own, not this one's
     train(tmp_path, range(50), notes)
-    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], timeout=120, check=False)
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    killed = subprocess.run(command, timeout=120, check=False)
     assert killed.returncode == -signal.SIGKILL
-    assert any(0 < len(rows(piece)) < 350 for piece in pieces(tmp_path))
+    logged = int((tmp_path / "logged").read_text())
+    assert any(0 < len(rows(piece)) < logged for piece in pieces(tmp_path))
     write_metrics(tmp_path, range(100))
     picture = write_media(tmp_path / "media", 99, "confusion", png(4, 3))
     sink = started(tmp_path, notes, resumed=99, media=[(99, "confusion", picture)])
@@ -322,6 +334,7 @@ def test_wandb_has_started_its_processes_before_the_loader_can_fork_its_own(tmp_
         return run
 
     monkeypatch.setattr(wandb, "init", slow)
+    monkeypatch.setattr(sinks, "OPEN_TIMEOUT", 100.0)  # a busy machine needs more than the 5 seconds of a run
     sink = started(tmp_path, notes)
     assert done
     sink.finish("finished")
@@ -361,48 +374,83 @@ def test_a_blocked_wandb_costs_no_memory_and_no_time_except_the_final_wait(tmp_p
     sink._thread.join()
 
 
-# -- provenance
+# -- artifacts
 
 
-def git(folder, *arguments):
-    identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
-    done = subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True, text=True)
-    return done.stdout.strip()
+def artifacts(piece):
+    """The artifacts of a .wandb file: (name, aliases, files, step) each."""
+    found = [r.request.log_artifact.artifact for r in records(piece) if r.WhichOneof("record_type") == "request"]
+    found += [r.artifact for r in records(piece) if r.WhichOneof("record_type") == "artifact"]
+    return [
+        (
+            each.name,
+            sorted(each.aliases),
+            sorted(entry.path for entry in each.manifest.contents),
+            json.loads(each.metadata)["step"],
+        )
+        for each in found
+        if each.name
+    ]
 
 
-@pytest.fixture
-def project(tmp_path):
-    git(tmp_path, "init", "--quiet")
-    (tmp_path / "model.py").write_text("width = 4\n")
-    return tmp_path
+def uploads(piece):
+    """The files that `wandb sync` would upload for the artifacts."""
+    found = [r.artifact for r in records(piece) if r.WhichOneof("record_type") == "artifact"]
+    return [Path(entry.local_path) for each in found for entry in each.manifest.contents]
 
 
-def test_the_commit_is_that_of_the_users_code_and_dirty_if_tracked_files_differ(project):
-    assert git_state(project) == {}  # no commit yet
-    git(project, "add", "model.py")
-    git(project, "commit", "--quiet", "--message=one")
-    commit = git(project, "rev-parse", "HEAD")
-    (project / "runs").mkdir()
-    (project / "runs" / "untracked").touch()
-    assert git_state(project / "runs") == {"commit": commit, "dirty": False}
-    (project / "model.py").write_text("width = 8\n")
-    assert git_state(project) == {"commit": commit, "dirty": True}
-    assert provenance(project)["commit"] == commit
+def saved_checkpoint(run_dir, step):
+    folder = run_dir / "checkpoints" / f"step-{step:09d}"
+    folder.mkdir(parents=True)
+    for name in ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"):
+        (folder / name).write_text(f"{name} of {step}")
+    (run_dir / "config.yaml").write_text("train: {}\n")
+    return folder
 
 
-def test_a_file_whose_name_is_no_utf_8_is_no_obstacle(project):
-    git(project, "config", "core.quotePath", "false")
-    name = project / os.fsdecode(b"caf\xe9.py")
-    name.touch()
-    git(project, "add", "--all")
-    git(project, "commit", "--quiet", "--message=one")
-    name.write_text("changed\n")
-    assert git_state(project)["dirty"] is True
+@pytest.mark.parametrize(
+    ("which", "expected"),
+    [("none", []), ("best", [(2, True)]), ("last", [(3, False)]), ("all", [(1, False), (2, True), (3, False)])],
+)
+def test_checkpoints_become_artifacts_even_if_the_run_deletes_them_at_once(tmp_path, home, which, expected):
+    tracker = TrackerConfig(name="wandb", mode="offline", artifacts=which)
+    sinks = build_sinks(tracker, tmp_path, "digits-12", {}, 0)
+    for step in (1, 2, 3):
+        sinks.log(record(step))
+        folder = saved_checkpoint(tmp_path, step)
+        sinks.checkpoint(folder, step, step == 2)
+        shutil.rmtree(folder)
+    sinks.finish("finished")
+    (piece,) = pieces(tmp_path)
+    name = f"checkpoint-{(tmp_path / 'wandb' / 'run-id').read_text().strip()}"
+    files = ["config.yaml", "model.safetensors", "state.json"]
+    assert artifacts(piece) == [
+        (name, [*(["best"] if best else []), "latest", f"step-{step}"], files, step) for step, best in expected
+    ]
+    assert all(path.exists() for path in uploads(piece))
+    kept = {path.read_text() for path in tmp_path.glob("wandb/checkpoints/*/model.safetensors")}
+    assert kept == {f"model.safetensors of {step}" for step, _ in expected}
+    assert [row["_step"] for row in rows(piece)] == [1, 2, 3]
 
 
-def test_without_git_or_a_repository_the_versions_are_still_there(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert git_state(tmp_path) == {}
-    found = provenance(tmp_path)
-    assert {"dtrain", "torch", "python", "platform", "device"} <= set(found)
-    assert "commit" not in found
+def test_a_checkpoint_that_cannot_be_staged_or_uploaded_ends_nothing(tmp_path, home, capsys):
+    sinks = build_sinks(TrackerConfig(name="wandb", mode="offline", artifacts="all"), tmp_path, "digits-12", {}, 0)
+    sinks.checkpoint(tmp_path / "nowhere", 1, False)
+    sinks.checkpoint(saved_checkpoint(tmp_path, 2), 2, False)
+    shutil.rmtree(tmp_path / "wandb" / "checkpoints")
+    sinks.log(record(3))
+    sinks.finish("finished")
+    assert [row["_step"] for row in rows(pieces(tmp_path)[0])] == [3]
+    assert "could not be passed to wandb" in capsys.readouterr().out
+
+
+# -- sweeps of wandb
+
+
+def test_a_run_of_a_sweeps_agent_has_the_id_that_the_agent_gave_it_and_keeps_it(tmp_path, notes, monkeypatch):
+    with monkeypatch.context() as agent:
+        agent.setenv("WANDB_SWEEP_ID", "abcdefgh")
+        agent.setenv("WANDB_RUN_ID", "01234567")
+        train(tmp_path, (1,), notes)
+    train(tmp_path, (2,), notes)
+    assert [run_of(piece)[0].run_id for piece in pieces(tmp_path)] == ["01234567"] * 2

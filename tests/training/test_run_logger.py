@@ -21,6 +21,7 @@ from dtrain.tasks import Classification
 from dtrain.training import run_logger
 from dtrain.training.checkpoints import Checkpoints
 from dtrain.training.run_logger import banner_rows, write_final_status
+from dtrain.training.schedule import WarmupConstant
 from dtrain.training.state import TrainState
 from dtrain.training.task import Evaluation
 from tests.ranks import RanksFailed
@@ -122,7 +123,9 @@ def shards(tmp_path: Path) -> str:
     return write_vectors(tmp_path, 50)
 
 
-def rows(shards: str, run_dir: Path, precision: str = "bf16", ranks: int = 3, evaluated: bool = True) -> dict[str, str]:
+def rows(
+    shards: str, run_dir: Path, precision: str = "bf16", ranks: int = 3, evaluated: bool = True, **options: Any
+) -> dict[str, str]:
     cfg: Config = OmegaConf.merge(OmegaConf.structured(Config), {"train": {"global_batch_size": 16}})  # type: ignore[assignment]
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, amsgrad=True, fused=True)
@@ -141,7 +144,7 @@ def rows(shards: str, run_dir: Path, precision: str = "bf16", ranks: int = 3, ev
         run_dir=run_dir,
         train_loader=loader,
         eval_loader=loader if evaluated else None,
-        step=train_step(model, optimizer, world=world(0, ranks), precision=precision),
+        step=train_step(model, optimizer, world=world(0, ranks), precision=precision, **options),
         checkpoints=Checkpoints(run_dir / "checkpoints"),
     )
     return banner_rows(Run("mine", run_dir, {}, (), ()), run, "new", last_step=12)
@@ -161,6 +164,8 @@ def test_the_banner_says_what_was_derived(shards: str, tmp_path: Path) -> None:
     assert shown["model"] == "21 parameters, AdamW (fused)"
     assert "torch 2." in shown["versions"]
     assert "x bfloat16" in shown["transfer"]
+    own = rows(shards, tmp_path, schedule=WarmupConstant(horizon=500, warmup=10))
+    assert own["steps"] == "12 (4 an epoch), schedule over 500"
 
 
 @pytest.mark.parametrize(("precision", "scaled"), [("fp16", True), ("fp32", False)])

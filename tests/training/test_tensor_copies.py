@@ -176,6 +176,10 @@ def test_the_averages_are_in_the_model_with_its_present_buffers_until_the_block_
     assert same(dict(model.state_dict()), trained)
     with ema.swapped_in():
         assert torch.equal(model[0].weight, first)
+        with ema.swapped_in():
+            assert torch.equal(model[0].weight, first)
+        assert torch.equal(model[0].weight, first)
+    assert same(dict(model.state_dict()), trained)
 
 
 def test_tied_weights_are_averaged_once_and_stay_tied() -> None:

@@ -226,7 +226,7 @@ def _casts(func: Any, args: Sequence[Any]) -> bool:
 
 def _changes_dtype_in_place(func: Any, args: Sequence[Any]) -> bool:
     """Whether a call is ``tensor.data = other`` with another dtype, which is also how ``Module.to`` works."""
-    return func == torch.Tensor.data.__set__ and args[0].dtype != args[1].dtype  # type: ignore[attr-defined]
+    return bool(func == torch.Tensor.data.__set__ and args[0].dtype != args[1].dtype)  # type: ignore[attr-defined]
 
 
 def _beyond_fp16(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:

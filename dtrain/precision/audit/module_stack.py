@@ -250,7 +250,8 @@ def on_gradient(tensor: Tensor, call: Callable[[Tensor], None]) -> RemovableHand
     """Calls ``call`` with the gradient of the current value of ``tensor``, even if it is changed in place later."""
     base = tensor._base
     if base is None or base.grad_fn is None or base.numel() != tensor.numel():
-        return tensor.register_hook(call)
+        handle: RemovableHandle = tensor.register_hook(call)
+        return handle
     # A view that is changed in place, such as the 3D output of a Linear, gets a new graph node and loses its hooks. The node
     # that computed its base stays.
     number = base.output_nr
@@ -259,7 +260,7 @@ def on_gradient(tensor: Tensor, call: Callable[[Tensor], None]) -> RemovableHand
         if gradients[number] is not None:
             call(gradients[number])
 
-    handle: RemovableHandle = base.grad_fn.register_prehook(before)
+    handle = base.grad_fn.register_prehook(before)
     return handle
 
 
