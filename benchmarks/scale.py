@@ -33,6 +33,7 @@ import torch.distributed as dist
 from benchmarks import harness
 from benchmarks.order import epoch_order, milliseconds, resident_bytes
 from dtrain.data.dataset_index import DatasetIndex
+from dtrain.data.order import EpochOrder, Layout, Recipe
 from dtrain.data.workers import Share
 from dtrain.distributed.collectives import on_all_ranks
 from dtrain.distributed.store import fresh_store
@@ -242,10 +243,16 @@ def measured_order(shards: int, per_shard: int) -> dict[str, float]:
     memory = (resident_bytes() - before) / 2**20
     share = Share.of(ROWS * RANKS, ROWS, RANKS // 2 + 1, RANKS)
     slots = share.slots(np.zeros(1, np.int64))[0]
-    steps = np.arange(order.num_steps)
-    located = order.locate(steps[:, np.newaxis], slots)
     starts = np.concatenate(([0], np.cumsum(counts)))
-    opened = np.unique(np.searchsorted(starts, located[located >= 0], side="right")).size
+
+    def read(order: EpochOrder) -> tuple[int, int]:
+        """Samples that the rank reads in an epoch, and the shards that they are in."""
+        located = order.locate(np.arange(order.num_steps)[:, np.newaxis], slots)
+        samples = located[located >= 0]
+        return samples.size, np.unique(np.searchsorted(starts, samples, side="right")).size
+
+    samples, opened = read(order)
+    _, opened_with_lanes = read(EpochOrder(counts, Recipe(0, "window"), 0, [Layout(ROWS * RANKS, RANKS)]))
     unmapped = np.broadcast_to(np.int64(0), (int(counts.sum()), 2))
     arrays = {"counts": counts, "shard_sizes": counts, "offsets": unmapped, "sizes": unmapped}
     arrays |= {"key_bytes": np.zeros(0, np.uint8), "key_starts": np.zeros(1, np.int64)}
@@ -262,8 +269,10 @@ def measured_order(shards: int, per_shard: int) -> dict[str, float]:
         ),
         "MiB of the order": memory,
         "steps of an epoch": float(order.num_steps),
-        "samples of the rank": float((located >= 0).sum()),
-        "shards that the rank opens": float(opened),
+        "samples of the rank": float(samples),
+        "its share of the shards": shards / RANKS,
+        "shards that it opens, with 64 lanes (the default)": float(opened),
+        f"shards that it opens, with data.lanes={RANKS}": float(opened_with_lanes),
         "ms to open the index and compute its fingerprint": index_ms,
         "bytes of a sample in the index, two fields, keys of 10 bytes": 2 * 2 * 8 + 8 + 10.0,
     }
