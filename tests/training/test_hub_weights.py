@@ -71,6 +71,12 @@ def test_weights_of_the_hub_are_loaded_and_named(model: Model) -> None:
     assert (linear.bias != 0).any()
 
 
+def test_a_file_of_others_may_have_the_name_of_our_description(server: HubServer) -> None:
+    server.add_model("org/name", {"model.safetensors": weights(1.0), "model.json": b'{"layers": []}'})
+    linear, _ = loaded(RunConfig(weights_from=URL))
+    assert (linear.weight == 1).all()
+
+
 @pytest.mark.parametrize(
     ("files", "names"),
     [
