@@ -20,6 +20,7 @@ import select
 import signal
 import socket
 import sys
+from contextlib import suppress
 from typing import Any
 
 #: What a real start would import. DDP imports dynamo, and torchrun its own modules.
@@ -149,15 +150,14 @@ def _attend(connection: socket.socket) -> dict[str, Any]:
     if ended not in select.select([connection, ended], [], [])[0]:
         os.killpg(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    try:
+    with suppress(OSError):  # the client was killed
         connection.sendall(f"{code}\n".encode())
-    except OSError:
-        pass  # the client was killed
     os._exit(0)
 
 
 def _become(request: dict[str, Any], base_path: list[str], client: str) -> None:
     """Runs a module or a file in this process as ``python`` does."""
+    import io
     import runpy
 
     os.chdir(request["folder"])
@@ -170,11 +170,11 @@ def _become(request: dict[str, Any], base_path: list[str], client: str) -> None:
     sys.argv[:] = [request["file"], *request["arguments"]]
     sys.executable = client
     # The server's were of other kinds of files.
-    sys.stdin = open(0, closefd=False)
-    sys.stdout = open(1, "w", closefd=False)
-    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
-    if request["unbuffered"]:
-        sys.stdout.reconfigure(write_through=True)
+    unbuffered = request["unbuffered"]
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    output = open(1, "wb", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115
+    sys.stdout = io.TextIOWrapper(output, write_through=unbuffered)
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     if not module:
         runpy.run_path(file, run_name="__main__")
         return

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.slow
 PROGRAM = """
 import os, signal, sys, time
 if __name__ == "__main__":
-    print(sys.argv, os.getcwd(), os.environ["WORD"], sys.stdin.read(), helper.__file__ if (helper := __import__("helper")) else "")
+    import helper
+    print(sys.argv, os.getcwd(), os.environ["WORD"], sys.stdin.read(), helper.__file__)
     print(__file__, sys.modules["__main__"].__dict__ is globals(), sys.path[:2], file=sys.stderr)
     if sys.argv[1] == "sleep":
         signal.signal(signal.SIGUSR1, lambda *_: sys.exit(9))
