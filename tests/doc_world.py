@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CLASSES = ("ant", "bee", "cat", "dog", "eel")
 #: Module of an entry point and a word of its arguments: what is appended where both are there.
 _SHORTER: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("dtrain.train", "", ("train.max_steps=8", "tracker.mode=disabled", "train.eval_every=0")),
-    ("dtrain.launch", "launch=local", ("train.max_steps=8", "tracker.mode=disabled", "train.eval_every=0")),
+    ("dtrain.train", "", ("train.max_steps={steps}", "tracker.mode=disabled", "train.eval_every=0")),
+    ("dtrain.launch", "launch=local", ("train.max_steps={steps}", "tracker.mode=disabled", "train.eval_every=0")),
     ("dtrain.launch", "launch=slurm", ("launch.dry_run=true",)),
     ("dtrain.doctor", "numerics experiment=", ("steps=1",)),
     ("dtrain.doctor", "dtrain.doctor experiment=", ("--seconds=0.2",)),
@@ -105,10 +105,14 @@ def execute(script: str, folder: Path, left_out: Sequence[str] = (), python: str
 
 
 def shortened(arguments: Sequence[str]) -> list[str]:
-    """A command's arguments with those appended that keep it short."""
+    """A command's arguments with those appended that keep it short; more epochs are still more steps."""
     line = " ".join(arguments)
+    epochs = next((word.partition("=")[2] for word in arguments if word.startswith("train.max_epochs=")), "4")
     more = [
-        each for module, word, extra in _SHORTER if f"-m {module} " in f"{line} " and word in line for each in extra
+        each.format(steps=4 + int(epochs))
+        for module, word, extra in _SHORTER
+        if f"-m {module} " in f"{line} " and word in line
+        for each in extra
     ]
     return [*arguments, *more]
 
