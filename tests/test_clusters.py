@@ -22,6 +22,7 @@ from dtrain.distributed.world import rendezvous_options
 from dtrain.launching import local
 from dtrain.launching.job import STOPPED
 from tests.doc_commands import accepted, compose_only
+from tests.forked_python import forked_python
 from tests.launching.compose import single
 from tests.refusals import refused
 from tests.runs import status
@@ -180,7 +181,7 @@ def test_a_signal_to_one_pod_stops_both_and_both_resume(tmp_path: Path, digits: 
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
 
-    def pod(rank: int, *arguments: str) -> subprocess.Popen[bytes]:
+    def pod(python: str, rank: int, *arguments: str) -> subprocess.Popen[bytes]:
         where = {
             "PET_NNODES": "2",
             "PET_NODE_RANK": str(rank),
@@ -188,23 +189,13 @@ def test_a_signal_to_one_pod_stops_both_and_both_resume(tmp_path: Path, digits: 
             "PET_MASTER_PORT": str(port),
         }
         run = ["launch=local", "experiment=digits", f"run.dir={tmp_path / 'run'}", "tracker=none", "data.num_workers=0"]
-        command = [
-            sys.executable,
-            "-m",
-            "dtrain",
-            "launch",
-            *run,
-            "train.max_epochs=300",
-            "train.log_every=1",
-            *arguments,
-        ]
+        command = [python, "-m", "dtrain", "launch", *run, "train.max_epochs=300", "train.log_every=1", *arguments]
         # As process 1 of a container, whose end is the end of all of its processes.
-        namespace = (
-            ["unshare", "--pid", "--fork", "--kill-child"] if os.geteuid() == 0 and shutil.which("unshare") else []
-        )
+        is_container = python == sys.executable and os.geteuid() == 0 and shutil.which("unshare")
+        namespace = ["unshare", "--pid", "--fork", "--kill-child"] if is_container else []
         return subprocess.Popen([*namespace, *command], env=os.environ | {"OMP_NUM_THREADS": "1"} | where)
 
-    running = [pod(0), pod(1)]
+    running = [pod(sys.executable, rank) for rank in range(2)]
     try:
         while not (tmp_path / "run" / "metrics.jsonl").exists():
             assert all(one.poll() is None for one in running)
@@ -213,7 +204,7 @@ def test_a_signal_to_one_pod_stops_both_and_both_resume(tmp_path: Path, digits: 
         assert [one.wait(300) for one in running] == [STOPPED, STOPPED]
         stopped = status(tmp_path / "run")
         assert stopped["state"] == "stopped"
-        running = [pod(rank, f"train.max_steps={stopped['step'] + 2}") for rank in range(2)]
+        running = [pod(forked_python(), rank, f"train.max_steps={stopped['step'] + 2}") for rank in range(2)]
         assert [one.wait(300) for one in running] == [0, 0]
         assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["restarts"]) == ("finished", 1)
     finally:
