@@ -33,6 +33,7 @@ import torch.distributed as dist
 from benchmarks import harness
 from benchmarks.order import epoch_order, milliseconds, resident_bytes
 from dtrain.data.dataset_index import DatasetIndex
+from dtrain.data.order import EpochOrder, Layout, Recipe
 from dtrain.data.workers import Share
 from dtrain.distributed.collectives import on_all_ranks
 from dtrain.distributed.store import fresh_store
@@ -99,14 +100,46 @@ def _show(title: str, values: dict[str, float]) -> None:
 
 def of_ranks(ranks: int, kind: str, *, calls: bool) -> dict[str, float]:
     """Forks ranks that join a process group and vote; returns the medians over the ranks."""
-    # In this process, as that of torchrun, so that it outlives the ranks.
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "GLOO_SOCKET_IFNAME": "lo"}
-    environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    environment = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     # It decides only whether a rank makes a connection to each other one when it joins.
     environment["TORCH_GLOO_LAZY_INIT"] = "1" if kind == "lazy" else "0"
-    found = _forked(lambda rank: _rank(rank, ranks, environment, calls), range(ranks))
+    with Server() as server:
+        environment["MASTER_PORT"] = str(server.port)
+        found = _forked(lambda rank: _rank(rank, ranks, environment, calls), range(ranks))
     return {name: statistics.median(one[name] for one in found) for name in found[0]}
+
+
+class Server:
+    """A store in a process of its own, as that of torchrun. This process has no threads, because it forks.
+
+    Attributes:
+        port: Of the store.
+        cpu_s: CPU seconds of the store, after the ``with`` block.
+    """
+
+    def __init__(self) -> None:
+        self.cpu_s = 0.0
+        context = multiprocessing.get_context("fork")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=self._serve, args=(theirs,))
+
+    def _serve(self, pipe: Any) -> None:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        began = time.process_time()
+        pipe.send(store.port)
+        pipe.recv()
+        pipe.send(time.process_time() - began)
+        os._exit(0)
+
+    def __enter__(self) -> Server:
+        self._process.start()
+        self.port: int = self._pipe.recv()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pipe.send(None)
+        self.cpu_s = self._pipe.recv()
+        self._process.join()
 
 
 def _rank(rank: int, ranks: int, environment: dict[str, str], count: bool) -> dict[str, float]:
@@ -118,10 +151,10 @@ def _rank(rank: int, ranks: int, environment: dict[str, str], count: bool) -> di
     counter = CountingStore(store)
     dist.init_process_group("gloo", store=counter if count else store, rank=rank, world_size=ranks, timeout=TIMEOUT)
     result = {"join_s": time.monotonic() - began, "join_cpu_ms": (time.process_time() - cpu) * 1e3}
-    # Of fresh_store: append, wait, get and add.
-    result["calls"] = 4 + sum(counter.calls.values())
     payload = torch.zeros(payload_bytes(metrics=1) // 8, dtype=torch.float64)
     dist.all_reduce(payload)  # lazy connections are made now
+    # Of fresh_store: append, wait, get and add.
+    result["calls"] = 4 + sum(counter.calls.values())
     result["sockets"] = _sockets() - sockets
     began, cpu = time.monotonic(), time.process_time()
     for _ in range(VOTES):
@@ -185,19 +218,17 @@ def _forked(function: Callable[[int], dict[str, float]], numbers: Iterable[int])
 
 def of_store(clients: int, calls: int) -> dict[str, float]:
     """Calls a second that a store answers to so many clients at once, and the CPU time that it takes for one."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = server.port
 
     def client(number: int) -> dict[str, float]:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
         began = time.monotonic()
         for _ in range(calls):
             store.check(["dtrain/hang"])
         return {"seconds": time.monotonic() - began}
 
-    before = time.process_time()
-    found = _forked(client, range(clients))
-    server_us = (time.process_time() - before) * 1e6 / (clients * calls)
+    with Server() as server:
+        found = _forked(client, range(clients))
+    server_us = server.cpu_s * 1e6 / (clients * calls)
     return {"per_s": clients * calls / max(one["seconds"] for one in found), "server_us": server_us}
 
 
@@ -212,10 +243,16 @@ def measured_order(shards: int, per_shard: int) -> dict[str, float]:
     memory = (resident_bytes() - before) / 2**20
     share = Share.of(ROWS * RANKS, ROWS, RANKS // 2 + 1, RANKS)
     slots = share.slots(np.zeros(1, np.int64))[0]
-    steps = np.arange(order.num_steps)
-    located = order.locate(steps[:, np.newaxis], slots)
     starts = np.concatenate(([0], np.cumsum(counts)))
-    opened = np.unique(np.searchsorted(starts, located[located >= 0], side="right")).size
+
+    def read(order: EpochOrder) -> tuple[int, int]:
+        """Samples that the rank reads in an epoch, and the shards that they are in."""
+        located = order.locate(np.arange(order.num_steps)[:, np.newaxis], slots)
+        samples = located[located >= 0]
+        return samples.size, np.unique(np.searchsorted(starts, samples, side="right")).size
+
+    samples, opened = read(order)
+    _, opened_with_lanes = read(EpochOrder(counts, Recipe(0, "window"), 0, [Layout(ROWS * RANKS, RANKS)]))
     unmapped = np.broadcast_to(np.int64(0), (int(counts.sum()), 2))
     arrays = {"counts": counts, "shard_sizes": counts, "offsets": unmapped, "sizes": unmapped}
     arrays |= {"key_bytes": np.zeros(0, np.uint8), "key_starts": np.zeros(1, np.int64)}
@@ -232,8 +269,10 @@ def measured_order(shards: int, per_shard: int) -> dict[str, float]:
         ),
         "MiB of the order": memory,
         "steps of an epoch": float(order.num_steps),
-        "samples of the rank": float((located >= 0).sum()),
-        "shards that the rank opens": float(opened),
+        "samples of the rank": float(samples),
+        "its share of the shards": shards / RANKS,
+        "shards that it opens, with 64 lanes (the default)": float(opened),
+        f"shards that it opens, with data.lanes={RANKS}": float(opened_with_lanes),
         "ms to open the index and compute its fingerprint": index_ms,
         "bytes of a sample in the index, two fields, keys of 10 bytes": 2 * 2 * 8 + 8 + 10.0,
     }

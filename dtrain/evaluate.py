@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import yaml
-from omegaconf import OmegaConf
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -189,17 +188,23 @@ def recompose_artefact(folder: Path, arguments: Sequence[str]) -> list[str]:
     typed = {argument.partition("=")[0] for argument in arguments}
     if chosen := typed & {"run.dir", "precision", "model"}:
         raise ConfigError(f"{min(chosen)}: an artefact has its own. Leave out either this key or artefact=.")
-    with as_config_error("artefact"):
-        if not path.is_file():
-            raise ConfigError(
-                f"artefact: {folder} has no {path.name}, which earlier versions did not write. Export the run again."
-            )
+    if not path.is_file():
+        raise ConfigError(
+            f"artefact: {folder} has no {path.name}, which earlier versions did not write. Export the run again."
+        )
+    try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        saved = OmegaConf.create(rename_keys(content))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"artefact: {path} cannot be read ({error}). Export the run again.") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"artefact: {path} does not hold a config. Export the run again.")
+    saved = rename_keys(content)
     overrides = []
     for key in _OF_ARTEFACT:
-        value = OmegaConf.select(saved, key)
-        plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+        # Interpolations stay as they are, so that they are seen by require_known and not read from the environment here.
+        plain: Any = saved
+        for part in key.split("."):
+            plain = plain.get(part) if isinstance(plain, Mapping) else None
         # A path in it was on another machine.
         is_elsewhere = key == "data.eval" and not str(plain).startswith("hf://")
         if plain not in (None, {}, []) and key not in typed and not is_elsewhere:

@@ -66,6 +66,9 @@ def accepted(words: list[str], monkeypatch: pytest.MonkeyPatch) -> bool:
     name, arguments = words[at].removeprefix("dtrain."), [word.replace("$PWD/", "") for word in words[at + 1 :]]
     if name not in ENTRY_POINTS:
         return False
+    # An artefact is needed to compose its config, and one of the hub a network.
+    arguments = ["run.dir=runs/mine" if word.startswith("artefact=") else word for word in arguments]
+    arguments = [word.removeprefix("hf://") if name == "predict" else word for word in arguments]
     if name == "launch" and arguments[:1] and arguments[0] in COMMANDS:
         return all("=" not in argument and not argument.startswith("-") for argument in arguments)
     code = call(importlib.import_module(f"dtrain.{name}"), arguments, monkeypatch)

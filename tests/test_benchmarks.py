@@ -378,3 +378,12 @@ def test_a_soak_names_what_has_grown() -> None:
 @pytest.mark.usefixtures("digits")
 def test_nothing_grows_over_100_000_steps(tmp_path: Path) -> None:
     assert run("soak", "--dir", tmp_path / "run", cache=tmp_path / "cache").splitlines()[-1] == "flat"
+
+
+@pytest.mark.slow
+def test_scale_counts_the_calls_of_ranks_that_join(tmp_path: Path) -> None:
+    rows = [f"{ranks} ranks, {kind}" for ranks in (2, 4) for kind in ("full mesh", "lazy")]
+    found = quick("scale", tmp_path, rows=[*rows, "1 clients", "MiB of the order"])
+    # gloo's full mesh asks for the address of each rank, in two calls.
+    assert [found["calls"][f"{ranks} ranks, full mesh"] for ranks in (2, 4)] == [9, 13]
+    assert found["order"]["samples of the rank"] == 64

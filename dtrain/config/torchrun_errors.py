@@ -19,6 +19,7 @@ import itertools
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 import time
@@ -76,6 +77,7 @@ def entry_point() -> Callable[[Any], Any]:
     """Called by torchrun as the entry point ``torchrun.handlers``; returns a backend that cannot be used."""
     if _is_job_of_dtrain(sys.argv[1:]):
         quiet_torchrun()
+        allow_open_files()
     return _refuse_rendezvous
 
 
@@ -109,6 +111,13 @@ def quiet_torchrun() -> None:
     for name in _ANNOUNCEMENTS:
         logging.getLogger(name).addFilter(is_shown)
     os.environ[_QUIET] = "1"
+
+
+def allow_open_files() -> None:
+    """Raises this process's limit of open files as far as it may be: torchrun's store has two connections to each rank."""
+    with suppress(OSError, ValueError):  # macOS has no limit, but does not accept that as a limit
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _last_message(kind: str, error: Any, killed_by_torchrun: set[int]) -> str | None:

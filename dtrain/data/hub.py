@@ -58,7 +58,8 @@ class HubModel:
             ConfigError: If it has another form.
         """
         found = _URL.fullmatch(url)
-        if found is None or "--" in found["name"] or ".." in found["name"]:
+        # huggingface_hub makes a path in its cache of the name and the revision.
+        if found is None or "--" in found["name"] or ".." in url:
             raise ConfigError(
                 f"{key}: got {url!r}, want the name of a model, hf://ORGANISATION/NAME or .../NAME@REVISION."
             )
@@ -95,7 +96,7 @@ class HubModel:
         """
         path = self.download(WEIGHTS)
         if (description := self._described()) is not None:
-            self.verify(path, str(description.get("sha256")))
+            self.verify(path, str(description["sha256"]))
         return path
 
     def verify(self, path: Path, expected: str) -> None:
@@ -120,7 +121,7 @@ class HubModel:
             return None
         except ValueError as error:
             raise ConfigError(f"{self.key}: {self}: its {DESCRIPTION} is damaged ({error}).") from error
-        return content if isinstance(content, dict) else None
+        return content if isinstance(content, dict) and "sha256" in content else None
 
     def _first_of(self, *files: str) -> Path:
         """The path of the first of these files that the model has."""

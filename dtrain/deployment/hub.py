@@ -15,6 +15,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -235,8 +236,9 @@ class Push:
                 encoding="utf-8", errors="replace"
             )
             if found := _FRONT_MATTER.match(text):
-                content = yaml.safe_load(found[1])
-                self.front_matter = content if isinstance(content, dict) else {}
+                with suppress(yaml.YAMLError):  # then it has no metadata that could be kept
+                    content = yaml.safe_load(found[1])
+                    self.front_matter = content if isinstance(content, dict) else {}
 
     def _require_same_model(self, ours: Mapping[str, Any]) -> None:
         remedy = "Push to another name, or set export.push_replace=true to replace all of its files."
@@ -250,7 +252,7 @@ class Push:
         path = HubModel(self.model.name, self.commit).download(DESCRIPTION)
         try:
             theirs = _identity_in(json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{self._what} exists, and its {DESCRIPTION} is damaged ({error}). {remedy}") from error
         if theirs != ours:
             raise ConfigError(f"{self._what} has another model: {_difference(theirs, ours)}. {remedy}")

@@ -29,6 +29,7 @@ _DATASETS = "hf://datasets/"
 _COUNTS = ("samples", "bad_samples")
 _MAX_CHARTS, _COLUMNS = 4, 2
 _CURVES = ("train-loss", "train-lr")  # beside those of the evaluations
+_FACTS = ("property", "value")
 #: Keys of the front matter that a push writes; others that somebody has added stay.
 _OWN_KEYS = ("library_name", "pipeline_tag", "tags", "datasets", "model-index")
 
@@ -194,7 +195,7 @@ class ModelCard:
     def _model_rows(self) -> list[tuple[str, ...]]:
         description, image = self.description, self.description.input
         arguments = {key: value for key, value in description.model.items() if key != "_target_"}
-        rows: list[tuple[str, ...]] = [("", ""), ("class", _literal(description.model.get("_target_")))]
+        rows: list[tuple[str, ...]] = [_FACTS, ("class", _literal(description.model.get("_target_")))]
         rows.append(("arguments", _literal(_inline(arguments)) if arguments else "none"))
         size = f"{self.report['bytes']['exported']:,} bytes, {self.report['ratio']:.2f} of fp32"
         kept = f"; fp32 in {_literal(', '.join(description.keep_fp32))}" if description.keep_fp32 else ""
@@ -217,7 +218,7 @@ class ModelCard:
 
     def _data_rows(self) -> list[tuple[str, ...]]:
         data, index = self.config["data"], (self.state.get("loader") or {}).get("data") or {}
-        rows: list[tuple[str, ...]] = [("", "")]
+        rows: list[tuple[str, ...]] = [_FACTS]
         sources = {"training data": data.get("mixture") or data.get("train"), "evaluation data": data.get("eval")}
         rows += [(name, _literal(_inline(source))) for name, source in sources.items() if source]
         facts = (("num_samples", "samples"), ("num_shards", "shards"), ("bytes", "bytes"))
@@ -254,7 +255,7 @@ class ModelCard:
             "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
             "code": _literal(code) if code else "",
         }
-        return [("", ""), *((name, value) for name, value in rows.items() if value and value != "``")]
+        return [_FACTS, *((name, value) for name, value in rows.items() if value and value != "``")]
 
     def _train_command(self) -> list[str]:
         """What was typed, with paths of this machine reduced to names, and the number of processes."""

@@ -315,3 +315,16 @@ def test_torchruns_announcements_are_dropped_and_kills_are_not(
         "failed (exitcode: -9) local_rank: 0",
         "something new",
     ]
+
+
+def test_the_store_of_torchrun_may_have_connections_to_many_ranks() -> None:
+    code = """
+import resource, sys
+from dtrain.config import torchrun_errors
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+sys.argv = ["torchrun", "-m", "dtrain.train"]
+torchrun_errors.entry_point()
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

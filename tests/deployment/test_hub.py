@@ -126,6 +126,17 @@ def test_metadata_that_somebody_added_to_the_card_is_known_to_the_next_push(serv
     assert checked.front_matter == {"license": "mit", "language": ["de"]}
 
 
+def test_a_card_and_a_description_of_others_may_have_any_content(server: HubServer, folder: Path) -> None:
+    ours = identity_of(artefact.read_description(folder)[0])
+    server.add_model("org/name", {"README.md": b"---\ntags: [\n---\ntext"})
+    checked = Push.of(ExportConfig(push=URL), ours)
+    assert checked is not None
+    assert checked.front_matter == {}
+    server.add_model("org/name", {"model.json": b'{"model": 1, "source": null, "classes": []}'})
+    with refused(ConfigError, "export.push", "model.json is damaged", "export.push_replace=true"):
+        Push.of(ExportConfig(push=URL), ours)
+
+
 @pytest.mark.parametrize(
     ("change", "names"),
     [
@@ -159,7 +170,17 @@ def test_a_repository_that_is_not_dtrains_is_refused(server: HubServer, folder: 
 
 
 @pytest.mark.parametrize(
-    "url", ["org/name", "hf://name", "hf://a/b/c", "hf://datasets/org/name", "hf://o/n@", "hf://o/..", "s3://b/k"]
+    "url",
+    [
+        "org/name",
+        "hf://name",
+        "hf://a/b/c",
+        "hf://datasets/org/name",
+        "hf://o/n@",
+        "hf://o/..",
+        "s3://b/k",
+        f"{URL}@main/../x",
+    ],
 )
 def test_a_malformed_name_is_refused(url: str) -> None:
     with refused(ConfigError, "export.push", url, "hf://ORGANISATION/NAME"):

@@ -71,6 +71,12 @@ def test_weights_of_the_hub_are_loaded_and_named(model: Model) -> None:
     assert (linear.bias != 0).any()
 
 
+def test_a_file_of_others_may_have_the_name_of_our_description(server: HubServer) -> None:
+    server.add_model("org/name", {"model.safetensors": weights(1.0), "model.json": b'{"layers": []}'})
+    linear, _ = loaded(RunConfig(weights_from=URL))
+    assert (linear.weight == 1).all()
+
+
 @pytest.mark.parametrize(
     ("files", "names"),
     [
@@ -123,6 +129,8 @@ def test_the_commit_of_the_first_start_is_that_of_all_starts(
     assert url == f"{URL}@{first}"
     assert run.changes() == []
     assert (loaded(RunConfig(weights_from=url))[0].weight == 1).all()
+    published = run.published()
+    assert (published["run"]["weights_from"] or published["run"]["warm_start"]["path"]) == f"{URL}@{first}"
     server.api_requests.clear()
     begin(tmp_path / "run", URL, key)
     assert server.api_requests == []  # it needs no network any more
