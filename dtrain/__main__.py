@@ -17,9 +17,9 @@ from dtrain import __version__
 
 COMMANDS = {
     "train": "train a model; the same command again resumes the run",
-    "evaluate": "evaluate a checkpoint of a run, in one precision or several",
-    "export": "export a checkpoint as an artefact without training code",
-    "predict": "predict with an artefact",
+    "evaluate": "evaluate a checkpoint of a run, in one precision or several, or an artefact",
+    "export": "export a checkpoint as an artefact for inference, and publish it on the Hugging Face hub",
+    "predict": "classify images or continue a text with an artefact",
     "pack": "write tar shards, or index existing ones",
     "launch": "start runs and sweeps on this machine or with SLURM; their status, logs, stop and resume",
     "report": "show runs as one HTML page",
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _print_completion(rest)
         if name in _ON_SEVERAL_PROCESSES:
             processes, rest = _take_nproc(name, rest)
-            if processes > 1 or _is_one_of_several_machines(name, rest):
+            if processes > 1 or _is_pod(name, rest):
                 return _run_torchrun(name, processes, rest)
         return _run(name, rest)
     except UsageError as error:
@@ -152,19 +152,21 @@ def _take_nproc(name: str, arguments: Sequence[str]) -> tuple[int, list[str]]:
 
 def _launcher() -> str:
     """The launcher that has started this process as one of several; ``""`` without one."""
-    if "RANK" in os.environ:
+    # PyTorchJob sets RANK in its pods too, where torchrun has to start the processes; LOCAL_RANK is of a process of torchrun.
+    in_pod = "PET_NNODES" in os.environ and "LOCAL_RANK" not in os.environ
+    if "RANK" in os.environ and not in_pod:
         return "torchrun (RANK is set)"
     # SLURM_PROCID is also set in batch scripts and interactive shells, which are single processes.
     return f"srun ({tasks} tasks)" if (tasks := os.environ.get("SLURM_STEP_NUM_TASKS", "1")) != "1" else ""
 
 
-def _is_one_of_several_machines(name: str, arguments: Sequence[str]) -> bool:
-    """Whether torchrun has to start a single process too, because other pods of a cluster start the others."""
+def _is_pod(name: str, arguments: Sequence[str]) -> bool:
+    """Whether torchrun has to start a single process too: other pods start the others, or RANK is that of the pod."""
     if "PET_NNODES" not in os.environ or _launcher() or _is_single(name, arguments):
         return False
     from dtrain.distributed.world import rendezvous_options
 
-    return not rendezvous_options()
+    return "RANK" in os.environ or not rendezvous_options()
 
 
 def _is_single(name: str, arguments: Sequence[str]) -> bool:

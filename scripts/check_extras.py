@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 from tests.data.http_server import FileServer, Handler, running  # noqa: E402
 from tests.data.hub_server import HubServer  # noqa: E402
 
-NOT_FOR_USERS = ("dev", "bench")
+NOT_FOR_USERS = ("dev", "bench", "docs")
 #: Need an older package than constraints.txt has.
 UNCONSTRAINED = ("trackio",)
 #: Config of a training of two steps on the shards, without the data.
@@ -66,7 +66,7 @@ USES = {
     "http": f"{TRAIN} data.train=HTTP/train-000000.tar data.eval=null run.dir=http",
     "s3": f"{TRAIN} data.train=s3://shards/train-000000.tar data.eval=null run.dir=s3",
     "hf": f"{TRAIN} data.train=hf://datasets/org/name/train-000000.tar data.eval=null run.dir=hf",
-    "text": "-m dtrain pack text text.txt tokens --tokenizer tokenizers:tokenizer.json --length 8\n-c import\ttiktoken",
+    "text": "-m dtrain pack text text.txt tokens --tokenizer tokenizers:tokenizer.json --length 8",
     "media": "sound.py",
     "onnx": "-m dtrain export run.dir=run export.format=onnx export.dtype=fp32 export.out=artefact\n"
     "-m dtrain predict artefact toy.png",
@@ -115,7 +115,7 @@ class Environment:
     def use(self, extra: str) -> str | None:
         """Uses an extra; the output if that fails."""
         for line in USES[extra].replace("HTTP", self.variables["DTRAIN_TEST_HTTP"]).splitlines():
-            done = self.python(*(word.replace("\t", " ") for word in line.split()))
+            done = self.python(*line.split())
             if done.returncode:
                 return f"{line}\n{done.stdout}"
         return None

@@ -16,7 +16,7 @@ from tests.refusals import assert_refused
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "SLURM_STEP_NUM_TASKS"):
+    for name in ("RANK", "LOCAL_RANK", "PET_NNODES", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(command, "_gpus", lambda: 0)
     monkeypatch.setattr(sys, "argv", sys.argv)
@@ -123,6 +123,23 @@ def test_in_a_pod_of_several_torchrun_joins_the_others(
     assert [call[1:-4] for call in torchrun] == ([expected] if expected else [])
     assert command.main(["train", "--cfg", "job"]) == 0
     assert len(in_process) == (0 if expected else 1)
+
+
+@pytest.mark.parametrize(("nodes", "options"), [("1", ["--standalone"]), ("2", [])])
+def test_torchrun_is_started_in_the_pods_of_pytorchjob_which_have_a_rank(
+    monkeypatch: pytest.MonkeyPatch,
+    torchrun: list[list[str]],
+    in_process: list[list[str]],
+    nodes: str,
+    options: list[str],
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", nodes), ("PET_NNODES", nodes)):
+        monkeypatch.setenv(name, value)
+    assert command.main(["train", "experiment=digits"]) == 0
+    assert [call[1:-4] for call in torchrun] == [[*options, "--nproc-per-node=1"]]
+    monkeypatch.setenv("LOCAL_RANK", "0")  # torchrun's own process
+    assert command.main(["train", "experiment=digits"]) == 0
+    assert len(in_process) == len(torchrun) == 1
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 from tests.refusals import assert_refused
 
 ROOT = Path(__file__).resolve().parents[1]
-NOT_FOR_USERS = ("dev", "bench")
+NOT_FOR_USERS = ("dev", "bench", "docs")
 
 #: By extra: its packages, the first one as the message names it, and a call that needs them.
 USES = {

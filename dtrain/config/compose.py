@@ -344,8 +344,11 @@ def _show(error: Exception) -> None:
 
 
 def _show_message(message: str) -> None:
-    """Shows a wrong config on rank 0. srun tells nothing of the other nodes, where something else may be missing."""
-    is_first_of_node = os.environ.get("LOCAL_RANK") == "0" and "TORCHELASTIC_RUN_ID" not in os.environ
+    """Shows a wrong config on rank 0. srun tells nothing of the other nodes, where something else may be missing.
+
+    PyTorchJob sets RANK in each of its pods, but not LOCAL_RANK.
+    """
+    is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0" and "TORCHELASTIC_RUN_ID" not in os.environ
     _show_text(f"dtrain: error: {message}", rank() == 0 or is_first_of_node)
 
 

@@ -293,5 +293,5 @@ def _wanted(key: str) -> str:
     parent, _, name = key.rpartition(".")
     hint = key_types(kind).get(name) if (kind := _section_at(parent)) is not None else None
     plain = isinstance(hint, type) and not get_args(hint)  # in Python 3.10, list[str] is a type, too
-    text = hint.__name__ if plain else str(hint).replace("typing.", "").replace(" | None", " or null")
+    text = getattr(hint, "__name__", "") if plain else str(hint).replace("typing.", "").replace(" | None", " or null")
     return f"Want {text}." if hint is not None else ""

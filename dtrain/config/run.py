@@ -295,9 +295,11 @@ def without_folders(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     text = re.sub(r"\bfile:/+", "/", value)
-    if text.startswith(("/", "~")) and "{" not in text:  # the whole text is a path, which may have spaces
-        return text.rstrip("/").rpartition("/")[2]
-    return _FOLDER.sub(lambda found: found[0].rstrip("/").rpartition("/")[2], text)
+    name = ""
+    if text.startswith(("/", "~")):  # the text is a path, which may have spaces; braces are those of a pattern
+        folder, brace, rest = text.partition("{")
+        name, text = (folder if brace else folder.rstrip("/")).rpartition("/")[2], brace + rest
+    return name + _FOLDER.sub(lambda found: found[0].rstrip("/").rpartition("/")[2], text)
 
 
 def refuse_hidden(config: Mapping[str, Any], prefix: str = "") -> None:

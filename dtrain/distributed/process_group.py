@@ -258,7 +258,7 @@ def settle_network(environment: MutableMapping[str, str] = os.environ) -> None:
     environment.setdefault("NCCL_DEBUG", "WARN")
     if "GLOO_SOCKET_IFNAME" not in environment and (interface := interface_for_gloo(environment)):
         environment["GLOO_SOCKET_IFNAME"] = interface
-    if int(environment["WORLD_SIZE"]) > _LARGEST_MESH:
+    if int(environment.get("WORLD_SIZE", "1")) > _LARGEST_MESH:
         environment.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if environment.get("LOCAL_RANK") == "0":
         print(f"network of {socket.gethostname()}: {_describe_network(environment, set_by_user)}", flush=True)

@@ -181,7 +181,7 @@ def fresh_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
         attempt = dist.PrefixStore(f"dtrain/{name}", store)
         _answer_all(store, attempt, name, world_size, timeout)
         return attempt
-    store.append(_CALLERS, f"{name} ")  # not in torch's stubs
+    store.append(_CALLERS, f"{name} ")
     store.wait([f"dtrain/answer/{name}"], timeout)
     attempt = dist.PrefixStore(f"dtrain/{store.get(f'dtrain/answer/{name}').decode()}", store)
     attempt.add("arrived", 1)

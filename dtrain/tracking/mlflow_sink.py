@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from dtrain.config.schema import TrackerConfig
 
 #: Errors that this sink may raise.
-ERRORS = (MlflowException, OSError, ValueError)
+ERRORS = (MlflowException, OSError, ValueError, ImportError)
 #: Seconds between two attempts to reach a server that is away.
 RETRY_SECONDS = 5.0
 _AWAY = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "DEADLINE_EXCEEDED", "REQUEST_LIMIT_EXCEEDED")
@@ -69,6 +69,7 @@ class MlflowSink:
 
     Raises:
         MlflowException, OSError, ValueError: Here and in all methods, if MLflow cannot continue.
+        ImportError: If the driver of a database is not installed.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class MlflowSink:
             run = None
         if run is None or run.info.lifecycle_stage != "active":
             self._note(
-                f"mlflow: run {run_id} of the earlier start is not there (deleted, or another store); a new one begins."
+                f"mlflow: run {run_id} of the earlier start is not in this store (deleted, or another store); a new run begins."
             )
             return None
         self._ask(lambda: self._client.update_run(run_id, status="RUNNING"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,11 +37,10 @@ class Ema:
             raise ValueError(f"train.ema_decay: got {decay}, want a number in [0, 1), such as 0.999.")
         self.decay = decay
         self._model = model
-        # Of a sharded model, the parts of this rank.
-        self._weights: list[Tensor] = [local_part(parameter.detach()) for parameter in model.parameters()]
+        self._weights: list[Tensor] = []
+        self._find_weights()
         with torch.no_grad():  # the copy of a ScriptModule's parameter would otherwise be recorded for autograd
             self._averages: list[Tensor] = [weight.clone() for weight in self._weights]
-        self._chunks = list(_chunks(self._averages, self._weights))
         self._on_host = not any(weight.is_cuda for weight in self._weights)
         self._is_swapped_in = False
 
@@ -49,9 +49,20 @@ class Ema:
         """Moves the average one step, unless ``skip`` (bool, shape ``[]``, on the device) is true."""
         if self._on_host:  # on a CPU, where reading `skip` costs nothing, or with parallel.offload
             if not skip.item():
-                torch._foreach_lerp_(self._averages, self._weights, 1 - self.decay)
+                for averages, weights in self._chunks:
+                    torch._foreach_lerp_(averages, weights, 1 - self.decay)
             return
         self._update_on_device(skip)
+
+    @cached_property
+    def _chunks(self) -> list[tuple[list[Tensor], list[Tensor]]]:
+        # Made by the first update, because FSDP2 of torch 2.9 moves the parts that it pads when the first forward begins.
+        self._find_weights()
+        return list(_chunks(self._averages, self._weights))
+
+    def _find_weights(self) -> None:
+        # Of a sharded model, the parts of this rank.
+        self._weights = [local_part(parameter.detach()) for parameter in self._model.parameters()]
 
     def _update_on_device(self, skip: Tensor) -> None:
         # A multiplication by 0 instead of a branch: reading `skip` would make the host wait for the device. The differences
@@ -83,6 +94,7 @@ class Ema:
     @torch.no_grad()
     def _swap(self) -> None:
         reshard(self._model)  # or the next forward would use parameters that were gathered before
+        self._find_weights()
         for weight, average in zip(self._weights, self._averages, strict=True):
             before = weight.clone()
             weight.copy_(average)

@@ -54,7 +54,8 @@ def test_a_character_that_the_terminal_lacks_does_not_end_the_run(monkeypatch) -
 
 
 def test_only_rank_zero_explains(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    monkeypatch.setenv("RANK", "1")
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "1")
     with pytest.raises(SystemExit):
         run(lambda composed: None, ["precision=fp17"])
     assert capsys.readouterr().err == ""
@@ -90,6 +91,7 @@ def test_a_bug_shows_its_traceback_on_the_rank_that_has_it(capsys: pytest.Captur
         ({"RANK": "1", "LOCAL_RANK": "1"}, False),
         ({"RANK": "4", "LOCAL_RANK": "0"}, True),  # srun: nobody else tells what is missing on the second node
         ({"RANK": "4", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}, False),  # torchrun shows it
+        ({"RANK": "1", "WORLD_SIZE": "2"}, True),  # the second pod of PyTorchJob
     ],
 )
 def test_a_wrong_config_is_shown_once_on_each_node(

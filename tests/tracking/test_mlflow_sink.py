@@ -197,6 +197,15 @@ def test_a_store_that_cannot_work_is_reported_once_and_ends_no_run(run_dir, stor
     assert len(records(run_dir)) == 2
 
 
+def test_a_driver_that_is_not_installed_is_one_line(run_dir, store, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "psycopg2", None)
+    start(run_dir, [step(1)], mlflow_uri="postgresql+psycopg2://me:hunter2@127.0.0.1:1/db")
+    text = capsys.readouterr()
+    assert "psycopg2" in text.out
+    assert "The run continues without it" in text.out
+    assert "hunter2" not in text.out + text.err
+
+
 def test_statistics_of_use_are_off_and_records_of_alembic_are_not_shown(run_dir, store):
     assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
     start(run_dir, [step(1)])
