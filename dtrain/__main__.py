@@ -17,9 +17,9 @@ from dtrain import __version__
 
 COMMANDS = {
     "train": "train a model; the same command again resumes the run",
-    "evaluate": "evaluate a checkpoint of a run, in one precision or several",
-    "export": "export a checkpoint as an artefact without training code",
-    "predict": "predict with an artefact",
+    "evaluate": "evaluate a checkpoint of a run, in one precision or several, or an artefact",
+    "export": "export a checkpoint as an artefact for inference, and publish it on the Hugging Face hub",
+    "predict": "classify images or continue a text with an artefact",
     "pack": "write tar shards, or index existing ones",
     "launch": "start runs and sweeps on this machine or with SLURM; their status, logs, stop and resume",
     "report": "show runs as one HTML page",

@@ -12,10 +12,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+# A release on GitHub is not beside the files that the changelog links to.
+_LINK = re.compile(r"\]\((?!https?:|#)")
+_REPOSITORY = "https://github.com/dtrain-developers/dtrain"
 
 
 def notes(tag: str, package: str, changelog: str) -> str:
-    """The text of the section.
+    """The text of the section, with absolute links.
 
     Args:
         tag: Name of the git tag.
@@ -38,7 +41,7 @@ def notes(tag: str, package: str, changelog: str) -> str:
         if heading.split()[0] == found[1]:
             if not re.fullmatch(r"\S+ \(\d{4}-\d{2}-\d{2}\)", heading):
                 raise ValueError(f"CHANGELOG.md: the heading is {heading!r}. Set the date: {found[1]} (2026-12-31).")
-            return text.strip() + "\n"
+            return _LINK.sub(f"]({_REPOSITORY}/blob/{tag}/", text.strip()) + "\n"
     raise ValueError(f"CHANGELOG.md has no section {found[1]!r}. Add it: ## {found[1]} (2026-12-31).")
 
 

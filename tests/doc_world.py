@@ -1,7 +1,7 @@
 """A folder in which the commands of the documentation find what they name, and programs that keep them short.
 
-``python``, ``torchrun`` and ``dtrain`` of that folder are the real ones, with arguments appended that make a training last
-some steps: what a reader types is run as it is written.
+``python``, ``torchrun`` and ``dtrain`` of that folder are the real ones, or forks of a process that has imported what they
+import, with arguments appended that make a training last some steps: what a reader types is run as it is written.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ def make_world(folder: Path, session: Path) -> Path:
     return folder
 
 
-def execute(script: str, folder: Path, left_out: Sequence[str] = (), timeout: float = 600) -> str:
+def execute(script: str, folder: Path, left_out: Sequence[str] = (), python: str = sys.executable) -> str:
     """Runs a block of bash in a world.
 
     Args:
         script: As it is in the page.
         folder: The world.
         left_out: Programs that do nothing.
-        timeout: Seconds.
+        python: The interpreter of its programs.
 
     Returns:
         What it printed.
@@ -84,7 +84,10 @@ def execute(script: str, folder: Path, left_out: Sequence[str] = (), timeout: fl
     programs.mkdir(exist_ok=True)
     for name in ("python", "torchrun", "dtrain"):
         shim = programs / name
-        shim.write_text(f'#!/bin/bash\nexec "{sys.executable}" "{Path(__file__).resolve()}" {name} "$@"\n')
+        # -IS: a quarter of the time of a start, for what only makes a command line of another.
+        shim.write_text(
+            f'#!/bin/bash\nexec "{sys.executable}" -IS "{Path(__file__).resolve()}" "{python}" {name} "$@"\n'
+        )
         shim.chmod(0o755)
     nothing = "".join(f"{name}() {{ :; }}\n" for name in left_out)
     done = subprocess.run(
@@ -94,7 +97,7 @@ def execute(script: str, folder: Path, left_out: Sequence[str] = (), timeout: fl
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=timeout,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}"
@@ -113,9 +116,11 @@ def shortened(arguments: Sequence[str]) -> list[str]:
 @functools.cache
 def _trained(session: Path) -> Path:
     """The directory of four steps of the digits, evaluated and saved at the end."""
+    from tests.forked_python import forked_python
+
     run_dir = session / "documented-run"
     overrides = ["experiment=digits", "tracker=none", f"run.dir={run_dir}", "train.max_steps=4", "train.eval_every=0"]
-    command = [sys.executable, "-m", "dtrain.train", *overrides]
+    command = [forked_python(), "-m", "dtrain.train", *overrides]
     done = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return run_dir
@@ -126,12 +131,10 @@ def _environment() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    program, *rest = sys.argv[1:]
+    python, program, *rest = sys.argv[1:]
     if program == "dtrain":
         command, *rest = rest
-        os.execv(
-            sys.executable,
-            [sys.executable, "-m", "dtrain", command, *shortened(["-m", f"dtrain.{command}", *rest])[2:]],
-        )
-    launcher = ["-m", "torch.distributed.run"] if program == "torchrun" else []
-    os.execv(sys.executable, [sys.executable, *launcher, *shortened(rest)])
+        rest = ["-m", "dtrain", command, *shortened(["-m", f"dtrain.{command}", *rest])[2:]]
+    else:
+        rest = [*(["-m", "torch.distributed.run"] if program == "torchrun" else []), *shortened(rest)]
+    os.execv(python, [python, *rest])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor
 from dtrain import train
 from dtrain.config import compose, schema
 from dtrain.training.checkpoints import read_folder
+from tests.forked_python import forked_python
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -66,8 +66,8 @@ def _composed(arguments: list[str]) -> Callable[[Callable[[DictConfig], None], l
 def torchrun(
     ranks: int, *arguments: str, module: str = "dtrain.train", timeout: float = 250, **environment: str
 ) -> Any:
-    """Runs an entry point under the real torchrun; returns the completed process with its output as text."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    """Runs an entry point under torchrun, in forks; returns the completed process with its output as text."""
+    command = [forked_python(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return subprocess.run(
         [*command, "-m", module, *arguments],
         capture_output=True,

@@ -20,6 +20,7 @@ from benchmarks import harness, low_precision, proof, scaling, soak
 from benchmarks.shuffle_quality import SortedShards
 from benchmarks.step import make_table
 from benchmarks.step_contenders import Turn
+from tests.forked_python import forked_python
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -28,7 +29,7 @@ def run(name: str, *arguments: str | Path, cache: Path) -> str:
     """What a benchmark prints."""
     environ = {key: value for key, value in os.environ.items() if key != "DTRAIN_TEST_CIFAR10"}
     environ |= {"OMP_NUM_THREADS": "1", "DTRAIN_CACHE": str(cache)}
-    command = [sys.executable, "-m", f"benchmarks.{name}", *map(str, arguments)]
+    command = [forked_python(), "-m", f"benchmarks.{name}", *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

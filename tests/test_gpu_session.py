@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import gpu_session
 from benchmarks.gpu_processes import Failed, NoTimeLeft, OutOfTime, Skipped, adopt_orphans, run_in_time
+from tests.forked_python import forked_python
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -118,7 +119,7 @@ def test_without_a_gpu_only_the_quick_session_runs(monkeypatch, tmp_path):
 def test_a_part_that_fails_is_recorded_with_its_last_lines_and_the_others_go_on(tmp_path):
     (tmp_path / "train-00000.tar").write_bytes(b"no tar" * 1000)
     environ = os.environ | {"DTRAIN_CIFAR10": str(tmp_path), "DTRAIN_CACHE": str(tmp_path / "cache")}
-    command = [sys.executable, "-m", "benchmarks.gpu_session", "--quick", "--out", tmp_path / "out"]
+    command = [forked_python(), "-m", "benchmarks.gpu_session", "--quick", "--out", tmp_path / "out"]
     command += ["--only", "cifar10", "checkerboard"]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr

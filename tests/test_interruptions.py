@@ -21,6 +21,7 @@ from torch.distributed.run import get_args_parser
 from dtrain.data import Batch
 from dtrain.tasks import Classification
 from dtrain.training.task import Output
+from tests.forked_python import forked_python
 from tests.runs import metrics, status, train_on, weights
 
 pytestmark = [pytest.mark.usefixtures("digits"), pytest.mark.slow]
@@ -87,7 +88,7 @@ def test_torchrun_restarts_a_run_that_crashes_and_it_ends_as_if_nothing_had_happ
     common = (*SMALL, "train.max_steps=12", "checkpoint.every_steps=3")
     train_on(2, whole, *common)
     faults = 'faults=["crash@rank=1,step=5"]'
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
+    command = [forked_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
     done = subprocess.run(
         [
             *command,

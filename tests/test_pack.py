@@ -22,6 +22,7 @@ from dtrain.config import compose
 from dtrain.data import ShardLoader
 from dtrain.pack import main
 from dtrain.packing.staging import StagedDataset
+from tests.forked_python import forked_python
 from tests.ranks import run_ranks
 from tests.runs import metrics, records
 
@@ -398,7 +399,7 @@ def test_exactly_the_printed_command_trains(tmp_path, capsys, make, model):
 def test_the_printed_command_trains_in_a_shell(tmp_path, capsys):
     assert main([str(word) for word in make_photos(tmp_path)]) == 0
     printed = capsys.readouterr().out.splitlines()[-1]
-    command = printed.replace("torchrun", f"{sys.executable} -m torch.distributed.run")
+    command = printed.replace("torchrun", f"{forked_python()} -m torch.distributed.run")
     done = subprocess.run(
         ["bash", "-c", f"{command} tracker=none run.dir=run"],
         capture_output=True,

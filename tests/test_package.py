@@ -59,7 +59,7 @@ CHANGELOG = """# Changelog
 
 ### Breaking changes
 
-- a change
+- [a](docs/a.md) change
 
 ## 0.1.0 (2026-11-30)
 
@@ -68,7 +68,8 @@ CHANGELOG = """# Changelog
 
 
 def test_the_notes_of_a_release_are_its_section_of_the_changelog() -> None:
-    assert notes("v0.2.0", PACKAGE, CHANGELOG) == "### Breaking changes\n\n- a change\n"
+    link = "https://github.com/dtrain-developers/dtrain/blob/v0.2.0/docs/a.md"
+    assert notes("v0.2.0", PACKAGE, CHANGELOG) == f"### Breaking changes\n\n- [a]({link}) change\n"
 
 
 @pytest.mark.parametrize(

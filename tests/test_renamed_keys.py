@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dtrain.config.renamed_keys import RENAMED_KEYS
+from tests.forked_python import forked_python
 from tests.runs import status, train_on
 
 SMALL = ("model.width=4", "data.num_workers=0", "train.eval_every=0", "train.global_batch_size=16")
@@ -17,7 +17,7 @@ KEY, OLD_KEY = "parallel.reduce_dtype", "parallel.comm_dtype"
 
 def command(module: str, *arguments: str) -> str:
     """Runs an entry point; returns its output, after checking that it succeeded."""
-    done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run([forked_python(), "-m", module, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from PIL import Image
 from dtrain.training import evaluation, stragglers
 from dtrain.training.evaluation import evaluate
 from dtrain.training.task import Evaluation
+from tests.forked_python import forked_python
 from tests.runs import records, status, torchrun, train_on
 from tests.tracking.wandb_records import records as wandb_records
 from tests.tracking.wandb_records import rows, run_of
@@ -100,7 +100,7 @@ def test_a_run_that_is_stopped_in_an_evaluation_is_whole_in_wandbs_files(
 def test_a_failed_run_ends_with_an_alert_and_a_line_that_says_why(tmp_path: Path) -> None:
     crash = 'faults=["crash@step=5"]'
     overrides = (*SMALL, f"run.dir={tmp_path}", "tracker.mode=offline", "train.max_steps=20", crash)
-    command = [sys.executable, "-m", "dtrain.train", *overrides]
+    command = [forked_python(), "-m", "dtrain.train", *overrides]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
     assert done.returncode == 1

@@ -214,7 +214,7 @@ def _explained(error: Exception, files: tuple[str, ...]) -> str:
             f": the token is not valid (HTTP 401). {LOGIN} with a new one from https://huggingface.co/settings/tokens."
         )
     if status == 403:
-        return f": this token may not do that (HTTP 403). {LOGIN} with one that has the permission."
+        return f": this token does not have the permission (HTTP 403). {LOGIN} with one that has it."
     if status == 412:
         return " has a new commit of somebody else since this export began (HTTP 412). Look at it, and start again."
     if status is not None:

@@ -153,14 +153,14 @@ class Push:
             message: Title of the commit.
 
         Returns:
-            The URL of the commit, for a person; and whether it is new.
+            The commit as ``hf://ORGANISATION/NAME@COMMIT``, with a remark if the repository was up to date.
 
         Raises:
             ConfigError: If the connection fails, or somebody else has pushed since the export began.
         """
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-        note = f"Nothing of it is visible on the hub. The artefact is complete in {folder}; the same command again pushes it."
+        note = f"Nothing was published. The artefact is complete in {folder}; the same command again pushes it."
         with hub_errors(self._what, note=note):
             self._create()
         if not self.exists:
@@ -208,7 +208,7 @@ class Push:
             raise ConfigError(f"{self._what}: the token may only read. {LOGIN} with one that may write.")
         if owner not in may_write:
             raise ConfigError(
-                f"{self._what}: the token is of {may_write[0]}, who is no member of {owner}. Push to one of "
+                f"{self._what}: the token belongs to {may_write[0]}, who is not a member of {owner}. Push to one of "
                 f"{', '.join(may_write)}; or {LOGIN[0].lower()}{LOGIN[1:]} with a token of {owner}."
             )
 
@@ -247,7 +247,7 @@ class Push:
             return
         if DESCRIPTION not in self.remote:
             raise ConfigError(
-                f"{self._what} exists and is not dtrain's (it has {min(foreign)}, and no {DESCRIPTION}). {remedy}"
+                f"{self._what} exists and has no artefact of dtrain (it has {min(foreign)}, and no {DESCRIPTION}). {remedy}"
             )
         path = HubModel(self.model.name, self.commit).download(DESCRIPTION)
         try:

@@ -138,7 +138,7 @@ class MlflowSink:
             run = None
         if run is None or run.info.lifecycle_stage != "active":
             self._note(
-                f"mlflow: run {run_id} of the earlier start is not there (deleted, or another store); a new one begins."
+                f"mlflow: run {run_id} of the earlier start is not in this store (deleted, or another store); a new run begins."
             )
             return None
         self._ask(lambda: self._client.update_run(run_id, status="RUNNING"))

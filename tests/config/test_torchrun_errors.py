@@ -24,6 +24,7 @@ from dtrain.config.errors import ConfigError, PeerFailed
 from dtrain.data.batch import Batch
 from dtrain.tasks.classification import Classification
 from dtrain.training.task import Output
+from tests.forked_python import forked_python
 from tests.runs import ROOT, status
 
 DTRAIN = ["torchrun", "--standalone", "-m", "dtrain.train", "experiment=digits"]
@@ -47,7 +48,7 @@ def installed(tmp_path: Path) -> dict[str, str]:
 
 def start(environment: dict[str, str], *arguments: object) -> subprocess.Popen[str]:
     """torchrun with two ranks; the standard error of all processes goes to one pipe, as to a terminal."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [forked_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     return subprocess.Popen(
         [*command, *map(str, arguments)],
         env=environment,

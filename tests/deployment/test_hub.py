@@ -164,7 +164,7 @@ def test_a_repository_of_another_model_is_replaced_only_if_asked_to(
 
 def test_a_repository_that_is_not_dtrains_is_refused(server: HubServer, folder: Path) -> None:
     model = server.add_model("org/name", {"config.json": b"{}", "pytorch_model.bin": b"", "README.md": b""})
-    with refused(ConfigError, "export.push", "config.json", "export.push_replace=true", "not dtrain's"):
+    with refused(ConfigError, "export.push", "config.json", "export.push_replace=true", "no artefact of dtrain"):
         push(folder)
     assert len(model.trees) == 1
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.doc_pages import blocks
+from tests.forked_python import forked_python
 from tests.runs import ROOT, metrics, train_on, weights
 from tests.shards import write_tar
 
@@ -93,7 +93,7 @@ def test_a_program_of_the_page_learns_the_digits(program: str, ranks: int, packa
     pytest.importorskip(package)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
     done = subprocess.run(
-        [sys.executable, *torchrun, str(FOLDER / program)],
+        [forked_python(), *torchrun, str(FOLDER / program)],
         capture_output=True,
         text=True,
         timeout=250,

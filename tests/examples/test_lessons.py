@@ -18,6 +18,7 @@ import torch
 
 from benchmarks import autocast_table
 from dtrain.precision import CrossRankGradScaler
+from tests.forked_python import forked_python
 from tests.ranks import run_ranks
 from tests.runs import ROOT
 
@@ -35,7 +36,7 @@ def lesson(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def run(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(LESSONS / f"{name}.py"), *arguments]
+    command = [forked_python(), str(LESSONS / f"{name}.py"), *arguments]
     given = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment
     return subprocess.run(command, env=given, capture_output=True, text=True, timeout=280, check=False)
 

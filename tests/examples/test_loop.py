@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from dtrain.data import Batch
 from dtrain.models import SmallCNN
 from dtrain.precision import CrossRankGradScaler
 from examples import loop
+from tests.forked_python import forked_python
 from tests.ranks import run_ranks
 from tests.runs import ROOT
 
@@ -122,7 +122,7 @@ def test_the_gradient_is_that_of_the_mean_over_all_valid_rows() -> None:
 @pytest.mark.slow
 def test_killed_and_resumed_under_torchrun_it_equals_an_uninterrupted_loop(tmp_path: Path) -> None:
     def start(out: Path) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        command = [forked_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         options = ["--precision", "fp16", "--out", str(out), "--epochs", "2", "--save-every", "3"]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         return subprocess.Popen(

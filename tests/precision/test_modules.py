@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from dtrain.config.schema import ParallelConfig, TrainConfig
 from dtrain.precision import Precision
 from dtrain.precision.skip_diagnosis import SkipDiagnosis
 from dtrain.training import build
+from tests.forked_python import forked_python
 from tests.refusals import refused
 from tests.runs import metrics, train_on
 from tests.toys import Net, NormNet, world
@@ -53,7 +53,7 @@ def test_a_script_module_trains_and_resumes_as_the_module_it_was_made_of(
     assert ours == pytest.approx(plain, rel=1e-4 if precision == "fp32" else 2e-2)
     if precision == "bf16":
         arguments = [f"run.dir={tmp_path / 'scripted'}", f"out={tmp_path}", "checkpoint=latest"]
-        command = [sys.executable, "-m", "dtrain.evaluate", *arguments]
+        command = [forked_python(), "-m", "dtrain.evaluate", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         found = re.search(r"eval/loss +([\d.]+)", done.stdout)

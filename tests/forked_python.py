@@ -1,0 +1,200 @@
+"""A ``python`` that starts in no time: its programs are forks of a process that has imported torch and dtrain.
+
+A real start imports them anew, which takes longer than most programs of the tests, and torchrun does so in each of its
+processes. Everything else about a program is its own: arguments, current folder, environment, import path, standard streams,
+signals, exit code. Other arguments than those of ``python -m MODULE ...`` and ``python FILE ...`` start the real interpreter.
+
+* The path that ``forked_python`` gives is a script, the *client*. It hands its streams to the *server*, forwards signals, and
+  ends as the program ends. ``sys.executable`` of the program is the client, so that the ranks of torchrun are forks, too.
+* The server belongs to the process that called ``forked_python``, and ends with it. It has run nothing itself.
+* A client that is killed takes its program along.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from contextlib import suppress
+from typing import Any
+
+#: What takes long. DDP imports dynamo. Not torchrun, which calls the entry points of its environment when it is imported.
+_IMPORTED = (
+    *("torch", "torch._dynamo", "torch.distributed.fsdp", "numpy", "PIL.Image"),
+    *(f"dtrain.{name}" for name in ("train", "evaluate", "export", "predict", "pack", "launch", "report", "doctor")),
+)
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@functools.cache
+def forked_python() -> str:
+    """The path of the client; starts the server at the first call.
+
+    The real interpreter where the system cannot wait for a process and a socket at once (Linux can).
+    """
+    import shutil
+    import subprocess
+    import tempfile
+    from pathlib import Path
+
+    if not hasattr(os, "pidfd_open"):
+        return sys.executable
+    # Not a folder of pytest: the address of a socket has at most 108 bytes.
+    folder = Path(tempfile.mkdtemp(prefix="python-"))
+    address, client = str(folder / "socket"), folder / "python"
+    here = Path(__file__).resolve()
+    client.write_text(
+        f"#!{sys.executable} -IS\nimport sys\nsys.path.insert(0, {str(here.parent)!r})\n"
+        f"import {here.stem} as forked\nforked.ask({address!r}, {sys.executable!r})\n"
+    )
+    client.chmod(0o755)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(64)  # clients wait here until the server has imported everything
+        server = subprocess.Popen(
+            [sys.executable, "-m", f"{here.parent.name}.{here.stem}", str(listener.fileno()), str(client)],
+            cwd=here.parents[1],
+            env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[listener.fileno()],
+            start_new_session=True,
+        )
+
+    owner = os.getpid()
+
+    def end() -> None:
+        if os.getpid() == owner:
+            server.communicate()
+            shutil.rmtree(folder)
+
+    atexit.register(end)
+    return str(client)
+
+
+def ask(address: str, executable: str) -> None:
+    """The client: has the server fork the program, waits for it and ends with its exit code or signal."""
+    arguments = sys.argv[1:]
+    unbuffered = arguments[:1] == ["-u"]
+    first, *rest = arguments[unbuffered:] or ["-"]
+    if first.startswith("-") and first != "-m":
+        os.execv(executable, [executable, *arguments])
+    request = {
+        "module": rest.pop(0) if first == "-m" else None,
+        "file": first,
+        "arguments": rest,
+        "unbuffered": unbuffered or bool(os.environ.get("PYTHONUNBUFFERED")),
+        "folder": os.getcwd(),
+        "environment": dict(os.environ),
+    }
+    with socket.socket(socket.AF_UNIX) as server:
+        server.connect(address)
+        socket.send_fds(server, [b"+"], [0, 1, 2])
+        server.sendall(json.dumps(request).encode() + b"\n")
+        answer = server.makefile()
+        pid = int(answer.readline())
+        for number in _FORWARDED:
+            signal.signal(number, lambda number, frame: os.kill(pid, number))
+        code = int(answer.readline() or 1)
+    if code < 0:
+        if -code in _FORWARDED:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _serve(listener: socket.socket) -> dict[str, Any]:
+    """Forks for each client until the standard input ends; returns, in the fork, what it has to run."""
+    while True:
+        ready = select.select([listener, 0], [], [])[0]
+        if 0 in ready:
+            while _reap():
+                pass
+            os._exit(0)
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            return _attend(connection)
+        connection.close()
+        while _reap():
+            pass
+
+
+def _reap() -> bool:
+    try:
+        return os.waitpid(-1, os.WNOHANG)[0] != 0
+    except ChildProcessError:
+        return False
+
+
+def _attend(connection: socket.socket) -> dict[str, Any]:
+    """Forks the program, in which this returns, and tells the client how that ends."""
+    streams = socket.recv_fds(connection, 1, 3)[1]
+    request: dict[str, Any] = json.loads(connection.makefile().readline())
+    if (pid := os.fork()) == 0:
+        os.setsid()
+        connection.close()
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        return request
+    for stream in streams:
+        os.close(stream)
+    connection.sendall(f"{pid}\n".encode())
+    ended = os.pidfd_open(pid)
+    if ended not in select.select([connection, ended], [], [])[0]:
+        os.killpg(pid, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with suppress(OSError):  # the client was killed
+        connection.sendall(f"{code}\n".encode())
+    os._exit(0)
+
+
+def _become(request: dict[str, Any], base_path: list[str], client: str) -> None:
+    """Runs a module or a file in this process as ``python`` does."""
+    import io
+    import runpy
+
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    added = request["environment"].get("PYTHONPATH", "")
+    module, file = request["module"], os.path.abspath(request["file"])
+    first = request["folder"] if module else os.path.dirname(file)
+    sys.path[:] = [first, *(os.path.abspath(path) for path in added.split(os.pathsep) if path), *base_path]
+    sys.argv[:] = [request["file"], *request["arguments"]]
+    sys.executable = client
+    # The server's were of other kinds of files.
+    unbuffered = request["unbuffered"]
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    output = open(1, "wb", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115
+    sys.stdout = io.TextIOWrapper(output, write_through=unbuffered)
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    if not module:
+        runpy.run_path(file, run_name="__main__")
+        return
+    if not hasattr(sys.modules.get(module), "__path__"):
+        sys.modules.pop(module, None)  # it was imported, and is now run as __main__
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _main() -> None:
+    import gc
+    import importlib
+
+    number, client = sys.argv[1:]
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    base_path = sys.path[1:]
+    gc.collect()
+    gc.freeze()
+    _become(_serve(socket.socket(fileno=int(number))), base_path, client)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,98 @@
+"""tests/forked_python.py: its programs see what those of the real interpreter see, and end as those end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.forked_python import forked_python
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = """
+import os, signal, sys, time
+if __name__ == "__main__":
+    import helper
+    print(sys.argv, os.getcwd(), os.environ["WORD"], sys.stdin.read(), helper.__file__)
+    print(__file__, sys.modules["__main__"].__dict__ is globals(), sys.path[:2], file=sys.stderr)
+    if sys.argv[1] == "sleep":
+        signal.signal(signal.SIGUSR1, lambda *_: sys.exit(9))
+        print("pid", os.getpid(), flush=True)
+        time.sleep(1000)
+    if sys.argv[1] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[1] == "raise":
+        raise ValueError("the reason")
+    sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "helper.py").touch()
+    (tmp_path / "program.py").write_text(PROGRAM)
+    return tmp_path
+
+
+def start(python: str, folder: Path, *arguments: str) -> Any:
+    environment = os.environ | {"WORD": "ä", "PYTHONPATH": str(folder / "more"), "PYTHONUTF8": "1"}
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [python, *arguments], cwd=folder, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    )
+    assert process.stdin is not None
+    process.stdin.write("typed")
+    process.stdin.close()
+    process.stdin = None
+    return process
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["-m", "program", "0"], ["-u", "-m", "program", "3"], ["{}/program.py", "4", "--x"], ["-m", "program", "kill"]],
+)
+def test_a_program_sees_and_gives_what_it_would_see_and_give(folder: Path, arguments: list[str]) -> None:
+    seen = []
+    for python in (sys.executable, forked_python()):
+        process = start(python, folder, *(argument.format(folder) for argument in arguments))
+        seen.append((*process.communicate(timeout=100), process.returncode))
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("arguments", [["-m", "program", "raise"], ["-m", "no_such_module"]])
+def test_the_reason_of_a_failure_is_the_last_line(folder: Path, arguments: list[str]) -> None:
+    ends = []
+    for python in (sys.executable, forked_python()):
+        process = start(python, folder, *arguments)
+        ends.append((process.communicate(timeout=100)[1].splitlines()[-1].rpartition(":")[2], process.returncode != 0))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_the_client_ends_the_program(folder: Path, number: int) -> None:
+    process = start(forked_python(), folder, "-m", "program", "sleep")
+    pid = int(next(line for line in process.stdout if line.startswith("pid")).split()[1])
+    process.send_signal(number)
+    assert process.wait(100) == (9 if number == signal.SIGUSR1 else -number)
+    deadline = time.monotonic() + 100
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_torch_is_there_before_a_program_asks_for_it_and_its_programs_are_forks_too(folder: Path) -> None:
+    (folder / "outer.py").write_text(
+        "import subprocess, sys\nprint('torch' in sys.modules)\nsubprocess.run([sys.executable, 'inner.py'], check=True)\n"
+    )
+    (folder / "inner.py").write_text("import sys\nprint('torch' in sys.modules)\n")
+    done = subprocess.run([forked_python(), "outer.py"], cwd=folder, capture_output=True, text=True, check=True)
+    assert sorted(done.stdout.split()) == ["True", "True"]
+    assert subprocess.run([forked_python(), "-c", "import sys; sys.exit('torch' in sys.modules)"], check=True)
