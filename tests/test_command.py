@@ -108,7 +108,7 @@ def test_torchrun_is_started_for_several_processes(
 
 
 @pytest.mark.parametrize(
-    ("nodes", "expected"), [("2", ["--nproc-per-node=1"]), ("1:4", ["--nproc-per-node=1"]), ("1", None)]
+    ("nodes", "expected"), [("2", ["--nproc-per-node=1"]), ("1:4", ["--nproc-per-node=1"]), ("1", None), ("1:1", None)]
 )
 def test_in_a_pod_of_several_torchrun_joins_the_others(
     monkeypatch: pytest.MonkeyPatch,

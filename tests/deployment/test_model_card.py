@@ -147,6 +147,7 @@ def test_nothing_that_is_published_names_a_secret_a_folder_or_the_machine(
     [
         ("/home/ann/my data/a.tar", "a.tar"),
         ("/data/train-{000..009}.tar", "train-{000..009}.tar"),
+        ("/home/ann/my, data/train-{000..009}.tar", "train-{000..009}.tar"),
         ("{/data/a,/home/b}.tar", "{a,b}.tar"),
         ("~/a.tar", "a.tar"),
         ("~ann/a.tar", "a.tar"),

@@ -117,6 +117,13 @@ def test_two_starts_are_one_run_with_the_values_of_the_metrics_file(run_dir, sto
     assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["config.yaml"]
 
 
+def test_a_step_that_a_resumed_run_repeats_is_not_sent_again(run_dir, store):
+    start(run_dir, [step(1), step(2)])
+    start(run_dir, [step(2) | {"time": 5000.0}, step(3)], resumed=1)
+    assert in_mlflow(store)["train/loss", 2] == [(0.5, 1002000)]
+    assert ("train/loss", 3) in in_mlflow(store)
+
+
 def test_records_that_mlflow_lacks_are_sent_from_the_metrics_file(run_dir, store):
     start(run_dir, [step(1)])
     with (run_dir / "metrics.jsonl").open("a") as file:  # as if the server had been away

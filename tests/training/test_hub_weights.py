@@ -15,6 +15,7 @@ from torch import nn
 from dtrain.config.errors import ConfigError
 from dtrain.config.run import Run
 from dtrain.config.schema import Config, RunConfig, WarmStartConfig
+from dtrain.data.hub import hub_errors
 from dtrain.distributed.process_group import process_group
 from dtrain.tracking import save_run
 from dtrain.training.resume import pin_weights, starting_weights
@@ -91,6 +92,15 @@ def test_weights_that_cannot_be_used_are_refused(server: HubServer, files: dict[
     server.add_model("org/name", files)
     with refused(ConfigError, "run.weights_from", *names):
         starting_weights(RunConfig(weights_from=URL), nn.Linear(3, 2))
+
+
+def test_an_error_of_the_way_to_the_hub_shows_no_signed_url() -> None:
+    with refused(ConfigError, "run.weights_from", "connection") as error, hub_errors("run.weights_from"):
+        raise OSError("https://me:hunter2@host/file?X-Amz-Signature=abcdef123")
+    assert "hunter2" not in str(error.value)
+    assert "abcdef123" not in str(error.value)
+    assert error.value.__cause__ is None
+    assert error.value.__suppress_context__
 
 
 def test_weights_that_do_not_fit_are_refused_by_their_name(model: Model) -> None:
