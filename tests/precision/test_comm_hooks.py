@@ -110,8 +110,9 @@ def test_s22_a_mean_that_fits_fp16_arrives_where_torchs_hook_overflows() -> None
 
     for gradient in run_ranks(2, with_hook, default_hooks.fp16_compress_hook):
         assert gradient.tolist() == [torch.inf, 2.0]
-    with pytest.raises(RanksFailed, match="BF16 all reduce communication hook required"):
-        run_ranks(2, with_hook, default_hooks.bf16_compress_hook)
+    if not (torch.version.cuda and dist.is_nccl_available()):  # a torch with both refuses the hook with no backend
+        with pytest.raises(RanksFailed, match="BF16 all reduce communication hook required"):
+            run_ranks(2, with_hook, default_hooks.bf16_compress_hook)
 
 
 @pytest.mark.parametrize(("reduce_dtype", "scale"), [("bf16", 65536.0), ("fp16", 512.0)])

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dtrain.config.errors import ConfigError
@@ -148,7 +149,21 @@ def test_what_is_no_module_is_refused() -> None:
 def test_an_optimizer_is_fused_where_it_can_be(name: str) -> None:
     optimizer = build_optimizer(node(f"torch.optim.{name}", lr=0.1), Net())
     assert optimizer.defaults["fused"] is True
-    assert getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def test_adagrad_of_a_torch_that_fuses_it_on_cpus_only_is_trained_on_a_gpu() -> None:
+    adagrad = torch.optim.Adagrad([torch.zeros(1)], fused=True)
+    with FakeTensorMode():
+        model = nn.Module()
+        model.weight = nn.Parameter(torch.empty(3, device="cuda"))
+        model.weight.grad = torch.empty_like(model.weight)
+        optimizer = build_optimizer(node("torch.optim.Adagrad", lr=0.1), model)
+        optimizer.step()
+        if hasattr(adagrad, "_step_supports_amp_scaling"):
+            assert optimizer.defaults["fused"]
+            return
+        with refused(ConfigError, "optimizer.fused", "got true", "Leave it out", "Adagrad"):
+            build_optimizer(node("torch.optim.Adagrad", lr=0.1, fused=True), model)
 
 
 class Spectral(Net):

@@ -62,6 +62,10 @@ def test_a_model_under_no_sync_is_refused() -> None:
     assert "under no_sync()" in refused_on_two(build)
 
 
+@pytest.mark.skipif(
+    bool(torch.version.cuda) and not torch.cuda.is_available(),
+    reason="a torch with CUDA needs a driver for DDP's stream",
+)
 def test_ddps_private_mixed_precision_is_refused() -> None:
     def build() -> nn.Module:
         return DistributedDataParallel(Net(), mixed_precision=_MixedPrecision(param_dtype=torch.float16))
