@@ -96,7 +96,8 @@ def test_more_workers_than_cores_are_named_in_the_banner_and_not_by_torch(
     next(iter(loader))
     loader.close()
     assert "more than its 2 cores" in loader.workers_reason
-    assert not recwarn.list
+    # Python 3.12 and later warn of forks of a process with threads.
+    assert not [warning for warning in recwarn if "worker" in str(warning.message)]
     assert not make_loader(uneven, num_workers=2).workers_reason
 
 
