@@ -116,5 +116,5 @@ def test_a_missing_package_of_the_tracker_is_told_before_data_are_looked_for(
 ) -> None:
     monkeypatch.setattr(sinks, "find_spec", lambda package: None)
     shown = error_message(capfd, 2, tmp_path / "run", "tracker=tensorboard", "data.train=/nowhere/train.tar")
-    assert_one_message(shown, "tensorboard is not installed", "pip install tensorboard", "tracker=none")
+    assert_one_message(shown, "tensorboard is not installed", "pip install 'dtrain[tensorboard]'", "tracker=none")
     assert not (tmp_path / "run" / "config.yaml").exists()

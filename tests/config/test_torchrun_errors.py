@@ -154,6 +154,7 @@ def rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], Pat
     def become(number: int) -> Path:
         file = tmp_path / f"error-{number}.json"
         monkeypatch.setenv("RANK", str(number))
+        monkeypatch.setenv("LOCAL_RANK", str(number))
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
         return file
 
