@@ -48,13 +48,13 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends tini libgomp1 $APT_PACKAGES \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 1000 --create-home dtrain \
-    && install --directory --owner=dtrain --group=dtrain /work
+    && install --directory --owner=dtrain --group=dtrain /workspace
 # The cache holds indexes of shards, and the marks of one's own runs: with the runs, so that a new container finds both.
-ENV PATH=/opt/dtrain/bin:$PATH PYTHONUNBUFFERED=1 DTRAIN_CACHE=/work/cache
+ENV PATH=/opt/dtrain/bin:$PATH PYTHONUNBUFFERED=1 DTRAIN_CACHE=/workspace/cache
 # A number, because Kubernetes refuses names with runAsNonRoot.
 USER 1000:1000
-# Runs are in /work/runs: mount a volume at /work.
-WORKDIR /work
+# Runs are in /workspace/runs: mount a volume at /workspace.
+WORKDIR /workspace
 # Without a shell, which would not pass signals on.
 ENTRYPOINT ["tini", "--", "dtrain"]
 CMD ["--help"]

@@ -85,7 +85,7 @@ def test_the_commands_are_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for words in commands:
         assert words[:2] == ["launch", "launch=local"]  # it ends with 75 when it was stopped, on every machine
         assert accepted(["dtrain", *words], monkeypatch), words
-        assert next(word for word in words if word.startswith("run.dir=")).startswith("run.dir=/work/")
+        assert next(word for word in words if word.startswith("run.dir=")).startswith("run.dir=/workspace/")
 
 
 def _with_args(node: Any) -> Iterator[dict[str, Any]]:
@@ -108,7 +108,7 @@ def test_a_pod_has_the_time_to_save_the_memory_to_share_and_our_user(path: Path)
         mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
         volumes = {volume["name"]: volume for volume in spec["volumes"]}
         assert set(mounts.values()) == set(volumes)
-        assert "persistentVolumeClaim" in volumes[mounts["/work"]]
+        assert "persistentVolumeClaim" in volumes[mounts["/workspace"]]
         assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
 
 
