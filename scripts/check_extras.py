@@ -25,8 +25,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.data.http_server import FileServer, Handler, running  # noqa: E402
-from tests.data.hub_server import HubServer  # noqa: E402
+from tests.http_server import FileServer, Handler, running  # noqa: E402
+from tests.hub_server import HubServer  # noqa: E402
 
 NOT_FOR_USERS = ("dev", "bench", "docs")
 #: Need an older package than constraints.txt has.
