@@ -197,6 +197,7 @@ def _update(model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None,
     if ema is not None:
         skip = torch.zeros((), dtype=torch.bool, device=device)
         with suppress(RuntimeError):  # on a CPU it reads `skip`, and updates in place
+            ema.update(skip)  # the first one finds the parameters, which would count as new tensors
             most = max(most, temporary(lambda: ema.update(skip)))
     return most
 
