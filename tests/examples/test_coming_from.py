@@ -92,15 +92,23 @@ def test_the_preset_beside_torchtitan_trains_sharded(tmp_path: Path) -> None:
 def test_a_program_of_the_page_learns_the_digits(program: str, ranks: int, package: str, tmp_path: Path) -> None:
     pytest.importorskip(package)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
-    done = subprocess.run(
-        [forked_python(), *torchrun, str(FOLDER / program)],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{FOLDER}"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    (accuracy,) = (float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("accuracy "))
+    try:
+        done = subprocess.run(
+            [forked_python(), *torchrun, str(FOLDER / program)],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            cwd=tmp_path,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{FOLDER}"},
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        shown = done.stdout
+    except subprocess.TimeoutExpired as error:
+        # A loop with torch's DDP over gloo sometimes hangs when the interpreter is torn down, after it has printed its
+        # result: see dtrain/distributed/process_group.py, which prevents this in dtrain's own commands.
+        if not ranks or not error.stdout:
+            raise
+        shown = error.stdout.decode()
+    (accuracy,) = (float(line.split()[1]) for line in shown.splitlines() if line.startswith("accuracy "))
     assert accuracy > 0.95
