@@ -181,12 +181,15 @@ def sweep_of(*kinds: str, running: int = 2) -> int:
 @pytest.mark.usefixtures("small_runs")
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_to_the_launcher_stops_the_run(tmp_path: Path, number: signal.Signals) -> None:
-    before = signal.getsignal(number)
-    when_training(tmp_path / "r", lambda: os.kill(os.getpid(), number))
-    assert launch_run(tmp_path / "r", "tracker.project=waits") == STOPPED
-    assert status(tmp_path / "r")["state"] == "stopped"
-    assert not (tmp_path / "r" / "STOP").exists()
-    assert signal.getsignal(number) is before
+    before = signal.signal(number, signal.default_int_handler)  # nohup pytest ignores SIGHUP
+    try:
+        when_training(tmp_path / "r", lambda: os.kill(os.getpid(), number))
+        assert launch_run(tmp_path / "r", "tracker.project=waits") == STOPPED
+        assert status(tmp_path / "r")["state"] == "stopped"
+        assert not (tmp_path / "r" / "STOP").exists()
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, before)
 
 
 @pytest.mark.usefixtures("small_runs")
