@@ -8,6 +8,7 @@ other packages are those of the Python that runs this file: dtrain's dependencie
 
 from __future__ import annotations
 
+import argparse
 import filecmp
 import os
 import re
@@ -27,16 +28,19 @@ PIP = ["pip", "--disable-pip-version-check", "-q"]
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER")
+    kept = parser.parse_args().folder
     version = re.search(r'__version__ = "(.+)"', (ROOT / "dtrain" / "__init__.py").read_text())[1]  # type: ignore[index]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         built = build(folder)
         check_files(*built, version)
         use(built[0], folder, version)
-        if len(sys.argv) > 1:
+        if kept is not None:
+            kept.mkdir(parents=True, exist_ok=True)
             for file in built:
-                Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
-                shutil.copy(file, sys.argv[1])
+                shutil.copy(file, kept)
     print("the wheel and the sdist are as they should be")
 
 
