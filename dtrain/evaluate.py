@@ -363,8 +363,9 @@ def main_of_artefact(options: Mapping[str, str], arguments: list[str]) -> None:
         return recompose_artefact(folders[0], arguments)
 
     def evaluate_it(composed: compose.Composed) -> None:
-        name = f"{place.removeprefix('hf://').partition('@')[0].replace('/', '--')}-{folders[0].name[:8]}"
-        name = name if is_hub_url(place) else folders[0].resolve().name
+        name = folders[0].resolve().name
+        if is_hub_url(place):  # the folder is named after the commit
+            name = f"{place.removeprefix('hf://').partition('@')[0].replace('/', '--')}-{name[:8]}"
         run_artefact_evaluation(composed, folders[0], name, options["out"], trust=TRUST in arguments)
 
     compose.run(evaluate_it, arguments, rewrite=rewrite)

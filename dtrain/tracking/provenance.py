@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import subprocess
 from pathlib import Path
 
 import torch
 
 from dtrain import __version__
-
-_GIT_TIMEOUT = 10.0  # seconds: git may have to read every file of a checkout on a slow disk
+from dtrain.tracking.run_dir import git_output
 
 
 def provenance(folder: Path) -> dict[str, str | bool]:
@@ -40,21 +37,9 @@ def provenance(folder: Path) -> dict[str, str | bool]:
 
 def git_state(folder: Path) -> dict[str, str | bool]:
     """``commit`` and ``dirty`` of the repository that contains ``folder``; empty without a repository or git."""
-    command = ["git", "-C", str(folder), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",  # names of files and branches are arbitrary bytes
-            timeout=_GIT_TIMEOUT,
-            check=False,
-            env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},  # read-only
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return {}
-    lines = done.stdout.splitlines()
+    shown = git_output(folder, "status", "--porcelain=v2", "--branch", "--untracked-files=no") or ""
+    lines = shown.splitlines()
     commits = [line.split()[-1] for line in lines if line.startswith("# branch.oid ")]
-    if done.returncode != 0 or not commits or commits[0] == "(initial)":
+    if not commits or commits[0] == "(initial)":
         return {}
     return {"commit": commits[0], "dirty": any(not line.startswith("#") for line in lines)}

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import fcntl
-import functools
 import io
 import json
 import logging
@@ -40,7 +39,7 @@ STATES = ("running", "finished", "stopped", "failed")
 #: Bytes of a line that are read; a record has about a thousand.
 LONGEST_LINE = 2**20
 _KEPT_MESSAGES = 1000
-_GIT_SECONDS = 10.0
+_GIT_SECONDS = 10.0  # git may have to read every file of a checkout on a slow disk
 _MOST_STATUS = 2**20  # bytes; a status has a few hundred
 _NUMBERS = ("step", "last_step", "time", "restarts", "lost_seconds", "down_seconds", "trained_seconds")
 # Everything that a run writes, except what belongs to the job that is running now: its lock, its output and its presets.
@@ -91,7 +90,6 @@ def move_records_aside(run_dir: Path) -> Path:
     return folder
 
 
-@functools.cache
 def code_commits() -> dict[str, str]:
     """Name of each git checkout of dtrain and of the working directory to its commit, with ``-dirty`` if it was changed."""
     found = {}
@@ -107,7 +105,15 @@ def git_output(folder: Path, *arguments: str) -> str | None:
     """Output of git; None if git is not installed or slow, or the folder is not a checkout that this user may read."""
     command = ["git", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_SECONDS)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",  # names of files and branches are arbitrary bytes
+            check=True,
+            timeout=_GIT_SECONDS,
+            env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},  # read-only
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

@@ -135,7 +135,7 @@ class Sinks:
             self._report_errors("a checkpoint could not be passed to wandb", saved)
 
     def alert(self, text: str) -> None:
-        """Passes a warning to the sinks besides the console, of which wandb sends it to the user."""
+        """Passes a warning to the sinks besides the console, of which wandb and Trackio send it to the user."""
         for sink in self._others:
             self._report_errors(f"{type(sink).__name__} could not send an alert", partial(sink.alert, text))
 
@@ -316,30 +316,27 @@ class BackgroundSink:
 
     def log(self, record: Record) -> None:
         """Puts one record into the queue; never blocks."""
-        self._put(lambda sink: sink.log(record))
+        self.put(lambda sink: sink.log(record))
 
     def media(self, step: int, name: str, path: Path) -> None:
         """Puts a picture or text into the queue; never blocks."""
-        self._put(lambda sink: sink.media(step, name, path))
+        self.put(lambda sink: sink.media(step, name, path))
 
     def alert(self, text: str) -> None:
         """Puts an alert into the queue; never blocks."""
-        self._put(lambda sink: sink.alert(text))
-
-    def put(self, call: Callable[[Sink], None]) -> None:
-        """Puts any call into the queue; never blocks."""
-        self._put(call)
+        self.put(lambda sink: sink.alert(text))
 
     def finish(self, state: str, reason: str | None = None) -> None:
         """Waits until the sink has sent or stored everything, or until the time-out."""
         deadline = time.monotonic() + (FINISH_TIMEOUT_AFTER_FAILURE if state == "failed" else FINISH_TIMEOUT)
         for item in (lambda sink: sink.finish(state, reason), None):
-            self._put(item, deadline)
+            self.put(item, deadline)
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._note(f"{self._name}: did not end in time. {self._if_unfinished}".rstrip())
 
-    def _put(self, item: Callable[[Sink], None] | None, deadline: float | None = None) -> None:
+    def put(self, item: Callable[[Sink], None] | None, deadline: float | None = None) -> None:
+        """Puts a call into the queue, None to end; never blocks without a deadline (``time.monotonic``)."""
         if not self._thread.is_alive():
             return
         try:

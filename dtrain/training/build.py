@@ -37,6 +37,7 @@ from dtrain.distributed.world import World
 from dtrain.precision import Precision
 from dtrain.precision.comm_hooks import REDUCE_DTYPES, HookGuard, reduce_in
 from dtrain.precision.loss_scale import LossScale
+from dtrain.tracking.run_dir import code_commits
 from dtrain.training.checkpoints import Checkpoint, Checkpoints
 from dtrain.training.loaders import check_same_data, class_names, corpus_beside, eval_loader, prepare_data, train_loader
 from dtrain.training.model_setup import (
@@ -144,6 +145,7 @@ def build_run(
         step=step,
         checkpoints=Checkpoints.of(run_dir, cfg.checkpoint),
         class_names=names,
+        code=code_commits() if world.rank == 0 else {},  # git reads the checkout: once, and not while a save waits
     )
     return run, warnings
 

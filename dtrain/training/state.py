@@ -28,7 +28,6 @@ from dtrain.data import ShardLoader
 from dtrain.distributed.sharding import is_dtensor, is_sharded, local_part, own_range, reshard
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
-from dtrain.tracking.run_dir import code_commits
 from dtrain.training.checkpoint_tensors import Part, StoredTensor, like, written_by
 from dtrain.training.checkpoints import Checkpoint, Checkpoints
 from dtrain.training.communication import Traffic, step_traffic
@@ -60,6 +59,7 @@ class TrainState:
         checkpoints: Where the run is saved.
         totals: Counts and times over all starts.
         class_names: The name of each label, if the data have a ``classes.json``.
+        code: Git checkouts and their commits, for the checkpoints of rank 0.
         ended_early: The reason given to ``end_early``; None without.
     """
 
@@ -71,6 +71,7 @@ class TrainState:
     checkpoints: Checkpoints
     totals: RunTotals = field(default_factory=lambda: RunTotals())
     class_names: list[str] | None = None
+    code: dict[str, str] = field(default_factory=dict)
     ended_early: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -177,7 +178,7 @@ class TrainState:
             "ranks": self.world.size,
             "ranks_of_a_machine": self.world.local_size,
             "device": torch.cuda.get_device_name(self.world.device) if cuda else f"CPU ({platform.machine()})",
-            "code": code_commits(),
+            "code": self.code,
         }
 
     def restore(self, checkpoint: Checkpoint) -> None:
