@@ -53,7 +53,7 @@ A search with Optuna (pip install 'dtrain[optuna]'); the same command continues 
   launch.search.trials=N            number of runs
   'KEY=tag(log,interval(1e-4,1e-1))' 'KEY=int(interval(1,8))' KEY=a,b       what to search; see docs/sweeps.md
   launch.search.metric=eval/NAME    the objective, default eval/loss; launch.search.best=true: its best value, not its last
-  launch.search.direction=D         minimize or maximize; known for eval/loss and eval/accuracy
+  launch.search.direction=D         minimize or maximize; by default by the metric's name
   launch.search.pruner=median       stop runs that are worse than the others; also halving
   launch.search.seed=N              of the sampler, launch.search.sampler=tpe or random
 

@@ -13,6 +13,7 @@ import json
 
 import torch
 
+from dtrain.config.directions import require_direction
 from dtrain.distributed.collectives import from_rank0
 from dtrain.training.state import TrainState
 from dtrain.training.task import Evaluation
@@ -83,13 +84,13 @@ class StopEarly:
     Args:
         metric: Name of the metric in metrics.jsonl.
         patience: Evaluations without improvement.
-        mode: ``"max"`` if a higher value is better, ``"min"`` if a lower one is.
+        mode: ``"max"`` if a higher value is better, ``"min"`` if a lower one is; None: by the metric's name.
     """
 
-    def __init__(self, metric: str = "eval/accuracy", patience: int = 3, mode: str = "max") -> None:
+    def __init__(self, metric: str = "eval/accuracy", patience: int = 3, mode: str | None = None) -> None:
         self._metric = metric
         self._patience = patience
-        self._best = {"max": max, "min": min}[mode]
+        self._best = {"max": max, "min": min}[require_direction(metric, mode, "StopEarly.mode")]
         self._values: list[float] = []
 
     def on_start(self, run: TrainState) -> None:

@@ -45,7 +45,7 @@ def make_run(folder: Path, steps: int = 40, *, state: str = "finished", fp16: bo
             if step % 10 == 0:
                 record |= {"eval/loss": 3.0 / step, "eval/accuracy": step / 50}
             file.write(json.dumps(record) + "\n")
-    best = {"checkpoint": {"best": "eval/accuracy", "best_mode": "max"}}
+    best = {"checkpoint": {"best": "eval/accuracy", "best_mode": None}}
     (folder / "config.yaml").write_text(yaml.safe_dump({"run": {"dir": str(folder)}, **best, **config}))
     (folder / "overrides.yaml").write_text(yaml.safe_dump({"overrides": ["experiment=digits"], "config_dirs": []}))
     write_status(folder, state, steps, "SIGTERM" if state == "stopped" else None)

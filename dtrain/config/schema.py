@@ -190,7 +190,7 @@ class CheckpointConfig:
     keep_last: int = 2  # number of newest checkpoints that are kept
     keep_every: int | None = None  # checkpoints whose step is a multiple of it are never deleted; null: none
     best: str | None = None  # a metric such as eval/accuracy, whose best checkpoint is kept; null: none
-    best_mode: str = "max"  # max | min
+    best_mode: str | None = None  # max | min: which value is the best; null: by the name of the metric
 
 
 @dataclass
@@ -225,7 +225,7 @@ class SearchConfig:
 
     trials: int | None = None  # number of runs; null: no search
     metric: str = "eval/loss"  # the objective: a metric of the evaluations
-    # maximize | minimize; null: minimize eval/loss and eval/perplexity, maximize eval/accuracy
+    # maximize | minimize; null: by the name of the metric
     direction: str | None = None
     best: bool = False  # the objective of a run is its best value; false: its last value
     sampler: str = "tpe"  # tpe: values near those of good runs | random

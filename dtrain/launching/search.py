@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dtrain.config.directions import direction
 from dtrain.config.errors import ConfigError, as_config_error, nearest
 from dtrain.config.schema import SearchConfig
 from dtrain.distributed.atomic import open_to_append, replace_file
@@ -42,7 +43,7 @@ from dtrain.tracking.history import as_float
 from dtrain.tracking.run_dir import is_trained
 
 _JOURNAL, _LOCK = "journal.log", ".search.lock"
-_DIRECTIONS = {"eval/loss": "minimize", "eval/perplexity": "minimize", "eval/accuracy": "maximize"}
+_DIRECTIONS = {"min": "minimize", "max": "maximize"}
 _SAMPLERS, _PRUNERS = ("tpe", "random"), ("none", "median", "halving")
 _ENOUGH_FOR_IMPORTANCE = 8  # finished trials
 
@@ -124,13 +125,14 @@ def _checked(base: Job) -> SearchConfig:
         )
     if base.run.config["data"].get("eval") is None:
         raise ConfigError(f"launch.search.metric: {given.metric} needs an evaluation. Set data.eval.")
-    direction = given.direction or _DIRECTIONS.get(given.metric)
-    if direction is None:
+    improves = given.direction or _DIRECTIONS.get(direction(given.metric) or "")
+    if improves is None:
         raise ConfigError(
-            f"launch.search.direction: not set, and not known for {given.metric}. Set it to maximize or minimize."
+            f"launch.search.direction: not set, and the name {given.metric!r} does not say whether larger values are better. Set it "
+            "to maximize or minimize."
         )
     require_optuna()
-    return replace(given, direction=direction)
+    return replace(given, direction=improves)
 
 
 def require_optuna() -> None:

@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from dtrain.config.directions import direction
 from dtrain.reporting.health import run_state
 from dtrain.tracking.history import ABSENT, History, as_float, differences, printable
 
 _MAX_SHOWN, _BEST = 8, 5  # runs that a chart can show; of more runs, number of the best ones in the selection
-_USUAL_GOALS = (("eval/accuracy", True), ("eval/loss", False), ("train/loss", False))
+_USUAL_GOALS = ("eval/accuracy", "eval/loss", "train/loss")
 _NOT_COMPARED = ("run.name", "run.dir", "launch", "tracker", "hydra")  # they do not change the result
 _MAX_SETTINGS = 8  # columns that fit into a table
 _MAX_TEXT, _HALF_TEXT = 32, 15  # characters of a value, and of each end of a longer one
@@ -79,9 +80,12 @@ class Goal:
 
     @classmethod
     def configured(cls, run: History) -> Goal | None:
-        """The metric of the run's best checkpoint (``checkpoint.best``); None if it is not set."""
+        """The metric of the run's best checkpoint (``checkpoint.best``); None if it or its direction is not known."""
         metric = run.config.get("checkpoint.best")
-        return cls(metric, run.config.get("checkpoint.best_mode") != "min") if isinstance(metric, str) else None
+        if not isinstance(metric, str):
+            return None
+        mode = run.config.get("checkpoint.best_mode") or direction(metric)
+        return cls(metric, mode == "max") if mode in ("max", "min") else None
 
     @classmethod
     def of(cls, runs: Sequence[History]) -> Goal | None:
@@ -89,7 +93,7 @@ class Goal:
         configured = {goal for run in runs if (goal := cls.configured(run)) and goal.best(run)}
         if len(configured) == 1:
             return configured.pop()
-        usual = (cls(metric, largest) for metric, largest in _USUAL_GOALS)
+        usual = (cls(metric, direction(metric) == "max") for metric in _USUAL_GOALS)
         return next((goal for goal in usual if any(goal.best(run) for run in runs)), None)
 
     def best(self, run: History) -> tuple[float, float] | None:

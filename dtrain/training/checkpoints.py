@@ -36,6 +36,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from dtrain.config.errors import ConfigError
+from dtrain.config.directions import require_direction
 from dtrain.config.schema import CheckpointConfig
 from dtrain.distributed.atomic import fsync_path, open_regular, remove, replace_file, replace_folder, restore_replaced
 from dtrain.distributed.world import World
@@ -96,11 +97,12 @@ class Checkpoints:
         directory: ``<run.dir>/checkpoints``. It need not exist yet.
         keep_last: Number of newest checkpoints to keep.
         best: Metric whose best checkpoint is kept as well; None: no such checkpoint.
-        best_mode: ``"max"`` or ``"min"``.
+        best_mode: ``"max"`` or ``"min"``; None: by the metric's name.
         keep_every: Checkpoints whose step is divisible by it are never deleted; None: no such checkpoints.
 
     Raises:
-        ConfigError: If ``keep_last``, ``keep_every`` or ``best_mode`` is impossible.
+        ConfigError: If ``keep_last``, ``keep_every`` or ``best_mode`` is impossible, or ``best_mode`` is None and the name of
+            ``best`` does not tell the direction.
     """
 
     def __init__(
@@ -108,20 +110,19 @@ class Checkpoints:
         directory: Path,
         keep_last: int = 2,
         best: str | None = None,
-        best_mode: str = "max",
+        best_mode: str | None = None,
         keep_every: int | None = None,
     ) -> None:
         if keep_last < 1:
             raise ConfigError(f"checkpoint.keep_last: got {keep_last}, want at least 1.")
         if keep_every is not None and keep_every < 1:
             raise ConfigError(f"checkpoint.keep_every: got {keep_every}, want at least 1, or null.")
-        if best_mode not in ("max", "min"):
-            raise ConfigError(f"checkpoint.best_mode: got {best_mode!r}, want max or min.")
+        mode = require_direction(best or "eval/loss", best_mode, "checkpoint.best_mode")
         self.directory = directory
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._best = best
-        self._sign = 1 if best_mode == "max" else -1
+        self._sign = 1 if mode == "max" else -1
 
     @classmethod
     def of(cls, run_dir: Path, cfg: CheckpointConfig) -> Checkpoints:

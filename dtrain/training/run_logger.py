@@ -19,8 +19,10 @@ from pathlib import Path
 
 import torch
 
+from dtrain.config.directions import direction
 from dtrain.config.errors import as_config_error, without_secrets_in
 from dtrain.config.run import Run, without_secrets
+from dtrain.config.schema import CheckpointConfig
 from dtrain.data import Batch, ShardLoader
 from dtrain.data.mixture import MixtureSource
 from dtrain.data.sample_log import truncate_sample_logs
@@ -271,9 +273,17 @@ def banner_rows(identity: Run, run: TrainState, start: str, last_step: int) -> d
         "steps": f"{last_step:,} ({loader.steps_per_epoch:,} an epoch), schedule over {horizon:,}",
         "model": f"{sum(p.numel() for p in run.model.parameters()):,} parameters, {type(optimizer).__name__}"
         + (" (fused)" if optimizer.defaults.get("fused") else ""),
+        "best checkpoint": _best_checkpoint(cfg.checkpoint),
         "communication": run.traffic().describe(),
         "versions": f"torch {torch.__version__}, Python {sys.version.split()[0]}",
     }
+
+
+def _best_checkpoint(cfg: CheckpointConfig) -> str:
+    """Such as ``smallest eval/loss``; "" if no best checkpoint is kept."""
+    if cfg.best is None:
+        return ""
+    return f"{'largest' if (cfg.best_mode or direction(cfg.best)) == 'max' else 'smallest'} {cfg.best}"
 
 
 def _mixed(loader: ShardLoader, steps: int) -> list[str]:

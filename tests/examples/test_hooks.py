@@ -59,7 +59,7 @@ def test_gradient_histograms_are_in_wandb_and_no_record_of_the_run_is_lost(tmp_p
 
 
 def test_a_run_stops_early_on_all_ranks_and_counts_evaluations_of_earlier_starts(tmp_path: Path) -> None:
-    stop = hook("StopEarly, metric: eval/samples, patience: 2")  # always 360, so it never improves
+    stop = hook("StopEarly, metric: eval/samples, mode: max, patience: 2")  # always 360, so it never improves
     options = (*SMALL, stop, "train.eval_every=2", "checkpoint.every_steps=1")
     train_on(2, tmp_path, *options, "train.max_steps=3")  # one evaluation of step 2, one at the end
     train_on(2, tmp_path, *options, "train.max_steps=20")
@@ -71,6 +71,6 @@ def test_a_run_stops_early_on_all_ranks_and_counts_evaluations_of_earlier_starts
 @pytest.mark.slow
 def test_a_metric_that_no_evaluation_has_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed):
-        train_on(1, tmp_path, *SMALL, hook("StopEarly, metric: eval/acuracy"), "train.max_steps=2")
+        train_on(1, tmp_path, *SMALL, hook("StopEarly, metric: eval/acuracy, mode: max"), "train.max_steps=2")
     reason = status(tmp_path)["reason"]
     assert all(part in reason for part in ("StopEarly.metric", "'eval/acuracy'", "eval/accuracy"))

@@ -309,7 +309,7 @@ def base() -> Job:
         ({"pruner": "medain"}, ("launch.search.pruner", "'medain'", "'median'")),
         ({"direction": "max"}, ("launch.search.direction", "'max'", "maximize")),
         ({"metric": "train/loss"}, ("launch.search.metric", "train/loss", "eval/loss")),
-        ({"metric": "eval/f1"}, ("launch.search.direction", "eval/f1", "maximize or minimize")),
+        ({"metric": "eval/quality"}, ("launch.search.direction", "eval/quality", "maximize or minimize")),
     ],
 )
 def test_wrong_settings_are_refused(base: Job, settings: dict[str, Any], names: tuple[str, ...]) -> None:

@@ -44,7 +44,7 @@ def point_of(
     """
     records = [{"step": 10 * (place + 1), "eval/accuracy": value} for place, value in enumerate(results)]
     run_of(folder, records, **status)
-    config: dict[str, Any] = {"checkpoint": {"best": best or None, "best_mode": "max"}}
+    config: dict[str, Any] = {"checkpoint": {"best": best or None, "best_mode": None}}
     for key, value in overrides.items():
         *parents, name = key.split(".")
         node = config

@@ -121,11 +121,15 @@ def test_the_metric_of_the_best_checkpoint_is_taken_if_all_agree_else_a_usual_on
     waits = point_of(tmp_path / "2", {"run.seed": 2}, best="eval/f1")  # nothing to compare it by yet
     assert Goal.of([waits, one]) == Goal("eval/accuracy", largest=True)
     loss = run_of(tmp_path / "3", [{"step": 1, "eval/loss": 2.0, "train/loss": 1.0}])
-    loss.config.update({"checkpoint.best": "train/loss", "checkpoint.best_mode": "min"})
+    loss.config.update({"checkpoint.best": "train/loss", "checkpoint.best_mode": None})
     assert Goal.of([loss]) == Goal("train/loss", largest=False)
     assert Goal.of([loss, one]) == Goal("eval/accuracy", largest=True)
     assert Goal.of([run_of(tmp_path / "4", steady())]) == Goal("train/loss", largest=False)
     assert Goal.of([waits]) is None
+    loss.config.update({"checkpoint.best": "train/loss", "checkpoint.best_mode": "max"})
+    assert Goal.of([loss]) == Goal("train/loss", largest=True)
+    loss.config.update({"checkpoint.best": "train/quality", "checkpoint.best_mode": None})
+    assert Goal.of([loss]) == Goal("eval/loss", largest=False)  # no direction, so the usual one
 
 
 def test_the_best_value_is_finite_and_comes_with_its_step(tmp_path: Path) -> None:

@@ -105,6 +105,16 @@ def test_the_best_stays_as_well_and_of_equals_the_later(tmp_path: Path, mode: st
     assert checkpoints.steps() == [best, 60]
 
 
+@pytest.mark.parametrize(("metric", "best"), [("eval/loss", 2), ("eval/accuracy", 1), ("eval/cats/perplexity", 2)])
+def test_without_a_mode_the_name_of_the_metric_decides_which_is_the_best(
+    tmp_path: Path, metric: str, best: int
+) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=1, best=metric)
+    for step, value in enumerate([0.7, 0.2, 0.3], start=1):
+        checkpoints.save(step, content(step, {metric: value}))
+    assert checkpoints.best_step() == best
+
+
 @pytest.mark.parametrize("mode", ["max", "min"])
 def test_a_metric_that_is_not_a_number_is_never_the_best(tmp_path: Path, mode: str) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=9, best="eval/x", best_mode=mode)
@@ -127,7 +137,7 @@ def test_what_improves_on_the_best_is_told_from_what_does_not(
 
 
 def test_a_flipped_digit_does_not_make_a_best_checkpoint(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep_last=9, best="eval/x")
+    checkpoints = Checkpoints(tmp_path, keep_last=9, best="eval/x", best_mode="max")
     checkpoints.save(1, content(1.0, {"eval/x": 0.5}))
     state = checkpoints.save(2, content(2.0, {"eval/x": 0.4})) / "state.json"
     state.write_text(state.read_text().replace("0.4", "9.4"))
@@ -167,6 +177,7 @@ def test_a_broken_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> Non
         ({"keep_last": 0}, ["checkpoint.keep_last", "got 0"]),
         ({"keep_every": 0}, ["checkpoint.keep_every", "got 0"]),
         ({"best_mode": "most"}, ["got 'most'", "max or min"]),
+        ({"best": "eval/quality"}, ["checkpoint.best_mode", "'eval/quality'", "checkpoint.best_mode=max"]),
     ],
 )
 def test_impossible_options_are_refused(tmp_path: Path, options: dict[str, object], names: list[str]) -> None:
@@ -179,7 +190,7 @@ def test_impossible_options_are_refused(tmp_path: Path, options: dict[str, objec
 
 @pytest.fixture
 def chosen_from(tmp_path: Path) -> Checkpoints:
-    checkpoints = Checkpoints(tmp_path, keep_last=9, best="eval/x")
+    checkpoints = Checkpoints(tmp_path, keep_last=9, best="eval/x", best_mode="max")
     for step, value in ((10, 0.1), (20, 0.9), (30, 0.5)):
         checkpoints.save(step, content(step, {"eval/x": value}))
     return checkpoints
@@ -415,7 +426,7 @@ def test_a_checkpoint_of_another_format_is_refused_with_both(tmp_path: Path) -> 
 def test_what_is_no_regular_file_is_a_broken_checkpoint_and_keeps_nobody_waiting(
     tmp_path: Path, name: str, kind: str
 ) -> None:
-    checkpoints = Checkpoints(tmp_path, best="eval/x")
+    checkpoints = Checkpoints(tmp_path, best="eval/x", best_mode="max")
     for step in (10, 20):
         checkpoints.save(step, content(step, {"eval/x": step}))
     path = checkpoints.path(20) / name
@@ -519,7 +530,7 @@ def test_the_last_save_is_recorded(tmp_path: Path) -> None:
         assert checkpoints.recorded() is None
 
 
-@pytest.mark.parametrize("options", [{"best": "eval/x"}, {"keep_every": 10}])
+@pytest.mark.parametrize("options", [{"best": "eval/x", "best_mode": "max"}, {"keep_every": 10}])
 def test_a_broken_checkpoint_of_a_later_step_goes_at_the_next_save_also_if_it_would_be_kept(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
