@@ -128,8 +128,8 @@ def _checked(base: Job) -> SearchConfig:
     improves = given.direction or _DIRECTIONS.get(direction(given.metric) or "")
     if improves is None:
         raise ConfigError(
-            f"launch.search.direction: not set, and the name {given.metric!r} does not say whether larger values are better. Set it "
-            "to maximize or minimize."
+            f"launch.search.direction: not set, and the name {given.metric!r} does not say whether larger values "
+            "are better. Set it to maximize or minimize."
         )
     require_optuna()
     return replace(given, direction=improves)
