@@ -69,10 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name in _ON_SEVERAL_PROCESSES:
             processes, rest = _take_nproc(name, rest)
             if processes > 1 or _is_pod(name, rest):
-                return _run_torchrun(name, processes, rest)
+                return _run_torchrun(name, processes, _trusted(rest))
         return _run(name, rest)
     except UsageError as error:
-        print(f"dtrain: error: {error}", file=sys.stderr)
+        from dtrain.config.errors import printable
+
+        print(f"dtrain: error: {printable(str(error), keep=chr(10))}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
@@ -122,6 +124,19 @@ def _run_torchrun(name: str, processes: int, arguments: Sequence[str]) -> int:
     quiet_torchrun()
     torchrun()
     return 0
+
+
+def _trusted(arguments: Sequence[str]) -> list[str]:
+    """The arguments for the ranks: this process decides for all of them whether the run may be composed."""
+    if not any(argument.startswith("run.dir=") for argument in arguments):
+        return list(arguments)
+    from dtrain.config.errors import ConfigError
+    from dtrain.config.run import with_trust
+
+    try:
+        return with_trust(arguments)
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
 
 
 def _take_nproc(name: str, arguments: Sequence[str]) -> tuple[int, list[str]]:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -27,9 +28,10 @@ from torch import Tensor, nn
 from dtrain.config import compose
 from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.renamed_keys import rename_keys
-from dtrain.config.run import Run, recompose, refuse_hidden, take, typed_value, without_secrets
+from dtrain.config.run import Run, recompose, refuse_hidden, take, without_secrets
+from dtrain.config.safe_yaml import parse_yaml, read_bounded
 from dtrain.config.schema import Config
-from dtrain.config.trust import TRUST, require_known
+from dtrain.config.trust import TRUST, is_marked, require_harmless
 from dtrain.data import ShardLoader
 from dtrain.data.hub import is_hub_url
 from dtrain.deployment import artefact
@@ -178,8 +180,14 @@ class AsExported(nn.Module):
         return outputs.float() if isinstance(outputs, Tensor) else outputs
 
 
-def recompose_artefact(folder: Path, arguments: Sequence[str]) -> list[str]:
+def recompose_artefact(folder: Path, arguments: Sequence[str], presets: Path) -> list[str]:
     """The command line that composes the config in an artefact, with ``arguments`` on top.
+
+    Args:
+        folder: The artefact.
+        arguments: What was typed.
+        presets: An empty folder. The config becomes a preset in it: Hydra's command line cannot express every key of a mapping,
+            such as ``jpg;png`` of ``data.fields``.
 
     Raises:
         ConfigError: If the artefact has no config, or one of somebody else that names other code than dtrain's and torch's.
@@ -193,25 +201,34 @@ def recompose_artefact(folder: Path, arguments: Sequence[str]) -> list[str]:
             f"artefact: {folder} has no {path.name}, which earlier versions did not write. Export the run again."
         )
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        text = read_bounded(path)
+        content = parse_yaml(text)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"artefact: {path} cannot be read ({error}). Export the run again.") from error
     if not isinstance(content, dict):
         raise ConfigError(f"artefact: {path} does not hold a config. Export the run again.")
     saved = rename_keys(content)
-    overrides = []
+    config: dict[str, Any] = {}
     for key in _OF_ARTEFACT:
-        # Interpolations stay as they are, so that they are seen by require_known and not read from the environment here.
         plain: Any = saved
         for part in key.split("."):
             plain = plain.get(part) if isinstance(plain, Mapping) else None
         # A path in it was on another machine.
         is_elsewhere = key == "data.eval" and not str(plain).startswith("hf://")
         if plain not in (None, {}, []) and key not in typed and not is_elsewhere:
-            overrides.append(f"{key}={typed_value(plain)}")
-    if TRUST not in arguments and not artefact.is_own(folder, path.name):
-        require_known(path, overrides, [], is_written=False)
-    return [*overrides, *(argument for argument in arguments if argument != TRUST)]
+            *parents, name = key.split(".")
+            section = config
+            for parent in parents:
+                section = section.setdefault(parent, {})
+            section[name] = plain
+    if TRUST not in arguments and not is_marked(text, artefact.MARKS):
+        for section, value in config.items():
+            require_harmless(value, path, section)
+    preset = presets / "artefact" / "config.yaml"
+    preset.parent.mkdir()
+    preset.write_text(f"# @package _global_\n{yaml.safe_dump(config)}", encoding="utf-8")
+    typed_arguments = [argument for argument in arguments if argument != TRUST]
+    return ["--config-dir", str(presets), "+artefact=config", *typed_arguments]
 
 
 def evaluate_checkpoint(
@@ -360,7 +377,7 @@ def main_of_artefact(options: Mapping[str, str], arguments: list[str]) -> None:
             )
         # Every process asks the hub; only one of a machine downloads, and the others wait for its lock.
         folders.append(pull(place, config=True) if is_hub_url(place) else Path(place))
-        return recompose_artefact(folders[0], arguments)
+        return recompose_artefact(folders[0], arguments, Path(presets))
 
     def evaluate_it(composed: compose.Composed) -> None:
         name = folders[0].resolve().name
@@ -368,7 +385,8 @@ def main_of_artefact(options: Mapping[str, str], arguments: list[str]) -> None:
             name = f"{place.removeprefix('hf://').partition('@')[0].replace('/', '--')}-{name[:8]}"
         run_artefact_evaluation(composed, folders[0], name, options["out"], trust=TRUST in arguments)
 
-    compose.run(evaluate_it, arguments, rewrite=rewrite)
+    with TemporaryDirectory() as presets:
+        compose.run(evaluate_it, arguments, rewrite=rewrite)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from tempfile import TemporaryDirectory
 
 from dtrain.config import compose
-from dtrain.config.errors import ConfigError, nearest
+from dtrain.config.errors import ConfigError, nearest, printable
 from dtrain.config.run import recompose_if_run
 from dtrain.launching import local, slurm
 from dtrain.launching.commands import COMMANDS, run_command
@@ -94,7 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(f"there is no command {arguments[0]!r}. {nearest(arguments[0], COMMANDS)}")
         return _start(arguments)
     except ConfigError as error:
-        sys.stderr.write(f"dtrain: error: {error}\n")
+        text = printable(str(error), keep="\n\t")
+        sys.stderr.write(f"dtrain: error: {text}\n")
         return FAILED
 
 

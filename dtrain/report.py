@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
+from dtrain.config.errors import printable
 from dtrain.distributed.atomic import replace_file
 from dtrain.reporting.charts import run_charts, setting_charts
 from dtrain.reporting.health import RunData
@@ -22,7 +23,7 @@ from dtrain.reporting.search import read_searches
 from dtrain.reporting.sweep import Sweep
 from dtrain.reporting.tables import sweep_text
 from dtrain.tracking.console import until_reader_leaves
-from dtrain.tracking.history import printable, read_all, run_directories
+from dtrain.tracking.history import read_all, run_directories
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

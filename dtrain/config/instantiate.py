@@ -23,6 +23,7 @@ from typing import Any
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, ListConfig, Node, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from dtrain.config.errors import ConfigError, Explained, PeerFailed, hide_secret, nearest, shortened
 
@@ -63,6 +64,8 @@ def by_target(key: str, node: Any, *args: Any, **kwargs: Any) -> Any:
             keys or needs others, or it raises an exception.
     """
     _require_target(key, node)
+    with suppress(OmegaConfBaseException):  # reported with the call
+        resolved_once(key, node)
     node = copy.deepcopy(node)
     nodes = dict(nodes_with_target(key, node))
     for place, inner in nodes.items():
@@ -96,8 +99,44 @@ def check_arguments(key: str, node: Any, **given: Any) -> None:
         ConfigError: If there is no ``_target_``, nothing of that name can be imported, or the target does not take these keys.
     """
     _require_target(key, node)
+    with suppress(OmegaConfBaseException):  # reported with the call
+        resolved_once(key, node)
     for place, inner in nodes_with_target(key, node):
         _check_call(place, inner, 0, given if inner is node else {})
+
+
+def resolved_once(key: str, node: Any) -> Any:
+    """A config node as plain data with its interpolations resolved, none of which gives another interpolation.
+
+    Hydra resolves what it builds more than once, so such a text would be looked up like one that the user typed.
+
+    Args:
+        key: The node's place in the config.
+        node: The node.
+
+    Raises:
+        ConfigError: If a resolved text or key has ``${``; names the place.
+    """
+    plain = OmegaConf.to_container(node, resolve=True) if isinstance(node, (DictConfig, ListConfig)) else node
+    for place, text in _texts(key, plain):
+        if "${" in text:
+            raise ConfigError(
+                f"{place}: got {text!r} after interpolation. A value cannot be interpolated twice: write it without "
+                "${vars...} inside."
+            )
+    return plain
+
+
+def _texts(place: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield place, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield place, str(name)
+            yield from _texts(f"{place}.{name}", item)
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from _texts(f"{place}[{number}]", item)
 
 
 def argument_names(target: Any) -> list[str]:

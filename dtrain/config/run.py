@@ -16,24 +16,24 @@ import hashlib
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
+from dtrain.config.cache_dir import cache_dir
 from dtrain.config.compose import Composed, portable, rank, resolved
 from dtrain.config.directions import direction
 from dtrain.config.errors import HIDDEN, SECRET_KEY, ConfigError, as_config_error, without_secrets_in
 from dtrain.config.renamed_keys import RENAMED_KEYS, rename_keys, rename_override
+from dtrain.config.safe_yaml import parse_yaml, read_bounded
 from dtrain.config.schema import Config
-from dtrain.config.trust import TRUST, is_marked, mark, require_known
+from dtrain.config.trust import TRUST, content_with_folders, is_marked, mark
 
 #: Sections and keys that do not change the result of a run. They are not part of its default name, and a resumed run does not
 #: report that they changed. All other keys count, as soon as they differ from the schema's default.
@@ -167,14 +167,13 @@ class Run:
         if different:
             texts = " ".join(sorted(map(_without_secrets, different)))
             raise ConfigError(
-                f"rank {rank()} and rank 0 do not have the same overrides: {texts}. If the run was started by you, its mark is "
-                f"in the cache of another machine (DTRAIN_CACHE): add {TRUST}."
+                f"rank {rank()} and rank 0 do not have the same overrides: {texts}. Start all ranks with the same command."
             )
 
     def mark_started(self, name: str, content: bytes) -> None:
         """Remembers that this user writes ``overrides.yaml``, so that ``recompose`` does not need ``--trust``."""
         if name == _OVERRIDES:
-            mark(content, _MARKS)
+            mark(_composed_content(self.dir, content, self.config_dirs), _MARKS)
 
 
 def take(arguments: Sequence[str], **defaults: str) -> tuple[dict[str, str], list[str]]:
@@ -206,9 +205,7 @@ def recompose(arguments: Sequence[str]) -> list[str]:
     """The command line of the run that ``run.dir=DIR`` names, with ``arguments`` applied on top.
 
     The config is composed anew from the saved command line, because group choices such as ``precision=bf16`` cannot be
-    applied to a resolved config. A run that this user did not start may only name known targets (``trust``), unless the
-    arguments have ``--trust``; of its other keys, those without effect on the result are left out, because they can name
-    files to write and commands to run.
+    applied to a resolved config. A run that this user did not start is refused, unless the arguments have ``--trust``.
 
     Raises:
         ConfigError: If ``run.dir`` is not given or has no run, ``overrides.yaml`` is damaged, or the run is not trusted.
@@ -224,51 +221,124 @@ def recompose(arguments: Sequence[str]) -> list[str]:
             f"run.dir: {path.parent} is not a run directory (it has no {_OVERRIDES}). Name the directory of a run; to start a "
             "new one in it, choose what to train as well, such as experiment=digits."
         )
-    saved = _mapping(path)
-    overrides, config_dirs = (saved.get(key) for key in ("overrides", "config_dirs"))
-    if not isinstance(overrides, list) or not isinstance(config_dirs, list):
-        raise ConfigError(f"{path}: lacks the lists overrides and config_dirs. {_RESTORE}")
-    renamed = (rename_override(str(override)) for override in overrides)
+    content, overrides, config_dirs = _saved_command(path.parent)
+    if not trusted:
+        _require_own(path.parent, content, config_dirs)
     # How a start resumes is not part of the run.
     left_out = {*new, "run.resume"}
-    old = [override for override in renamed if override.partition("=")[0] not in left_out]
-    if not trusted and not is_marked(path, _MARKS):
-        dropped = [override for override in old if _has_no_effect(override)]
-        old = [override for override in old if override not in dropped]
-        require_known(path, old, config_dirs)
-        if dropped and rank() == 0:
-            sys.stderr.write(
-                f"dtrain: {path.parent} was not started by you on this machine, so these keys are not used: "
-                f"{' '.join(map(_without_secrets, dropped))}. Type those that you want, or add {TRUST}.\n"
-            )
+    old = [it for it in map(rename_override, overrides) if it.partition("=")[0] not in left_out]
     folders = [part for folder in config_dirs for part in ("--config-dir", str(folder))]
     return [*folders, *old, *arguments]
 
 
 def recompose_if_run(arguments: list[str]) -> list[str]:
-    """``recompose``, if ``run.dir`` has a run and the arguments do not choose what to train; else the unchanged arguments.
+    """``recompose``, if ``run.dir`` has a run and the arguments do not choose what to train; else the arguments.
 
-    An experiment chooses what to train, or a preset of data together with one of a model.
+    An experiment chooses what to train, or a preset of data together with one of a model. Then nothing of the run is composed.
 
     Raises:
-        ConfigError: If ``run.dir`` is the only argument and has no run.
+        ConfigError: If ``run.dir`` is the only argument and has no run, or as ``recompose``.
     """
+    typed = [argument for argument in arguments if argument != TRUST]
+    if _uses_saved_command(typed) or (len(typed) == 1 and _run_dir(typed) is not None):
+        return recompose(arguments)
+    if TRUST not in arguments:
+        _refuse_foreign_links(_run_dir(typed))
+    return typed
+
+
+def with_trust(arguments: Sequence[str]) -> list[str]:
+    """The arguments for processes that this one starts: with ``--trust`` if they compose a run that this process may use.
+
+    So the process that the user starts decides for all, wherever their caches are.
+
+    Raises:
+        ConfigError: If the run is somebody else's and the arguments have no ``--trust``.
+    """
+    if TRUST in arguments or not _uses_saved_command(arguments):
+        return list(arguments)
+    directory = _as_typed(str(_run_dir(arguments)))
+    content, _, config_dirs = _saved_command(directory)
+    _require_own(directory, content, config_dirs)
+    return [*arguments, TRUST]
+
+
+def _run_dir(arguments: Sequence[str]) -> str | None:
+    """The value of ``run.dir`` on a command line."""
     dirs = [argument.partition("=")[2] for argument in arguments if argument.startswith("run.dir=")]
+    return dirs[-1] if dirs else None
+
+
+def chooses_what_to_train(arguments: Sequence[str]) -> bool:
+    """Whether a command line names an experiment, or presets of data and model, and so uses no saved command line."""
     keys = {argument.partition("=")[0] for argument in arguments}
-    chooses = "experiment" in keys or {"data", "model"} <= keys
-    if not dirs or chooses or (len(arguments) > 1 and not is_run(dirs[0])):
-        return arguments
-    return recompose(arguments)
+    return "experiment" in keys or {"data", "model"} <= keys
+
+
+def _uses_saved_command(arguments: Sequence[str]) -> bool:
+    directory = _run_dir(arguments)
+    return directory is not None and not chooses_what_to_train(arguments) and is_run(directory)
+
+
+def _saved_command(directory: Path) -> tuple[bytes, list[str], list[str]]:
+    """``overrides.yaml`` of a run: its bytes, the overrides, and the folders of presets."""
+    path = directory / _OVERRIDES
+    with as_config_error(f"{path} cannot be read; restore it, or use another run.dir"):
+        content = read_bounded(path)
+    saved = _parsed(path, content)
+    lists = [saved.get(key) for key in ("overrides", "config_dirs")]
+    if not all(isinstance(it, list) and all(isinstance(text, str) for text in it) for it in lists):
+        raise ConfigError(f"{path}: overrides and config_dirs must be lists of texts. {_RESTORE}")
+    overrides, config_dirs = lists
+    return content, overrides, config_dirs  # type: ignore[return-value]
+
+
+def _require_own(directory: Path, content: bytes, config_dirs: Sequence[str]) -> None:
+    """Refuses a run without this user's mark, before anything of it is composed."""
+    with as_config_error(f"run.dir: {directory} cannot be read"):
+        whole = _composed_content(directory, content, config_dirs)
+    if not is_marked(whole, _MARKS):
+        raise ConfigError(
+            f"run.dir: {directory} was not started by you with this cache ({cache_dir()}), or its {_OVERRIDES} was edited. Its "
+            f"saved command can run any code. If you trust whoever made it, add {TRUST}. If it is your own run of another "
+            "machine, set DTRAIN_CACHE to a folder that both machines see before you start runs."
+        )
+
+
+def _refuse_foreign_links(run_dir: str | None) -> None:
+    """Refuses to write into a run of somebody else whose folders are links to other places."""
+    if run_dir is None or not is_run(run_dir):
+        return
+    directory = _as_typed(run_dir)
+    link = next((entry for entry in sorted(directory.iterdir()) if entry.is_symlink()), None)
+    if link is not None:
+        try:
+            with_trust([f"run.dir={run_dir}"])
+        except ConfigError as error:
+            raise ConfigError(
+                f"run.dir: {link} is a link, so dtrain would write to {link.resolve()}, and the run was not started by you with "
+                f"this cache ({cache_dir()}). If you trust whoever made it, add {TRUST}."
+            ) from error
+
+
+def _composed_content(directory: Path, content: bytes, config_dirs: Sequence[str]) -> bytes:
+    """What a mark covers: ``overrides.yaml``, and presets that lie in the run directory, as those of a batch script."""
+    inside = [folder for folder in map(Path, config_dirs) if Path(directory).resolve() in folder.resolve().parents]
+    return content_with_folders(content, inside)
 
 
 def _mapping(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file of a run directory."""
     with as_config_error(f"{path} cannot be read; restore it, or use another run.dir"):
-        text = path.read_text(encoding="utf-8")
+        content = read_bounded(path)
+    return _parsed(path, content)
+
+
+def _parsed(path: Path, text: bytes) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: is not YAML ({error}). {_RESTORE}") from error
+        content = parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}. {_RESTORE}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: does not hold a config. {_RESTORE}")
     return content
@@ -356,15 +426,15 @@ def _rewritten(override: str, change: Callable[[Any], Any], otherwise: str | Non
     except HydraException:
         return key if otherwise is None else otherwise
     changed = change(value)
-    return override if changed == value else f"{key}={typed_value(changed)}"
+    return override if changed == value else f"{key}={_typed_value(changed)}"
 
 
-def typed_value(value: Any) -> str:
+def _typed_value(value: Any) -> str:
     """A value as Hydra's command line has it."""
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {typed_value(item)}' for key, item in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {_typed_value(item)}' for key, item in value.items())}}}"
     if isinstance(value, list):
-        return f"[{', '.join(map(typed_value, value))}]"
+        return f"[{', '.join(map(_typed_value, value))}]"
     return QuotedString(value, Quote.single).with_quotes() if isinstance(value, str) else json.dumps(value)
 
 

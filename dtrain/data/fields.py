@@ -463,7 +463,9 @@ def _decoder(field: str, value: Any) -> Callable[[bytes], Any]:
     elif isinstance(value, Mapping):
         from hydra.utils import instantiate
 
-        value = instantiate(value)
+        from dtrain.config.instantiate import resolved_once
+
+        value = instantiate(resolved_once(where, value))
     if isinstance(value, type) or not callable(value):
         raise ValueError(
             f"{where}: got {value!r}, want a function of the member's bytes. An object of a class, or a function with "

@@ -4,23 +4,21 @@ An artefact is a folder that is either complete or absent. Loading one may run c
 by ``_target_``, and torch programs hold code. Without ``trust``, two kinds of artefacts are loaded:
 
 * those that this user exported: their ``model.json``, which holds the SHA-256 of the model, has a mark (``config.trust``).
-* *harmless* ones: a graph without code, or a model that is built only by calling subclasses of ``torch.nn.Module``.
+* *harmless* ones: a graph without code, or a model that is built only of classes of torch.nn, torch.optim and dtrain.
 """
 
 from __future__ import annotations
 
-import pkgutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dtrain.config.errors import ConfigError
-from dtrain.config.trust import is_marked, mark
+from dtrain.config.trust import is_marked, mark, require_harmless
 from dtrain.data.hub import sha256
 from dtrain.data.tokenizers import VOCABULARY
 from dtrain.deployment.description import DESCRIPTION, Description
@@ -33,7 +31,7 @@ REPORT = "report.json"
 #: The run's config for other people; the model card of ``export.push``, and its picture.
 CONFIG, CARD, CURVES = "config.yaml", "README.md", "curves.png"
 OWN_FILES = {*(form.file for form in FORMATS.values()), DESCRIPTION, REPORT, VOCABULARY, CONFIG, CARD, CURVES}
-_MARKS = "exported"
+MARKS = "exported"
 _TRUST = "If you trust the origin of the artefact, add --trust."
 
 
@@ -174,12 +172,14 @@ def mark_trusted(folder: Path) -> None:
     """Marks an artefact as exported by this user, so that ``load`` does not need ``trust``; needs a writable cache."""
     for path in (folder / DESCRIPTION, folder / CONFIG):
         if path.exists():
-            mark(path.read_bytes(), _MARKS)
+            mark(path.read_bytes(), MARKS)
 
 
 def is_own(folder: Path, name: str) -> bool:
     """Whether a file of an artefact, ``model.json`` or ``config.yaml``, was exported by this user."""
-    return is_marked(folder / name, _MARKS)
+    with suppress(OSError):
+        return is_marked((folder / name).read_bytes(), MARKS)
+    return False
 
 
 def _require_trusted(folder: Path, description: Description) -> None:
@@ -189,36 +189,4 @@ def _require_trusted(folder: Path, description: Description) -> None:
     if form.holds_code:
         raise ConfigError(f"{folder}: {form.file} is a program that holds code, which could do anything. {_TRUST}")
     if not form.traced:  # a traced graph builds no model
-        _require_harmless(description.model, folder)
-
-
-def _require_harmless(node: Any, folder: Path) -> None:
-    if isinstance(node, Mapping):
-        if "_target_" in node:
-            _require_module_class(str(node["_target_"]), folder)
-        for value in node.values():
-            _require_harmless(value, folder)
-    elif isinstance(node, str):
-        # OmegaConf resolves interpolations when the model is built, and the result may hold a _target_.
-        if "${" in node:
-            raise ConfigError(
-                f"{folder}: its model is built with the interpolation {node!r}, which could run anything. {_TRUST}"
-            )
-    elif isinstance(node, Sequence):
-        for value in node:
-            _require_harmless(value, folder)
-
-
-def _require_module_class(target: str, folder: Path) -> None:
-    try:
-        found = pkgutil.resolve_name(target)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"{folder}: its model is built by {target}, which cannot be imported ({error}). Install its package, or set "
-            "PYTHONPATH to the folder of its module."
-        ) from error
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise ConfigError(
-            f"{folder}: its model is built by calling {target}, which is not a subclass of torch.nn.Module and could do "
-            f"anything. {_TRUST}"
-        )
+        require_harmless(description.model, folder, "model")

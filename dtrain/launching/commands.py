@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from dtrain.config.errors import ConfigError, as_config_error
+from dtrain.config.cache_dir import cache_dir
+from dtrain.config.errors import ConfigError, as_config_error, printable
 from dtrain.config.run import recompose
-from dtrain.config.trust import is_marked
+from dtrain.config.trust import TRUST
 from dtrain.launching import slurm
 from dtrain.launching.job import FINISHED, assignment
 from dtrain.launching.job_script import SCRIPT
@@ -23,7 +24,7 @@ from dtrain.reporting.health import last_activity, run_state, run_state_with_rea
 from dtrain.reporting.sweep import varied_settings
 from dtrain.reporting.tables import Column, setting_column, text_table
 from dtrain.tracking.console import PlainLines, until_reader_leaves
-from dtrain.tracking.history import History, printable, read_all, run_directories
+from dtrain.tracking.history import History, read_all, run_directories
 from dtrain.tracking.records import parse_record
 from dtrain.tracking.run_dir import is_plain, is_trained, status_or_none
 
@@ -40,13 +41,15 @@ def run_command(arguments: Sequence[str], launch: Launch) -> int:
     """Runs a command; returns its exit code.
 
     Args:
-        arguments: One of ``COMMANDS``, then run directories.
+        arguments: One of ``COMMANDS``, then run directories; with ``resume`` also ``--trust``.
         launch: Starts a run on this machine; ``resume`` needs it.
 
     Raises:
         ConfigError: If a directory is missing, or the command cannot be applied to it.
     """
     name, *rest = arguments
+    trusted = name == "resume" and TRUST in rest
+    rest = [argument for argument in rest if not (trusted and argument == TRUST)]
     paths = [Path(argument).expanduser().absolute() for argument in rest]
     # A shell expands runs/* to files such as report.html, too.
     directories = [path for path in paths if len(paths) == 1 or not path.is_file()]
@@ -55,7 +58,7 @@ def run_command(arguments: Sequence[str], launch: Launch) -> int:
     for directory in directories:
         if not directory.is_dir():
             raise ConfigError(f"{name}: {directory} is not a directory. Give the directory of a run (run.dir).")
-    return COMMANDS[name](directories, launch)
+    return resume(directories, launch, trusted=trusted) if name == "resume" else COMMANDS[name](directories, launch)
 
 
 def status(directories: Sequence[Path]) -> int:
@@ -228,20 +231,21 @@ def stop(directories: Sequence[Path]) -> int:
     return FINISHED
 
 
-def resume(directories: Sequence[Path], launch: Launch) -> int:
+def resume(directories: Sequence[Path], launch: Launch, *, trusted: bool = False) -> int:
     """Starts runs again as they were started: by submitting their batch script, or on this machine.
 
     Args:
         directories: The run directories.
         launch: Starts a run on this machine.
+        trusted: Whether ``--trust`` was typed: runs and batch scripts that this user did not write are used as well.
     """
     codes = []
     for run_dir in directories:
         if (script := run_dir / SCRIPT).exists():
-            if not is_marked(script, "submitted"):
+            if not trusted and not slurm.is_submitted(run_dir):
                 raise ConfigError(
-                    f"{script}: dtrain.launch did not write this batch script for you on this machine, or it was edited since. "
-                    f"It could do anything: read it, and submit it yourself: sbatch {shlex.quote(str(script))}"
+                    f"{script}: dtrain.launch did not write this batch script and its presets for you with this cache "
+                    f"({cache_dir()}), or they were edited since. They could do anything: read them, and add {TRUST}."
                 )
             slurm.require_sbatch()
             slurm.refuse_second_job(run_dir)
@@ -254,7 +258,7 @@ def resume(directories: Sequence[Path], launch: Launch) -> int:
                 f"run directory: RUN_DIR={shlex.quote(str(run_dir))} sbatch slurm/..."
             )
         else:
-            arguments = recompose([assignment("run.dir", str(run_dir))])
+            arguments = recompose([assignment("run.dir", str(run_dir)), *([TRUST] if trusted else [])])
             print(f"python -m dtrain.launch {shlex.join(arguments)}", file=sys.stderr, flush=True)
             codes.append(launch(arguments))
     return max(codes)

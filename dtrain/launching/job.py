@@ -17,11 +17,11 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 
 from dtrain.config.compose import Composed, require_choice
-from dtrain.config.errors import ConfigError
-from dtrain.config.run import Run
+from dtrain.config.errors import ConfigError, printable
+from dtrain.config.run import Run, chooses_what_to_train
 from dtrain.config.schema import LaunchConfig
+from dtrain.config.trust import TRUST
 from dtrain.reporting.tables import Column, text_table
-from dtrain.tracking.history import printable
 from dtrain.tracking.run_dir import status_or_none
 from dtrain.training.validation import validate
 
@@ -93,13 +93,16 @@ class Job:
     @property
     def arguments(self) -> list[str]:
         """The arguments of ``dtrain.train``: the overrides of the user, with the absolute path of the run directory."""
-        return [*(part for folder in self.run.config_dirs for part in ("--config-dir", folder)), *self.overrides]
+        folders = (part for folder in self.run.config_dirs for part in ("--config-dir", folder))
+        return [*folders, *self.overrides]
 
     @property
     def overrides(self) -> list[str]:
         """``arguments`` without ``--config-dir``."""
         forwarded = [override for override in self.run.overrides if _key(override) not in _NOT_FORWARDED]
-        return [*forwarded, assignment("run.dir", str(self.run.dir))]
+        # This process has composed them; a rank on another machine may not have the mark of the run.
+        trust = [] if chooses_what_to_train(forwarded) else [TRUST]
+        return [*forwarded, assignment("run.dir", str(self.run.dir)), *trust]
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from dtrain.launching.job import Job
 #: Name of the batch script in the run directory.
 SCRIPT = "job.sbatch"
 _BODY = Path(__file__).with_name("job_body.sh")
-_PRESETS = "presets"
+PRESETS = "presets"
 _REQUEUE_COMMENT = {
     True: "The job asks for new allocations until the run is finished.",
     False: "The job has one allocation.",
@@ -228,7 +228,7 @@ def _words(words: Iterable[str]) -> str:
 
 def frozen_arguments(job: Job) -> list[str]:
     """``job.arguments`` with the presets that ``freeze_presets`` copies into the run directory."""
-    folder = job.run.dir / _PRESETS
+    folder = job.run.dir / PRESETS
     config_dirs = [
         part for number in range(len(job.run.config_dirs)) for part in ("--config-dir", str(folder / str(number)))
     ]
@@ -241,7 +241,7 @@ def freeze_presets(job: Job) -> None:
     Raises:
         ConfigError: If they cannot be written.
     """
-    folder = job.run.dir / _PRESETS
+    folder = job.run.dir / PRESETS
     with as_config_error("run.dir"):
         if folder.exists():
             shutil.rmtree(folder)

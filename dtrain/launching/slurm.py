@@ -24,10 +24,12 @@ import torch
 import dtrain
 from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.run import without_secrets
-from dtrain.config.trust import mark
+from dtrain.config.trust import content_with_folders, is_marked, mark
 from dtrain.distributed.atomic import replace_file
 from dtrain.launching.job import FINISHED, STOPPED, Job, JobResult, StatusJudge
 from dtrain.launching.job_script import (
+    PRESETS,
+    SCRIPT,
     array_log_name,
     array_script,
     freeze_presets,
@@ -43,6 +45,7 @@ SECONDS_BETWEEN_SQUEUE = 10.0
 # Times in a row that squeue must not show a job before it counts as ended: other nodes see its last files a little later.
 _MISSED = 2
 _RECORD = "launch.json"
+_MARKS = "submitted"
 _JOB_ID = ".job"
 
 
@@ -149,8 +152,20 @@ def _write_script(job: Job) -> None:
         script = job_script(job).encode()
         with replace_file(script_path(job)) as handle:
             handle.write(script)
-    mark(script, "submitted")
     freeze_presets(job)
+    mark_submitted(job.run.dir, script)
+
+
+def mark_submitted(run_dir: Path, script: bytes) -> None:
+    """Remembers that this user wrote a batch script and the presets that it composes."""
+    with as_config_error("run.dir"):
+        mark(content_with_folders(script, [run_dir / PRESETS]), _MARKS)
+
+
+def is_submitted(run_dir: Path) -> bool:
+    """Whether ``mark_submitted`` was called for the batch script and the presets in a run directory."""
+    with as_config_error("run.dir"):
+        return is_marked(content_with_folders((run_dir / SCRIPT).read_bytes(), [run_dir / PRESETS]), _MARKS)
 
 
 def _submit_each(jobs: Sequence[Job]) -> list[str]:

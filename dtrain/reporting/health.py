@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dtrain.config.errors import printable
 from dtrain.reporting.run_logs import (
     BadSamples,
     EvaluationFile,
@@ -29,7 +30,7 @@ from dtrain.reporting.run_logs import (
 )
 from dtrain.reporting.style import count_of, format_duration, format_number, format_percent, shorten
 from dtrain.tracking.finding import LEVELS, Finding
-from dtrain.tracking.history import History, as_float, printable
+from dtrain.tracking.history import History, as_float
 from dtrain.tracking.run_dir import is_plain, is_trained
 
 #: Rows of ``TimeBreakdown.seconds``, and their names in the same order.

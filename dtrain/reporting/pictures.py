@@ -12,11 +12,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, NullFormatter, PercentFormatter
 
+from dtrain.config.errors import printable
 from dtrain.distributed.atomic import replace_file
 from dtrain.reporting.charts import Chart, Line
 from dtrain.reporting.health import TIME_NAMES
 from dtrain.reporting.style import THEME, shorten
-from dtrain.tracking.history import printable
 
 _STYLE: dict[Any, Any] = {
     "text.parse_math": False,  # a run may be called $\frac

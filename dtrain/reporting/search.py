@@ -15,12 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
+from dtrain.config.errors import printable
 from dtrain.reporting.charts import Chart, Line
 from dtrain.reporting.page import Section
 from dtrain.reporting.style import count_of, format_percent
 from dtrain.reporting.sweep import short_names, value_text
 from dtrain.reporting.tables import Column
-from dtrain.tracking.history import as_float, printable
+from dtrain.tracking.history import as_float
 from dtrain.tracking.run_dir import may_be_read
 
 FILE = "search.json"

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from dtrain.config.directions import direction
+from dtrain.config.errors import printable
 from dtrain.reporting.health import run_state
-from dtrain.tracking.history import ABSENT, History, as_float, differences, printable
+from dtrain.tracking.history import ABSENT, History, as_float, differences
 
 _MAX_SHOWN, _BEST = 8, 5  # runs that a chart can show; of more runs, number of the best ones in the selection
 _USUAL_GOALS = ("eval/accuracy", "eval/loss", "train/loss")

@@ -29,6 +29,7 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
+from dtrain.config.errors import printable
 from dtrain.tracking.records import Record
 
 #: A terminal is redrawn at most this often, because drawing takes a millisecond.
@@ -79,7 +80,7 @@ def print_banner(title: str, rows: Mapping[str, str], stream: TextIO | None = No
     text = Text(title, style="bold")
     for name, value in rows.items():
         for number, line in enumerate(value.splitlines() or [""]):
-            text.append(f"\n  {'' if number else name:<{width}}  {line}".rstrip(), style="not bold")
+            text.append(f"\n  {'' if number else name:<{width}}  {printable(line)}".rstrip(), style="not bold")
     Console(file=stream or sys.stdout, highlight=False).print(text, soft_wrap=True)
 
 
@@ -135,7 +136,7 @@ class PlainLines:
 
     def note(self, text: str) -> None:
         """Writes ``text`` as a line."""
-        self._write(text)
+        self._write(printable(text, keep="\n\t"))
 
     def finish(self, state: str, reason: str | None = None) -> None:
         """Does nothing."""
@@ -194,7 +195,7 @@ class ProgressLine:
 
     def note(self, text: str) -> None:
         """Prints ``text`` above the progress line, wrapped between words."""
-        self._terminal.print(Text(text), overflow="ignore")  # a long path stays whole
+        self._terminal.print(Text(printable(text, keep="\n\t")), overflow="ignore")  # a long path stays whole
 
     def finish(self, state: str, reason: str | None = None) -> None:
         """Replaces the bar by a line and releases the terminal."""

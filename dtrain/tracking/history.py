@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import yaml
 
+from dtrain.config.errors import printable
 from dtrain.config.renamed_keys import rename_keys
+from dtrain.config.safe_yaml import parse_yaml
 from dtrain.tracking.run_dir import bounded_lines, may_be_read, read_status
 
 #: The value in ``differences`` of a run that does not have the key.
@@ -33,7 +34,7 @@ ABSENT = object()
 _METRICS, _CONFIG, _OVERRIDES, _STATUS = "metrics.jsonl", "config.yaml", "overrides.yaml", "status.json"
 _FIRST_FILES = (".lock", ".job", "logs/torchrun")  # a queued run, or one that failed early, has nothing else
 _DIRECTORY_DEPTH = 4  # levels searched for runs, as in sweeps/lr=0.1/seed=2
-_MAX_BYTES, _MAX_YAML_DEPTH = 200_000, 50  # a config of dtrain has a few thousand bytes and five levels
+_MAX_BYTES = 200_000  # a config of dtrain has a few thousand bytes
 _PARALLEL_BYTES = 50_000_000  # of metrics.jsonl; one process reads so many in half a second
 _BLOCK = 2_000  # records parsed at a time: few enough to stay in the processor's caches
 _BLOCK_BYTES = 2**24  # limits a block where the lines are long
@@ -139,11 +140,6 @@ class History:
 def is_run(path: Path) -> bool:
     """Whether a directory is a run directory, also of a queued run or one that failed before its first step."""
     return any((path / name).exists() for name in (_METRICS, _CONFIG, _STATUS, *_FIRST_FILES))
-
-
-def printable(text: str) -> str:
-    """The text on one line, with a question mark for each control or invisible character."""
-    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def differences(runs: Sequence[History]) -> dict[str, list[Any]]:
@@ -366,32 +362,14 @@ def _read_yaml(path: Path, gaps: list[str]) -> dict[str, Any]:
     if not may_be_read(path, gaps, f"no {path.name}", _MAX_BYTES):
         return {}
     try:
-        text = path.read_text(encoding="utf-8")
-        if reason := _unsafe_yaml(text):
-            gaps.append(f"{path.name} {reason}, which dtrain does not write; it is left out")
-            return {}
-        content = yaml.safe_load(text)
+        content = parse_yaml(path.read_bytes())
     except OSError as error:
         gaps.append(f"{path.name} cannot be read ({error})")
         return {}
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, or the 31st of February
-        gaps.append(f"{path.name} is not valid YAML ({next(iter(str(error).splitlines()), '')})")
+    except ValueError as error:
+        gaps.append(f"{path.name} {error}; it is left out")
         return {}
     if not isinstance(content, dict):
         gaps.append(f"{path.name} holds no mapping")
         return {}
     return content
-
-
-def _unsafe_yaml(text: str) -> str:
-    """Why loading this YAML could exhaust memory or raise an unexpected error; ``""`` if it is safe."""
-    depth = 0
-    for event in yaml.parse(text):
-        if isinstance(event, yaml.AliasEvent):  # a few lines of aliases of aliases are a billion values
-            return "has YAML aliases"
-        if getattr(event, "tag", None) is not None:  # `!!bool maybe` is a KeyError, `!!int ""` an IndexError
-            return "has YAML tags"
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _MAX_YAML_DEPTH:
-            return f"is nested more than {_MAX_YAML_DEPTH} levels deep"
-    return ""

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import yaml
 
-from dtrain.config.errors import PeerFailed, as_config_error, in_brief, without_secrets_in
+from dtrain.config.errors import PeerFailed, as_config_error, in_brief, printable, without_secrets_in
 from dtrain.distributed.atomic import open_regular, open_to_append, replace_file
 
 if TYPE_CHECKING:  # it imports Hydra, which the report does not need
@@ -239,7 +239,7 @@ class FailureRecord:
             write_status(self._run_dir, "failed", self.step(), reason, **self._extra())
         except OSError as error:
             sys.stderr.write(f"dtrain: status.json could not be written ({error}).\n")
-        sys.stderr.write(f"dtrain: failed at step {self.step()} ({in_brief(reason)}): {self._run_dir}\n")
+        sys.stderr.write(f"dtrain: failed at step {self.step()} ({printable(in_brief(reason))}): {self._run_dir}\n")
         self.on_failure(reason)
 
 

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dtrain.config.errors import ConfigError, as_config_error
-from dtrain.config.instantiate import argument_names, by_target
+from dtrain.config.instantiate import argument_names, by_target, resolved_once
 from dtrain.config.schema import Config, LossScaleConfig, ParallelConfig, PrecisionConfig, TrainConfig
 from dtrain.data import ShardLoader
 from dtrain.data.randomness import be_deterministic, seed_generators
@@ -427,9 +427,8 @@ def build_schedule(node: Any, lengths: Lengths) -> Callable[[int], float]:
         ConfigError: If it cannot be built or cannot be called.
     """
     if isinstance(node, DictConfig):
-        plain = OmegaConf.to_container(node, resolve=True)
         with as_config_error("schedule"):
-            node = OmegaConf.create(lengths.in_steps(plain))
+            node = OmegaConf.create(lengths.in_steps(resolved_once("schedule", node)))
         if node.get("horizon") is None:
             node.horizon = lengths.horizon
     with as_config_error("schedule"):

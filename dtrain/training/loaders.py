@@ -12,7 +12,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from dtrain.config.errors import ConfigError, as_config_error, nearest
-from dtrain.config.instantiate import by_target
+from dtrain.config.instantiate import by_target, resolved_once
 from dtrain.config.schema import Config, DataConfig
 from dtrain.data import Mixture, ShardLoader, shards
 from dtrain.data.datasets import value_fields
@@ -227,7 +227,7 @@ def build_mixture(data: DataConfig, *, build: bool = True) -> Mixture:
                 raise ConfigError(f"{key}: got {source!r}, want {{shards: PATTERN, weight: NUMBER}}.")
             if unknown := [str(option) for option in source if option not in _SOURCE_KEYS]:
                 raise ConfigError(f"{key}: there is no key {unknown[0]!r}. {nearest(unknown[0], _SOURCE_KEYS)}")
-            plain = OmegaConf.to_container(source, resolve=True)
+            plain = resolved_once(key, source)
             assert isinstance(plain, dict)
             options["shards"][name] = _source(f"{key}.shards", source.shards, build)
             options["weight"][name] = plain.get("weight", 1)
@@ -346,7 +346,7 @@ def _plain(fields: Any) -> dict[str, dict[str, object]]:
     """The fields as plain data, with decoders built by their ``_target_``."""
     if not isinstance(fields, DictConfig):
         return dict(fields)
-    plain = OmegaConf.to_container(fields, resolve=True)
+    plain = resolved_once("data.fields", fields)
     assert isinstance(plain, dict)
     for ext, entry in plain.items():
         is_list = isinstance(entry, list)

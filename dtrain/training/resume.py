@@ -201,7 +201,8 @@ def pin_weights(cfg: Config, identity: Run) -> Run:
         found = {}
         for key, url in urls.items():
             model, saved = HubModel.parse(key, url), identity.saved_value(key)
-            is_same = isinstance(saved, str) and saved.startswith(f"hf://{model.name}@")
+            # Of a run of somebody else the commit may be any text, even an interpolation.
+            is_same = isinstance(saved, str) and re.fullmatch(re.escape(f"hf://{model.name}@") + "[0-9a-f]{40}", saved)
             found[key] = saved if is_same else str(model.at_commit())
         return found
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from dtrain.config.compose import resolved
 from dtrain.config.errors import ConfigError, as_config_error, nearest
-from dtrain.config.instantiate import by_target, check_arguments, nodes_with_target
+from dtrain.config.instantiate import by_target, check_arguments, nodes_with_target, resolved_once
 from dtrain.config.run import refuse_hidden
 from dtrain.config.schema import Config, DataConfig
 from dtrain.data.batch import Transfer
@@ -280,7 +280,7 @@ def _check_schedule(cfg: Config) -> None:
     if horizon is not None and horizon > 0 and (steps_per_epoch or "epoch" not in str(cfg.schedule)):
         build_schedule(cfg.schedule, Lengths(horizon, steps_per_epoch, max(train.global_batch_size, 1)))
     else:
-        plain = OmegaConf.to_container(cfg.schedule, resolve=True)
+        plain = resolved_once("schedule", cfg.schedule)
         check_arguments("schedule", OmegaConf.create(Lengths(1, 1, 1).in_steps(plain)), horizon=1)
 
 

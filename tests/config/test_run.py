@@ -86,7 +86,7 @@ def test_a_run_with_a_directory_of_its_own_has_its_name() -> None:
 def test_what_is_saved_composes_the_same_run_again(tmp_path: Path) -> None:
     run = compose_run(f"run.dir={tmp_path}", "optimizer.lr=0.1", "precision=fp16")
     save_run(run)
-    again = Run.of(compose(*recompose([f"run.dir={tmp_path}"])))
+    again = Run.of(compose(*recompose([f"run.dir={tmp_path}", "--trust"])))
     assert again.config == run.config
     changed = Run.of(compose(*recompose([f"run.dir={tmp_path}", "precision=bf16"])))
     assert changed.config["precision"]["name"] == "bf16"
@@ -270,10 +270,10 @@ def test_a_run_started_with_an_old_key_continues_unchanged(tmp_path: Path, prefi
     run = compose_run(f"run.dir={tmp_path}", f"{prefix}{new}=fp32")
     save_run(run)
     rename_in_files(tmp_path, new, old)
-    again = Run.of(compose(*recompose([f"run.dir={tmp_path}"])))
+    again = Run.of(compose(*recompose([f"run.dir={tmp_path}", "--trust"])))
     assert again.config == run.config
     assert again.changes() == []
-    other = Run.of(compose(*recompose([f"run.dir={tmp_path}", f"{new}=bf16"])))
+    other = Run.of(compose(*recompose([f"run.dir={tmp_path}", f"{new}=bf16", "--trust"])))
     assert other.changes() == [f'{new}: "fp32" -> "bf16"']
 
 
@@ -281,7 +281,7 @@ def test_a_run_started_with_the_old_name_of_an_argument_continues_unchanged(tmp_
     run = Run.of(compose("experiment=bytes_gpt", f"run.dir={tmp_path}", "task.sample_tokens=5"))
     save_run(run)
     rename_in_files(tmp_path, "task.sample_tokens", "task.sample_bytes")
-    again = Run.of(compose(*recompose([f"run.dir={tmp_path}"])))
+    again = Run.of(compose(*recompose([f"run.dir={tmp_path}", "--trust"])))
     assert again.config == run.config
     assert again.changes() == []
 
@@ -298,5 +298,12 @@ def test_a_renamed_key_does_not_change_the_default_name_of_a_run(old: str, new: 
 def test_ranks_with_other_overrides_than_rank_0_are_refused() -> None:
     run = compose_run("optimizer.lr=0.1")
     run.require_same_overrides(list(run.overrides))
-    with refused(ConfigError, "rank 0", "optimizer.lr=0.1", "--trust"):
+    with refused(ConfigError, "rank 0", "optimizer.lr=0.1", "same command"):
         run.require_same_overrides([override for override in run.overrides if "lr" not in override])
+
+
+def test_the_message_about_other_overrides_has_no_secret() -> None:
+    run = compose_run("+model.api_key=abcsecret")
+    with refused(ConfigError, "rank 0", "model.api_key") as raised:
+        run.require_same_overrides([override for override in run.overrides if "api_key" not in override])
+    assert "abcsecret" not in str(raised.value)

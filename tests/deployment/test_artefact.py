@@ -70,9 +70,9 @@ def test_a_model_gets_images_in_the_memory_layout_of_its_training(tmp_path: Path
         )
         with artefact.replacing(tmp_path / str(channels_last)) as folder:
             artefact.write(folder, Program(model, IMAGE, torch.float32, channels_last).eval(), description, None)
-    torch.testing.assert_close(artefact.load(tmp_path / "False", CPU).outputs(pixels), expected)
+    torch.testing.assert_close(artefact.load(tmp_path / "False", CPU, trust=True).outputs(pixels), expected)
     with pytest.raises(RuntimeError, match="view size"):
-        artefact.load(tmp_path / "True", CPU).outputs(pixels)
+        artefact.load(tmp_path / "True", CPU, trust=True).outputs(pixels)
 
 
 @pytest.mark.parametrize("stored_as", ["safetensors", "pt2", "onnx"])
@@ -188,11 +188,18 @@ CREATES_FILE = "${oc.create:'{_target_: pathlib.Path.touch, _args_: [{_target_: 
     ("node", "part"),
     [
         ({"_target_": "tests.toys.norm_net"}, "norm_net"),
-        ({"_target_": "tests.toys.NormNet", "classes": {"_target_": "os.getpid"}}, "os.getpid"),
+        ({"_target_": "tests.toys.NormNet"}, "tests.toys.NormNet"),
+        ({"_target_": "torch.nn.Flatten", "start_dim": {"_target_": "os.getpid"}}, "os.getpid"),
         ({"_target_": "torch.nn.Sequential", "_args_": [CREATES_FILE]}, "oc.create"),
         ({"_target_": "torch.nn.Sequential", "classes": "${oc.env:HOME}"}, "oc.env:HOME"),
     ],
-    ids=["function", "function in an argument", "interpolation in a list", "interpolation"],
+    ids=[
+        "function",
+        "module class of somebody else",
+        "function in an argument",
+        "interpolation in a list",
+        "interpolation",
+    ],
 )
 def test_a_foreign_model_that_is_not_built_by_module_classes_only_needs_trust(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: dict[str, Any], part: str
@@ -212,5 +219,7 @@ def test_a_foreign_model_that_is_not_built_by_module_classes_only_needs_trust(
 
 def test_a_target_that_cannot_be_imported_is_refused_with_a_remedy(tmp_path: Path) -> None:
     rewrite(write_linear(tmp_path / "out"), model={"_target_": "nowhere.Net"})
-    with refused(ConfigError, "nowhere.Net", "cannot be imported", "PYTHONPATH"):
+    with refused(ConfigError, "nowhere.Net", "--trust"):
         artefact.load(tmp_path / "out", CPU)
+    with refused(ConfigError, "nowhere.Net", "cannot be imported"):
+        artefact.load(tmp_path / "out", CPU, trust=True)
