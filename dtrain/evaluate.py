@@ -222,8 +222,8 @@ def recompose_artefact(folder: Path, arguments: Sequence[str], presets: Path) ->
                 section = section.setdefault(parent, {})
             section[name] = plain
     if TRUST not in arguments and not is_marked(text, artefact.MARKS):
-        for section, value in config.items():
-            require_harmless(value, path, section)
+        for first, node in config.items():
+            require_harmless(node, path, first)
     preset = presets / "artefact" / "config.yaml"
     preset.parent.mkdir()
     preset.write_text(f"# @package _global_\n{yaml.safe_dump(config)}", encoding="utf-8")

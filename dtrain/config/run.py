@@ -316,8 +316,8 @@ def _refuse_foreign_links(run_dir: str | None) -> None:
             with_trust([f"run.dir={run_dir}"])
         except ConfigError as error:
             raise ConfigError(
-                f"run.dir: {link} is a link, so dtrain would write to {link.resolve()}, and the run was not started by you with "
-                f"this cache ({cache_dir()}). If you trust whoever made it, add {TRUST}."
+                f"run.dir: {link} is a link, so dtrain would write to {link.resolve()}, and the run was not started by you "
+                f"with this cache ({cache_dir()}). If you trust whoever made it, add {TRUST}."
             ) from error
 
 

@@ -355,7 +355,7 @@ def _plain(fields: Any) -> dict[str, dict[str, object]]:
                 node = fields[ext][number] if is_list else fields[ext]
                 where = f"{ext!s}[{number}]" if is_list else str(ext)
                 options["decoder"] = by_target(f"data.fields.{where}.decoder", node.decoder)
-    return plain  # type: ignore[return-value]
+    return plain
 
 
 def _in_the_middle(fields: dict[str, Any]) -> dict[str, Any]:
