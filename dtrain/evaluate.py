@@ -64,8 +64,7 @@ Options
   weights=ema|raw                averaged or raw weights (default: ema if the checkpoint has it)
   precision=NAME[,NAME ...]      one precision or several: precision=fp32,bf16,fp16 (default: that of the run)
   out=DIR2                       folder for the result as JSON and a picture (default: DIR/evaluations)
-  --trust                        use all of the run's saved command line, even if it is not yours and names code that dtrain
-                                 does not know
+  --trust                        use a run that somebody else started: its saved command line can run any code
   KEY=VALUE                      any key of the config, such as 'data.eval="shards/val-*.tar"'
 """
 

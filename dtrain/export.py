@@ -72,8 +72,7 @@ Options
   checkpoint=best|latest|STEP    which checkpoint (default: best if the run keeps one, else latest)
   weights=ema|raw                moving average or raw weights (default: ema if the run has one)
   samples=N                      rows of data.eval for the comparison with fp32 (default: 512; 0: no comparison)
-  --trust                        use all of the run's saved command line, even if it is not yours and names code that dtrain
-                                 does not know
+  --trust                        use a run that somebody else started: its saved command line can run any code
   KEY=VALUE                      any key of the config, such as 'precision.keep_fp32=[head]' or data.eval=null
 """
 OPTIONS = {"checkpoint": "", "weights": "", "samples": "512"}

@@ -8,7 +8,9 @@ In reading order:
 * ``explain``: clear messages for the errors that Hydra raises.
 * ``torchrun_errors``: what torchrun shows when a rank fails.
 * ``run``: the run's name, its directory and saved config, which configs may resume it, and its command line.
-* ``trust``: which targets the saved config of somebody else's run may name.
+* ``trust``: which files this user wrote, and what is used of those that somebody else wrote.
+* ``safe_yaml``: YAML that somebody else may have written.
+* ``directions``: whether a larger or a smaller value of a metric is better.
 * ``instantiate``: objects from ``_target_`` nodes.
 * ``renamed_keys``: keys of earlier versions, and their new names.
 * ``errors``: errors that are shown without a traceback.
