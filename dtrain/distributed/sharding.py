@@ -20,6 +20,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtrain.config.errors import ConfigError
+from dtrain.config.errors import ConfigError, Explained
 from dtrain.config.schema import ParallelConfig
 from dtrain.distributed.process_group import keep_group
 from dtrain.distributed.world import World
@@ -283,6 +284,10 @@ class ShardedWindow:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+        for name, parameter in model.named_parameters():
+            if is_dtensor(parameter) and parameter.requires_grad:
+                # fully_shard gathers parameters as other tensors, so autograd reaches this one only past the reduction.
+                parameter.register_hook(partial(_refuse_unreduced, name))
 
     def begin(self) -> None:
         """Collective. Before the first micro-batch: all ranks get rank 0's buffers, as with DDP."""
@@ -307,12 +312,29 @@ class ShardedWindow:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if isinstance(error, RuntimeError) and "storage of size 0" in str(error):
+            raise ConfigError(
+                "parallel.shard: a backward needs parameters that were already freed, as a gradient of a gradient does (autograd.grad "
+                f"with create_graph=True): {str(error).splitlines()[0]}. Set parallel=ddp."
+            ) from error
         if isinstance(error, RuntimeError) and "DTensor" in str(error):
             raise ConfigError(
                 f"parallel.shard_modules: a parameter was used outside of the forward of its unit, where a rank has only a "
                 f"part of it ({str(error).splitlines()[0]}). Leave the module that has this parameter out of "
                 "parallel.shard_modules, and call the model itself in the task."
             ) from error
+
+
+class UnreducedGradient(Explained, RuntimeError):
+    """A task used a sharded parameter itself, so the gradient of this use would not be averaged over the ranks."""
+
+
+def _refuse_unreduced(name: str, gradient: Tensor) -> None:
+    raise UnreducedGradient(
+        f"parallel.shard: the task uses the parameter {name} outside of the model's forward, as a penalty on weights does. The "
+        "gradient of this use is not averaged over the ranks, so the result would be wrong. Compute the penalty in the "
+        "forward of the module that has the parameter, use weight_decay, or set parallel=ddp."
+    )
 
 
 def matching_modules(model: nn.Module, key: str, patterns: Sequence[str]) -> list[str]:
@@ -406,8 +428,11 @@ def _check_parameters(model: nn.Module, units: Sequence[str]) -> None:
                 f"parallel.shard: the parameter {name} is a scalar, which cannot be sharded. Give it the shape [1], or set "
                 "parallel=ddp."
             )
-        if parameter.is_complex():
-            raise ConfigError(f"parallel.shard: the parameter {name} is complex, which cannot be sharded. {remedy}")
+        if not parameter.is_floating_point():
+            raise ConfigError(
+                f"parallel.shard: the parameter {name} is {parameter.dtype}, and only floating-point parameters can be sharded. "
+                f"{'Register it as a buffer' if not parameter.is_complex() else 'Change the model'}, or set parallel=ddp."
+            )
         unit = unit_of(prefix)
         first, other = owner.setdefault(id(parameter), (name, unit))
         if other != unit:

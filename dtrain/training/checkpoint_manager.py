@@ -22,6 +22,7 @@ from dtrain.config.errors import ConfigError
 from dtrain.distributed.atomic import remove
 from dtrain.distributed.collectives import broadcast_buffers, from_rank0, on_all_ranks, wait_for_all
 from dtrain.distributed.process_group import set_timeout
+from dtrain.distributed.replicas import require_equal_replicas
 from dtrain.distributed.store import FAILED, GroupStore, StoreLost, group_store
 from dtrain.training.checkpoints import Checkpoint
 from dtrain.training.run_logger import RunLogger
@@ -96,11 +97,12 @@ class CheckpointManager:
             final: Whether the run ends with this checkpoint.
 
         Raises:
-            ConfigError: If the final checkpoint could not be written.
+            ConfigError: If the final checkpoint could not be written, or the parameters of the ranks have drifted apart.
         """
         # Each rank updates buffers such as BatchNorm statistics from its own rows. Every rank continues with the saved ones,
         # so that a resumed run equals an uninterrupted one.
         broadcast_buffers(self._run.model)
+        require_equal_replicas(self._run.model, getattr(self._run.step.model, "parameters_to_ignore", ()))
         if self._run.is_sharded:
             problem = self._save_sharded(metrics, final)
         else:

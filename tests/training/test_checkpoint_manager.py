@@ -140,7 +140,7 @@ def manager(
         checkpoints=disk,
         is_sharded=False,
         world=SimpleNamespace(rank=rank),
-        step=SimpleNamespace(step=0),
+        step=SimpleNamespace(step=0, model=None),
         model=nn.Linear(1, 1),
         checkpoint=lambda metrics: content(float(run.step.step), metrics),
     )
@@ -230,7 +230,7 @@ def test_a_save_is_taken_of_buffers_that_all_ranks_have_and_under_the_time_limit
 
 @pytest.mark.usefixtures("world_of_one")
 def test_what_is_best_is_compared_with_the_checkpoint_that_is_still_being_written(disk: Disk) -> None:
-    disk._best = "eval/accuracy"
+    disk._best, disk._sign = "eval/accuracy", 1
     saves, run, _ = manager(disk)
     run.cfg.checkpoint.best = "eval/accuracy"
     disk.may_write.clear()
@@ -255,3 +255,17 @@ def test_a_failed_write_that_nobody_has_asked_for_is_told_at_the_next_save_and_a
     assert saves.save_last()
     assert disk.steps() == [20]
     assert len(warnings) == 2
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_replicas_that_drifted_apart_are_not_saved(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    saves, run, _ = manager(disk)
+
+    def refuse(model: nn.Module, ignored: object) -> None:
+        assert model is run.model
+        raise ConfigError("model: weight differs between ranks")
+
+    monkeypatch.setattr(module, "require_equal_replicas", refuse)
+    with pytest.raises(ConfigError, match="weight differs"):
+        saves.save({}, final=True)
+    assert disk.steps() == []

@@ -49,10 +49,10 @@ def manager(folder: Path, world: World, best: str | None = None) -> tuple[Checkp
     cfg = SimpleNamespace(checkpoint=CheckpointConfig(best=best), parallel=ParallelConfig())
     run: Any = SimpleNamespace(
         cfg=cfg,
-        checkpoints=Checkpoints(folder, best=best),
+        checkpoints=Checkpoints(folder, best=best, best_mode="max"),
         is_sharded=True,
         world=world,
-        step=SimpleNamespace(step=0),
+        step=SimpleNamespace(step=0, model=None),
         model=nn.Linear(1, 1),
         checkpoint=lambda metrics: content(float(run.step.step), world),
     )

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dtrain.config.errors import ConfigError
 from dtrain.config.schema import ParallelConfig
 from dtrain.data import Batch
-from dtrain.distributed.sharding import is_dtensor, is_sharded, local_part, shard_model
+from dtrain.distributed.sharding import UnreducedGradient, is_dtensor, is_sharded, local_part, shard_model
 from dtrain.precision import Precision
 from dtrain.precision.loss_scale import LossScale
 from dtrain.training.optimizer import build_optimizer
@@ -23,7 +23,7 @@ from dtrain.training.step import TooManySkips
 from dtrain.training.task import Output
 from dtrain.training.tensor_copies import Ema
 from tests.ranks import run_ranks
-from tests.refusals import refused
+from tests.refusals import assert_refused, refused
 from tests.toys import CPU, Net, micro_batches, run_steps, samples, squared_error, train_step, world
 from tests.training.test_step import decide_on_device
 
@@ -256,3 +256,65 @@ def test_a_parameter_that_is_used_outside_of_its_unit_is_explained() -> None:
             step.accumulate(micro_batches(0, ROWS, ranks=2, rank=rank), 1)
 
     run_ranks(2, on_rank)
+
+
+class PenaltyTask:
+    """The squared error, and a penalty on one weight that the task computes itself."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Output:
+        output = squared_error(model, batch)
+        (weight,) = (p for name, p in model.named_parameters() if name.endswith("blocks.0.0.weight"))
+        if self._kind == "full_tensor":
+            weight = weight.full_tensor()  # type: ignore[operator]
+        elif self._kind == "to_local":
+            weight = weight.to_local()  # type: ignore[operator]
+        penalty = weight.square().sum() if self._kind != "norm" else weight.norm().full_tensor()
+        return Output(output.loss_sum + 0.01 * output.count * penalty, output.count)
+
+
+@pytest.mark.parametrize("rows", [None, 3])
+def test_a_penalty_on_sharded_weights_is_refused_by_name_on_every_rank(rows: int | None) -> None:
+    def on_rank(rank: int) -> list[str]:
+        messages = []
+        for kind, after in (("full_tensor", "window"), ("to_local", "micro_batch"), ("norm", "window")):
+            model = Blocks()
+            shard_model(model, ParallelConfig(shard="full", reduce_after=after), world(rank, 2))
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+            step = train_step(model, optimizer, world=world(rank, 2), nominal=ROWS, reduce_each=after == "micro_batch")
+            step.task = PenaltyTask(kind)
+            try:
+                run_steps(step, [micro_batches(0, ROWS, ranks=2, rank=rank, rows=rows)])
+            except UnreducedGradient as error:
+                messages.append(str(error))
+        return messages
+
+    for messages in run_ranks(2, on_rank):
+        assert len(messages) == 3
+        for text in messages:
+            assert_refused(text, "parallel.shard", "blocks.0.0.weight", "parallel=ddp")
+
+
+def test_a_gradient_of_a_gradient_is_refused_with_a_remedy() -> None:
+    def on_rank(rank: int) -> str:
+        model = Blocks()
+        shard_model(model, ParallelConfig(shard="full"), world(rank, 2))
+        step = train_step(model, torch.optim.SGD(model.parameters(), lr=1e-2), world=world(rank, 2), nominal=ROWS)
+
+        def penalised(model: nn.Module, batch: Batch) -> Output:
+            x = batch["x"].detach().requires_grad_()
+            out = model(x)
+            (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            return Output(out.square().sum() + gradient.square().sum(), batch.valid.sum())
+
+        step.task = penalised
+        try:
+            run_steps(step, [micro_batches(0, ROWS, ranks=2, rank=rank)])
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    for text in run_ranks(2, on_rank):
+        assert_refused(text, "parallel.shard", "create_graph=True", "parallel=ddp")
