@@ -1,6 +1,6 @@
 """Whether ranks that should hold the same parameters do: one sum of bits for each parameter, compared at each save.
 
-Gradients that bypass the reduction, or a hook that changes a model on one rank only, let replicas drift apart without any error.
+Gradients that bypass the reduction, or a hook that changes a model on one rank only, let replicas drift apart without an error.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def require_equal_replicas(model: nn.Module, ignored: Collection[str] = ()) -> N
     differs = ((sums[0] != ~sums[1]) & (sums[0] != lowest)).any(dim=1)
     if differs.any():
         count = int(differs.sum())
-        more = f" and {count - 1} more parameters differ" if count > 1 else " differs"
+        first = named[int(differs.int().argmax())][0]
+        which = f"{first} and {count - 1} more parameters differ" if count > 1 else f"{first} differs"
         raise ConfigError(
-            f"model: {named[int(differs.int().argmax())][0]}{more} between ranks that should hold the same values, so no checkpoint "
-            "was written. A hook, task or optimizer changes them on some ranks only, or gradients bypass the reduction, or the "
+            f"model: {which} between ranks that should hold the same values, so no checkpoint was written. A hook, task or optimizer changes them on some ranks only, or gradients bypass the reduction, or the "
             "ranks run on different kinds of hardware. Start again after the change: the run resumes from its last checkpoint."
         )
 

@@ -314,8 +314,8 @@ class ShardedWindow:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if isinstance(error, RuntimeError) and "storage of size 0" in str(error):
             raise ConfigError(
-                "parallel.shard: a backward needs parameters that were already freed, as a gradient of a gradient does (autograd.grad "
-                f"with create_graph=True): {str(error).splitlines()[0]}. Set parallel=ddp."
+                "parallel.shard: a backward needs parameters that were already freed, as a gradient of a gradient does "
+                f"(autograd.grad with create_graph=True): {str(error).splitlines()[0]}. Set parallel=ddp."
             ) from error
         if isinstance(error, RuntimeError) and "DTensor" in str(error):
             raise ConfigError(
@@ -430,8 +430,8 @@ def _check_parameters(model: nn.Module, units: Sequence[str]) -> None:
             )
         if not parameter.is_floating_point():
             raise ConfigError(
-                f"parallel.shard: the parameter {name} is {parameter.dtype}, and only floating-point parameters can be sharded. "
-                f"{'Register it as a buffer' if not parameter.is_complex() else 'Change the model'}, or set parallel=ddp."
+                f"parallel.shard: the parameter {name} is {parameter.dtype}, and only floating-point parameters can be "
+                f"sharded. {'Change the model' if parameter.is_complex() else 'Register it as a buffer'}, or set parallel=ddp."
             )
         unit = unit_of(prefix)
         first, other = owner.setdefault(id(parameter), (name, unit))
