@@ -54,7 +54,8 @@ def require_equal_replicas(model: nn.Module, ignored: Collection[str] = ()) -> N
         first = named[int(differs.int().argmax())][0]
         which = f"{first} and {count - 1} more parameters differ" if count > 1 else f"{first} differs"
         raise ConfigError(
-            f"model: {which} between ranks that should hold the same values, so no checkpoint was written. A hook, task or optimizer changes them on some ranks only, or gradients bypass the reduction, or the "
+            f"model: {which} between ranks that should hold the same values, so no checkpoint was written. A hook, task or "
+            "optimizer changes them on some ranks only, or gradients bypass the reduction, or the "
             "ranks run on different kinds of hardware. Start again after the change: the run resumes from its last checkpoint."
         )
 
