@@ -40,9 +40,10 @@ class ValidRows:
     def __bool__(self) -> bool:
         return bool(self._norms)
 
-    def keep_shapes(self) -> None:
-        """From now on micro-batches are left as they are."""
-        self._norms = []
+    def observe(self, task: Task, model: nn.Module, batch: Batch, precision: Precision) -> None:
+        """From now on micro-batches stay whole if the task calls collectives; arguments as in ``calls_collectives``."""
+        if self._norms and calls_collectives(task, model, batch, precision):
+            self._norms = []
 
     @contextmanager
     def of(self, batch: Batch) -> Iterator[Batch]:

@@ -44,7 +44,7 @@ from dtrain.precision.kernels import prefill_momentum
 from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.skip_diagnosis import SkipDiagnosis
 from dtrain.precision.vote import StepStats, make_vote
-from dtrain.training.batchnorm import ValidRows, calls_collectives
+from dtrain.training.batchnorm import ValidRows
 from dtrain.training.checks import AveragedBackward, check_loss_scale, check_model
 from dtrain.training.profiler import BACKWARD, FORWARD, OPTIMIZER, VOTE, profiler_label
 from dtrain.training.task import Output, Task, require_output
@@ -212,9 +212,8 @@ class TrainStep:
         autocast = self._autocast if casts else nullcontext()
         done = 0
         for number, whole in enumerate(window):
-            if self._first_window and self._valid_rows and self.world.size > 1 and number == 0:
-                if calls_collectives(self.task, self.bare_model, whole, self.precision):
-                    self._valid_rows.keep_shapes()
+            if self._first_window and number == 0 and self.world.size > 1:
+                self._valid_rows.observe(self.task, self.bare_model, whole, self.precision)
             # Seeded from the position, not from a saved generator state: a resumed run draws the same dropout, and no
             # generator state is needed in checkpoints.
             seed_generators(self.world.device, self._seed, self.step, number, self.world.rank)
