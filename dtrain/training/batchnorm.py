@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -37,20 +37,22 @@ class ValidRows:
     def __init__(self, model: nn.Module) -> None:
         self._norms = [] if fixed_shapes(model) else _norms(model)
 
-    def __bool__(self) -> bool:
-        return bool(self._norms)
-
     def observe(self, task: Task, model: nn.Module, batch: Batch, precision: Precision) -> None:
         """From now on micro-batches stay whole if the task calls collectives; arguments as in ``calls_collectives``."""
         if self._norms and calls_collectives(task, model, batch, precision):
             self._norms = []
 
+    def of(self, batch: Batch) -> AbstractContextManager[Batch]:
+        """The micro-batch to train on in a block, which runs forward and backward."""
+        if not self._norms or batch.num_valid == len(batch.valid):
+            return nullcontext(batch)
+        return self._cut(batch)
+
     @contextmanager
-    def of(self, batch: Batch) -> Iterator[Batch]:
-        """The micro-batch to train on in the block, which runs forward and backward."""
+    def _cut(self, batch: Batch) -> Iterator[Batch]:
         # One in eval() mode, as in a frozen backbone, uses and keeps its running statistics.
         norms = [norm for norm in self._norms if norm.training or norm.running_mean is None]
-        if not norms or batch.num_valid == len(batch.valid):
+        if not norms:
             yield batch
         elif batch.num_valid >= 2:
             yield batch.valid_rows()

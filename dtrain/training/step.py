@@ -217,8 +217,8 @@ class TrainStep:
             # Seeded from the position, not from a saved generator state: a resumed run draws the same dropout, and no
             # generator state is needed in checkpoints.
             seed_generators(self.world.device, self._seed, self.step, number, self.world.rank)
-            cut = self._valid_rows.of(whole) if self._valid_rows else nullcontext(whole)
-            with cut as batch, self._sync(last=number == micro_batches - 1), self._observed(number, batch):
+            last = number == micro_batches - 1
+            with self._valid_rows.of(whole) as batch, self._sync(last), self._observed(number, batch):
                 with profiler_label(FORWARD), autocast:
                     output = require_output(self.task(self.model, batch))
                 # Added up on the device: the vote sends one sum for the whole accumulation window.
