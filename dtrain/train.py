@@ -16,7 +16,7 @@ from dtrain.config.schema import Config
 from dtrain.distributed.collectives import from_rank0, on_all_ranks
 from dtrain.distributed.hang import HangWatch
 from dtrain.distributed.lock import run_lock
-from dtrain.distributed.process_exit import exit_with_torchrun
+from dtrain.distributed.process_exit import CLEANUP, exit_with_torchrun, exit_without_threads
 from dtrain.distributed.process_group import process_group, settle_network
 from dtrain.distributed.stop import StopRequests, TimeLimit
 from dtrain.distributed.world import join_srun
@@ -111,7 +111,12 @@ def main() -> None:
     """Command line."""
     join_srun()
     settle_network()
-    compose.run(train, rewrite=recompose_if_run)
+    try:
+        compose.run(train, rewrite=recompose_if_run)
+    except SystemExit as end:
+        if end.code:
+            exit_without_threads(CLEANUP, end.code if isinstance(end.code, int) else 1)
+        raise
 
 
 if __name__ == "__main__":

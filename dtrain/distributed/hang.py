@@ -37,7 +37,7 @@ from dtrain.config.errors import ConfigError, RankLost, in_brief
 from dtrain.config.schema import ParallelConfig
 from dtrain.config.torchrun_errors import torchrun_is_quiet
 from dtrain.distributed.atomic import open_to_append
-from dtrain.distributed.process_exit import exit_if_lock_is_held, exit_now, exit_within, in_time
+from dtrain.distributed.process_exit import CLEANUP, exit_if_lock_is_held, exit_now, exit_within, in_time
 from dtrain.distributed.process_group import first_failure, limit_cleanup
 from dtrain.distributed.store import FAILED, StoreLost, group_store, let_others_read, publish_failure
 from dtrain.distributed.world import World
@@ -49,7 +49,6 @@ _GRACE = 2.0  # for a rank to end by itself after another one has failed
 _STORE_LOST = 15.0  # without an answer of the store; a rank that waits for the disk of rank 0 hangs from then on
 _REPORT_TIMEOUT = 3.0  # a rank whose C code holds the interpreter lock cannot answer
 _END = 20.0  # for a report and for background writers: a slow disk or tracker must not keep a process
-_CLEANUP = 30.0  # for a failed rank to close its loaders, tracker and process group
 _LOCK_HELD = 20.0  # beyond the limit, so that other ranks report first
 _TRACKER = 5.0
 _JOIN_TIMEOUT = 1.0
@@ -195,8 +194,8 @@ class HangWatch:
             return
         self._left.set()
         trace = "".join(traceback.format_exception(error)).rstrip()
-        message = f"dtrain: rank {self._world.rank} failed, and could not end within {_CLEANUP:g} s\n{trace}"
-        limit_cleanup(_CLEANUP, message)
+        message = f"dtrain: rank {self._world.rank} failed, and could not end within {CLEANUP:g} s\n{trace}"
+        limit_cleanup(CLEANUP, message)
         first_failure(self._world, error)
 
     def _end(self, tell: Callable[[], None]) -> None:
