@@ -6,7 +6,7 @@ In reading order:
 * ``compose``: composes the config with Hydra and calls an entry point with it; exit codes; the option ``--json``.
 * ``merge``: presets and keys that name another class replace the earlier node.
 * ``explain``: clear messages for the errors that Hydra raises.
-* ``torchrun_errors``: what torchrun shows when a rank fails.
+* ``torchrun_errors``: what torchrun shows when a rank fails; ``torchrun_end``: it ends though it has lost the other machines.
 * ``run``: the run's name, its directory and saved config, which configs may resume it, and its command line.
 * ``trust``: which targets the saved config of somebody else's run may name.
 * ``instantiate``: objects from ``_target_`` nodes.
