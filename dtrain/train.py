@@ -21,6 +21,7 @@ from dtrain.distributed.process_group import process_group, settle_network
 from dtrain.distributed.stop import StopRequests, TimeLimit
 from dtrain.distributed.world import join_srun
 from dtrain.tracking import FailureRecord, failures_recorded, open_rank_log, save_run, sends_alerts, tracker_mode
+from dtrain.training.breakpoints import breakpoints
 from dtrain.training.build import build_run
 from dtrain.training.hooks import build_hooks
 from dtrain.training.loop import Loop
@@ -46,6 +47,7 @@ def train_on_ranks(cfg: Config, identity: Run, failure: FailureRecord, recovery:
     """Joins the other ranks and trains until the run ends."""
     with (
         process_group(cfg.parallel.timeout_start, recovery.join) as world,
+        breakpoints(world.size),
         HangWatch(world, cfg.parallel, failure.write) as watch,
         run_lock(recovery.run_lock) as claim_run_dir,
         recovery.lost_ranks(world),

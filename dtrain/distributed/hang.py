@@ -10,6 +10,7 @@
   torch's flight recorder is on, its last collectives. The declaring rank prints one line for each rank.
 * A rank whose peer has failed ends by itself where the collective breaks, as on gloo. A kernel of NCCL does not break, and
   the main thread waits for it in C code; so the watch ends the process.
+* With one rank, time at the prompt of a debugger does not count: nobody waits for it.
 * A process whose C code never releases the interpreter lock is ended by ``exit_if_lock_is_held``. What no thread can
   end is a call that the kernel does not interrupt, such as that of a dead disk or driver.
 """
@@ -53,6 +54,7 @@ _LOCK_HELD = 20.0  # beyond the limit, so that other ranks report first
 _TRACKER = 5.0
 _JOIN_TIMEOUT = 1.0
 _PACKAGE = str(Path(__file__).parents[1])
+_DEBUGGERS = ("bdb", "pdb", "pydevd", "_pydevd", "debugpy")  # modules; pydevd is the core of debugpy and PyCharm
 _COLLECTIVES = ("torch.distributed", "torch.nn.parallel.distributed")  # modules
 logger = logging.getLogger("dtrain")
 
@@ -167,7 +169,7 @@ class HangWatch:
             limit = self._timeouts[self._first_step is not None and now.step > self._first_step]
             self._limit_lock(limit)
             disk = now.waits_for_disk and self._store_answers()
-            if now.moved != place.moved or disk:
+            if now.moved != place.moved or disk or (self._world.size == 1 and _is_debugged()):
                 place, still = now, 0.0
             hung, failed = self._heard
             if hung is not None:
@@ -298,6 +300,16 @@ def _main_frame() -> FrameType | None:
     finally:
         if collects:
             gc.enable()
+
+
+def _is_debugged() -> bool:
+    """Whether the main thread is at the prompt of a debugger, or was started by one."""
+    frame = _main_frame()
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(_DEBUGGERS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _main_thread() -> str:

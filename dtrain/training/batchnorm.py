@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain.data import Batch
 from dtrain.precision import Precision
+from dtrain.training.breakpoints import without_breakpoints
 from dtrain.training.model_setup import is_compiled
 from dtrain.training.task import Task
 from dtrain.training.tensor_copies import BufferGuard
@@ -90,7 +91,7 @@ def calls_collectives(task: Task, model: nn.Module, batch: Batch, precision: Pre
     buffers = BufferGuard(model)
     buffers.save()
     try:
-        with _Collectives(model) as seen, precision.autocast(batch.valid.device.type):
+        with without_breakpoints(), _Collectives(model) as seen, precision.autocast(batch.valid.device.type):
             task(model, batch.clone())
     except Exception:  # noqa: BLE001 - the step raises errors of the task
         return True
