@@ -1,7 +1,7 @@
 """``breakpoint()`` in a task, loss or model.
 
-* With one rank it works as always; ``dtrain.distributed.hang`` does not limit the time at its prompt. The debugger's ``q`` ends the run
-  with one line.
+* With one rank it works as always, and ``dtrain.distributed.hang`` does not limit the time at its prompt. The debugger's ``q``
+  ends the run with one line.
 * With several ranks it raises: each would stop at a prompt of its own, and only some have the terminal.
 * In dtrain's own calls of a task, on copies of a batch, it does nothing.
 """
@@ -17,8 +17,15 @@ from typing import Any
 from dtrain.config.errors import Explained
 
 
-class DebuggerError(Explained, RuntimeError):
-    """The debugger was left with ``q``, or called with several ranks."""
+class BreakpointRefused(Explained, RuntimeError):
+    """``breakpoint()`` was called with several ranks."""
+
+
+class DebuggerQuit(SystemExit):
+    """The debugger was left with ``q``: the process ends with code 1. The line about the failed run is all that is shown."""
+
+    def __str__(self) -> str:
+        return "q in the debugger"
 
 
 @contextmanager
@@ -26,11 +33,12 @@ def breakpoints(ranks: int) -> Iterator[None]:
     """The block trains with this many ranks.
 
     Raises:
-        DebuggerError: By ``breakpoint()``, with several ranks; or if the debugger is left with ``q``.
+        BreakpointRefused: By ``breakpoint()``, with several ranks.
+        DebuggerQuit: If the debugger is left with ``q``.
     """
 
     def refuse(*args: Any, **kwargs: Any) -> None:
-        raise DebuggerError(
+        raise BreakpointRefused(
             f"breakpoint() with {ranks} ranks: use one, as with `dtrain train --nproc 1`, or remove the call."
         )
 
@@ -38,7 +46,7 @@ def breakpoints(ranks: int) -> Iterator[None]:
         try:
             yield
         except BdbQuit:
-            raise DebuggerError("the debugger was left with q, which ends the run. c (continue) trains on.") from None
+            raise DebuggerQuit(1) from None
 
 
 def without_breakpoints() -> Any:
