@@ -211,12 +211,13 @@ class FailureRecord:
         rank: This process; rank 0 writes status.json. The others do so if rank 0 was killed.
 
     Attributes:
+        rank: This process.
         on_failure: Called with the reason on rank 0, after status.json is written.
     """
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         self._run_dir = run_dir
-        self._rank = rank
+        self.rank = rank
         self.step: Callable[[], int] | None = None
         self._extra: Callable[[], dict[str, Any]] = dict
         self.on_failure: Callable[[str], None] = lambda reason: None
@@ -229,13 +230,13 @@ class FailureRecord:
             step: Returns the attempted steps so far.
             extra: Returns further entries of status.json.
         """
-        self._rank, self.step, self._extra = rank, step, extra
+        self.rank, self.step, self._extra = rank, step, extra
 
     def write(self, reason: str) -> None:
         """Sets the state ``failed`` and calls ``on_failure``. A write failure is printed and does not hide the reason."""
         if self.step is None:
             return
-        if self._rank != 0:
+        if self.rank != 0:
             self._write_for_rank_0(reason)
             return
         reason = without_secrets_in(reason)  # it is sent to trackers
@@ -278,9 +279,11 @@ def failures_recorded(run_dir: Path, rank: int) -> Iterator[FailureRecord]:
     except BaseException as error:
         if record.step is not None:
             logger.exception("failed after step %d", record.step())
-        record.write(
-            str(error) if isinstance(error, PeerFailed) else f"rank {rank} failed: {type(error).__name__}: {error}"
-        )
+        if isinstance(error, PeerFailed):
+            if record.rank == 0:  # the rank that failed first looks after a rank 0 that was killed
+                record.write(str(error))
+        else:
+            record.write(f"rank {rank} failed: {type(error).__name__}: {error}")
         raise
 
 

@@ -70,7 +70,7 @@ def fixed_shapes(model: nn.Module) -> str:
     if not (norms := _norms(model)):
         return ""
     if any(isinstance(norm, nn.SyncBatchNorm) for norm in norms):
-        return "parallel.sync_batchnorm"
+        return "SyncBatchNorm"
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         return "a ScriptModule"
     return "train.compile" if is_compiled(model) else ""

@@ -232,7 +232,7 @@ def compiled() -> nn.Module:
     ("build", "reason"),
     [
         (compiled, "train.compile"),
-        (lambda: nn.SyncBatchNorm.convert_sync_batchnorm(NormNet()), "sync_batchnorm"),
+        (lambda: nn.SyncBatchNorm.convert_sync_batchnorm(NormNet()), "SyncBatchNorm"),
         (lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.BatchNorm1d(2)), "ScriptModule"),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.InstanceNorm1d(2)), ""),
         (NormNet, ""),
