@@ -98,14 +98,15 @@ def loader_rate(loader: ShardLoader, batches: Iterator[Batch], seconds: float) -
 
 def _scheduled(pids: Sequence[int]) -> tuple[float, float] | None:
     """Seconds in which the processes computed, and in which they were ready but had no core; None if they are not known."""
-    total = np.zeros(3)
+    computed = delayed = 0
     try:
         for pid in pids:
-            # Linux, Documentation/scheduler/sched-stats.rst; zeros where the kernel was built without them.
-            total += [int(number) for number in Path(f"/proc/{pid}/schedstat").read_text().split()]
-    except (OSError, ValueError):
+            # Linux, Documentation/scheduler/sched-stats.rst: nanoseconds; zeros where the kernel was built without them.
+            times = Path(f"/proc/{pid}/schedstat").read_text().split()
+            computed, delayed = computed + int(times[0]), delayed + int(times[1])
+    except (OSError, ValueError, IndexError):
         return None
-    return (total[0] / 1e9, total[1] / 1e9) if total[0] else None
+    return (computed / 1e9, delayed / 1e9) if computed else None
 
 
 def _busy(before: tuple[float, float] | None, after: tuple[float, float] | None, seconds: float) -> float | None:
