@@ -113,6 +113,7 @@ def _run_torchrun(name: str, processes: int, arguments: Sequence[str]) -> int:
     """
     from torch.distributed.run import main as torchrun
 
+    from dtrain.config.torchrun_end import end_if_stuck
     from dtrain.config.torchrun_errors import quiet_torchrun
     from dtrain.distributed.world import process_cpu_count, rendezvous_options
 
@@ -122,6 +123,7 @@ def _run_torchrun(name: str, processes: int, arguments: Sequence[str]) -> int:
     options = [*rendezvous_options(), f"--nproc-per-node={processes}"]
     sys.argv = ["torchrun", *options, "-m", "dtrain", name, *arguments]
     quiet_torchrun()
+    end_if_stuck()
     torchrun()
     return 0
 

@@ -16,11 +16,12 @@ from dtrain.config.schema import Config
 from dtrain.distributed.collectives import from_rank0, on_all_ranks
 from dtrain.distributed.hang import HangWatch
 from dtrain.distributed.lock import run_lock
-from dtrain.distributed.process_exit import exit_with_torchrun
+from dtrain.distributed.process_exit import CLEANUP, exit_with_torchrun, exit_without_threads
 from dtrain.distributed.process_group import process_group, settle_network
 from dtrain.distributed.stop import StopRequests, TimeLimit
 from dtrain.distributed.world import join_srun
 from dtrain.tracking import FailureRecord, failures_recorded, open_rank_log, save_run, sends_alerts, tracker_mode
+from dtrain.training.breakpoints import breakpoints
 from dtrain.training.build import build_run
 from dtrain.training.hooks import build_hooks
 from dtrain.training.loop import Loop
@@ -46,6 +47,7 @@ def train_on_ranks(cfg: Config, identity: Run, failure: FailureRecord, recovery:
     """Joins the other ranks and trains until the run ends."""
     with (
         process_group(cfg.parallel.timeout_start, recovery.join) as world,
+        breakpoints(world.size),
         HangWatch(world, cfg.parallel, failure.write) as watch,
         run_lock(recovery.run_lock) as claim_run_dir,
         recovery.lost_ranks(world),
@@ -111,7 +113,12 @@ def main() -> None:
     """Command line."""
     join_srun()
     settle_network()
-    compose.run(train, rewrite=recompose_if_run)
+    try:
+        compose.run(train, rewrite=recompose_if_run)
+    except SystemExit as end:
+        if end.code:
+            exit_without_threads(CLEANUP, end.code if isinstance(end.code, int) else 1)
+        raise
 
 
 if __name__ == "__main__":

@@ -203,3 +203,54 @@ def test_a_node_that_leaves_shrinks_the_world_and_the_run_goes_on(tmp_path: Path
     assert "2 ranks x 1 micro-batches x 32 rows" in output
     assert "global batch  64 = 1 ranks x 1 micro-batches x 64 rows" in output
     assert status(tmp_path)["state"] == "stopped"
+
+
+def test_a_torchrun_that_is_cut_off_ends_soon_after_its_ranks(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+
+    def node(is_host: bool) -> tuple[str, ...]:
+        return (
+            *("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=cut"),
+            *(f"--rdzv-endpoint={endpoint}", f"--rdzv-conf=is_host={is_host}"),
+        )
+
+    loopback: dict[str, Any] = {"GLOO_SOCKET_IFNAME": "lo"} if Path("/sys/class/net/lo").exists() else {}
+    more = ("parallel.timeout_step=5", "parallel.timeout_start=60")
+    with (
+        started(tmp_path, *more, options=node(True), **loopback) as first,
+        started(tmp_path, *more, options=node(False), **loopback) as second,
+    ):
+        wait_for(second, tmp_path, "status.json")
+        time.sleep(1)
+        # A machine that does not answer any more, as after a cut of the network: the store and a rank.
+        stopped = [first.pid, *(child for child in children(first.pid))]
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        cut = time.monotonic()
+        try:
+            (rank,) = children(second.pid)
+            while alive(rank):
+                assert time.monotonic() - cut < 100
+                time.sleep(0.1)
+            ended = time.monotonic()
+            output = second.communicate(timeout=100)[0]
+            print(f"the rank ended after {ended - cut:.1f} s, torchrun {time.monotonic() - ended:.1f} s later")
+        finally:
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
+    assert second.returncode == 1
+    assert "its ranks have ended" in output
+
+
+def children(pid: int) -> list[int]:
+    listed = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False
+    ).stdout
+    return [int(child) for child in listed.split()]
+
+
+def alive(pid: int) -> bool:
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
+    return bool(state.strip()) and not state.strip().startswith("Z")

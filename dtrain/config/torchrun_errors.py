@@ -28,6 +28,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
+from dtrain.config.torchrun_end import end_if_stuck
+
 _MODULES = {"dtrain", *(f"dtrain.{name}" for name in ("train", "evaluate", "export", "doctor"))}
 _KEY = "dtrain"  # of our part of the error file
 _QUIET = "DTRAIN_TORCHRUN_QUIET"  # set in the environment of the ranks
@@ -78,6 +80,7 @@ def entry_point() -> Callable[[Any], Any]:
     if _is_job_of_dtrain(sys.argv[1:]):
         quiet_torchrun()
         allow_open_files()
+        end_if_stuck()
     return _refuse_rendezvous
 
 

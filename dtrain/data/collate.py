@@ -1,7 +1,7 @@
 """One micro-batch from the numbers of its samples: read, decode, augment, stack, mix.
 
-* A row is *masked* if it has no sample or a bad one. A masked row repeats a valid row, so that BatchNorm gets the
-  statistics of real samples.
+* A row is *masked* if it has no sample or a bad one. A masked row repeats a valid row, so that a model only
+  gets real samples.
 * The values of a sample depend on (seed, epoch, sample) only, not on the worker that reads it or on its neighbours.
 * There are two ways to fill a micro-batch, with equal results. The *fast path* (``_fill_fast``) reads and decodes many
   samples at once, without keys and messages. Whatever it cannot do, for any reason, it leaves to the *careful path*

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,6 @@ VOTE_BYTES = 4 * VOTE_FLOATS
 #: Bytes of the first bucket of gradients in DDP, and of the others.
 BUCKETS_BYTES = (2**20, 25 * 2**20)
 
-_WATCH_INTERVAL = 0.01  # seconds
 _WAITING_BELOW = 0.5
 _ROUNDS, _MAX_STEPS = 4, 500
 _SLOW_VOTE = 1e-3
@@ -49,8 +47,8 @@ class LoaderRate:
 
     Attributes:
         seconds: Seconds for each sample.
-        busy: Fraction of the time in which workers computed or were ready to, in [0, 1]; in the remaining time they waited for
-            storage or in the dataset. None on a system without /proc.
+        busy: Fraction of the time in which workers computed, in [0, 1]; in the remaining time they waited for storage or in the
+            dataset. Time in which other programs had the cores does not count. None on a system without /proc/PID/schedstat.
         bad: Number of samples that could not be read.
     """
 
@@ -88,50 +86,35 @@ def loader_rate(loader: ShardLoader, batches: Iterator[Batch], seconds: float) -
         next(batches)
     count, samples_before = 0, loader.samples_received
     pids = [child.pid or 0 for child in multiprocessing.active_children()] if loader.num_workers else [os.getpid()]
-    with _ProcessWatch(pids) as watch:
-        started = time.perf_counter()
-        while count < workers or time.perf_counter() - started < seconds:
-            next(batches)
-            count += 1
-        duration = time.perf_counter() - started
+    times, started = _scheduled(pids), time.perf_counter()
+    while count < workers or time.perf_counter() - started < seconds:
+        next(batches)
+        count += 1
+    duration = time.perf_counter() - started
+    busy = _busy(times, _scheduled(pids), len(pids) * duration)
     # Per sample, because the last micro-batches of an epoch have fewer samples.
-    return LoaderRate(duration / max(loader.samples_received - samples_before, 1), watch.busy, loader.bad_samples)
+    return LoaderRate(duration / max(loader.samples_received - samples_before, 1), busy, loader.bad_samples)
 
 
-class _ProcessWatch:
-    """Samples the state of processes: running or ready to run, or waiting.
+def _scheduled(pids: Sequence[int]) -> tuple[float, float] | None:
+    """Seconds in which the processes computed, and in which they were ready but had no core; None if they are not known."""
+    computed = delayed = 0
+    try:
+        for pid in pids:
+            # Linux, Documentation/scheduler/sched-stats.rst: nanoseconds; zeros where the kernel was built without them.
+            times = Path(f"/proc/{pid}/schedstat").read_text().split()
+            computed, delayed = computed + int(times[0]), delayed + int(times[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return (computed / 1e9, delayed / 1e9) if computed else None
 
-    CPU time does not distinguish these: it is also low for a process that is ready to run while other programs compute.
-    """
 
-    def __init__(self, pids: Sequence[int]) -> None:
-        self._pids = pids
-        self._count = self._running = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
-
-    def __enter__(self) -> _ProcessWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    @property
-    def busy(self) -> float | None:
-        return self._running / self._count if self._count else None
-
-    def _watch(self) -> None:
-        while not self._stop.wait(_WATCH_INTERVAL):
-            for pid in self._pids:
-                try:
-                    # man 5 proc_pid_stat: the state follows the name, which is in parentheses and may contain spaces.
-                    state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-                except OSError:  # the process has ended, or the system has no /proc
-                    continue
-                self._count += 1
-                self._running += state == "R"
+def _busy(before: tuple[float, float] | None, after: tuple[float, float] | None, seconds: float) -> float | None:
+    """The fraction of ``seconds`` in which processes computed, without the time that other programs took from them."""
+    if before is None or after is None:
+        return None
+    computed, delayed = after[0] - before[0], after[1] - before[1]
+    return min(1.0, computed / max(seconds - delayed, computed)) if computed else 0.0
 
 
 # -- the step

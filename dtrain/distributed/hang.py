@@ -10,6 +10,7 @@
   torch's flight recorder is on, its last collectives. The declaring rank prints one line for each rank.
 * A rank whose peer has failed ends by itself where the collective breaks, as on gloo. A kernel of NCCL does not break, and
   the main thread waits for it in C code; so the watch ends the process.
+* With one rank, time at the prompt of a debugger does not count: nobody waits for it.
 * A process whose C code never releases the interpreter lock is ended by ``exit_if_lock_is_held``. What no thread can
   end is a call that the kernel does not interrupt, such as that of a dead disk or driver.
 """
@@ -37,7 +38,7 @@ from dtrain.config.errors import ConfigError, RankLost, in_brief
 from dtrain.config.schema import ParallelConfig
 from dtrain.config.torchrun_errors import torchrun_is_quiet
 from dtrain.distributed.atomic import open_to_append
-from dtrain.distributed.process_exit import exit_if_lock_is_held, exit_now, exit_within, in_time
+from dtrain.distributed.process_exit import CLEANUP, exit_if_lock_is_held, exit_now, exit_within, in_time
 from dtrain.distributed.process_group import first_failure, limit_cleanup
 from dtrain.distributed.store import FAILED, StoreLost, group_store, let_others_read, publish_failure
 from dtrain.distributed.world import World
@@ -49,11 +50,11 @@ _GRACE = 2.0  # for a rank to end by itself after another one has failed
 _STORE_LOST = 15.0  # without an answer of the store; a rank that waits for the disk of rank 0 hangs from then on
 _REPORT_TIMEOUT = 3.0  # a rank whose C code holds the interpreter lock cannot answer
 _END = 20.0  # for a report and for background writers: a slow disk or tracker must not keep a process
-_CLEANUP = 30.0  # for a failed rank to close its loaders, tracker and process group
 _LOCK_HELD = 20.0  # beyond the limit, so that other ranks report first
 _TRACKER = 5.0
 _JOIN_TIMEOUT = 1.0
 _PACKAGE = str(Path(__file__).parents[1])
+_DEBUGGERS = ("bdb", "pdb", "pydevd", "_pydevd", "debugpy")  # modules; pydevd is the core of debugpy and PyCharm
 _COLLECTIVES = ("torch.distributed", "torch.nn.parallel.distributed")  # modules
 logger = logging.getLogger("dtrain")
 
@@ -168,7 +169,7 @@ class HangWatch:
             limit = self._timeouts[self._first_step is not None and now.step > self._first_step]
             self._limit_lock(limit)
             disk = now.waits_for_disk and self._store_answers()
-            if now.moved != place.moved or disk:
+            if now.moved != place.moved or disk or (self._world.size == 1 and _is_debugged()):
                 place, still = now, 0.0
             hung, failed = self._heard
             if hung is not None:
@@ -195,8 +196,8 @@ class HangWatch:
             return
         self._left.set()
         trace = "".join(traceback.format_exception(error)).rstrip()
-        message = f"dtrain: rank {self._world.rank} failed, and could not end within {_CLEANUP:g} s\n{trace}"
-        limit_cleanup(_CLEANUP, message)
+        message = f"dtrain: rank {self._world.rank} failed, and could not end within {CLEANUP:g} s\n{trace}"
+        limit_cleanup(CLEANUP, message)
         first_failure(self._world, error)
 
     def _end(self, tell: Callable[[], None]) -> None:
@@ -299,6 +300,16 @@ def _main_frame() -> FrameType | None:
     finally:
         if collects:
             gc.enable()
+
+
+def _is_debugged() -> bool:
+    """Whether the main thread is at the prompt of a debugger, or was started by one."""
+    frame = _main_frame()
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(_DEBUGGERS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _main_thread() -> str:

@@ -24,6 +24,10 @@ from typing import TypeVar
 from dtrain.config.torchrun_errors import record_failure
 
 T = TypeVar("T")
+#: Seconds that a failed rank has to close its loaders, tracker and process group, and for threads of user code.
+CLEANUP = 30.0
+#: Name of the thread that writes a checkpoint.
+CHECKPOINT_WRITER = "checkpoint"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _POLL_SECONDS = 1.0
 # Background writers, for example of a checkpoint, get this many seconds: less than torchrun's 30 s before SIGKILL.
@@ -72,6 +76,33 @@ def exit_unless(done: threading.Event, seconds: float, message: str) -> None:
 
     with suppress(RuntimeError):  # at interpreter shutdown no thread can start
         threading.Thread(target=end, name="time limit", daemon=True).start()
+
+
+def exit_without_threads(seconds: float, code: int) -> None:
+    """Ends this process with ``code`` after ``seconds``, for which the interpreter waits for threads that are no daemons.
+
+    A thread of user code that never ends would keep a failed process, and its GPU, for ever. A checkpoint is written before.
+    """
+
+    def end() -> None:
+        time.sleep(seconds)
+        for thread in threading.enumerate():
+            if thread.name == CHECKPOINT_WRITER:
+                thread.join()
+        left = [it.name for it in threading.enumerate() if not it.daemon and it is not threading.main_thread()]
+        if not left:
+            return
+        sys.stderr.write(
+            f"dtrain: these threads have not ended in {seconds:g} s, the process ends: {', '.join(left)}\n"
+        )
+        exit_within(_WRITER_SECONDS, code)  # also if a stream accepts nothing
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(code)
+
+    with suppress(RuntimeError):
+        threading.Thread(target=end, name="exit", daemon=True).start()
 
 
 def exit_if_lock_is_held(seconds: float) -> None:

@@ -15,7 +15,6 @@ stop requests. Both share ``Agreement`` and ``LossScale``.
 from __future__ import annotations
 
 import copy
-import inspect
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -161,7 +160,7 @@ class CrossRankGradScaler:
         Raises:
             RuntimeError: If called twice for one optimizer since the last ``update``, or after its ``step``.
             ValueError: If a parameter is fp16, is listed twice, shares its gradient with another one, or is updated inside
-                the backward pass.
+                the backward pass; or if the optimizer's ``step`` expects a scaler.
         """
         if not self._enabled:
             return
@@ -368,8 +367,6 @@ def _takes_found_inf(optimizer: torch.optim.Optimizer, device: torch.device) -> 
     """Whether the optimizer's own kernel skips the step if a flag on ``device`` is 1.0."""
     if not kernels.reads_found_inf(optimizer):
         return False
-    if "grad_scaler" in inspect.signature(optimizer.step).parameters:
-        return False  # torch's older contract: the optimizer calls the scaler that is passed to it and ignores the flag
     types = {parameter.device.type for group in optimizer.param_groups for parameter in group["params"]}
     # For parameters on the CPU torch copies the flag to the host without waiting for it, so it would be read too early.
     readable = "cpu" not in types or device.type == "cpu"

@@ -9,6 +9,7 @@ flag from this file: ``vote`` derives the overflow from ``norm_of``.
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -24,8 +25,16 @@ def refuse_unscalable(optimizer: torch.optim.Optimizer) -> None:
 
     Raises:
         ValueError: If a parameter is listed twice, is fp16, is updated inside the backward pass, or belongs to DDP's private
-            mixed precision. Names the parameter by its number and shape.
+            mixed precision. Names the parameter by its number and shape. If the optimizer expects a scaler, by torch's
+            deprecated contract.
     """
+    takes_scaler = "grad_scaler" in inspect.signature(optimizer.step).parameters
+    if takes_scaler and getattr(optimizer, "_step_supports_amp_scaling", False):
+        raise ValueError(
+            f"{type(optimizer).__name__}.step() takes grad_scaler, the deprecated way in which torch's GradScaler lets an "
+            "optimizer unscale gradients and skip steps. dtrain does both for all ranks, and passes no scaler. Use an "
+            "optimizer without that argument, such as torch.optim.AdamW"
+        )
     seen: dict[int, str] = {}
     for group_number, group in enumerate(optimizer.param_groups):
         for number, parameter in enumerate(group["params"]):

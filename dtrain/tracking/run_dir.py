@@ -1,8 +1,8 @@
 """Files of a run directory besides metrics and checkpoints: config, status.json, the ranks' logs; safe reading of any file.
 
 * ``status.json`` has the state of the run. Batch scripts and the launcher read it instead of the exit code, because
-  torchrun turns every non-zero exit code of a worker into 1. Only rank 0 writes it. It is information: a damaged one stops
-  no run.
+  torchrun turns every non-zero exit code of a worker into 1. Rank 0 writes it; if it was killed, another rank writes
+  ``failed``. It is information: a damaged one stops no run.
 * ``logs/rank-00000.log`` has the messages of one rank, over all restarts. Until a run starts, and its directory may be
   changed, they are kept in memory.
 * A run directory may belong to another user, so only regular files are read, and a bounded amount of each.
@@ -40,6 +40,7 @@ STATES = ("running", "finished", "stopped", "failed")
 LONGEST_LINE = 2**20
 _KEPT_MESSAGES = 1000
 _GIT_SECONDS = 10.0  # git may have to read every file of a checkout on a slow disk
+_RANK_0_SECONDS = 2.0  # to end, for a rank 0 that was killed
 _MOST_STATUS = 2**20  # bytes; a status has a few hundred
 _NUMBERS = ("step", "last_step", "time", "restarts", "lost_seconds", "down_seconds", "trained_seconds")
 # Everything that a run writes, except what belongs to the job that is running now: its lock, its output and its presets.
@@ -207,15 +208,16 @@ class FailureRecord:
 
     Args:
         run_dir: The run's directory.
-        rank: This process; rank 0 writes status.json.
+        rank: This process; rank 0 writes status.json. The others do so if rank 0 was killed.
 
     Attributes:
+        rank: This process.
         on_failure: Called with the reason on rank 0, after status.json is written.
     """
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         self._run_dir = run_dir
-        self._rank = rank
+        self.rank = rank
         self.step: Callable[[], int] | None = None
         self._extra: Callable[[], dict[str, Any]] = dict
         self.on_failure: Callable[[str], None] = lambda reason: None
@@ -228,11 +230,14 @@ class FailureRecord:
             step: Returns the attempted steps so far.
             extra: Returns further entries of status.json.
         """
-        self._rank, self.step, self._extra = rank, step, extra
+        self.rank, self.step, self._extra = rank, step, extra
 
     def write(self, reason: str) -> None:
         """Sets the state ``failed`` and calls ``on_failure``. A write failure is printed and does not hide the reason."""
-        if self.step is None or self._rank != 0:
+        if self.step is None:
+            return
+        if self.rank != 0:
+            self._write_for_rank_0(reason)
             return
         reason = without_secrets_in(reason)  # it is sent to trackers
         try:
@@ -241,6 +246,21 @@ class FailureRecord:
             sys.stderr.write(f"dtrain: status.json could not be written ({error}).\n")
         sys.stderr.write(f"dtrain: failed at step {self.step()} ({printable(in_brief(reason))}): {self._run_dir}\n")
         self.on_failure(reason)
+
+    def _write_for_rank_0(self, reason: str) -> None:
+        """Sets the state ``failed`` if rank 0 was killed: it has left the state ``running``, but no lock."""
+        assert self.step is not None
+        deadline = time.monotonic() + _RANK_0_SECONDS
+        while (status_or_none(self._run_dir) or {}).get("state") == "running" and is_plain(self._run_dir / ".lock"):
+            # With the lock, so that neither another rank nor the next start of the run writes at the same time.
+            with suppress(OSError), (self._run_dir / ".lock").open("rb+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if (status_or_none(self._run_dir) or {}).get("state") == "running":
+                    write_status(self._run_dir, "failed", self.step(), without_secrets_in(reason), **self._extra())
+                return
+            if time.monotonic() > deadline:  # rank 0 is alive, and writes it; or the file system has no locks
+                return
+            time.sleep(0.1)
 
 
 @contextmanager
@@ -259,9 +279,11 @@ def failures_recorded(run_dir: Path, rank: int) -> Iterator[FailureRecord]:
     except BaseException as error:
         if record.step is not None:
             logger.exception("failed after step %d", record.step())
-        record.write(
-            str(error) if isinstance(error, PeerFailed) else f"rank {rank} failed: {type(error).__name__}: {error}"
-        )
+        if isinstance(error, PeerFailed):
+            if record.rank == 0:  # the rank that failed first looks after a rank 0 that was killed
+                record.write(str(error))
+        else:
+            record.write(f"rank {rank} failed: {type(error).__name__}: {error}")
         raise
 
 

@@ -1,10 +1,12 @@
 """Training: the loop, one optimizer step, evaluation and checkpoints. The files in reading order:
 
 1. The loop: ``task`` (for authors of tasks), ``step`` (one optimizer step), ``loop`` (steps, evaluations, saves, stop),
-   ``evaluation``, ``hooks`` (user code at fixed points), ``faults`` (fault injection, as a hook).
+   ``evaluation``, ``hooks`` (user code at fixed points), ``breakpoints`` (of a debugger), ``faults`` (fault
+   injection, as a hook).
 2. Building a run: ``build`` (connects all parts), ``optimizer``, ``loaders``, ``model_setup`` (memory layout, recomputation,
    compilation), ``deferred_init`` (initialisation of sharded models, part by part),
-   ``schedule``, ``tensor_copies`` (averaged weights, buffers that a skip restores), ``checks`` (refused models and tasks),
+   ``schedule``, ``tensor_copies`` (averaged weights, buffers that a skip restores), ``batchnorm`` (no masked rows in its
+   statistics), ``checks`` (refused models and tasks),
    ``validation`` (all values, before anything is written).
 3. Saving and resuming: ``state`` (the content of a checkpoint), ``checkpoints`` (folders), ``checkpoint_tensors`` (whole, or in
    the parts of ranks), ``checkpoint_manager`` (when, and in a thread), ``resume`` (where a start begins and ends, weights of

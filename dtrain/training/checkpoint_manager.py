@@ -21,6 +21,7 @@ from typing import Any
 from dtrain.config.errors import ConfigError
 from dtrain.distributed.atomic import remove
 from dtrain.distributed.collectives import broadcast_buffers, from_rank0, on_all_ranks, wait_for_all
+from dtrain.distributed.process_exit import CHECKPOINT_WRITER
 from dtrain.distributed.process_group import set_timeout
 from dtrain.distributed.replicas import require_equal_replicas
 from dtrain.distributed.store import FAILED, GroupStore, StoreLost, group_store
@@ -269,7 +270,7 @@ class AsyncWriter:
         self.wait()
         self.has_written.clear()
         # Not a daemon thread: the interpreter waits for it, so a process that ends normally leaves a whole checkpoint.
-        self._thread = threading.Thread(target=self._write, args=(step, write), name="checkpoint")
+        self._thread = threading.Thread(target=self._write, args=(step, write), name=CHECKPOINT_WRITER)
         self._thread.start()
 
     @property

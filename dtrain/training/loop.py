@@ -32,6 +32,7 @@ from dtrain.distributed.sharding import is_sharded
 from dtrain.distributed.stop import StopRequests
 from dtrain.precision.autocast_check import AutocastCheck
 from dtrain.tracking.console import evaluation_text
+from dtrain.training.breakpoints import without_breakpoints
 from dtrain.training.checkpoint_manager import CheckpointManager
 from dtrain.training.checks import check_mean_loss
 from dtrain.training.evaluation import evaluate_run
@@ -208,12 +209,16 @@ class Loop:
             self._window.bad += batch.bad
             batch = self._to_device(batch)
             if run.step.step == number == 0:
-                check_mean_loss(run.task, run.model, batch, run.precision, run.world.device)
+                with without_breakpoints():
+                    check_mean_loss(run.task, run.model, batch, run.precision, run.world.device)
                 for line in run.train_loader.transfer.suggestions(batch):
                     self._run_logger.note(line)
             first = run.step.step == self._first_step and number == 0
-            if first and (problem := self._metrics.count_flops(batch)):
-                self._run_logger.note(problem)
+            if first:
+                with without_breakpoints():
+                    problem = self._metrics.count_flops(batch)
+                if problem:
+                    self._run_logger.note(problem)
             yield batch
 
     def _commit(self) -> bool:

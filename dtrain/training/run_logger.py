@@ -34,6 +34,7 @@ from dtrain.tracking.console import print_banner, until_reader_leaves
 from dtrain.tracking.records import Record
 from dtrain.tracking.run_dir import write_status
 from dtrain.tracking.sinks import NullSinks, Sinks, build_sinks
+from dtrain.training.batchnorm import fixed_shapes
 from dtrain.training.loaders import eval_loader
 from dtrain.training.model_setup import CompilerLog
 from dtrain.training.schedule import schedule_horizon
@@ -254,6 +255,7 @@ def banner_rows(identity: Run, run: TrainState, start: str, last_step: int) -> d
     masked = world.size * micro * rows - cfg.train.global_batch_size
     # The schedule's own, which ``schedule.horizon`` may have set; a user's schedule may have none.
     horizon = getattr(run.step.schedule, "horizon", schedule_horizon(cfg.train, loader))
+    fixed = fixed_shapes(run.model)
     scaled = ", loss scaling" if run.precision.scales_gradients else ""
     if run.precision.compute_dtype == torch.float16 and not scaled:
         scaled = ", no loss scaling"
@@ -274,6 +276,7 @@ def banner_rows(identity: Run, run: TrainState, start: str, last_step: int) -> d
         "model": f"{sum(p.numel() for p in run.model.parameters()):,} parameters, {type(optimizer).__name__}"
         + (" (fused)" if optimizer.defaults.get("fused") else ""),
         "best checkpoint": _best_checkpoint(cfg.checkpoint),
+        "BatchNorm": f"masked rows are in its statistics ({fixed})" if fixed else "",
         "communication": run.traffic().describe(),
         "versions": f"torch {torch.__version__}, Python {sys.version.split()[0]}",
     }

@@ -44,6 +44,7 @@ from dtrain.precision.kernels import prefill_momentum
 from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.skip_diagnosis import SkipDiagnosis
 from dtrain.precision.vote import StepStats, make_vote
+from dtrain.training.batchnorm import ValidRows
 from dtrain.training.checks import AveragedBackward, check_loss_scale, check_model
 from dtrain.training.profiler import BACKWARD, FORWARD, OPTIMIZER, VOTE, profiler_label
 from dtrain.training.task import Output, Task, require_output
@@ -176,6 +177,7 @@ class TrainStep:
         self._decides_on_device &= self._state_device.type == world.device.type
         self._keeps_views = keeps_views(model, optimizer)
         self._buffers = BufferGuard(bare)
+        self._valid_rows = ValidRows(bare)
         self._averaged = AveragedBackward(model)
         self._diagnosis = SkipDiagnosis(bare)
         self._metric_names: list[str] = []
@@ -209,13 +211,14 @@ class TrainStep:
         casts = self.precision.compute_dtype != torch.float32 or torch.is_autocast_enabled(self.world.device.type)
         autocast = self._autocast if casts else nullcontext()
         done = 0
-        for number, batch in enumerate(window):
+        for number, whole in enumerate(window):
+            if self._first_window and number == 0 and self.world.size > 1:
+                self._valid_rows.observe(self.task, self.bare_model, whole, self.precision)
             # Seeded from the position, not from a saved generator state: a resumed run draws the same dropout, and no
             # generator state is needed in checkpoints.
             seed_generators(self.world.device, self._seed, self.step, number, self.world.rank)
-            keys = batch.sample_keys if self._diagnosis.armed else []
-            observed = self._diagnosis.micro_batch(self.step + 1, number, keys)
-            with self._sync(last=number == micro_batches - 1), observed:
+            last = number == micro_batches - 1
+            with self._valid_rows.of(whole) as batch, self._sync(last), self._observed(number, batch):
                 with profiler_label(FORWARD), autocast:
                     output = require_output(self.task(self.model, batch))
                 # Added up on the device: the vote sends one sum for the whole accumulation window.
@@ -224,7 +227,7 @@ class TrainStep:
                 with profiler_label(BACKWARD):
                     # The factor is the incoming gradient of the backward, so no scaled copy of the loss is in the graph.
                     output.loss_sum.backward(self._factor())
-            self._window_counts.add(batch)
+            self._window_counts.add(whole)
             done += 1
         self._first_window = False
         if done != micro_batches:
@@ -392,6 +395,10 @@ class TrainStep:
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         return norm_of(gradients).to(self.world.device) if gradients else torch.zeros((), device=self.world.device)
+
+    def _observed(self, number: int, batch: Batch) -> AbstractContextManager[None]:
+        keys = batch.sample_keys if self._diagnosis.armed else []
+        return self._diagnosis.micro_batch(self.step + 1, number, keys)
 
     def _sync(self, last: bool) -> AbstractContextManager[None]:
         if self._sharded is not None:

@@ -69,7 +69,8 @@ class Task(Protocol):
     def __call__(self, model: nn.Module, batch: Batch) -> Output:
         """Runs the model on ``batch`` and sums its loss over the rows where ``batch.valid`` is true.
 
-        Before the first step of a run it is called three more times, to check that its sums add up.
+        Before the first step of a run it is called three more times, to check that its sums add up. For a model with BatchNorm
+        a training batch has no masked rows, except if fewer than two rows are valid (``dtrain.training.batchnorm``).
         """
         ...
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dtrain.data import ShardLoader
-from dtrain.diagnosis.measure import AllReduce, endless_batches, loader_rate
+from dtrain.diagnosis.measure import AllReduce, _busy, endless_batches, loader_rate
 from tests.diagnosis.slow import SleepyAugmentation
 
 FIELDS: dict[str, Any] = {"x": {"name": "x", "role": "feature"}}
@@ -52,6 +52,20 @@ def test_workers_that_compute_are_not_waiting() -> None:
     rate = loader_rate(computing, endless_batches(computing), seconds=0.2)
     computing.close()
     assert not rate.waiting
+
+
+@pytest.mark.parametrize(
+    ("after", "busy"),
+    [
+        ((1.1, 2.1), 0.1 / 0.9),  # ready without a core for 0.1 s: that is no waiting of the dataset, and no work
+        ((1.1, 2.9), 1.0),  # computes whenever it gets a core
+        ((1.0, 2.0), 0.0),
+        (None, None),
+    ],
+)
+def test_time_without_a_core_is_neither_work_nor_waiting(after: tuple[float, float] | None, busy: float | None) -> None:
+    assert _busy((1.0, 2.0), after, 1.0) == pytest.approx(busy)
+    assert _busy(None, after, 1.0) is None
 
 
 def test_the_time_of_an_all_reduce_is_interpolated() -> None:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,17 @@ def claimed(run_dir: Path) -> RunLock:
     one.acquire()
     one.claim()
     return one
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_an_error_after_the_start_leaves_the_lock_to_the_end_of_the_process(tmp_path: Path, started: bool) -> None:
+    (tmp_path / ".lock").touch()
+    with process_group(timeout=5), suppress(ZeroDivisionError), run_lock(RunLock(tmp_path, print)) as claim:
+        if started:
+            claim()
+        raise ZeroDivisionError
+    # A thread may still be writing a checkpoint, so no other job may start. A job that has not started has none.
+    assert is_trained(tmp_path) is started
 
 
 def test_a_second_job_is_refused_with_the_process_that_holds_the_lock(

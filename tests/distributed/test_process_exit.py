@@ -6,10 +6,12 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from dtrain.distributed.process_exit import exit_unless, in_time
+from tests.forked_python import forked_python
 from tests.ranks import RanksFailed, run_ranks
 
 WORKER = """
@@ -127,3 +129,29 @@ def test_a_process_whose_main_thread_is_stuck_ends_with_the_message_unless_it_is
         with pytest.raises(RanksFailed, match="ended with code 1"):
             run_ranks(1, stuck, init=False)
     assert ("the others did not come" in capfd.readouterr().err) is not done
+
+
+FAILS = """
+import sys, threading, time
+from dtrain import train
+
+def fail(*args, **kwargs):
+    sys.exit(3)
+
+def write():
+    time.sleep(0.5)
+    print("the checkpoint is whole")
+
+train.CLEANUP, train.compose.run = 0.1, fail
+threading.Thread(target=write, name="checkpoint").start()
+threading.Thread(target=time.sleep, args=(600,), name="thread of a hook").start()
+train.main()
+"""
+
+
+def test_a_failed_process_ends_although_a_hook_has_left_a_thread_and_writes_its_checkpoint(tmp_path: Path) -> None:
+    program = tmp_path / "fails.py"
+    program.write_text(FAILS)
+    done = subprocess.run([forked_python(), str(program)], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (3, "the checkpoint is whole\n")
+    assert "thread of a hook" in done.stderr

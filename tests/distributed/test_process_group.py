@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtrain.config.errors import PeerFailed
 from dtrain.distributed import process_group as module
-from dtrain.distributed.process_group import interface_for_gloo, process_group, set_timeout, settle_network
+from dtrain.distributed.process_group import (
+    interface_for_gloo,
+    limit_cleanup,
+    process_group,
+    set_timeout,
+    settle_network,
+)
 from tests.ranks import RanksFailed, run_ranks
 
 
@@ -65,6 +72,19 @@ def test_the_others_learn_who_failed_first_instead_of_a_broken_connection(lazy: 
     culprit, *others = sorted(run_ranks(3, rank, init=False), reverse=True)
     assert culprit == "ZeroDivisionError: the culprit"
     assert set(others) == {"PeerFailed: rank 1 failed: ZeroDivisionError: the culprit"}
+
+
+def test_a_failed_rank_that_has_left_the_group_has_time_to_write_its_checkpoint(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def rank(number: int) -> None:
+        with suppress(ZeroDivisionError), process_group(timeout=20):
+            limit_cleanup(0.3, "took too long")
+            raise ZeroDivisionError
+        time.sleep(0.6)  # as the interpreter waits for the writer
+
+    run_ranks(1, rank, init=False)
+    assert "took too long" not in capfd.readouterr().err
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -34,6 +35,14 @@ def test_a_late_call_is_abandoned_and_the_next_ones_fail_at_once_until_it_return
     answer.set()
     store._late.join()
     assert store.read("key", "another") == ["value", None]
+
+
+def test_a_store_is_silent_since_its_last_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, now = GroupStore(dist.HashStore(), ALONE), time.monotonic()
+    monkeypatch.setattr(module.time, "monotonic", lambda: now + 60)
+    assert store.silent_for >= 59
+    store.read("key")
+    assert store.silent_for < 1
 
 
 def test_a_connection_that_is_closed_is_a_lost_store() -> None:

@@ -5,10 +5,12 @@ import json
 import logging
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from dtrain.distributed.lock import RunLock
 from dtrain.tracking import read_status, run_dir, write_status
 from dtrain.tracking.run_dir import (
     close_rank_log,
@@ -150,6 +152,34 @@ def test_a_failure_that_the_disk_refuses_to_record_is_still_the_one_that_is_rais
     with pytest.raises(ZeroDivisionError):
         failing()
     assert "status.json could not be written" in capsys.readouterr().err
+
+
+def fail_on_rank_1(run_dir: Path) -> None:
+    with suppress(ZeroDivisionError), failures_recorded(run_dir, 1) as failure:
+        failure.starts(1, lambda: 7, lambda: {"restarts": 2})
+        raise ZeroDivisionError
+
+
+def test_a_killed_rank_0_is_recorded_by_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_dir, "_RANK_0_SECONDS", 0.0)
+    lock = RunLock(tmp_path, print)
+    lock.claim()
+    write_status(tmp_path, "running", 3)
+    fail_on_rank_1(tmp_path)
+    assert read_status(tmp_path)["state"] == "running"  # rank 0 is alive
+    lock.release()
+    fail_on_rank_1(tmp_path)
+    status = read_status(tmp_path)
+    assert (status["state"], status["step"], status["restarts"]) == ("failed", 7, 2)
+    assert "ZeroDivisionError" in status["reason"]
+
+
+@pytest.mark.parametrize("state", ["finished", "stopped", "failed"])
+def test_what_rank_0_has_recorded_stays(tmp_path: Path, state: str) -> None:
+    RunLock(tmp_path, print).claim()  # and is gone
+    write_status(tmp_path, state, 3, "mine")
+    fail_on_rank_1(tmp_path)
+    assert (read_status(tmp_path)["state"], read_status(tmp_path)["reason"]) == (state, "mine")
 
 
 def test_the_log_of_a_rank_has_the_traceback_without_its_secrets(tmp_path: Path) -> None:

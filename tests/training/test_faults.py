@@ -109,3 +109,12 @@ def test_a_hang_ends_with_a_line_for_each_rank(tmp_path: Path, capfd: pytest.Cap
     assert status(tmp_path)["state"] == "failed"
     assert "rank 1, step 3: in _inject" in status(tmp_path)["reason"]
     assert "train-00" in (tmp_path / "logs" / "hang-rank-00000.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_killed_rank_0_leaves_no_run_that_seems_to_train(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed):
+        train_on(2, tmp_path, *SMALL, faults("kill@step=3,rank=0"), "train.max_steps=9")
+    recorded = status(tmp_path)
+    assert (recorded["state"], recorded["step"]) == ("failed", 2)
+    assert "another rank is gone" in recorded["reason"]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dtrain.data import Batch
+from dtrain.precision import Precision
 from dtrain.tasks import Classification
 from dtrain.training import metrics
-from dtrain.training.metrics import MetricSums
+from dtrain.training.metrics import MetricSums, StepMetrics
 from dtrain.training.task import Output
 from tests.runs import records, status, train_on
+from tests.toys import micro_batches, world
 
 # -- meter
 
@@ -109,6 +112,9 @@ def test_tokens_a_second_are_those_of_the_samples_that_were_used_also_in_skipped
     assert meter.record()["throughput/tokens_per_second"] == 128 * 100 / 1.0
     meter.add(loss_sum=0.0, count=0, skipped=True, **STEP)
     assert "throughput/tokens_per_second" not in meter.record()
+    meter.add(loss_sum=0.0, count=0, skipped=True, **STEP)
+    meter.add(loss_sum=1.0, count=64 * 100, **STEP)
+    assert meter.record()["throughput/tokens_per_second"] == 128 * 100 / 1.0
     samples = MetricSums()
     samples.add(loss_sum=1.0, count=64, **STEP)
     assert [name for name in samples.record() if name.startswith("throughput/")] == ["throughput/samples_per_second"]
@@ -144,6 +150,19 @@ def test_memory_of_the_process_is_there_on_a_cpu():
     name = "memory/max_resident_gib"
     assert 0.01 < MetricSums(torch.device("cpu")).record()[name] < 1000
     assert name not in MetricSums().record()
+
+
+def test_flops_of_a_sample_are_shared_by_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Samples per second are those of all ranks, tflops_per_second and mfu are those of one device.
+    monkeypatch.setattr(metrics, "flops_per_row", lambda *args: 3e9)
+    totals = SimpleNamespace(skipped_steps=0, bad_samples=0, restarts=0)
+    step = SimpleNamespace(step=0, model=nn.Linear(1, 1))
+    run: Any = SimpleNamespace(
+        world=world(0, 2), totals=totals, step=step, task=None, model=step.model, precision=Precision("fp32")
+    )
+    measured = StepMetrics(run)
+    assert measured.count_flops(micro_batches(0, 2)[0]) is None
+    assert measured._sums.flops_per_sample == 1.5e9
 
 
 # -- measures

@@ -27,7 +27,7 @@ from dtrain.training.task import Evaluation
 from tests.ranks import RanksFailed
 from tests.runs import metrics, train_on
 from tests.shards import VECTOR_FIELDS, write_vectors
-from tests.toys import Net, train_step, world
+from tests.toys import Net, NetWithBatchNorm, train_step, world
 
 # -- illustration
 
@@ -124,10 +124,16 @@ def shards(tmp_path: Path) -> str:
 
 
 def rows(
-    shards: str, run_dir: Path, precision: str = "bf16", ranks: int = 3, evaluated: bool = True, **options: Any
+    shards: str,
+    run_dir: Path,
+    precision: str = "bf16",
+    ranks: int = 3,
+    evaluated: bool = True,
+    model: nn.Module | None = None,
+    **options: Any,
 ) -> dict[str, str]:
     cfg: Config = OmegaConf.merge(OmegaConf.structured(Config), {"train": {"global_batch_size": 16}})  # type: ignore[assignment]
-    model = Net()
+    model = model or Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, amsgrad=True, fused=True)
     loader = ShardLoader(
         shards,
@@ -166,6 +172,12 @@ def test_the_banner_says_what_was_derived(shards: str, tmp_path: Path) -> None:
     assert "x bfloat16" in shown["transfer"]
     own = rows(shards, tmp_path, schedule=WarmupConstant(horizon=500, warmup=10))
     assert own["steps"] == "12 (4 an epoch), schedule over 500"
+
+
+def test_the_banner_says_what_keeps_masked_rows_in_batchnorm(shards: str, tmp_path: Path) -> None:
+    synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(NetWithBatchNorm())
+    assert "SyncBatchNorm" in rows(shards, tmp_path, model=synchronised)["BatchNorm"]
+    assert [rows(shards, tmp_path, model=model)["BatchNorm"] for model in (Net(), NetWithBatchNorm())] == ["", ""]
 
 
 @pytest.mark.parametrize(("precision", "scaled"), [("fp16", True), ("fp32", False)])
