@@ -222,7 +222,7 @@ class Remembers:
 
 
 def of(sink, notes):
-    return BackgroundSink("sink", lambda: sink, errors=(OSError,), note=notes.append, if_unfinished="Look there.")
+    return BackgroundSink("sink", lambda: sink, note=notes.append, if_unfinished="Look there.")
 
 
 def test_everything_arrives_in_its_order_and_the_end_is_last(tmp_path):
@@ -271,7 +271,7 @@ def test_an_error_is_one_line_and_later_records_are_dropped(when, monkeypatch):
     if when != "open":
         monkeypatch.setattr(sink, when, refuse)
     opened = refuse if when == "open" else lambda: sink
-    served = BackgroundSink("sink", opened, errors=(OSError,), note=notes.append)
+    served = BackgroundSink("sink", opened, note=notes.append)
     for step in range(5):
         served.log({"step": step})
     served.finish("finished")

@@ -44,7 +44,6 @@ def started(run_dir, notes, config=None, resumed=0, media=()):
         lambda: wandb_sink.WandbSink(
             TRACKER, "offline", run_dir, "digits-12", config or {}, resumed, notes.append, media
         ),
-        errors=wandb_sink.ERRORS,
         note=notes.append,
     )
 
