@@ -270,7 +270,7 @@ def _set_aside_half_made(path: Path, note: Callable[[str], None]) -> None:
             aside = path.with_name(f"{path.name}.incomplete-{secrets.token_hex(4)}")
             path.rename(aside)
             note(
-                f"mlflow: {path} was not created completely and has no runs. It was renamed to {aside.name}; a new one is created."
+                f"mlflow: {path} was not created completely and has no runs. It was renamed to {aside.name}; a new one follows."
             )
             return
         before = now

@@ -137,6 +137,7 @@ class Sinks:
 
     def alert(self, text: str) -> None:
         """Passes a warning to the sinks besides the console, of which wandb and Trackio send it to the user."""
+        text = without_secrets_in(text)
         for sink in self._others:
             self._report_errors(f"{type(sink).__name__} could not send an alert", partial(sink.alert, text))
 
@@ -147,8 +148,9 @@ class Sinks:
 
         Args:
             state: ``finished``, ``stopped`` or ``failed``, as in status.json. For ``failed`` wandb sends an alert.
-            reason: Why, for a person; without secrets.
+            reason: Why, for a person. Secrets in it are hidden.
         """
+        reason = None if reason is None else without_secrets_in(reason)
         with self._finishing:
             if not self._finished:
                 if self._artifacts is not None:

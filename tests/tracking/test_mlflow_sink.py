@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -234,9 +235,10 @@ def half_made(path):
 
 
 def test_a_database_whose_creation_was_killed_is_set_aside_and_a_new_one_is_created(
-    run_dir, store, tmp_path, capsys, monkeypatch
+    run_dir, store, tmp_path, empty_store, capsys, monkeypatch
 ):
     monkeypatch.setattr(mlflow_sink, "ABANDONED_SECONDS", 0.01)
+    monkeypatch.setattr(mlflow_sink, "_create", lambda path: shutil.copy(empty_store, path))  # in place of seconds
     half_made(tmp_path / "mlflow.db")
     content = (tmp_path / "mlflow.db").read_bytes()
     start(run_dir, [step(1)])
@@ -263,12 +265,11 @@ def test_a_database_that_another_program_is_creating_is_waited_for(
 def test_a_creation_that_is_interrupted_leaves_no_database(run_dir, store, tmp_path, capsys, monkeypatch):
     (tmp_path / "mlflow.db").unlink()
 
-    class Interrupted(MlflowClient):
-        def __init__(self, uri):
-            super().__init__(uri)
-            raise SystemExit("killed")
+    def interrupted(uri):
+        Path(uri.removeprefix("sqlite:///")).write_bytes(b"half a database")
+        raise SystemExit("killed")
 
-    monkeypatch.setattr(mlflow_sink, "MlflowClient", Interrupted)
+    monkeypatch.setattr(mlflow_sink, "MlflowClient", interrupted)
     start(run_dir, [step(1)])
     assert not (tmp_path / "mlflow.db").exists()
     assert "mlflow: killed. The run continues without it" in capsys.readouterr().out

@@ -131,6 +131,21 @@ def test_a_run_without_trackers_imports_none(tmp_path):
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
+def test_a_note_shows_no_secret(tmp_path, capsys):
+    sinks = build_sinks(TrackerConfig(), tmp_path, "digits-12", {}, 0)
+    sinks.note("see https://user:hunter2@host/path")
+    sinks.finish("finished")
+    assert "hunter2" not in capsys.readouterr().out
+
+
+def test_an_alert_and_the_reason_of_an_end_have_no_secret(tmp_path):
+    sink = Remembers()
+    sinks = Sinks(tmp_path / "media", PlainLines(sys.stdout, None), sink)
+    sinks.alert("https://user:hunter2@host")
+    sinks.finish("failed", "https://user:hunter2@host")
+    assert sink.got == ["https://<hidden>@host", ("failed", "https://<hidden>@host")]
+
+
 class Refusing:
     """A sink on a full disk."""
 
@@ -277,6 +292,23 @@ def test_an_error_is_one_line_and_later_records_are_dropped(when, monkeypatch):
     served.finish("finished")
     served.log({"step": 6})
     assert notes == ["sink: the server said no. The run continues without it; metrics.jsonl has everything."]
+
+
+@pytest.mark.parametrize("error", [KeyError("a fault of the tracker"), SystemExit("a fault of the tracker")])
+def test_any_error_of_a_tracker_is_one_line_with_the_traceback_in_the_log(error, tmp_path, capfd, caplog):
+    def refuse():
+        raise error
+
+    notes, ends = [], []
+    served = BackgroundSink("sink", refuse, note=notes.append, on_error=lambda: ends.append("torn down"))
+    served.log({"step": 1})
+    served.finish("finished")
+    (note,) = notes
+    assert "a fault of the tracker" in note
+    assert "The run continues without it" in note
+    assert capfd.readouterr().err == ""
+    assert "Traceback" in caplog.text
+    assert ends == ["torn down"]
 
 
 # -- media
