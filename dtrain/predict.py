@@ -171,7 +171,7 @@ def _print_ranking(ranking: Ranking, as_json: bool) -> None:
 def _print_text(options: argparse.Namespace, folder: Path, model: Artefact) -> None:
     sampling = Sampling(options.tokens, options.temperature, options.top_k or None, options.seed)
     text = continue_text(folder, model, options.prompt, sampling)
-    if sys.stdout.isatty():  # a model may have learned sequences that command a terminal
+    if sys.stdout.isatty() and not options.json:  # a model may have learned sequences that command a terminal
         text = printable(text, keep="\n\t")
     print(json.dumps({"prompt": options.prompt, "text": text}) if options.json else text, flush=True)
 

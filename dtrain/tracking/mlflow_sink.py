@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
+from dtrain.config.errors import without_secrets_in
 from dtrain.distributed.atomic import replace_file
 from dtrain.distributed.lock import file_lock
 from dtrain.tracking.provenance import provenance
@@ -189,7 +190,7 @@ class MlflowSink:
         try:
             upload()
         except Exception as error:  # noqa: BLE001 - of the clients of S3, Azure and others
-            self._note_once(f"mlflow: an artifact could not be uploaded ({' '.join(str(error).split())[:300]})")
+            self._note_once(f"mlflow: an artifact could not be uploaded ({_brief(error)})")
 
     def _ask(self, function: Callable[[], _Result]) -> _Result:
         """Calls until the server answers.
@@ -203,7 +204,7 @@ class MlflowSink:
             except MlflowException as error:
                 if error.error_code not in _AWAY:
                     raise
-                reason = " ".join(str(error).split())[:300]
+                reason = _brief(error)
                 self._note_once(f"mlflow: no answer; trying again until the run ends ({reason})")
                 time.sleep(RETRY_SECONDS)
 
@@ -231,7 +232,7 @@ def _client(uri: str, note: Callable[[str], None]) -> MlflowClient:
     database = make_url(uri).database
     if not database or database == ":memory:" or database.startswith("file:"):
         return MlflowClient(uri)
-    path = Path(database)
+    path = Path(database).resolve()  # of a link, which would be replaced
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with file_lock(path.with_name(f"{path.name}.lock")):
@@ -240,7 +241,7 @@ def _client(uri: str, note: Callable[[str], None]) -> MlflowClient:
                 _create(path)
             return MlflowClient(uri)
     except (OSError, sqlite3.Error, SQLAlchemyError) as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = _brief(error)
         raise ValueError(
             f"{path} cannot be opened or created as a database of MLflow ({reason}). Correct this, rename the file, or set "
             "tracker.mlflow_uri to a different one"
@@ -285,6 +286,11 @@ def _is_half_made(path: Path) -> bool:
         return "experiments" in found and not any(
             database.execute(f"SELECT 1 FROM {name} LIMIT 1").fetchone() for name in found
         )
+
+
+def _brief(error: Exception) -> str:
+    """The beginning of a message. Secrets are hidden first, because half a URL is not recognised as one."""
+    return without_secrets_in(" ".join(str(error).split()))[:300]
 
 
 def _name(name: str) -> str:

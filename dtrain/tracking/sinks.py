@@ -359,7 +359,9 @@ class BackgroundSink:
                 call(sink)
         except (Exception, SystemExit) as error:  # trackers raise errors of many libraries
             logger.warning("%s has ended", self._name, exc_info=True)
-            reason = shortened(" ".join(str(error).split()), _LONGEST_REASON) or type(error).__name__
+            reason = (
+                shortened(without_secrets_in(" ".join(str(error).split())), _LONGEST_REASON) or type(error).__name__
+            )
             self._note(f"{self._name}: {reason}. The run continues without it; metrics.jsonl has everything.")
             if self._on_error is not None:
                 self._on_error()

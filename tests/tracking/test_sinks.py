@@ -311,6 +311,15 @@ def test_any_error_of_a_tracker_is_one_line_with_the_traceback_in_the_log(error,
     assert ends == ["torn down"]
 
 
+def test_a_long_error_shows_no_half_of_a_secret():
+    def refuse():
+        raise OSError("x" * (sinks._LONGEST_REASON - 24) + " https://user:hunter2@host.example.org")
+
+    notes = []
+    BackgroundSink("sink", refuse, note=notes.append).finish("finished")
+    assert "hunt" not in notes[0]
+
+
 # -- media
 
 
