@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dtrain.config.errors import ConfigError
+from dtrain.config.errors import ConfigError, escape_on_stdout, printable
 from dtrain.data.fields import SampleError
 from dtrain.deployment import artefact
 from dtrain.deployment.artefact import Artefact
@@ -28,6 +28,7 @@ from dtrain.deployment.description import DESCRIPTION
 from dtrain.deployment.hub import local_folder
 from dtrain.deployment.program import ImageInput
 from dtrain.deployment.text import Sampling, continue_text
+from dtrain.tracking.console import until_reader_leaves
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class Ranking:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Predicts all files; returns the exit code."""
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)  # also files after an option
+    escape_on_stdout()
     if bool(options.images) == (options.prompt is not None):
         parser.error("want image files, or --prompt TEXT for a language model")
     failed = False
@@ -58,12 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model = artefact.load(folder, device, trust=options.trust)
         for warning in model.warnings:
             _print_error(f"predict: {warning}")
-        if options.prompt is not None:
-            _print_text(options, folder, model)
-            return 0
-        for ranking in rank(model, options.images, options.top, options.batch_size):
-            failed |= bool(ranking.error)
-            _print_ranking(ranking, options.json)
+        with until_reader_leaves():
+            if options.prompt is not None:
+                _print_text(options, folder, model)
+            for ranking in rank(model, options.images, options.top, options.batch_size) if options.images else ():
+                failed |= bool(ranking.error)
+                _print_ranking(ranking, options.json)
     except ConfigError as error:
         _print_error(f"predict: error: {error}")
         return 1
@@ -150,7 +152,7 @@ def _most_probable(model: Artefact, pixels: np.ndarray, top: int) -> list[tuple[
 
 def _print_ranking(ranking: Ranking, as_json: bool) -> None:
     if ranking.error:
-        _print_error(f"predict: {ranking.file}: {ranking.error}")
+        _print_error(f"predict: {printable(ranking.file)}: {ranking.error}")
     if as_json:
         content: dict[str, object] = {"file": ranking.file}
         if ranking.error:
@@ -163,17 +165,19 @@ def _print_ranking(ranking: Ranking, as_json: bool) -> None:
         print(json.dumps(content), flush=True)
         return
     for _, name, probability in ranking.classes:
-        print(f"{ranking.file}  {name}  {probability:.4f}", flush=True)
+        print(f"{printable(ranking.file)}  {printable(name)}  {probability:.4f}", flush=True)
 
 
 def _print_text(options: argparse.Namespace, folder: Path, model: Artefact) -> None:
     sampling = Sampling(options.tokens, options.temperature, options.top_k or None, options.seed)
     text = continue_text(folder, model, options.prompt, sampling)
+    if sys.stdout.isatty() and not options.json:  # a model may have learned sequences that command a terminal
+        text = printable(text, keep="\n\t")
     print(json.dumps({"prompt": options.prompt, "text": text}) if options.json else text, flush=True)
 
 
 def _print_error(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text, keep="\n"), file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

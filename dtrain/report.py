@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
-from dtrain.config.errors import printable
+from dtrain.config.errors import escape_on_stdout, printable
 from dtrain.distributed.atomic import replace_file
 from dtrain.reporting.charts import run_charts, setting_charts
 from dtrain.reporting.health import RunData
@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", metavar="FILE", type=Path, help="the page (default: report.html in the first DIR)")
     parser.add_argument("--png", metavar="FOLDER", type=Path, help="also write each chart as a PNG into this folder")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)  # also directories after an option
+    escape_on_stdout()
     out = options.out or options.runs[0] / "report.html"
     now = time.time()
     try:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
+import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -119,6 +121,68 @@ def test_an_image_of_another_size_and_kind_is_converted_as_in_training(
     assert scaled["probability"] == pytest.approx(small["probability"], abs=0.05)
 
 
+def test_options_may_stand_between_the_files(
+    artefact: Path, images: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second, third = map(str, images)
+    for arguments in (
+        ["--json", str(artefact), first, second, third],
+        [str(artefact), "--json", first, second, third],
+        [str(artefact), first, "--json", second, "--top", "2", third],
+        [str(artefact), "--json", "--", first, second, third],
+    ):
+        assert main(arguments) == 0, arguments
+        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [line["file"] for line in lines] == [first, second, third]
+        assert len(lines[0]["predictions"]) == (2 if "--top" in arguments else 1)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_file_name_that_no_terminal_can_show_does_not_end_the_others(
+    artefact: Path, images: list[Path], tmp_path: Path, encoding: str
+) -> None:
+    names = [os.fsdecode(b"a\xff.png"), "b\x1b[31m.png", "c\u00e9.png"]
+    for name in names:
+        shutil.copy(images[0], tmp_path / name)
+    environ = os.environ | {"PYTHONIOENCODING": f"{encoding}:strict", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "dtrain.predict", str(artefact), *names]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    last = {"utf-8": "c\u00e9.png".encode(), "ascii": b"c\\xe9.png"}[encoding]
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [b"a?.png", b"b?[31m.png", last]
+
+
+def test_json_has_the_exact_names_of_files(
+    artefact: Path, images: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = os.fsdecode(b"missing\xff\n.png")
+    assert main([str(artefact), missing, str(images[0]), "--json"]) == 1
+    out, error = capsys.readouterr()
+    assert [json.loads(line)["file"] for line in out.splitlines()] == [missing, str(images[0])]
+    assert "missing??.png" in error
+
+
+def test_a_class_name_of_a_foreign_artefact_cannot_command_the_terminal(
+    artefact: Path, images: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(artefact, tmp_path / "copy"))
+    content = json.loads((copy / "model.json").read_text())
+    (copy / "model.json").write_text(json.dumps(content | {"classes": ["\x1b]0;title\x07"] * 10}))
+    assert main([str(copy), str(images[0]), "--trust"]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_a_reader_that_leaves_ends_the_command_silently(artefact: Path, images: list[Path]) -> None:
+    command = [sys.executable, "-m", "dtrain.predict", str(artefact), *map(str, images)]
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
 def test_wrong_arguments_are_refused(tmp_path: Path, images: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path), str(images[0])]) == 1
     assert f"{tmp_path} is not an artefact" in capsys.readouterr().err
@@ -150,7 +214,7 @@ def test_an_artefact_that_cannot_predict_classes_of_files_is_refused(
     if changes.get("input"):
         changes = {"input": description["input"] | changes["input"]}
     (copy / "model.json").write_text(json.dumps(description | changes))
-    assert main([str(copy), str(images[0])]) == 1
+    assert main([str(copy), str(images[0]), "--trust"]) == 1
     text = capsys.readouterr().err
     assert_refused(text, *parts)
 

@@ -39,6 +39,7 @@ from dtrain.config.errors import (
     ConfigError,
     Explained,
     PeerFailed,
+    escape_on_stdout,
     in_brief,
     printable,
     without_secrets_in,
@@ -90,8 +91,7 @@ def run(
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed, as by some daemons
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the process ends
-    if isinstance(sys.stdout, io.TextIOWrapper):  # as for stderr: a character that the terminal lacks is not an error
-        sys.stdout.reconfigure(errors="backslashreplace")
+    escape_on_stdout()
     schema.register()
     _register_resolvers()
     arguments = list(sys.argv[1:] if argv is None else argv)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import io
 import os
 import re
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -115,6 +117,12 @@ def printable(text: str, keep: str = "") -> str:
         keep: Characters that stay. Without ``"\\n"`` the result is one line.
     """
     return "".join(character if character.isprintable() or character in keep else "?" for character in text)
+
+
+def escape_on_stdout() -> None:
+    """Makes standard output escape characters that its encoding lacks, as standard error does, instead of raising an error."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def without_secrets_in(text: str) -> str:

@@ -1,7 +1,7 @@
-"""One job per run directory: a lock that the operating system releases when its holder ends.
+"""One job per run directory: a lock that the operating system releases when its holder ends; and locks of other files.
 
-The lock is ``flock`` on ``<run.dir>/.lock``, so a killed job leaves no lock behind. The content of the file is only for the
-message. The wait for a lock of another host is longer, because an NFS server needs time to notice that a node is gone.
+The lock of a run is ``flock`` on ``<run.dir>/.lock``, so a killed job leaves no lock behind. The content of the file is only
+for the message. The wait for a lock of another host is longer, because an NFS server needs time to notice that a node is gone.
 
 A start that is refused must leave no trace. So the directory of an earlier start is locked before it is read, without changing
 it; a new directory is made only when the run starts.
@@ -16,7 +16,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,6 +27,7 @@ from dtrain.distributed.collectives import from_rank0
 # Seconds. A killed trainer's children end within seconds; an NFS server drops a dead client's locks after its lease,
 # often 90 s.
 _WAIT_HERE, _WAIT_ELSEWHERE = 15.0, 120.0
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system
 
 
 @contextmanager
@@ -51,6 +52,29 @@ def run_lock(lock: RunLock) -> Iterator[Callable[[], None]]:
             lock.release()
         raise
     lock.release()
+
+
+@contextmanager
+def file_lock(path: Path) -> Iterator[None]:
+    """Waits until no other process holds the lock ``path``, and holds it. On a file system without locks, it does nothing.
+
+    The file is created if it does not exist, and is not deleted: another process may be waiting for it.
+
+    Raises:
+        OSError: If it cannot be created, or is not a regular file.
+    """
+    with open_to_append(path) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        try:
+            yield
+        finally:
+            # Closing is not enough: a process that was forked in the meantime has the file open too.
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)
 
 
 class RunLock:
@@ -152,7 +176,7 @@ class RunLock:
                     is_noted = True
                 time.sleep(0.5)
             except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                if error.errno not in _NO_LOCKS:
                     raise
                 self._note(f"{self._dir}: this file system has no locks; make sure that only one job uses the run")
                 break

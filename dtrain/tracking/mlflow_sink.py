@@ -4,6 +4,8 @@
   server, or it was deleted), a new one is created and gets the records of all starts.
 * The newest record that MLflow has is read from its run. Later ones are sent from metrics.jsonl and the media folder; a
   step that a resumed run repeats is not sent again.
+* A database that is a local file is created in a temporary folder and copied to its place when it is complete, because a kill
+  leaves MLflow's tables half made, and MLflow cannot open them again. A lock keeps other runs from opening it meanwhile.
 * A server that does not answer is asked again until the run ends; meanwhile records wait in the queue.
 
 The sink may block and raise; ``BackgroundSink`` keeps that away from the training.
@@ -16,15 +18,21 @@ import logging
 import os
 import posixpath
 import re
+import secrets
+import sqlite3
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
+from dtrain.config.errors import without_secrets_in
 from dtrain.distributed.atomic import replace_file
+from dtrain.distributed.lock import file_lock
 from dtrain.tracking.provenance import provenance
 from dtrain.tracking.records import Mark, MediaFile, Record, finite_metrics, has_evaluation, mark, send_earlier
 
@@ -39,10 +47,10 @@ from mlflow.tracking import MlflowClient, get_tracking_uri
 if TYPE_CHECKING:
     from dtrain.config.schema import TrackerConfig
 
-#: Errors that this sink may raise.
-ERRORS = (MlflowException, OSError, ValueError, ImportError)
 #: Seconds between two attempts to reach a server that is away.
 RETRY_SECONDS = 5.0
+#: Seconds without a change after which nobody is creating a database any more.
+ABANDONED_SECONDS = 5.0
 _AWAY = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "DEADLINE_EXCEEDED", "REQUEST_LIMIT_EXCEEDED")
 _GONE = "RESOURCE_DOES_NOT_EXIST"
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
@@ -70,6 +78,7 @@ class MlflowSink:
     Raises:
         MlflowException, OSError, ValueError: Here and in all methods, if MLflow cannot continue.
         ImportError: If the driver of a database is not installed.
+        sqlalchemy.exc.SQLAlchemyError: If a database of a server refuses.
     """
 
     def __init__(
@@ -82,8 +91,9 @@ class MlflowSink:
         note: Callable[[str], None],
         media: Sequence[MediaFile] = (),
     ) -> None:
-        for name in ("mlflow", "alembic"):  # they report the creation of the local database
-            logging.getLogger(name).setLevel(logging.WARNING)
+        # They report the creation of the local database; and MLflow prints the tracebacks of errors that it also raises.
+        logging.getLogger("alembic").setLevel(logging.WARNING)
+        logging.getLogger("mlflow").setLevel(logging.CRITICAL)
         self._note = note
         self._reported: set[str] = set()
         kept = run_dir / "mlflow" / "run.json"
@@ -91,7 +101,7 @@ class MlflowSink:
         chosen = tracker.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI")
         # The default depends on the working directory, so a resumed run continues in the store that it has.
         uri = chosen or earlier.get("default_uri") or get_tracking_uri()
-        self._client = self._ask(lambda: MlflowClient(uri))
+        self._client = self._ask(lambda: _client(uri, note))
         self.run_id = self._continued(earlier.get("run_id")) or self._created(tracker, run_name)
         kept.parent.mkdir(exist_ok=True)
         with replace_file(kept) as file:
@@ -180,7 +190,7 @@ class MlflowSink:
         try:
             upload()
         except Exception as error:  # noqa: BLE001 - of the clients of S3, Azure and others
-            self._note_once(f"mlflow: an artifact could not be uploaded ({' '.join(str(error).split())[:300]})")
+            self._note_once(f"mlflow: an artifact could not be uploaded ({_brief(error)})")
 
     def _ask(self, function: Callable[[], _Result]) -> _Result:
         """Calls until the server answers.
@@ -194,7 +204,7 @@ class MlflowSink:
             except MlflowException as error:
                 if error.error_code not in _AWAY:
                     raise
-                reason = " ".join(str(error).split())[:300]
+                reason = _brief(error)
                 self._note_once(f"mlflow: no answer; trying again until the run ends ({reason})")
                 time.sleep(RETRY_SECONDS)
 
@@ -203,6 +213,84 @@ class MlflowSink:
         if kind not in self._reported:
             self._note(text)
         self._reported.add(kind)
+
+
+# -- local databases
+
+
+def _client(uri: str, note: Callable[[str], None]) -> MlflowClient:
+    """MLflow's client. A database that is a local file is created, completed or upgraded by one process at a time.
+
+    Raises:
+        ValueError: If the file is not a database of MLflow, or it cannot be created, written or upgraded.
+    """
+    if not uri.startswith("sqlite"):
+        return MlflowClient(uri)
+    from sqlalchemy.engine import make_url
+    from sqlalchemy.exc import SQLAlchemyError
+
+    database = make_url(uri).database
+    if not database or database == ":memory:" or database.startswith("file:"):
+        return MlflowClient(uri)
+    path = Path(database).resolve()  # of a link, which would be replaced
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with file_lock(path.with_name(f"{path.name}.lock")):
+            _set_aside_half_made(path, note)
+            if not _holds_data(path):
+                _create(path)
+            return MlflowClient(uri)
+    except (OSError, sqlite3.Error, SQLAlchemyError) as error:
+        reason = _brief(error)
+        raise ValueError(
+            f"{path} cannot be opened or created as a database of MLflow ({reason}). Correct this, rename the file, or set "
+            "tracker.mlflow_uri to a different one"
+        ) from error
+
+
+def _holds_data(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
+
+
+def _create(path: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        complete = Path(folder) / "mlflow.db"
+        MlflowClient(f"sqlite:///{complete}").search_experiments()
+        if not _holds_data(path):  # a program that does not know the lock may have created it
+            with replace_file(path) as file:
+                file.write(complete.read_bytes())
+
+
+def _set_aside_half_made(path: Path, note: Callable[[str], None]) -> None:
+    """Renames a database whose creation was interrupted. Waits while a program without the lock is creating it."""
+    before = None
+    while _holds_data(path) and _is_half_made(path):
+        status = path.stat()
+        now = status.st_ino, status.st_mtime_ns
+        if now == before:
+            aside = path.with_name(f"{path.name}.incomplete-{secrets.token_hex(4)}")
+            path.rename(aside)
+            note(
+                f"mlflow: {path} was not created completely and has no runs. It was renamed to {aside.name}; a new one follows."
+            )
+            return
+        before = now
+        time.sleep(ABANDONED_SECONDS)
+
+
+def _is_half_made(path: Path) -> bool:
+    """Whether a database has tables of MLflow and no experiment, which MLflow adds at the end of the creation."""
+    with closing(sqlite3.connect(path, timeout=60)) as database:
+        tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        found = [name for name in ("experiments", "registered_models") if name in tables]
+        return "experiments" in found and not any(
+            database.execute(f"SELECT 1 FROM {name} LIMIT 1").fetchone() for name in found
+        )
+
+
+def _brief(error: Exception) -> str:
+    """The beginning of a message. Secrets are hidden first, because half a URL is not recognised as one."""
+    return without_secrets_in(" ".join(str(error).split()))[:300]
 
 
 def _name(name: str) -> str:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
-from dtrain.config.errors import ConfigError, without_secrets_in
+from dtrain.config.errors import ConfigError, shortened, without_secrets_in
 from dtrain.distributed.atomic import replace_file
 from dtrain.tracking.console import ConsoleSink, console_sink
 from dtrain.tracking.records import JsonlSink, MediaFile, Record, Sink, cut_after
@@ -47,6 +47,7 @@ _ALIASES: dict[str, tuple[str, ...]] = {"none": (), "both": ("wandb", "tensorboa
 OPEN_TIMEOUT, FINISH_TIMEOUT, FINISH_TIMEOUT_AFTER_FAILURE = 5.0, 65.0, 10.0
 #: Largest number of records in the queue of a slow sink; further ones are dropped. metrics.jsonl has them.
 QUEUE_SIZE = 10_000
+_LONGEST_REASON = 500  # characters of an error on the console; the log file has the whole
 ARTIFACTS = ("none", "best", "last", "all")
 WANDB_MODES = ("online", "offline", "disabled")
 _WANDB_SYNONYMS = {"run": "online", "dryrun": "offline"}  # that wandb accepts in WANDB_MODE
@@ -136,6 +137,7 @@ class Sinks:
 
     def alert(self, text: str) -> None:
         """Passes a warning to the sinks besides the console, of which wandb and Trackio send it to the user."""
+        text = without_secrets_in(text)
         for sink in self._others:
             self._report_errors(f"{type(sink).__name__} could not send an alert", partial(sink.alert, text))
 
@@ -146,8 +148,9 @@ class Sinks:
 
         Args:
             state: ``finished``, ``stopped`` or ``failed``, as in status.json. For ``failed`` wandb sends an alert.
-            reason: Why, for a person; without secrets.
+            reason: Why, for a person. Secrets in it are hidden.
         """
+        reason = None if reason is None else without_secrets_in(reason)
         with self._finishing:
             if not self._finished:
                 if self._artifacts is not None:
@@ -222,9 +225,9 @@ def build_sinks(
         console.note(without_secrets_in(text))
 
     def add(
-        name: str, open: Callable[[], Sink], errors: tuple[type[Exception], ...], if_unfinished: str = ""
+        name: str, open: Callable[[], Sink], if_unfinished: str = "", on_error: Callable[[], None] | None = None
     ) -> BackgroundSink:
-        sink = BackgroundSink(name, open, errors=errors, note=note, if_unfinished=if_unfinished)
+        sink = BackgroundSink(name, open, note=note, if_unfinished=if_unfinished, on_error=on_error)
         others.append(sink)
         return sink
 
@@ -238,8 +241,8 @@ def build_sinks(
         sink = add(
             "wandb",
             lambda: wandb_sink.WandbSink(tracker, mode, run_dir, run_name, config, resumed_step, note, earlier),
-            wandb_sink.ERRORS,
             f"Send the rest later: wandb sync {run_dir / 'wandb'}",
+            wandb_sink.tear_down,
         )
         if tracker.artifacts != "none":
             artifacts = CheckpointArtifacts(
@@ -253,7 +256,6 @@ def build_sinks(
         add(
             "tensorboard",
             lambda: TensorBoardSink(run_dir / "tensorboard", config, resumed_step),
-            (OSError, ValueError),
         )
     if "mlflow" in names:
         from dtrain.tracking import mlflow_sink
@@ -261,7 +263,6 @@ def build_sinks(
         add(
             "mlflow",
             lambda: mlflow_sink.MlflowSink(tracker, run_dir, run_name, config, resumed_step, note, earlier),
-            mlflow_sink.ERRORS,
             "metrics.jsonl has all records.",
         )
     if "trackio" in names:
@@ -270,7 +271,6 @@ def build_sinks(
         add(
             "trackio",
             lambda: TrackioSink(tracker, run_dir, run_name, config, resumed_step, note, earlier),
-            (OSError, ValueError, RuntimeError),
             "metrics.jsonl has all records.",
         )
     return Sinks(media, console, *others, artifacts=artifacts)
@@ -280,14 +280,14 @@ def build_sinks(
 
 
 class BackgroundSink:
-    """Runs a slow sink in a thread.
+    """Runs a slow sink in a thread. An error ends the sink: one line for a person, and the traceback in the log file.
 
     Args:
         name: The sink's name in notes.
         open: Makes the sink; called in the thread.
-        errors: Errors that end the sink with one line; other errors end it with their traceback.
         note: Shows a sentence to a person; called from any thread.
         if_unfinished: Advice for a sink that did not end in time.
+        on_error: Called in the thread after an error.
     """
 
     def __init__(
@@ -295,15 +295,15 @@ class BackgroundSink:
         name: str,
         open: Callable[[], Sink],
         *,
-        errors: tuple[type[Exception], ...],
         note: Callable[[str], None],
         if_unfinished: str = "",
+        on_error: Callable[[], None] | None = None,
     ) -> None:
         self._name = name
         self._open = open
-        self._errors = errors
         self._note = note
         self._if_unfinished = if_unfinished
+        self._on_error = on_error
         self._queue: queue.Queue[Callable[[Sink], None] | None] = queue.Queue(QUEUE_SIZE)
         self._full = False
         self._opened = threading.Event()
@@ -357,9 +357,14 @@ class BackgroundSink:
             self._opened.set()
             while (call := self._queue.get()) is not None:
                 call(sink)
-        except self._errors as error:
-            reason = " ".join(str(error).split())
+        except (Exception, SystemExit) as error:  # trackers raise errors of many libraries
+            logger.warning("%s has ended", self._name, exc_info=True)
+            reason = (
+                shortened(without_secrets_in(" ".join(str(error).split())), _LONGEST_REASON) or type(error).__name__
+            )
             self._note(f"{self._name}: {reason}. The run continues without it; metrics.jsonl has everything.")
+            if self._on_error is not None:
+                self._on_error()
         finally:
             self._opened.set()
 

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import html
 import json
+import logging
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +35,10 @@ if TYPE_CHECKING:
     from dtrain.config.schema import TrackerConfig
     from dtrain.tracking.wandb_artifacts import StagedCheckpoint
 
-#: Errors that this sink may raise.
-ERRORS = (wandb.Error, OSError, ValueError)
+# Of wandb's own statistics; it logs "shutdown can only be called once" at the end of the process.
+logging.getLogger("opentelemetry.sdk.metrics").setLevel(logging.ERROR)
+
+_ERRORS = (wandb.Error, OSError, ValueError)
 #: Seconds for wandb to reach its server, and to send the rest at the end.
 TIMEOUT = 30
 _NOTHING: Mark = (-1, False)
@@ -113,7 +117,7 @@ class WandbSink:
         try:
             artifact, aliases = checkpoint_artifact(self.run_id, staged)
             self._run.log_artifact(artifact, aliases=aliases)
-        except ERRORS as error:
+        except _ERRORS as error:
             self._note(f"wandb: the checkpoint of step {staged.step} could not be uploaded ({error})")
 
     def alert(self, text: str) -> None:
@@ -140,6 +144,13 @@ class WandbSink:
         # run, so a late evaluation is sent with the next step.
         self._run.log(values, step=max(at[0], self._run.starting_step))
         self._newest = max(self._newest, at)
+
+
+def tear_down() -> None:
+    """Ends the connection to wandb's process after an error. Otherwise wandb does so at the end of this process, and prints a
+    traceback if its own process is gone."""
+    with suppress(Exception):
+        wandb.teardown(exit_code=1)
 
 
 def _run_id(folder: Path) -> str:

@@ -5,9 +5,13 @@ import os
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -141,7 +145,7 @@ def test_a_run_that_mlflow_lost_begins_again_with_all_records(run_dir, store, ca
     start(run_dir, [step(3)], resumed=2)
     assert the_run(store)[1].info.run_id != run.info.run_id
     assert in_mlflow(store) == in_file(run_dir)
-    assert "a new one begins" in capsys.readouterr().out
+    assert f"mlflow: run {run.info.run_id} of the earlier start is not in this store" in capsys.readouterr().out
 
 
 def test_the_default_store_of_a_resumed_run_is_that_of_its_first_start(run_dir, store, tmp_path, monkeypatch):
@@ -217,6 +221,129 @@ def test_statistics_of_use_are_off_and_records_of_alembic_are_not_shown(run_dir,
     assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
     start(run_dir, [step(1)])
     assert logging.getLogger("alembic").level == logging.WARNING
+
+
+# -- a local database
+
+
+def half_made(path):
+    """Makes a database look like one whose creation was killed: a migration has added a table, and is not recorded."""
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute("DELETE FROM experiments")
+        database.execute("UPDATE alembic_version SET version_num = '451aebb31d03'")
+        database.execute("DROP TABLE registered_model_aliases")
+
+
+def test_a_database_whose_creation_was_killed_is_set_aside_and_a_new_one_is_created(
+    run_dir, store, tmp_path, empty_store, capsys, monkeypatch
+):
+    monkeypatch.setattr(mlflow_sink, "ABANDONED_SECONDS", 0.01)
+    monkeypatch.setattr(mlflow_sink, "_create", lambda path: shutil.copy(empty_store, path))  # in place of seconds
+    half_made(tmp_path / "mlflow.db")
+    content = (tmp_path / "mlflow.db").read_bytes()
+    start(run_dir, [step(1)])
+    (aside,) = tmp_path.glob("mlflow.db.incomplete-*")
+    assert aside.name in capsys.readouterr().out
+    assert aside.read_bytes() == content
+    assert in_mlflow(store) == in_file(run_dir)
+
+
+def test_a_database_that_another_program_is_creating_is_waited_for(
+    run_dir, store, tmp_path, empty_store, capsys, monkeypatch
+):
+    half_made(tmp_path / "mlflow.db")
+
+    def create(_):
+        shutil.copy(empty_store, tmp_path / "mlflow.db")
+
+    monkeypatch.setattr(mlflow_sink, "time", SimpleNamespace(sleep=create))
+    start(run_dir, [step(1)])
+    assert not list(tmp_path.glob("mlflow.db.incomplete-*"))
+    assert in_mlflow(store) == in_file(run_dir)
+
+
+def test_a_creation_that_is_interrupted_leaves_no_database(run_dir, store, tmp_path, capsys, monkeypatch):
+    (tmp_path / "mlflow.db").unlink()
+
+    def interrupted(uri):
+        Path(uri.removeprefix("sqlite:///")).write_bytes(b"half a database")
+        raise SystemExit("killed")
+
+    monkeypatch.setattr(mlflow_sink, "MlflowClient", interrupted)
+    start(run_dir, [step(1)])
+    assert not (tmp_path / "mlflow.db").exists()
+    assert "mlflow: killed. The run continues without it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [b"no database at all" * 100, b"SQLite format 3\0" + bytes(5000)])
+def test_a_file_that_is_no_database_is_named_with_the_remedy_and_kept(run_dir, store, tmp_path, capsys, content):
+    (tmp_path / "mlflow.db").write_bytes(content)
+    start(run_dir, [step(1)])
+    text = capsys.readouterr()
+    assert str(tmp_path / "mlflow.db") in text.out
+    assert "tracker.mlflow_uri" in text.out
+    assert "Traceback" not in text.out + text.err
+    assert (tmp_path / "mlflow.db").read_bytes() == content
+
+
+def test_a_folder_that_cannot_have_a_database_is_named_with_the_remedy(run_dir, store, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    start(run_dir, [step(1)], mlflow_uri=f"sqlite:///{tmp_path / 'file' / 'mlflow.db'}")
+    text = capsys.readouterr()
+    assert str(tmp_path / "file" / "mlflow.db") in text.out
+    assert "tracker.mlflow_uri" in text.out
+    assert "Traceback" not in text.out + text.err
+
+
+ONE_RUN = """
+import sys
+from pathlib import Path
+from dtrain.config.schema import TrackerConfig
+from dtrain.tracking import build_sinks
+run = Path(sys.argv[1])
+run.mkdir(exist_ok=True)
+sinks = build_sinks(TrackerConfig(name="mlflow"), run, run.name, {}, 0)
+sinks.log({"step": 1, "time": 1.0, "train/loss": 0.5})
+sinks.finish("finished")
+"""
+
+
+def a_run(folder, name):
+    """A process that is one run, in a folder where the database is."""
+    return subprocess.Popen([sys.executable, "-c", ONE_RUN, name], cwd=folder, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def nothing(tmp_path, monkeypatch):
+    """A folder without a database."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    (tmp_path / "nothing").mkdir()
+    return tmp_path / "nothing"
+
+
+@pytest.mark.slow
+def test_runs_that_start_at_the_same_time_in_an_empty_folder_are_all_in_the_database(nothing):
+    runs = [a_run(nothing, f"run-{number}") for number in range(3)]
+    assert ["" if "Traceback" not in (text := run.communicate()[1]) else text for run in runs] == ["", "", ""]
+    client = MlflowClient(f"sqlite:///{nothing / 'mlflow.db'}")
+    found = client.search_runs([client.get_experiment_by_name("dtrain").experiment_id])
+    assert sorted(run.info.run_name for run in found) == ["run-0", "run-1", "run-2"]
+    assert {run.info.status for run in found} == {"FINISHED"}
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_while_it_creates_the_database_does_not_break_later_ones(nothing):
+    killed = a_run(nothing, "killed")
+    while not (nothing / "mlflow.db.lock").exists():
+        time.sleep(0.01)
+    time.sleep(0.5)
+    killed.kill()
+    killed.communicate()
+    later = a_run(nothing, "later")
+    assert "Traceback" not in later.communicate()[1]
+    client = MlflowClient(f"sqlite:///{nothing / 'mlflow.db'}")
+    found = client.search_runs([client.get_experiment_by_name("dtrain").experiment_id])
+    assert [run.info.status for run in found if run.info.run_name == "later"] == ["FINISHED"]
 
 
 # -- a real server

@@ -131,6 +131,21 @@ def test_a_run_without_trackers_imports_none(tmp_path):
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
+def test_a_note_shows_no_secret(tmp_path, capsys):
+    sinks = build_sinks(TrackerConfig(), tmp_path, "digits-12", {}, 0)
+    sinks.note("see https://user:hunter2@host/path")
+    sinks.finish("finished")
+    assert "hunter2" not in capsys.readouterr().out
+
+
+def test_an_alert_and_the_reason_of_an_end_have_no_secret(tmp_path):
+    sink = Remembers()
+    sinks = Sinks(tmp_path / "media", PlainLines(sys.stdout, None), sink)
+    sinks.alert("https://user:hunter2@host")
+    sinks.finish("failed", "https://user:hunter2@host")
+    assert sink.got == ["https://<hidden>@host", ("failed", "https://<hidden>@host")]
+
+
 class Refusing:
     """A sink on a full disk."""
 
@@ -222,7 +237,7 @@ class Remembers:
 
 
 def of(sink, notes):
-    return BackgroundSink("sink", lambda: sink, errors=(OSError,), note=notes.append, if_unfinished="Look there.")
+    return BackgroundSink("sink", lambda: sink, note=notes.append, if_unfinished="Look there.")
 
 
 def test_everything_arrives_in_its_order_and_the_end_is_last(tmp_path):
@@ -271,12 +286,38 @@ def test_an_error_is_one_line_and_later_records_are_dropped(when, monkeypatch):
     if when != "open":
         monkeypatch.setattr(sink, when, refuse)
     opened = refuse if when == "open" else lambda: sink
-    served = BackgroundSink("sink", opened, errors=(OSError,), note=notes.append)
+    served = BackgroundSink("sink", opened, note=notes.append)
     for step in range(5):
         served.log({"step": step})
     served.finish("finished")
     served.log({"step": 6})
     assert notes == ["sink: the server said no. The run continues without it; metrics.jsonl has everything."]
+
+
+@pytest.mark.parametrize("error", [KeyError("a fault of the tracker"), SystemExit("a fault of the tracker")])
+def test_any_error_of_a_tracker_is_one_line_with_the_traceback_in_the_log(error, tmp_path, capfd, caplog):
+    def refuse():
+        raise error
+
+    notes, ends = [], []
+    served = BackgroundSink("sink", refuse, note=notes.append, on_error=lambda: ends.append("torn down"))
+    served.log({"step": 1})
+    served.finish("finished")
+    (note,) = notes
+    assert "a fault of the tracker" in note
+    assert "The run continues without it" in note
+    assert capfd.readouterr().err == ""
+    assert "Traceback" in caplog.text
+    assert ends == ["torn down"]
+
+
+def test_a_long_error_shows_no_half_of_a_secret():
+    def refuse():
+        raise OSError("x" * (sinks._LONGEST_REASON - 24) + " https://user:hunter2@host.example.org")
+
+    notes = []
+    BackgroundSink("sink", refuse, note=notes.append).finish("finished")
+    assert "hunt" not in notes[0]
 
 
 # -- media

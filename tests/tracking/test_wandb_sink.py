@@ -44,7 +44,6 @@ def started(run_dir, notes, config=None, resumed=0, media=()):
         lambda: wandb_sink.WandbSink(
             TRACKER, "offline", run_dir, "digits-12", config or {}, resumed, notes.append, media
         ),
-        errors=wandb_sink.ERRORS,
         note=notes.append,
     )
 
@@ -454,3 +453,34 @@ def test_a_run_of_a_sweeps_agent_has_the_id_that_the_agent_gave_it_and_keeps_it(
         train(tmp_path, (1,), notes)
     train(tmp_path, (2,), notes)
     assert [run_of(piece)[0].run_id for piece in pieces(tmp_path)] == ["01234567"] * 2
+
+
+def test_a_wandb_process_that_is_killed_leaves_one_line_and_no_traceback(tmp_path, home, monkeypatch):
+    script = f"""
+        import os, signal
+        from pathlib import Path
+        from dtrain.config.schema import TrackerConfig
+        from dtrain.tracking import build_sinks
+        from dtrain.tracking.run_dir import open_rank_log
+        Path({str(tmp_path / "logs")!r}).mkdir()
+        open_rank_log(Path({str(tmp_path)!r}), 0)
+        sinks = build_sinks(TrackerConfig(name="wandb", mode="offline"), Path({str(tmp_path)!r}), "digits-12", {{}}, 0)
+        sinks.log({{"step": 1, "time": 1.0, "train/loss": 0.5}})
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                status = (process / "stat").read_text()
+            except OSError:
+                continue
+            if "wandb" in status and int(status.rpartition(")")[2].split()[1]) == os.getpid():
+                os.kill(int(process.name), signal.SIGKILL)
+        sinks.finish("finished")
+        print("finished at step 1")
+    """
+    monkeypatch.delenv("WANDB_SERVICE", raising=False)  # a wandb process of its own, not this one's
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=200, check=True
+    )
+    assert done.stdout.endswith("finished at step 1\n")
+    assert done.stdout.count("wandb: Connection lost. The run continues without it") == 1, done.stdout
+    assert done.stderr == ""
+    assert "Traceback" in (tmp_path / "logs" / "rank-00000.log").read_text()
