@@ -319,9 +319,10 @@ class Transfer:
             return source
         if self._clamp:
             return torch.where(source.isfinite(), source.clamp(-limit, limit), source)
+        wider = "" if dtype == torch.float32 else "data.on_overflow=fp32 to transfer features in fp32, or "
         raise DataError(
-            f"sample {key()!r}: field {name!r} holds {worst:g}, outside the range of {_name(dtype)}, +-{limit:g}. Set "
-            "data.on_overflow=fp32 to transfer features in fp32, or =clamp to clip them, or scale the field when packing."
+            f"sample {key()!r}: field {name!r} holds {worst:g}, outside the range of {_name(dtype)}, +-{limit:g}. Set {wider}"
+            "data.on_overflow=clamp to clip them, or scale the field when packing."
         )
 
 

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import io
 import json
@@ -22,13 +23,13 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import simplejpeg
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError, _imaging
 from torch import Tensor
 
 from dtrain.data.crop import Crop
@@ -45,6 +46,7 @@ _BF16 = np.dtype("V2")
 _HEADER_READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 # Observed errors of numpy, zipfile, Pillow and its libraries on damaged files.
 _DAMAGE = (ValueError, OSError, EOFError, LookupError, RuntimeError, struct.error, zlib.error)
+_TORCH_ALLOCATOR = "DefaultCPUAllocator"  # in the RuntimeError of an allocation that fails
 _ARRAY_DAMAGE = (*_DAMAGE, lzma.LZMAError, zipfile.BadZipFile)
 _BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 _IMAGE_DAMAGE = (*_DAMAGE, SyntaxError, TypeError, ArithmeticError, *_BOMBS)
@@ -91,11 +93,25 @@ def decode(
         tokens (see ``tokens_of``). With the roles audio and video, a part of the recording (see ``decode_media``).
 
     Raises:
-        SampleError: If the bytes do not fit the field. ``ValueError``, ``OSError`` and ``EOFError`` of a field's own
-            decoder become this; its other errors are passed on.
+        SampleError: If the bytes do not fit the field, or memory cannot be allocated. ``ValueError``, ``OSError`` and
+            ``EOFError`` of a field's own decoder become this; its other errors are passed on.
         DataError: If a field's own decoder returns no pixels for the role image.
     """
-    crop = crop or field.crop
+    try:
+        return _decode(field, payload, out, crop or field.crop, at)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and _TORCH_ALLOCATOR not in str(error):
+            raise
+        raise SampleError(f"field {field.name!r}: not enough memory for {len(payload)} bytes: {error}") from error
+
+
+def _decode(
+    field: Field,
+    payload: bytes | memoryview,
+    out: np.ndarray | None,
+    crop: Callable[[int, int], Crop] | None,
+    at: float,
+) -> Any:
     if field.kind == "image":
         try:
             return decode_image(payload, crop, out, field.exif, field.decode == "reduced")
@@ -348,9 +364,10 @@ def decode_image(
     """The pixels of an image file.
 
     Grey and palette images are expanded to three channels; alpha is dropped, not composited (as ``convert("RGB")``,
-    torchvision and webdataset's ``rgb8`` do); CMYK is converted as by Pillow; 16-bit samples keep their high byte. Of
-    an animation the first frame is taken. Flaws that libjpeg only warns of are accepted, as by other loaders (stray
-    bytes between segments are common in collections from the web); missing data is not.
+    torchvision and webdataset's ``rgb8`` do); CMYK of a JPEG is converted by libjpeg-turbo, which differs from Pillow
+    by one grey level; 16-bit samples keep their high byte. Of an animation the first frame is taken. Flaws that libjpeg
+    only warns of are accepted, as by other loaders (stray bytes between segments are common in collections from the
+    web); missing data is not.
 
     Args:
         payload: The file: JPEG, PNG, WebP, BMP, GIF, TIFF, PPM or AVIF.
@@ -474,6 +491,11 @@ def _open(payload: bytes | memoryview) -> Image.Image:
 @functools.cache
 def _formats() -> tuple[str, ...]:
     Image.init()
+    # libtiff writes its warnings to stderr, without the sample. Its functions are found through Pillow, which is linked to it.
+    with suppress(OSError, AttributeError):
+        libtiff = ctypes.CDLL(_imaging.__file__)
+        libtiff.TIFFSetErrorHandler(None)
+        libtiff.TIFFSetWarningHandler(None)
     return tuple(name for name in _FORMATS if name in Image.OPEN)
 
 

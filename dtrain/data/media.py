@@ -204,13 +204,7 @@ def _start(at: float, most: int) -> int:
 
 
 def _cut(frames: Tensor, crop: Callable[[int, int], Crop]) -> Tensor:
-    """The same crop of each frame; as ``Crop.cut`` of images."""
+    """The same crop of each frame."""
     chosen = crop(*frames.shape[2:])
-    part = frames[:, :, chosen.top : chosen.top + chosen.height, chosen.left : chosen.left + chosen.width]
-    if part.shape[2:] != chosen.size:
-        part = part.contiguous(memory_format=torch.channels_last)  # for which torch has kernels of integers
-        part = torch.nn.functional.interpolate(part, chosen.size, mode=chosen.interpolation, antialias=True)
-    if chosen.center is None:
-        return part
-    top, left = (round((side - wanted) / 2) for side, wanted in zip(chosen.size, chosen.center, strict=True))
-    return part[:, :, top : top + chosen.center[0], left : left + chosen.center[1]]
+    cut = np.stack([chosen.cut(frame) for frame in frames.permute(0, 2, 3, 1).numpy()])
+    return torch.from_numpy(cut).permute(0, 3, 1, 2)

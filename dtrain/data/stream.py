@@ -302,10 +302,11 @@ class _RankPart:
 
 def _refuse_options(options: Mapping[str, Any]) -> None:
     for name, wanted in (("shuffle", "none"), ("tail", "pad"), ("mix", None)):
-        if options.get(name, "window" if name == "shuffle" else wanted) != wanted:
+        got = options.get(name, "window" if name == "shuffle" else wanted)
+        if got != wanted:
             wish = "null" if wanted is None else wanted
             raise ValueError(
-                f"data.{name}: got {options[name]!r}, but the samples of a stream cannot be read by number. Set "
+                f"data.{name}: got {got!r}, but the samples of a stream cannot be read by number. Set "
                 f"data.{name}={wish}, and let the dataset do it, or write the samples to shards."
             )
     if options.get("num_workers") == "auto":

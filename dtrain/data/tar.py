@@ -36,7 +36,7 @@ _GNU_NAME, _GNU_LINK, _GNU_SPARSE = ord("L"), ord("K"), ord("S")
 _AFTER_DIGITS = frozenset(b"\0 ")
 _EXTENDED = _PAX | {_PAX_GLOBAL, _GNU_NAME, _GNU_LINK}
 
-_pax_record = re.compile(rb"(\d{1,7}) ([^=]+)=").match
+_pax_record = re.compile(rb"(\d{1,20}) ([^=]+)=").match
 
 _REPACK = "Unpack it and pack it again, with GNU tar or `python -m dtrain.pack`."
 COPY_AGAIN = "Copy or write the shard again."
@@ -179,7 +179,8 @@ def _read_extended(path: str, offset: int, kind: int, content: bytes) -> tuple[b
     name, size = records.get(b"path"), records.get(b"size")
     if kind == _PAX_GLOBAL and (name is not None or size is not None):
         raise ShardError(path, offset, "a global header gives all members one path or one size", _REPACK)
-    if size is not None and not (size.isdigit() and len(size) < 20):
+    # Some writers fill sizes up with zeros.
+    if size is not None and not (size.isdigit() and len(size.lstrip(b"0")) < 20):
         raise ShardError(path, offset, f"an extended header with the size {size!r}", COPY_AGAIN)
     return None if name is None else name.rstrip(b"/"), None if size is None else int(size)
 

@@ -134,22 +134,40 @@ class Tokenizer:
         """The smallest dtype for all tokens: ``uint16`` or ``uint32``."""
         return "uint16" if self.vocab_size <= 1 << 16 else "uint32"
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str, before: str = "", after: str = "") -> np.ndarray:
         """The tokens of a text, shape ``[tokens]``; names of special tokens in it are encoded as plain text.
+
+        Args:
+            text: The text, or a piece of a longer one.
+            before: The text that precedes a piece, as far as its tokens may depend on it.
+            after: The text that follows. The pieces of a text together have the tokens of the whole, each the tokens that
+                begin in it.
 
         Raises:
             ValueError: If a character is not in a vocabulary of characters; names it.
         """
-        tokens: Sequence[int] | np.ndarray
         if self._kind == "bytes":
-            tokens = np.frombuffer(text.encode(), np.uint8)
-        elif self._kind == "characters":
-            tokens = self._encode_characters(text)
-        elif self._kind == "tiktoken":
-            tokens = _tiktoken(self._name).encode_ordinary(text)
+            return np.frombuffer(text.encode(), np.uint8).astype(self.dtype)
+        if self._kind == "characters":
+            return self._encode_characters(text).astype(self.dtype)
+        tokens: Sequence[int]
+        if self._kind == "tiktoken":
+            tokens = _tiktoken(self._name).encode_ordinary(before + text + after)
         else:
-            tokens = _from_file(self._name).encode(text, add_special_tokens=False).ids
-        return np.asarray(tokens, self.dtype)
+            encoding = _from_file(self._name).encode(before + text + after, add_special_tokens=False)
+            tokens = encoding.ids
+        result = np.asarray(tokens, self.dtype)
+        if not before and not after:
+            return result
+        if self._kind == "tiktoken":
+            lengths = _token_lengths(self._name)[result]
+            begins = np.cumsum(lengths) - lengths
+            first, last = len(before.encode()), len((before + text).encode())
+        else:
+            begins = np.array([begin for begin, _ in encoding.offsets], np.int64)
+            first, last = len(before), len(before + text)
+        inside = ((begins >= first) | (not before)) & ((begins < last) | (not after))
+        return np.asarray(result[inside])
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens, without special tokens and numbers outside the vocabulary.
@@ -318,6 +336,17 @@ def _tiktoken(name: str) -> Any:
             f"tokenizer tiktoken:{name}: the vocabulary is not on this machine and cannot be downloaded ({error}). Set "
             "TIKTOKEN_CACHE_DIR to a folder that holds it."
         ) from error
+
+
+@functools.cache
+def _token_lengths(name: str) -> np.ndarray:
+    """Bytes of each token, int64, ``[vocabulary]``; 0 of unused and special numbers."""
+    encoding = _tiktoken(name)
+    lengths = np.zeros(encoding.n_vocab, np.int64)
+    for token in range(encoding.n_vocab):
+        with suppress(KeyError):
+            lengths[token] = len(encoding.decode_single_token_bytes(token))
+    return lengths
 
 
 @functools.cache

@@ -230,20 +230,20 @@ class Sampler:
         """Takes ``[rows, vocabulary]``, returns a token for each row, int64 ``[rows, 1]``.
 
         Raises:
-            ValueError: If tokens are drawn and logits are not finite.
+            ValueError: If the largest logit of a row is not finite.
         """
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        # Also because a failed draw on CUDA ends the process. The largest of a row with NaN is NaN.
+        if not bool(logits.amax(dim=1).isfinite().all()):
+            raise ValueError(
+                "the model's logits for the next token are not finite, so no token can be drawn: its weights have diverged, or "
+                "fp16 overflows. Use an earlier checkpoint, or bf16 or fp32."
+            )
         if not self._temperature:
             return logits.argmax(dim=1, keepdim=True)
         best, which = logits.topk(min(self._top_k or logits.shape[1], logits.shape[1]))
         # The largest logit is subtracted first: divided by a small temperature, all would be infinite.
         probabilities = ((best - best[:, :1]) / self._temperature).softmax(dim=1)
-        # Also because a failed draw on CUDA ends the process.
-        if not bool(probabilities.isfinite().all()):
-            raise ValueError(
-                "the model's logits for the next token are not finite, so no token can be drawn: its weights have diverged, or "
-                "fp16 overflows. Use an earlier checkpoint, or bf16 or fp32."
-            )
         return which.gather(1, torch.multinomial(probabilities, 1, generator=self._generator))
 
 

@@ -3,6 +3,8 @@
 * A *document* is the text of one UTF-8 file; in a ``.jsonl`` file, the text in one line.
 * A *piece* is a part of a file of a few megabytes, which one process reads at a time: it ends with a line. So memory does not
   grow with the size of a file.
+* The *context* of a piece is the text of the same document before and after it: a tokenizer needs it, because some tokens
+  depend on their neighbours.
 * A *split* gets whole files (``document``), or the end of every file: from a line on (``tail``), or from a character on
   (``character``). Files that ``--split NAME=FILES`` names belong to that split as a whole.
 """
@@ -25,8 +27,10 @@ from dtrain.packing.staging import OnBadFile
 
 #: Values of ``--val-by``.
 VAL_BY = ("document", "tail", "character")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _JSON_LINES = (".jsonl", ".ndjson")
 _PIECE_BYTES = 8 << 20
+_CONTEXT_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +64,31 @@ class Piece:
         path: The file.
         start: First byte.
         stop: The byte after the last one.
-        ends: Whether a document ends where the piece does.
         json_key: Key of the text in each line; None: the file is one document.
+        document: First byte of the document, or of the part of it that its split has, and the byte after its last one.
     """
 
     path: str
     start: int
     stop: int
-    ends: bool
-    json_key: str | None = None
+    json_key: str | None
+    document: tuple[int, int]
+
+    @property
+    def ends(self) -> bool:
+        """Whether a document ends where the piece does."""
+        return self.stop == self.document[1] or self.json_key is not None
+
+    def context(self) -> tuple[str, str]:
+        """The text of the document before and after the piece: 64 KiB each, or less; none of lines of JSON."""
+        if self.json_key is not None:
+            return "", ""
+        first, last = self.document
+        before = _read(self.path, max(self.start - _CONTEXT_BYTES, first), self.start)
+        after = _read(self.path, self.stop, min(self.stop + _CONTEXT_BYTES, last))
+        # Characters that are cut at the far ends are left out.
+        mark = before.startswith(_BYTE_ORDER_MARK) and self.start <= _CONTEXT_BYTES
+        return before[3 * mark :].decode(errors="ignore"), after.decode(errors="ignore")
 
     def texts(self) -> Iterator[tuple[str, bool]]:
         """The text of each document in the piece that is not empty, and whether the document ends with it.
@@ -165,7 +185,7 @@ def _checked(file: TextFile) -> TextFile:
                 f"not UTF-8: byte {piece.start + error.start:,} is 0x{content[error.start]:02x} ({error.reason})"
             ) from error
         if file.json_key is None:
-            text_bytes += len(content) - (3 if piece.start == 0 and content.startswith(b"\xef\xbb\xbf") else 0)
+            text_bytes += len(content) - (3 if piece.start == 0 and content.startswith(_BYTE_ORDER_MARK) else 0)
             continue
         begin = piece.start
         for line in content.splitlines(keepends=True):
@@ -285,10 +305,10 @@ def _cut_tails(
 
 
 def _pieces(file: TextFile, start: int, stop: int) -> list[Piece]:
-    pieces = []
+    pieces, document = [], (start, stop)
     while start < stop:
         end = _line_end(file.path, start + _PIECE_BYTES, stop, whole=file.json_key is not None)
-        pieces.append(Piece(file.path, start, end, end == stop or file.json_key is not None, file.json_key))
+        pieces.append(Piece(file.path, start, end, file.json_key, document))
         start = end
     return pieces
 
@@ -325,6 +345,10 @@ def _character_begin(path: str, offset: int, size: int) -> int:
 
 
 def _bytes(piece: Piece) -> bytes:
-    with open(piece.path, "rb") as file:
-        file.seek(piece.start)
-        return file.read(piece.stop - piece.start)
+    return _read(piece.path, piece.start, piece.stop)
+
+
+def _read(path: str, start: int, stop: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(start)
+        return file.read(stop - start)

@@ -295,9 +295,10 @@ class _Encoding:
         end_bytes = np.array(end, dtype).tobytes()
         size = 0  # of the current document
         for piece in pieces:
+            context = piece.context()
             for text, ends in piece.texts():
                 try:
-                    tokens = self.tokenizer.encode(text)
+                    tokens = self.tokenizer.encode(text, *context)
                 except ValueError as error:
                     raise ValueError(f"{piece.path}: {error}") from error
                 file.write(tokens.astype(dtype, copy=False).tobytes())

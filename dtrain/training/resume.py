@@ -32,6 +32,7 @@ from dtrain.config.run import Run
 from dtrain.config.schema import Config, RunConfig, TrainConfig, WarmStartConfig
 from dtrain.data.hub import DESCRIPTION, WEIGHTS, HubModel, is_hub_url
 from dtrain.distributed.collectives import from_rank0, on_all_ranks
+from dtrain.distributed.sharding import local_part
 from dtrain.tracking.records import read_records
 from dtrain.tracking.run_dir import move_records_aside, status_or_none
 from dtrain.training.checkpoint_tensors import StoredTensor, read_whole
@@ -179,10 +180,10 @@ def restore(run: TrainState, earlier: EarlierStarts) -> str:
         return f"after step {run.step.step}, from {run.checkpoints.path(step)}"
     if (weights := starting_weights(run.cfg.run, run.model)) is None:
         return "new"
-    weights.load(run.model)
+    on_all_ranks(lambda: weights.load(run.model))
     if run.ema is not None:
         with run.ema.swapped_in() as averaged:
-            weights.load(averaged)
+            on_all_ranks(lambda: weights.load(averaged))
     return f"new, {weights.description}"
 
 
@@ -225,8 +226,20 @@ class StartingWeights:
     description: str
 
     def load(self, module: nn.Module) -> None:
-        """Copies them into the model."""
+        """Copies them into the model.
+
+        Raises:
+            ConfigError: If values are NaN or infinite, unless the model's own were, as in the buffer of a mask; names them.
+        """
+        own = module.state_dict()
+        finite = [name for name in self.tensors if _is_finite(own[name])]
         copy_into(module, self.tensors)  # missing names are those of run.warm_start.skip
+        if wrong := [name for name in finite if not _is_finite(own[name])]:
+            raise ConfigError(
+                f"the run would start {self.description}, of which {', '.join(wrong[:3])} "
+                f"{f'and {len(wrong) - 3} more have' if len(wrong) > 3 else 'has'} values that are NaN or infinite. Use an "
+                "earlier checkpoint, or leave them out with run.warm_start.skip."
+            )
 
 
 def starting_weights(run: RunConfig, model: nn.Module) -> StartingWeights | None:
@@ -297,12 +310,21 @@ def _fitted(key: str, path: Path, source: str, model: nn.Module, warm: WarmStart
             f"{key}: {source} cannot be trained, because its BatchNorm was merged into the convolutions. Export the run with "
             "export.fold=false, or name the run or one of its checkpoints."
         )
+    unused = [f"rename: {old!r}" for old in warm.rename if not any(_prefix(old, name) for name in loaded)]
     renamed: dict[str, str] = {}
     for name in loaded:
         new = _renamed(name, warm.rename)
         if new in renamed:
             raise ConfigError(f"run.warm_start.rename: {renamed[new]} and {name} both become {new}.")
         renamed[new] = name
+
+    names = [*renamed, *model.state_dict()]
+    unused += [f"skip: {pattern!r}" for pattern in warm.skip if not any(fnmatchcase(name, pattern) for name in names)]
+    if unused:
+        raise ConfigError(
+            f"run.warm_start.{unused[0]} matches no name of {source}, such as {next(iter(loaded), 'none')}. Correct or remove "
+            "it."
+        )
 
     def skipped(name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in warm.skip)
@@ -328,13 +350,22 @@ def _fitted(key: str, path: Path, source: str, model: nn.Module, warm: WarmStart
     return StartingWeights(tensors, f"with the weights of {source}{left_out}")
 
 
+def _prefix(old: str, name: str) -> re.Match[str] | None:
+    return re.match(re.escape(old).replace(r"\*", r"([^.]+)"), name)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether the values of this rank's part are finite; true for types of one byte, for which torch does not compute it."""
+    return tensor.dtype.itemsize == 1 or bool(local_part(tensor).isfinite().all())
+
+
 def _renamed(name: str, rename: Mapping[str, str]) -> str:
     for old, new in rename.items():
         if old.count("*") != new.count("*"):
             raise ConfigError(
                 f"run.warm_start.rename: got {{{old}: {new}}}, want as many * in the new name as in the old one."
             )
-        if found := re.match(re.escape(old).replace(r"\*", r"([^.]+)"), name):
+        if found := _prefix(old, name):
             parts = iter(found.groups())
             return re.sub(r"\*", lambda _, parts=parts: next(parts), new) + name[found.end() :]  # type: ignore[misc]
     return name

@@ -28,6 +28,7 @@ from dtrain.data import ShardLoader
 from dtrain.distributed.sharding import is_dtensor, is_sharded, local_part, own_range, reshard
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
+from dtrain.precision.modules import dtype_name
 from dtrain.training.checkpoint_tensors import Part, StoredTensor, like, written_by
 from dtrain.training.checkpoints import Checkpoint, Checkpoints
 from dtrain.training.communication import Traffic, step_traffic
@@ -334,7 +335,7 @@ def weight_problems(
     tensors: Mapping[str, Tensor | StoredTensor],
     may_lack: Callable[[str], bool] = lambda name: False,
 ) -> str:
-    """The first few differences in names and shapes between a saved ``state_dict`` and a module; ``""`` if there are none.
+    """The first few differences in names, shapes and kinds of dtype between a saved ``state_dict`` and a module; ``""``: none.
 
     ``may_lack(name)`` is true for the names of the module that ``tensors`` may lack.
     """
@@ -346,8 +347,22 @@ def weight_problems(
         for name in own
         if name in tensors and tensors[name].shape != own[name].shape
     ]
+    for name in own:
+        if name in tensors and _kind(stored := _dtype(tensors[name])) != _kind(own[name].dtype):
+            problems.append(f"{name} has dtype {dtype_name(stored)}, the model has {dtype_name(own[name].dtype)}")
     more = f" and {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else ""
     return "; ".join(problems[:_MAX_PROBLEMS]) + more
+
+
+def _dtype(tensor: Tensor | StoredTensor) -> torch.dtype:
+    return tensor[tuple(slice(0, 0) for _ in tensor.shape)].dtype  # of a stored tensor nothing is read
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """Equal for dtypes between which a cast keeps what numbers mean. Floats of one byte have a scale elsewhere."""
+    if dtype.is_complex or dtype == torch.bool or (dtype.is_floating_point and dtype.itemsize == 1):
+        return str(dtype)
+    return "float" if dtype.is_floating_point else "integer"
 
 
 def load_weights(module: nn.Module, checkpoint: Checkpoint, weights: str) -> str:

@@ -58,6 +58,51 @@ def test_an_evaluation_crop_is_torchvisions_resize_and_center_crop(height, width
     assert np.abs(shown.astype(int) - resized[top : top + rows, left : left + columns]).max() <= 2
 
 
+def cut_after_scaling(crop, image):
+    (height, width), (rows, columns) = crop.size, crop.center
+    top, left = round((height - rows) / 2), round((width - columns) / 2)
+    return resize(image, crop.size, crop.interpolation)[top : top + rows, left : left + columns]
+
+
+@given(st.integers(1, 60), st.floats(1, 16), st.booleans(), st.integers(1, 40), st.data())
+@settings(max_examples=60, deadline=None)
+def test_an_image_that_is_not_thin_is_scaled_and_then_cut(short, aspect, tall, shorter, data):
+    shape = (int(short * aspect), short) if tall else (short, int(short * aspect))
+    size = data.draw(st.integers(1, shorter)), data.draw(st.integers(1, shorter))
+    image = noise(*shape)
+    crop = whole(*shape, size, shorter)
+    assert np.array_equal(crop.cut(image), cut_after_scaling(crop, image))
+
+
+@given(
+    short=st.integers(1, 30), aspect=st.integers(18, 60), tall=st.booleans(), shorter=st.integers(1, 40), data=st.data()
+)
+@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize(("interpolation", "levels"), [("bilinear", 1), ("bicubic", 2)])
+def test_a_thin_image_is_cut_and_then_scaled_which_is_the_same(
+    short, aspect, tall, shorter, data, interpolation, levels
+):
+    long = short * aspect + data.draw(st.integers(0, short))
+    shape = (long, short) if tall else (short, long)
+    size = data.draw(st.integers(1, shorter)), data.draw(st.integers(1, shorter))
+    image = noise(*shape)
+    crop = whole(*shape, size, shorter)._replace(interpolation=interpolation)
+    shown = crop.cut(image)
+    assert shown.dtype == np.uint8
+    assert shown.shape == (*size, 3)
+    assert np.abs(shown.astype(int) - cut_after_scaling(crop, image)).max() <= levels
+
+
+@pytest.mark.parametrize("shape", [(1, 1_000_000), (1_000_000, 1)])
+def test_the_size_of_a_thin_image_does_not_decide_what_is_allocated(shape, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(
+        "dtrain.data.crop.resize", lambda pixels, size, *rest: sizes.append(size) or resize(pixels, size, *rest)
+    )
+    assert whole(*shape, (224, 224), 256).cut(np.zeros((*shape, 3), np.uint8)).shape == (224, 224, 3)
+    assert all(height * width <= 256 * 224 for height, width in sizes)
+
+
 @given(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 300), st.integers(1, 300))
 def test_a_reduction_leaves_two_pixels_for_each_that_is_wanted(height, width, rows, columns):
     factor = Crop(0, 0, height, width, (rows, columns)).reduction

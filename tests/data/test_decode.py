@@ -287,10 +287,10 @@ def test_arrays_can_be_images():
 
 def test_a_users_decoder_gets_the_bytes_and_its_complaints_are_bad_samples():
     assert decode(field("pkl", decoder=len), memoryview(b"abc")) == 3
-    for error in (ValueError("why"), OSError("why"), EOFError("why")):
+    for error in (ValueError("why"), OSError("why"), EOFError("why"), MemoryError("why")):
         with pytest.raises(SampleError, match="why"):
             decode(field("flac", decoder=_raising(error)), b"")
-    for error in (TypeError("why"), NameError("why"), ImportError("why"), MemoryError("why")):
+    for error in (TypeError("why"), NameError("why"), ImportError("why")):
         with pytest.raises(type(error), match="why"):
             decode(field("flac", decoder=_raising(error)), b"")
 
@@ -521,6 +521,37 @@ def test_a_large_jpeg_that_is_cut_short_or_flawed_is_treated_as_at_full_size(siz
 def test_other_formats_are_never_reduced(fmt):
     payload = file(photograph(200, 300), fmt)
     np.testing.assert_array_equal(decode_image(payload, to(9, 9), reduced=True), decode_image(payload, to(9, 9)))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError("Unable to allocate 197 GiB"), RuntimeError("DefaultCPUAllocator: can't allocate memory: 197 bytes")],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_allocation_that_fails_is_a_bad_sample(error, monkeypatch):
+    def fail(self, pixels):
+        raise error
+
+    monkeypatch.setattr(Crop, "cut", fail)
+    with refused(SampleError, "field 'x'", "memory", "197"):
+        decode(field("jpg", role="image", size=4), file(pixels(), "JPEG"))
+
+
+def test_other_errors_of_torch_are_no_bad_samples(monkeypatch):
+    def fail(self, pixels):
+        raise RuntimeError("a mistake in the code")
+
+    monkeypatch.setattr(Crop, "cut", fail)
+    with pytest.raises(RuntimeError, match="mistake"):
+        decode(field("jpg", role="image", size=4), file(pixels(), "JPEG"))
+
+
+def test_libtiff_does_not_write_to_stderr(capfd):
+    payload = file(pixels(), "TIFF", compression="tiff_lzw")
+    for byte in range(8, len(payload), 13):
+        with contextlib.suppress(SampleError):
+            decode_image(payload[:byte] + bytes([payload[byte] ^ 0x7F]) + payload[byte + 1 :])
+    assert capfd.readouterr().err == ""
 
 
 def test_pillow_says_nothing_of_images_that_are_good_enough(recwarn):

@@ -273,6 +273,37 @@ def test_an_epoch_ends_with_the_step_in_which_the_source_of_epoch_of_ends_its_ep
     assert (at.epoch, at.step, at.steps_until(1), at.steps_until(0)) == (1, 0, 0, -limits[1])
 
 
+def test_no_step_passes_two_ends_although_it_may_take_more_than_its_share() -> None:
+    # A step takes 3.7 samples of the first source on average, and sometimes five.
+    at = position([4, 50, 50, 50], Plan(10, constant(0.96, 0.52, 0.45, 0.64), 0))
+    assert all(at.steps_of(epoch) > 0 for epoch in range(150))
+
+
+def test_an_epoch_in_which_the_plan_changed_counts_all_its_samples_and_ends_with_its_source() -> None:
+    first = position([20, 50], Plan(8, constant(1, 1), 0))
+    take(first, 17)
+    assert first.drawn() == {"s0": 68, "s1": 68}
+    second = position([20, 50], Plan(8, constant(3, 1), 1))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    epoch = second.epoch
+    assert second.samples == first.samples > 0
+    take(second, 1)
+    assert second.samples == first.samples + 8
+    while second.epoch == epoch:
+        second.advance()
+    assert 100 <= second.drawn()["s1"] < 108
+
+
+def test_beginning_the_epoch_in_which_weights_changed_begins_at_its_start() -> None:
+    first = position([20, 20], Plan(8, constant(1, 1), 0))
+    take(first, 7)
+    assert (first.epoch, first.step) == (1, 2)
+    second = position([20, 20], Plan(8, constant(3, 1), 0))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    second.begin(1)
+    assert (second.samples, second.step, second.order.first_step) == (0, 0, 0)
+
+
 def test_going_back_before_a_change_of_weights_starts_from_the_present_ones() -> None:
     first = position([20, 20], Plan(8, constant(1, 1), 0))
     take(first, 9)

@@ -208,6 +208,10 @@ def test_archives_joined_with_cat_are_refused_with_the_remedy() -> None:
     one = tar_bytes({"a.txt": b"a"})
     with refused(ShardError, "byte 1024", "10240", "tar --concatenate"):
         walked(one + tar_bytes({"b.txt": b"b"}))
+    # More zeros than are read at once.
+    padded = one.ljust(1 << 20, b"\0")
+    with refused(ShardError, "byte 1024", str(1 << 20), "tar --concatenate"):
+        walked(padded + tar_bytes({"b.txt": b"b"}))
 
 
 @pytest.mark.parametrize(
@@ -326,6 +330,41 @@ def test_extended_header_that_cannot_be_read_is_named(record: bytes) -> None:
     content = out + record + bytes(512 - len(record)) + tar_bytes({"a.txt": b""})
     with refused(ShardError, "byte 0", "extended header"):
         walked(content)
+
+
+def with_records(*records: bytes) -> bytes:
+    """A tar of one file of 999 bytes, with an extended header for each of the records."""
+    content = b""
+    for record in records:
+        header = tarfile.TarInfo._create_header(  # type: ignore[attr-defined]
+            {"name": "x", "type": b"x", "size": len(record), "magic": tarfile.POSIX_MAGIC},
+            tarfile.USTAR_FORMAT,
+            "ascii",
+            "strict",
+        )
+        content += header + record + bytes(512 - len(record))
+    return content + tar_bytes({"a.txt": bytes(999), "b.txt": b"b"})
+
+
+@pytest.mark.parametrize("record", [b"33 size=000000000000000000000999\n", b"00000000000000000030 size=999\n"])
+def test_numbers_of_an_extended_header_may_begin_with_zeros(record: bytes) -> None:
+    assert (
+        walked(with_records(record))
+        == tarfile_files(with_records(record))
+        == [("a.txt", 1536, 999), ("b.txt", 3072, 1)]
+    )
+
+
+@pytest.mark.parametrize("size", [b" 999", b"+999", b"-999", b"9_99", b"", b"9" * 20])
+def test_a_size_that_is_no_number_is_refused(size: bytes) -> None:
+    with refused(ShardError, "byte 0", "extended header", size.decode()):
+        walked(with_records(b"%d size=%b\n" % (len(size) + 9 if size else 8, size)))
+
+
+def test_of_two_sizes_of_a_member_the_first_counts() -> None:
+    content = with_records(b"12 size=999\n", b"12 size=998\n")
+    assert walked(content) == tarfile_files(content)
+    assert walked(content)[0] == ("a.txt", 2560, 999)
 
 
 def test_extended_header_without_a_member_is_an_error() -> None:

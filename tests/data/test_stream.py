@@ -211,6 +211,11 @@ def test_options_that_need_samples_by_number_are_refused(options: dict[str, Any]
         StreamLoader(Stream(Numbers(9), 9), FIELDS, **{"global_batch_size": 8, "shuffle": "none", **options})
 
 
+def test_a_stream_without_a_shuffle_is_refused_as_the_default_is() -> None:
+    with refused(ValueError, "data.shuffle", "'window'", "data.shuffle=none"):
+        StreamLoader(Stream(Numbers(9), 9), FIELDS, global_batch_size=8)
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

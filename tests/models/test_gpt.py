@@ -279,10 +279,11 @@ def test_a_very_low_temperature_takes_the_most_probable_token() -> None:
     assert Sampler(1.0, 1, 0, torch.device("cpu"))(logits).tolist() == [[1]]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_logits_that_are_not_finite_are_refused(value: float) -> None:
+def test_logits_that_are_not_finite_are_refused(value: float, temperature: float) -> None:
     with refused(ValueError, "logits", "not finite", "bf16 or fp32"):
-        Sampler(1.0, 40, 0, torch.device("cpu"))(torch.tensor([[1.0, value]]))
+        Sampler(temperature, 40, 0, torch.device("cpu"))(torch.tensor([[1.0, value]]))
 
 
 def test_generation_ends_where_every_row_has_ended() -> None:
@@ -291,6 +292,12 @@ def test_generation_ends_where_every_row_has_ended() -> None:
     end = text[6]
     assert model.generate(prompt, 12, end=end)[0].tolist() == text[: text.index(end, 3) + 1]
     assert len(model.generate(some_tokens(2, 3), 12, end=31)[0]) == 15
+    # An end in the prompt ends nothing.
+    both = torch.cat([torch.tensor([[end]]), prompt], dim=1)
+    text = model.generate(both, 3)[0].tolist()
+    length = text.index(end, 4) + 1 if end in text[4:] else 7
+    assert length > 5
+    assert model.generate(both, 3, end=end)[0].tolist() == text[:length]
 
 
 @pytest.mark.parametrize(

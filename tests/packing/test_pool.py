@@ -44,6 +44,27 @@ def test_the_first_error_in_order_is_raised(processes):
         next(results)
 
 
+def work_until_cancelled(path, on_progress):
+    path.touch()
+    for _ in range(1000):  # ten seconds, or until on_progress raises
+        on_progress(1)
+        time.sleep(0.01)
+    path.with_suffix(".finished").touch()
+
+
+def fail_after(path, on_progress):
+    while not path.exists():
+        time.sleep(0.01)
+    raise ValueError("job 1")
+
+
+def test_after_an_error_the_other_jobs_are_cancelled(tmp_path):
+    jobs = [partial(fail_after, tmp_path / "begun"), partial(work_until_cancelled, tmp_path / "begun")]
+    with pytest.raises(ValueError, match="job 1"):
+        list(run(jobs, 2, lambda count: None))
+    assert not (tmp_path / "begun.finished").exists()
+
+
 def test_a_killed_worker_is_an_error_with_a_remedy():
     with refused(ChildProcessError, key="--processes", remedy="Run the same command again"):
         list(run([kill_itself], 2, lambda count: None))

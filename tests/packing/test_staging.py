@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -125,6 +126,27 @@ def test_shards_that_appeared_since_the_start_are_not_overwritten(tmp_path):
 
 def one_sample(on_bad_file):
     return [{"__key__": "x", "cls": 1}]
+
+
+def a_bad_file(on_bad_file):
+    on_bad_file(Path("bad.jpg"), "no image")
+    return one_sample(on_bad_file)
+
+
+def test_after_a_bad_file_the_finished_shards_are_kept(tmp_path):
+    readers = {0: one_sample, 1: a_bad_file}
+
+    def write():
+        with staging.staged(tmp_path, ["train"], {}) as dataset:
+            dataset.write("train", np.arange(3), lambda start, stop: readers[start], 1, lambda count: None, print)
+            dataset.publish({})
+
+    with pytest.raises(staging.BadFile, match="no image"):
+        write()
+    assert [path.name for path in (tmp_path / ".packing").glob("*.tar")] == ["train-000000.tar"]
+    readers[1] = one_sample  # the user removes the file, and the command is repeated
+    write()
+    assert len(list(tmp_path.glob("train-*.tar"))) == 2
 
 
 def test_a_full_disk_is_one_error_and_leaves_no_partial_file(tmp_path, capfd):

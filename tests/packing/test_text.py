@@ -248,6 +248,54 @@ def test_joined_pieces_are_the_text_for_any_piece_size(tmp_path_factory, texts, 
     assert read_back == [*texts, ""]
 
 
+def a_tokenizer(kind, folder, text):
+    """A tokenizer whose tokens depend on what precedes and follows them."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    if kind == "metaspace":
+        made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    elif kind == "llama":
+        made.normalizer = tokenizers.normalizers.Sequence(
+            [tokenizers.normalizers.Prepend("\u2581"), tokenizers.normalizers.Replace(" ", "\u2581")]
+        )
+    else:
+        made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
+        made.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=90, special_tokens=["<unk>", "<eot>"], show_progress=False)
+    made.train_from_iterator(text.splitlines(keepends=True), trainer)
+    made.save(str(folder / "tokenizer.json"))
+    return Tokenizer(f"tokenizers:{folder / 'tokenizer.json'}", "<eot>")
+
+
+@pytest.mark.parametrize("kind", ["metaspace", "llama", "byte level"])
+@pytest.mark.parametrize(("size", "context"), [(50, 40), (7, 200)])
+def test_the_tokens_of_the_pieces_are_those_of_the_document(tmp_path, monkeypatch, kind, size, context):
+    random = np.random.default_rng(0)
+    words = ["one", "é", " ", "\n", "\n\n", "  ", "| GPT", "two.", "\U0001f600"]
+    text = "\N{ZERO WIDTH NO-BREAK SPACE}" + "".join(random.choice(words, 500))
+    tokenizer = a_tokenizer(kind, tmp_path, text)
+    (tmp_path / "a.txt").write_text(text, newline="")
+    monkeypatch.setattr(documents_module, "_PIECE_BYTES", size)
+    monkeypatch.setattr(documents_module, "_CONTEXT_BYTES", context)
+    found, _ = find_files([str(tmp_path / "a.txt")], "text", refuse)
+    (pieces,) = split_into_pieces(found, "train", {}, "document", 0).values()
+    assert len(pieces) > 10
+    tokens = [
+        token for piece in pieces for one, _ in piece.texts() for token in tokenizer.encode(one, *piece.context())
+    ]
+    assert tokens == tokenizer.encode(text[1:]).tolist()
+
+
+def test_a_byte_order_mark_inside_a_text_is_kept_wherever_pieces_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents_module, "_PIECE_BYTES", 4)
+    text = "abc\n\N{ZERO WIDTH NO-BREAK SPACE}def\n"
+    (tmp_path / "a.txt").write_text(text, newline="")
+    found, _ = find_files([str(tmp_path / "a.txt")], "text", refuse)
+    (pieces,) = split_into_pieces(found, "train", {}, "document", 0).values()
+    assert [piece.start for piece in pieces][:2] == [0, 4]
+    assert "".join(one for piece in pieces for one, _ in piece.texts()) == text
+
+
 @pytest.mark.parametrize("by", VAL_BY[:2])
 def test_splits_share_no_text_and_lose_none(tmp_path, by):
     for number in range(10):

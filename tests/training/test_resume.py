@@ -15,6 +15,7 @@ from dtrain.config.errors import ConfigError
 from dtrain.config.run import Run
 from dtrain.config.schema import CheckpointConfig, RunConfig, WarmStartConfig
 from dtrain.distributed.process_group import process_group
+from dtrain.precision.modules import dtype_name
 from dtrain.tracking import write_status
 from dtrain.training.checkpoints import Checkpoint, Checkpoints
 from dtrain.training.resume import EarlierStarts, starting_weights
@@ -239,7 +240,7 @@ def begin(model: nn.Module, path: Path | None, rename: dict[str, str] | None = N
 def test_names_are_mapped_and_what_is_skipped_keeps_its_initialisation(old: Path) -> None:
     model = Classifier(5)
     head = model.head.weight.detach().clone()
-    message = begin(model, old, {"backbone.": "encoder.", "encoder.": "backbone."}, ("head.*",))
+    message = begin(model, old, {"backbone.": "encoder.", "head.": "backbone."}, ("head.*", "backbone.*"))
     assert torch.equal(model.encoder.weight, OLD["backbone.weight"])
     assert torch.equal(model.encoder.bias, OLD["backbone.bias"])
     assert torch.equal(model.head.weight, head)
@@ -256,8 +257,10 @@ def test_nothing_is_asked_for_and_nothing_is_loaded() -> None:
         ({}, ("head.*",), ["encoder.weight is missing; encoder.bias is missing; backbone"]),
         ({"backbone.": "encoder."}, (), ["head.weight has shape [10, 4], the model has [5, 4]"]),
         ({"backbone.": "head."}, (), ["both become head."]),
+        ({"bakcbone.": "encoder."}, (), ["run.warm_start.rename", "'bakcbone.'", "no name", "backbone."]),
+        ({"backbone.": "encoder."}, ("haed.*",), ["run.warm_start.skip", "'haed.*'", "no name", "backbone."]),
     ],
-    ids=["names", "shapes", "two of one name"],
+    ids=["names", "shapes", "two of one name", "a rename of nothing", "a skip of nothing"],
 )
 def test_weights_that_do_not_fit_are_refused_by_name(
     old: Path, rename: dict[str, str], skip: tuple[str, ...], names: list[str]
@@ -267,6 +270,45 @@ def test_weights_that_do_not_fit_are_refused_by_name(
     with refused(ConfigError, *names):
         begin(model, old, rename, skip)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=lambda dtype: str(dtype)
+)
+def test_weights_of_a_type_that_is_no_weight_are_refused_by_name(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_file({"weight": torch.zeros(2, 2).to(dtype), "bias": torch.zeros(2)}, tmp_path / "w.safetensors")
+    with refused(ConfigError, "weight has dtype", dtype_name(dtype), "fp32"):
+        starting_weights(RunConfig(weights_from=str(tmp_path / "w.safetensors")), nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=lambda dtype: str(dtype))
+def test_weights_of_other_floats_and_counts_of_other_integers_are_cast(tmp_path: Path, dtype: torch.dtype) -> None:
+    saved = {name: tensor.to(dtype) for name, tensor in nn.BatchNorm1d(2).state_dict().items()}
+    saved["num_batches_tracked"] = torch.tensor(7, dtype=torch.int32)
+    save_file(saved, tmp_path / "w.safetensors")
+    model = nn.BatchNorm1d(2)
+    begin(model, tmp_path / "w.safetensors")
+    assert model.num_batches_tracked is not None
+    assert model.num_batches_tracked.item() == 7
+    assert torch.equal(model.weight, torch.ones(2))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused_by_name_unless_the_models_own_are_not(
+    tmp_path: Path, value: float
+) -> None:
+    class Masked(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+
+    saved = {name: tensor.clone() for name, tensor in Masked().state_dict().items()}
+    save_file(saved, tmp_path / "w.safetensors")
+    begin(Masked(), tmp_path / "w.safetensors")
+    saved["bias"][1] = value
+    save_file(saved, tmp_path / "w.safetensors")
+    with refused(ConfigError, "bias", "NaN or infinite", "run.warm_start.skip"):
+        begin(Masked(), tmp_path / "w.safetensors")
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_one_that_is_named_is_refused(tmp_path: Path) -> None:
