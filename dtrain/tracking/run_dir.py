@@ -184,8 +184,13 @@ def status_or_none(run_dir: Path, problems: list[str] | None = None) -> dict[str
         return None
 
 
-def is_trained(run_dir: Path) -> bool:
-    """Whether a process is training the run. A killed one leaves the state ``running``, but not the run's lock."""
+def is_trained(run_dir: Path, *, without_locks: bool = True) -> bool:
+    """Whether a process is training the run. A killed one leaves the state ``running``, but not the run's lock.
+
+    Args:
+        run_dir: The run's directory.
+        without_locks: The answer where it is not known, as on a file system without locks.
+    """
     path = run_dir / ".lock"
     if not is_plain(path):
         return False
@@ -194,8 +199,10 @@ def is_trained(run_dir: Path) -> bool:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
-    except OSError:  # locked; or the file system has no locks, and only the state is known
+    except BlockingIOError:
         return True
+    except OSError:  # the file system has no locks, or the file may not be read: only the state is known
+        return without_locks
     return False
 
 
@@ -381,8 +388,8 @@ def bounded_lines(file: BinaryIO) -> Iterator[bytes]:
 
 def tail(path: Path, most: int) -> str:
     """The last ``most`` bytes of a text file, from the beginning of a line."""
-    with path.open("rb") as file:
-        skipped = max(0, path.stat().st_size - most)
+    with open_regular(path) as file:
+        skipped = max(0, os.fstat(file.fileno()).st_size - most)
         file.seek(skipped)
         text = file.read(most).decode("utf-8", errors="replace")
     return text.partition("\n")[2] if skipped else text
