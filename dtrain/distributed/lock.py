@@ -110,7 +110,12 @@ class RunLock:
             assert self._file is not None
             since = time.strftime("%Y-%m-%d %H:%M:%S")
             self._file.truncate(0)
-            holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "start": os.environ.get(START_ID)}
+            holder = {
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "since": since,
+                "start": os.environ.get(START_ID),
+            }
             self._file.write(json.dumps(holder).encode())
             self._file.flush()
 

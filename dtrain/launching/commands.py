@@ -17,7 +17,7 @@ from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.run import recompose
 from dtrain.config.trust import is_marked
 from dtrain.launching import slurm
-from dtrain.launching.job import FINISHED, assignment
+from dtrain.launching.job import FINISHED, assignment, request_stop
 from dtrain.launching.job_script import SCRIPT
 from dtrain.reporting.health import last_activity, run_state, run_state_with_reason
 from dtrain.reporting.sweep import varied_settings
@@ -221,7 +221,7 @@ def stop(directories: Sequence[Path]) -> int:
             print(f"{run_dir}: cancelled {job}, which was waiting in the queue")
         elif job is not None or is_trained(run_dir):
             with as_config_error("stop"):
-                slurm.request_stop(run_dir)
+                request_stop(run_dir)
             print(f"{run_dir}: the run will save and stop")
         else:
             raise ConfigError(f"{run_dir}: no process trains this run, so there is nothing to stop.")
@@ -243,9 +243,14 @@ def resume(directories: Sequence[Path], launch: Launch) -> int:
                     f"{script}: dtrain.launch did not write this batch script for you on this machine, or it was edited since. "
                     f"It could do anything: read it, and submit it yourself: sbatch {shlex.quote(str(script))}"
                 )
+            if not _trains(script, run_dir):
+                raise ConfigError(
+                    f"{script}: this batch script trains another directory, because {run_dir} is a copy of that run. Start the "
+                    "copy with the command line of the run and its own run.dir."
+                )
             slurm.require_sbatch()
-            slurm.refuse_second_job(run_dir)
-            slurm.write_job_id(run_dir, submitted := slurm.submit(script))
+            with slurm.submission([run_dir]) as locks:
+                slurm.write_job_id(run_dir, submitted := slurm.submit(script, locks))
             print(f"{run_dir}: submitted job {submitted}")
             codes.append(FINISHED)
         elif job_id := slurm.read_job_id(run_dir):
@@ -258,6 +263,12 @@ def resume(directories: Sequence[Path], launch: Launch) -> int:
             print(f"python -m dtrain.launch {shlex.join(arguments)}", file=sys.stderr, flush=True)
             codes.append(launch(arguments))
     return max(codes)
+
+
+def _trains(script: Path, run_dir: Path) -> bool:
+    """Whether a batch script of dtrain.launch trains this run directory; a copied script names the original."""
+    line = next((line for line in script.read_text().splitlines() if line.startswith("run_dir=")), "run_dir=")
+    return all(os.path.isdir(name) and os.path.samefile(name, run_dir) for name in shlex.split(line.partition("=")[2]))
 
 
 COMMANDS: dict[str, Callable[[Sequence[Path], Launch], int]] = {

@@ -310,7 +310,7 @@ class LocalStart:
         self._stop.write()
 
     def kill(self) -> None:
-        """Terminates torchrun, which forwards SIGTERM to the ranks and kills them after 30 s; leaves a run that was taken over."""
+        """Terminates torchrun, which forwards SIGTERM to the ranks and kills them after 30 s. Leaves a run of another command."""
         if self._process is not None:
             self._process.terminate()
         self._is_left = True

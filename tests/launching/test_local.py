@@ -387,9 +387,7 @@ def test_the_second_signal_leaves_a_run_that_was_taken_over(slow: Job, start: Ca
     assert (slow.run.dir / "STOP").exists()  # it still trains, and reads the file
 
 
-def test_the_output_of_a_refused_start_is_deleted_by_the_next_one(
-    slow: Job, start: Callable[[], LocalStart]
-) -> None:
+def test_the_output_of_a_refused_start_is_deleted_by_the_next_one(slow: Job, start: Callable[[], LocalStart]) -> None:
     old = slow.run.dir.with_name(f".r.{'0' * 32}.output")
     others = [slow.run.dir.with_name(name) for name in (f".r.1.{'0' * 32}.output", ".r.mine.output")]
     for path in (old, *others):
