@@ -310,7 +310,10 @@ class LocalStart:
         self._stop.write()
 
     def kill(self) -> None:
-        """Terminates torchrun, which forwards SIGTERM to the ranks and kills them after 30 s. Leaves a run of another command."""
+        """Terminates torchrun, which forwards SIGTERM to the ranks and kills them after 30 s.
+
+        Does not wait for a run that was taken over any longer.
+        """
         if self._process is not None:
             self._process.terminate()
         self._is_left = True
