@@ -427,10 +427,20 @@ def _squeue(run_dir: Path, format: str, which: str, job_id: str = "") -> str:
 
 def active_job(run_dir: Path) -> SlurmJob | None:
     """As ``queued_job``, for a display: None also if SLURM does not answer, or ``.job`` is damaged."""
-    try:
-        return queued_job(run_dir)
-    except ConfigError:
-        return None
+    return active_jobs([run_dir])[0]
+
+
+def active_jobs(run_dirs: Sequence[Path]) -> list[SlurmJob | None]:
+    """``active_job`` of several runs. If SLURM does not answer once, it is not asked again."""
+    jobs: list[SlurmJob | None] = [None] * len(run_dirs)
+    for number, run_dir in enumerate(run_dirs):
+        try:
+            jobs[number] = queued_job(run_dir)
+        except NoAnswer:
+            break
+        except ConfigError:
+            continue
+    return jobs
 
 
 def read_job_id(run_dir: Path) -> str | None:

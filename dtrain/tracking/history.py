@@ -25,7 +25,7 @@ import numpy as np
 import yaml
 
 from dtrain.config.renamed_keys import rename_keys
-from dtrain.tracking.run_dir import bounded_lines, may_be_read, read_status
+from dtrain.tracking.run_dir import NUMBERS, bounded_lines, may_be_read, read_status
 
 #: The value in ``differences`` of a run that does not have the key.
 ABSENT = object()
@@ -356,10 +356,14 @@ def _read_status(run_dir: Path, gaps: list[str]) -> dict[str, Any]:
     if not may_be_read(run_dir / _STATUS, gaps, f"no {_STATUS}: the state of the run is unknown", _MAX_BYTES):
         return {}
     try:
-        return read_status(run_dir) or {}
+        status = read_status(run_dir) or {}
     except (OSError, ValueError, RecursionError) as error:
         gaps.append(f"{_STATUS} cannot be read ({error})")
         return {}
+    wrong = [name for name in NUMBERS if status.get(name) is not None and not as_float(status[name]) >= 0]
+    if wrong:
+        gaps.append(f"{_STATUS}: entries that are not numbers of at least 0 are left out: {', '.join(wrong)}")
+    return {name: value for name, value in status.items() if name not in wrong}
 
 
 def _read_yaml(path: Path, gaps: list[str]) -> dict[str, Any]:

@@ -41,7 +41,8 @@ LONGEST_LINE = 2**20
 _KEPT_MESSAGES = 1000
 _GIT_SECONDS = 10.0  # git may have to read every file of a checkout on a slow disk
 _MOST_STATUS = 2**20  # bytes; a status has a few hundred
-_NUMBERS = ("step", "last_step", "time", "restarts", "lost_seconds", "down_seconds", "trained_seconds")
+#: Entries of a status that are numbers of at least 0, if they are there.
+NUMBERS = ("step", "last_step", "time", "restarts", "lost_seconds", "down_seconds", "trained_seconds")
 # Everything that a run writes, except what belongs to the job that is running now: its lock, its output and its presets.
 _RECORDS = (
     *("config.yaml", "overrides.yaml", "status.json", "metrics.jsonl", "cut-metrics.jsonl", "report.html"),
@@ -173,7 +174,7 @@ def status_or_none(run_dir: Path, problems: list[str] | None = None) -> dict[str
     """As ``read_status``, but None for a damaged file, also one with wrong numbers; appends a line to ``problems``."""
     try:
         status = read_status(run_dir)
-        for name in _NUMBERS:
+        for name in NUMBERS:
             value = (status or {}).get(name, 0)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
                 raise ValueError(f"{run_dir / 'status.json'} has {value!r} for {name}, want a number of at least 0")
