@@ -463,7 +463,7 @@ def read_job_id(run_dir: Path) -> str | None:
         return None
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"run.dir: {path} is damaged ({error}), so it is not known whether the run has a job. If `squeue --me` shows "
+            f"run.dir: {path} cannot be read ({error}), so it is not known whether the run has a job. If `squeue --me` shows "
             "none, delete the file."
         ) from error
     return job_id or None

@@ -138,7 +138,8 @@ class History:
 
 def is_run(path: Path) -> bool:
     """Whether a directory is a run directory, also of a queued run or one that failed before its first step."""
-    return any((path / name).exists() for name in (_METRICS, _CONFIG, _STATUS, *_FIRST_FILES))
+    # os.path.exists: False where the folder may not be searched.
+    return any(os.path.exists(path / name) for name in (_METRICS, _CONFIG, _STATUS, *_FIRST_FILES))
 
 
 def printable(text: str) -> str:
