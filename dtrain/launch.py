@@ -137,6 +137,8 @@ def launch(jobs: Sequence[Job]) -> int:
     if jobs[0].launch.dry_run:
         print(launcher.describe(waiting) if waiting else "", end="")
         return FINISHED
+    for job in finished:
+        local.settle_outputs(job.run.dir)
     ended = dict(zip((job.run.dir for job in waiting), launcher.launch(waiting) if waiting else [], strict=True))
     results = [ended.get(job.run.dir, JobResult(ALREADY_FINISHED, FINISHED)) for job in jobs]
     if len(jobs) > 1:

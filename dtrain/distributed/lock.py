@@ -18,16 +18,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from dtrain.config.errors import ConfigError, as_config_error
-from dtrain.distributed.atomic import open_to_append
+from dtrain.distributed.atomic import open_regular, open_to_append
 from dtrain.distributed.collectives import from_rank0
 
 # Seconds. A killed trainer's children end within seconds; an NFS server drops a dead client's locks after its lease,
 # often 90 s.
 _WAIT_HERE, _WAIT_ELSEWHERE = 15.0, 120.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system
+#: Environment variable with the id of a start, by which a launcher recognises its own start as the holder of the lock.
+START_ID = "DTRAIN_START_ID"
+_MOST_HOLDER = 4096  # bytes; a holder has about a hundred
 
 
 @contextmanager
@@ -131,7 +134,13 @@ class RunLock:
             assert self._file is not None
             since = time.strftime("%Y-%m-%d %H:%M:%S")
             self._file.truncate(0)
-            self._file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode())
+            holder = {
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "since": since,
+                "start": os.environ.get(START_ID),
+            }
+            self._file.write(json.dumps(holder).encode())
             self._file.flush()
 
     def release(self) -> None:
@@ -161,7 +170,7 @@ class RunLock:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                holder = self._holder()
+                holder = read_holder(self._dir)
                 process = f"process {holder.get('pid')} on {holder.get('host')}"
                 waited = time.monotonic() - started
                 if waited > (_WAIT_HERE if holder.get("host") == socket.gethostname() else _WAIT_ELSEWHERE):
@@ -184,12 +193,15 @@ class RunLock:
                 break
         self._file = file
 
-    def _holder(self) -> dict[str, object]:
-        try:
-            holder = json.loads(self._path.read_text())
-        except (OSError, ValueError):  # the holder is writing it
-            return {}
-        return holder if isinstance(holder, dict) else {}
+
+def read_holder(run_dir: Path) -> dict[str, Any]:
+    """The process that locked a run directory last: its ``host``, ``pid``, ``since`` and ``start``; {} if that is not known."""
+    try:
+        with open_regular(run_dir / ".lock") as file:
+            holder = json.loads(file.read(_MOST_HOLDER))
+    except (OSError, ValueError, RecursionError):  # no run was started, or the holder is writing the file
+        return {}
+    return holder if isinstance(holder, dict) else {}
 
 
 def _refuse_unwritable(folder: Path) -> None:

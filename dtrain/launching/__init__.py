@@ -12,6 +12,7 @@ Files in reading order:
 * ``local``: jobs on this machine, each with its share of the cores and GPUs.
 * ``job_script``: the batch script of a SLURM job; ``job_body.sh`` is the shell code of every batch script.
 * ``slurm``: submits jobs, and asks SLURM about them.
-* ``search_space``: the keys of a search, and the values to choose from; ``search``: searches with Optuna.
+* ``search_space``: the keys of a search, and the values to choose from; ``search_journal``: its files; ``search``: searches
+  with Optuna.
 * ``commands``: ``status``, ``tail``, ``stop`` and ``resume``.
 """

@@ -17,8 +17,9 @@ from dtrain.config.cache_dir import cache_dir
 from dtrain.config.errors import ConfigError, as_config_error, printable
 from dtrain.config.run import recompose
 from dtrain.config.trust import TRUST
+from dtrain.distributed.atomic import open_regular
 from dtrain.launching import slurm
-from dtrain.launching.job import FINISHED, assignment
+from dtrain.launching.job import FINISHED, assignment, request_stop
 from dtrain.launching.job_script import SCRIPT
 from dtrain.reporting.health import last_activity, run_state, run_state_with_reason
 from dtrain.reporting.sweep import varied_settings
@@ -26,7 +27,7 @@ from dtrain.reporting.tables import Column, setting_column, text_table
 from dtrain.tracking.console import PlainLines, until_reader_leaves
 from dtrain.tracking.history import History, read_all, run_directories
 from dtrain.tracking.records import parse_record
-from dtrain.tracking.run_dir import is_plain, is_trained, status_or_none
+from dtrain.tracking.run_dir import is_trained, status_or_none
 
 #: Starts the runs of a command line of ``dtrain.launch``; returns the exit code.
 Launch = Callable[[Sequence[str]], int]
@@ -51,8 +52,8 @@ def run_command(arguments: Sequence[str], launch: Launch) -> int:
     trusted = name == "resume" and TRUST in rest
     rest = [argument for argument in rest if not (trusted and argument == TRUST)]
     paths = [Path(argument).expanduser().absolute() for argument in rest]
-    # A shell expands runs/* to files such as report.html, too.
-    directories = [path for path in paths if len(paths) == 1 or not path.is_file()]
+    # A shell expands runs/* to files such as report.html and to broken links, too.
+    directories = [path for path in paths if len(paths) == 1 or path.is_dir() or not os.path.lexists(path)]
     if not directories:
         raise ConfigError(f"{name}: give the directory of a run: python -m dtrain.launch {name} runs/NAME")
     for directory in directories:
@@ -81,10 +82,20 @@ def status_table(directories: Sequence[Path], width: int) -> str:
         width: Columns of the terminal.
 
     Raises:
-        ValueError: If a directory holds no run.
+        ValueError: If no directory holds a run.
     """
-    runs = read_all(run_directories(directories))
-    jobs = [slurm.active_job(run.path) for run in runs]
+    found, without_run = [], []
+    for directory in directories:
+        try:
+            found += run_directories([directory])
+        except (ValueError, OSError) as error:
+            if len(directories) == 1:
+                raise
+            without_run.append(printable(f"{directory.name}: {error}"))
+    if not found:
+        raise ValueError("\n".join(without_run))
+    runs = read_all(found)
+    jobs = slurm.active_jobs([run.path for run in runs])
     states = [_state(run, job) for run, job in zip(runs, jobs, strict=True)]
     columns = [
         Column("state", states, False),
@@ -106,6 +117,7 @@ def status_table(directories: Sequence[Path], width: int) -> str:
         reason = run_state_with_reason(run)
         if job is not None or reason != run_state(run):
             lines.append(printable(f"{run.label}: {f'{state}, {job}' if job is not None else reason}"))
+    lines += without_run
     return text_table(columns) + ("\n" if lines else "") + "".join(f"{line}\n" for line in lines)
 
 
@@ -120,8 +132,10 @@ def _steps(run: History) -> str:
     step, last = run.status.get("step"), run.status.get("last_step")
     logged = run.series("step")[1]
     if len(logged) and (step is None or logged[-1] > step):
-        step = int(logged[-1])
-    return "" if step is None else f"{step}/{last}" if last else str(step)
+        step = logged[-1]
+    # A damaged file may have a number of a hundred digits.
+    texts = [f"{number:.0f}" if number < 1e12 else f"{number:.3g}" for number in (step, last) if number]
+    return "/".join(texts or ["0"]) if step is not None else ""
 
 
 def _age(run: History) -> str:
@@ -163,18 +177,17 @@ def _followed(run_dir: Path, log: Path) -> Iterator[str]:
         parsed = (parse_record(line) for line in lines)
         return [text for record in parsed if record is not None and "time" in record for text in records.lines(record)]
 
-    with log.open("rb") as file:
+    with open_regular(log) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         yield from texts(file.readlines())[-_TAIL_LINES:]
         at = file.tell()
     while True:
         is_over = _is_over(run_dir)  # before reading, so that nothing after it is missed
-        if is_plain(log):
-            with log.open("rb") as file:
-                # A resumed run has removed the records that it repeats.
-                at = min(at, file.seek(0, os.SEEK_END))
-                file.seek(at)
-                whole = [line for line in file.readlines() if line.endswith(b"\n")]
+        with suppress(OSError), open_regular(log) as file:
+            # A resumed run has removed the records that it repeats.
+            at = min(at, file.seek(0, os.SEEK_END))
+            file.seek(at)
+            whole = [line for line in file.readlines() if line.endswith(b"\n")]
             at += sum(map(len, whole))
             yield from texts(whole)
         if is_over:
@@ -189,7 +202,7 @@ def _is_over(run_dir: Path) -> bool:
     if (status_or_none(run_dir) or {}).get("state") in ("finished", "stopped", "failed"):
         return True
     # torchrun may be starting its ranks, now or again.
-    changed = max(path.stat().st_mtime for path in (run_dir, *run_dir.glob("*"), *run_dir.glob("logs/*")))
+    changed = max(path.lstat().st_mtime for path in (run_dir, *run_dir.glob("*"), *run_dir.glob("logs/*")))
     return time.time() - changed > _SECONDS_TO_START
 
 
@@ -201,11 +214,11 @@ def newest_log(run_dir: Path) -> Path:
     """
     job_id = slurm.read_job_id(run_dir)
     of_job = run_dir / "logs" / f"slurm-{job_id}.out"
-    if of_job.exists():
+    if of_job.is_file():  # not a pipe, which would block the reader
         return of_job
     others = sorted((run_dir / "logs").glob("slurm-*.out"), key=lambda path: path.lstat().st_mtime)
-    for log in (*others[-1:], run_dir / _METRICS, run_dir / "logs" / "rank-00000.log"):
-        if log.exists():
+    for log in (*others[::-1], run_dir / _METRICS, run_dir / "logs" / "rank-00000.log"):
+        if log.is_file():
             return log
     waiting = slurm.active_job(run_dir)
     raise ConfigError(
@@ -224,7 +237,7 @@ def stop(directories: Sequence[Path]) -> int:
             print(f"{run_dir}: cancelled {job}, which was waiting in the queue")
         elif job is not None or is_trained(run_dir):
             with as_config_error("stop"):
-                slurm.request_stop(run_dir)
+                request_stop(run_dir)
             print(f"{run_dir}: the run will save and stop")
         else:
             raise ConfigError(f"{run_dir}: no process trains this run, so there is nothing to stop.")
@@ -247,9 +260,14 @@ def resume(directories: Sequence[Path], launch: Launch, *, trusted: bool = False
                     f"{script}: dtrain.launch did not write this batch script and its presets for you with this cache "
                     f"({cache_dir()}), or they were edited since. They could do anything: read them, and add {TRUST}."
                 )
+            if not _trains(script, run_dir):
+                raise ConfigError(
+                    f"{script}: this batch script trains another directory, because {run_dir} is a copy of that run. Start the "
+                    "copy with the command line of the run and its own run.dir."
+                )
             slurm.require_sbatch()
-            slurm.refuse_second_job(run_dir)
-            slurm.write_job_id(run_dir, submitted := slurm.submit(script))
+            with slurm.submission([run_dir]) as locks:
+                slurm.write_job_id(run_dir, submitted := slurm.submit(script, locks))
             print(f"{run_dir}: submitted job {submitted}")
             codes.append(FINISHED)
         elif job_id := slurm.read_job_id(run_dir):
@@ -262,6 +280,12 @@ def resume(directories: Sequence[Path], launch: Launch, *, trusted: bool = False
             print(f"python -m dtrain.launch {shlex.join(arguments)}", file=sys.stderr, flush=True)
             codes.append(launch(arguments))
     return max(codes)
+
+
+def _trains(script: Path, run_dir: Path) -> bool:
+    """Whether a batch script of dtrain.launch trains this run directory; a copied script names the original."""
+    line = next((line for line in script.read_text().splitlines() if line.startswith("run_dir=")), "run_dir=")
+    return all(os.path.isdir(name) and os.path.samefile(name, run_dir) for name in shlex.split(line.partition("=")[2]))
 
 
 COMMANDS: dict[str, Callable[[Sequence[Path], Launch], int]] = {

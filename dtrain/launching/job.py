@@ -2,6 +2,7 @@
 
 * A *job* is a run and the arguments of ``dtrain.train`` that start it from any directory.
 * The *result* of a job is read from ``status.json``, because torchrun exits with 1 for every exit code but 0.
+* A *stop request* is the file ``STOP`` in the run directory. A process that reads it deletes it when it stops.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
@@ -21,6 +23,7 @@ from dtrain.config.errors import ConfigError, printable
 from dtrain.config.run import Run, chooses_what_to_train
 from dtrain.config.schema import LaunchConfig
 from dtrain.config.trust import TRUST
+from dtrain.distributed.lock import read_holder
 from dtrain.reporting.tables import Column, text_table
 from dtrain.tracking.run_dir import status_or_none
 from dtrain.training.validation import validate
@@ -134,9 +137,12 @@ def with_unique_dirs(jobs: Sequence[Job]) -> list[Job]:
     directories = [job.run.dir for job in sweep]
     for job in sweep:
         if directories.count(job.run.dir) > 1:
+            same = (other for other in sweep if other.run.dir == job.run.dir)
             raise ConfigError(
-                f"--multirun: several jobs of the sweep have the same directory {job.run.dir}. Remove repeated values, or "
-                "give each job a name: 'run.name=${run.seed}-...'"
+                f"--multirun: several jobs of the sweep have the same directory {job.run.dir}:\n"
+                + "".join(f"    {' '.join(other.varied or other.run.overrides)}\n" for other in same)
+                + "  Remove repeated values, or give each job a name: 'run.name=${run.seed}-...'\n"
+                "  No run of the sweep was started."
             )
     return sweep
 
@@ -191,21 +197,30 @@ class StatusJudge:
 
     Args:
         run_dir: The run directory.
+        start: Id of the start, which its processes write into the run's lock. Then a status of another start does not count
+            either. None: that of any start counts.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, start: str | None = None) -> None:
         self._run_dir = run_dir
+        self._start = start
         self._before = status_or_none(run_dir)
 
     @property
     def has_status(self) -> bool:
         """Whether the run has written a status since its start: then it was accepted, and its directory exists."""
-        return status_or_none(self._run_dir) not in (None, self._before)
+        return self._status() is not None
+
+    def _status(self) -> dict[str, Any] | None:
+        status = status_or_none(self._run_dir)
+        if status == self._before:
+            return None
+        return status if self._start in (None, read_holder(self._run_dir).get("start", self._start)) else None
 
     def __call__(self) -> JobResult:
         """The result of a start that has ended."""
-        status = status_or_none(self._run_dir)
-        if status is None or status == self._before:
+        status = self._status()
+        if status is None:
             return JobResult("failed", FAILED)
         if status["state"] == "finished":
             return JobResult("finished", FINISHED)
@@ -213,6 +228,41 @@ class StatusJudge:
             return JobResult("stopped", STOPPED)
         reason = str(status.get("reason") or "it was killed and could not record a reason").splitlines()[0]
         return JobResult("failed", FAILED, printable(f"step {status.get('step')}: {reason}"))
+
+
+def request_stop(run_dir: Path) -> None:
+    """Writes the STOP file, empty: a batch script then knows that it is not its own, and asks for no new allocation."""
+    (run_dir / "STOP").unlink(missing_ok=True)
+    (run_dir / "STOP").touch()
+
+
+class StopRequest:
+    """A request of this command that a run saves and stops, whichever process trains it when it is read.
+
+    Args:
+        run_dir: The run directory.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._holder: dict[str, Any] | None = None
+
+    def write(self) -> None:
+        """Writes the STOP file, as soon as the run has its directory; again if another process has the run's lock since then.
+
+        The process before it may have read and deleted the file.
+        """
+        if not self._run_dir.is_dir():
+            return
+        holder = read_holder(self._run_dir)
+        if self._holder is None or holder not in ({}, self._holder):
+            self._holder = holder
+            request_stop(self._run_dir)
+
+    def withdraw(self) -> None:
+        """Deletes the file of a run that has ended before it read it: it must not stop the next start."""
+        if self._holder is not None:
+            (self._run_dir / "STOP").unlink(missing_ok=True)
 
 
 def exit_code(results: Sequence[JobResult]) -> int:

@@ -44,8 +44,15 @@ fi
 
 # -- one job for each run: the file .job names it. Other jobs of the run, whatever started them, end here, and a job that is
 # not named there when it ends asks for no allocation.
-owner() { cat "$run_dir/.job" 2>/dev/null; }
-hand_over() { echo "$1" >"$run_dir/.job.$job" && mv -f "$run_dir/.job.$job" "$run_dir/.job"; }
+owner() {
+  local id='' directory=''
+  { read -r id && read -r directory; } 2>/dev/null <"$run_dir/.job"
+  # The second line names the run: a copy of the directory has the file of the original.
+  [[ -z $directory || ! -d $directory || $directory -ef $run_dir ]] && echo "$id"
+}
+hand_over() {
+  printf '%s\n' "$1" "$(realpath "$run_dir")" >"$run_dir/.job.$job" && mv -f "$run_dir/.job.$job" "$run_dir/.job"
+}
 other=$(owner)
 # Elements of one array that share a run directory run one after the other.
 if [[ -n $other && ${other%%_*} != "${job%%_*}" ]]; then

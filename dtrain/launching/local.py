@@ -5,18 +5,24 @@
   save and exit by themselves, and then torchrun exits, too.
 * With ``launch.max_running`` a run has a *share* of the cores and GPUs of this machine, and writes its output to
   ``logs/output.log`` instead of the terminal.
+* A run that another process already trains is *taken over*: nothing is started, and the result is that of the other process.
+  It may have been started by a launcher that was killed, or by one that runs at the same time.
 """
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import os
+import re
 import shlex
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
@@ -24,10 +30,11 @@ from typing import IO
 import torch
 
 from dtrain.config.errors import ConfigError, as_config_error
+from dtrain.distributed.lock import START_ID, read_holder
 from dtrain.distributed.world import choose_device, process_cpu_count, rendezvous_options
-from dtrain.launching.job import FAILED, STOPPED, Job, JobResult, StatusJudge
+from dtrain.launching.job import FAILED, FINISHED, STOPPED, Job, JobResult, StatusJudge, StopRequest
 from dtrain.launching.pool import Pool, Screen
-from dtrain.tracking.run_dir import tail
+from dtrain.tracking.run_dir import is_plain, is_trained, tail
 
 #: Output of a run in its directory, if it was not written to the terminal.
 OUTPUT = Path("logs") / "output.log"
@@ -197,24 +204,36 @@ def _gpus() -> list[str]:
 def starter(running: int, screen: Screen | None) -> Callable[[Job, int], LocalStart]:
     """The function with which a pool of ``running`` slots starts jobs on this machine."""
     parts = shares(running)
-    return lambda job, slot: LocalStart(job, parts[slot], to_file=screen is not None)
+    note = screen.note if screen is not None else lambda text: sys.stderr.write(f"dtrain: {text}\n")
+    return lambda job, slot: LocalStart(job, parts[slot], to_file=screen is not None, note=note)
 
 
 class LocalStart:
-    """A torchrun process that does not get the signals of the terminal.
+    """A torchrun process that does not get the signals of the terminal, or a start of another command that trains the run.
 
     Args:
         job: The job.
         share: The cores and GPUs that it may use.
         to_file: Whether its output goes to ``logs/output.log`` instead of the terminal.
+        note: Called with a message if the run is taken over.
     """
 
-    def __init__(self, job: Job, share: Share, to_file: bool) -> None:
+    def __init__(self, job: Job, share: Share, to_file: bool, note: Callable[[str], object]) -> None:
         self.job = job
-        self._judge = StatusJudge(job.run.dir)
-        self._stop_file = job.run.dir / "STOP"
-        self._stop_requested = False
-        self._output = _Output(job.run.dir) if to_file else None
+        self._note = note
+        self._stop = StopRequest(job.run.dir)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._output: _Output | None = None
+        self._is_left = False
+        settle_outputs(job.run.dir)
+        if not self._takes_over():
+            self._start(share, to_file)
+
+    def _start(self, share: Share, to_file: bool) -> None:
+        job, start = self.job, uuid.uuid4().hex
+        # Of several machines, one holds the lock, so the others would not recognise their start.
+        self._judge = StatusJudge(job.run.dir, start if rendezvous_options() else None)
+        self._output = _Output(job.run.dir, start) if to_file else None
         line = describe_command(job, share)
         if self._output is None:
             sys.stderr.write(line)
@@ -222,7 +241,7 @@ class LocalStart:
         else:
             self._output.file.write(line.encode())
             self._output.file.flush()
-        environment = os.environ | {"OMP_NUM_THREADS": _threads(job, share)}
+        environment = os.environ | {"OMP_NUM_THREADS": _threads(job, share), START_ID: start}
         if share.gpus and not share.is_all:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)
         # Not in the run directory: torchrun creates its folder even if the run is refused.
@@ -237,49 +256,91 @@ class LocalStart:
                 stderr=subprocess.STDOUT if self._output else None,
             )
 
+    def _takes_over(self) -> bool:
+        """Takes the run over if another process trains it with the same settings; returns whether it does."""
+        judge = StatusJudge(self.job.run.dir)  # read first: the other process may end now
+        # The processes of one run on several machines start independently of each other.
+        if not rendezvous_options() or not is_trained(self.job.run.dir, without_locks=False):
+            return False
+        if not self._has_same_settings():
+            return False
+        self._process, self._judge = None, judge
+        settle_outputs(self.job.run.dir)
+        holder = read_holder(self.job.run.dir)
+        by = f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"
+        self._note(f"{self.job.name}: already trained by another command ({by}): waiting until it ends")
+        return True
+
     def result(self) -> JobResult | None:
-        """The result; None while torchrun runs."""
-        ended = self._process.poll() is not None
-        if self._output is not None and self._judge.has_status:
-            self._output.keep()
-        if not ended:
+        """The result; None while the run is trained."""
+        if self._process is not None:
+            ended = self._process.poll() is not None
+            if self._output is not None and self._judge.has_status:
+                self._output.keep()
+            if not ended:
+                return None
+            self._torchrun_logs.cleanup()
+            printed = self._output.close() if self._output else ""
+            # A start that another one forestalled was refused.
+            if not self._judge.has_status and self._takes_over():
+                return None
+            result = self._judge()
+            result = replace(result, reason=_error(printed)) if printed and result.code == FAILED else result
+        elif self._is_left:
+            return JobResult("still trained", STOPPED)
+        elif is_trained(self.job.run.dir, without_locks=False):
             return None
-        self._torchrun_logs.cleanup()
-        if self._stop_requested:
-            # The run may have ended before it read the request, which must not stop the next start.
-            self._stop_file.unlink(missing_ok=True)
-        result, printed = self._judge(), self._output.close() if self._output else ""
-        return replace(result, reason=_error(printed)) if printed and result.code == FAILED else result
+        else:
+            result = self._judge()
+            if result.code == FAILED and result.reason is None:
+                result = replace(result, reason="the process that trained it was killed and could not record a reason")
+        self._stop.withdraw()
+        if result.code == FAILED and self._has_same_settings() and self.job.is_finished:
+            return JobResult("finished", FINISHED)  # by another command, between two looks
+        return result
+
+    def _has_same_settings(self) -> bool:
+        try:
+            return not self.job.run.changes()
+        except ConfigError:  # another run has the directory by now
+            return False
 
     def stop(self) -> None:
-        """Writes the STOP file, once, as soon as the run has its directory."""
-        if not self._stop_requested and self._stop_file.parent.is_dir():
-            self._stop_requested = True
-            self._stop_file.touch()
+        """Asks the process that trains the run to save and stop."""
+        self._stop.write()
 
     def kill(self) -> None:
-        """Terminates torchrun, which forwards SIGTERM to the ranks and kills them after 30 s."""
-        self._process.terminate()
+        """Terminates torchrun, which forwards SIGTERM to the ranks and kills them after 30 s.
+
+        Does not wait for a run that was taken over any longer.
+        """
+        if self._process is not None:
+            self._process.terminate()
+        self._is_left = True
 
 
 class _Output:
     """The output of one start: beside the run directory until the run is accepted, then ``logs/output.log`` in it.
 
-    A refused run must not leave anything in its directory, nor create it.
+    A refused run must not leave anything in its directory, nor create it. The processes of the start inherit the lock on the
+    file, so that the file of a start that has ended can be told from one that is written.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, start: str) -> None:
         self._kept_at = run_dir / OUTPUT
-        self._path = run_dir.with_name(f".{run_dir.name}.output")
+        self._path = run_dir.with_name(f".{run_dir.name}.{start}.output")
         with as_config_error("run.dir"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self.file: IO[bytes] = self._path.open("wb")
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(self.file, fcntl.LOCK_EX)
 
     def keep(self) -> None:
         """Moves the file into the run directory, if that was not done; the processes go on writing to it."""
         if self._path != self._kept_at:
             self._kept_at.parent.mkdir(exist_ok=True)
-            os.replace(self._path, self._kept_at)
+            with suppress(FileNotFoundError):  # another command has moved it
+                os.replace(self._path, self._kept_at)
             self._path = self._kept_at
 
     def close(self) -> str:
@@ -287,9 +348,28 @@ class _Output:
         self.file.close()
         if self._path == self._kept_at:
             return ""
-        end = tail(self._path, _SHOWN_OUTPUT)
-        self._path.unlink()
-        return end
+        with suppress(FileNotFoundError):  # another command has deleted it
+            end = tail(self._path, _SHOWN_OUTPUT)
+            self._path.unlink()
+            return end
+        return ""
+
+
+def settle_outputs(run_dir: Path) -> None:
+    """Moves the output of a run into its directory, if the launcher was killed before that; deletes that of refused starts."""
+    newest = read_holder(run_dir).get("start")
+    for path in run_dir.parent.glob(f".{glob.escape(run_dir.name)}.*.output"):
+        start = path.name.removeprefix(f".{run_dir.name}.").removesuffix(".output")
+        if not re.fullmatch("[0-9a-f]{32}", start) or not is_plain(path):
+            continue
+        with suppress(OSError):  # in use, not ours, or on a file system without locks
+            if start == newest:
+                (run_dir / OUTPUT).parent.mkdir(exist_ok=True)
+                os.replace(path, run_dir / OUTPUT)
+                continue
+            with path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
 
 
 def _error(printed: str) -> str:

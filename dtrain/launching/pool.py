@@ -2,7 +2,8 @@
 
 * A *start* is one start of a job: a torchrun process on this machine, or a SLURM job.
 * The *pool* has a number of slots; a start occupies one until it has ended.
-* The first signal asks all starts to save and stop. A second SIGINT or SIGTERM ends them without waiting for the save.
+* The first signal asks all starts to save and stop. A second SIGINT, SIGTERM or SIGQUIT ends them without waiting for the
+  save.
 
 The signal handler only counts signals. The waiting thread does everything else, because a handler may interrupt any code,
 such as the creation of a process.
@@ -28,7 +29,8 @@ from dtrain.launching.job import Job, JobResult
 from dtrain.reporting.style import format_duration
 from dtrain.tracking.run_dir import tail
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_SECOND_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
 _POLL, _REDRAW = 0.1, 1.0  # seconds
 _LAST_RECORDS = 8192  # bytes of metrics.jsonl in which the last step is searched
 
@@ -136,7 +138,7 @@ class Pool:
         if not self._signals:
             self._signals = 1
             text = f"{name}: saving and stopping; a second signal ends the training within 30 s without waiting for the save"
-        elif self._signals == 1 and number in (signal.SIGINT, signal.SIGTERM):
+        elif self._signals == 1 and number in _SECOND_SIGNALS:
             self._signals = 2
             text = f"{name} again: ending the training"
         else:

@@ -3,16 +3,17 @@
 * The *space* is the overrides of the command line that have several values (``search_space``).
 * A *trial* is one point of the space and the run that trains it, an ordinary run in the directory of the search. Two
   trials with the same values share a run.
-* ``journal.log`` in that directory is Optuna's storage, and the only state: the same command continues the search from it.
-  Trials without a result are continued, from their checkpoints. ``search.json`` is a copy for ``dtrain.report``.
+* ``journal.log`` in that directory is Optuna's storage, and the only state: the same command continues the search from it
+  (``search_journal``). Trials without a result are continued, from their checkpoints. ``search.json`` is a copy for
+  ``dtrain.report``.
 
-What the sampler suggests for a trial depends on the seed, the number of the trial and the results so far, not on restarts.
+What the sampler suggests for a trial depends on the seed, the number of the trial and the results so far, not on restarts: a
+trial whose suggestion was interrupted gets the same values.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import io
 import json
@@ -21,8 +22,7 @@ import shlex
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,17 +32,17 @@ import numpy as np
 from dtrain.config.directions import direction
 from dtrain.config.errors import ConfigError, as_config_error, nearest
 from dtrain.config.schema import SearchConfig
-from dtrain.distributed.atomic import open_to_append, replace_file
+from dtrain.distributed.atomic import replace_file
 from dtrain.launching import slurm
 from dtrain.launching.job import FAILED, FINISHED, STOPPED, Job, JobResult
 from dtrain.launching.pool import Pool, Screen, Start
+from dtrain.launching.search_journal import open_study, refuse_other_search, search_lock
 from dtrain.launching.search_space import TRIALS, CommandLine, assignments, distribution, first_value
 from dtrain.reporting import search as record
 from dtrain.reporting.tables import text_table
 from dtrain.tracking.history import as_float
 from dtrain.tracking.run_dir import is_trained
 
-_JOURNAL, _LOCK = "journal.log", ".search.lock"
 _DIRECTIONS = {"min": "minimize", "max": "maximize"}
 _SAMPLERS, _PRUNERS = ("tpe", "random"), ("none", "median", "halving")
 _ENOUGH_FOR_IMPORTANCE = 8  # finished trials
@@ -91,12 +91,12 @@ def search(arguments: Sequence[str], launcher_of: Callable[[Sequence[Job]], Laun
     launcher = launcher_of([base])
     launcher.check([replace(trial, launch=base.launch)])
     folder = _folder(base, trial, definition)
-    _refuse_other_search(folder, definition)
+    refuse_other_search(folder, definition)
     if base.launch.dry_run:
         print(f"# a search of {settings.trials} trials in {folder}; for example:")
         print(launcher.describe([replace(trial, run=replace(trial.run, dir=folder / trial.run.name))]), end="")
         return FINISHED
-    with _lock(folder):
+    with search_lock(folder):
         return Search(line, settings, definition, folder, launcher, base.launch.max_running or 1).run()
 
 
@@ -157,59 +157,6 @@ def _folder(base: Job, trial: Job, definition: Mapping[str, Any]) -> Path:
     return trial.run.dir.with_name(f"{trial.run.name.rpartition('-')[0]}-search-{digest}")
 
 
-def _refuse_other_search(folder: Path, definition: Mapping[str, Any]) -> None:
-    path = folder / record.FILE
-    if not path.exists():
-        return
-    with _readable(path):
-        saved = dict(json.loads(path.read_text(encoding="utf-8")).get("definition", {}))
-    if differing := [key for key in definition if saved.get(key) != definition[key]]:
-        lines = "".join(
-            f"    {key}: {json.dumps(saved.get(key))} -> {json.dumps(definition[key])}\n" for key in differing
-        )
-        raise ConfigError(
-            f"run.dir: {folder} holds another search. It differs in\n{lines}  Set another run.dir (or run.name), or go back to "
-            "the values on the left."
-        )
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Converts the errors of a damaged file."""
-    try:
-        yield
-    except Exception as error:  # Optuna checks nothing in its journal, so any error may come
-        raise ConfigError(
-            f"run.dir: {path} cannot be read ({type(error).__name__}: {error}). Restore it, or use another run.dir."
-        ) from error
-
-
-def _without_torn_line(journal: Path) -> None:
-    """Removes an incomplete last line, which a full disk or a power cut leaves: Optuna would append to it."""
-    with contextlib.suppress(FileNotFoundError), journal.open("r+b") as file:
-        content = file.read()
-        if not content.endswith(b"\n"):
-            file.truncate(content.rfind(b"\n") + 1)
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Makes the directory of a search and locks it against a second process."""
-    with as_config_error(f"run.dir: {folder} cannot be written, choose another one"):
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = open_to_append(folder / _LOCK)
-    with handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"run.dir: another process runs the search in {folder}. Wait for it, or stop it."
-            ) from None
-        except OSError:
-            pass  # a file system without locks
-        yield
-
-
 # -- the search
 
 
@@ -253,7 +200,6 @@ class Search:
         running: int,
     ) -> None:
         import optuna
-        from optuna.storages.journal import JournalFileBackend
 
         self._optuna = optuna
         self._line = line
@@ -264,19 +210,11 @@ class Search:
         self._total = settings.trials
         self._names = {key.lstrip("+"): key for key in line.space}
         self._distributions = {name: distribution(line.space[key]) for name, key in self._names.items()}
-        with _readable(folder / _JOURNAL):
-            _without_torn_line(folder / _JOURNAL)
-            journal = JournalFileBackend(str(folder / _JOURNAL))
-            self._study = optuna.create_study(
-                study_name="dtrain",
-                storage=optuna.storages.JournalStorage(journal),
-                direction="maximize" if settings.direction == "maximize" else "minimize",
-                pruner=_pruner(settings.pruner),
-                load_if_exists=True,
-            )
+        self._study = open_study(folder, definition, str(settings.direction), _pruner(settings.pruner))
         ended = [trial for trial in self._study.trials if trial.state.is_finished()]
         self._screen = Screen(max(self._total, len(self._study.trials)), len(ended))
         self._pool = Pool(running, launcher.starter(running, self._screen), self._screen)
+        self._launcher = launcher
         self._running: dict[Path, list[_Trial]] = {}
         self._failures = 0  # in a row
 
@@ -297,7 +235,7 @@ class Search:
                     if waiting:
                         self._begin(waiting.popleft())
                     elif len(self._study.trials) < self._total:
-                        self._begin(self._ask())
+                        self._begin(self._ask(self._study))
                     else:
                         break
                 if not self._pool.starts:
@@ -316,25 +254,45 @@ class Search:
     def _is_hopeless(self) -> bool:
         return self._failures >= self._settings.max_failures
 
-    def _ask(self) -> Any:
-        number = len(self._study.trials)
+    def _ask(self, study: Any) -> Any:
+        """The next trial of a study."""
+        number = len(study.trials)
         # A sampler of its own for each trial: the state of a generator would be lost when the search is stopped.
         seed = int(np.random.SeedSequence([self._settings.seed, number]).generate_state(1)[0])
         samplers = self._optuna.samplers
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", self._optuna.exceptions.ExperimentalWarning)
             # constant_liar: trials that run at the same time avoid each other's values.
-            self._study.sampler = (
+            study.sampler = (
                 samplers.TPESampler(seed=seed, constant_liar=True)
                 if self._settings.sampler == "tpe"
                 else samplers.RandomSampler(seed=seed)
             )
-        return self._study.ask(self._distributions)
+        return study.ask(self._distributions)
+
+    def _completed(self, trial: Any) -> Any:
+        """The trial, with the values that it lacks if the search was killed inside ``ask``, after the trial was created."""
+        if self._distributions.keys() <= trial.params.keys():
+            return trial
+        # A study in memory, in which this trial is the next one: it gets the values that it would have got.
+        study = self._optuna.create_study(direction=self._study.direction)
+        study.add_trials(self._study.get_trials()[: trial.number])
+        for name, value in self._ask(study).params.items():
+            if name not in trial.params:
+                distribution = self._distributions[name]
+                internal = distribution.to_internal_repr(value)
+                trial.storage.set_trial_param(trial._trial_id, name, internal, distribution)
+        return self._optuna.trial.Trial(self._study, trial._trial_id)
 
     def _values(self, trial: Any) -> dict[str, float | int | str]:
-        """Key, as typed, to the value of a trial; other numbers than integers have six digits, so that people can read them."""
+        """Key, as typed, to the value of a trial; other numbers than integers have six digits, so that people can read them.
+
+        Without the values that a damaged journal lacks.
+        """
         values = {}
         for name, key in self._names.items():
+            if name not in trial.params:
+                continue
             value, distribution = trial.params[name], self._distributions[name]
             if isinstance(value, float):
                 value = min(max(float(f"{value:.6g}"), distribution.low), distribution.high)
@@ -345,12 +303,13 @@ class Search:
         """The trials that an earlier command left without a result, to be continued.
 
         Raises:
-            ConfigError: If a process that outlived the earlier command still trains one.
+            ConfigError: If one has no job of SLURM, but is trained by a process on this machine.
         """
         states = (self._optuna.trial.TrialState.RUNNING,)
         frozen = self._study.get_trials(deepcopy=False, states=states)
         for run_dir in (self._folder / trial.user_attrs["run"] for trial in frozen if "run" in trial.user_attrs):
-            if is_trained(run_dir) and slurm.queued_job(run_dir) is None:
+            # The local launcher takes such a run over.
+            if self._launcher is slurm and is_trained(run_dir) and slurm.queued_job(run_dir) is None:
                 raise ConfigError(
                     f"run.dir: {run_dir}, a trial of this search, is still trained by a process of an earlier command. Wait "
                     f"until it ends, or stop it: python -m dtrain.launch stop {shlex.quote(str(run_dir))}"
@@ -359,6 +318,7 @@ class Search:
 
     def _begin(self, trial: Any) -> None:
         """Starts the run of a trial, or takes the result of the same run."""
+        trial = self._completed(trial)
         values = self._values(trial)
         shown = (f"{key}={f'{value:.4g}' if isinstance(value, float) else value}" for key, value in values.items())
         printed = io.StringIO()
@@ -410,8 +370,8 @@ class Search:
         """Records the result of a run that has ended; one that was stopped stays without a result."""
         trials = [trial for trial in self._running.pop(job.run.dir) if not trial.pruned]
         interrupted = result.code == STOPPED or (self._pool.stopping and result.code != FINISHED)
-        # Refused, because a process of an earlier command, which was killed meanwhile, trains this run.
-        interrupted |= result.code != FINISHED and is_trained(job.run.dir)
+        # Refused, because another process trains this run with other settings.
+        interrupted |= result.code != FINISHED and is_trained(job.run.dir, without_locks=False)
         for trial in trials:
             if result.code == FINISHED:
                 self._settle(trial, f" after {seconds}")
@@ -448,10 +408,11 @@ class Search:
         print(text_table(shown.columns), end="")
         print(f"\n{shown.summary}.")
         if (best := shown.best) is not None:
-            trial = self._study.trials[best.number]
-            words = [*self._line.options, *self._line.of_a_trial, *assignments(self._values(trial))]
+            values = self._values(self._study.trials[best.number])
+            words = [*self._line.options, *self._line.of_a_trial, *assignments(values)]
             print(f"the best run:       {self._folder / best.run}")
-            print(f"its values again:   python -m dtrain.launch {shlex.join(words)}")
+            if len(values) == len(self._names):
+                print(f"its values again:   python -m dtrain.launch {shlex.join(words)}")
         print(f"table and pictures: python -m dtrain.report {shlex.quote(str(self._folder))}")
         missing = self._total - sum(trial.state.is_finished() for trial in self._study.trials)
         if self._is_hopeless:

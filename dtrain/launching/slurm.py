@@ -1,20 +1,27 @@
 """Runs as SLURM jobs: batch scripts are checked, written into the run directory and submitted.
 
-All jobs of a sweep are submitted, or none. The run directory holds ``job.sbatch``, the id of the newest job (``.job``) and
-``launch.json``: the job, the composed config and the version of the code.
+All jobs of a sweep are submitted, or none. The run directory holds ``job.sbatch``, the id of the newest job and the path of
+the run (``.job``), and ``launch.json``: the job, the composed config and the version of the code.
+
+A submission holds a lock in each run directory (``.submit.lock``) from the check that the run has no job until its job is
+recorded. sbatch inherits the lock, so it outlives a launcher that is killed; the next submission finds the job in the queue.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
+import re
 import shlex
 import shutil
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +32,8 @@ import dtrain
 from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.run import without_secrets
 from dtrain.config.trust import content_with_folders, is_marked, mark
-from dtrain.distributed.atomic import replace_file
-from dtrain.launching.job import FINISHED, STOPPED, Job, JobResult, StatusJudge
+from dtrain.distributed.atomic import open_regular, open_to_append, replace_file
+from dtrain.launching.job import FINISHED, STOPPED, Job, JobResult, StatusJudge, StopRequest
 from dtrain.launching.job_script import (
     PRESETS,
     SCRIPT,
@@ -46,7 +53,9 @@ SECONDS_BETWEEN_SQUEUE = 10.0
 _MISSED = 2
 _RECORD = "launch.json"
 _MARKS = "submitted"
-_JOB_ID = ".job"
+_JOB_ID, _LOCK, _ARRAY = ".job", ".submit.lock", "array.sbatch"
+_MOST_JOB_ID = 10_000  # bytes; a path has at most 4096
+_SQUEUE_SECONDS = 60.0
 
 
 def check(jobs: Sequence[Job]) -> None:
@@ -86,21 +95,25 @@ def launch(jobs: Sequence[Job]) -> list[JobResult]:
     Raises:
         ConfigError: If sbatch refuses a job; the jobs submitted before are cancelled.
     """
-    for job in jobs:
-        _write_script(job)
-    ids = _submit_array(jobs) if _is_array(jobs) else _submit_each(jobs)
+    ids = _submit(jobs)
     if len(jobs) == 1:
         print_banner(f"submitted job {ids[0]}", _next_commands(jobs[0], ids[0]))
     return [JobResult(f"job {job_id}", FINISHED) for job_id in ids]
 
 
-def submit(script: Path) -> str:
+def submit(script: Path, locks: Sequence[int]) -> str:
     """Submits a script; returns the job id.
+
+    Args:
+        script: The batch script.
+        locks: Descriptors that sbatch inherits, from ``submission``.
 
     Raises:
         ConfigError: If sbatch refuses it; the message holds the output of sbatch.
     """
-    done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False, pass_fds=locks
+    )
     if done.returncode != 0:
         raise ConfigError(
             f"sbatch refused {script}, so no job was submitted:\n"
@@ -128,10 +141,58 @@ def refuse_second_job(run_dir: Path) -> None:
     """Refuses a run that already has a job.
 
     Raises:
-        ConfigError: If a job trains the run or waits in the queue; names the job. Also if SLURM does not answer.
+        HasJob: If a job trains the run or waits in the queue; names the job.
+        NoAnswer: If SLURM does not answer.
     """
     if job := queued_job(run_dir):
-        raise ConfigError(f"run.dir: {run_dir} already has {job}. Wait until it ends, or cancel it: scancel {job.id}")
+        raise HasJob(f"run.dir: {run_dir} already has {job}. Wait until it ends, or cancel it: scancel {job.id}")
+
+
+@contextmanager
+def submission(run_dirs: Sequence[Path], array: Path | None = None) -> Iterator[list[int]]:
+    """Locks runs against other submissions, until their jobs are recorded. Then checks that they have no job.
+
+    Args:
+        run_dirs: The run directories.
+        array: The batch script of the array that has the runs as elements.
+
+    Yields:
+        The descriptors of the locks, for ``submit``.
+
+    Raises:
+        ConfigError: If another command submits one of the runs, or one of them has a job.
+    """
+    with ExitStack() as stack:
+        locks = []
+        for run_dir in run_dirs:
+            with as_config_error("run.dir"):
+                run_dir.mkdir(parents=True, exist_ok=True)
+                locks.append(stack.enter_context(open_to_append(run_dir / _LOCK)).fileno())
+            try:
+                fcntl.flock(locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"run.dir: another command is submitting {run_dir} now. Its job is shown by: "
+                    f"python -m dtrain.launch status {shlex.quote(str(run_dir))}"
+                ) from None
+            except OSError:
+                pass  # a file system without locks
+        _record_lost_jobs(run_dirs, array)
+        for run_dir in run_dirs:
+            refuse_second_job(run_dir)
+        yield locks
+
+
+def _record_lost_jobs(run_dirs: Sequence[Path], array: Path | None) -> None:
+    """Records the waiting jobs whose launcher was killed after it had called sbatch. A job that runs has recorded itself."""
+    # The last field of a line is the script as it was given to sbatch.
+    lines = _squeue(run_dirs[0], "--format=%i %o", "--me").splitlines() if shutil.which("squeue") else []
+    jobs = {script: job_id for job_id, _, script in (line.partition(" ") for line in lines)}
+    if array is not None and (job_id := jobs.get(str(array))):
+        raise HasJob(f"run.dir: the sweep already has job {job_id}. Wait until it ends, or cancel it: scancel {job_id}")
+    for run_dir in run_dirs:
+        if (job_id := jobs.get(str(run_dir / SCRIPT))) and queued_job(run_dir) is None:
+            write_job_id(run_dir, job_id)
 
 
 def sweep_dir(jobs: Sequence[Job]) -> Path:
@@ -168,11 +229,19 @@ def is_submitted(run_dir: Path) -> bool:
         return is_marked(content_with_folders((run_dir / SCRIPT).read_bytes(), [run_dir / PRESETS]), _MARKS)
 
 
-def _submit_each(jobs: Sequence[Job]) -> list[str]:
+def _submit(jobs: Sequence[Job]) -> list[str]:
+    array = sweep_dir(jobs) / _ARRAY if _is_array(jobs) else None
+    with submission([job.run.dir for job in jobs], array) as locks:
+        for job in jobs:
+            _write_script(job)
+        return _submit_each(jobs, locks) if array is None else _submit_array(jobs, array, locks)
+
+
+def _submit_each(jobs: Sequence[Job], locks: Sequence[int]) -> list[str]:
     ids: list[str] = []
     try:
         for job in jobs:
-            ids.append(submit(script_path(job)))
+            ids.append(submit(script_path(job), locks))
             _write_record(job, ids[-1])
     except BaseException:
         if ids:
@@ -181,13 +250,13 @@ def _submit_each(jobs: Sequence[Job]) -> list[str]:
     return ids
 
 
-def _submit_array(jobs: Sequence[Job]) -> list[str]:
-    folder = sweep_dir(jobs)
+def _submit_array(jobs: Sequence[Job], script: Path, locks: Sequence[int]) -> list[str]:
+    folder = script.parent
     with as_config_error("run.dir"):
         folder.mkdir(parents=True, exist_ok=True)
-        with replace_file(folder / "array.sbatch") as handle:
+        with replace_file(script) as handle:
             handle.write(array_script(jobs, folder).encode())
-    array_id = submit(folder / "array.sbatch")
+    array_id = submit(script, locks)
     ids = [f"{array_id}_{element}" for element in range(len(jobs))]
     for element, (job, job_id) in enumerate(zip(jobs, ids, strict=True)):
         _write_record(job, job_id)
@@ -251,11 +320,11 @@ class SlurmStart:
         self._judge = StatusJudge(job.run.dir)
         self._asked = time.monotonic()
         self._missed = 0
+        self._stop = StopRequest(job.run.dir)
         self._stop_requested = self._cancelled = False
-        if queued_job(job.run.dir) is None:
+        with suppress(HasJob):
             check([job])
-            _write_script(job)
-            _submit_each([job])
+            _submit([job])
 
     def result(self) -> JobResult | None:
         """The result; None while the run has a job. squeue is called every few seconds."""
@@ -272,26 +341,26 @@ class SlurmStart:
         self._missed += 1
         if self._missed < _MISSED:
             return None
+        self._stop.withdraw()
         return JobResult("stopped", STOPPED) if self._cancelled else self._judge()
 
     def stop(self) -> None:
-        """Once: cancels a waiting job, and writes the STOP file of a running one."""
-        if self._stop_requested:
-            return
-        self._stop_requested = True
-        job = active_job(self.job.run.dir)
-        if job is not None and not job.has_nodes:
-            self._cancelled = True
-            subprocess.run(["scancel", job.id], check=False)
-        else:
-            request_stop(self.job.run.dir)
+        """Cancels a waiting job, and asks a running one to stop."""
+        if not self._stop_requested:
+            self._stop_requested = True
+            job = active_job(self.job.run.dir)
+            if job is not None and not job.has_nodes:
+                self._cancelled = True
+                subprocess.run(["scancel", job.id], check=False)
+        if not self._cancelled:
+            self._stop.write()
 
     def kill(self) -> None:
         """Cancels the job."""
         self._cancelled = True
         cancelled = None
         # Again if the job has ended meanwhile, and another one continues the run.
-        while (job_id := read_job_id(self.job.run.dir)) != cancelled:
+        while (job_id := read_job_id(self.job.run.dir)) not in (None, cancelled):
             cancelled = job_id
             subprocess.run(["scancel", str(job_id)], check=False)
 
@@ -327,58 +396,101 @@ class NoAnswer(ConfigError):
     """SLURM did not answer, so it is not known whether a run has a job."""
 
 
+class HasJob(ConfigError):
+    """A run has a job that waits or runs."""
+
+
 def queued_job(run_dir: Path) -> SlurmJob | None:
     """The job of a run that waits or runs; None without one, or if this machine has no SLURM.
 
     Raises:
         NoAnswer: If squeue fails.
+        ConfigError: If ``.job`` is damaged.
     """
     job_id = read_job_id(run_dir)
     if job_id is None or shutil.which("squeue") is None:
         return None
-    done = subprocess.run(
-        ["squeue", "--noheader", "--format=%T %R", f"--jobs={job_id}"], capture_output=True, text=True, check=False
-    )
-    # squeue fails for a job that ended some minutes ago, because SLURM has deleted it from its queue.
-    if done.returncode != 0 and "Invalid job id" not in done.stderr:
-        raise NoAnswer(
-            f"run.dir: {run_dir} may still have job {job_id}, but squeue failed: {done.stderr.strip()}. Run the command "
-            "again when SLURM answers."
-        )
     # A job array with the elements of one run has several lines.
-    state, _, reason = done.stdout.strip().partition("\n")[0].partition(" ")
+    line = _squeue(run_dir, "--format=%T %R", f"--jobs={job_id}", job_id).strip().partition("\n")[0]
+    state, _, reason = line.partition(" ")
     return SlurmJob(job_id, state, reason) if state else None
 
 
-def active_job(run_dir: Path) -> SlurmJob | None:
-    """As ``queued_job``, for a display: None also if SLURM does not answer."""
+def _squeue(run_dir: Path, format: str, which: str, job_id: str = "") -> str:
+    """The output of squeue; empty for a job that SLURM has forgotten."""
     try:
-        return queued_job(run_dir)
-    except NoAnswer:
-        return None
+        done = subprocess.run(
+            ["squeue", "--noheader", format, which],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=_SQUEUE_SECONDS,
+        )
+        # squeue fails for a job that ended some minutes ago, because SLURM has deleted it from its queue.
+        if done.returncode == 0 or "Invalid job id" in done.stderr:
+            return done.stdout
+        reason = done.stderr.strip()
+    except subprocess.TimeoutExpired:
+        reason = f"it did not answer for {_SQUEUE_SECONDS:.0f} s"
+    raise NoAnswer(
+        f"run.dir: {run_dir} may still have {f'job {job_id}' if job_id else 'a job'}, but squeue failed: {reason}. Run the "
+        "command again when SLURM answers."
+    )
 
 
-def request_stop(run_dir: Path) -> None:
-    """Writes the STOP file, empty: the batch script then knows that it is not its own, and asks for no new allocation."""
-    (run_dir / "STOP").unlink(missing_ok=True)
-    (run_dir / "STOP").touch()
+def active_job(run_dir: Path) -> SlurmJob | None:
+    """As ``queued_job``, for a display: None also if SLURM does not answer, or ``.job`` is damaged."""
+    return active_jobs([run_dir])[0]
+
+
+def active_jobs(run_dirs: Sequence[Path]) -> list[SlurmJob | None]:
+    """``active_job`` of several runs. If SLURM does not answer once, it is not asked again."""
+    jobs: list[SlurmJob | None] = [None] * len(run_dirs)
+    for number, run_dir in enumerate(run_dirs):
+        try:
+            jobs[number] = queued_job(run_dir)
+        except NoAnswer:
+            break
+        except ConfigError:
+            continue
+    return jobs
 
 
 def read_job_id(run_dir: Path) -> str | None:
-    """Id of the newest job of a run, which the launcher or a batch script wrote; None without one."""
+    """Id of the newest job of a run, which the launcher or a batch script wrote.
+
+    None without one. Also in a copy of a run directory: its file names the job of the original.
+
+    Raises:
+        ConfigError: If the file is damaged.
+    """
     path = run_dir / _JOB_ID
-    with as_config_error("run.dir"):
-        return path.read_text().strip() if path.exists() else None
+    try:
+        with open_regular(path) as file:
+            job_id, _, owner = file.read(_MOST_JOB_ID).decode().strip().partition("\n")
+        if job_id and not re.fullmatch(r"\d[\d_+]*", job_id):
+            raise ValueError(f"got {job_id[:40]!r}, want the id of a job")
+        if owner and os.path.isdir(owner) and not os.path.samefile(owner, run_dir):
+            return None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"run.dir: {path} cannot be read ({error}), so it is not known whether the run has a job. If `squeue --me` shows "
+            "none, delete the file."
+        ) from error
+    return job_id or None
 
 
 def write_job_id(run_dir: Path, job_id: str) -> None:
-    """Stores the id of the newest job of a run.
+    """Stores the id of the newest job of a run, and which directory is trained by it.
 
     Raises:
         ConfigError: If it cannot be written.
     """
     with as_config_error("run.dir"), replace_file(run_dir / _JOB_ID) as handle:
-        handle.write(f"{job_id}\n".encode())
+        handle.write(f"{job_id}\n{os.path.realpath(run_dir)}\n".encode())
 
 
 # -- the version of the code

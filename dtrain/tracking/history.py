@@ -26,7 +26,7 @@ import numpy as np
 from dtrain.config.errors import printable
 from dtrain.config.renamed_keys import rename_keys
 from dtrain.config.safe_yaml import parse_yaml
-from dtrain.tracking.run_dir import bounded_lines, may_be_read, read_status
+from dtrain.tracking.run_dir import NUMBERS, bounded_lines, may_be_read, read_status
 
 #: The value in ``differences`` of a run that does not have the key.
 ABSENT = object()
@@ -139,7 +139,8 @@ class History:
 
 def is_run(path: Path) -> bool:
     """Whether a directory is a run directory, also of a queued run or one that failed before its first step."""
-    return any((path / name).exists() for name in (_METRICS, _CONFIG, _STATUS, *_FIRST_FILES))
+    # os.path.exists: False where the folder may not be searched.
+    return any(os.path.exists(path / name) for name in (_METRICS, _CONFIG, _STATUS, *_FIRST_FILES))
 
 
 def differences(runs: Sequence[History]) -> dict[str, list[Any]]:
@@ -352,10 +353,14 @@ def _read_status(run_dir: Path, gaps: list[str]) -> dict[str, Any]:
     if not may_be_read(run_dir / _STATUS, gaps, f"no {_STATUS}: the state of the run is unknown", _MAX_BYTES):
         return {}
     try:
-        return read_status(run_dir) or {}
+        status = read_status(run_dir) or {}
     except (OSError, ValueError, RecursionError) as error:
         gaps.append(f"{_STATUS} cannot be read ({error})")
         return {}
+    wrong = [name for name in NUMBERS if status.get(name) is not None and not as_float(status[name]) >= 0]
+    if wrong:
+        gaps.append(f"{_STATUS}: entries that are not numbers of at least 0 are left out: {', '.join(wrong)}")
+    return {name: value for name, value in status.items() if name not in wrong}
 
 
 def _read_yaml(path: Path, gaps: list[str]) -> dict[str, Any]:

@@ -42,7 +42,8 @@ _KEPT_MESSAGES = 1000
 _GIT_SECONDS = 10.0  # git may have to read every file of a checkout on a slow disk
 _RANK_0_SECONDS = 2.0  # to end, for a rank 0 that was killed
 _MOST_STATUS = 2**20  # bytes; a status has a few hundred
-_NUMBERS = ("step", "last_step", "time", "restarts", "lost_seconds", "down_seconds", "trained_seconds")
+#: Entries of a status that are numbers of at least 0, if they are there.
+NUMBERS = ("step", "last_step", "time", "restarts", "lost_seconds", "down_seconds", "trained_seconds")
 # Everything that a run writes, except what belongs to the job that is running now: its lock, its output and its presets.
 _RECORDS = (
     *("config.yaml", "overrides.yaml", "status.json", "metrics.jsonl", "cut-metrics.jsonl", "report.html"),
@@ -174,7 +175,7 @@ def status_or_none(run_dir: Path, problems: list[str] | None = None) -> dict[str
     """As ``read_status``, but None for a damaged file, also one with wrong numbers; appends a line to ``problems``."""
     try:
         status = read_status(run_dir)
-        for name in _NUMBERS:
+        for name in NUMBERS:
             value = (status or {}).get(name, 0)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
                 raise ValueError(f"{run_dir / 'status.json'} has {value!r} for {name}, want a number of at least 0")
@@ -185,8 +186,13 @@ def status_or_none(run_dir: Path, problems: list[str] | None = None) -> dict[str
         return None
 
 
-def is_trained(run_dir: Path) -> bool:
-    """Whether a process is training the run. A killed one leaves the state ``running``, but not the run's lock."""
+def is_trained(run_dir: Path, *, without_locks: bool = True) -> bool:
+    """Whether a process is training the run. A killed one leaves the state ``running``, but not the run's lock.
+
+    Args:
+        run_dir: The run's directory.
+        without_locks: The answer where it is not known, as on a file system without locks.
+    """
     path = run_dir / ".lock"
     if not is_plain(path):
         return False
@@ -195,8 +201,10 @@ def is_trained(run_dir: Path) -> bool:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
-    except OSError:  # locked; or the file system has no locks, and only the state is known
+    except BlockingIOError:
         return True
+    except OSError:  # the file system has no locks, or the file may not be read: only the state is known
+        return without_locks
     return False
 
 
@@ -403,8 +411,8 @@ def bounded_lines(file: BinaryIO) -> Iterator[bytes]:
 
 def tail(path: Path, most: int) -> str:
     """The last ``most`` bytes of a text file, from the beginning of a line."""
-    with path.open("rb") as file:
-        skipped = max(0, path.stat().st_size - most)
+    with open_regular(path) as file:
+        skipped = max(0, os.fstat(file.fileno()).st_size - most)
         file.seek(skipped)
         text = file.read(most).decode("utf-8", errors="replace")
     return text.partition("\n")[2] if skipped else text

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
+import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +18,9 @@ import pytest
 import yaml
 
 from dtrain import launch
+from dtrain.launching import commands
 from dtrain.launching.commands import COMMANDS, newest_log, status_table
+from dtrain.tracking.history import History
 from dtrain.tracking.run_dir import is_trained, write_status
 from tests.refusals import assert_refused
 from tests.runs import status, train_on
@@ -249,6 +253,72 @@ def test_control_characters_in_the_files_of_a_run_are_not_printed(tmp_path: Path
     assert all(line.isprintable() for line in text.splitlines())
     assert "failed: ?[31mall of it" in text
     assert len(text.splitlines()) == 6
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
+    "folder": Path.mkdir,
+    "binary": lambda path: path.write_bytes(b"\xff\xfe\0\1"),
+    "nowhere": lambda path: path.symlink_to("nowhere"),
+    "loop": lambda path: path.symlink_to(path),
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "empty": Path.touch,
+    "huge": lambda path: (path.touch(), os.truncate(path, 2**32)),
+}
+
+
+def test_each_damaged_directory_is_a_row_and_none_blocks_a_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "_SECONDS_TO_START", -60.0)  # tail does not wait for a start
+    names = [".job", ".lock", "status.json", "config.yaml", "metrics.jsonl", "logs/slurm-12.out", "logs", "search.json"]
+    runs = []
+    for name, (kind, damage) in itertools.product(names, DAMAGES.items()):
+        if (name, kind) == ("metrics.jsonl", "huge"):  # it is read
+            continue
+        run = make_run(tmp_path / f"{name.strip('.').replace('/', '-')}-{kind}", "finished", {}, {"step": 3})
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).unlink(missing_ok=True)
+        damage(run / name)
+        runs.append(run)
+    assert launch.main(["status", str(tmp_path)]) == 0
+    table = capsys.readouterr().out.partition("\n\n")[0]
+    assert [run.name for run in runs if table.count(f" {run.name} ") != 1] == []
+    for command, run in itertools.product(("tail", "stop"), runs):
+        launch.main([command, str(run)])
+        out, error = capsys.readouterr()
+        assert out or error.startswith("dtrain: error: ")
+
+
+@pytest.mark.parametrize("name", ["step", "last_step", "time", "restarts", "lost_seconds"])
+@pytest.mark.parametrize("value", ["abc", [1], {"a": 1}, -5, 10**400, True])
+def test_a_wrong_number_in_a_status_is_left_out(tmp_path: Path, name: str, value: Any) -> None:
+    run = make_run(tmp_path / "a", "failed", {}, {"step": 3})
+    write_status(run, "failed", 3, "why")
+    path = run / "status.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    table, notes = status_table([run], 80).split("\n\n")
+    assert table.splitlines()[1].split()[0] == "failed"
+    assert notes == "a: failed: why\n"
+    assert any(name in gap for gap in History.read(run, "a").gaps)
+
+
+def test_numbers_of_a_hundred_digits_keep_the_table_readable(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", "running", {}, {"step": 1e99})
+    assert status_table([run], 80).splitlines()[1].split()[1] == "1e+99/40"
+
+
+def test_a_directory_without_a_run_does_not_hide_the_runs_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "a", "finished", {}, {"step": 40})
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").symlink_to("nowhere")
+    assert launch.main(["status", *map(str, sorted(tmp_path.iterdir()))]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[1].split()[0] == "finished"
+    assert "empty: " in out
+    assert launch.main(["status", str(run), str(tmp_path / "misspelt")]) == launch.FAILED
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from dtrain.launching.job import (
     STOPPED,
     JobResult,
     StatusJudge,
+    StopRequest,
     exit_code,
     print_results,
     with_unique_dirs,
@@ -81,8 +82,31 @@ def test_jobs_with_the_same_name_get_the_varied_overrides_appended(tmp_path: Pat
 
 
 def test_jobs_with_the_same_overrides_are_refused() -> None:
-    with refused(ConfigError, "--multirun", "the same directory", "Remove repeated values"):
-        with_unique_dirs(compose("--multirun", "experiment=digits", "run.seed=1,1"))
+    with refused(ConfigError, "--multirun", "the same directory", "Remove repeated values") as error:
+        with_unique_dirs(compose("--multirun", "experiment=digits", "optimizer.lr=0.02,2e-2,0.1", "run.seed=1,2"))
+    lines = str(error.value).splitlines()
+    assert [line.strip() for line in lines if line.startswith("    ")] == ["optimizer.lr=0.02 run.seed=1"] * 2
+    assert "No run of the sweep was started" in lines[-1]
+
+
+def test_a_stop_request_is_written_once_for_each_process_that_trains_the_run(tmp_path: Path) -> None:
+    run_dir, stop_file = tmp_path / "r", tmp_path / "r" / "STOP"
+    request = StopRequest(run_dir)
+    request.write()  # the run has no directory yet
+    run_dir.mkdir()
+    request.withdraw()
+    for pid in (1, 2):
+        (run_dir / ".lock").write_text(f'{{"pid": {pid}}}')
+        request.write()
+        assert stop_file.read_bytes() == b""
+        stop_file.unlink()  # this process has read it
+        request.write()
+        (run_dir / ".lock").write_text("")  # the next one is writing it
+        request.write()
+        assert not stop_file.exists()
+    stop_file.touch()
+    request.withdraw()
+    assert not stop_file.exists()
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ class Cluster:
 
     @property
     def owner(self) -> str:
-        return (self.run_dir / ".job").read_text().strip()
+        return (self.run_dir / ".job").read_text().split()[0]
 
 
 @pytest.fixture
@@ -330,6 +330,14 @@ def test_a_job_that_a_user_submits_starts_if_the_run_has_no_other_job(
     assert cluster.owner == (JOB if starts else "9")
     assert starts or f"already has job {others}" in output
     assert starts or "scancel 9" in output
+
+
+def test_a_copy_of_a_run_does_not_have_the_job_of_the_original(cluster: Cluster) -> None:
+    (cluster.run_dir / ".job").write_text(f"9\n{cluster.place}\n")
+    (cluster.place / "others").write_text("9 RUNNING\n")
+    code, _ = cluster.run("touch begun; " + status("finished"), SLURM_RESTART_COUNT="")
+    assert code == 0
+    assert (cluster.run_dir / ".job").read_text().splitlines() == [JOB, str(cluster.run_dir)]
 
 
 def test_a_job_that_a_user_submits_does_not_start_while_slurm_does_not_answer(cluster: Cluster) -> None:

@@ -2,18 +2,22 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from dtrain import launch
 from dtrain.config.errors import ConfigError
+from dtrain.config.run import Run
+from dtrain.distributed.lock import read_holder
 from dtrain.launching import local
-from dtrain.launching.job import FAILED, STOPPED, Job
+from dtrain.launching.job import FAILED, FINISHED, STOPPED, Job, JobResult
+from dtrain.launching.local import LocalStart
 from tests.launching.compose import single
 from tests.launching.processes import rank_processes
 from tests.refusals import refused
@@ -141,7 +145,7 @@ def test_more_runs_than_gpus_are_refused(running: str, more: tuple[str, ...]) ->
 
 # A run without torch: "fails" and "refused" end with an error, others finish, or stop on request.
 _RUN = """
-import json, os, pathlib, sys, time
+import fcntl, json, os, pathlib, sys, time
 run_dir, kind = pathlib.Path(sys.argv[1]), sys.argv[2]
 print("cores", len(os.sched_getaffinity(0)), "threads", os.environ["OMP_NUM_THREADS"], flush=True)
 if kind == "refused":
@@ -150,7 +154,17 @@ def status(state, reason=None):
     (run_dir / "status.json.staged").write_text(json.dumps({"state": state, "step": 3, "reason": reason, "time": time.time()}))
     (run_dir / "status.json.staged").rename(run_dir / "status.json")
 (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+lock = (run_dir / ".lock").open("a")
+try:
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    sys.exit("dtrain: error: run.dir: in use by another job")
+lock.truncate(0)
+lock.write(json.dumps({"pid": os.getpid(), "host": "here", "since": "now", "start": os.environ.get("DTRAIN_START_ID")}))
+lock.flush()
 status("running")
+while kind == "slow" and not (run_dir / "go").exists():
+    time.sleep(0.01)
 while kind == "waits" and not (run_dir / "STOP").exists():
     time.sleep(0.01)
 (run_dir / "at").write_text(str(time.time()))
@@ -179,7 +193,7 @@ def sweep_of(*kinds: str, running: int = 2) -> int:
 
 
 @pytest.mark.usefixtures("small_runs")
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT])
 def test_a_signal_to_the_launcher_stops_the_run(tmp_path: Path, number: signal.Signals) -> None:
     before = signal.signal(number, signal.default_int_handler)  # nohup pytest ignores SIGHUP
     try:
@@ -255,6 +269,131 @@ def test_ctrl_c_stops_all_runs_of_a_sweep(tmp_path: Path, capfd: pytest.CaptureF
     assert "dtrain.launch status" in compare
     assert "run.seed=3" not in compare
     assert not any((run_dir / "STOP").exists() for run_dir in run_dirs)
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_a_run_gets_the_gpus_of_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environments: list[dict[str, str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda *arguments, env, **options: environments.append(env))
+    for gpus, is_all in ((("GPU-c", "GPU-d"), False), (("0", "1", "2", "3"), True)):
+        share = local.Share((0,), gpus, is_all)
+        LocalStart(single("experiment=digits", f"run.dir={tmp_path / 'r'}"), share, to_file=False, note=print)
+    assert [environment.get("CUDA_VISIBLE_DEVICES") for environment in environments] == ["GPU-c,GPU-d", None]
+
+
+# -- runs that another command trains
+
+
+@pytest.fixture
+def slow(tmp_path: Path, small_runs: None) -> Job:
+    """A run that ends when its directory has a file ``go``."""
+    return single(*QUICK, f"run.dir={tmp_path / 'r'}", "tracker.project=slow")
+
+
+@pytest.fixture
+def start(slow: Job) -> Iterator[Callable[[], LocalStart]]:
+    """Makes starts of the run ``slow``, each as a launcher of its own does."""
+    starts: list[LocalStart] = []
+
+    def make() -> LocalStart:
+        starts.append(LocalStart(slow, local.shares(1)[0], to_file=True, note=lambda text: sys.stderr.write(text)))
+        return starts[-1]
+
+    yield make
+    for process in (start._process for start in starts):
+        if process is not None:
+            process.kill()
+            process.wait()
+
+
+def result_of(start: LocalStart) -> JobResult:
+    while (result := start.result()) is None:
+        time.sleep(0.01)
+    return result
+
+
+def begun(run_dir: Path) -> None:
+    while not (run_dir / "status.json").exists():
+        time.sleep(0.01)
+
+
+def test_a_run_that_outlived_its_launcher_is_taken_over(
+    slow: Job, start: Callable[[], LocalStart], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = slow.run.dir
+    first = start()
+    begun(run_dir)
+    # Its launcher was killed before it moved the output into the directory of the run.
+    assert not (run_dir / local.OUTPUT).exists()
+    second = start()
+    assert second._process is None
+    assert second.result() is None
+    assert f"process {read_holder(run_dir)['pid']} on here" in capsys.readouterr().err
+    (run_dir / "go").touch()
+    assert result_of(second) == JobResult("finished", FINISHED)
+    assert result_of(first) == JobResult("finished", FINISHED)
+    assert "the end" in (run_dir / local.OUTPUT).read_text()
+    assert list(run_dir.parent.glob(".*")) == []
+
+
+def test_a_run_that_was_taken_over_and_is_killed_has_failed(slow: Job, start: Callable[[], LocalStart]) -> None:
+    first = start()
+    begun(slow.run.dir)
+    second = start()
+    assert first._process is not None
+    first._process.kill()
+    first._process.wait()
+    result = result_of(second)
+    assert (result.code, "killed" in str(result.reason)) == (FAILED, True)
+
+
+def test_of_two_starts_at_once_one_trains_and_the_other_waits_for_it(
+    slow: Job, start: Callable[[], LocalStart], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = start()
+    begun(slow.run.dir)
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "is_trained", lambda run_dir, **options: False)  # as before the first one has the lock
+        second = start()
+    assert second._process is not None
+    second._process.wait()
+    assert second.result() is None
+    assert first.result() is None
+    (slow.run.dir / "go").touch()
+    assert [result_of(one).state for one in (first, second)] == ["finished"] * 2
+    log = (slow.run.dir / local.OUTPUT).read_text()
+    assert "the end" in log
+    assert not any(line.startswith("dtrain: error") for line in log.splitlines())
+    assert list(slow.run.dir.parent.glob(".*")) == []
+
+
+def test_a_run_that_another_command_trains_with_other_settings_is_refused(
+    slow: Job, start: Callable[[], LocalStart], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start()
+    begun(slow.run.dir)
+    monkeypatch.setattr(Run, "changes", lambda run: ["train.max_steps: 3 -> 4"])
+    result = result_of(start())
+    assert (result.code, result.reason) == (FAILED, "run.dir: in use by another job")
+
+
+def test_the_second_signal_leaves_a_run_that_was_taken_over(slow: Job, start: Callable[[], LocalStart]) -> None:
+    start()
+    begun(slow.run.dir)
+    second = start()
+    second.stop()
+    second.kill()
+    assert result_of(second).code == STOPPED
+    assert (slow.run.dir / "STOP").exists()  # it still trains, and reads the file
+
+
+def test_the_output_of_a_refused_start_is_deleted_by_the_next_one(slow: Job, start: Callable[[], LocalStart]) -> None:
+    old = slow.run.dir.with_name(f".r.{'0' * 32}.output")
+    others = [slow.run.dir.with_name(name) for name in (f".r.1.{'0' * 32}.output", ".r.mine.output")]
+    for path in (old, *others):
+        path.touch()
+    start()
+    assert [path.exists() for path in (old, *others)] == [False, True, True]
 
 
 def test_several_nodes_are_refused() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import threading
 import time
@@ -19,11 +20,12 @@ import pytest
 from dtrain import launch
 from dtrain.config.errors import ConfigError
 from dtrain.config.schema import SearchConfig
-from dtrain.launching import pool
+from dtrain.launching import pool, search_journal
 from dtrain.launching import search as searching
 from dtrain.launching.job import FAILED, FINISHED, STOPPED, Job, JobResult
 from dtrain.launching.pool import Screen
 from dtrain.launching.search import MetricReader
+from dtrain.launching.search_journal import search_lock
 from dtrain.launching.search_space import CommandLine, distribution
 from dtrain.reporting.search import Search
 from dtrain.tracking.run_dir import save_run, write_status
@@ -350,7 +352,7 @@ def test_a_search_in_the_directory_of_another_is_refused(place: Path, started: l
 
 
 def test_a_second_process_of_a_search_is_refused(place: Path, started: list[Job], capsys: Any) -> None:
-    with searching._lock(place / "s"):
+    with search_lock(place / "s"):
         assert run_search(LR) == FAILED
     assert f"another process runs the search in {place / 's'}" in capsys.readouterr().err
 
@@ -363,6 +365,104 @@ def test_a_journal_that_was_cut_short_is_continued(place: Path, started: list[Jo
     assert run_search(LR, trials=2) == FINISHED
     assert run_search(LR, trials=3) == FINISHED
     assert [trial.state for trial in found(place / "s").trials] == ["finished"] * 3
+
+
+TWO_KEYS = ("optimizer.lr=interval(0.0,1.0)", "optimizer.weight_decay=tag(log,interval(1e-4,1e-1))")
+
+
+def trials_after_cuts(place: Path, sampler: str, trials: int, cuts: Callable[[list[bytes]], list[int]]) -> None:
+    keys = (*TWO_KEYS, f"launch.search.sampler={sampler}")
+    assert run_search(*keys, trials=trials) == FINISHED
+    expected = [(trial.state, trial.values, trial.value) for trial in found(place / "s").trials]
+    lines = (place / "s" / "journal.log").read_bytes().splitlines(keepends=True)
+    assert len({repr(values) for _, values, _ in expected}) == trials
+    for cut in cuts(lines):
+        shutil.rmtree(place / "t", ignore_errors=True)
+        shutil.copytree(place / "s", place / "t")
+        (place / "t" / "journal.log").write_bytes(b"".join(lines[:cut]))
+        (place / "t" / "search.json").unlink()
+        assert run_search(*keys, trials=trials, to="t") == FINISHED
+        assert [(trial.state, trial.values, trial.value) for trial in found(place / "t").trials] == expected, cut
+
+
+def test_a_search_that_was_killed_while_it_asked_for_a_trial_continues_with_the_same_values(
+    place: Path, started: list[Job]
+) -> None:
+    def cuts(lines: list[bytes]) -> list[int]:
+        created = [number for number, line in enumerate(lines, 1) if b'"op_code":4' in line]
+        return [created[-1], created[-1] + 1]  # before its first and before its second value
+
+    trials_after_cuts(place, "random", 3, cuts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", ["tpe", "random"])
+def test_a_journal_that_ends_after_any_line_continues_to_the_same_trials(
+    place: Path, started: list[Job], sampler: str
+) -> None:
+    # The first ten trials of TPE are random.
+    trials, last = (11, 5) if sampler == "tpe" else (2, 100)
+    trials_after_cuts(place, sampler, trials, lambda lines: list(range(len(lines)))[-last:])
+
+
+def test_lines_that_are_twice_or_not_at_all_in_a_journal_do_not_end_the_search(
+    place: Path, started: list[Job], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_search(*TWO_KEYS, trials=2) == FINISHED
+    search, journal = found(place / "s"), place / "s" / "journal.log"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    created = next(number for number, line in enumerate(lines) if b'"op_code":4' in line)
+    journal.write_bytes(b"".join([*lines[:created], lines[created], *lines[created:]]))
+    assert run_search(*TWO_KEYS, trials=3) == FINISHED
+    assert [trial.values for trial in found(place / "s").trials[:2]] == [trial.values for trial in search.trials]
+    assert len(found(place / "s").trials) == 3
+    capsys.readouterr()
+    # A finished trial has no first value: it is not invented, and the table is shown without it.
+    journal.write_bytes(b"".join([*lines[: created + 1], *lines[created + 2 :]]))
+    assert run_search(*TWO_KEYS, trials=2) == FINISHED
+    assert [len(trial.values) for trial in found(place / "s").trials] == [1, 2]
+    best = max(search.trials, key=lambda trial: trial.value)
+    assert ("its values again" in capsys.readouterr().out) == (best.number == 1)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"[]\n", b'{"definition": 1}\n'])
+def test_the_journal_says_what_the_search_is(
+    place: Path, started: list[Job], capsys: pytest.CaptureFixture[str], content: bytes | None
+) -> None:
+    assert run_search(LR, trials=1) == FINISHED
+    copy = place / "s" / "search.json"
+    before = json.loads(copy.read_text())
+    copy.unlink()
+    if content is not None:
+        copy.write_bytes(content)
+    assert run_search("optimizer.lr=interval(0,0.001)", trials=2) == FAILED
+    assert_refused(capsys.readouterr().err, "run.dir", '"interval(0.0,1.0)"} -> {"optimizer.lr": "interval(0,0.001)"}')
+    assert run_search(LR, trials=1) == FINISHED
+    assert json.loads(copy.read_text()) == before
+
+
+def test_a_lock_that_a_killed_process_left_in_the_journal_is_broken(
+    place: Path, started: list[Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_search(LR, trials=1) == FINISHED
+    lock = place / "s" / "journal.log.lock"
+    for age, waits in ((60.0, False), (-60.0, True)):  # the clock of a file server may be ahead
+        monkeypatch.setattr(search_journal, "_STALE", 0.3 if waits else 30.0)
+        lock.symlink_to("journal.log")
+        os.utime(lock, (time.time() - age,) * 2, follow_symlinks=False)
+        assert run_search(LR, trials=1) == FINISHED
+        assert not lock.is_symlink()
+        assert f"{lock}: deleted" in capsys.readouterr().err
+
+
+def test_failures_that_are_not_in_a_row_do_not_end_a_search(place: Path, started: list[Job]) -> None:
+    class Alternating(Fake):
+        def result(self) -> JobResult | None:
+            return JobResult("failed", FAILED, "no") if len(started) % 2 else super().result()
+
+    searching.Fake.make = staticmethod(Alternating)  # type: ignore[attr-defined]
+    assert run_search(LR, "launch.search.max_failures=2", trials=4) == FINISHED
+    assert [trial.state for trial in found(place / "s").trials] == ["failed", "finished"] * 2
 
 
 @pytest.mark.parametrize(
@@ -404,7 +504,7 @@ def test_a_trial_whose_run_another_process_trains_is_not_failed(
     with monkeypatch.context() as patch:
         # The process of an earlier command, which was killed before its run had a lock.
         patch.setattr(launcher, "make", Refused)
-        patch.setattr(searching, "is_trained", lambda run_dir: bool(started))
+        patch.setattr(searching, "is_trained", lambda run_dir, **options: bool(started))
         assert run_search(LR, trials=1) == STOPPED
     assert [trial.state for trial in found(place / "s").trials] == ["stopped"]
     assert run_search(LR, trials=1) == FINISHED

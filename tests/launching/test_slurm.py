@@ -184,7 +184,7 @@ def test_where_requeue_is_forbidden_a_new_job_continues(tmp_path: Path) -> None:
     wait(paused(tmp_path, 11))
     slurm("scancel", "--signal=USR1", "--batch", job)
     assert ended(job) == "COMPLETED"
-    following = (tmp_path / ".job").read_text().strip()
+    following = (tmp_path / ".job").read_text().split()[0]
     assert following != job
     assert ended(following) == "COMPLETED"
     assert f"requeue is refused here: job {following} continues the run" in output(job)
@@ -325,7 +325,7 @@ def test_an_array_element_is_requeued_alone(tmp_path: Path) -> None:
     ]
     assert launch.main(command) == 0
     runs = [tmp_path / f"r-run.seed={seed}" for seed in (1, 2)]
-    jobs = [(run / ".job").read_text().strip() for run in runs]
+    jobs = [(run / ".job").read_text().split()[0] for run in runs]
     wait(lambda: all(paused(run, 11)() for run in runs))
     slurm("scancel", "--signal=USR1", "--batch", jobs[1])
     assert [ended(job, 300) for job in jobs] == ["COMPLETED", "COMPLETED"]
@@ -372,7 +372,7 @@ def test_stop_and_resume_by_run_directory(tmp_path: Path, capsys: pytest.Capture
     assert "no process trains this run" in capsys.readouterr().err
 
     assert launch.main(["resume", str(tmp_path)]) == 0
-    following = (tmp_path / ".job").read_text().strip()
+    following = (tmp_path / ".job").read_text().split()[0]
     assert following != job
     assert ended(following) == "COMPLETED"
     assert status(tmp_path)["state"] == "finished"

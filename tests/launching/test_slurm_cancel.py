@@ -87,7 +87,7 @@ class Disturbed:
 
     def cancel(self) -> None:
         """Cancels the job that was submitted, as a user does; where requeue is forbidden, that of ``launch status``."""
-        job = self.job if self.kind != "no requeue" else (self.run_dir / ".job").read_text().strip()
+        job = self.job if self.kind != "no requeue" else (self.run_dir / ".job").read_text().split()[0]
         subprocess.run(["scancel", job], check=False)
         self.cancelled = now()
 
@@ -182,7 +182,7 @@ def test_a_run_that_was_handed_over_is_trained_by_the_new_job_only(
     wait(lambda: len(run.starts) == 1, details=run.output)
     (run.run_dir / "peer_failed").touch()
     wait(lambda: len(run.starts) == 2, details=run.output)
-    following = (run.run_dir / ".job").read_text().strip()
+    following = (run.run_dir / ".job").read_text().split()[0]
     assert following != run.job
     # An administrator starts the first job again, and a user submits the script again.
     slurm("scontrol", "requeue", run.job)

@@ -76,7 +76,7 @@ def test_where_requeue_is_forbidden_an_element_continues_in_a_new_job(place: Pat
     wait(paused(run_dir, 11), details=lambda: output(f"{job}_3"))
     slurm("scancel", "--signal=USR1", "--batch", f"{job}_3")
     assert ended(f"{job}_3") == "COMPLETED"
-    following = (run_dir / ".job").read_text().strip()
+    following = (run_dir / ".job").read_text().split()[0]
     assert following != f"{job}_3"
     assert following.endswith("_3")
     assert ended(following) == "COMPLETED"
