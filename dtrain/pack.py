@@ -20,6 +20,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from dtrain.config.errors import printable
 from dtrain.data import digits
 from dtrain.packing.arrays import pack_arrays
 from dtrain.packing.documents import VAL_BY
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             _digits(options.destination)
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        console.print(f"pack: error: {error}", markup=False)
+        console.print(printable(f"pack: error: {error}", keep="\n"), markup=False)
         return 1
     except KeyboardInterrupt:
         console.print("pack: interrupted. Run the same command again to continue.")

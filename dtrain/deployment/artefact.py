@@ -10,7 +10,7 @@ by ``_target_``, and torch programs hold code. Without ``trust``, two kinds of a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,13 +74,13 @@ def load(folder: Path, device: torch.device | None, *, trust: bool = False) -> A
         folder: The artefact.
         device: Device to load it on; None for a GPU if there is one and the format runs on it, else the CPU.
         trust: Also load artefacts of other users that may run any code: programs that hold code, and models with a
-            ``_target_`` that is not a subclass of ``torch.nn.Module``.
+            ``_target_`` that is no class of torch.nn, torch.optim or dtrain.
 
     Raises:
         ConfigError: If the folder is not an artefact, its files do not match each other, it needs ``trust``, its
             ``_target_`` cannot be imported, or the device does not support its dtype.
     """
-    description, expected = read_description(folder)
+    description, expected, content = _read(folder)
     form = FORMATS[description.stored_as]
     path = folder / form.file
     try:
@@ -89,8 +89,8 @@ def load(folder: Path, device: torch.device | None, *, trust: bool = False) -> A
         raise ConfigError(f"{path} cannot be read ({error}). Export the run again.") from error
     if found != expected:
         raise ConfigError(f"{path} has SHA-256 {found}, {DESCRIPTION} says {expected}. Export the run again.")
-    if not trust:
-        _require_trusted(folder, description)
+    if not trust and not is_marked(content, MARKS):
+        _require_harmless(folder, description)
     if device is None:
         device = form.runs_on(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     warnings = Precision(description.dtype).apply(device) if form.in_torch else []
@@ -103,13 +103,17 @@ def read_description(folder: Path) -> tuple[Description, str]:
     Raises:
         ConfigError: If the folder is not an artefact, or its ``model.json`` is damaged or of another version.
     """
-    description, sha256 = Description.read(folder)
+    return _read(folder)[:2]
+
+
+def _read(folder: Path) -> tuple[Description, str, bytes]:
+    description, sha256, content = Description.read(folder)
     if description.stored_as not in FORMATS:
         raise ConfigError(
             f"{folder / DESCRIPTION} is damaged (stored_as {description.stored_as!r} is none of {', '.join(FORMATS)}). "
             "Export the run again."
         )
-    return description, sha256
+    return description, sha256, content
 
 
 def write(folder: Path, program: Program, description: Description, example: Tensor | None) -> None:
@@ -175,16 +179,7 @@ def mark_trusted(folder: Path) -> None:
             mark(path.read_bytes(), MARKS)
 
 
-def is_own(folder: Path, name: str) -> bool:
-    """Whether a file of an artefact, ``model.json`` or ``config.yaml``, was exported by this user."""
-    with suppress(OSError):
-        return is_marked((folder / name).read_bytes(), MARKS)
-    return False
-
-
-def _require_trusted(folder: Path, description: Description) -> None:
-    if is_own(folder, DESCRIPTION):
-        return
+def _require_harmless(folder: Path, description: Description) -> None:
     form = FORMATS[description.stored_as]
     if form.holds_code:
         raise ConfigError(f"{folder}: {form.file} is a program that holds code, which could do anything. {_TRUST}")

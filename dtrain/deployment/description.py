@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.config.errors import ConfigError
+from dtrain.config.safe_yaml import read_bounded
 from dtrain.deployment.fold_cast import Pair
 from dtrain.deployment.program import ImageInput, RowSpec
 
@@ -72,8 +73,8 @@ class Description:
         (folder / DESCRIPTION).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
-    def read(cls, folder: Path) -> tuple[Description, str]:
-        """Reads ``model.json``: the description, and the expected SHA-256 of the model's file.
+    def read(cls, folder: Path) -> tuple[Description, str, bytes]:
+        """Reads ``model.json``: the description, the expected SHA-256 of the model's file, and its own bytes.
 
         It does not check whether the storage format exists; ``artefact.read_description`` does.
 
@@ -86,7 +87,8 @@ class Description:
                 f"{folder} is not an artefact: it has no {DESCRIPTION}. Export one: python -m dtrain.export run.dir=DIR"
             )
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            text = read_bounded(path)
+            content = json.loads(text)
             kind, version = content["format"], content["version"]
             if (kind, version) != (_KIND, _VERSION):
                 raise ConfigError(
@@ -114,10 +116,10 @@ class Description:
                 # Artefacts of earlier versions do not have it.
                 tokenizer=str(content["tokenizer"]) if content.get("tokenizer") is not None else None,
             )
-            return description, str(content["sha256"])
+            return description, str(content["sha256"]), text
         except ConfigError:
             raise
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f"{path} is damaged ({type(error).__name__}: {error}). Export the run again.") from error
 
 

@@ -276,7 +276,8 @@ def resume(directories: Sequence[Path], launch: Launch, *, trusted: bool = False
                 f"run directory: RUN_DIR={shlex.quote(str(run_dir))} sbatch slurm/..."
             )
         else:
-            arguments = recompose([assignment("run.dir", str(run_dir)), *([TRUST] if trusted else [])])
+            trust = [TRUST] if trusted else []
+            arguments = [*recompose([assignment("run.dir", str(run_dir)), *trust]), *trust]
             print(f"python -m dtrain.launch {shlex.join(arguments)}", file=sys.stderr, flush=True)
             codes.append(launch(arguments))
     return max(codes)

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from dtrain.config.compose import Composed, require_choice
 from dtrain.config.errors import ConfigError, printable
-from dtrain.config.run import Run, chooses_what_to_train
+from dtrain.config.run import Run, chooses_what_to_train, is_run, with_trust
 from dtrain.config.schema import LaunchConfig
 from dtrain.config.trust import TRUST
 from dtrain.distributed.lock import read_holder
@@ -55,14 +55,16 @@ class Job:
         run: The run; its directory may not exist yet.
         launch: The ``launch`` section of its config.
         varied: The overrides in which it differs from the other jobs of its sweep; empty without a sweep.
+        trusted: Whether ``--trust`` was typed.
     """
 
     run: Run
     launch: LaunchConfig
     varied: tuple[str, ...] = ()
+    trusted: bool = False
 
     @classmethod
-    def of(cls, composed: Composed) -> Job:
+    def of(cls, composed: Composed, *, trusted: bool = False) -> Job:
         """The job of a composed config.
 
         Raises:
@@ -80,7 +82,7 @@ class Job:
         validate(composed.cfg)
         run = Run.of(composed)
         run.changes()
-        return cls(run, launch)
+        return cls(run, launch, trusted=trusted)
 
     @property
     def name(self) -> str:
@@ -95,17 +97,32 @@ class Job:
 
     @property
     def arguments(self) -> list[str]:
-        """The arguments of ``dtrain.train``: the overrides of the user, with the absolute path of the run directory."""
+        """The arguments of ``dtrain.train``: the overrides of the user, the absolute path of the run directory, ``trust``."""
         folders = (part for folder in self.run.config_dirs for part in ("--config-dir", folder))
         return [*folders, *self.overrides]
 
     @property
     def overrides(self) -> list[str]:
         """``arguments`` without ``--config-dir``."""
+        return [*self._typed, *self.trust()]
+
+    def trust(self) -> list[str]:
+        """``--trust``, if this process decides for the ranks that they may compose what the run directory has.
+
+        Raises:
+            ConfigError: If ``dtrain.train`` would compose the saved command line of a run that is not trusted.
+        """
+        # What was composed here need not be what a rank composes: it gets the path of the directory, which can have come from
+        # run.name or a default, and with the path the saved command line in it. A run that does not exist yet will be this
+        # user's, but without a mark on machines with another cache.
+        typed = self._typed
+        is_new = not chooses_what_to_train(typed) and not is_run(str(self.run.dir))
+        return [TRUST] if self.trusted or is_new or TRUST in with_trust(typed) else []
+
+    @property
+    def _typed(self) -> list[str]:
         forwarded = [override for override in self.run.overrides if _key(override) not in _NOT_FORWARDED]
-        # This process has composed them; a rank on another machine may not have the mark of the run.
-        trust = [] if chooses_what_to_train(forwarded) else [TRUST]
-        return [*forwarded, assignment("run.dir", str(self.run.dir)), *trust]
+        return [*forwarded, assignment("run.dir", str(self.run.dir))]
 
 
 @contextmanager

@@ -23,6 +23,7 @@ import numpy as np
 import yaml
 from rich.console import Console
 
+from dtrain.config.errors import printable
 from dtrain.data.writer import balanced_sizes
 from dtrain.distributed.atomic import replace_file
 from dtrain.distributed.world import process_cpu_count
@@ -125,7 +126,7 @@ class PackCommand:
         print(", ".join([*more, f"{time.perf_counter() - self._started:.1f} s"]))
 
     def _print_skipped(self, line: str) -> None:
-        self._console.print(line, markup=False)
+        self._console.print(printable(line, keep="\n"), markup=False)
 
 
 @dataclass(frozen=True)

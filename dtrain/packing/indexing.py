@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 from rich.console import Console
 
+from dtrain.config.errors import printable
 from dtrain.data import shard_index, shards
 from dtrain.data.shard_file import redacted
 from dtrain.data.tar import ShardError
@@ -50,13 +51,13 @@ def index_shards(patterns: Sequence[str], processes: int | None, console: Consol
             payload += content.payload
             members.update(content.members)
             for warning in content.warnings:
-                console.print(f"shard {redacted(path)!r}: {warning}", markup=False)
+                console.print(printable(f"shard {redacted(path)!r}: {warning}"), markup=False)
             if content.error:
                 damaged += 1
-                console.print(f"pack: error: {content.error}", markup=False)
+                console.print(printable(f"pack: error: {content.error}", keep="\n"), markup=False)
     seconds = time.perf_counter() - start
     print(f"shards: {len(paths):,}, samples: {samples:,}, {payload / 1e9:,.3f} GB")
-    print(", ".join(f"{extension} {count:,}" for extension, count in members.most_common()))
+    print(printable(", ".join(f"{extension} {count:,}" for extension, count in members.most_common())))
     print(f"{seconds:.1f} s, {members.total() / seconds:,.0f} members/s")
     if damaged:
         raise ValueError(f"{damaged} of {len(paths)} shards are damaged; they are listed above.")

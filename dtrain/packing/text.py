@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from rich.console import Console
 
+from dtrain.config.errors import printable
 from dtrain.data.tokenizers import VOCABULARY, Tokenizer
 from dtrain.data.writer import Sample
 from dtrain.packing.command import (
@@ -208,7 +209,7 @@ def _print_empty(files: Sequence[TextFile]) -> None:
     empty = sum(file.empty for file in files)
     if empty:
         first = next(file.path for file in files if file.empty)
-        print(f"empty documents: {empty:,}, left out; the first is in {first}")
+        print(printable(f"empty documents: {empty:,}, left out; the first is in {first}"))
 
 
 def _best_fit_rows(

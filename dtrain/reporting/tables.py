@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dtrain.config.errors import printable
 from dtrain.reporting.health import last_activity, run_state, run_state_with_reason
 from dtrain.reporting.style import (
     format_column,
@@ -55,7 +54,7 @@ def text_table(columns: Sequence[Column]) -> str:
     """A table for a terminal or a pipe; ``-`` where a cell is empty."""
     rows = zip(*((column.head, *column.cells) for column in columns), strict=True)
     numbers = [place for place, column in enumerate(columns) if column.is_number]
-    return align_rows([[printable(cell) or "-" for cell in row] for row in rows], numbers)
+    return align_rows([[cell or "-" for cell in row] for row in rows], numbers)
 
 
 def sweep_text(sweep: Sweep) -> str:

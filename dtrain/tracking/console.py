@@ -80,7 +80,9 @@ def print_banner(title: str, rows: Mapping[str, str], stream: TextIO | None = No
     text = Text(title, style="bold")
     for name, value in rows.items():
         for number, line in enumerate(value.splitlines() or [""]):
-            text.append(f"\n  {'' if number else name:<{width}}  {printable(line)}".rstrip(), style="not bold")
+            text.append(
+                printable(f"\n  {'' if number else name:<{width}}  {line}".rstrip(), keep="\n"), style="not bold"
+            )
     Console(file=stream or sys.stdout, highlight=False).print(text, soft_wrap=True)
 
 
@@ -105,7 +107,7 @@ def align_rows(rows: Sequence[Sequence[str]], numbers: Container[int] = ()) -> s
     for column in range(max(map(len, rows), default=0)):
         table.add_column(justify="right" if column in numbers else "left", no_wrap=True)
     for row in rows:
-        table.add_row(*map(Text, row))  # not str, in which rich looks for markup
+        table.add_row(*(Text(printable(cell)) for cell in row))  # not str, in which rich looks for markup
     console = Console(width=_UNLIMITED, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(table)
@@ -136,13 +138,13 @@ class PlainLines:
 
     def note(self, text: str) -> None:
         """Writes ``text`` as a line."""
-        self._write(printable(text, keep="\n\t"))
+        self._write(text)
 
     def finish(self, state: str, reason: str | None = None) -> None:
         """Does nothing."""
 
     def _write(self, line: str) -> None:
-        self._stream.write(line + "\n")
+        self._stream.write(printable(line, keep="\n\t") + "\n")
         self._stream.flush()
 
 
@@ -184,7 +186,7 @@ class ProgressLine:
         step = int(record["step"])
         if has_training(record):
             text = training_text(record)
-            self._progress.update(self._task, completed=step, description=at, eta=eta, text=text)
+            self._progress.update(self._task, completed=step, description=at, eta=eta, text=printable(text))
             self._unprinted = f"step {at}  {text}"
         if evaluation := evaluation_text(record):
             self._print_training()

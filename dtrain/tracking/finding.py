@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from dtrain.config.errors import printable
+
 #: From harmless to severe.
 LEVELS = ("ok", "warning", "error")
 
@@ -34,7 +36,7 @@ def as_text(findings: Iterable[Finding]) -> str:
     for finding in findings:
         lines.append(f"  {finding.level:<7}  {finding.subject:<{width}}  {finding.text}")
         lines += [f"  {'':<7}  {'':<{width}}  -> {remedy}" for remedy in finding.remedy.splitlines()]
-    return "\n".join(lines)
+    return printable("\n".join(lines), keep="\n")
 
 
 def size_text(nbytes: float) -> str:

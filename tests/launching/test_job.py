@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dtrain.config.errors import ConfigError
 from dtrain.config.run import Run
+from dtrain.launch import launch
 from dtrain.launching.job import (
     FAILED,
     FINISHED,
@@ -187,3 +189,19 @@ def test_a_sweep_ends_with_a_line_for_each_job(
         ["run.seed=1", "finished", f"{tmp_path}/s-run.seed=1"],
         ["run.seed=22", "job", f"12    {tmp_path}/s-run.seed=22"],
     ]
+
+
+@pytest.mark.parametrize("place", ["run.name=x", "run.dir=runs/x", "run={dir: runs/x}", "run.dir='runs/${run.seed}'"])
+def test_a_job_never_trusts_a_run_of_somebody_else(tmp_path: Path, place: str) -> None:
+    # Neither an experiment nor data and model: dtrain.train would compose the saved command line.
+    fields = "data.fields={png: {name: image, role: image, size: 8}, cls: {name: label, role: label}}"
+    overrides = ["model=small_cnn", "model.classes=10", "data.train=a.tar", fields, "train.max_steps=1", "run.seed=7"]
+    job = single(*overrides, place)
+    assert job.arguments[-1] == "--trust"  # the run will be this user's, but not every machine has its mark
+    for directory in (tmp_path / "runs" / "x", tmp_path / "runs" / "7"):
+        directory.mkdir(parents=True)
+        (directory / "overrides.yaml").write_text("overrides: [task._target_=os.system]\nconfig_dirs: []\n")
+    with refused(ConfigError, "run.dir", job.run.dir, "--trust"):
+        launch([job])
+    assert replace(job, trusted=True).arguments[-1] == "--trust"
+    assert "--trust" not in single("experiment=digits", "run.dir=runs/x").arguments

@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 from dtrain.tracking import console as module
-from dtrain.tracking.console import PlainLines, ProgressLine, console_sink, print_banner, progress
+from dtrain.tracking.console import PlainLines, ProgressLine, align_rows, console_sink, print_banner, progress
+from dtrain.tracking.finding import Finding, as_text
 
 TRAIN = {
     "step": 50, "applied_steps": 49, "epoch": 2, "samples": 3200, "time": 1000.0, "train/loss": 0.43119,
@@ -232,3 +233,24 @@ def test_a_terminal_gets_a_bar_that_goes_away():
         tick(6)
     assert "train samples" in text.getvalue()
     assert "10/10" in text.getvalue()
+
+
+def test_no_text_of_somebody_else_commands_the_terminal(terminal):
+    # ESC, the one-byte form of ESC [, and an override of the writing direction
+    name = "x\x1b]0;y\x07\x9b2J\u202e"
+    log = Log()
+    line = PlainLines(log, 100)
+    line.log({**EVAL, f"eval/{name}": 0.5})
+    line.note(name)
+    print_banner("dtrain", {name: name}, log)
+    stream, shown = terminal
+    bar = ProgressLine(Console(file=stream, force_terminal=True), 100)
+    bar.log({**EVAL, f"eval/{name}": 0.5})
+    bar.note(name)
+    on_terminal = shown()
+    assert "x?]0;y??2J?" in on_terminal
+    assert not {"\x07", "\x9b", "\u202e"} & {*on_terminal}
+    finding = as_text([Finding(name, name, "warning", name)])
+    for text in (log.getvalue(), align_rows([[name, name]]), finding):
+        assert "x?]0;y??2J?" in text
+        assert all(character.isprintable() or character == "\n" for character in text)
