@@ -35,8 +35,8 @@ from typing import BinaryIO, NamedTuple
 
 from dtrain.config.cache_dir import cache_dir
 from dtrain.config.errors import Explained
+from dtrain.data.http_ranges import NoRanges
 from dtrain.data.shard_file import (
-    NoRanges,
     RemoteFile,
     ShardChanged,
     Stamp,

@@ -27,10 +27,10 @@ import numpy as np
 from dtrain.data.dataset_index import DatasetIndex
 from dtrain.data.decode import decode
 from dtrain.data.fields import DataError, Field, SampleError
+from dtrain.data.http_ranges import NoRanges
 from dtrain.data.node_cache import CachedShard, CacheFull, CacheInUse, CachePolicy
 from dtrain.data.shard_file import (
     LocalFile,
-    NoRanges,
     RemoteFile,
     ShardChanged,
     ShardFile,
