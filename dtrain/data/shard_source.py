@@ -438,7 +438,11 @@ class ShardReader:
     def _copy(self, shard: int) -> CachedShard | None:
         assert self._policy is not None
         assert self._stamp is not None
-        return self._policy.cache.use(self._paths[shard], self._stamp(shard))
+        try:
+            return self._policy.cache.use(self._paths[shard], self._stamp(shard))
+        except CacheFull as error:
+            self._warn(error)
+            return None
 
     def _fetch_copy(self, shard: int) -> CachedShard:
         assert self._policy is not None

@@ -257,6 +257,25 @@ def test_a_full_cache_disk_is_told_once_and_samples_are_read_where_they_lie(shar
     reader.close()
 
 
+@pytest.mark.parametrize("large", [False, True])
+def test_a_cache_that_others_may_write_is_told_once_and_samples_are_read_where_they_lie(
+    shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    monkeypatch.setattr(shard_source, "_SMALL_SHARD", SIZE - 1 if large else SIZE)
+    planted = make_reader(shards, tmp_path / "cache")
+    cache = planted._policy.cache  # type: ignore[union-attr]
+    cache.fetch(shards[0], stamp_of(shards[0]))
+    cache._place(shards[0], stamp_of(shards[0])).write_bytes(bytes(SIZE))
+    reader = make_reader(shards, tmp_path / "cache")
+    assert reader._policy.cache.folder == cache.folder  # type: ignore[union-attr]
+    cache.folder.chmod(0o777)
+    with pytest.warns(UserWarning, match=r"others may write.*data\.cache\.dir") as caught:
+        read = [reader.read(shard, 7, 10) for shard in range(3)]
+    assert len(caught) == 1
+    assert read == [stored(path, 7, 10) for path in shards]
+    reader.close()
+
+
 def test_what_is_expected_is_copied_before_it_is_read(shards: list[str], tmp_path: Path) -> None:
     reader = make_reader(shards, tmp_path / "cache")
     reader.expect(lambda most: np.array([2, 0])[:most])
