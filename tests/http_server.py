@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,6 +20,9 @@ class FileServer(ThreadingHTTPServer):
         failure_headers: Headers of the answers with a status.
         ranges: Whether it knows ranges.
         page: Sent instead of every file, as HTML.
+        modified: ``Last-Modified`` of every file, if set.
+        shift: Added to the first byte of every range.
+        alter: Changes the headers of every answer with a file; its first argument is the method.
         requests: GETs by path.
         sent: Bytes of bodies.
     """
@@ -33,9 +36,15 @@ class FileServer(ThreadingHTTPServer):
         self.failure_headers: dict[str, str] = {}
         self.ranges = True
         self.page: bytes | None = None
+        self.modified = ""
+        self.shift = 0
+        self.alter: Callable[[str, dict[str, str]], object] = lambda method, headers: None
         self.requests: Counter[str] = Counter()
         self.sent = 0
         self.lock = threading.Lock()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Shows no errors: clients may close a connection at any time."""
 
     def url(self, name: str) -> str:
         """The URL of a file in the folder."""
@@ -81,16 +90,22 @@ class Handler(BaseHTTPRequestHandler):
         mark = f'"{len(content)}-{file.stat().st_mtime_ns}"' if self.server.page is None else '"page"'
         start, end = 0, len(content)
         asked = self.headers.get("Range")
-        if asked and self.server.ranges and self.server.page is None:
+        headers = {"Content-Type": "text/html" if self.server.page is not None else "application/x-tar", "ETag": mark}
+        if self.server.modified:
+            headers["Last-Modified"] = self.server.modified
+        partial = asked and self.server.ranges and self.server.page is None
+        if partial and self.headers.get("If-Range", mark) == mark:
             first, _, last = asked.removeprefix("bytes=").partition("-")
             start, end = int(first), min(int(last) + 1, len(content)) if last else len(content)
-            self.send_response(206)
-            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(content)}")
-        else:
-            self.send_response(200)
-        self.send_header("Content-Type", "text/html" if self.server.page is not None else "application/x-tar")
-        self.send_header("Content-Length", str(end - start))
-        self.send_header("ETag", mark)
+            start, end = (min(place + self.server.shift, len(content)) for place in (start, end))
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(content)}"
+            if start >= end:
+                headers["Content-Range"] = f"bytes */{len(content)}"
+        self.send_response((206 if start < end else 416) if "Content-Range" in headers else 200)
+        headers["Content-Length"] = str(end - start)
+        self.server.alter(self.command, headers)
+        for header in headers.items():
+            self.send_header(*header)
         self.end_headers()
         if not body:
             return

@@ -14,7 +14,7 @@ reading order:
    anywhere), ``datasets`` (arrays, functions, map-style datasets), ``mixture`` (several sources; ``mixture_collator``:
    their rows in one batch), ``stream`` (iterable datasets).
 6. Tar shards: ``shards`` (patterns), ``tar`` (headers), ``shard_index`` and ``dataset_index`` (where members are),
-   ``shard_file`` (files and URLs), ``node_cache`` (local copies).
+   ``shard_file`` (files and URLs), ``http_ranges`` (bytes of one over HTTP), ``node_cache`` (local copies).
 7. Writing: ``writer``, ``digits`` (an example).
 """
 

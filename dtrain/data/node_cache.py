@@ -11,6 +11,9 @@
 * To make room, the least recently used copies are removed. The time of use is the file's modification time, because
   many file systems do not record the access time. A copy that a process has open is not removed, because its bytes
   would stay on the disk: readers hold a shared lock on it.
+* Other users of the machine can neither read, lock nor plant copies: the folder and its files are this user's alone. In a
+  folder that others may write, the cache is a *subfolder* named by the user. What is not a regular file of this user, such
+  as a link, is removed and never opened.
 * No process waits for room. If everything in the cache is in use, ``CacheInUse`` is raised and the shard is read in place.
 """
 
@@ -25,6 +28,7 @@ import mmap
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -35,8 +39,8 @@ from typing import BinaryIO, NamedTuple
 
 from dtrain.config.cache_dir import cache_dir
 from dtrain.config.errors import Explained
+from dtrain.data.http_ranges import NoRanges
 from dtrain.data.shard_file import (
-    NoRanges,
     RemoteFile,
     ShardChanged,
     Stamp,
@@ -124,7 +128,12 @@ class NodeCache:
     """
 
     def __init__(self, folder: Path, max_bytes: int | None) -> None:
-        self.folder = folder
+        try:
+            is_own = _is_own(os.stat(folder))
+        except OSError:
+            is_own = True  # it is created
+        self.folder = folder if is_own else folder / f"dtrain-{os.geteuid()}"
+        self._follow = 0 if is_own else os.O_NOFOLLOW  # a link that others may have made
         self._max_bytes = max_bytes
 
     @property
@@ -140,7 +149,7 @@ class NodeCache:
         """Opens the copy of a shard and marks it as used; None if there is none. An open copy is not removed.
 
         Raises:
-            CacheFull: If the folder, or a copy of another user, cannot be read.
+            CacheFull: If the folder cannot be read, or others may write it.
         """
         file = self._open_copy(path, stamp)
         if file is None:
@@ -151,7 +160,8 @@ class NodeCache:
     def touch(self, path: str, stamp: Stamp) -> bool:
         """Marks the copy of a shard as used; False if there is none."""
         try:
-            _mark_used(self._place(path, stamp))
+            with suppress(PermissionError):  # of root
+                os.utime(self._place(path, stamp), follow_symlinks=False)
         except FileNotFoundError:
             return False
         return True
@@ -204,10 +214,11 @@ class NodeCache:
             os.stat(place)  # usually there is none
             # Nobody removes it between the opening and the lock: its bytes would stay on the disk for that time.
             with self._folder_locked(fcntl.LOCK_SH):
-                file = open(place, "rb", buffering=0)  # noqa: SIM115
+                file = _open(place, os.O_RDONLY)
                 # Not released: it is held for as long as the file, or a mapping of it, is open.
                 if _try_lock(file, fcntl.LOCK_SH):
-                    _mark_used(file.fileno())
+                    with suppress(PermissionError):
+                        os.utime(file.fileno())
                     return file
         except FileNotFoundError:
             return None
@@ -322,8 +333,10 @@ class NodeCache:
     def _folder_locked(self, operation: int) -> Iterator[None]:
         with ExitStack() as stack:
             try:
-                folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | self._follow)
                 stack.callback(os.close, folder)
+                if not _is_own(os.fstat(folder)):
+                    raise PermissionError(errno.EPERM, "others may write it, so its copies may be theirs")
                 stack.enter_context(_locked(folder, operation))
             except OSError as error:  # some network file systems have no locks
                 raise self._unusable(error) from error
@@ -331,20 +344,20 @@ class NodeCache:
 
     def _make_folder(self) -> None:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise self._unusable(error) from error
 
     def _opened(self, part: Path) -> BinaryIO:
         try:
-            return open(part, "r+b", buffering=0, opener=_open_or_create)
+            return _open(part, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise self._unusable(error) from error
 
     def _unusable(self, error: OSError) -> CacheFull:
         return CacheFull(
-            f"the cache {str(self.folder)!r} cannot be used: {error}. Set data.cache.dir to a folder that you can write, on a "
-            "local disk."
+            f"the cache {str(self.folder)!r} cannot be used: {error}. Set data.cache.dir to a folder that you, and nobody "
+            "else, can write, on a local disk."
         )
 
     def _full(self, path: str, size: int) -> CacheFull:
@@ -360,7 +373,7 @@ class NodeCache:
         for file in self.folder.iterdir():
             if ours := _is_ours(file.name):
                 with suppress(FileNotFoundError):  # another process may remove files at the same time
-                    status = file.stat()
+                    status = file.lstat()
                     written = _on_disk(status.st_size)
                     yield _Entry(status.st_mtime_ns, max(written, _on_disk(int(ours[1] or 0))), written, file)
 
@@ -442,8 +455,33 @@ def _on_disk(size: int) -> int:
     return -(-size // _BLOCK) * _BLOCK
 
 
-def _open_or_create(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CREAT, 0o666)
+def _is_own(status: os.stat_result) -> bool:
+    """Whether nobody but this user, and root, may write a file or folder."""
+    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _open(path: Path, flags: int) -> BinaryIO:
+    """Opens a file of the cache. Anything else in its place is removed, and neither followed, waited for nor written.
+
+    Raises:
+        FileNotFoundError: If there is none, and ``flags`` do not create it.
+        OSError: If it cannot be opened, or what is in its place cannot be removed.
+    """
+    # A link raises an error, and a pipe does not wait for its other end.
+    safe = flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with suppress(OSError):
+        if not _is_cached(os.lstat(path)):
+            path.unlink()
+    descriptor = os.open(path, safe, 0o600)
+    if not _is_cached(os.fstat(descriptor)):
+        os.close(descriptor)
+        raise PermissionError(errno.EPERM, "it is not a regular file of this user", str(path))
+    return open(descriptor, "rb" if flags == os.O_RDONLY else "r+b", buffering=0)
+
+
+def _is_cached(status: os.stat_result) -> bool:
+    # A file with two names may be another file of this user, which must not be written.
+    return stat.S_ISREG(status.st_mode) and _is_own(status) and status.st_nlink <= 1
 
 
 @contextmanager
@@ -465,9 +503,9 @@ def _try_lock(file: BinaryIO, operation: int) -> bool:
 
 
 def _removed(place: Path) -> bool:
-    """Removes a file, unless it is in use, or belongs to another user."""
+    """Removes a file, unless it is in use."""
     try:
-        with open(place, "rb", buffering=0) as file:
+        with _open(place, os.O_RDONLY) as file:
             if not _try_lock(file, fcntl.LOCK_EX):
                 return False
             try:
@@ -479,12 +517,6 @@ def _removed(place: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def _mark_used(file: int | Path) -> None:
-    # Copies of other users cannot be marked, but can be used.
-    with suppress(PermissionError):
-        os.utime(file)
 
 
 def _file_system(device: int) -> str:

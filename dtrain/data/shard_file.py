@@ -28,6 +28,7 @@ import fsspec
 from fsspec.registry import known_implementations
 
 from dtrain.config.errors import Explained
+from dtrain.data.http_ranges import FileReplaced, HttpRanges, NoRanges
 
 _MAX_ATTEMPTS = 8
 # huggingface_hub itself repeats most requests up to five times.
@@ -35,6 +36,8 @@ _MAX_HUB_ATTEMPTS = 5
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 20.0  # seconds
 _LONGEST_RETRY_AFTER = 300.0
 _STREAM_PIECE = 1 << 20
+# Between questions whether an open file is still the same, where not every answer says it: a request each.
+_SECONDS_BETWEEN_COMPARISONS = 30.0
 # Forked workers have equal generators; the operating system's differ.
 _random = random.SystemRandom()
 
@@ -105,10 +108,10 @@ def check_unchanged(path: str, indexed: Stamp, file: ShardFile) -> None:
 
 def shard_changed(path: str, change: str) -> ShardChanged:
     """The error for a shard that changed after it was indexed; ``change`` is a predicate such as "has 10 bytes"."""
-    return ShardChanged(
-        f"shard {redacted(path)!r} {change}. It changed after it was indexed. Restore the old one and start the run again, or "
-        "start a new run on the new data."
-    )
+    remedy = "Restore the old one and start the run again, or start a new run on the new data."
+    if scheme(path) in ("http", "https"):
+        remedy += " If nobody changed it, several servers share this URL and differ: use the URL of one of them."
+    return ShardChanged(f"shard {redacted(path)!r} {change}. It changed after it was indexed. {remedy}")
 
 
 class ShardFile(Protocol):
@@ -191,6 +194,7 @@ class RemoteFile:
         self._url = url
         self._files = fsspec_file_system(url)
         self._file: Any = None
+        self._compared = 0.0
         self._at_commit = self._with_retries(lambda: at_commit(url))
         info = self._with_retries(lambda: self._files.info(self._at_commit))
         if info.get("type") == "directory" or info.get("size") is None:
@@ -199,6 +203,8 @@ class RemoteFile:
         self.size = int(info["size"])
         self.version = _version(info)
         self.digest = _digest(info)
+        is_http = scheme(url) in ("http", "https")
+        self._http = HttpRanges(self._files, url, info) if is_http else None
 
     def stamp(self) -> Stamp:
         """Size and version as the server reported them when the file was opened."""
@@ -209,7 +215,7 @@ class RemoteFile:
 
         Raises:
             NoRanges: If the server does not support range requests.
-            FileReplaced: If the server reports that the file was replaced.
+            ShardChanged: If the server reports that the file was replaced since it was opened.
             OSError: If it fails after several attempts.
         """
         size = max(0, min(size, self.size - offset))
@@ -230,45 +236,46 @@ class RemoteFile:
             self._file = None
 
     def _range(self, offset: int, size: int) -> bytes:
+        if self._http is not None:
+            return self._http.read(offset, size)
         if self._file is None:
-            # Over HTTP the size saves a request. S3 makes this request for the etag, and later reads only that version.
-            options = {"size": self.size} if scheme(self._url) in ("http", "https") else {}
-            self._file = self._files.open(self._at_commit, "rb", cache_type="none", **options)
-            if _version(self._file.details) not in (0, self.version):
-                raise FileReplaced(f"{redacted(self._url)} was replaced since it was first read")
+            self._file = self._files.open(self._at_commit, "rb", cache_type="none")
+            # S3 later reads only the version that is in the details.
+            self._compare(getattr(self._file, "details", None) or self._files.info(self._at_commit))
+        elif time.monotonic() > self._compared + _SECONDS_BETWEEN_COMPARISONS:
+            self._compare(self._files.info(self._at_commit))
         try:
             self._file.seek(offset)
             data: bytes = self._file.read(size)
-        except ValueError as error:  # from fsspec if the server ignores the range
-            raise NoRanges(f"{redacted(self._url)}: the server does not support range requests") from error
         except BaseException:
             self.close()  # a broken connection cannot be used again
             raise
         if len(data) > size:
-            raise NoRanges(f"{redacted(self._url)}: the server does not support range requests")
+            raise NoRanges("the server does not support range requests")
         if len(data) < size:
             raise ConnectionError(f"got {len(data)} bytes instead of {size}")
         return data
 
+    def _compare(self, info: dict[str, Any]) -> None:
+        self._compared = time.monotonic()
+        if _version(info) not in (0, self.version) or info.get("size") not in (None, self.size):
+            raise FileReplaced("was replaced since it was first read")
+
     def _pieces(self) -> Iterator[bytes]:
         received = 0
-        with self._files.open(self._at_commit, "rb", block_size=0) as file:
-            while piece := file.read(_STREAM_PIECE):
-                received += len(piece)
-                yield piece
+        for piece in self._http.pieces() if self._http is not None else self._streamed():
+            received += len(piece)
+            yield piece
         if received < self.size:
             raise ConnectionError(f"got {received} bytes instead of {self.size}")
 
+    def _streamed(self) -> Iterator[bytes]:
+        with self._files.open(self._at_commit, "rb", block_size=0) as file:
+            while piece := file.read(_STREAM_PIECE):
+                yield piece
+
     def _with_retries(self, call: Callable[[], _Result]) -> _Result:
         return _with_retries(self._url, call)
-
-
-class NoRanges(OSError):
-    """The server does not support range requests."""
-
-
-class FileReplaced(OSError):
-    """The file was replaced after it was opened."""
 
 
 class ReadAhead:
@@ -412,8 +419,10 @@ def _with_retries(url: str, call: Callable[[], _Result]) -> _Result:
     for attempt in range(1, attempts + 1):
         try:
             return call()
-        except (NoRanges, FileReplaced):
-            raise
+        except NoRanges as error:
+            raise NoRanges(f"{redacted(url)}: {error}") from None
+        except FileReplaced as error:
+            raise shard_changed(url, str(error)) from None
         except _errors() as error:
             if attempt == attempts or not _is_transient(error):
                 # Without its cause, whose message contains the whole URL.

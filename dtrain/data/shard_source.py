@@ -5,6 +5,8 @@
 * All members of a sample are read at once if they are close together (``joint_reads``).
 * Shards in place are read with positioned reads, not memory-mapped: truncating a mapped file kills the process with a
   bus error, while a short read is an exception that names the shard. Copies are mapped, because they never change.
+* The size and time of open files are compared with the index every two seconds and at each epoch: a file that is overwritten
+  stays open, and its new values need not be bad samples.
 * The ``Prefetcher`` of each worker copies the shards that its rank needs next. Its errors are ignored: reading the
   shard raises the same error with the name of a sample, and a shard that is never read need not end the run.
 """
@@ -15,6 +17,7 @@ import itertools
 import os
 import resource
 import threading
+import time
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -27,10 +30,10 @@ import numpy as np
 from dtrain.data.dataset_index import DatasetIndex
 from dtrain.data.decode import decode
 from dtrain.data.fields import DataError, Field, SampleError
+from dtrain.data.http_ranges import NoRanges
 from dtrain.data.node_cache import CachedShard, CacheFull, CacheInUse, CachePolicy
 from dtrain.data.shard_file import (
     LocalFile,
-    NoRanges,
     RemoteFile,
     ShardChanged,
     ShardFile,
@@ -59,6 +62,7 @@ _SMALL_SHARD = 32 << 20
 _CHECKED_SHARDS = 8
 # Often everything in the cache is in use only until another worker closes what it has finished.
 _WARN_AFTER = 100
+_SECONDS_BETWEEN_CHECKS = 2.0
 _THREADS = 2  # of each worker; all workers of all ranks together use the whole network
 
 Wanted = tuple[str, Stamp]
@@ -232,6 +236,7 @@ class ShardReader:
         self._open: OrderedDict[int, ShardFile] = OrderedDict()
         self._waiting: set[int] = set()  # open in place until their copies exist
         self._prefetcher: Prefetcher | None = None
+        self._next_check = 0.0
         self._in_place = 0  # reads in place of shards that were opened before
         self._no_room: CacheInUse | None = None
         self._warned = False
@@ -262,6 +267,7 @@ class ShardReader:
             CacheFull: If it can only be read from a copy, and there is no room for one.
         """
         try:
+            self._check_open()
             file = self._file(shard)
             try:
                 data = file.read(offset, size)
@@ -294,6 +300,7 @@ class ShardReader:
                 *self.read_all(shards[half:], starts[half:], lengths[half:]),
             ]
         try:
+            self._check_open()
             opened = {shard: self._file(shard) for shard in distinct}
             files = [opened[shard] for shard in shards]
             if all(isinstance(file, LocalFile) for file in opened.values()):
@@ -328,8 +335,8 @@ class ShardReader:
             ShardChanged: If an open shard differs from its index.
             CacheFull: If the cache cannot be used.
         """
-        for shard in self._open:
-            self.check(shard)
+        self._next_check = 0.0
+        self._check_open()
         if self._policy is None or self._stamp is None:
             return
         if at_once is not None:
@@ -357,6 +364,16 @@ class ShardReader:
         for shard, file in list(self._open.items()):
             if isinstance(file, CachedShard) and shard not in keep:
                 self._open.pop(shard).close()
+
+    def _check_open(self) -> None:
+        """Checks the open shards, from time to time."""
+        if (begin := time.monotonic()) < self._next_check:
+            return
+        for shard in self._open:
+            self.check(shard)
+        # Only now: a changed shard is an error in every call. Over a network, this takes at most 0.5 % of the time.
+        now = time.monotonic()
+        self._next_check = now + max(_SECONDS_BETWEEN_CHECKS, 200 * (now - begin))
 
     def _file(self, shard: int) -> ShardFile:
         file = self._open.get(shard)
@@ -421,7 +438,11 @@ class ShardReader:
     def _copy(self, shard: int) -> CachedShard | None:
         assert self._policy is not None
         assert self._stamp is not None
-        return self._policy.cache.use(self._paths[shard], self._stamp(shard))
+        try:
+            return self._policy.cache.use(self._paths[shard], self._stamp(shard))
+        except CacheFull as error:
+            self._warn(error)
+            return None
 
     def _fetch_copy(self, shard: int) -> CachedShard:
         assert self._policy is not None

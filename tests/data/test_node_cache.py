@@ -11,11 +11,13 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -402,6 +404,135 @@ def test_a_cache_on_a_disk_that_cannot_be_written_is_named(
     with refused(CacheFull, str(cache.folder), "Input/output error", "data.cache.dir"):
         cache.fetch(shards[0], stamp_of(shards[0]))
     assert in_folder(cache) == []
+
+
+def _as_another_user(path: Path) -> None:
+    path.write_bytes(b"planted")
+    if os.geteuid():
+        pytest.skip("only root can give a file to another user")
+    os.chown(path, 12345, 12345)
+
+
+def _for_everybody(path: Path) -> None:
+    path.write_bytes(b"planted")
+    path.chmod(0o666)
+
+
+PLANTED: dict[str, Callable[[Path, Path], object]] = {
+    "link": lambda path, precious: path.symlink_to(precious),
+    "dangling link": lambda path, precious: path.symlink_to(precious.with_name("new")),
+    "second name of a file": lambda path, precious: path.hardlink_to(precious),
+    "pipe": lambda path, precious: os.mkfifo(path),
+    "socket": lambda path, precious: socket.socket(socket.AF_UNIX).bind(f"/proc/self/fd/{_folder(path)}/{path.name}"),
+    "file of another user": lambda path, precious: _as_another_user(path),
+    "file that others may write": lambda path, precious: _for_everybody(path),
+}
+
+
+def _folder(path: Path) -> int:
+    return os.open(path.parent, os.O_PATH)  # the address of a socket is short
+
+
+@pytest.mark.parametrize("suffix", [".tar", f".{SIZE}.part"])
+@pytest.mark.parametrize("kind", PLANTED)
+@pytest.mark.parametrize("after", ["fetch", "touch", "search for room"])
+def test_what_is_planted_in_place_of_a_copy_is_replaced_and_what_it_leads_to_is_left_alone(
+    cache: NodeCache, shards: list[str], tmp_path: Path, kind: str, suffix: str, after: str
+) -> None:
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"not a shard")
+    os.utime(precious, ns=(1, 1))
+    cache.folder.mkdir()
+    path, stamp = shards[0], stamp_of(shards[0])
+    PLANTED[kind](cache._place(path, stamp).with_suffix(suffix), precious)
+    if after == "touch":
+        cache.touch(path, stamp)
+    elif after == "search for room":
+        for other in shards[1:4]:
+            cache.fetch(other, stamp_of(other))
+    with cache.fetch_open(path, stamp) as copy:
+        assert copy.read() == Path(path).read_bytes()
+        assert os.fstat(copy.fileno()).st_mode & 0o7777 == 0o600
+    assert precious.read_bytes() == b"not a shard"
+    assert precious.stat().st_mtime_ns == 1 or kind == "second name of a file"
+    assert not precious.with_name("new").exists()
+    assert len(in_folder(cache)) == (3 if after == "search for room" else 1)
+
+
+@pytest.mark.parametrize("suffix", [".tar", f".{SIZE}.part"])
+def test_a_folder_in_place_of_a_copy_is_named(cache: NodeCache, shards: list[str], suffix: str) -> None:
+    place = cache._place(shards[0], stamp_of(shards[0])).with_suffix(suffix)
+    place.mkdir(parents=True)
+    with refused(CacheFull, str(place), "", "data.cache.dir"):
+        cache.fetch_open(shards[0], stamp_of(shards[0]))
+
+
+def test_a_huge_planted_link_or_folder_makes_no_copy_go(cache: NodeCache, shards: list[str], tmp_path: Path) -> None:
+    with open(tmp_path / "huge", "wb") as file:
+        file.truncate(1 << 40)
+    os.utime(tmp_path / "huge", (2**31, 2**31))
+    cache.fetch(shards[0], stamp_of(shards[0]))
+    (cache.folder / f"{1:032x}.tar").symlink_to(tmp_path / "huge")
+    cache.fetch(shards[1], stamp_of(shards[1]))
+    assert content(cache, shards[0]) is not None
+    assert (tmp_path / "huge").exists()
+
+
+@pytest.mark.parametrize("mode", [0o1777, 0o775, 0o777])
+def test_in_a_folder_that_others_may_write_the_cache_is_a_folder_of_this_user(
+    tmp_path: Path, shards: list[str], mode: int
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(mode)
+    planted = NodeCache(tmp_path / "none", SIZE)._place(shards[0], stamp_of(shards[0]))
+    (shared / planted.name).write_bytes(b"planted")
+    cache = NodeCache(shared, 3 * SIZE)
+    cache.fetch(shards[0], stamp_of(shards[0]))
+    assert content(cache, shards[0]) == Path(shards[0]).read_bytes()
+    assert cache.folder == shared / f"dtrain-{os.geteuid()}"
+    assert cache.folder.stat().st_mode & 0o7777 == 0o700
+    assert NodeCache(cache.folder, None).folder == cache.folder  # as a worker finds it
+    cache.folder.chmod(0o777)
+    with refused(CacheFull, str(cache.folder), "others may write", "data.cache.dir"):
+        cache.fetch(shards[1], stamp_of(shards[1]))
+    with refused(CacheFull, str(cache.folder), "others may write", "data.cache.dir"):
+        cache.use(shards[0], stamp_of(shards[0]))
+
+
+def _use_as(user: int, folder: Path, path: str, results: Any) -> None:
+    os.setgid(user)
+    os.setuid(user)
+    cache = NodeCache(folder, 3 * SIZE)
+    with cache.fetch_open(path, stamp_of(path)) as copy:
+        results.put((copy.read() == Path(path).read_bytes(), cache.folder.name))
+
+
+def test_a_link_in_place_of_the_users_folder_is_not_followed(tmp_path: Path, shards: list[str]) -> None:
+    own, shared = tmp_path / "own", tmp_path / "shared"
+    own.mkdir()
+    shared.mkdir()
+    shared.chmod(0o1777)
+    (shared / f"dtrain-{os.geteuid()}").symlink_to(own)
+    with refused(CacheFull, str(shared), "", "data.cache.dir"):
+        NodeCache(shared, 3 * SIZE).fetch(shards[0], stamp_of(shards[0]))
+    assert not list(own.iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become several users")
+def test_several_users_of_a_node_have_a_cache_each_in_one_folder(shards: list[str]) -> None:
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as name:  # others may not enter the folders of pytest
+        folder = Path(name)
+        folder.chmod(0o1777)
+        path = str(shutil.copy(shards[0], folder / "x.tar"))
+        results = context.SimpleQueue()
+        for user in (12345, 12346, 12345):
+            process = context.Process(target=_use_as, args=(user, folder, path, results))
+            process.start()
+            process.join(60)
+            assert process.exitcode == 0
+            assert results.get() == (True, f"dtrain-{user}")
 
 
 @pytest.mark.slow

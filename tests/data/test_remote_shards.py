@@ -76,6 +76,31 @@ def test_samples_come_one_by_one_where_there_is_no_room_for_copies(
     assert not list((cache / "small").glob("*"))
 
 
+@pytest.mark.filterwarnings("ignore:the cache")
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("is_longer", [False, True])
+def test_a_shard_that_is_replaced_while_it_is_read_in_place_ends_the_run(
+    server: FileServer, tmp_path: Path, cache: Path, workers: int, is_longer: bool
+) -> None:
+    """Values of one type and shape fit the old index, so none of them would be a bad sample."""
+
+    def write(values: range) -> None:
+        samples = [(f"{number:03d}", {"cls": str(value).encode()}) for number, value in enumerate(values)]
+        write_tar(tmp_path / "data" / "long.tar", samples)
+
+    write(range(100, 400))
+    policy = CachePolicy(folder=str(cache / "small"), max_gb=1e-9)
+    loader = make_loader(server.url("long.tar"), policy=policy, num_workers=workers, shuffle="none")
+    read: list[int] = []
+    with refused(ShardChanged, server.url("long.tar"), "ETag", "Restore the old one"):
+        for batch in loader:
+            if not read:
+                write(range(500, 900 if is_longer else 800))
+            read += batch["label"].tolist()
+    loader.close()
+    assert read == list(range(100, 100 + len(read)))
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_first_start_reads_the_shards_once(server: FileServer, shards: list[str], workers: int) -> None:
     keys(make_loader(server.url(URLS), num_workers=workers))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dtrain.data import shard_file
-from dtrain.data.shard_file import FileReplaced, RemoteFile, ShardChanged
+from dtrain.data.shard_file import RemoteFile, ShardChanged
 from tests.refusals import refused
 from tests.shards import make_loader, read_epoch, valid_keys
 
@@ -76,7 +76,7 @@ def test_an_object_that_is_replaced_while_it_is_open_is_noticed(bucket: Any, sha
     file = RemoteFile("s3://shards/train/shard-004.tar")
     assert file.read(0, 100) == Path(shards[4]).read_bytes()[:100]
     bucket.put_object(Bucket="shards", Key="train/shard-004.tar", Body=bytes(file.size))
-    with refused(FileReplaced, "shard-004.tar", "was replaced"):
+    with refused(ShardChanged, "shard-004.tar", "was replaced"):
         file.read(100, 100)
     file.close()
 
@@ -84,3 +84,16 @@ def test_an_object_that_is_replaced_while_it_is_open_is_noticed(bucket: Any, sha
 def test_an_object_that_is_not_there_is_a_file_not_found(bucket: Any) -> None:
     with refused(FileNotFoundError, "s3://shards/train/none.tar", "does not exist"):
         make_loader("s3://shards/train/none.tar")
+
+
+@pytest.mark.parametrize("opened", [False, True], ids=["before its first read", "while it reconnects"])
+def test_an_object_that_is_replaced_before_it_is_opened_is_noticed(
+    bucket: Any, shards: list[str], opened: bool
+) -> None:
+    file = RemoteFile("s3://shards/train/shard-004.tar")
+    if opened:
+        file.read(0, 100)
+        file.close()  # as after a broken connection
+    bucket.put_object(Bucket="shards", Key="train/shard-004.tar", Body=bytes(file.size))
+    with refused(ShardChanged, "s3://shards/train/shard-004.tar", "was replaced", "Restore the old one"):
+        file.read(100, 100)

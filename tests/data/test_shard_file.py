@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
+import fsspec
 import pytest
 
 from dtrain.data import shard_file
+from dtrain.data.http_ranges import NoRanges
 from dtrain.data.shard_file import (
-    NoRanges,
     ReadAhead,
     RemoteFile,
+    ShardChanged,
     absolute,
     components,
     is_url,
@@ -154,6 +156,27 @@ def test_a_version_stands_for_the_content(server: FileServer, tmp_path: Path) ->
     assert first == RemoteFile(server.url("x.tar")).version != 0
     (tmp_path / "x.tar").write_bytes(bytes(len(CONTENT)))
     assert RemoteFile(server.url("x.tar")).version != first
+
+
+@pytest.mark.parametrize("when", ["before the first read", "before a new connection", "while it is open"])
+def test_a_file_of_other_storage_that_is_replaced_is_noticed(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    # Memory in place of gs:// and the like, whose answers do not say which version they are from.
+    storage, now = fsspec.filesystem("memory"), 1000.0
+    info = type(storage).info
+    monkeypatch.setattr(
+        type(storage), "info", lambda self, path: info(self, path) | {"etag": hash(storage.cat_file(path))}
+    )
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    storage.pipe_file("/x.tar", CONTENT)
+    file = RemoteFile("memory://x.tar")
+    if when != "before the first read":
+        assert file.read(0, 100) == CONTENT[:100]
+    if when == "before a new connection":
+        file.close()
+    storage.pipe_file("/x.tar", bytes(len(CONTENT)))
+    now += 60
+    with refused(ShardChanged, "memory://x.tar", "was replaced", "Restore the old one"):
+        file.read(100, 100)
 
 
 def test_a_package_that_is_missing_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

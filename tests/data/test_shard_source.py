@@ -7,18 +7,20 @@ import resource
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from dtrain.data import shard_source
+from dtrain.data import Mixture, ShardDataset, shard_source
 from dtrain.data.node_cache import CacheFull, CachePolicy
-from dtrain.data.shard_file import ShardChanged, Stamp, stamp_of
+from dtrain.data.shard_file import LocalFile, ShardChanged, Stamp, stamp_of
 from dtrain.data.shard_source import Prefetcher, ShardReader, Wanted, joint_reads
 from tests.refusals import refused
-from tests.shards import write_patterns
+from tests.shards import make_loader, write_patterns, write_tar
 
 SIZE = 50_000
 
@@ -140,6 +142,84 @@ def test_bytes_that_were_written_into_an_open_shard_are_noticed(shards: list[str
         reader.expect(lambda most: np.arange(2))
 
 
+def write_tokens(path: Path, token: int) -> None:
+    """120 rows of 2,048 equal tokens, written into the same file if there is one."""
+    rows = [(f"{n:03d}", {"tok": np.full(2048, token, np.uint16).tobytes()}) for n in range(120)]
+    other = write_tar(path.with_name("other"), rows)
+    path.touch()
+    path.write_bytes(Path(other).read_bytes())
+    os.utime(path, ns=(token, token))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("loader", 0),
+        ("loader", 512),
+        ("loader", -512),
+        ("loader with a worker", 0),
+        ("loader for evaluation", 0),
+        ("mixture", 0),
+        ("dataset", 0),
+        ("random_offset", 0),
+    ],
+)
+def test_a_shard_that_is_overwritten_while_it_is_open_ends_the_run_although_all_samples_are_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, change: int
+) -> None:
+    monkeypatch.setattr(shard_source, "_SECONDS_BETWEEN_CHECKS", 0.0)
+    path = tmp_path / "x.tar"
+    write_tokens(path, 1000)
+    fields = {"tok": {"name": "tokens", "role": "id", "dtype": "uint16", "length": 2048}}
+    options: dict[str, Any] = {"num_workers": int("worker" in kind), "random_offset": kind == "random_offset"}
+    if "evaluation" in kind:
+        options |= {"shuffle": "none", "lanes": 2}
+    batches: Iterator[Any]
+    if kind == "dataset":
+        batches = iter(ShardDataset(str(path), fields))
+    else:
+        source = Mixture({"a": [str(path)]}, {"a": 1}) if kind == "mixture" else str(path)
+        batches = iter(make_loader(source, fields, prefetch=1, **options))
+    for _ in range(3):
+        assert (np.array(next(batches)["tokens"]) == 1000).all()
+    write_tokens(path, 2)
+    if change:
+        os.truncate(path, path.stat().st_size + change)
+        os.utime(path, ns=(1000, 1000))
+    with refused(ShardChanged, "x.tar", "", "Restore the old one"):
+        deque(batches, maxlen=0)
+
+
+def test_open_shards_are_compared_every_two_seconds_and_less_often_where_that_takes_long(
+    shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, looks = 100.0, 0
+
+    def stamp(self: LocalFile) -> Stamp:
+        nonlocal now, looks
+        looks, now = looks + 1, now + cost
+        return real(self)
+
+    def seconds_until_the_next_look() -> int:
+        nonlocal now
+        before, begin = looks, now
+        while looks == before:
+            now += 1
+            reader.read(0, 0, 1)
+        return int(now - begin)
+
+    real, cost = LocalFile.stamp, 0.0
+    monkeypatch.setattr(LocalFile, "stamp", stamp)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    reader = make_reader(shards, tmp_path / "cache", "fast")
+    reader.read(0, 0, 1)
+    assert seconds_until_the_next_look() == 2
+    assert seconds_until_the_next_look() == 2
+    cost = 0.5
+    seconds_until_the_next_look()
+    assert 98 <= seconds_until_the_next_look() <= 102
+
+
 def test_slow_storage_is_read_once_in_large_pieces(
     shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +254,25 @@ def test_a_full_cache_disk_is_told_once_and_samples_are_read_where_they_lie(shar
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert reader.read(1, 200, 10) == stored(shards[1], 200, 10)
+    reader.close()
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_cache_that_others_may_write_is_told_once_and_samples_are_read_where_they_lie(
+    shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    monkeypatch.setattr(shard_source, "_SMALL_SHARD", SIZE - 1 if large else SIZE)
+    planted = make_reader(shards, tmp_path / "cache")
+    cache = planted._policy.cache  # type: ignore[union-attr]
+    cache.fetch(shards[0], stamp_of(shards[0]))
+    cache._place(shards[0], stamp_of(shards[0])).write_bytes(bytes(SIZE))
+    reader = make_reader(shards, tmp_path / "cache")
+    assert reader._policy.cache.folder == cache.folder  # type: ignore[union-attr]
+    cache.folder.chmod(0o777)
+    with pytest.warns(UserWarning, match=r"others may write.*data\.cache\.dir") as caught:
+        read = [reader.read(shard, 7, 10) for shard in range(3)]
+    assert len(caught) == 1
+    assert read == [stored(path, 7, 10) for path in shards]
     reader.close()
 
 
