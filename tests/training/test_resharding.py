@@ -70,6 +70,10 @@ class Data:
         self.position = state["position"]
 
 
+def amsgrad(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.05, amsgrad=True)
+
+
 def build(
     world: World,
     strategy: str,
@@ -77,7 +81,7 @@ def build(
     *,
     ema: bool = True,
     model: nn.Module | None = None,
-    optimizer: Callable[..., torch.optim.Optimizer] = partial(torch.optim.AdamW, lr=0.05, amsgrad=True),
+    optimizer: Callable[..., torch.optim.Optimizer] = amsgrad,
 ) -> TrainState:
     parallel = STRATEGIES[strategy]
     model = model or Model()
