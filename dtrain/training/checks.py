@@ -63,9 +63,9 @@ def check_initialised(model: nn.Module) -> None:
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if is_lazy(tensor):
                 raise ConfigError(
-                    f"model: {name + '.' if name else ''}{key} of a {type(module).__name__} has no shape before the first forward, but "
-                    "the optimizer, DDP and checkpoints need it. Give the number of inputs (nn.Linear instead of nn.LazyLinear), or "
-                    "call the model once in the function that builds it."
+                    f"model: {name + '.' if name else ''}{key} of a {type(module).__name__} has no shape before the first "
+                    "forward, but the optimizer, DDP and checkpoints need it. Give the number of inputs (nn.Linear instead of "
+                    "nn.LazyLinear), or call the model once in the function that builds it."
                 )
 
 
