@@ -78,7 +78,7 @@ def train_on_ranks(cfg: Config, identity: Run, failure: FailureRecord, recovery:
         earlier.prepare(run)
         from_rank0(lambda: save_run(identity))
         failure.starts(world.rank, lambda: run.step.step, run.totals.times)
-        open_rank_log(identity.dir, world.rank)
+        on_all_ranks(lambda: open_rank_log(identity.dir, world.rank))
         run_logger = on_all_ranks(lambda: RunLogger.open(run, identity, end))
         print_start_banner(identity, run, start, end, {"time limit": str(time_limit)} | hooks.banner_rows)
         for line in (*earlier.problems, *(f"changed since the last start: {it}" for it in earlier.changes), *warnings):

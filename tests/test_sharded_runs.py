@@ -121,3 +121,14 @@ def test_evaluate_and_export_read_a_sharded_run_in_one_process(
     exported, averaged = load_file(out / "model.safetensors"), weights(run_dir, 6, "ema")
     for name, tensor in averaged.items():
         assert any(torch.equal(tensor, other) for other in exported.values() if other.shape == tensor.shape), name
+
+
+def test_a_run_whose_optimizer_has_no_state_resumes_on_any_ranks(tmp_path: Path) -> None:
+    options = ("schedule=constant", "train.eval_every=0", "data.eval=null")
+    train_on(2, tmp_path, "parallel=fsdp", "train.max_steps=2", *options, experiment="line")
+    for ranks, steps, parallel in ((2, 4, "fsdp"), (3, 6, "fsdp"), (2, 8, "ddp")):
+        train_on(ranks, tmp_path, f"parallel={parallel}", f"train.max_steps={steps}", *options, experiment="line")
+    whole = tmp_path / "whole"
+    train_on(1, whole, "train.max_steps=8", *options, experiment="line")
+    assert [record["step"] for record in records(tmp_path) if "train/loss" in record] == list(range(1, 9))
+    assert metrics(tmp_path) == pytest.approx(metrics(whole), rel=1e-5)

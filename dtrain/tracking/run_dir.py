@@ -299,9 +299,10 @@ def open_rank_log(run_dir: Path, rank: int) -> None:
     """Makes the ``dtrain`` logger append to ``logs/rank-00000.log``, and write nowhere else. The folder exists.
 
     Raises:
-        OSError: If the file cannot be written.
+        ConfigError: If the file cannot be written.
     """
-    file = _RankLog(run_dir / "logs" / f"rank-{rank:05d}.log")
+    with as_config_error("run.dir"):
+        file = _RankLog(run_dir / "logs" / f"rank-{rank:05d}.log")
     file.setFormatter(_WithoutSecrets("%(asctime)s %(levelname)s %(message)s"))
     for handler in logger.handlers:
         if isinstance(handler, MemoryHandler):

@@ -39,6 +39,7 @@ from dtrain.precision.comm_hooks import REDUCE_DTYPES, HookGuard, reduce_in
 from dtrain.precision.loss_scale import LossScale
 from dtrain.tracking.run_dir import code_commits
 from dtrain.training.checkpoints import Checkpoint, Checkpoints
+from dtrain.training.checks import check_initialised
 from dtrain.training.loaders import check_same_data, class_names, corpus_beside, eval_loader, prepare_data, train_loader
 from dtrain.training.model_setup import (
     checkpoint_activations,
@@ -261,8 +262,8 @@ def build_model(node: Any, device: torch.device, channels_last: bool = True) -> 
     With ``channels_last`` the weights of convolutions get the memory layout of images, which fast kernels need.
 
     Raises:
-        ConfigError: If the target does not return a module, or returns one that is already wrapped or sharded for several
-            devices.
+        ConfigError: If the target does not return a module, or returns one that has lazy modules or is already wrapped or
+            sharded for several devices.
     """
     model = _constructed(node).to(device)
     if channels_last:
@@ -288,6 +289,7 @@ def _constructed(node: Any) -> nn.Module:
             f"model: {sharded}. dtrain shards models itself, and does not support tensor parallelism. Let {node._target_} "
             "return the plain model, and set parallel=fsdp."
         )
+    check_initialised(model)
     return model
 
 

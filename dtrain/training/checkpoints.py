@@ -410,7 +410,12 @@ def read_folder(folder: Path) -> Checkpoint:
         )
     try:
         if version == _SHARDED_FORMAT:
-            return Checkpoint(read_parts([folder / name for name in _tensor_files(folder, state)]), state)
+            parts = read_parts([folder / name for name in _tensor_files(folder, state)])
+            # A group without tensors, such as the state of SGD without momentum, has no part in any file.
+            empty: dict[str, dict[str, StoredTensor]] = {
+                str(name): {} for name in state.get("tensors", ("model", "optimizer"))
+            }
+            return Checkpoint(empty | parts, state)
         paths = [folder / name for name in _manifest(folder) if name.endswith(".safetensors")]
         return Checkpoint({path.stem: read_whole(path) for path in paths}, state)
     except (OSError, SafetensorError, ValueError) as error:

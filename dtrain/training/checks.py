@@ -1,6 +1,6 @@
 """Refuses models, scalers and tasks with which a step would not train on the gradient of the mean loss.
 
-* A *model* must not average gradients itself: the last backward of a window averages them, once.
+* A *model* must not average gradients itself: the last backward of a window averages them, once. Its shapes must be known.
 * A *loss scale* must be dtrain's: ``torch.amp.GradScaler`` decides for its own rank only.
 * A *task* must return sums. To distinguish a sum from a mean, the task is called with all valid rows of a micro-batch, with one
   half of them and with the other half.
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from dtrain.config.errors import ConfigError
 from dtrain.data import Batch
@@ -50,6 +51,22 @@ def check_model(model: nn.Module) -> None:
                 f"model: its module {name or 'at the top'!r} is wrapped in DistributedDataParallel. dtrain wraps the "
                 "whole model itself, and two wrappers would average gradients twice. Use the bare module."
             )
+
+
+def check_initialised(model: nn.Module) -> None:
+    """Refuses a model with parameters or buffers of unknown shape, which the optimizer, DDP and checkpoints need.
+
+    Raises:
+        ConfigError: If it has a lazy module; names its class and the first such tensor.
+    """
+    for name, module in model.named_modules():
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if is_lazy(tensor):
+                raise ConfigError(
+                    f"model: {name + '.' if name else ''}{key} of a {type(module).__name__} has no shape before the first "
+                    "forward, but the optimizer, DDP and checkpoints need it. Give the number of inputs (nn.Linear instead of "
+                    "nn.LazyLinear), or call the model once in the function that builds it."
+                )
 
 
 def check_loss_scale(loss_scale: Any) -> None:

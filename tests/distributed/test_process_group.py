@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,20 @@ def test_the_group_is_left_after_success_and_after_failure() -> None:
         return [after_success, world.size == 2]
 
     assert run_ranks(2, rank, init=False) == [[False, True]] * 2
+
+
+def test_a_timeout_is_that_of_every_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[object, float]] = []
+
+    def record(timeout: timedelta, group: object) -> None:
+        found.append((group, timeout.total_seconds()))
+
+    monkeypatch.setattr(dist, "set_timeout", record, raising=False)
+    with process_group(timeout=5):
+        groups = [dist.group.WORLD, dist.new_group([0])]  # as those of a hybrid mesh
+        found.clear()
+        set_timeout(1)
+        assert all((group, 1 + module.BACKSTOP) in found for group in groups)
 
 
 @pytest.mark.parametrize("lazy", ["0", "1"])

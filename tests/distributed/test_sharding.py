@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dtrain.config.errors import ConfigError
 from dtrain.config.schema import ParallelConfig
+from dtrain.distributed import process_group
 from dtrain.distributed.sharding import (
     already_sharded,
     check_accumulation,
@@ -198,3 +199,13 @@ def test_a_hybrid_mesh_has_copies_and_groups_that_divide_the_ranks() -> None:
         return [copies_of(model.weight, 4), own_range(model.weight)[0].start]
 
     assert run_ranks(4, on_rank) == [[2, 0], [2, 3], [2, 0], [2, 3]]
+
+
+def test_the_groups_of_a_hybrid_mesh_are_kept_until_the_process_leaves_all_groups() -> None:
+    def on_rank(rank: int) -> list[bool]:
+        model = nn.Linear(5, 5)
+        shard_model(model, replace(FULL, shard="hybrid", shard_size=2), world(rank, 2))
+        groups = model.weight.device_mesh.get_all_groups()  # type: ignore[operator, union-attr]
+        return [any(group is kept for kept in process_group._groups) for group in groups if group.size() > 1]
+
+    assert run_ranks(2, on_rank) == [[True]] * 2

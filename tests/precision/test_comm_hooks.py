@@ -23,7 +23,7 @@ from dtrain.training.build import wrap
 from tests.ranks import RanksFailed, run_ranks
 from tests.refusals import Refusal
 from tests.runs import metrics, train_on
-from tests.toys import Net, world
+from tests.toys import Net, micro_batches, run_steps, train_step, world
 
 
 class Weights(nn.Module):
@@ -89,6 +89,37 @@ def test_complex_parameters_have_no_shorter_form() -> None:
         return str(raised.value)
 
     assert "complex" in run_ranks(2, rank)[0]
+
+
+class Branched(Net):
+    """Has a branch that a step may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = nn.Linear(3, 1)
+        self.uses_branch = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (self.branch(x) if self.uses_branch else 0)
+
+
+@pytest.mark.parametrize("reduce_dtype", ["fp32", "bf16"])
+def test_weight_decay_moves_no_parameter_that_a_step_leaves_unused(reduce_dtype: str) -> None:
+    def rank(number: int) -> tuple[Tensor, Tensor]:
+        model = Branched()
+        parallel = ParallelConfig(reduce_dtype=reduce_dtype, find_unused_parameters=True)
+        wrapped, _ = wrap(model, parallel, world(number, 2), False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        step = train_step(wrapped, optimizer, world=world(number, 2))
+        weights = []
+        for used in (True, False):
+            model.uses_branch = used
+            run_steps(step, [micro_batches(0, 12, ranks=2, rank=number, rows=2)])
+            weights.append(model.branch.weight.detach().clone())
+        return weights[0], weights[1]
+
+    for used, unused in run_ranks(2, rank):
+        assert torch.equal(used, unused)
 
 
 # -- S22

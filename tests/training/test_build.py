@@ -142,6 +142,15 @@ def test_what_is_no_module_is_refused() -> None:
         build.build_model(node(f"{HERE}.no_module"), CPU)
 
 
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), nn.LazyBatchNorm1d())
+
+
+def test_a_lazy_module_is_refused_by_name() -> None:
+    with refused(ConfigError, "model", "1.weight of a LazyBatchNorm1d", "nn.Linear instead of nn.LazyLinear"):
+        build.build_model(node(f"{HERE}.lazy"), CPU)
+
+
 # -- optimizer
 
 

@@ -18,6 +18,7 @@ import torch
 
 from dtrain.config.errors import ConfigError
 from dtrain.training import checkpoints as module
+from dtrain.training.checkpoint_tensors import Part
 from dtrain.training.checkpoints import (
     BadCheckpoint,
     Checkpoint,
@@ -29,6 +30,7 @@ from dtrain.training.checkpoints import (
 )
 from tests.ranks import run_ranks
 from tests.refusals import assert_refused, refused
+from tests.toys import world
 from tests.training.checkpoints_for_tests import content
 
 # -- checkpoints
@@ -45,6 +47,16 @@ def loaded_value(checkpoints: Checkpoints, step: int) -> float:
 def left_in(folder: Path) -> list[str]:
     """What is in a folder of checkpoints besides saved.json."""
     return sorted(path.name for path in folder.iterdir() if path.name != "saved.json")
+
+
+def test_a_rank_has_synced_its_file_before_it_reports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[Path, int]] = []
+    monkeypatch.setattr(module, "fsync_path", lambda path: synced.append((path, path.stat().st_size)))
+    checkpoints = Checkpoints(tmp_path)
+    staged = checkpoints.stage(10)
+    part = Part(torch.ones(2), (0,), (4,))
+    entry = checkpoints.write_rank(staged, Checkpoint({"model": {"weight": part}}, {}), world(1, 2))
+    assert synced == [(staged / "rank-00001-of-00002.safetensors", entry["size"])]
 
 
 # -- broken ones

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.recovery import TOLERANCE, Job, difference
 from dtrain.config.errors import ConfigError
 from dtrain.config.schema import ParallelConfig
+from dtrain.training.checkpoints import Checkpoint
 from dtrain.training.recovery import Recovery
+from tests.ranks import run_ranks
 from tests.refusals import refused
+from tests.toys import world
 
 
 def test_recovery_under_torchrun_is_refused(tmp_path: Path) -> None:
@@ -19,6 +25,27 @@ def test_recovery_under_torchrun_is_refused(tmp_path: Path) -> None:
         Recovery(tmp_path, ParallelConfig(recover=True), environment)
     assert not Recovery(tmp_path, ParallelConfig(recover=False), environment).is_on
     assert not Recovery(tmp_path, ParallelConfig(recover=True), {}).is_on
+
+
+def test_all_members_take_the_state_of_the_one_that_is_furthest(tmp_path: Path) -> None:
+    def rank(number: int) -> tuple[int, float, bool]:
+        step = 4 + number  # the second member has applied one step more before the rank was lost
+        recovery = Recovery(tmp_path, ParallelConfig())
+        recovery._generation, recovery._members = 1, ["0", "1"]
+        state = {"counters": {"step": step}, "progress": {"evaluation_due": False}}
+        recovery._memory = Checkpoint({"model": {"weight": torch.full((2,), float(step))}}, state)
+        restored: list[Checkpoint] = []
+        run: Any = SimpleNamespace(
+            restore=restored.append,
+            world=world(number, 2),
+            step=SimpleNamespace(step=5),
+            totals=SimpleNamespace(evaluation_due=True),
+        )
+        assert recovery.restore(run) == "after step 5, from the memory of member 1"
+        weight: Any = restored[0].tensors["model"]["weight"]
+        return restored[0].state["counters"]["step"], float(weight[0]), run.totals.evaluation_due
+
+    assert run_ranks(2, rank) == [(5, 5.0, False)] * 2
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ GLOBAL_BATCH = 12
 
 
 class Model(nn.Module):
-    """Rows that no number of ranks divides, tied weights, a buffer, a frozen parameter, and one without dimensions."""
+    """Rows that no number of ranks divides, tied weights, a frozen parameter, and buffers with and without elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,6 +51,7 @@ class Model(nn.Module):
         self.head = nn.Linear(5, 1)
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
         self.register_buffer("shift", torch.full((2,), 0.25))
+        self.register_buffer("nothing", torch.empty(0))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.again(self.tied(self.trunk(x * self.frozen)).tanh())
@@ -68,17 +71,28 @@ class Data:
         self.position = state["position"]
 
 
-def build(world: World, strategy: str, folder: Path, *, ema: bool = True, model: nn.Module | None = None) -> TrainState:
+def amsgrad(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.05, amsgrad=True)
+
+
+def build(
+    world: World,
+    strategy: str,
+    folder: Path,
+    *,
+    ema: bool = True,
+    model: nn.Module | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] = amsgrad,
+) -> TrainState:
     parallel = STRATEGIES[strategy]
     model = model or Model()
     if parallel.shard != "none":
         shard_model(model, parallel, world)
     average = Ema(model, 0.5) if ema else None
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.05, amsgrad=True)
     step = train_step(
         DistributedDataParallel(model) if strategy == "ddp" and world.size > 1 else model,
-        optimizer,
+        optimizer(trained),
         world=world,
         nominal=GLOBAL_BATCH,
         ema=average,
@@ -225,6 +239,23 @@ def test_a_new_sharded_run_takes_the_weights_of_another_one(of_two: Any, tmp_pat
     for found in run_ranks(2, rank, init=False):
         for name, tensor in Model().state_dict().items():
             assert torch.equal(found[f"model {name}"], saved["fsdp"][0][f"ema {name}"]), tensor.shape
+
+
+def test_a_sharded_run_whose_optimizer_has_no_state_yet_is_restored(tmp_path: Path) -> None:
+    plain = partial(torch.optim.SGD, lr=0.1)
+
+    def rank(number: int) -> None:
+        with process_group(timeout=60) as world:
+            run = build(world, "fsdp", tmp_path, optimizer=plain)
+            train(run, 2)
+            save(run)
+            expected, losses = everything(run), train(run, 2)
+            resumed = build(world, "fsdp", tmp_path, optimizer=plain)
+            resumed.restore(resumed.checkpoints.load(2))
+            assert_same(everything(resumed), expected)
+            assert train(resumed, 2) == losses
+
+    run_ranks(2, rank, init=False)
 
 
 class Larger(Model):

@@ -175,6 +175,30 @@ def test_a_sharded_model_trains_as_ddp_and_one_process_do() -> None:
     compare(2, [("full", "fp32", 1), ("full", "fp16", None)])
 
 
+def test_a_forward_of_a_hook_between_two_steps_changes_no_loss() -> None:
+    def on_rank(rank: int, calls_model: bool) -> list[float]:
+        model = Blocks()
+        shard_model(model, ParallelConfig(shard="full"), world(rank, 2))
+        step = train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), world=world(rank, 2), nominal=ROWS)
+        losses = []
+        for number in range(3):
+            step.accumulate(micro_batches(number, ROWS, ranks=2, rank=rank), 1)
+            if calls_model:  # leaves the parameters of the root unit gathered, as they are before the update
+                with torch.no_grad():
+                    model(torch.ones(1, 3))
+            step.apply()
+            outcome = step.settle()
+            assert outcome is not None
+            losses.append(outcome.stats.loss_sum)
+        return losses
+
+    def both(rank: int) -> tuple[list[float], list[float]]:
+        return on_rank(rank, True), on_rank(rank, False)
+
+    for with_hook, without in run_ranks(2, both):
+        assert with_hook == without
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_in_every_precision_and_strategy(ranks: int) -> None:

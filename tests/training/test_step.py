@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -321,6 +321,33 @@ def test_a_step_of_masked_rows_is_skipped_without_lowering_the_loss_scale(on_dev
     (outcome,) = run_steps(step, [micro_batches(0, 4, masked=range(4))])
     assert not outcome.stats.applied
     assert scale.scale.item() == 1024.0
+
+
+def test_the_average_stays_in_a_step_without_a_valid_row() -> None:
+    model = Net()
+    ema = Ema(model, 0.5)
+    with torch.no_grad():
+        model.trunk.weight.add_(1.0)
+    step = train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), ema=ema)
+    before = averages(ema)
+    run_steps(step, [micro_batches(0, 4, masked=range(4))])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in averages(ema).items())
+
+
+def test_an_abandoned_window_leaves_the_buffers_of_the_step_before() -> None:
+    def broken(window: list[Batch]) -> Iterator[Batch]:
+        yield window[0]
+        raise RuntimeError("a rank was lost")
+
+    model = NetWithBatchNorm()
+    step = train_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run_steps(step, [micro_batches(0, 12, rows=6)])
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with pytest.raises(RuntimeError, match="a rank was lost"):
+        step.accumulate(broken(micro_batches(1, 12, rows=6)), 2)
+    assert not torch.equal(model[1].running_mean, before["1.running_mean"])  # type: ignore[arg-type]
+    step.abandon()
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
 
 
 class RecordingGuard:

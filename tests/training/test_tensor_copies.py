@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtrain.config.errors import ConfigError
 from dtrain.training import tensor_copies
 from dtrain.training.tensor_copies import BufferGuard, Ema
 from tests.refusals import refused
@@ -109,6 +110,17 @@ def test_a_buffer_that_is_infinite_by_design_is_not_found() -> None:
     assert not guard.not_finite()
     model.spectrum[0] = complex(0, torch.nan)
     assert guard.not_finite()
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (4, 3)], ids=["transposed", "grown"])
+def test_a_buffer_whose_shape_changes_is_refused_by_name(shape: tuple[int, ...]) -> None:
+    model = Buffers()
+    guard = BufferGuard(model)
+    guard.save()
+    model.seen = torch.zeros(shape, dtype=torch.bool)
+    for use in (guard.not_finite, lambda: guard.restore(YES)):
+        with refused(ConfigError, "seen", "[2, 3]", "__init__", list(shape)):
+            use()
 
 
 # -- ema
