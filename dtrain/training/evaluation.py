@@ -28,6 +28,7 @@ from dtrain.data.mixture import MixtureSource
 from dtrain.data.mixture_collator import SOURCE
 from dtrain.data.randomness import seed_generators
 from dtrain.distributed.collectives import broadcast_buffers
+from dtrain.distributed.process_group import is_from_collective
 from dtrain.distributed.sharding import reshard
 from dtrain.distributed.store import say_to_all
 from dtrain.distributed.world import World
@@ -185,15 +186,17 @@ class MetricNames:
         ]
 
 
-def metric_names(run: TrainState, batch: Batch) -> MetricNames:
+def metric_names(run: TrainState, batch: Batch, wanted: Iterable[str]) -> MetricNames:
     """Collective. The metrics that evaluations will have, found without evaluation data; equal on all ranks.
 
-    A copy of the task runs once in evaluation mode on a training micro-batch, then ``conclude`` on its result. The model, its
-    buffers and the task are unchanged. An exception makes names unknown: the task may expect other rows in an evaluation.
+    A copy of the task runs once in evaluation mode on a training micro-batch, then ``conclude`` on its result, each only while
+    a name is missing. The model, its buffers and the task are unchanged. An exception makes names unknown, because the task
+    may expect other rows in an evaluation.
 
     Args:
         run: The run; ``data.eval`` is set.
         batch: A micro-batch on the device.
+        wanted: The names to look for, as in metrics.jsonl.
 
     Raises:
         Exception: What the task raised, if another rank waits for this one in the task.
@@ -201,26 +204,30 @@ def metric_names(run: TrainState, batch: Batch) -> MetricNames:
     assert run.eval_loader is not None
     sets = _sets(run.eval_loader)
     prefixes = ("", *(f"{name}/" for name in sets))
-    names = dict.fromkeys(f"{prefix}{name}" for prefix in prefixes for name in ("loss", "samples", "bad_samples"))
+    names = {f"eval/{prefix}{name}" for prefix in prefixes for name in ("loss", "samples", "bad_samples")}
+    if names.issuperset(wanted):
+        return MetricNames(tuple(sorted(names)))
     error: Exception | None = None
     try:
-        names |= dict.fromkeys(_names_on(run, batch, sets))
-    except Exception as raised:  # noqa: BLE001 - of the user's task
+        _add_names(names, wanted, run, batch, sets)
+    except Exception as raised:
+        if is_from_collective(raised):
+            raise
         error = raised
     problem = in_brief(f"the task raised {type(error).__name__}: {error}") if error is not None else ""
     # Not with a collective: a rank on which the task has raised does not know whether the others wait for it in the task.
     patience = _PATIENCE if error is not None else run.cfg.parallel.timeout_start
-    found = say_to_all("metric-names", json.dumps([list(names), problem]), run.world, patience)
-    if found is None:
+    said = say_to_all("metric-names", json.dumps([sorted(names), problem]), run.world, patience)
+    if said is None:
         raise error or RuntimeError("another rank has not reported the names of its metrics")
-    reports = [json.loads(text) for text in found]
-    every = dict.fromkeys(f"eval/{name}" for of_rank, _ in reports for name in of_rank)
-    return MetricNames(tuple(every), next((problem for _, problem in reports if problem), ""))
+    of_ranks = [json.loads(text) for text in said]
+    every = {name for of_rank, _ in of_ranks for name in of_rank}
+    return MetricNames(tuple(sorted(every)), next((problem for _, problem in of_ranks if problem), ""))
 
 
 @torch.no_grad()
-def _names_on(run: TrainState, batch: Batch, sets: Sequence[str]) -> list[str]:
-    """The names in the result of this rank for a micro-batch, as if each set had it."""
+def _add_names(names: set[str], wanted: Iterable[str], run: TrainState, batch: Batch, sets: Sequence[str]) -> None:
+    """Adds the names in this rank's result for a micro-batch, as if each set had it."""
     model, device = run.model, run.world.device
     task, was_training, buffers, sums = _copy_of_task(run.task), model.training, BufferGuard(model), _Sums(device, sets)
     buffers.save()
@@ -233,7 +240,9 @@ def _names_on(run: TrainState, batch: Batch, sets: Sequence[str]) -> list[str]:
             for of_set in range(len(sets) or 1):
                 sums.add(output, of_set)
             result = sums.of_rows(batch.num_valid)
-            return [*result, *(task.conclude(model, result) if isinstance(task, ConcludingTask) else ())]
+            names.update(result.record())
+            if isinstance(task, ConcludingTask) and not names.issuperset(wanted):
+                names.update(Evaluation(task.conclude(model, result)).record())
     finally:
         model.train(was_training)
         reshard(model)

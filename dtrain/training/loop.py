@@ -268,7 +268,8 @@ class Loop:
         best = self._run.cfg.checkpoint.best
         wanted = [*([("checkpoint.best", best)] if best is not None else []), *self._hooks.metrics]
         if wanted and self._run.eval_loader is not None:
-            for warning in metric_names(self._run, batch).require(wanted):
+            names = metric_names(self._run, batch, [name for _, name in wanted])
+            for warning in names.require(wanted):
                 self._run_logger.warn(warning)
 
     def _commit(self) -> bool:
