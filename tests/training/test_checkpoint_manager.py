@@ -230,7 +230,7 @@ def test_a_save_is_taken_of_buffers_that_all_ranks_have_and_under_the_time_limit
 
 @pytest.mark.usefixtures("world_of_one")
 def test_what_is_best_is_compared_with_the_checkpoint_that_is_still_being_written(disk: Disk) -> None:
-    disk._best = "eval/accuracy"
+    disk._best, disk._sign = "eval/accuracy", 1
     saves, run, _ = manager(disk)
     run.cfg.checkpoint.best = "eval/accuracy"
     disk.may_write.clear()
