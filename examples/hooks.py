@@ -89,6 +89,7 @@ class StopEarly:
 
     def __init__(self, metric: str = "eval/accuracy", patience: int = 3, mode: str | None = None) -> None:
         self._metric = metric
+        self.reads_metrics = [metric]  # a wrong name is refused before the first step
         self._patience = patience
         self._best = {"max": max, "min": min}[require_direction(metric, mode, "StopEarly.mode")]
         self._values: list[float] = []

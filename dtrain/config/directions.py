@@ -10,6 +10,7 @@ _MAX = frozenset({
     *("ndcg", "precision", "psnr", "r2", "recall", "rouge", "ssim"),
     "first_to_second", "second_to_first",  # shares of right pairs in dtrain.tasks.Contrastive
 })  # fmt: skip
+_NEGATED = frozenset({"neg", "negative"})  # such as neg_mse
 
 
 def direction(name: str) -> str | None:
@@ -31,6 +32,8 @@ def direction(name: str) -> str | None:
         return None
     metric = "loss" if parts[0] == "loss" else parts[-1]
     words = {metric, *metric.replace("@", "_").split("_")}
+    if words & _NEGATED:
+        return None
     falls, rises = bool(words & _MIN), bool(words & _MAX)
     return None if falls == rises else "min" if falls else "max"
 

@@ -6,7 +6,8 @@ Hydra merges mappings key by key, so the arguments of a preset's class would rea
 * ``data.fields`` replaces the earlier fields if each of its fields has a name; otherwise it changes single options of them;
   likewise ``data.mixture`` if each of its sources has shards;
 * ``model=NAME`` on the command line replaces what presets say about ``model``; the same for ``task``, ``optimizer`` and
-  ``schedule``.
+  ``schedule``;
+* another task removes the metric of ``checkpoint.best`` that a preset has set before for its own task, unless it is a loss.
 
 An argument that the class of a node takes by name can be set without ``+``, also if the presets leave it out.
 
@@ -24,7 +25,7 @@ import hydra._internal.hydra as hydra_main
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, Node, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from dtrain.config.instantiate import argument_names
@@ -64,8 +65,9 @@ class _Loader(ConfigLoaderImpl):
         self._loaded: list[Any] = []
         loaded = [self._load_single_config(default=default, repo=repo) for default in defaults]
         configs: list[DictConfig] = [result.config for result in loaded]
-        self._remove_replaced_groups(defaults, configs, repo)
+        chooses_other_task = self._remove_replaced_groups(defaults, configs, repo)
         for number, config in enumerate(configs):
+            _remove_best_of_other_task(configs[:number], _target_at(config, "task"))
             for path in _replacing(config):
                 _remove_other(configs[:number], path, OmegaConf.select(config, path))
         self._loaded = loaded[::-1]  # super() loads them again, in the same order
@@ -78,6 +80,8 @@ class _Loader(ConfigLoaderImpl):
                         OmegaConf.set_struct(entry, False)
         if _is_mapping(own := _select(composed, "vars")):
             OmegaConf.set_struct(own, False)
+        if chooses_other_task or _names_other_task(self._overrides, _target_at(composed, "task")):
+            _remove_best(composed)
         for override in self._overrides:
             _make_room(composed, override)
             _add_argument(composed, override)
@@ -88,24 +92,31 @@ class _Loader(ConfigLoaderImpl):
     def _load_single_config(self, default: Any, repo: Any) -> Any:
         return self._loaded.pop() if self._loaded else super()._load_single_config(default, repo)
 
-    def _remove_replaced_groups(self, defaults: Any, configs: Sequence[DictConfig], repo: Any) -> None:
-        """Removes what presets say about a class group of which the command line chooses another option or class."""
+    def _remove_replaced_groups(self, defaults: Any, configs: Sequence[DictConfig], repo: Any) -> bool:
+        """Removes what presets say about a class group of which the command line chooses another option or class.
+
+        Returns:
+            Whether the command line chooses another task than the presets.
+        """
         chosen = {
             override.key_or_group: override.value()
             for override in self._overrides
             if override.key_or_group in CLASS_GROUPS and not override.is_delete() and isinstance(override.value(), str)
         }
         if not chosen:
-            return
+            return False
         others = [override for override in self._overrides if override.key_or_group not in chosen]
         presets = create_defaults_list(
             repo=repo, config_name=self._config_name, overrides_list=others, prepend_hydra=True, skip_missing=True
         ).overrides.known_choices
+        has_other_task = "task" in chosen and presets.get("task") not in (None, chosen["task"])
         for default, config in zip(defaults, configs, strict=True):
             for group, option in chosen.items():
                 node = None if default.config_path.startswith(f"{group}/") else _child(config, group)
                 if _is_mapping(node) and ("_target_" in node or presets.get(group) not in (None, option)):
+                    has_other_task |= group == "task" and "_target_" in node
                     del config[group]
+        return has_other_task
 
 
 def _replacing(node: DictConfig, path: str = "") -> Iterator[str]:
@@ -126,6 +137,37 @@ def _remove_other(configs: Sequence[DictConfig], path: str, new: DictConfig) -> 
             with open_dict(node):
                 for key in set(node) - _OF_HYDRA:
                     del node[key]
+
+
+def _remove_best_of_other_task(configs: Sequence[DictConfig], target: Any) -> None:
+    """Removes the metric of the best checkpoint from configs before one with the class ``target`` as its task."""
+    targets = [it for config in configs if (it := _target_at(config, "task")) is not None]
+    if target is not None and targets and targets[-1] != target:
+        for config in configs:
+            _remove_best(config)
+
+
+def _names_other_task(overrides: Sequence[Override], target: Any) -> bool:
+    """Whether the command line names another class than ``target`` as the task."""
+    for override in overrides:
+        if not override.is_delete() and not override.is_sweep_override():
+            value = override.value()
+            if override.key_or_group == "task" and isinstance(value, dict):
+                value = value.get("_target_")
+            elif override.key_or_group != "task._target_":
+                continue
+            if value is not None and value != target:
+                return True
+    return False
+
+
+def _remove_best(config: DictConfig) -> None:
+    """Removes ``checkpoint.best`` and its mode, unless the metric is a loss, which every task has."""
+    best = _select(config, "checkpoint.best")
+    if isinstance(best, Node) and isinstance(best._value(), str) and not best._value().endswith("/loss"):
+        for key in ("best", "best_mode"):
+            if _select(config, f"checkpoint.{key}") is not None:
+                OmegaConf.update(config, f"checkpoint.{key}", None)
 
 
 def _make_room(composed: DictConfig, override: Override) -> None:
@@ -180,6 +222,10 @@ def _are_complete(path: str, entries: DictConfig) -> bool:
 def _target(node: DictConfig) -> Any:
     found = _child(node, "_target_")
     return None if found is None or found._is_missing() else found._value()  # not resolved
+
+
+def _target_at(config: DictConfig, path: str) -> Any:
+    return _target(node) if _is_mapping(node := _select(config, path)) else None
 
 
 def _child(node: DictConfig, key: Any) -> Any:

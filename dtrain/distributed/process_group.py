@@ -227,13 +227,14 @@ def is_lost_rank(error: BaseException, world: World) -> bool:
 
 def _published_because_of(error: BaseException, world: World) -> str | None:
     """The error of the rank that failed first; waits for it if this one's is that of a collective."""
-    deadline = time.monotonic() + (_WAIT_FOR_ERROR if _is_from_collective(error) and world.size > 1 else 0)
+    deadline = time.monotonic() + (_WAIT_FOR_ERROR if is_from_collective(error) and world.size > 1 else 0)
     while (first := published_failure()) is None and time.monotonic() < deadline:
         time.sleep(0.05)
     return first
 
 
-def _is_from_collective(error: BaseException) -> bool:
+def is_from_collective(error: BaseException) -> bool:
+    """Whether a collective has raised the error, as it does when another rank ends."""
     return isinstance(error, (dist.DistBackendError, dist.DistNetworkError)) or (
         isinstance(error, RuntimeError) and "gloo" in str(error).lower()
     )
@@ -241,7 +242,7 @@ def _is_from_collective(error: BaseException) -> bool:
 
 def _is_lost_connection(error: BaseException) -> bool:
     text = str(error).lower()
-    return _is_from_collective(error) and any(sign in text for sign in ("connection", "remote process", "broken pipe"))
+    return is_from_collective(error) and any(sign in text for sign in ("connection", "remote process", "broken pipe"))
 
 
 # -- network

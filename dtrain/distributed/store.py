@@ -36,6 +36,7 @@ _CALLERS = "dtrain/callers"  # names of ranks that wait for an answer, separated
 _ANSWER = 3.0
 _LINGER = 1.0
 _RENDEZVOUS_POLL = 0.01
+_SAY_POLL = 0.02
 
 
 class StoreLost(RuntimeError):
@@ -127,6 +128,40 @@ def group_store() -> GroupStore:
     """The store of the process group that this process has joined."""
     assert _group_store is not None, "this process has not joined a process group"
     return _group_store
+
+
+def say_to_all(key: str, text: str, world: World, seconds: float) -> list[str] | None:
+    """Every rank says a text and reads those of all ranks, without a collective of torch.
+
+    Args:
+        key: Not used before in this process group.
+        text: What this rank says.
+        world: The ranks.
+        seconds: How long to wait for the others.
+
+    Returns:
+        The texts by rank; None if one is missing, or a rank has published a failure.
+    """
+    if world.size == 1:
+        return [text]
+    keys = [f"dtrain/{key}/{rank}" for rank in range(world.size)]
+    deadline = time.monotonic() + seconds
+    is_said = False
+    while time.monotonic() < deadline:
+        try:
+            if not is_said:
+                group_store().call(lambda store: store.set(keys[world.rank], text))
+                is_said = True
+            failure, *texts = group_store().read(FAILED, *keys)
+        except StoreLost:
+            failure, texts = None, [None]
+        said = [each for each in texts if each is not None]
+        if len(said) == world.size:
+            return said
+        if failure is not None:
+            return None
+        time.sleep(_SAY_POLL)
+    return None
 
 
 # -- failures

@@ -60,6 +60,11 @@ class CheckpointManager:
         """Duration of the last write on this rank; 0 before the first."""
         return self._writer.seconds
 
+    @property
+    def saved_step(self) -> int:
+        """Step of the newest save, or after which this start began."""
+        return self._saved_step
+
     def is_due(self) -> bool:
         """Whether ``checkpoint.every_minutes`` have passed on rank 0; the other ranks learn it from the vote."""
         return self._every_minutes is not None and time.monotonic() - self._saved_at > 60 * self._every_minutes
@@ -121,6 +126,20 @@ class CheckpointManager:
             return False
         self.save({}, final=True)
         return True
+
+    def save_before_failing(self, metrics: dict[str, float]) -> None:
+        """Saves a run that ends with an error: on rank 0 alone, but collective in a sharded run. Waits for the disk.
+
+        Args:
+            metrics: Metrics of the evaluation after the current step; empty without one.
+
+        Raises:
+            ConfigError: If the checkpoint could not be written.
+        """
+        if self._run.is_sharded:
+            self.save(metrics, final=True)
+        elif (problem := self._begin(metrics, True)) is not None:
+            raise ConfigError(problem)
 
     def is_safe(self, *, wait: bool = True) -> bool:
         """Whether the last checkpoint was written; warns once of a failed write.

@@ -5,29 +5,39 @@
   each set has sums of its own.
 * ``evaluate_run`` is an evaluation during training: of the averaged weights if there are any, and interruptible by a stop
   request. The ranks agree on an interruption by an all-reduce that no rank waits for.
+* ``metric_names`` tells before the first step which metrics evaluations will have.
 """
 
 from __future__ import annotations
 
+import copy
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dtrain.config.errors import ConfigError, in_brief, nearest
 from dtrain.data import Batch, ShardLoader
 from dtrain.data.batch import DeviceCopies
 from dtrain.data.mixture import MixtureSource
 from dtrain.data.mixture_collator import SOURCE
 from dtrain.data.randomness import seed_generators
 from dtrain.distributed.collectives import broadcast_buffers
+from dtrain.distributed.process_group import is_from_collective
 from dtrain.distributed.sharding import reshard
+from dtrain.distributed.store import say_to_all
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
 from dtrain.training.state import TrainState
 from dtrain.training.task import ConcludingTask, Evaluation, NotFinite, Output, Task, require_output
+from dtrain.training.tensor_copies import BufferGuard
+
+_PATIENCE = 30.0  # seconds that a rank on which the task has raised waits for the others
 
 
 class Interrupted(Exception):
@@ -112,8 +122,7 @@ def evaluate(
     """
     was_training = model.training
     model.eval()
-    source = loader.source
-    sums = _Sums(world.device, source.names if isinstance(source, MixtureSource) and not source.mixed else ())
+    sums = _Sums(world.device, _sets(loader))
     total = loader.steps_per_epoch * loader.micro_batches_per_step
     to_device = DeviceCopies(world.device)
     stop_vote = _StopVote(stop, world) if stop is not None else None
@@ -140,6 +149,122 @@ def evaluate(
     finally:
         model.train(was_training)
         reshard(model)
+
+
+@dataclass(frozen=True)
+class MetricNames:
+    """The metrics that evaluations of a run will have.
+
+    Attributes:
+        names: Those that are known, as in metrics.jsonl.
+        problem: Why there may be more; ``""`` if all are known.
+    """
+
+    names: tuple[str, ...]
+    problem: str = ""
+
+    def require(self, wanted: Iterable[tuple[str, str]]) -> list[str]:
+        """Looks for metrics.
+
+        Args:
+            wanted: Places that name a metric, and the names, such as ``("checkpoint.best", "eval/accuracy")``.
+
+        Returns:
+            A warning for each metric that is not known but may exist.
+
+        Raises:
+            ConfigError: If evaluations will not have one of the metrics.
+        """
+        unknown = [(place, name) for place, name in wanted if name not in self.names]
+        if unknown and not self.problem:
+            place, name = unknown[0]
+            raise ConfigError(f"{place}: got {name!r}, which no evaluation will have. {nearest(name, self.names)}")
+        return [
+            f"{place}: got {name!r}, which is not among {', '.join(self.names)}. The first evaluation will show whether it has "
+            f"this metric: on the first batch of the training data {self.problem}"
+            for place, name in unknown
+        ]
+
+
+def metric_names(run: TrainState, batch: Batch, wanted: Iterable[str]) -> MetricNames:
+    """Collective. The metrics that evaluations will have, found without evaluation data; equal on all ranks.
+
+    A copy of the task runs once in evaluation mode on a training micro-batch, then ``conclude`` on its result, each only while
+    a name is missing. The model, its buffers and the task are unchanged. An exception makes names unknown, because the task
+    may expect other rows in an evaluation.
+
+    Args:
+        run: The run; ``data.eval`` is set.
+        batch: A micro-batch on the device.
+        wanted: The names to look for, as in metrics.jsonl.
+
+    Raises:
+        Exception: What the task raised, if another rank waits for this one in the task.
+    """
+    assert run.eval_loader is not None
+    sets = _sets(run.eval_loader)
+    prefixes = ("", *(f"{name}/" for name in sets))
+    names = {f"eval/{prefix}{name}" for prefix in prefixes for name in ("loss", "samples", "bad_samples")}
+    if names.issuperset(wanted):
+        return MetricNames(tuple(sorted(names)))
+    error: Exception | None = None
+    try:
+        _add_names(names, wanted, run, batch, sets)
+    except Exception as raised:
+        if is_from_collective(raised):
+            raise
+        error = raised
+    problem = in_brief(f"the task raised {type(error).__name__}: {error}") if error is not None else ""
+    # Not with a collective: a rank on which the task has raised does not know whether the others wait for it in the task.
+    patience = _PATIENCE if error is not None else run.cfg.parallel.timeout_start
+    said = say_to_all("metric-names", json.dumps([sorted(names), problem]), run.world, patience)
+    if said is None:
+        raise error or RuntimeError("another rank has not reported the names of its metrics")
+    of_ranks = [json.loads(text) for text in said]
+    every = {name for of_rank, _ in of_ranks for name in of_rank}
+    return MetricNames(tuple(sorted(every)), next((problem for _, problem in of_ranks if problem), ""))
+
+
+@torch.no_grad()
+def _add_names(names: set[str], wanted: Iterable[str], run: TrainState, batch: Batch, sets: Sequence[str]) -> None:
+    """Adds the names in this rank's result for a micro-batch, as if each set had it."""
+    model, device = run.model, run.world.device
+    task, was_training, buffers, sums = _copy_of_task(run.task), model.training, BufferGuard(model), _Sums(device, sets)
+    buffers.save()
+    model.eval()
+    seed_generators(device, 0)
+    try:
+        with run.precision.autocast(device.type):
+            # A batch of an evaluation has no sources of a mixture in training.
+            output = require_output(task(model, Batch(batch.clone(), batch.sample_keys, batch.valid.clone())))
+            for of_set in range(len(sets) or 1):
+                sums.add(output, of_set)
+            result = sums.of_rows(batch.num_valid)
+            names.update(result.record())
+            if isinstance(task, ConcludingTask) and not names.issuperset(wanted):
+                names.update(Evaluation(task.conclude(model, result)).record())
+    finally:
+        model.train(was_training)
+        reshard(model)
+        buffers.restore(torch.ones((), dtype=torch.bool, device=device))
+
+
+def _copy_of_task(task: Task) -> Task:
+    """A copy: a task that keeps something of each call for ``conclude`` must not keep rows of training.
+
+    Parameters, such as those of a teacher, are not copied. A task that cannot be copied is returned as it is.
+    """
+    modules = [it for it in (task, *getattr(task, "__dict__", {}).values()) if isinstance(it, nn.Module)]
+    try:
+        return copy.deepcopy(task, {id(p): p for module in modules for p in module.parameters()})
+    except Exception:  # noqa: BLE001 - of the user's objects
+        return task
+
+
+def _sets(loader: ShardLoader) -> Sequence[str]:
+    """Names of the evaluation sets; () for a single one without a name."""
+    source = loader.source
+    return source.names if isinstance(source, MixtureSource) and not source.mixed else ()
 
 
 class _StopVote:
@@ -213,12 +338,22 @@ class _Sums:
         for rank, layout in enumerate(layouts):
             if layout != layouts[0]:
                 raise ValueError(f"the task returned {layouts[0]} on rank 0 and {layout} on rank {rank}.")
-        assert self._pairs is not None
-        counted = torch.tensor(self._counted, dtype=torch.float64, device=self._device)
-        sums = torch.cat([self._pairs, counted], dim=1)
+        sums = self._with_counts(self._counted)
         dist.all_reduce(sums)
         for table in self._tables.values():
             dist.all_reduce(table)
+        return self._evaluation(sums)
+
+    def of_rows(self, rows: int) -> Evaluation:
+        """The result of this rank alone, as if each set had ``rows`` samples."""
+        return self._evaluation(self._with_counts([[rows, 0] for _ in self._counted]))
+
+    def _with_counts(self, counted: list[list[int]]) -> Tensor:
+        assert self._pairs is not None
+        counts = torch.tensor(counted, dtype=torch.float64, device=self._device)
+        return torch.cat([self._pairs, counts], dim=1)
+
+    def _evaluation(self, sums: Tensor) -> Evaluation:
         metrics = self._metrics(sums.sum(dim=0), "")
         for name, of_set in zip(self._sets, sums, strict=False):
             metrics |= self._metrics(of_set, f"{name}/")

@@ -9,6 +9,9 @@ A *hook* is any object with a subset of these methods. All ranks call them at th
 * ``on_save(run, path)``: a checkpoint of the current step was copied to host memory. A thread writes it to ``path``.
 * ``on_end(run, state)``: the loop has ended; ``state`` is ``finished`` or ``stopped``. Not called after an exception.
 
+A hook that reads metrics of evaluations may name them in an attribute ``reads_metrics``, such as ``["eval/loss"]``; a name that
+no evaluation will have is then refused before the first step.
+
 An exception in a hook ends the run on all ranks. A hook that needs other points can set them up in ``on_start``:
 register module or optimizer hooks, or wrap public callables such as ``run.step.accumulate``, ``run.train_loader.epoch`` and
 ``run.checkpoints.save``, as ``dtrain.training.faults`` does.
@@ -42,6 +45,9 @@ class Hooks:
     Args:
         hooks: Objects with a subset of ``METHODS``, by their names in errors.
         banner_rows: Their rows in the start banner.
+
+    Attributes:
+        metrics: Hooks that read metrics of evaluations, and the names of the metrics.
     """
 
     def __init__(self, hooks: Mapping[str, Any] | None = None, banner_rows: Mapping[str, str] | None = None) -> None:
@@ -51,6 +57,9 @@ class Hooks:
             for method in METHODS
         }
         self.banner_rows = dict(banner_rows or {})
+        self.metrics = [
+            (name, metric) for name, hook in (hooks or {}).items() for metric in getattr(hook, "reads_metrics", ())
+        ]
 
     def call(self, method: str, run: TrainState, *result: Any) -> None:
         """Calls ``method`` of every hook that has it; see the module's docstring for the arguments.

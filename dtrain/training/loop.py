@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
@@ -27,15 +28,16 @@ from dtrain.data.batch import DeviceCopies, Rows
 from dtrain.data.sample_log import BadSampleBudget, SampleLog
 from dtrain.distributed.collectives import wait_for_all
 from dtrain.distributed.hang import Place
-from dtrain.distributed.process_group import set_timeout
-from dtrain.distributed.sharding import is_sharded
+from dtrain.distributed.process_group import is_from_collective, set_timeout
+from dtrain.distributed.sharding import is_sharded, local_part
 from dtrain.distributed.stop import StopRequests
+from dtrain.distributed.store import say_to_all
 from dtrain.precision.autocast_check import AutocastCheck
 from dtrain.tracking.console import evaluation_text
 from dtrain.training.breakpoints import without_breakpoints
 from dtrain.training.checkpoint_manager import CheckpointManager
 from dtrain.training.checks import check_mean_loss
-from dtrain.training.evaluation import evaluate_run
+from dtrain.training.evaluation import evaluate_run, metric_names
 from dtrain.training.hooks import Hooks
 from dtrain.training.memory import out_of_memory_explained, state_bytes
 from dtrain.training.metrics import StepMetrics, Timing
@@ -43,9 +45,10 @@ from dtrain.training.profiler import DATA, StepProfiler, profiler_label
 from dtrain.training.run_logger import RunLogger
 from dtrain.training.state import TrainState
 from dtrain.training.step import StepOutcome, TooManySkips
-from dtrain.training.task import Evaluation
+from dtrain.training.task import Evaluation, NotFinite
 
 logger = logging.getLogger("dtrain")
+_PATIENCE = 30.0  # seconds that a rank that fails waits for the others to fail too
 _no_warning: AbstractContextManager[None] = nullcontext()
 
 
@@ -114,6 +117,9 @@ class Loop:
         self._first_step = run.step.step
         self._epoch = 0  # of the open iterator
         self._stopping = self._save_requested = False
+        self._is_accumulating, self._may_be_saved = False, True
+        self._evaluated: dict[str, float] = {}  # the last result, and the step before it
+        self._evaluated_step = -1
 
     def run(self) -> tuple[str, str | None]:
         """Runs the loop.
@@ -142,14 +148,16 @@ class Loop:
                     if self._profiler is not None:
                         self._profiler.before(step.step + 1)
                     self._metrics.begin()
+                    self._is_accumulating = True
                     with self._warn_on_host_sync():
                         self._accumulate(batches)
+                    self._is_accumulating = False
                     # Settles the previous step, whose vote has ended while forward and backward of this step were queued.
                     self._settle()
-                    with self._warn_on_host_sync():
+                    with self._warn_on_host_sync(), self._not_to_be_saved():
                         # Requests are part of the vote, because all ranks must act on them at the same step.
                         step.apply(stop=self._stop.reason is not None, save=self._checkpoints.is_due())
-                    epoch_ended = self._commit()
+                        epoch_ended = self._commit()
                     if self._profiler is not None:
                         self._profiler.after(step.step)
                     if step.step == self._first_step + 1:
@@ -157,6 +165,9 @@ class Loop:
                         set_timeout(self._run.cfg.parallel.timeout_step)
                     self._evaluate_and_save(epoch_ended)
                 state, reason = self._end()
+        except Exception as error:
+            self._save_before_failing(error)
+            raise
         finally:
             self._sample_log.close()
             self._run_logger.close()
@@ -165,6 +176,13 @@ class Loop:
         self._hooks.call("on_end", self._run, state)
         wait_for_all()  # no rank records the end of the run if a hook fails on another one
         return state, reason
+
+    @contextmanager
+    def _not_to_be_saved(self) -> Iterator[None]:
+        """An error in the block leaves a state that must not be saved."""
+        self._may_be_saved = False
+        yield
+        self._may_be_saved = True
 
     def abandon(self) -> None:
         """Drops the window under way after a collective failed: the run is as after its last applied step."""
@@ -175,6 +193,33 @@ class Loop:
             outcome = self._run.step.settle()
             if outcome is not None and self._timing is not None:
                 self._metrics.add(outcome, self._timing)
+
+    def _save_before_failing(self, error: Exception) -> None:
+        """Saves the state after the last applied step before an error ends the run, unless the state may be unsound.
+
+        Rank 0 saves without the others, because all have applied the same steps. A sharded run, whose ranks all save, is saved
+        only if the same line has raised the error on each of them, so that none is in a collective.
+        """
+        run, saves = self._run, self._checkpoints
+        diverged = isinstance(error, (TooManySkips, NotFinite)) and run.step.consecutive_skips > 0
+        if not self._may_be_saved or saves.saved_step == run.step.step or diverged or is_from_collective(error):
+            return
+        if self._is_accumulating if run.is_sharded else run.world.rank != 0:
+            return
+        try:
+            self.abandon()
+            sound = all(bool(local_part(parameter).isfinite().all()) for parameter in run.model.parameters())
+            if run.is_sharded:
+                frame = traceback.extract_tb(error.__traceback__)[-1]
+                said = say_to_all(
+                    f"failed-after-{run.step.step}", f"{frame.filename}:{frame.lineno} {sound}", run.world, _PATIENCE
+                )
+                sound &= said is not None and len({*said}) == 1
+            if sound:
+                saves.save_before_failing(self._evaluated if self._evaluated_step == run.step.step else {})
+                self._run_logger.note(f"saved after step {run.step.step}; the same command continues there")
+        except Exception:  # the error that ends the run is the one to show
+            logger.warning("the state after step %d could not be saved", run.step.step, exc_info=True)
 
     def place(self) -> Place:
         """The progress of this rank, for the hang detection, which calls this in another thread."""
@@ -217,9 +262,19 @@ class Loop:
             if first:
                 with without_breakpoints():
                     problem = self._metrics.count_flops(batch)
+                    self._require_metrics(batch)
                 if problem:
                     self._run_logger.note(problem)
             yield batch
+
+    def _require_metrics(self, batch: Batch) -> None:
+        """Before the first step: refuses names of metrics that no evaluation will have."""
+        best = self._run.cfg.checkpoint.best
+        wanted = [*([("checkpoint.best", best)] if best is not None else []), *self._hooks.metrics]
+        if wanted and self._run.eval_loader is not None:
+            names = metric_names(self._run, batch, [name for _, name in wanted])
+            for warning in names.require(wanted):
+                self._run_logger.warn(warning)
 
     def _commit(self) -> bool:
         """Moves the loader's position by the step that was just queued. Returns whether that ended the epoch."""
@@ -299,6 +354,7 @@ class Loop:
             totals.evaluation_due = False
             totals.evaluations += 1
             metrics = result.record()
+            self._evaluated, self._evaluated_step = metrics, run.step.step
             record = self._position() | metrics
             self._run_logger.record(record)
             logger.info("step %d: %s", run.step.step, evaluation_text(record))
@@ -307,7 +363,7 @@ class Loop:
 
     def _save(self, metrics: dict[str, float], *, final: bool) -> None:
         self._settle()  # the outcome changes counters that are part of the checkpoint
-        with self._clock_stopped():
+        with self._clock_stopped(), self._not_to_be_saved():
             self._checkpoints.save(metrics, final=final)
             self._save_requested = False
             self._run_logger.status()

@@ -21,7 +21,17 @@ from dtrain.config.errors import ConfigError
         ("eval/loss_cases/accuracy", "max"),
         ("train/loss/books", "min"),  # of a source of a mixture: the metric comes before it
         ("train/loss", "min"),
-        *[(name, None) for name in ("eval/quality", "eval/losses_avoided/quality", "eval/error_accuracy", "loss", "")],
+        *[
+            (name, None)
+            for name in (
+                "eval/quality",
+                "eval/losses_avoided/quality",
+                "eval/error_accuracy",
+                "eval/neg_mse",
+                "loss",
+                "",
+            )
+        ],
     ],
 )
 def test_the_words_of_a_name_tell_which_values_are_better(name: str, expected: str | None) -> None:

@@ -141,6 +141,32 @@ def test_a_preset_replaces_a_node_of_another_class(
     assert plain(preset(text, *arguments), key) == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "arguments", "best"),
+    [
+        ("defaults: [digits]\n", [], "eval/accuracy"),
+        ("defaults: [digits]\n", ["task=classification"], "eval/accuracy"),
+        ("defaults: [digits]\n", ["task.label_smoothing=0.1"], "eval/accuracy"),
+        ("defaults: [digits]\n", ["task._target_=dtrain.tasks.Classification"], "eval/accuracy"),
+        ("defaults: [digits]\n", ["task._target_=my.Task"], None),
+        ("defaults: [digits]\n", ["task={_target_: my.Task, width: 3}"], None),
+        ("defaults: [digits]\n", ["task=regression"], None),
+        ("defaults: [digits]\n", ["task._target_=my.Task", "checkpoint.best=eval/accuracy"], "eval/accuracy"),
+        ("defaults: [digits]\ntask: {_target_: my.Task}\n", [], None),
+        ("defaults: [digits]\ntask: {_target_: my.Task}\ncheckpoint: {best: eval/f1}\n", [], "eval/f1"),
+        ("defaults: [digits]\ntask: {_target_: my.Task}\n", ["task=classification"], None),
+        ("defaults: [digits]\ncheckpoint: {best: eval/loss}\n", ["task._target_=my.Task"], "eval/loss"),
+        ("defaults: [digits]\ncheckpoint: {best_mode: max}\n", ["task._target_=my.Task"], None),
+    ],
+)
+def test_the_best_metric_of_a_preset_goes_with_its_task(
+    preset, text: str, arguments: list[str], best: str | None
+) -> None:
+    checkpoint = plain(preset(text, *arguments), "checkpoint")
+    assert checkpoint["best"] == best
+    assert checkpoint["best_mode"] is None
+
+
 def test_the_printed_config_is_the_composed_one(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(IndexError):  # nothing is composed for the entry point
         compose("experiment=digits", "task._target_=my.Task", "--cfg", "job", "--package", "task")

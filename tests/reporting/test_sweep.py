@@ -127,6 +127,8 @@ def test_the_metric_of_the_best_checkpoint_is_taken_if_all_agree_else_a_usual_on
     assert Goal.of([run_of(tmp_path / "4", steady())]) == Goal("train/loss", largest=False)
     assert Goal.of([waits]) is None
     loss.config.update({"checkpoint.best": "train/loss", "checkpoint.best_mode": "max"})
+    assert Goal.of([loss]) == Goal("train/loss", largest=False)  # the default of every metric once
+    loss.overrides.append("checkpoint.best_mode=max")
     assert Goal.of([loss]) == Goal("train/loss", largest=True)
     loss.config.update({"checkpoint.best": "train/quality", "checkpoint.best_mode": None})
     assert Goal.of([loss]) == Goal("eval/loss", largest=False)  # no direction, so the usual one

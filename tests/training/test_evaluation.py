@@ -4,6 +4,7 @@ import math
 import resource
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d as c10d
 
 from dtrain.config.errors import ConfigError
 from dtrain.data import Batch, ShardLoader
 from dtrain.data.mixture import EvaluationSets
+from dtrain.distributed.store import open_group_store
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
-from dtrain.training.evaluation import Interrupted, evaluate
+from dtrain.training.evaluation import Interrupted, MetricNames, evaluate, metric_names
 from dtrain.training.task import Evaluation, NotFinite, Output
 from tests.ranks import run_ranks
 from tests.refusals import refused
@@ -414,3 +417,85 @@ def test_a_world_of_one_leaves_at_once(shards: str) -> None:
             stop=lambda: len(done) == 2,
         )
     assert done == [1, 2]
+
+
+# -- names before the first step
+
+
+class Counting:
+    """A task that keeps the rows of each evaluation for ``conclude``."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Output:
+        assert not batch.sources
+        self.rows.append(batch.num_valid)
+        return squares(model, batch)
+
+    def conclude(self, model: nn.Module, metrics: Any) -> dict[str, float]:
+        return {"seen": sum(self.rows) / metrics["samples"], "of_cats": metrics.get("cats/odd", 0.0)}
+
+
+def part_of_run(model: nn.Module, task: Any, eval_loader: ShardLoader, of_rank: World) -> Any:
+    cfg = SimpleNamespace(parallel=SimpleNamespace(timeout_start=20.0))
+    return SimpleNamespace(model=model, task=task, eval_loader=eval_loader, world=of_rank, precision=FP32, cfg=cfg)
+
+
+def names_of(task: Any, eval_loader: ShardLoader, batch: Batch, *wanted: str) -> MetricNames:
+    model = nn.Sequential(Net(), nn.BatchNorm1d(1))
+    run = part_of_run(model, task, eval_loader, world())
+    before = {name: buffer.clone() for name, buffer in model.state_dict().items()}
+    names = metric_names(run, batch, wanted)
+    assert model.training
+    assert all(torch.equal(before[name], buffer) for name, buffer in model.state_dict().items())
+    return names
+
+
+def test_metrics_are_known_before_the_first_step_and_nothing_is_changed(shards: str, few: str) -> None:
+    batch = next(iter(loader(shards)))
+    batch.sources = ("a", "b")  # of a mixture in training
+    task = Counting()
+    names = names_of(task, loader(shards), batch, "eval/seen")
+    common = {"loss", "odd", "of_odd", "samples", "bad_samples"}
+    assert set(names.names) == {f"eval/{name}" for name in (*common, "seen", "of_cats")}
+    assert names.problem == ""
+    assert task.rows == []
+    sets = loader(EvaluationSets({"cats": few, "dogs": shards}), shuffle="none")
+    of_sets = {f"eval/{prefix}{name}" for name in common for prefix in ("", "cats/", "dogs/")}
+    assert set(names_of(task, sets, batch, "eval/seen").names) == of_sets | {"eval/seen", "eval/of_cats"}
+
+
+def test_a_task_is_not_called_for_a_metric_that_every_evaluation_has(shards: str) -> None:
+    def never(model: nn.Module, batch: Batch) -> Output:
+        raise AssertionError
+
+    assert names_of(never, loader(shards), next(iter(loader(shards))), "eval/loss").problem == ""
+
+
+def test_names_are_unknown_if_the_task_raises_and_wrong_ones_are_refused_if_it_does_not() -> None:
+    known = MetricNames(("eval/accuracy", "eval/loss"))
+    assert known.require([("checkpoint.best", "eval/loss")]) == []
+    with refused(ConfigError, "train.hooks[0]", "'eval/acuracy'", "Did you mean 'eval/accuracy'?"):
+        known.require([("checkpoint.best", "eval/loss"), ("train.hooks[0]", "eval/acuracy")])
+    unknown = MetricNames(("eval/loss",), "the task raised KeyError: 'x'")
+    (warning,) = unknown.require([("checkpoint.best", "eval/auc")])
+    assert all(part in warning for part in ("checkpoint.best", "'eval/auc'", "eval/loss", "KeyError: 'x'"))
+
+
+def test_a_task_that_raises_on_one_rank_leaves_names_unknown_on_all(shards: str) -> None:
+    def on(rank: int) -> MetricNames:
+        def raises_on_rank_1(model: nn.Module, batch: Batch) -> Output:
+            if rank == 1:
+                raise KeyError("of rank 1")
+            return squares(model, batch)
+
+        of_rank = world(rank, 2)
+        open_group_store(c10d._get_default_store(), of_rank)
+        run = part_of_run(Net(), raises_on_rank_1, loader(shards), of_rank)
+        return metric_names(run, next(iter(loader(shards))), ["eval/odd"])
+
+    first, second = run_ranks(2, on)
+    assert first == second
+    assert "of rank 1" in first.problem
+    assert "eval/odd" in first.names

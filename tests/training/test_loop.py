@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fake_temporarily
 
@@ -274,13 +275,126 @@ def test_what_is_best_may_change_when_a_run_goes_on(tmp_path: Path, monkeypatch:
     assert saved(tmp_path) == [4, 5]
 
 
-def test_a_best_metric_that_no_evaluation_has_is_refused_with_those_it_has(
+def test_a_best_metric_that_no_evaluation_has_is_refused_before_the_first_step(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(RanksFailed) as failed:
-        train(2, tmp_path, "train.max_steps=3", "train.eval_every=1", "checkpoint.best=eval/acc")
+        train(2, tmp_path, "train.max_steps=3", "checkpoint.best=eval/acc")
     assert set(failed.value.reports) == {0, 1}
-    assert_refused(capfd.readouterr().err, "checkpoint.best: got 'eval/acc'", "eval/accuracy", "or null")
+    assert_refused(capfd.readouterr().err, "checkpoint.best: got 'eval/acc'", "Did you mean 'eval/accuracy'?")
+    assert status(tmp_path)["step"] == 0
+
+
+# -- errors that end a run
+
+
+class Fragile(Classification):
+    """Raises what ``fails`` says at the name of the place, on ``ranks``."""
+
+    place = ""
+    ranks: tuple[int, ...] = (0, 1)
+    calls = 0
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Output:
+        self._reach("evaluation" if not model.training else "training")
+        return super().__call__(model, batch)
+
+    def conclude(self, model: nn.Module, metrics: dict[str, float]) -> dict[str, float]:
+        self._reach("conclude")
+        return {"score": 1.0}
+
+    def _reach(self, place: str) -> None:
+        self.calls += place == "training"
+        late = place != "training" or self.calls == 7  # four calls before the first step, and two steps
+        if place == self.place and dist.get_rank() in self.ranks and late:
+            raise KeyError(f"of {place}")
+
+
+FRAGILE = ("task._target_=tests.training.test_loop.Fragile", "train.max_steps=3")
+
+
+@pytest.mark.parametrize(
+    ("place", "options", "at"),
+    [
+        ("conclude", ("train.eval_every=2",), 2),
+        ("evaluation", (), 3),
+        ("training", (), 2),
+        pytest.param("conclude", ("parallel=fsdp", "train.eval_every=2"), 2, marks=pytest.mark.slow),
+    ],
+)
+def test_an_error_of_the_task_ends_a_run_whose_steps_are_saved(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    place: str,
+    options: Any,
+    at: int,
+) -> None:
+    """Continued without the error, it equals a run that had none."""
+    monkeypatch.setattr(Fragile, "place", place)
+    with pytest.raises(RanksFailed):
+        train(2, tmp_path / "failed", *FRAGILE, *options)
+    assert f"KeyError: 'of {place}'" in status(tmp_path / "failed")["reason"]
+    assert saved(tmp_path / "failed") == [at]
+    assert f"saved after step {at}" in capfd.readouterr().out
+    monkeypatch.setattr(Fragile, "place", "")
+    train(2, tmp_path / "failed", *FRAGILE, *options)
+    train(2, tmp_path / "whole", *FRAGILE, *options)
+    states = [weights(tmp_path / name, 3) for name in ("failed", "whole")]
+    assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
+    assert metrics(tmp_path / "failed", "eval/loss") == metrics(tmp_path / "whole", "eval/loss")
+
+
+def test_an_error_of_another_rank_alone_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fragile, "place", "evaluation")
+    monkeypatch.setattr(Fragile, "ranks", (1,))
+    with pytest.raises(RanksFailed):
+        train(2, tmp_path, *FRAGILE)
+    assert "rank 1 failed: KeyError: 'of evaluation'" in status(tmp_path)["reason"]
+    assert saved(tmp_path) == []
+
+
+class Spoils:
+    """A hook that fails after the second step, when a weight is infinite."""
+
+    def on_step(self, run: Any, outcome: Any) -> None:
+        if run.step.step == 2:
+            with torch.no_grad():
+                next(run.model.parameters()).fill_(float("inf"))
+            raise KeyError("spoilt")
+
+
+def test_weights_that_are_not_finite_are_not_saved_before_an_error_ends_the_run(tmp_path: Path) -> None:
+    spoils = "train.hooks=[{_target_: tests.training.test_loop.Spoils}]"
+    with pytest.raises(RanksFailed):
+        train(1, tmp_path, "train.max_steps=3", spoils)
+    assert "spoilt" in status(tmp_path)["reason"]
+    assert saved(tmp_path) == []
+
+
+def test_a_best_metric_that_conclude_may_have_is_looked_for_again_in_the_first_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train(1, tmp_path / "known", *FRAGILE, "checkpoint.best=eval/score", "checkpoint.best_mode=max")
+    assert "WARNING" not in capfd.readouterr().err
+    conclude = Fragile.conclude
+
+    def raises_once(self: Fragile, model: nn.Module, given: dict[str, float]) -> dict[str, float]:
+        if given["samples"] < 100:  # a micro-batch
+            raise ValueError("one class only")
+        return conclude(self, model, given)
+
+    monkeypatch.setattr(Fragile, "conclude", raises_once)
+    with pytest.raises(RanksFailed):
+        train(1, tmp_path / "wrong", *FRAGILE, "checkpoint.best=eval/scorr", "checkpoint.best_mode=max")
+    shown = capfd.readouterr()
+    assert "WARNING: checkpoint.best: got 'eval/scorr'" in shown.err + shown.out
+    assert "one class only" in shown.err + shown.out
+    assert_refused(shown.err, "checkpoint.best: got 'eval/scorr'", "eval/score", "or null")
+    assert saved(tmp_path / "wrong") == [3]
+    assert (
+        json.loads((tmp_path / "wrong/checkpoints/step-000000003/state.json").read_text())["metrics"]["eval/score"] == 1
+    )
 
 
 def test_a_stop_request_at_the_last_step_is_used_up(tmp_path: Path) -> None:
