@@ -17,6 +17,10 @@ from dtrain.distributed.sharding import copies_of, is_dtensor, local_part
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+class ReplicasDiffer(ConfigError):
+    """The parameters of the ranks have drifted apart, so no rank's state is that of the run."""
+
+
 @torch.no_grad()
 def require_equal_replicas(model: nn.Module, ignored: Collection[str] = ()) -> None:
     """Collective. Refuses parameters that differ between ranks which hold the same part of them.
@@ -29,7 +33,7 @@ def require_equal_replicas(model: nn.Module, ignored: Collection[str] = ()) -> N
         ignored: Names of parameters that DDP leaves to each rank.
 
     Raises:
-        ConfigError: On every rank; names the first parameter that differs.
+        ReplicasDiffer: On every rank; names the first parameter that differs.
     """
     ranks = dist.get_world_size()
     named = [
@@ -53,7 +57,7 @@ def require_equal_replicas(model: nn.Module, ignored: Collection[str] = ()) -> N
         count = int(differs.sum())
         first = named[int(differs.int().argmax())][0]
         which = f"{first} and {count - 1} more parameters differ" if count > 1 else f"{first} differs"
-        raise ConfigError(
+        raise ReplicasDiffer(
             f"model: {which} between ranks that should hold the same values, so no checkpoint was written. A hook, task or "
             "optimizer changes them on some ranks only, or gradients bypass the reduction, or the "
             "ranks run on different kinds of hardware. Start again after the change: the run resumes from its last checkpoint."

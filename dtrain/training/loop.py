@@ -29,6 +29,7 @@ from dtrain.data.sample_log import BadSampleBudget, SampleLog
 from dtrain.distributed.collectives import wait_for_all
 from dtrain.distributed.hang import Place
 from dtrain.distributed.process_group import is_from_collective, set_timeout
+from dtrain.distributed.replicas import ReplicasDiffer
 from dtrain.distributed.sharding import is_sharded, local_part
 from dtrain.distributed.stop import StopRequests
 from dtrain.distributed.store import say_to_all
@@ -202,7 +203,8 @@ class Loop:
         """
         run, saves = self._run, self._checkpoints
         diverged = isinstance(error, (TooManySkips, NotFinite)) and run.step.consecutive_skips > 0
-        if not self._may_be_saved or saves.saved_step == run.step.step or diverged or is_from_collective(error):
+        unsound = diverged or isinstance(error, ReplicasDiffer)
+        if not self._may_be_saved or saves.saved_step == run.step.step or unsound or is_from_collective(error):
             return
         if self._is_accumulating if run.is_sharded else run.world.rank != 0:
             return
