@@ -170,8 +170,8 @@ class BufferGuard:
             name = next(name for name, other in self._model.named_buffers() if other is buffer)
             raise ConfigError(
                 f"model: its buffer {name} had the shape {list(before)}, and has {list(buffer.shape)} after the forward. "
-                "Skipped steps restore buffers, and checkpoints need equal shapes. Give it its final shape in __init__, "
-                "or make it an ordinary attribute of the module, which is neither restored nor saved."
+                "Skipped steps restore buffers, and checkpoints and DDP need equal shapes. Give it its final shape in "
+                "__init__, or make it an ordinary attribute of the module, which is neither restored nor saved."
             )
         return lists
 
