@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -197,6 +199,77 @@ def test_a_forward_of_a_hook_between_two_steps_changes_no_loss() -> None:
 
     for with_hook, without in run_ranks(2, both):
         assert with_hook == without
+
+
+class Penalised(Blocks):
+    """Returns a penalty with its output; that on the weights of a block is computed and returned by the block."""
+
+    class Block(nn.Sequential):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(x), self[0].weight.square().sum()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(self.Block(*block) for block in self.blocks))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        hidden, penalties = self.entry(x), self.entry.weight.square().sum()
+        for block in self.blocks:
+            hidden, penalty = block(hidden)
+            penalties = penalties + penalty
+        return self.out(hidden) + self.entry.again(hidden.tanh()), penalties  # type: ignore[operator]
+
+
+def penalty_after_the_model(model: Any, batch: Batch) -> Output:
+    output = squared_error(model, batch)
+    bare = model.module if isinstance(model, DistributedDataParallel) else model
+    weights = torch.cat([parameter.flatten() for parameter in bare.parameters()])
+    return Output(output.loss_sum + 0.1 * weights.square().sum() * output.count, output.count, output.metrics)
+
+
+def penalty_of_the_model(model: nn.Module, batch: Batch) -> Output:
+    penalties: list[Tensor] = []
+
+    def predict(x: Tensor) -> Tensor:
+        predicted, penalty = model(x)
+        penalties.append(penalty)
+        return predicted
+
+    output = squared_error(predict, batch)  # type: ignore[arg-type]
+    return Output(output.loss_sum + 0.1 * penalties[0] * output.count, output.count, output.metrics)
+
+
+@pytest.mark.slow
+def test_a_penalty_in_the_forward_or_on_gathered_weights_gives_the_weights_of_ddp() -> None:
+    def trained(rank: int, shard: str, kind: type[Blocks], task: Callable[..., Output], rows: int | None) -> Tensor:
+        model = kind()
+        wrapped: nn.Module = model
+        if shard == "none":
+            wrapped = DistributedDataParallel(model)
+        else:
+            size = 1 if shard == "hybrid" else None
+            modules = [] if task is penalty_after_the_model else None
+            shard_model(model, ParallelConfig(shard=shard, shard_size=size, shard_modules=modules), world(rank, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        step = train_step(wrapped, optimizer, task=task, world=world(rank, 2), nominal=ROWS)
+        # The second rank has fewer rows.
+        run_steps(step, [micro_batches(number, ROWS - 1, ranks=2, rank=rank, rows=rows) for number in range(3)])
+        return whole(model)
+
+    def on_rank(rank: int) -> None:
+        for kind, task in ((Penalised, penalty_of_the_model), (Blocks, penalty_after_the_model)):
+            for rows in (None, 2):
+                replicated = trained(rank, "none", kind, task, rows)
+                for shard in ("full", "hybrid"):
+                    torch.testing.assert_close(
+                        trained(rank, shard, kind, task, rows),
+                        replicated,
+                        rtol=0,
+                        atol=1e-6,
+                        msg=f"{kind} {rows} {shard}",
+                    )
+
+    run_ranks(2, on_rank)
 
 
 @pytest.mark.slow
