@@ -285,9 +285,13 @@ class ShardedWindow:
             if buffer is not None
         ]
         for name, parameter in model.named_parameters():
-            if is_dtensor(parameter) and parameter.requires_grad:
-                # fully_shard gathers parameters as other tensors, so autograd reaches this one only past the reduction.
-                parameter.register_hook(partial(_refuse_unreduced, name))
+            if not is_dtensor(parameter):
+                continue
+            # fully_shard gathers parameters as other tensors, so autograd reaches this one only past the reduction.
+            trained = parameter.requires_grad
+            parameter.requires_grad_(True)  # a frozen one, which a hook may train later, can have no hook
+            parameter.register_hook(partial(_refuse_unreduced, name))
+            parameter.requires_grad_(trained)
 
     def begin(self) -> None:
         """Collective. Before the first micro-batch: all ranks get rank 0's buffers, as with DDP."""

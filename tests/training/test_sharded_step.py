@@ -394,6 +394,20 @@ def test_a_penalty_on_sharded_weights_is_refused_by_name_on_every_rank(rows: int
             assert_refused(text, "parallel.shard", "blocks.0.0.weight", "parallel=ddp")
 
 
+def test_a_penalty_on_a_parameter_that_is_trained_later_is_refused() -> None:
+    def on_rank(rank: int) -> None:
+        model = Blocks()
+        model.blocks[0][0].weight.requires_grad_(False)  # type: ignore[index, union-attr]
+        shard_model(model, ParallelConfig(shard="full"), world(rank, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        step = train_step(model, optimizer, task=PenaltyTask("to_local"), world=world(rank, 2), nominal=ROWS)
+        model.blocks[0][0].weight.requires_grad_(True)  # type: ignore[index, union-attr]
+        with refused(UnreducedGradient, "parallel.shard", "blocks.0.0.weight", "parallel=ddp"):
+            step.accumulate(micro_batches(0, ROWS, ranks=2, rank=rank), 1)
+
+    run_ranks(2, on_rank)
+
+
 def test_a_gradient_of_a_gradient_is_refused_with_a_remedy() -> None:
     def on_rank(rank: int) -> str:
         model = Blocks()
