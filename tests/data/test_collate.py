@@ -132,16 +132,18 @@ def test_data_of_which_nothing_can_be_read_ends_with_the_first_reason(tmp_path: 
         make_builder([path], LABEL).build(0, np.array([0]), lambda: [0, 1])
 
 
+@pytest.mark.parametrize("heights", [(8, 16), (16, 8)])
 @pytest.mark.parametrize("ext", ["jpg", "npy"])
-def test_samples_of_different_shapes_name_both_and_the_remedy(tmp_path: Path, ext: str) -> None:
+def test_samples_of_different_shapes_name_both_and_the_remedy(
+    tmp_path: Path, ext: str, heights: tuple[int, int]
+) -> None:
     def member(height: int) -> bytes:
         return jpeg(0, height, 8) if ext == "jpg" else npy(np.zeros((height, 8)))
 
-    samples = [("small", {ext: member(8)}), ("large", {ext: member(16)})]
+    samples = [(f"sample{height}", {ext: member(height)}) for height in heights]
     path = write_tar(tmp_path / "a.tar", samples)
-    with refused(
-        ValueError, "'a.tar/large'", "16, 8", "size: 224" if ext == "jpg" else "equal shapes", "'a.tar/small'", "8, 8"
-    ):
+    remedy = "size: 224" if ext == "jpg" else "equal shapes"
+    with refused(ValueError, "'a.tar/sample16'", "16, 8", remedy, "'a.tar/sample8'", "8, 8"):
         make_builder([path], {ext: {"name": "x"}}).build(0, np.array([0, 1]), no_spare)
 
 

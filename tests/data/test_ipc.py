@@ -152,15 +152,16 @@ def test_a_tensor_that_a_worker_still_has_keeps_the_slot_that_the_trainer_has_dr
     assert (mine == 7).all()
 
 
-def test_two_views_of_one_tensor_free_the_slot_together() -> None:
+@pytest.mark.parametrize("dropped", [0, 1])
+def test_two_views_of_one_tensor_free_the_slot_together(dropped: int) -> None:
     slots, worker = a_worker()
     both = torch.arange(2.0 * WIDTH)
     whole = torch.empty(0).set_(worker.storage(both.nbytes), 0, both.shape, (1,)).copy_(both)
-    first, second = sent(worker, whole[:WIDTH]), sent(worker, whole[WIDTH:])
-    del whole, first
+    halves = [sent(worker, whole[:WIDTH]), sent(worker, whole[WIDTH:])]
+    del whole, halves[dropped]
     assert slots.busy.sum() == 1
-    assert torch.equal(second, both[WIDTH:])
-    del second
+    assert torch.equal(halves[0], both[:WIDTH] if dropped else both[WIDTH:])
+    del halves[0]
     assert not slots.busy.any()
 
 

@@ -212,6 +212,21 @@ def test_a_disk_with_little_room_is_relieved_of_old_copies(
     assert content(cache, shards[0]) is None
 
 
+def test_what_running_fetches_have_still_to_write_is_no_free_space(
+    tmp_path: Path, shards: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(0, 0, SIZE + SIZE // 2))
+    cache = NodeCache(tmp_path / "cache", 100 * SIZE)
+    cache.folder.mkdir()
+    running = cache.folder / f"{0:032x}.{SIZE}.part"
+    with open(running, "wb") as part:
+        fcntl.flock(part, fcntl.LOCK_EX)
+        with refused(CacheFull, "0.tar'", "no room for", "data.cache.dir"):
+            cache.fetch(shards[0], stamp_of(shards[0]))
+    cache.fetch(shards[0], stamp_of(shards[0]))
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_disk_that_fills_up_is_one_clear_error_and_leaves_nothing(
     cache: NodeCache, shards: list[str], monkeypatch: pytest.MonkeyPatch, number: int

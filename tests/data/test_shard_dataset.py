@@ -102,6 +102,28 @@ def test_an_augmentation_draws_the_numbers_that_shard_loader_draws(shards: list[
         np.testing.assert_array_equal(sample["image"], batch["image"][sample["label"]])
 
 
+def test_a_sample_is_augmented_anew_in_each_epoch_and_equally_if_it_is_repeated(shards: list[str]) -> None:
+    dataset = ShardDataset(shards, IMAGE, shuffle="none", augment=RandomResizedCrop(size=6))
+
+    def epoch(number: int) -> list[bytes]:
+        dataset.set_epoch(number)
+        return [sample["image"].tobytes() for sample in dataset]
+
+    first, second = epoch(0), epoch(1)
+    assert sum(map(bytes.__eq__, first, second)) < TOTAL / 2
+    assert (epoch(0), epoch(1)) == (first, second)
+
+
+def test_only_the_first_iteration_after_a_resume_skips_samples(shards: list[str]) -> None:
+    begun, resumed = ShardDataset(shards, LABEL), ShardDataset(shards, LABEL)
+    whole = labels(begun)
+    samples = iter(begun)
+    for _ in range(20):
+        next(samples)
+    resumed.load_state_dict(begun.state_dict())
+    assert [labels(resumed) for _ in range(3)] == [whole[20:], whole, whole]
+
+
 @settings(deadline=None, max_examples=40)
 @given(
     counts=st.lists(st.integers(0, 7), min_size=1, max_size=5).filter(any),

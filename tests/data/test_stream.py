@@ -118,15 +118,16 @@ def test_worker_processes_divide_the_stream(divided: str, count: int) -> None:
     assert sorted(seen) == sorted(itertools.product((0, 1), range(count)))
 
 
-def test_a_run_resumes_in_the_middle_of_an_epoch_as_it_would_have_gone_on() -> None:
-    whole = epoch_of(loader(50, 8, workers=2))
-    begun = loader(50, 8, workers=2)
+@pytest.mark.parametrize("micro", [None, 4])
+def test_a_run_resumes_in_the_middle_of_an_epoch_as_it_would_have_gone_on(micro: int | None) -> None:
+    whole = epoch_of(loader(50, 8, workers=2, micro=micro))
+    begun = loader(50, 8, workers=2, micro=micro)
     batches = begun.epoch(0)
     before = []
     for _ in range(3):
-        before.append(numbers(next(batches)))
+        before.append([number for _ in range(begun.micro_batches_per_step) for number in numbers(next(batches))])
         begun.commit()
-    resumed = loader(50, 8, workers=2)
+    resumed = loader(50, 8, workers=2, micro=micro)
     resumed.load_state_dict(begun.state_dict())
     assert before + epoch_of(resumed) == whole
     assert resumed.position == (1, 0)

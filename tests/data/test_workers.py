@@ -390,13 +390,19 @@ def test_a_value_that_cannot_be_sent_ends_the_loader_with_its_field() -> None:
         next(iter(loader))
 
 
-def test_stopped_workers_end_when_the_loader_is_closed(uneven: list[str]) -> None:
+def test_stopped_workers_end_by_themselves_when_the_loader_is_closed(
+    uneven: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     loader = two_workers(uneven)
     batches = iter(loader)
     workers = {int(next(batches)["label"][0]) for _ in range(2)}
     for process in workers:
         os.kill(process, signal.SIGSTOP)
+    killed, kill = [], multiprocessing.process.BaseProcess.kill
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "kill", lambda self: (killed.append(self), kill(self)))
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 10)
     loader.close()
+    assert not killed
     assert not any(map(alive, workers))
 
 
