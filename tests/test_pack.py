@@ -57,7 +57,8 @@ def rows(folder, prefix):
 
 
 def files(folder):
-    return sorted(path.name for path in folder.glob("*") if path.suffix != ".idx" and path.name != "conf")
+    others = (".packed.json", "conf")
+    return sorted(path.name for path in folder.glob("*") if path.suffix != ".idx" and path.name not in others)
 
 
 def content(folder):
@@ -485,6 +486,16 @@ def test_files_of_the_system_are_ignored_and_counted(source, tmp_path, capsys):
     assert "ignored (hidden or of the system): 7" in capsys.readouterr().out
     assert json.loads((tmp_path / "dst" / "classes.json").read_text()) == ["cat", "dog", "eel"]
     assert len(rows(tmp_path / "dst", "train")) == 36
+
+
+def test_images_packed_without_the_bad_ones_are_not_finished_for_a_command_that_stops_at_them(source, tmp_path, capsys):
+    (source / "cat" / "00.png").write_bytes(b"no image")
+    assert pack(source, tmp_path / "dst", "--bad", "skip") == 0
+    capsys.readouterr()
+    assert pack(source, tmp_path / "dst", "--bad", "skip") == 0
+    assert "already" in capsys.readouterr().out
+    assert pack(source, tmp_path / "dst") == 1
+    assert "Delete them" in capsys.readouterr().err
 
 
 def test_an_interrupted_command_still_counts_its_skipped_files(source, tmp_path, capsys, monkeypatch):

@@ -319,7 +319,8 @@ class Transfer:
             return source
         if self._clamp:
             return torch.where(source.isfinite(), source.clamp(-limit, limit), source)
-        wider = "" if dtype == torch.float32 else "data.on_overflow=fp32 to transfer features in fp32, or "
+        helps = dtype == torch.float16 and abs(worst) <= torch.finfo(torch.float32).max
+        wider = "data.on_overflow=fp32 to transfer features in fp32, or " if helps else ""
         raise DataError(
             f"sample {key()!r}: field {name!r} holds {worst:g}, outside the range of {_name(dtype)}, +-{limit:g}. Set {wider}"
             "data.on_overflow=clamp to clip them, or scale the field when packing."

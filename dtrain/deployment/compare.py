@@ -205,7 +205,7 @@ def require_close(
         f"export: in {description.dtype} the model is too far from fp32 on {len(comparison.errors)} samples, so it was "
         "not written.\n"
         + "".join(f"    {line}\n" for line in problems)
-        + _cause_and_remedies(module_errors(comparison.worst(_WORST_ROWS)), tolerance, description)
+        + _cause_and_remedies(comparison, module_errors(comparison.worst(_WORST_ROWS)), tolerance, description)
     )
 
 
@@ -214,7 +214,7 @@ class ModuleError:
     """Error of one call of a module against fp32.
 
     Attributes:
-        module: Its name in the model.
+        module: Its name in the model; empty for the model itself.
         error: Largest absolute error of its outputs, as a fraction of the largest fp32 output; infinite for an overflow.
     """
 
@@ -234,7 +234,7 @@ def compare_modules(original: Program, exported: Program, inputs: Tensor, folded
 
     Returns:
         An error for each call of a module that returns floating-point tensors, in the order in which the calls end: inner
-        modules before outer ones.
+        modules before outer ones, the model itself last.
     """
     convolutions = {conv for conv, _ in folded}
     references: dict[str, deque[Tensor]] = defaultdict(deque)
@@ -262,7 +262,7 @@ def compare_modules(original: Program, exported: Program, inputs: Tensor, folded
         handles = [
             module.register_forward_hook(partial(hook, action, name))
             for name, module in program.model.named_modules()
-            if name and name not in convolutions
+            if name not in convolutions
         ]
         try:
             program(inputs)
@@ -284,8 +284,13 @@ def _largest_finite(outputs: Tensor) -> float:
     return finite.abs().max().item() if finite.numel() else 0.0
 
 
-def _cause_and_remedies(errors: Sequence[ModuleError], tolerance: Tolerance, description: Description) -> str:
-    """Two lines: the module that causes the error, and the remedies."""
+def _cause_and_remedies(
+    comparison: Comparison, found: Sequence[ModuleError], tolerance: Tolerance, description: Description
+) -> str:
+    """Two lines: the module or the conversion that causes the error, and the remedies."""
+    errors = [error for error in found if error.module]
+    in_torch = max((error.error for error in found if not error.module), default=math.inf)
+    beyond = comparison.errors.max().item() > tolerance.outputs * comparison.largest  # otherwise only a metric is
     form = FORMATS[description.stored_as]
     wider = "bf16 or fp32" if description.dtype == "fp16" and "bf16" in form.dtypes else "fp32"
     remedies = [f"use export.dtype={wider}"]
@@ -293,7 +298,18 @@ def _cause_and_remedies(errors: Sequence[ModuleError], tolerance: Tolerance, des
     wrong = first or max(errors, key=lambda found: found.error, default=None)
     if description.dtype == "fp32":
         cause = "No weight was rounded: the conversion is wrong, or the tolerance is below the rounding errors of fp32."
-        remedies = ["use export.format=safetensors"] if form.traced else []
+        remedies = ["use export.format=safetensors"]
+        if not form.traced:
+            remedies = ["store tensors that the model's constructor draws as parameters or buffers, which alone are in the file"]
+        if description.folded:
+            remedies.append("use export.fold=false")
+    elif form.traced and beyond and in_torch <= tolerance.outputs:
+        constants = ", such as a constant above 65,504, which becomes infinite" if description.dtype == "fp16" else ""
+        cause = (
+            f"In torch, as with export.format=safetensors, the model in {description.dtype} is within export.tolerance on the "
+            f"worst of these samples: the conversion to {form.name} is at fault{constants}."
+        )
+        remedies.insert(0, "use export.format=safetensors")
     elif wrong is None:
         cause = "The model has no submodules to compare."
     else:
@@ -307,5 +323,6 @@ def _cause_and_remedies(errors: Sequence[ModuleError], tolerance: Tolerance, des
             first_or_worst = f"No module is beyond export.tolerance; {name} is the worst"
         cause = f"{first_or_worst}: {error}."
         remedies.insert(0, f"keep it in fp32: 'precision.keep_fp32=[{modules}]'")
-    remedies.append(f"{'or ' if remedies else ''}raise the tolerance, if this is good enough")
+    if comparison.errors.isfinite().all():
+        remedies.append("or raise the tolerance, if this is good enough")
     return f"  {cause}\n  Remedies: {'; '.join(remedies)}."

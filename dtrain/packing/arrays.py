@@ -69,6 +69,8 @@ def pack_arrays(options: Namespace, console: Console) -> None:
         dtype=dtypes,
         png=sorted(options.png),
     )
+    if command.is_finished(plan):
+        return
     with staged(command.destination, [command.prefix, *command.shares], plan) as dataset:
         jobs = {f"unpacked-{array.name}.npy": partial(_unpack, array) for array in found if array.member is not None}
         with progress(console, "arrays unpacked", len(jobs)) as on_progress:

@@ -27,7 +27,7 @@ from dtrain.config.errors import printable
 from dtrain.data.writer import balanced_sizes
 from dtrain.distributed.atomic import replace_file
 from dtrain.distributed.world import process_cpu_count
-from dtrain.packing.staging import BadFile, SampleProducer, StagedDataset, Written
+from dtrain.packing.staging import BadFile, SampleProducer, StagedDataset, Written, is_finished
 from dtrain.tracking.console import progress
 
 #: The preset in a folder of shards.
@@ -86,6 +86,19 @@ class PackCommand:
             "seed": self.seed,
             "shard_size": {name: value for name, value in vars(self.size).items() if value is not None},
         }
+
+    def is_finished(self, plan: Mapping[str, Any]) -> bool:
+        """Whether an equal command has packed the same files into the destination before; says so.
+
+        Raises:
+            FileExistsError: If a different command was interrupted in the destination.
+        """
+        if not is_finished(self.destination, plan, self._skip_bad):
+            return False
+        print(
+            f"{self.destination}: this command has packed these files already. To pack them again, delete the shards."
+        )
+        return True
 
     def on_bad_file(self, path: Path, reason: str) -> None:
         """Counts and prints a file that is skipped.

@@ -29,6 +29,7 @@ from dtrain.packing.staging import OnBadFile
 VAL_BY = ("document", "tail", "character")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _JSON_LINES = (".jsonl", ".ndjson")
+_JSON_TYPES = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
 _PIECE_BYTES = 8 << 20
 _CONTEXT_BYTES = 64 << 10
 
@@ -144,11 +145,14 @@ def find_files(
             if real in excluded:
                 continue
             status = os.stat(path)
-            key = json_key if path.endswith(_JSON_LINES) else None
+            file = TextFile(path, name, status.st_size, json_key if path.endswith(_JSON_LINES) else None)
             try:
-                files.append(_checked(TextFile(path, name, status.st_size, key)))
+                files.append(_checked(file))
             except ValueError as error:
                 on_bad_file(Path(path), str(error))
+                if file.json_key is not None:
+                    lines = sum(len(_bytes(piece).splitlines()) for piece in _pieces(file, 0, file.size))
+                    print(f"{path}: all of its {lines:,} lines are left out")
                 continue
             digest.update(os.fsencode(name) + b"\0%d %d\n" % (status.st_size, status.st_mtime_ns))
     if not any(file.documents for file in files):
@@ -213,15 +217,22 @@ def _text_of(line: bytes, key: str) -> str | None:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is not JSON ({error})") from error
-    if not isinstance(value, dict) or not isinstance(value.get(key), str):
-        has = f"has {', '.join(map(repr, value))}" if isinstance(value, dict) else f"is a {type(value).__name__}"
-        raise ValueError(f"has no text at the key {key!r}, it {has}: set --json-key")
-    text: str = value[key]
+    if not isinstance(value, dict):
+        raise ValueError(f"is {_json_type(value)}, want an object with the key {key!r}")
+    if key not in value:
+        raise ValueError(f"has no key {key!r}, it has {', '.join(map(repr, value))}: set --json-key")
+    text = value[key]
+    if not isinstance(text, str):
+        raise ValueError(f"has {_json_type(text)} at the key {key!r}, want a string")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"holds half of a surrogate pair, which is not Unicode text ({error.reason})") from error
     return text
+
+
+def _json_type(value: object) -> str:
+    return _JSON_TYPES.get(type(value), "a number")
 
 
 def characters_of(pieces: Iterable[Piece], on_progress: Callable[[int], None]) -> set[str]:

@@ -80,6 +80,8 @@ def pack_images(options: Namespace, console: Console) -> None:
         plan = command.plan(command="imagefolder", images=images, verify=options.verify)
         if resizing is not None:
             plan["resizing"] = vars(resizing)
+        if command.is_finished(plan):
+            return
         written = {}
         with staged(destination, folder.splits, plan) as dataset:
             for split, listing in folder.splits.items():

@@ -6,12 +6,15 @@
   index. A command with the same plan resumes there; a command with another plan is refused with the differences.
 * *Publishing* moves the shards and indexes from the staging folder to the destination. A marker file is written before
   the first move, so that an interrupted move is completed by the next command.
+* The *record* ``.packed.json`` in the destination holds, for the plan of each finished command, the sizes of its shards. It
+  is written last. The same command, given again, thereby finds its shards finished.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -31,6 +34,7 @@ from dtrain.packing.pool import OnProgress, run
 
 _FOLDER, _PLAN, _LOCK, _PUBLISHING = ".packing", "plan.json", "lock", "publishing"
 _OWN_FILES = (_PLAN, _LOCK, _PUBLISHING)
+_RECORD = ".packed.json"
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORMAT = 1
 
@@ -66,17 +70,19 @@ class Written:
     skipped: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class StagedDataset:
     """The dataset in the staging folder; ``staged`` makes it.
 
     Attributes:
         folder: The staging folder.
         destination: Folder of the finished dataset.
+        skipped: Number of bad files that were skipped, in all splits written.
     """
 
     folder: Path
     destination: Path
+    skipped: int = 0
     _shards: list[str] = field(default_factory=list)
 
     def write(
@@ -116,7 +122,9 @@ class StagedDataset:
                     on_skip(line)
         self._shards.extend(names)
         samples = sum(load_or_build(str(self._find_shard(name))).num_samples for name in names)
-        return Written(len(names), samples, int(bounds[-1]) - samples)
+        written = Written(len(names), samples, int(bounds[-1]) - samples)
+        self.skipped += written.skipped
+        return written
 
     def compute(
         self, jobs: Mapping[str, Callable[[BinaryIO, OnProgress], None]], processes: int, on_progress: OnProgress
@@ -167,6 +175,17 @@ class StagedDataset:
                 os.replace(staged_path, final_path)
         fsync_path(self.destination)
 
+    def record(self, plan: Mapping[str, Any]) -> None:
+        """Stores in the destination that a command with this plan has published the shards."""
+        sizes = {name: (self.destination / name).stat().st_size for name in self._shards}
+        # Without records of other shards that had these names.
+        records = {
+            it: record for it, record in _records(self.destination).items() if not sizes.keys() & record["shards"]
+        }
+        records[_digest(plan)] = {"shards": sizes, "skipped": self.skipped}
+        with replace_file(self.destination / _RECORD) as file:
+            file.write(json.dumps(records).encode() + b"\n")
+
     def _find_shard(self, name: str) -> Path | None:
         """Path of a finished shard; None if it is not written yet."""
         staged_path, final_path = self.folder / name, self.destination / name
@@ -200,9 +219,10 @@ def staged(destination: Path, prefixes: Iterable[str], plan: Mapping[str, Any]) 
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / _LOCK, "ab") as lock:
         _acquire(lock, destination)
-        _store_or_compare_plan(folder, {"format": _FORMAT, **plan})
+        _store_or_compare_plan(folder, plan)
+        dataset = StagedDataset(folder, destination)
         try:
-            yield StagedDataset(folder, destination)
+            yield dataset
         except BaseException as error:
             # After a mistake in the command the user changes the command, so its plan is of no use. A bad file is removed by
             # the user, and the same plan continues.
@@ -210,7 +230,46 @@ def staged(destination: Path, prefixes: Iterable[str], plan: Mapping[str, Any]) 
             if wrong_plan or all(path.name.startswith(".") or path.name in _OWN_FILES for path in folder.iterdir()):
                 _remove(folder)
             raise
+        if (folder / _PUBLISHING).exists():
+            dataset.record(plan)
         _remove(folder)
+
+
+def is_finished(destination: Path, plan: Mapping[str, Any], skip_bad: bool) -> bool:
+    """Whether a command with this plan has finished, and all of its shards still have their sizes.
+
+    Removes the staging folder if that command was killed while it removed it.
+
+    Args:
+        destination: Folder of the dataset.
+        plan: As for ``staged``.
+        skip_bad: Whether a command that skipped bad files counts.
+
+    Raises:
+        FileExistsError: If the staging folder belongs to another plan, or another process packs into the same destination.
+    """
+    record = _records(destination).get(_digest(plan))
+    if record is None or (record["skipped"] and not skip_bad):
+        return False
+    paths = {destination / name: size for name, size in record["shards"].items()}
+    if not all(path.is_file() and path.stat().st_size == size for path, size in paths.items()):
+        return False
+    folder = destination / _FOLDER
+    if folder.exists():
+        with open(folder / _LOCK, "ab") as lock:
+            _acquire(lock, destination)
+            _store_or_compare_plan(folder, plan)
+            _remove(folder)
+    return True
+
+
+def _records(destination: Path) -> dict[str, Any]:
+    path = destination / _RECORD
+    return dict(json.loads(path.read_bytes())) if path.exists() else {}
+
+
+def _digest(plan: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps({"format": _FORMAT, **plan}, sort_keys=True).encode()).hexdigest()
 
 
 def is_published(destination: Path, file: str) -> bool:
@@ -229,7 +288,7 @@ def _acquire(lock: BinaryIO, destination: Path) -> None:
 
 def _store_or_compare_plan(folder: Path, plan: Mapping[str, Any]) -> None:
     path = folder / _PLAN
-    new = json.loads(json.dumps(plan))
+    new = json.loads(json.dumps({"format": _FORMAT, **plan}))
     if not path.exists():
         with replace_file(path) as file:
             file.write(json.dumps(new, indent=1).encode() + b"\n")

@@ -124,6 +124,8 @@ def pack_text(options: Namespace, console: Console) -> None:
         long_documents=options.long_documents,
         **facts,
     )
+    if command.is_finished(plan):
+        return
     encoding = _Encoding(tokenizer, dtype, best, length if options.long_documents == "error" else None)
     sample_bytes = int(tar_bytes((length + 1) * np.dtype(dtype).itemsize))
     written: dict[str, Written] = {}

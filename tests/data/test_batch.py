@@ -167,6 +167,16 @@ def test_a_double_that_the_transfer_dtype_cannot_hold_is_named_in_every_precisio
             sent(make_transfer(precision), torch.tensor([1e300], dtype=torch.float64))
 
 
+@pytest.mark.parametrize(
+    ("precision", "value", "helps"),
+    [("fp16", 1e5, True), ("fp16", 1e39, False), ("bf16", 1e39, False), ("fp32", 1e39, False)],
+)
+def test_fp32_is_named_as_a_remedy_only_where_it_helps(precision: str, value: float, helps: bool) -> None:
+    with refused(ValueError, "field 'x'", f"{value:g}", "data.on_overflow=clamp") as refusal:
+        sent(make_transfer(precision), torch.tensor([value], dtype=torch.float64))
+    assert ("data.on_overflow=fp32" in str(refusal.value)) == helps
+
+
 def test_clamping_moves_what_is_too_large_to_the_edge_and_nothing_else() -> None:
     source = torch.tensor([1e6, -1e6, 3.0, math.nan, math.inf, -math.inf])
     got = sent(make_transfer("fp16", on_overflow="clamp"), source)

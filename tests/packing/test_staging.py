@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +85,98 @@ def test_a_killed_command_continues_to_the_same_bytes(command, tmp_path, where, 
     for name, written in kept.items():
         assert (tmp_path / "dst" / name).stat().st_mtime_ns == written
     assert len(list((tmp_path / "dst").glob("*.tar.idx"))) == 8
+
+
+def test_a_command_killed_at_any_step_after_its_last_shard_can_be_repeated(tmp_path):
+    np.savez(tmp_path / "x.npz", x=np.zeros((9, 2)))
+    command = ["arrays", str(tmp_path / "x.npz")]
+    assert main([*command, str(tmp_path / "whole")]) == 0
+    expected, code, steps = content(tmp_path / "whole"), -signal.SIGKILL, 0
+    while code == -signal.SIGKILL:
+        destination = tmp_path / str(steps)
+        code = in_a_fork(partial(killed_at_the_end, steps, [*command, str(destination)]))
+        assert main([*command, str(destination)]) == 0
+        assert content(destination) == expected
+        assert not (destination / ".packing").exists()
+        steps += 1
+    assert code == 0
+    assert steps > 5  # preset, record, and files of the staging folder
+
+
+def killed_at_the_end(steps, arguments):
+    """Packs, and kills this process before the file operation after ``steps`` others that follow the last shard."""
+    left, shards = steps, 1
+
+    def counted(operation, path, *more, **options):
+        nonlocal left, shards
+        if not shards:
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        operation(path, *more, **options)
+        if more and str(path).endswith(".tar") and ".packing" not in str(more[0]):
+            shards -= 1
+
+    for name in ("replace", "unlink", "rmdir"):
+        setattr(os, name, partial(counted, getattr(os, name)))
+    return main(arguments)
+
+
+def test_an_equal_command_finds_the_dataset_finished(command, tmp_path, capsys):
+    destination = tmp_path / "dst"
+    assert main([*command, str(destination)]) == 0
+    written = {path: path.stat().st_mtime_ns for path in destination.rglob("*")}
+    capsys.readouterr()
+    assert main([*command, str(destination)]) == 0
+    output = capsys.readouterr()
+    assert str(destination) in output.out
+    assert "already" in output.out
+    assert not output.err
+    assert {path: path.stat().st_mtime_ns for path in destination.rglob("*")} == written
+
+
+def other_seed(destination):
+    return ["--seed", "3"]
+
+
+def changed_input(destination):
+    (destination.parent / "src" / "0.txt").write_text("changed\n" * 500)
+    return []
+
+
+def a_shard_is_missing(destination):
+    (destination / "train-000001.tar").unlink()
+    return []
+
+
+def a_shard_is_shorter(destination):
+    os.truncate(destination / "val-000000.tar", 512)
+    return []
+
+
+@pytest.mark.parametrize("change", [other_seed, changed_input, a_shard_is_missing, a_shard_is_shorter])
+def test_a_finished_dataset_of_another_command_or_input_is_refused(command, tmp_path, capsys, change):
+    destination = tmp_path / "dst"
+    assert main([*command, str(destination)]) == 0
+    options = change(destination)
+    before = content(destination)
+    assert main([*command, *options, str(destination)]) == 1
+    error = capsys.readouterr().err
+    assert "already" in error
+    assert "Delete them or choose another folder" in error
+    assert content(destination) == before
+
+
+def test_each_command_of_a_folder_finds_its_own_shards(tmp_path):
+    np.save(tmp_path / "x.npy", np.zeros((9, 2)))
+
+    def packed(prefix, seed=0):
+        return main(["arrays", str(tmp_path / "x.npy"), str(tmp_path / "dst"), "--prefix", prefix, "--seed", str(seed)])
+
+    assert [packed("train"), packed("val"), packed("train"), packed("val")] == [0, 0, 0, 0]
+    (tmp_path / "dst" / "train-000000.tar").unlink()
+    # Shards of the same sizes, so that only the record tells whose they are.
+    assert [packed("train", seed=1), packed("train", seed=0), packed("train", seed=1)] == [0, 1, 0]
 
 
 def test_another_plan_is_refused_with_the_difference(command, tmp_path, capsys):

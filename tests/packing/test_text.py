@@ -200,9 +200,11 @@ def test_characters_are_the_same_tokens_in_a_split_that_is_packed_later(texts, t
 @pytest.mark.parametrize(
     ("line", "names"),
     [
-        ('{"text": 3}', ("no text at the key 'text'", "'text'", "--json-key")),
-        ('{"body": "a", "id": 4}', ("'body', 'id'", "--json-key")),
-        ("[1]", ("is a list", "--json-key")),
+        ('{"text": null}', ("the line at byte 16", "null at the key 'text'")),
+        ('{"text": 3}', ("the line at byte 16", "a number at the key 'text'")),
+        ('{"text": {"body": "a"}}', ("an object at the key 'text'",)),
+        ('{"body": "a", "id": 4}', ("no key 'text'", "'body', 'id'", "--json-key")),
+        ("[1]", ("is an array", "an object with the key 'text'")),
         ("{", ("not JSON", "the line at byte 16")),
         ('{"text": "\\ud800"}', ("surrogate", "the line at byte 16")),
     ],
@@ -218,7 +220,9 @@ def test_a_line_without_text_is_an_error_or_its_file_is_skipped(tmp_path, capsys
         assert name in error
     assert pack(tmp_path / "src", tmp_path / "dst", "--length", 9, "--bad", "skip") == 0
     assert read_rows(tmp_path / "dst").flatten().tolist() == [*b"two", 256, *b"three", 256]
-    assert "empty documents: 1" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "empty documents: 1" in output
+    assert f"{tmp_path / 'src' / 'a.jsonl'}: all of its 2 lines" in output
 
 
 # -- documents and pieces
