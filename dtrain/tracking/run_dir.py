@@ -231,16 +231,27 @@ class FailureRecord:
         self._rank, self.step, self._extra = rank, step, extra
 
     def write(self, reason: str) -> None:
-        """Sets the state ``failed`` and calls ``on_failure``. A write failure is printed and does not hide the reason."""
+        """Sets the state ``failed``, prints that, and calls ``on_failure``. A failed write does not hide the reason."""
+        if line := self._written(reason):
+            sys.stderr.write(f"{line}\n")
+            self.on_failure(without_secrets_in(reason))
+
+    def write_for(self, error: BaseException, reason: str) -> None:
+        """As ``write``, but leaves the line to whoever shows the error, as the last line of the output."""
+        if line := self._written(reason):
+            with suppress(AttributeError):  # of an exception with slots
+                error.last_line = line  # type: ignore[attr-defined]
+            self.on_failure(without_secrets_in(reason))
+
+    def _written(self, reason: str) -> str:
         if self.step is None or self._rank != 0:
-            return
+            return ""
         reason = without_secrets_in(reason)  # it is sent to trackers
         try:
             write_status(self._run_dir, "failed", self.step(), reason, **self._extra())
         except OSError as error:
             sys.stderr.write(f"dtrain: status.json could not be written ({error}).\n")
-        sys.stderr.write(f"dtrain: failed at step {self.step()} ({printable(in_brief(reason))}): {self._run_dir}\n")
-        self.on_failure(reason)
+        return f"dtrain: failed at step {self.step()} ({printable(in_brief(reason))}): {self._run_dir}"
 
 
 @contextmanager
@@ -259,8 +270,9 @@ def failures_recorded(run_dir: Path, rank: int) -> Iterator[FailureRecord]:
     except BaseException as error:
         if record.step is not None:
             logger.exception("failed after step %d", record.step())
-        record.write(
-            str(error) if isinstance(error, PeerFailed) else f"rank {rank} failed: {type(error).__name__}: {error}"
+        record.write_for(
+            error,
+            str(error) if isinstance(error, PeerFailed) else f"rank {rank} failed: {type(error).__name__}: {error}",
         )
         raise
 

@@ -19,7 +19,7 @@ from dtrain.data import Batch
 from dtrain.data.randomness import seed_generators
 from dtrain.precision import Precision
 from dtrain.precision.loss_scale import LossScale
-from dtrain.training.task import Task, require_output
+from dtrain.training.task import Task, run_task
 from dtrain.training.tensor_copies import BufferGuard
 
 # Relative to the largest of the sums.
@@ -150,5 +150,5 @@ def _run(
     part = Batch(batch.clone(), batch.sample_keys, valid)
     # Gradients stay enabled: without them compiled models would be compiled a second time.
     with precision.autocast(device.type):
-        output = require_output(task(model, part))
+        output = run_task(task, model, part)
     return float(output.loss_sum.detach()), float(output.count)

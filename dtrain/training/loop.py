@@ -42,6 +42,7 @@ from dtrain.training.memory import out_of_memory_explained, state_bytes
 from dtrain.training.metrics import StepMetrics, Timing
 from dtrain.training.profiler import DATA, StepProfiler, profiler_label
 from dtrain.training.run_logger import RunLogger
+from dtrain.training.schedule import cut_short
 from dtrain.training.state import TrainState
 from dtrain.training.step import StepOutcome, TooManySkips
 from dtrain.training.task import Evaluation, NotFinite
@@ -384,7 +385,9 @@ class Loop:
             # At the last step this is done. A hook may have ended the run after a save that is still being written.
             if self._run.ended_early is not None and self._checkpoints.save_last():
                 self._call_on_save()
-            return "finished", self._run.ended_early
+            run = self._run
+            cut = cut_short(run.step.schedule, run.cfg.train, run.train_loader, self._last_step)
+            return "finished", run.ended_early or (f"its schedule was {cut}" if cut else None)
         reasons: list[str | None] = [None] * self._run.world.size
         dist.all_gather_object(reasons, self._stop.reason)
         if self._checkpoints.save_last():

@@ -46,7 +46,7 @@ from dtrain.precision.skip_diagnosis import SkipDiagnosis
 from dtrain.precision.vote import StepStats, make_vote
 from dtrain.training.checks import AveragedBackward, check_loss_scale, check_model
 from dtrain.training.profiler import BACKWARD, FORWARD, OPTIMIZER, VOTE, profiler_label
-from dtrain.training.task import Output, Task, require_output
+from dtrain.training.task import Output, Task, run_task
 from dtrain.training.tensor_copies import BufferGuard, Ema
 
 _DOCTOR = (
@@ -217,7 +217,7 @@ class TrainStep:
             observed = self._diagnosis.micro_batch(self.step + 1, number, keys)
             with self._sync(last=number == micro_batches - 1), observed:
                 with profiler_label(FORWARD), autocast:
-                    output = require_output(self.task(self.model, batch))
+                    output = run_task(self.task, self.model, batch)
                 # Added up on the device: the vote sends one sum for the whole accumulation window.
                 self._add(output)
                 self._diagnosis.loss(output.loss_sum)
