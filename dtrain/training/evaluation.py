@@ -117,7 +117,7 @@ def evaluate(
     Raises:
         Interrupted: On every rank before the same micro-batch, if ``stop()`` was true on one of them.
         NotFinite: On every rank, if the loss is not finite; it has the result.
-        TypeError: If the task does not return an ``Output``.
+        WrongOutput: If the task does not return an ``Output``.
         ValueError: If the task's metrics or tables differ between micro-batches or ranks, or no sample can be read.
     """
     was_training = model.training

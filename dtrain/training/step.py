@@ -197,7 +197,7 @@ class TrainStep:
             micro_batches: Their number, equal on all ranks.
 
         Raises:
-            TypeError: If the task does not return an ``Output``.
+            WrongOutput: If the task does not return an ``Output``.
             RuntimeError: If the window has another number of micro-batches, or its last backward was not averaged.
         """
         # A skipped step must also restore BatchNorm's running statistics, which the forward changes.
