@@ -100,5 +100,5 @@ def test_a_sweep_over_seeds_and_lengths_makes_a_run_for_each_and_can_be_repeated
     command(1, *sweep, "run.seed=0", "train.max_steps=1,2")
     said = capfd.readouterr().out
     assert said.count("finished at step 1 already") == 1
-    assert said.count("finished at step 2: ") == 1
+    assert said.count("finished at step 2 (") == 1
     assert {run: tree(run) for run in runs} == before

@@ -14,7 +14,9 @@ import io
 import json
 import os
 import re
+import site
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
@@ -136,6 +138,8 @@ def run(
     for errors, code in ((refused, EXIT_USAGE), (failures, EXIT_FAILED)):
         if errors:
             _show(errors[0])
+            if last_line := getattr(errors[0], "last_line", ""):  # of a run that had started
+                sys.stderr.write(f"{last_line}\n")
             raise SystemExit(code) from None
 
 
@@ -349,7 +353,22 @@ def _show(error: Exception) -> None:
         message = "\n".join([str(error), *getattr(error, "__notes__", ())])
         _show_text(f"dtrain: error: {f'rank {rank()}: ' if rank() else ''}{message}", True)
     else:
-        _show_text(f"dtrain: rank {rank()} failed\n{''.join(traceback.format_exception(error)).rstrip()}", True)
+        trace = traceback.TracebackException.from_exception(error)
+        if not with_traceback:
+            _shorten(trace)
+        _show_text(f"dtrain: rank {rank()} failed\n{''.join(trace.format()).rstrip()}", True)
+
+
+def _shorten(trace: traceback.TracebackException) -> None:
+    """Leaves out the frames of dtrain and of installed packages before the first one of the user's code, if there is one."""
+    # torch's wrappers, such as that of no_grad, are between frames of dtrain.
+    known = (str(Path(__file__).parents[1]), *site.getsitepackages(), sysconfig.get_path("stdlib"), "<")
+    first = next((number for number, frame in enumerate(trace.stack) if not frame.filename.startswith(known)), None)
+    if first is not None:
+        del trace.stack[:first]
+    for earlier in (trace.__cause__, trace.__context__):
+        if earlier is not None:
+            _shorten(earlier)
 
 
 def _show_message(message: str) -> None:

@@ -147,6 +147,14 @@ def argument_names(target: Any) -> list[str]:
     return []
 
 
+def argument_defaults(target: Any) -> dict[str, Any]:
+    """The default of each keyword argument that has one, of a ``_target_``; {} if it has no signature."""
+    with suppress(Exception):  # ``by_target`` reports it
+        parameters = inspect.signature(get_object(MOVED_TARGETS.get(target, target))).parameters.values()
+        return {it.name: it.default for it in parameters if it.default is not it.empty}
+    return {}
+
+
 def _require_target(key: str, node: Any) -> None:
     if not isinstance(node, DictConfig) or node._is_none() or node._get_node("_target_") is None:
         got = OmegaConf.to_container(node) if isinstance(node, (DictConfig, ListConfig)) else node

@@ -53,7 +53,8 @@ class TrainConfig:
     global_batch_size: int = 64  # samples of one optimizer step, over all ranks
     micro_batch_size: int | None = None  # samples of one forward on one rank; null: a rank's share of the global batch
     max_steps: int | None = None  # the first of max_steps and max_epochs ends the run; null: no limit
-    max_epochs: int | None = None  # null: no limit
+    # null: no limit. The schedule is laid out over max_epochs, also if max_steps ends the run before; else over max_steps
+    max_epochs: int | None = None
     clip_norm: float | None = None  # largest norm of all gradients together; null: no clipping
     log_every: int = 10  # steps between two records in metrics.jsonl
     eval_every: int | None = None  # steps between two evaluations; null: after each epoch; 0: only at the end

@@ -136,7 +136,8 @@ class ShardSource(Source):
 
     def summary(self) -> str:
         """``1,000 samples in 10 shards``."""
-        return f"{self.index.num_samples:,} samples in {len(self.index.shards):,} shards"
+        shards = len(self.index.shards)
+        return f"{self.index.num_samples:,} samples in {shards:,} {'shard' if shards == 1 else 'shards'}"
 
 
 class ShardSampleReader(Reader):

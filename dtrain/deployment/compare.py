@@ -300,7 +300,9 @@ def _cause_and_remedies(
         cause = "No weight was rounded: the conversion is wrong, or the tolerance is below the rounding errors of fp32."
         remedies = ["use export.format=safetensors"]
         if not form.traced:
-            remedies = ["store tensors that the model's constructor draws as parameters or buffers, which alone are in the file"]
+            remedies = [
+                "store tensors that the model's constructor draws as parameters or buffers, which alone are in the file"
+            ]
         if description.folded:
             remedies.append("use export.fold=false")
     elif form.traced and beyond and in_torch <= tolerance.outputs:

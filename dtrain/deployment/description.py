@@ -140,7 +140,7 @@ def export_summary(description: Description, report: dict[str, Any], *, file: st
         + (f" (fp32 kept in {', '.join(description.keep_fp32)})" if description.keep_fp32 else ""),
         "file": f"{file}, {report['bytes']['file']:,} bytes"
         + (f", takes {description.rows}" if description.rows is not None else "")
-        + ("; holds code, so dtrain.predict needs --trust on other machines" if holds_code else ""),
+        + ("; holds code, so dtrain predict needs --trust on other machines" if holds_code else ""),
         "BatchNorm": f"not folded: {report['not_folded']}" if report["not_folded"] else f"{report['folded']} folded",
     }
     if report["became_zero"]:

@@ -38,7 +38,7 @@ from dtrain.training.communication import Unit, sharded_units
 from dtrain.training.loaders import corpus_beside
 from dtrain.training.model_setup import use_channels_last
 from dtrain.training.optimizer import build_optimizer
-from dtrain.training.task import require_output
+from dtrain.training.task import run_task
 from dtrain.training.tensor_copies import Ema
 
 
@@ -152,7 +152,7 @@ def _measure(
     allocations = Allocations([*model.parameters(), *model.buffers(), *batch.tensors()], model.parameters())
     with _gradients_forgotten(model, allocations), allocations:
         with precision.autocast(device.type):
-            output = require_output(task(model, batch))
+            output = run_task(task, model, batch)
         output.loss_sum.backward()
         del output
     update = _update(model, optimizer, ema, device)

@@ -110,9 +110,9 @@ def run_state(run: History) -> str:
 
 
 def run_state_with_reason(run: History) -> str:
-    """The state on one line, with the reason if the run failed or was stopped: ``failed: rank 1 failed: ...``."""
+    """The state on one line, with the reason if the run did not end as planned: ``failed: rank 1 failed: ...``."""
     state, reason = run_state(run), run.status.get("reason")
-    because = f": {shorten(str(reason), _MAX_REASON)}" if reason and state in ("failed", "stopped") else ""
+    because = f": {shorten(str(reason), _MAX_REASON)}" if reason and state in ("failed", "stopped", "finished") else ""
     return printable(f"{state}{because}")
 
 
@@ -239,7 +239,7 @@ def _check_state(run: History, now: float) -> Iterator[Finding]:
     elif state.endswith("failed before its first step"):
         yield Finding("state", state, "warning", "The reason is in its logs.")
     else:
-        yield Finding("state", state)
+        yield Finding("state", f"{state}{because}" if state == "finished" else state)
 
 
 def _check_loss(run: History) -> Iterator[Finding]:

@@ -241,19 +241,31 @@ class FailureRecord:
         self.rank, self.step, self._extra = rank, step, extra
 
     def write(self, reason: str) -> None:
-        """Sets the state ``failed`` and calls ``on_failure``. A write failure is printed and does not hide the reason."""
+        """Sets the state ``failed``, prints that, and calls ``on_failure``. A failed write does not hide the reason."""
+        if line := self._written(reason):
+            sys.stderr.write(f"{line}\n")
+            self.on_failure(without_secrets_in(reason))
+
+    def write_for(self, error: BaseException, reason: str) -> None:
+        """As ``write``, but leaves the line to whoever shows the error, as the last line of the output."""
+        if line := self._written(reason):
+            with suppress(AttributeError):  # of an exception with slots
+                error.last_line = line  # type: ignore[attr-defined]
+            self.on_failure(without_secrets_in(reason))
+
+    def _written(self, reason: str) -> str:
+        """The line about the failure; ``""`` on other ranks than 0, and before the start."""
         if self.step is None:
-            return
+            return ""
         if self.rank != 0:
             self._write_for_rank_0(reason)
-            return
+            return ""
         reason = without_secrets_in(reason)  # it is sent to trackers
         try:
             write_status(self._run_dir, "failed", self.step(), reason, **self._extra())
         except OSError as error:
             sys.stderr.write(f"dtrain: status.json could not be written ({error}).\n")
-        sys.stderr.write(f"dtrain: failed at step {self.step()} ({printable(in_brief(reason))}): {self._run_dir}\n")
-        self.on_failure(reason)
+        return f"dtrain: failed at step {self.step()} ({printable(in_brief(reason))}): {self._run_dir}"
 
     def _write_for_rank_0(self, reason: str) -> None:
         """Sets the state ``failed`` if rank 0 was killed: it has left the state ``running``, but no lock."""
@@ -287,11 +299,10 @@ def failures_recorded(run_dir: Path, rank: int) -> Iterator[FailureRecord]:
     except BaseException as error:
         if record.step is not None:
             logger.exception("failed after step %d", record.step())
-        if isinstance(error, PeerFailed):
-            if record.rank == 0:  # the rank that failed first looks after a rank 0 that was killed
-                record.write(str(error))
-        else:
-            record.write(f"rank {rank} failed: {type(error).__name__}: {error}")
+        if not isinstance(error, PeerFailed):
+            record.write_for(error, f"rank {rank} failed: {type(error).__name__}: {error}")
+        elif record.rank == 0:  # the rank that failed first looks after a rank 0 that was killed
+            record.write_for(error, str(error))
         raise
 
 

@@ -114,9 +114,11 @@ class CheckpointManager:
         else:
             problem = self._decide_with_disk(lambda: self._begin(metrics, final))
         if problem is not None:
-            raise ConfigError(
-                f"{problem} Free disk space and start again: the run resumes from the previous checkpoint."
+            last = from_rank0(lambda: max(self._run.checkpoints.steps(), default=0))
+            where = (
+                f"resumes from the checkpoint of step {last}" if last else "begins again, because it has no checkpoint"
             )
+            raise ConfigError(f"{problem} Free disk space and start again: the run {where}.")
         self._saved_step = self._run.step.step
         self._saved_at = time.monotonic()
 

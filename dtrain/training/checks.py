@@ -8,6 +8,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,17 +18,23 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from dtrain.config.errors import ConfigError
+from dtrain.config.errors import ConfigError, Explained
 from dtrain.data import Batch
 from dtrain.data.randomness import seed_generators
 from dtrain.precision import Precision
 from dtrain.precision.loss_scale import LossScale
-from dtrain.training.task import Task, require_output
+from dtrain.training.task import Task, run_task
 from dtrain.training.tensor_copies import BufferGuard
 
 # Relative to the largest of the sums.
 _EQUAL = 1e-2  # the same rows, batched differently in bf16, differ by less
 _DIFFERENT = 0.25
+_MOST_NAMES = 10
+_UNUSED = re.compile(r"Parameter indices which did not receive grad for rank (\d+): ([\d ]*\d)")
+
+
+class UnusedParameters(Explained, RuntimeError):
+    """DDP waits for the gradients of parameters that a step has not used."""
 
 
 def check_model(model: nn.Module) -> None:
@@ -112,6 +121,32 @@ class AveragedBackward:
         self._prepared |= torch.is_grad_enabled() and bool(model.require_backward_grad_sync)
 
 
+@contextmanager
+def unused_parameters_explained(model: nn.Module) -> Iterator[None]:
+    """Names the parameters when DDP finds that a step has not used all of them; torch gives their numbers only.
+
+    Raises:
+        UnusedParameters: Instead of DDP's ``RuntimeError``.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        found = _UNUSED.search(str(error)) if isinstance(model, DistributedDataParallel) else None
+        if found is None:
+            raise
+        ignored = getattr(model, "parameters_to_ignore", ())
+        bare: nn.Module = model.module  # type: ignore[assignment]
+        of_ddp = [name for name, p in bare.named_parameters() if p.requires_grad and name not in ignored]
+        names = [of_ddp[number] for number in map(int, found[2].split())]
+        shown = ", ".join(names[:_MOST_NAMES]) + (
+            f" and {len(names) - _MOST_NAMES} more" if names[_MOST_NAMES:] else ""
+        )
+        raise UnusedParameters(
+            f"model: the last step has not used {shown} on rank {found[1]}, so that DDP waits for their gradients. If that is "
+            "intended, set parallel.find_unused_parameters=true; else use them in the forward and in the loss, or remove them."
+        ) from error
+
+
 def check_mean_loss(task: Task, model: nn.Module, batch: Batch, precision: Precision, device: torch.device) -> None:
     """Refuses a task whose ``loss_sum`` is a mean, or which ignores ``batch.valid``.
 
@@ -167,5 +202,5 @@ def _run(
     part = Batch(batch.clone(), batch.sample_keys, valid)
     # Gradients stay enabled: without them compiled models would be compiled a second time.
     with precision.autocast(device.type):
-        output = require_output(task(model, part))
+        output = run_task(task, model, part)
     return float(output.loss_sum.detach()), float(output.count)

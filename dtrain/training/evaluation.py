@@ -34,7 +34,7 @@ from dtrain.distributed.store import say_to_all
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
 from dtrain.training.state import TrainState
-from dtrain.training.task import ConcludingTask, Evaluation, NotFinite, Output, Task, require_output
+from dtrain.training.task import ConcludingTask, Evaluation, NotFinite, Output, Task, run_task
 from dtrain.training.tensor_copies import BufferGuard
 
 _PATIENCE = 30.0  # seconds that a rank on which the task has raised waits for the others
@@ -117,7 +117,7 @@ def evaluate(
     Raises:
         Interrupted: On every rank before the same micro-batch, if ``stop()`` was true on one of them.
         NotFinite: On every rank, if the loss is not finite; it has the result.
-        TypeError: If the task does not return an ``Output``.
+        WrongOutput: If the task does not return an ``Output``.
         ValueError: If the task's metrics or tables differ between micro-batches or ranks, or no sample can be read.
     """
     was_training = model.training
@@ -132,7 +132,7 @@ def evaluate(
                 raise Interrupted
             of_set = sums.count(batch)
             with precision.autocast(world.device.type):
-                sums.add(require_output(task(model, to_device(batch))), of_set)
+                sums.add(run_task(task, model, to_device(batch)), of_set)
             if progress is not None:
                 progress(number + 1, total)
         result = sums.over_all_ranks()
@@ -236,7 +236,7 @@ def _add_names(names: set[str], wanted: Iterable[str], run: TrainState, batch: B
     try:
         with run.precision.autocast(device.type):
             # A batch of an evaluation has no sources of a mixture in training.
-            output = require_output(task(model, Batch(batch.clone(), batch.sample_keys, batch.valid.clone())))
+            output = run_task(task, model, Batch(batch.clone(), batch.sample_keys, batch.valid.clone()))
             for of_set in range(len(sets) or 1):
                 sums.add(output, of_set)
             result = sums.of_rows(batch.num_valid)

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtrain.config.errors import ConfigError, as_config_error
+from dtrain.config.errors import ConfigError, as_config_error, printable, without_secrets_in
 from dtrain.config.schema import TrainConfig
 from dtrain.data import Batch
 from dtrain.data.batch import DeviceCopies, Rows
@@ -37,18 +38,20 @@ from dtrain.precision.autocast_check import AutocastCheck
 from dtrain.tracking.console import evaluation_text
 from dtrain.training.breakpoints import without_breakpoints
 from dtrain.training.checkpoint_manager import CheckpointManager
-from dtrain.training.checks import check_mean_loss
+from dtrain.training.checks import check_mean_loss, unused_parameters_explained
 from dtrain.training.evaluation import evaluate_run, metric_names
 from dtrain.training.hooks import Hooks
 from dtrain.training.memory import out_of_memory_explained, state_bytes
 from dtrain.training.metrics import StepMetrics, Timing
 from dtrain.training.profiler import DATA, StepProfiler, profiler_label
 from dtrain.training.run_logger import RunLogger
+from dtrain.training.schedule import cut_short
 from dtrain.training.state import TrainState
 from dtrain.training.step import StepOutcome, TooManySkips
 from dtrain.training.task import Evaluation, NotFinite
 
 logger = logging.getLogger("dtrain")
+_MOST_NAMED_BAD = 5  # samples; all are in logs/bad-rank-*.jsonl
 _PATIENCE = 30.0  # seconds that a rank that fails waits for the others to fail too
 _no_warning: AbstractContextManager[None] = nullcontext()
 
@@ -112,6 +115,7 @@ class Loop:
                 data.max_bad, data.max_bad_consecutive, bad=totals.bad_samples, samples=totals.samples
             )
         self._last_bad: dict[str, Any] = {}
+        self._named_bad: set[str] = set()
         self._timing: Timing | None = None  # of the step that is not settled yet
         self._unlogged: StepOutcome | None = None  # the last settled step, if no record includes it yet
         self._clock = time.monotonic()
@@ -137,7 +141,7 @@ class Loop:
         self._run_logger.status()
         epoch_ended = True  # no iterator is open
         try:
-            with self._out_of_memory_explained():
+            with self._out_of_memory_explained(), unused_parameters_explained(step.model):
                 if self._run.totals.evaluation_due:
                     self._evaluate_and_save(epoch_ended)
                     # The save has set the time-out of later steps, and the first step of this start is still to come.
@@ -285,7 +289,9 @@ class Loop:
         # After the commit, so that the log of used samples never has a step that a resumed run repeats.
         keys = window.keys() if self._record_keys else []
         self._sample_log.write(self._run.step.step, keys, window.bad)
-        self._last_bad = window.bad[-1] if window.bad else self._last_bad
+        if window.bad:
+            self._last_bad = window.bad[-1]
+            self._name_bad(window.bad)
         now = time.monotonic()
         totals.samples += used
         seconds = now - self._clock
@@ -294,6 +300,15 @@ class Loop:
         self._clock = now
         epoch, _ = loader.position
         return epoch != self._epoch
+
+    def _name_bad(self, bad: list[dict[str, Any]]) -> None:
+        """Names each of the first samples that this rank cannot read once, on its standard error."""
+        for sample in bad:
+            if sample["key"] not in self._named_bad and len(self._named_bad) < _MOST_NAMED_BAD:
+                self._named_bad.add(sample["key"])
+                line = f"bad sample {sample['key']}: {sample['reason']}"
+                logger.warning(line)
+                sys.stderr.write(f"dtrain: WARNING: {printable(without_secrets_in(line))}\n")
 
     def _settle(self) -> None:
         """Reads the outcome of the last step, unless that was done already, and acts on it."""
@@ -390,7 +405,9 @@ class Loop:
             # At the last step this is done. A hook may have ended the run after a save that is still being written.
             if self._run.ended_early is not None and self._checkpoints.save_last():
                 self._call_on_save()
-            return "finished", self._run.ended_early
+            run = self._run
+            cut = cut_short(run.step.schedule, run.cfg.train, run.train_loader, self._last_step)
+            return "finished", run.ended_early or (f"its schedule was {cut}" if cut else None)
         reasons: list[str | None] = [None] * self._run.world.size
         dist.all_gather_object(reasons, self._stop.reason)
         if self._checkpoints.save_last():

@@ -283,6 +283,8 @@ def _find(key: str, path: Path) -> Path:
         folder = checkpoints.path(checkpoints.choose("latest"))
     elif (path / "manifest.json").is_file():
         verify_folder(path)
+    elif not path.exists():
+        raise ConfigError(f"{key}: {path} does not exist (looked in {path.absolute().parent}).")
     else:
         raise ConfigError(
             f"{key}: {path} is no run directory, no checkpoint (checkpoints/step-000000050), no artefact with {WEIGHTS}, no "
@@ -304,6 +306,12 @@ def _fitted(key: str, path: Path, source: str, model: nn.Module, warm: WarmStart
             with safe_open(path, "pt") as file:
                 is_folded = (file.metadata() or {}).get("batchnorm") == "folded"
     except (OSError, SafetensorError) as error:
+        if path.is_file() and _is_pickle(path):
+            raise ConfigError(
+                f"{key}: {source} is a pickle, as torch.save writes it, which could run any code. Convert it: "
+                'safetensors.torch.save_file(torch.load("w.pt", weights_only=True), "w.safetensors"); see docs/coming_from.md, '
+                "Weights from elsewhere."
+            ) from error
         raise ConfigError(f"{key}: {source} cannot be read ({error}).") from error
     if is_folded:
         raise ConfigError(
@@ -357,6 +365,11 @@ def _prefix(old: str, name: str) -> re.Match[str] | None:
 def _is_finite(tensor: Tensor) -> bool:
     """Whether the values of this rank's part are finite; true for types of one byte, for which torch does not compute it."""
     return tensor.dtype.itemsize == 1 or bool(local_part(tensor).isfinite().all())
+
+
+def _is_pickle(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2) in (b"PK", b"\x80\x02")  # a zip file of torch 1.6 or newer, or a plain pickle
 
 
 def _renamed(name: str, rename: Mapping[str, str]) -> str:

@@ -37,7 +37,7 @@ from dtrain.tracking.sinks import NullSinks, Sinks, build_sinks
 from dtrain.training.batchnorm import fixed_shapes
 from dtrain.training.loaders import eval_loader
 from dtrain.training.model_setup import CompilerLog
-from dtrain.training.schedule import schedule_horizon
+from dtrain.training.schedule import cut_short, schedule_horizon
 from dtrain.training.state import TrainState
 from dtrain.training.task import Evaluation, IllustratingTask
 
@@ -256,6 +256,7 @@ def banner_rows(identity: Run, run: TrainState, start: str, last_step: int) -> d
     # The schedule's own, which ``schedule.horizon`` may have set; a user's schedule may have none.
     horizon = getattr(run.step.schedule, "horizon", schedule_horizon(cfg.train, loader))
     fixed = fixed_shapes(run.model)
+    cut = cut_short(run.step.schedule, cfg.train, loader, last_step)
     scaled = ", loss scaling" if run.precision.scales_gradients else ""
     if run.precision.compute_dtype == torch.float16 and not scaled:
         scaled = ", no loss scaling"
@@ -272,7 +273,8 @@ def banner_rows(identity: Run, run: TrainState, start: str, last_step: int) -> d
         + (f" ({loader.workers_reason})" if loader.workers_reason else ""),
         "global batch": f"{cfg.train.global_batch_size} = {world.size} ranks x {micro} micro-batches x {rows} rows"
         + (f" ({masked} masked)" if masked else ""),
-        "steps": f"{last_step:,} ({loader.steps_per_epoch:,} an epoch), schedule over {horizon:,}",
+        "steps": f"{last_step:,} ({loader.steps_per_epoch:,} an epoch), schedule over {horizon:,}"
+        + (f", {cut}" if cut else ""),
         "model": f"{sum(p.numel() for p in run.model.parameters()):,} parameters, {type(optimizer).__name__}"
         + (" (fused)" if optimizer.defaults.get("fused") else ""),
         "best checkpoint": _best_checkpoint(cfg.checkpoint),

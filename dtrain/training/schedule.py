@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +103,25 @@ def step_limits(train: TrainConfig, loader: ShardLoader, step: int) -> dict[str,
 def last_step(train: TrainConfig, loader: ShardLoader, step: int) -> int:
     """The attempted step after which the run is finished: the lowest of ``step_limits``, which has the same arguments."""
     return min(step_limits(train, loader, step).values())
+
+
+def cut_short(schedule: Callable[[int], float], train: TrainConfig, loader: ShardLoader, last_step: int) -> str:
+    """Why a run ends before the learning rate is where its schedule ends; ``""`` if it does not.
+
+    Args:
+        schedule: The schedule; a user's may have no ``horizon``.
+        train: Has the limits of the run.
+        loader: Of the run.
+        last_step: Attempted step after which the run is finished.
+
+    Returns:
+        Such as ``cut short by train.max_steps=60``.
+    """
+    horizon = getattr(schedule, "horizon", None) or schedule_horizon(train, loader)
+    if last_step >= horizon or schedule(last_step) == schedule(horizon):
+        return ""
+    key = "max_steps" if train.max_steps == last_step else "max_epochs"
+    return f"cut short by train.{key}={getattr(train, key)}"
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ from dtrain.precision.vote import StepStats, make_vote
 from dtrain.training.batchnorm import ValidRows
 from dtrain.training.checks import AveragedBackward, check_loss_scale, check_model
 from dtrain.training.profiler import BACKWARD, FORWARD, OPTIMIZER, VOTE, profiler_label
-from dtrain.training.task import Output, Task, require_output
+from dtrain.training.task import Output, Task, run_task
 from dtrain.training.tensor_copies import BufferGuard, Ema
 
 _DOCTOR = (
@@ -199,7 +199,7 @@ class TrainStep:
             micro_batches: Their number, equal on all ranks.
 
         Raises:
-            TypeError: If the task does not return an ``Output``.
+            WrongOutput: If the task does not return an ``Output``.
             RuntimeError: If the window has another number of micro-batches, or its last backward was not averaged.
         """
         # A skipped step must also restore BatchNorm's running statistics, which the forward changes.
@@ -220,7 +220,7 @@ class TrainStep:
             last = number == micro_batches - 1
             with self._valid_rows.of(whole) as batch, self._sync(last), self._observed(number, batch):
                 with profiler_label(FORWARD), autocast:
-                    output = require_output(self.task(self.model, batch))
+                    output = run_task(self.task, self.model, batch)
                 # Added up on the device: the vote sends one sum for the whole accumulation window.
                 self._add(output)
                 self._diagnosis.loss(output.loss_sum)

@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from dtrain.config.errors import ConfigError
+from dtrain.config.errors import ConfigError, Explained
 from dtrain.data import Batch
 
 
@@ -35,7 +35,7 @@ class Output:
             over micro-batches and ranks. Training ignores them: leave them out where ``model.training`` is true.
 
     Raises:
-        TypeError: If ``loss_sum`` or a table has another type, dtype or shape.
+        WrongOutput: If ``loss_sum`` or a table has another type, dtype or shape.
     """
 
     loss_sum: Tensor
@@ -50,14 +50,14 @@ class Output:
                 if isinstance(self.loss_sum, Tensor)
                 else type(self.loss_sum).__name__
             )
-            raise TypeError(
+            raise WrongOutput(
                 f"Output.loss_sum: got {got}, want a float32 tensor of shape []. Sum the losses of the valid rows in "
                 "fp32, for example cross_entropy(logits.float(), labels, reduction='none')[batch.valid].sum()."
             )
         for name, table in self.tables.items():
             if not isinstance(table, Tensor) or table.dtype != torch.int64:
                 kind = table.dtype if isinstance(table, Tensor) else type(table).__name__
-                raise TypeError(
+                raise WrongOutput(
                     f"Output.tables[{name!r}]: got {kind}, want an int64 tensor of counts. Return sums of other numbers as "
                     "metrics."
                 )
@@ -69,8 +69,10 @@ class Task(Protocol):
     def __call__(self, model: nn.Module, batch: Batch) -> Output:
         """Runs the model on ``batch`` and sums its loss over the rows where ``batch.valid`` is true.
 
-        Before the first step of a run it is called three more times, to check that its sums add up. For a model with BatchNorm
-        a training batch has no masked rows, except if fewer than two rows are valid (``dtrain.training.batchnorm``).
+        Before the first step of a run it is called three more times, to check that its sums add up. If ``checkpoint.best`` names
+        a metric, a copy of the task is also called once in evaluation mode, and then its ``conclude``, to find a wrong name.
+        For a model with BatchNorm a training batch has no masked rows, except if fewer than two rows are valid
+        (``dtrain.training.batchnorm``).
         """
         ...
 
@@ -147,17 +149,36 @@ class NotFinite(ConfigError):
         self.evaluation = evaluation
 
 
+class WrongOutput(Explained, TypeError):
+    """A task returned, or tried to make, something that is no sum with a count."""
+
+
+def run_task(task: Task, model: nn.Module, batch: Batch) -> Output:
+    """Calls a task.
+
+    Raises:
+        WrongOutput: If it returns something else than an ``Output``, such as a mean, or an ``Output`` cannot be made of its
+            values; names the task.
+    """
+    try:
+        return require_output(task(model, batch))
+    except WrongOutput as error:
+        name = getattr(task, "__qualname__", type(task).__qualname__)
+        raise WrongOutput(f"task: {getattr(task, '__module__', '?')}.{name}: {error}") from error
+
+
 def require_output(output: object) -> Output:
     """Returns the argument if it is an ``Output``.
 
     Raises:
-        TypeError: If it is something else, such as a mean.
+        WrongOutput: If it is something else, such as a mean.
     """
     if isinstance(output, Output):
         return output
-    raise TypeError(
-        f"the task returned {type(output).__name__}, want a dtrain.training.task.Output with loss_sum (the sum over the "
-        "valid rows, not their mean), count and metrics."
+    shape = f" of shape {list(output.shape)}" if isinstance(output, Tensor) else ""
+    raise WrongOutput(
+        f"the task returned {type(output).__name__}{shape}, want a dtrain.training.task.Output with loss_sum (the sum over "
+        "the valid rows, not their mean), count and metrics."
     )
 
 

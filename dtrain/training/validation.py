@@ -22,7 +22,7 @@ from torch import nn
 
 from dtrain.config.compose import resolved
 from dtrain.config.errors import ConfigError, as_config_error, nearest
-from dtrain.config.instantiate import by_target, check_arguments, nodes_with_target, resolved_once
+from dtrain.config.instantiate import argument_defaults, by_target, check_arguments, nodes_with_target, resolved_once
 from dtrain.config.run import refuse_hidden
 from dtrain.config.schema import Config, DataConfig
 from dtrain.data.batch import Transfer
@@ -341,6 +341,9 @@ def _model_on_meta(cfg: Config) -> nn.Module | None:
 
 def _check_optimizer(node: Any, model: nn.Module | None) -> None:
     check_arguments("optimizer", _without(node, "no_decay"), params=None, model=None)
+    for name, default in argument_defaults(node._target_).items():
+        if type(default) in (int, float) and isinstance(node.get(name), str):
+            raise ConfigError(f"optimizer.{name}: got {node[name]!r}, want a number such as {default:g}.")
     if model is None or not str(node._target_).startswith(("torch.optim.", "dtrain.", "torch.distributed.optim.")):
         return
     build_optimizer(_without(node, "fused"), model)

@@ -84,6 +84,27 @@ def test_a_bug_shows_its_traceback_on_the_rank_that_has_it(capsys: pytest.Captur
     assert "ZeroDivisionError: a bug" in message
 
 
+def test_a_traceback_begins_with_the_code_of_the_user_and_the_last_line_says_what_failed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(composed: Composed) -> None:
+        error = KeyError("here")
+        error.last_line = "dtrain: failed at step 7"  # type: ignore[attr-defined]
+        raise error
+
+    def shown() -> list[str]:
+        with pytest.raises(SystemExit):
+            run(fails, ["experiment=digits"])
+        return capsys.readouterr().err.splitlines()
+
+    lines = shown()
+    assert "test_compose.py" in lines[2]
+    assert lines[-2:] == ["KeyError: 'here'", "dtrain: failed at step 7"]
+    monkeypatch.setenv("DTRAIN_TRACEBACK", "1")
+    assert "compose.py" in shown()[2]
+    assert "test_compose.py" not in shown()[2]
+
+
 @pytest.mark.parametrize(
     ("environment", "shown"),
     [

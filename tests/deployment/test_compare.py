@@ -92,7 +92,14 @@ STEM, NORM, HEAD = ModuleError("stem", 0.01), ModuleError("norm", 0.2), ModuleEr
             ["conversion to onnx", "a constant above 65,504", "use export.format=safetensors", "export.dtype=fp32."],
         ),
         ([[6.0, 15.0]], 0.9, [STEM, ModuleError("", 0.03)], "bf16", "pt2", ["conversion to pt2", "or raise"]),
-        ([[6.0, 15.0]], 0.9, [STEM, ModuleError("", 0.3)], "fp16", "onnx", ["No module is beyond", "stem is the worst"]),
+        (
+            [[6.0, 15.0]],
+            0.9,
+            [STEM, ModuleError("", 0.3)],
+            "fp16",
+            "onnx",
+            ["No module is beyond", "stem is the worst"],
+        ),
         # Only a metric differs.
         ([[1.0, 10.0]], 0.8, [STEM, ModuleError("", 0.03)], "fp16", "onnx", ["stem is the worst"]),
         ([[1.0, 10.0]], NAN, [STEM, HEAD], "bf16", "pt2", ["accuracy nan, 0.9", "head is the worst", "=[head]'"]),

@@ -31,7 +31,8 @@ def make_run(run_dir: Path, state: str | None, config: dict[str, Any], *records:
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
     (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
     if state:
-        write_status(run_dir, state, int(records[-1]["step"]) if records else 0, "SIGTERM", last_step=40)
+        reason = None if state == "finished" else "SIGTERM"
+        write_status(run_dir, state, int(records[-1]["step"]) if records else 0, reason, last_step=40)
     return run_dir
 
 

@@ -226,10 +226,13 @@ def test_a_failure_is_told_without_the_secrets_of_its_text(tmp_path: Path, capsy
             failure.on_failure = told.append
             raise OSError("no answer from https://me:hunter2@host/train.tar?token=hunter3\nnor later")
 
+    lines = []
     for rank in (0, 1):
-        with pytest.raises(OSError, match="no answer"):
+        with pytest.raises(OSError, match="no answer") as error:
             failing(rank)
+        lines.append(getattr(error.value, "last_line", None))
     hidden = "rank 0 failed: OSError: no answer from https://<hidden>@host/train.tar?token=<hidden>"
     assert told == [f"{hidden}\nnor later"]
     assert status(tmp_path)["reason"] == told[0]
-    assert capsys.readouterr().err == f"dtrain: failed at step 7 ({hidden}): {tmp_path}\n"
+    assert lines == [f"dtrain: failed at step 7 ({hidden}): {tmp_path}", None]  # whoever shows the error shows it last
+    assert capsys.readouterr().err == ""

@@ -204,7 +204,12 @@ def test_a_last_step_whose_write_is_known_to_have_failed_is_saved_again(disk: Di
 def test_a_final_save_that_fails_is_refused_with_what_to_do(disk: Disk) -> None:
     saves, run, _ = manager(disk)
     run.step.step, disk.error = 10, FULL
-    with refused(ConfigError, "step 10", "No space left", "Free disk space"):
+    with refused(ConfigError, "step 10", "No space left", "Free disk space", "begins again"):
+        saves.save({}, final=True)
+    run.step.step, disk.error = 20, None
+    saves.save({}, final=True)
+    run.step.step, disk.error = 30, FULL
+    with refused(ConfigError, "step 30", "No space left", "Free disk space", "step 20"):
         saves.save({}, final=True)
 
 

@@ -15,7 +15,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from dtrain.config.errors import ConfigError
 from dtrain.data import Batch
 from dtrain.precision import CrossRankGradScaler, Precision
-from dtrain.training.checks import check_mean_loss
+from dtrain.training.checks import UnusedParameters, check_mean_loss, unused_parameters_explained
 from dtrain.training.task import Output
 from tests.ranks import RanksFailed, run_ranks
 from tests.refusals import refused
@@ -308,3 +308,34 @@ def test_the_trainer_refuses_a_mean_before_its_first_step(tmp_path: Path, capfd:
     message = capfd.readouterr().err
     assert message.count("dtrain: error: task: its loss is") == 1
     assert not list(tmp_path.glob("checkpoints/step-*"))
+
+
+# -- parameters that a step does not use
+
+
+class HalfUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.frozen = nn.Linear(1, 1), nn.Linear(1, 1).requires_grad_(False)
+        self.idle = nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def test_unused_parameters_are_named_with_the_key_that_allows_them() -> None:
+    def rank(number: int) -> str:
+        model = DistributedDataParallel(HalfUsed())
+        model(torch.ones(1, 1)).sum().backward()
+        with pytest.raises(UnusedParameters) as raised, unused_parameters_explained(model):
+            model(torch.ones(1, 1))
+        return str(raised.value)
+
+    for number, message in enumerate(run_ranks(2, rank)):
+        for part in ("idle.weight, idle.bias", f"rank {number}", "parallel.find_unused_parameters=true"):
+            assert part in message
+
+
+def test_other_errors_are_left_alone() -> None:
+    with pytest.raises(RuntimeError, match="of the model"), unused_parameters_explained(Net()):
+        raise RuntimeError("of the model")

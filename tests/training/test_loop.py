@@ -285,6 +285,20 @@ def test_a_best_metric_that_no_evaluation_has_is_refused_before_the_first_step(
     assert status(tmp_path)["step"] == 0
 
 
+def test_a_run_that_ends_before_its_schedule_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    train(1, tmp_path, "train.max_steps=2", "train.eval_every=0")
+    assert "2 (23 an epoch), schedule over 276, cut short by train.max_steps=2" in capfd.readouterr().out
+    assert status(tmp_path)["reason"] == "its schedule was cut short by train.max_steps=2"
+
+
+def test_a_sample_that_cannot_be_read_is_named_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    faults = "faults=['corrupt_sample@step=1', 'corrupt_sample@step=2,once=false']"
+    train(1, tmp_path, "train.max_steps=2", "train.eval_every=0", "data.max_bad=5", "data.shuffle=none", faults)
+    lines = [line for line in capfd.readouterr().err.splitlines() if "bad sample" in line]
+    assert len(lines) == 2
+    assert all(line.startswith("dtrain: WARNING: bad sample ") and "injected fault" in line for line in lines)
+
+
 # -- errors that end a run
 
 

@@ -337,9 +337,16 @@ def test_a_checkpoint_that_was_copied_or_linked_is_taken_whatever_it_is_called(t
 
 
 def test_a_path_that_holds_no_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no run directory, no checkpoint"):
+    with pytest.raises(ConfigError, match="nothing does not exist"):
         begin(Classifier(5), tmp_path / "nothing")
-    (tmp_path / "weights.pt").write_bytes(b"PK")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="no run directory, no checkpoint"):
+        begin(Classifier(5), tmp_path / "empty")
+    for new in (True, False):
+        torch.save({"w": torch.ones(1)}, tmp_path / "weights.pt", _use_new_zipfile_serialization=new)
+        with pytest.raises(ConfigError, match=r"weights.pt is a pickle.*safetensors.torch.save_file"):
+            begin(Classifier(5), tmp_path / "weights.pt")
+    (tmp_path / "weights.pt").write_bytes(b"nothing of the kind")
     with pytest.raises(ConfigError, match="cannot be read"):
         begin(Classifier(5), tmp_path / "weights.pt")
 

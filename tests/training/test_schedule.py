@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from dtrain.training.schedule import (
     WarmupCosine,
     WarmupSteps,
     WarmupTrapezoid,
+    cut_short,
     last_step,
     schedule_horizon,
 )
@@ -168,3 +170,31 @@ def test_a_run_without_a_step_is_refused(shards: str, key: str, value: int) -> N
 def test_a_run_without_an_end_is_refused(shards: str) -> None:
     with refused(ConfigError, "train.max_steps", "null", "train.max_epochs"):
         schedule_horizon(TrainConfig(), loader(shards))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "limits", "last_step", "expected"),
+    [
+        (
+            WarmupCosine(horizon=100, warmup=5),
+            {"max_steps": 60, "max_epochs": 10},
+            60,
+            "cut short by train.max_steps=60",
+        ),
+        (WarmupCosine(horizon=100), {"max_steps": 100, "max_epochs": 10}, 100, ""),
+        (WarmupCosine(horizon=200), {"max_epochs": 10}, 100, "cut short by train.max_epochs=10"),
+        (WarmupConstant(horizon=100, warmup=5), {"max_steps": 60, "max_epochs": 10}, 60, ""),  # is where it ends
+        (
+            WarmupConstant(horizon=100, warmup=80),
+            {"max_steps": 60, "max_epochs": 10},
+            60,
+            "cut short by train.max_steps=60",
+        ),
+        (lambda step: 1 - step / 100, {"max_steps": 60, "max_epochs": 10}, 60, "cut short by train.max_steps=60"),
+    ],
+)
+def test_a_run_that_ends_before_its_learning_rate_has_come_down_is_cut_short(
+    schedule: Any, limits: dict[str, int], last_step: int, expected: str
+) -> None:
+    loader: Any = SimpleNamespace(steps_in=lambda epochs: 10 * epochs)
+    assert cut_short(schedule, TrainConfig(**limits), loader, last_step) == expected

@@ -161,7 +161,7 @@ WRONG: list[tuple[str, str, str, str]] = [
     ("task.input=nothing", "task.input", "nothing", "Valid: image"),
     ("task={label: label}", "task", "{'label': 'label'}", "such as task._target_=package"),
     ("optimizer.lr=-1", "optimizer", "-1", "Invalid learning rate"),
-    ("optimizer.lr=fast", "optimizer", "fast", "DTRAIN_TRACEBACK=1"),
+    ("optimizer.lr=fast", "optimizer.lr", "fast", "want a number such as 0.001"),
     ("optimizer.betas=[0.9]", "optimizer", "[0.9]", "DTRAIN_TRACEBACK=1"),
     ("optimizer.betas=[0.9, 2]", "optimizer", "[0.9, 2]", "Invalid beta parameter at index 1"),
     ("optimizer.weight_decay=-1", "optimizer", "-1", "Invalid weight_decay value"),
