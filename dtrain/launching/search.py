@@ -336,6 +336,7 @@ class Search:
         values = {}
         for name, key in self._names.items():
             value, distribution = trial.params[name], self._distributions[name]
+            self._line.require_possible(key, value, self._folder)
             if isinstance(value, float):
                 value = min(max(float(f"{value:.6g}"), distribution.low), distribution.high)
             values[key] = value
