@@ -27,6 +27,7 @@ COMMANDS = {
     "completion": "print the completion script of a shell: bash, zsh or fish",
 }
 _ON_SEVERAL_PROCESSES = ("train", "evaluate", "doctor")
+_WITHOUT_TARGETS = ("pack", "report")
 EXIT_USAGE = 2
 
 USAGE = f"""dtrain {__version__}: distributed PyTorch training from plain tar shards
@@ -84,10 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(name: str, arguments: Sequence[str]) -> int:
     """``python -m dtrain.NAME ARGUMENTS`` in this process."""
-    # A console script has its own folder in the first place of the path, and `python -m` the current one, from which
-    # _target_ imports the classes of the user.
-    if (here := os.getcwd()) not in sys.path and "" not in sys.path and not getattr(sys.flags, "safe_path", False):
-        sys.path.insert(0, here)
+    # _target_ imports the classes of the user from the current folder. In the last place, unlike that of `python -m`: in a run
+    # or an artefact of somebody else, a file numpy.py would be executed even by a command that only reads.
+    is_safe = getattr(sys.flags, "safe_path", False) or name in _WITHOUT_TARGETS
+    if (here := os.getcwd()) not in sys.path and "" not in sys.path and not is_safe:
+        sys.path.append(here)
     if name == "train" and _prints_config(arguments):
         return 0
     module = importlib.import_module(f"dtrain.{name}")

@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dtrain import __main__ as command
-from dtrain import __version__, pack, train
+from dtrain import __version__, train
 from tests.refusals import assert_refused
 
 
@@ -165,20 +166,23 @@ def test_the_cores_are_divided_among_the_processes(monkeypatch: pytest.MonkeyPat
     assert os.environ["OMP_NUM_THREADS"] == "2"
 
 
-def test_an_entry_point_gets_its_arguments_and_the_current_folder_and_gives_the_exit_code(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("name", ["launch", "report"])
+def test_an_entry_point_gets_its_arguments_and_gives_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
-    seen: list[list[str]] = []
+    seen: list[Any] = []
 
     def main() -> int:
-        seen.extend([sys.argv[1:], sys.path[:1]])
+        seen.extend([sys.argv[1:], sys.path])
         return 3
 
-    monkeypatch.setattr(pack, "main", main)
-    monkeypatch.setattr(sys, "path", ["/venv/bin", *(folder for folder in sys.path if folder)])
+    monkeypatch.setattr(f"dtrain.{name}.main", main)
+    path = ["/venv/bin", *(folder for folder in sys.path if folder)]
+    monkeypatch.setattr(sys, "path", [*path])
     monkeypatch.chdir(tmp_path)
-    assert command.main(["pack", "text", "a", "b"]) == 3
-    assert seen == [["text", "a", "b"], [str(tmp_path)]]
+    assert command.main([name, "a", "b"]) == 3
+    # The classes of the user are in the current folder. It comes last: it can be a run of somebody else, with a numpy.py.
+    assert seen == [["a", "b"], [*path, str(tmp_path)] if name == "launch" else path]
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

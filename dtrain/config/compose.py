@@ -48,6 +48,7 @@ from dtrain.config.errors import (
 )
 from dtrain.config.explain import check_arguments, check_keys, explain, options_last
 from dtrain.config.merge import replacing_nodes
+from dtrain.config.safe_yaml import read_json
 from dtrain.config.torchrun_errors import EXIT_USAGE, record_failure, torchrun_is_quiet
 
 EXIT_FAILED = 1
@@ -256,7 +257,7 @@ def _number_of_classes(default: int, *, _root_: DictConfig) -> int:
         pattern = shards[0] if isinstance(shards, ListConfig) and shards else shards
         if isinstance(pattern, str):
             with suppress(OSError, ValueError):  # a damaged file is refused where the names are read
-                names = json.loads((Path(pattern).parent / "classes.json").read_text(encoding="utf-8"))
+                names = read_json(Path(pattern).parent / "classes.json")
                 return len(names) if isinstance(names, list) else default
     return default
 

@@ -1,8 +1,9 @@
-"""Reading YAML and other files that somebody else may have written: bounded in size, memory and depth."""
+"""Reading YAML and JSON that somebody else may have written: bounded in size, memory and depth."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import yaml
 
 _MAX_BYTES = 4 << 20
+_MAX_JSON_BYTES = 64 << 20  # the names of millions of classes
 _MAX_DEPTH = 50  # configs are some ten levels deep; Python's recursion ends at about a thousand
 
 
@@ -40,8 +42,24 @@ def parse_yaml(content: bytes) -> Any:
     return document
 
 
-def read_bounded(path: Path) -> bytes:
-    """The bytes of a file that is to be parsed; of a larger one only so many that ``parse_yaml`` refuses them.
+def read_json(path: Path) -> Any:
+    """The plain data of a JSON file of at most 64 MiB.
+
+    Raises:
+        OSError: If it cannot be read, or is no regular file.
+        ValueError: If it is larger, no JSON, or nested too deeply. The message is one line.
+    """
+    content = read_bounded(path, _MAX_JSON_BYTES)
+    if len(content) > _MAX_JSON_BYTES:
+        raise ValueError(f"it has more than {_MAX_JSON_BYTES:,} bytes")
+    try:
+        return json.loads(content)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def read_bounded(path: Path, most: int = _MAX_BYTES) -> bytes:
+    """The bytes of a file that is to be parsed; of one with more than ``most`` only one more, so that the caller refuses it.
 
     Raises:
         OSError: If it cannot be read, or is no regular file, such as a pipe that would keep the reader waiting.
@@ -49,7 +67,7 @@ def read_bounded(path: Path) -> bytes:
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "is not a regular file", str(path))
-        return file.read(_MAX_BYTES + 1)
+        return file.read(most + 1)
 
 
 def _unsafe(text: str) -> str:

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import Any
 
 from dtrain import __version__
 from dtrain.config.errors import ConfigError, in_brief, without_secrets_in
+from dtrain.config.safe_yaml import read_json
 
 #: Names of an artefact's files: its description, and its weights.
 DESCRIPTION, WEIGHTS = "model.json", "model.safetensors"
@@ -114,9 +114,7 @@ class HubModel:
     def _described(self) -> dict[str, Any] | None:
         """The content of ``model.json``; None for a model that is not dtrain's."""
         try:
-            content = json.loads(
-                self._first_of(DESCRIPTION, WEIGHTS).with_name(DESCRIPTION).read_text(encoding="utf-8")
-            )
+            content = read_json(self._first_of(DESCRIPTION, WEIGHTS).with_name(DESCRIPTION))
         except FileNotFoundError:
             return None
         except ValueError as error:

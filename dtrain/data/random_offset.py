@@ -10,7 +10,6 @@ This is how nanoGPT draws its batches, but an epoch has as many samples as there
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from dtrain.config.safe_yaml import read_json
 from dtrain.data.fields import SampleError
 from dtrain.data.randomness import hash64
 from dtrain.data.shard_source import MAX_MEMBER_BYTES, ShardSampleReader, ShardSource
@@ -67,7 +67,7 @@ class RandomOffsetSource(ShardSource):
         description = Path(self.index.shards[0]).parent / _DATASET
         stored: object = None
         with suppress(ValueError, OSError):  # written by another tool, or far away
-            stored = json.loads(description.read_text("utf-8"))
+            stored = read_json(description)
         if isinstance(stored, dict) and stored.get("fit") == "best":
             raise ValueError(
                 f"data.random_offset=true: {description} says that the rows hold whole documents (--fit best), so a row does "

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from dtrain.config.safe_yaml import read_json
 from dtrain.distributed.atomic import replace_file
 
 #: Name of the vocabulary file.
@@ -249,7 +250,7 @@ class Corpus:
     def is_described_by(path: Path) -> bool:
         """Whether ``dtrain.pack text`` wrote this ``dataset.json``: other tools use the name, too. True if it is unreadable."""
         try:
-            stored = json.loads(path.read_text("utf-8"))
+            stored = read_json(path)
         except (OSError, ValueError):
             return True  # ``read`` says why
         return isinstance(stored, dict) and "tokenizer" in stored
@@ -262,7 +263,7 @@ class Corpus:
             ValueError: If the file does not describe the tokens of a text.
         """
         try:
-            stored = json.loads(path.read_text("utf-8"))
+            stored = read_json(path)
             identity, vocab_size, end = str(stored["tokenizer"]), int(stored["vocab_size"]), stored["end_of_text"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
@@ -285,7 +286,7 @@ def _read_vocabulary(path: Path) -> tuple[Path, dict[str, Any]]:
         names = [name for name in (VOCABULARY, DATASET) if (path / name).exists()]
         path /= names[0] if names else VOCABULARY
     try:
-        stored = json.loads(path.read_text("utf-8"))
+        stored = read_json(path)
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"{path} does not exist. Name the folder of shards that `python -m dtrain.pack text` wrote, or its {VOCABULARY}."

@@ -26,6 +26,7 @@ import yaml
 from dtrain import __version__
 from dtrain.config.errors import ConfigError
 from dtrain.config.run import without_folders
+from dtrain.config.safe_yaml import read_json
 from dtrain.config.schema import ExportConfig
 from dtrain.data.hub import LOGIN, HubModel, hub_errors, is_hub_url, sha256
 from dtrain.data.tokenizers import VOCABULARY
@@ -251,7 +252,7 @@ class Push:
             )
         path = HubModel(self.model.name, self.commit).download(DESCRIPTION)
         try:
-            theirs = _identity_in(json.loads(path.read_text(encoding="utf-8")))
+            theirs = _identity_in(read_json(path))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{self._what} exists, and its {DESCRIPTION} is damaged ({error}). {remedy}") from error
         if theirs != ours:

@@ -294,6 +294,7 @@ class Search:
             if name not in trial.params:
                 continue
             value, distribution = trial.params[name], self._distributions[name]
+            self._line.require_possible(key, value, self._folder)
             if isinstance(value, float):
                 value = min(max(float(f"{value:.6g}"), distribution.low), distribution.high)
             values[key] = value

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra._internal.utils import get_args_parser
@@ -86,6 +87,21 @@ class CommandLine:
         """``fixed`` without the keys of the search itself."""
         names = ((word, word.partition("=")[0].lstrip("+")) for word in self.fixed)
         return [word for word, name in names if name not in _NOT_OF_A_TRIAL and not name.startswith("launch.search.")]
+
+    def require_possible(self, key: str, value: Any, folder: Path) -> None:
+        """Refuses a value of a trial that was not searched: the journal of somebody else can have any text there.
+
+        The value becomes a part of a command line, which can run any code. A number cannot.
+
+        Raises:
+            ConfigError: Names the key and the value.
+        """
+        sweep = self.space[key]
+        if not (value in _choices(sweep) if isinstance(sweep, ChoiceSweep) else isinstance(value, (int, float))):
+            raise ConfigError(
+                f"run.dir: the search in {folder} has a trial with {key}={value!r}, which is none of the values to search. Use "
+                "another run.dir."
+            )
 
     def compose(self, values: Mapping[str, float | int | str], fixed: Sequence[str]) -> Job | None:
         """Composes and validates the config with these values; None if Hydra only printed something."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +12,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from dtrain.config.errors import ConfigError, as_config_error, nearest
 from dtrain.config.instantiate import by_target, resolved_once
+from dtrain.config.safe_yaml import read_json
 from dtrain.config.schema import Config, DataConfig
 from dtrain.data import Mixture, ShardLoader, shards
 from dtrain.data.datasets import value_fields
@@ -391,7 +391,7 @@ def _file_beside(pattern: Any, name: str) -> Path | None:
 
 def _read_classes(path: Path) -> list[str]:
     try:
-        names = json.loads(path.read_text(encoding="utf-8"))
+        names = read_json(path)
     except (ValueError, OSError) as error:
         raise ConfigError(f"{path} cannot be read as JSON ({error}). Correct or delete it.") from error
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

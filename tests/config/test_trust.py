@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 
 from dtrain.config.errors import ConfigError
 from dtrain.config.run import Run, recompose, recompose_if_run, with_trust
+from dtrain.config.safe_yaml import read_json
 from dtrain.config.trust import content_with_folders, is_marked, mark, require_harmless
 from dtrain.tracking.run_dir import save_run
 from tests.config.command_lines import compose
@@ -152,3 +154,21 @@ def test_marks_need_a_cache_that_can_be_written(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "file" / "cache"))
     mark(content, "started")
     assert not is_marked(content, "started")
+
+
+def test_json_of_somebody_else_is_bounded(tmp_path: Path) -> None:
+    deep, pipe = tmp_path / "deep.json", tmp_path / "pipe.json"
+    deep.write_text("[" * 100_000)
+    os.mkfifo(pipe)
+    with pytest.raises(ValueError, match="too deeply"):
+        read_json(deep)
+    with pytest.raises(OSError, match="not a regular file"):  # it would be waited for
+        read_json(pipe)
+    # Names of classes beside the shards, which ${dtrain.classes:N} counts
+    (tmp_path / "classes.json").symlink_to(deep)
+    assert (
+        compose(
+            "experiment=digits", f"data.train={tmp_path}/*.tar", "model.classes=${dtrain.classes:7}"
+        ).cfg.model.classes
+        == 7
+    )

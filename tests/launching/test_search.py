@@ -510,6 +510,25 @@ def test_a_trial_whose_run_another_process_trains_is_not_failed(
     assert run_search(LR, trials=1) == FINISHED
 
 
+@pytest.mark.parametrize("searched", [LR, "optimizer.lr=0.1,0.2"])
+@pytest.mark.parametrize("text", ["{_target_: os.system}", "${oc.env:HOME}"])
+def test_a_journal_of_somebody_else_cannot_add_texts_to_the_command_line(
+    place: Path, started: list[Job], capsys: Any, searched: str, text: str
+) -> None:
+    assert run_search(searched, trials=1) == FINISHED
+    journal = place / "s" / "journal.log"
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    for line in lines:
+        if "param_name" in line:  # the first trial, without its result
+            forged = optuna.distributions.distribution_to_json(optuna.distributions.CategoricalDistribution([text]))
+            line |= {"param_value_internal": 0, "distribution": forged}
+    journal.write_text("".join(f"{json.dumps(line)}\n" for line in lines if "values" not in line))
+    started.clear()
+    assert run_search(searched, trials=1) == FAILED
+    assert_refused(capsys.readouterr().err, "run.dir", place / "s", "another run.dir", "optimizer.lr", repr(text))
+    assert started == []
+
+
 def test_a_search_in_a_preset_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "mine" / "launch").mkdir(parents=True)
     (place / "mine" / "launch" / "many.yaml").write_text("name: local\nsearch: {trials: 3}\n")
