@@ -299,10 +299,13 @@ def failures_recorded(run_dir: Path, rank: int) -> Iterator[FailureRecord]:
     except BaseException as error:
         if record.step is not None:
             logger.exception("failed after step %d", record.step())
-        if not isinstance(error, PeerFailed):
+        if isinstance(error, PeerFailed):
+            if record.rank == 0:  # the rank that failed first looks after a rank 0 that was killed
+                record.write_for(error, str(error))
+        elif isinstance(error, Exception):
             record.write_for(error, f"rank {rank} failed: {type(error).__name__}: {error}")
-        elif record.rank == 0:  # the rank that failed first looks after a rank 0 that was killed
-            record.write_for(error, str(error))
+        else:  # nobody shows the end of an interpreter
+            record.write(f"rank {rank} failed: {type(error).__name__}: {error}")
         raise
 
 
