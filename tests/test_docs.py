@@ -21,6 +21,7 @@ from dtrain import doctor, export
 from dtrain.config import compose
 from dtrain.config.compose import Composed, conf_dir
 from dtrain.config.schema import Config
+from dtrain.config.trust import mark
 from dtrain.data.fields import Field
 from dtrain.launching.commands import COMMANDS
 from dtrain.precision.policy import ROLES
@@ -86,7 +87,9 @@ def test_every_command_of_a_page_that_is_not_run_is_accepted_with_its_options_an
         monkeypatch.setenv(variable, "somewhere")
     for name in ("mine", "old"):
         (tmp_path / "runs" / name).mkdir(parents=True)
-        (tmp_path / "runs" / name / "overrides.yaml").write_text("{overrides: [experiment=digits], config_dirs: []}")
+        content = b"{overrides: [experiment=digits], config_dirs: []}"
+        (tmp_path / "runs" / name / "overrides.yaml").write_bytes(content)
+        mark(content, "started")
     user_presets(tmp_path)
     for words in commands(page):
         if tuple(words) not in SEEN:

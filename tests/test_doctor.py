@@ -14,6 +14,7 @@ import torch
 from dtrain import doctor as doctor_module
 from dtrain.config.errors import ConfigError
 from dtrain.config.run import recompose_if_run
+from dtrain.config.trust import mark
 from dtrain.distributed.world import World
 from dtrain.doctor import main
 from dtrain.tracking.finding import Finding, as_text
@@ -86,8 +87,9 @@ def test_tasks_of_srun_are_ranks_without_torchrun(monkeypatch: pytest.MonkeyPatc
 def test_the_config_of_a_run_is_read_unless_another_is_given(
     tmp_path: Path, typed: list[str], composed: list[str]
 ) -> None:
-    overrides = "overrides: [experiment=digits, train.max_steps=7]\nconfig_dirs: []\n"
-    (tmp_path / "overrides.yaml").write_text(overrides)
+    overrides = b"overrides: [experiment=digits, train.max_steps=7]\nconfig_dirs: []\n"
+    (tmp_path / "overrides.yaml").write_bytes(overrides)
+    mark(overrides, "started")
     given = [argument.replace("RUN", str(tmp_path)).replace("NEW", str(tmp_path / "new")) for argument in typed]
     want = [argument.replace("RUN", str(tmp_path)).replace("NEW", str(tmp_path / "new")) for argument in composed]
     assert recompose_if_run(given) == want

@@ -33,8 +33,10 @@ def test_a_run_directory_with_old_key_names_resumes_evaluates_and_exports(digits
         assert old != text
         (run_dir / name).write_text(old)
     # The same command with the new key, then entry points that read the directory's own command line.
-    assert "eval/loss" in command("dtrain.evaluate", f"run.dir={run_dir}", f"out={tmp_path / 'results'}")
-    command("dtrain.export", f"run.dir={run_dir}", f"export.out={tmp_path / 'artefact'}", "export.measure=false")
+    assert "eval/loss" in command("dtrain.evaluate", f"run.dir={run_dir}", "--trust", f"out={tmp_path / 'results'}")
+    command(
+        "dtrain.export", f"run.dir={run_dir}", "--trust", f"export.out={tmp_path / 'artefact'}", "export.measure=false"
+    )
     assert (tmp_path / "artefact" / "model.json").exists()
     train_on(1, run_dir, *SMALL, f"{KEY}=bf16", "train.max_steps=4")
     assert status(run_dir)["state"] == "finished"

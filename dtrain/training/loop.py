@@ -15,6 +15,7 @@ import logging
 import sys
 import time
 import traceback
+from bdb import BdbQuit
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
@@ -207,7 +208,7 @@ class Loop:
         """
         run, saves = self._run, self._checkpoints
         diverged = isinstance(error, (TooManySkips, NotFinite)) and run.step.consecutive_skips > 0
-        unsound = diverged or isinstance(error, ReplicasDiffer)
+        unsound = diverged or isinstance(error, (ReplicasDiffer, BdbQuit))  # BdbQuit: in the middle of anything
         if not self._may_be_saved or saves.saved_step == run.step.step or unsound or is_from_collective(error):
             return
         if self._is_accumulating if run.is_sharded else run.world.rank != 0:
