@@ -79,7 +79,10 @@ class HttpRanges:
             if answer.status != 206 and "If-Range" in headers and "ETag" not in answer.headers:
                 raise NoRanges("the server sends the whole file, or a different one, and does not say which")
             if start != offset:
-                raise NoRanges(f"the server does not support range requests: asked from byte {offset}, it sent {start}")
+                sent = "bytes of which it does not say the place" if start is None else f"bytes from {start} on"
+                raise NoRanges(
+                    f"the server does not support range requests: asked from byte {offset} on, it sent {sent}"
+                )
             try:
                 data: bytes = await answer.content.readexactly(size)
             except asyncio.IncompleteReadError as error:
