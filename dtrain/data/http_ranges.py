@@ -19,7 +19,7 @@ from fsspec.asyn import sync
 
 _MARKS = ("ETag", "Last-Modified")  # the first one that is known before and after decides
 _PIECE = 1 << 20
-_content_range = re.compile(r"bytes (?:(\d+)-\d+|\*)/(?:(\d+)|\*)").fullmatch
+_content_range = re.compile(r"bytes (?:(\d{1,18})-\d+|\*)/(?:(\d{1,18})|\*)").fullmatch
 
 
 class NoRanges(OSError):
@@ -79,7 +79,10 @@ class HttpRanges:
             if answer.status != 206 and "If-Range" in headers and "ETag" not in answer.headers:
                 raise NoRanges("the server sends the whole file, or a different one, and does not say which")
             if start != offset:
-                raise NoRanges(f"the server does not support range requests: asked from byte {offset}, it sent {start}")
+                sent = "bytes of which it does not say the place" if start is None else f"bytes from {start} on"
+                raise NoRanges(
+                    f"the server does not support range requests: asked from byte {offset} on, it sent {sent}"
+                )
             try:
                 data: bytes = await answer.content.readexactly(size)
             except asyncio.IncompleteReadError as error:
@@ -109,7 +112,7 @@ class HttpRanges:
             before, now = self._marks.get(name), answer.headers.get(name)
             if before and now:
                 if before.removeprefix("W/") != now.removeprefix("W/"):
-                    raise FileReplaced(f"was replaced: it had {name} {before} and now has {now}")
+                    raise FileReplaced(f"was replaced: it had {name} {before[:99]!r} and now has {now[:99]!r}")
                 break
         total = _start_and_total(answer)[1]
         if total not in (None, self._size):

@@ -523,12 +523,26 @@ def _use_as(user: int, folder: Path, path: str, results: Any) -> None:
         results.put((copy.read() == Path(path).read_bytes(), cache.folder.name))
 
 
-def test_a_link_in_place_of_the_users_folder_is_not_followed(tmp_path: Path, shards: list[str]) -> None:
+def _folder_of_another_user(place: Path, own: Path) -> None:
+    place.mkdir()
+    if os.geteuid():
+        pytest.skip("only root can give a folder to another user")
+    os.chown(place, 12345, 12345)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [Path.symlink_to, lambda place, own: os.mkfifo(place), lambda place, own: place.touch(), _folder_of_another_user],
+    ids=["link to a folder of this user", "pipe", "file", "folder of another user"],
+)
+def test_what_is_planted_in_place_of_the_users_folder_is_refused(
+    tmp_path: Path, shards: list[str], plant: Callable[[Path, Path], object]
+) -> None:
     own, shared = tmp_path / "own", tmp_path / "shared"
     own.mkdir()
     shared.mkdir()
     shared.chmod(0o1777)
-    (shared / f"dtrain-{os.geteuid()}").symlink_to(own)
+    plant(shared / f"dtrain-{os.geteuid()}", own)
     with refused(CacheFull, str(shared), "", "data.cache.dir"):
         NodeCache(shared, 3 * SIZE).fetch(shards[0], stamp_of(shards[0]))
     assert not list(own.iterdir())
