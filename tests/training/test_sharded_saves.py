@@ -49,7 +49,7 @@ def manager(folder: Path, world: World, best: str | None = None) -> tuple[Checkp
     cfg = SimpleNamespace(checkpoint=CheckpointConfig(best=best), parallel=ParallelConfig())
     run: Any = SimpleNamespace(
         cfg=cfg,
-        checkpoints=Checkpoints(folder, best=best),
+        checkpoints=Checkpoints(folder, best=best, best_mode="max"),
         is_sharded=True,
         world=world,
         step=SimpleNamespace(step=0),
