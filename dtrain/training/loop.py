@@ -404,17 +404,22 @@ class Loop:
         self._stop.consume()
         if is_last and not self._run.totals.evaluation_due:
             # At the last step this is done. A hook may have ended the run after a save that is still being written.
-            if self._run.ended_early is not None and self._checkpoints.save_last():
-                self._call_on_save()
+            if self._run.ended_early is not None:
+                self._save_last()
             run = self._run
             cut = cut_short(run.step.schedule, run.cfg.train, run.train_loader, self._last_step)
             return "finished", run.ended_early or (f"its schedule was {cut}" if cut else None)
         reasons: list[str | None] = [None] * self._run.world.size
         dist.all_gather_object(reasons, self._stop.reason)
-        if self._checkpoints.save_last():
-            self._call_on_save()
+        self._save_last()
         self._run_logger.status()
         return "stopped", ", ".join(f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason)
+
+    def _save_last(self) -> None:
+        with self._not_to_be_saved():
+            saved = self._checkpoints.save_last()
+        if saved:
+            self._call_on_save()
 
     def _position(self) -> dict[str, float | int]:
         """The fields of a record that describe the position; only valid between settling a step and committing the next."""
