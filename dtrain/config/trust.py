@@ -3,8 +3,8 @@
 A saved command line can name any function by ``_target_``, and an interpolation can read the environment. So nothing of a
 run directory is composed unless this user wrote it, or typed ``--trust``.
 
-* A *mark* is an empty file in dtrain's cache, named by the SHA-256 of what it marks. It stays with the cache: a copy of a run
-  on another machine has none.
+* A *mark* is an empty file in a folder of dtrain's cache that only this user can write, named by the SHA-256 of what it marks.
+  It stays with the cache: a copy of a run on another machine has none.
 * An artefact needs no mark if everything in it that is built is a class of torch.nn, torch.optim or dtrain's models, tasks and
   the like, which only compute, and nothing in it is an interpolation.
 * What is typed on the command line is never restricted.
@@ -13,7 +13,9 @@ run directory is composed unless this user wrote it, or typed ``--trust``.
 from __future__ import annotations
 
 import hashlib
+import os
 import pkgutil
+import stat
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -40,14 +42,18 @@ def mark(content: bytes, kind: str) -> None:
     """
     with suppress(OSError):
         file = _mark(content, kind)
-        file.parent.mkdir(parents=True, exist_ok=True)
+        file.parent.parent.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(mode=0o700, exist_ok=True)
         file.touch()
 
 
 def is_marked(content: bytes, kind: str) -> bool:
-    """Whether ``mark`` was called with this content."""
+    """Whether this user called ``mark`` with this content."""
+    file = _mark(content, kind)
     with suppress(OSError):
-        return _mark(content, kind).exists()
+        folder = file.parent.lstat()  # several people may use one cache
+        only_mine = stat.S_ISDIR(folder.st_mode) and folder.st_uid == os.getuid() and not folder.st_mode & 0o022
+        return only_mine and file.exists()
     return False
 
 
@@ -108,4 +114,4 @@ def _refused(place: Path, reason: str) -> ConfigError:
 
 
 def _mark(content: bytes, kind: str) -> Path:
-    return cache_dir() / kind / hashlib.sha256(content).hexdigest()
+    return cache_dir() / f"{kind}-{os.getuid()}" / hashlib.sha256(content).hexdigest()

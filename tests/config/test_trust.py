@@ -172,3 +172,24 @@ def test_json_of_somebody_else_is_bounded(tmp_path: Path) -> None:
         ).cfg.model.classes
         == 7
     )
+
+
+def test_marks_of_a_cache_that_several_people_use_are_of_this_user_alone(tmp_path: Path, monkeypatch: Any) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o777)
+    monkeypatch.setenv("DTRAIN_CACHE", str(cache))
+    mark(b"mine", "started")
+    (folder,) = cache.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert is_marked(b"mine", "started")
+    folder.chmod(0o770)  # somebody else may have put the mark there
+    assert not is_marked(b"mine", "started")
+    folder.chmod(0o700)
+    folder.rename(tmp_path / "theirs")
+    folder.symlink_to(tmp_path / "theirs")
+    assert not is_marked(b"mine", "started")
+    another = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: another)
+    folder.unlink()
+    (tmp_path / "theirs").rename(cache / f"started-{another}")
+    assert not is_marked(b"mine", "started")  # another user's folder in the place of this user's
