@@ -236,7 +236,7 @@ class FailureRecord:
             sys.stderr.write(f"{line}\n")
             self.on_failure(without_secrets_in(reason))
 
-    def write_for(self, error: BaseException, reason: str) -> None:
+    def write_for(self, error: Exception, reason: str) -> None:
         """As ``write``, but leaves the line to whoever shows the error, as the last line of the output."""
         if line := self._written(reason):
             with suppress(AttributeError):  # of an exception with slots
@@ -270,10 +270,11 @@ def failures_recorded(run_dir: Path, rank: int) -> Iterator[FailureRecord]:
     except BaseException as error:
         if record.step is not None:
             logger.exception("failed after step %d", record.step())
-        record.write_for(
-            error,
-            str(error) if isinstance(error, PeerFailed) else f"rank {rank} failed: {type(error).__name__}: {error}",
-        )
+        reason = str(error) if isinstance(error, PeerFailed) else f"rank {rank} failed: {type(error).__name__}: {error}"
+        if isinstance(error, Exception):
+            record.write_for(error, reason)
+        else:  # nobody shows a SystemExit
+            record.write(reason)
         raise
 
 

@@ -69,8 +69,9 @@ class Task(Protocol):
     def __call__(self, model: nn.Module, batch: Batch) -> Output:
         """Runs the model on ``batch`` and sums its loss over the rows where ``batch.valid`` is true.
 
-        Before the first step of a run it is called three more times, to check that its sums add up. If ``checkpoint.best`` names
-        a metric, a copy of the task is also called once in evaluation mode, and then its ``conclude``, to find a wrong name.
+        Before the first step of a run it is called three more times, to check that its sums add up. If ``checkpoint.best``
+        names another metric than a loss, a copy of the task is also called once in evaluation mode, and then its ``conclude``,
+        to find a wrong name.
         """
         ...
 

@@ -122,7 +122,9 @@ def test_a_metric_that_a_hook_reads_is_looked_for_before_the_first_step(
 ) -> None:
     with pytest.raises(RanksFailed):
         train_on(1, tmp_path, *SMALL, hooks("Reader"), "train.max_steps=2")
-    assert_refused(capfd.readouterr().err, "train.hooks[0]", "Reader", "'eval/acuracy'", "Did you mean 'eval/accuracy'?")
+    assert_refused(
+        capfd.readouterr().err, "train.hooks[0]", "Reader", "'eval/acuracy'", "Did you mean 'eval/accuracy'?"
+    )
     assert status(tmp_path)["step"] == 0
 
 
