@@ -363,7 +363,7 @@ def _show(error: Exception) -> None:
 def _shorten(trace: traceback.TracebackException) -> None:
     """Leaves out the frames of dtrain and of installed packages before the first one of the user's code, if there is one."""
     # torch's wrappers, such as that of no_grad, are between frames of dtrain.
-    known = (str(Path(__file__).parents[1]), *site.getsitepackages(), sysconfig.get_path("stdlib"), "<")
+    known = (f"{Path(__file__).parents[1]}/", *site.getsitepackages(), sysconfig.get_path("stdlib"), "<")
     first = next((number for number, frame in enumerate(trace.stack) if not frame.filename.startswith(known)), None)
     if first is not None:
         del trace.stack[:first]

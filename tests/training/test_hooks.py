@@ -15,7 +15,7 @@ from dtrain.training.state import TrainState
 from dtrain.training.step import StepOutcome
 from dtrain.training.task import Evaluation
 from tests.ranks import RanksFailed
-from tests.refusals import refused
+from tests.refusals import assert_refused, refused
 from tests.runs import records, status, train_on
 
 SMALL = ("model.width=4", "data.num_workers=0", "checkpoint.best=null", "checkpoint.keep_last=9")
@@ -105,6 +105,27 @@ def test_all_ranks_call_hooks_at_the_same_step(tmp_path: Path, capfd: pytest.Cap
     for rank in (0, 1):
         assert (tmp_path / f"calls-{rank}").read_text().splitlines() == expected
         assert (tmp_path / f"finished-{rank}").exists()
+
+
+class Reader:
+    """Reads a metric of evaluations."""
+
+    reads_metrics = ("eval/acuracy",)
+
+    def on_evaluation(self, run: TrainState, result: Evaluation) -> None:
+        raise AssertionError("no evaluation comes so far")
+
+
+@pytest.mark.usefixtures("digits")
+def test_a_metric_that_a_hook_reads_is_looked_for_before_the_first_step(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RanksFailed):
+        train_on(1, tmp_path, *SMALL, hooks("Reader"), "train.max_steps=2")
+    assert_refused(
+        capfd.readouterr().err, "train.hooks[0]", "Reader", "'eval/acuracy'", "Did you mean 'eval/accuracy'?"
+    )
+    assert status(tmp_path)["step"] == 0
 
 
 @pytest.mark.usefixtures("digits")
