@@ -11,7 +11,8 @@ from typing import Any
 
 import yaml
 
-_MAX_BYTES = 4 << 20
+#: Of a YAML file.
+MAX_BYTES = 4 << 20
 _MAX_JSON_BYTES = 64 << 20  # the names of millions of classes
 _MAX_DEPTH = 50  # configs are some ten levels deep; Python's recursion ends at about a thousand
 
@@ -29,8 +30,8 @@ def parse_yaml(content: bytes) -> Any:
         >>> parse_yaml(b"overrides: [train.max_steps=5]")
         {'overrides': ['train.max_steps=5']}
     """
-    if len(content) > _MAX_BYTES:
-        raise ValueError(f"has {len(content):,} bytes, more than {_MAX_BYTES:,}")
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"has {len(content):,} bytes, more than {MAX_BYTES:,}")
     try:
         text = content.decode("utf-8")
         reason = _unsafe(text)
@@ -58,7 +59,7 @@ def read_json(path: Path) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
-def read_bounded(path: Path, most: int = _MAX_BYTES) -> bytes:
+def read_bounded(path: Path, most: int = MAX_BYTES) -> bytes:
     """The bytes of a file that is to be parsed; of one with more than ``most`` only one more, so that the caller refuses it.
 
     Raises:
