@@ -13,7 +13,7 @@ import yaml
 
 #: Of a YAML file.
 MAX_BYTES = 4 << 20
-_MAX_JSON_BYTES = 64 << 20  # the names of millions of classes
+MAX_JSON_BYTES = 64 << 20  # the names of millions of classes
 _MAX_DEPTH = 50  # configs are some ten levels deep; Python's recursion ends at about a thousand
 
 
@@ -50,9 +50,9 @@ def read_json(path: Path) -> Any:
         OSError: If it cannot be read, or is no regular file.
         ValueError: If it is larger, no JSON, or nested too deeply. The message is one line.
     """
-    content = read_bounded(path, _MAX_JSON_BYTES)
-    if len(content) > _MAX_JSON_BYTES:
-        raise ValueError(f"it has more than {_MAX_JSON_BYTES:,} bytes")
+    content = read_bounded(path, MAX_JSON_BYTES)
+    if len(content) > MAX_JSON_BYTES:
+        raise ValueError(f"it has more than {MAX_JSON_BYTES:,} bytes")
     try:
         return json.loads(content)
     except RecursionError as error:
