@@ -226,7 +226,7 @@ def _parser() -> argparse.ArgumentParser:
         "--trust",
         action="store_true",
         help="also run an artefact of another user that may run any code: a program that holds code (pt2, aotinductor), or a "
-        "model that is not built by torch.nn.Module classes",
+        "model that names anything but classes of torch.nn, torch.optim and dtrain",
     )
     return parser
 

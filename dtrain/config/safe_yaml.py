@@ -11,8 +11,9 @@ from typing import Any
 
 import yaml
 
-_MAX_BYTES = 4 << 20
-_MAX_JSON_BYTES = 64 << 20  # the names of millions of classes
+#: Of a YAML file.
+MAX_BYTES = 4 << 20
+MAX_JSON_BYTES = 64 << 20  # the names of millions of classes
 _MAX_DEPTH = 50  # configs are some ten levels deep; Python's recursion ends at about a thousand
 
 
@@ -29,8 +30,8 @@ def parse_yaml(content: bytes) -> Any:
         >>> parse_yaml(b"overrides: [train.max_steps=5]")
         {'overrides': ['train.max_steps=5']}
     """
-    if len(content) > _MAX_BYTES:
-        raise ValueError(f"has {len(content):,} bytes, more than {_MAX_BYTES:,}")
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"has {len(content):,} bytes, more than {MAX_BYTES:,}")
     try:
         text = content.decode("utf-8")
         reason = _unsafe(text)
@@ -49,16 +50,16 @@ def read_json(path: Path) -> Any:
         OSError: If it cannot be read, or is no regular file.
         ValueError: If it is larger, no JSON, or nested too deeply. The message is one line.
     """
-    content = read_bounded(path, _MAX_JSON_BYTES)
-    if len(content) > _MAX_JSON_BYTES:
-        raise ValueError(f"it has more than {_MAX_JSON_BYTES:,} bytes")
+    content = read_bounded(path, MAX_JSON_BYTES)
+    if len(content) > MAX_JSON_BYTES:
+        raise ValueError(f"it has more than {MAX_JSON_BYTES:,} bytes")
     try:
         return json.loads(content)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
 
-def read_bounded(path: Path, most: int = _MAX_BYTES) -> bytes:
+def read_bounded(path: Path, most: int = MAX_BYTES) -> bytes:
     """The bytes of a file that is to be parsed; of one with more than ``most`` only one more, so that the caller refuses it.
 
     Raises:

@@ -12,6 +12,7 @@ run directory is composed unless this user wrote it, or typed ``--trust``.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import pkgutil
@@ -23,6 +24,7 @@ from typing import Any
 
 from dtrain.config.cache_dir import cache_dir
 from dtrain.config.errors import ConfigError
+from dtrain.config.safe_yaml import MAX_BYTES, read_bounded
 
 TRUST = "--trust"
 #: Packages whose classes only compute.
@@ -58,15 +60,17 @@ def is_marked(content: bytes, kind: str) -> bool:
 
 
 def content_with_folders(content: bytes, folders: Sequence[Path]) -> bytes:
-    """The content of a file and of all files in folders, to mark them together.
+    """The content of a file and of all presets in folders, to mark them together. Hydra composes no files but ``*.yaml``.
 
     Raises:
-        OSError: If a file cannot be read.
+        OSError: If a file cannot be read, or is larger than any preset.
     """
     parts = [content]
-    for folder in folders:
-        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            parts += [str(path.relative_to(folder)).encode(), path.read_bytes()]
+    for folder in dict.fromkeys(folders):
+        for path in sorted(path for path in folder.rglob("*.yaml") if path.is_file()):
+            parts += [os.fsencode(path.relative_to(folder)), read_bounded(path)]
+            if len(parts[-1]) > MAX_BYTES:
+                raise OSError(errno.EFBIG, f"has more than {MAX_BYTES:,} bytes", str(path))
     # Lengths, so that no other division into files has the same bytes.
     return content if len(parts) == 1 else b"".join(b"%d:" % len(part) + part for part in parts)
 

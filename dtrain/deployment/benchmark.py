@@ -379,7 +379,7 @@ def _parser() -> argparse.ArgumentParser:
         "--trust",
         action="store_true",
         help="also run artefacts of other users that may run any code: pt2, aotinductor, or a model that is not built by "
-        "torch.nn.Module classes",
+        "classes of torch.nn, torch.optim and dtrain",
     )
     add_json_option(parser)
     return parser

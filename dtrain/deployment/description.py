@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.config.errors import ConfigError
-from dtrain.config.safe_yaml import read_bounded
+from dtrain.config.safe_yaml import MAX_JSON_BYTES, read_bounded
 from dtrain.deployment.fold_cast import Pair
 from dtrain.deployment.program import ImageInput, RowSpec
 
@@ -87,7 +87,7 @@ class Description:
                 f"{folder} is not an artefact: it has no {DESCRIPTION}. Export one: python -m dtrain.export run.dir=DIR"
             )
         try:
-            text = read_bounded(path)
+            text = read_bounded(path, MAX_JSON_BYTES)
             content = json.loads(text)
             kind, version = content["format"], content["version"]
             if (kind, version) != (_KIND, _VERSION):

@@ -86,11 +86,14 @@ def test_a_mark_covers_the_presets_in_the_run_directory(tmp_path: Path) -> None:
 
 
 def test_contents_of_several_files_cannot_be_divided_in_another_way(tmp_path: Path) -> None:
-    for name, text in {"1/a": "xy", "1/b": "z", "2/a": "x", "2/b": "yz"}.items():
+    for name, text in {"1/a.yaml": "xy", "1/b.yaml": "z", "2/a.yaml": "x", "2/b.yaml": "yz", "2/c": "data"}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert content_with_folders(b"c", []) == b"c"
     assert content_with_folders(b"c", [tmp_path / "1"]) != content_with_folders(b"c", [tmp_path / "2"])
+    os.truncate(tmp_path / "2" / "a.yaml", 1 << 40)
+    with pytest.raises(OSError, match="bytes"):  # not read as a whole
+        content_with_folders(b"c", [tmp_path / "2"])
 
 
 @pytest.mark.parametrize(
