@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name in _ON_SEVERAL_PROCESSES:
             processes, rest = _take_nproc(name, rest)
             if processes > 1 or _is_pod(name, rest):
-                return _run_torchrun(name, processes, _trusted(rest))
+                return _run_torchrun(name, processes, _as_typed(name, rest))
         return _run(name, rest)
     except UsageError as error:
         from dtrain.config.errors import printable
@@ -130,17 +130,25 @@ def _run_torchrun(name: str, processes: int, arguments: Sequence[str]) -> int:
     return 0
 
 
-def _trusted(arguments: Sequence[str]) -> list[str]:
-    """The arguments for the ranks: this process decides for all of them whether the run may be composed."""
-    if not any(argument.startswith("run.dir=") for argument in arguments):
-        return list(arguments)
+def _as_typed(name: str, arguments: Sequence[str]) -> list[str]:
+    """The whole command line for the ranks: what is read from a run directory, and whether to trust it, is decided here."""
     from dtrain.config.errors import ConfigError
-    from dtrain.config.run import with_trust
+    from dtrain.config.run import recompose_if_run, refuse_foreign_links, run_dir_of, take
+    from dtrain.config.trust import AS_TYPED, TRUST
 
+    if (directory := run_dir_of(arguments)) is None:
+        return list(arguments)
+
+    # Options of dtrain.evaluate, of which ``checkpoint`` is a group of the config as well.
+    names = dict.fromkeys(("checkpoint", "weights", "out"), "") if name == "evaluate" else {}
+    options, rest = take(arguments, **names)
     try:
-        return with_trust(arguments)
+        whole = recompose_if_run(rest)
+        if TRUST not in arguments:
+            refuse_foreign_links(directory)
     except ConfigError as error:
         raise UsageError(str(error)) from error
+    return [*(f"{key}={value}" for key, value in options.items() if value), *whole, AS_TYPED]
 
 
 def _take_nproc(name: str, arguments: Sequence[str]) -> tuple[int, list[str]]:

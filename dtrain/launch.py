@@ -22,7 +22,6 @@ from tempfile import TemporaryDirectory
 from dtrain.config import compose
 from dtrain.config.errors import ConfigError, nearest, printable
 from dtrain.config.run import recompose_if_run
-from dtrain.config.trust import TRUST
 from dtrain.launching import local, slurm
 from dtrain.launching.commands import COMMANDS, run_command
 from dtrain.launching.job import (
@@ -107,7 +106,7 @@ def _start(arguments: Sequence[str]) -> int:
 
     def add(composed: compose.Composed) -> None:
         with named_job(composed, arguments):
-            jobs.append(Job.of(composed, trusted=TRUST in arguments))
+            jobs.append(Job.of(composed))
 
     with TemporaryDirectory() as folder:
         compose.run(add, arguments, lambda typed: _with_sweep_dir(recompose_if_run(typed), folder))
@@ -133,8 +132,6 @@ def launch(jobs: Sequence[Job]) -> int:
     waiting = [job for job in jobs if not job.is_finished]
     for job in finished:
         sys.stderr.write(f"dtrain: {job.name}: {ALREADY_FINISHED}: {job.run.dir}\n")
-    for job in waiting:
-        job.trust()  # refuses runs of somebody else before any job starts
     if waiting:
         launcher.check(waiting)
     if jobs[0].launch.dry_run:

@@ -11,7 +11,7 @@ every rank with the same message.
 from __future__ import annotations
 
 from dtrain.config import compose
-from dtrain.config.run import Run, recompose_if_run
+from dtrain.config.run import Run, recompose_if_run, refuse_foreign_links
 from dtrain.config.schema import Config
 from dtrain.distributed.collectives import from_rank0, on_all_ranks
 from dtrain.distributed.hang import HangWatch
@@ -37,6 +37,8 @@ def train(composed: compose.Composed) -> None:
     compose.require_choice(composed)
     validate(cfg)
     identity = Run.of(composed)
+    if not composed.trusted:
+        refuse_foreign_links(identity.dir)
     exit_with_torchrun()
     recovery = Recovery(identity.dir, cfg.parallel)
     with failures_recorded(identity.dir, compose.rank()) as failure:

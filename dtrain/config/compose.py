@@ -20,7 +20,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ from dtrain.config.explain import check_arguments, check_keys, explain, options_
 from dtrain.config.merge import replacing_nodes
 from dtrain.config.safe_yaml import read_json
 from dtrain.config.torchrun_errors import EXIT_USAGE, record_failure, torchrun_is_quiet
+from dtrain.config.trust import AS_TYPED, TRUST
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -68,12 +69,14 @@ class Composed:
         overrides: The overrides of the command line, in their order.
         experiment: The chosen experiment; None without one.
         config_dirs: Folders given with ``--config-dir``, absolute.
+        trusted: Whether ``--trust`` was typed, or the process that started this one decides about that.
     """
 
     cfg: Any
     overrides: tuple[str, ...]
     experiment: str | None
     config_dirs: tuple[str, ...]
+    trusted: bool = False
 
 
 def run(
@@ -98,6 +101,7 @@ def run(
     schema.register()
     _register_resolvers()
     arguments = list(sys.argv[1:] if argv is None else argv)
+    trusted = not {TRUST, AS_TYPED}.isdisjoint(arguments)
     refused: list[ConfigError] = []
     failures: list[Exception] = []
     try:
@@ -113,7 +117,7 @@ def run(
     def job(cfg: DictConfig) -> None:
         # Hydra turns an exception into sys.exit(1), so it is caught here.
         try:
-            composed = _composed(cfg)
+            composed = replace(_composed(cfg), trusted=trusted)
         except ConfigError as error:
             refused.append(error)
             return

@@ -10,7 +10,11 @@ _MAX = frozenset({
     *("ndcg", "precision", "psnr", "r2", "recall", "rouge", "ssim"),
     "first_to_second", "second_to_first",  # shares of right pairs in dtrain.tasks.Contrastive
 })  # fmt: skip
-_NEGATED = frozenset({"neg", "negative"})  # such as neg_mse
+#: Words that turn the direction of another one, or make it another quantity, such as neg_mse, accuracy_drop and loss_std.
+_TURNING = frozenset({
+    *("neg", "negative", "negated", "minus", "inv", "inverse", "reciprocal", "drop", "gap", "delta", "improvement"),
+    *("reduction", "saved", "free", "std", "var"),
+})  # fmt: skip
 
 
 def direction(name: str) -> str | None:
@@ -30,9 +34,10 @@ def direction(name: str) -> str | None:
     parts = name.lower().split("/")[1:]
     if not parts:
         return None
-    metric = "loss" if parts[0] == "loss" else parts[-1]
+    of_source = name.startswith("train/") and parts[0] == "loss"
+    metric = "loss" if of_source else parts[-1]
     words = {metric, *metric.replace("@", "_").split("_")}
-    if words & _NEGATED:
+    if words & _TURNING:
         return None
     falls, rises = bool(words & _MIN), bool(words & _MAX)
     return None if falls == rises else "min" if falls else "max"

@@ -33,7 +33,7 @@ from dtrain.config.errors import HIDDEN, SECRET_KEY, ConfigError, as_config_erro
 from dtrain.config.renamed_keys import RENAMED_KEYS, rename_keys, rename_override
 from dtrain.config.safe_yaml import parse_yaml, read_bounded
 from dtrain.config.schema import Config
-from dtrain.config.trust import TRUST, content_with_folders, is_marked, mark
+from dtrain.config.trust import AS_TYPED, TRUST, content_with_folders, is_marked, mark
 
 #: Sections and keys that do not change the result of a run. They are not part of its default name, and a resumed run does not
 #: report that they changed. All other keys count, as soon as they differ from the schema's default.
@@ -210,6 +210,8 @@ def recompose(arguments: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: If ``run.dir`` is not given or has no run, ``overrides.yaml`` is damaged, or the run is not trusted.
     """
+    if AS_TYPED in arguments:
+        return [argument for argument in arguments if argument not in (TRUST, AS_TYPED)]
     trusted = TRUST in arguments
     arguments = [argument for argument in arguments if argument != TRUST]
     new = dict(argument.split("=", 1) for argument in arguments if re.match(r"[\w.+~@/]+=", argument))
@@ -223,12 +225,18 @@ def recompose(arguments: Sequence[str]) -> list[str]:
         )
     content, overrides, config_dirs = _saved_command(path.parent)
     if not trusted:
-        _require_own(path.parent, content, config_dirs)
+        _require_own(path.parent, content, overrides, config_dirs)
     # How a start resumes is not part of the run.
     left_out = {*new, "run.resume"}
     old = [it for it in map(rename_override, overrides) if it.partition("=")[0] not in left_out]
     folders = [part for folder in config_dirs for part in ("--config-dir", str(folder))]
     return [*folders, *old, *arguments]
+
+
+def run_dir_of(arguments: Sequence[str]) -> Path | None:
+    """The run directory that a command line names by ``run.dir``."""
+    directory = _run_dir(arguments)
+    return None if directory is None else _as_typed(directory)
 
 
 def recompose_if_run(arguments: list[str]) -> list[str]:
@@ -239,28 +247,12 @@ def recompose_if_run(arguments: list[str]) -> list[str]:
     Raises:
         ConfigError: If ``run.dir`` is the only argument and has no run, or as ``recompose``.
     """
+    if AS_TYPED in arguments:
+        return [argument for argument in arguments if argument not in (TRUST, AS_TYPED)]
     typed = [argument for argument in arguments if argument != TRUST]
     if _uses_saved_command(typed) or (len(typed) == 1 and _run_dir(typed) is not None):
         return recompose(arguments)
-    if TRUST not in arguments:
-        _refuse_foreign_links(_run_dir(typed))
     return typed
-
-
-def with_trust(arguments: Sequence[str]) -> list[str]:
-    """The arguments for processes that this one starts: with ``--trust`` if they compose a run that this process may use.
-
-    So the process that the user starts decides for all, wherever their caches are.
-
-    Raises:
-        ConfigError: If the run is somebody else's and the arguments have no ``--trust``.
-    """
-    if TRUST in arguments or not _uses_saved_command(arguments):
-        return list(arguments)
-    directory = _as_typed(str(_run_dir(arguments)))
-    content, _, config_dirs = _saved_command(directory)
-    _require_own(directory, content, config_dirs)
-    return [*arguments, TRUST]
 
 
 def _run_dir(arguments: Sequence[str]) -> str | None:
@@ -293,11 +285,15 @@ def _saved_command(directory: Path) -> tuple[bytes, list[str], list[str]]:
     return content, overrides, config_dirs  # type: ignore[return-value]
 
 
-def _require_own(directory: Path, content: bytes, config_dirs: Sequence[str]) -> None:
-    """Refuses a run without this user's mark, before anything of it is composed."""
+def _is_own(directory: Path, content: bytes, overrides: Sequence[str], config_dirs: Sequence[str]) -> bool:
+    """Whether a run has this user's mark; arguments as ``_saved_command`` returns them."""
     with as_config_error(f"run.dir: {directory} cannot be read"):
-        whole = _composed_content(directory, content, config_dirs)
-    if not is_marked(whole, _MARKS):
+        return is_marked(_composed_content(directory, content, config_dirs), _MARKS)
+
+
+def _require_own(directory: Path, content: bytes, overrides: Sequence[str], config_dirs: Sequence[str]) -> None:
+    """Refuses a run without this user's mark, before anything of it is composed."""
+    if not _is_own(directory, content, overrides, config_dirs):
         raise ConfigError(
             f"run.dir: {directory} was not started by you with this cache ({cache_dir()}), or its {_OVERRIDES} was edited. Its "
             f"saved command can run any code. If you trust whoever made it, add {TRUST}. If it is your own run of another "
@@ -305,20 +301,19 @@ def _require_own(directory: Path, content: bytes, config_dirs: Sequence[str]) ->
         )
 
 
-def _refuse_foreign_links(run_dir: str | None) -> None:
-    """Refuses to write into a run of somebody else whose folders are links to other places."""
-    if run_dir is None or not is_run(run_dir):
-        return
-    directory = _as_typed(run_dir)
-    link = next((entry for entry in sorted(directory.iterdir()) if entry.is_symlink()), None)
-    if link is not None:
-        try:
-            with_trust([f"run.dir={run_dir}"])
-        except ConfigError as error:
-            raise ConfigError(
-                f"run.dir: {link} is a link, so dtrain would write to {link.resolve()}, and the run was not started by you "
-                f"with this cache ({cache_dir()}). If you trust whoever made it, add {TRUST}."
-            ) from error
+def refuse_foreign_links(directory: Path) -> None:
+    """Refuses a run directory with links to other places, where dtrain would write, unless this user has started the run.
+
+    Raises:
+        ConfigError: Names the first link, and ``--trust``.
+    """
+    with as_config_error(f"run.dir: {directory} cannot be read"):
+        links = sorted(it for it in directory.iterdir() if it.is_symlink()) if directory.is_dir() else []
+    if links and not (is_run(str(directory)) and _is_own(directory, *_saved_command(directory))):
+        raise ConfigError(
+            f"run.dir: {links[0]} is a link, so dtrain would write to {links[0].resolve()}, and you have not started a run in "
+            f"{directory} with this cache ({cache_dir()}). If you trust whoever made the link, add {TRUST}."
+        )
 
 
 def _composed_content(directory: Path, content: bytes, config_dirs: Sequence[str]) -> bytes:

@@ -27,6 +27,9 @@ from dtrain.config.errors import ConfigError
 from dtrain.config.safe_yaml import MAX_BYTES, read_bounded
 
 TRUST = "--trust"
+#: For processes that dtrain starts: the arguments are the whole command line, and the process that started them decided about
+#: ``--trust``. So no command line is read from the run directory, which may have changed since then.
+AS_TYPED = "--as-typed"
 #: Packages whose classes only compute.
 _PACKAGES = (
     *("torch.nn.", "torch.optim."),

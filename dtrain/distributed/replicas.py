@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from dtrain.config.errors import ConfigError
 from dtrain.distributed.sharding import copies_of, is_dtensor, local_part
 
+_PIECE = 2**20  # elements at a time, to limit memory
+_MULTIPLIER = 6364136223846793005  # odd
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -25,7 +27,7 @@ class ReplicasDiffer(ConfigError):
 def require_equal_replicas(model: nn.Module, ignored: Collection[str] = ()) -> None:
     """Collective. Refuses parameters that differ between ranks which hold the same part of them.
 
-    The ranks compare the sums of all bit patterns as integers, modulo 2^64, so equal NaNs are equal and no difference is
+    The ranks compare weighted sums of all bit patterns as integers, modulo 2^64, so equal NaNs are equal and no difference is
     rounded away.
 
     Args:
@@ -65,9 +67,15 @@ def require_equal_replicas(model: nn.Module, ignored: Collection[str] = ()) -> N
 
 
 def _sum_of_bits(part: Tensor) -> Tensor:
+    """The sum of the bit patterns, each times an odd number that depends on its place, so that swapped values differ."""
     if part.is_complex():
         part = torch.view_as_real(part)
-    return part.view(_INTEGERS[part.element_size()]).sum(dtype=torch.int64)
+    bits = part.view(_INTEGERS[part.element_size()]).flatten()
+    odd = 2 * torch.arange(min(len(bits), _PIECE), device=bits.device) + 1
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for piece in bits.split(_PIECE):
+        total = total * _MULTIPLIER + (odd[: len(piece)] * piece).sum()
+    return total
 
 
 def _number_of_part(parameter: Tensor) -> int:

@@ -20,9 +20,9 @@ from omegaconf import OmegaConf
 
 from dtrain.config.compose import Composed, require_choice
 from dtrain.config.errors import ConfigError, printable
-from dtrain.config.run import Run, chooses_what_to_train, is_run, with_trust
+from dtrain.config.run import Run, chooses_what_to_train, refuse_foreign_links
 from dtrain.config.schema import LaunchConfig
-from dtrain.config.trust import TRUST
+from dtrain.config.trust import AS_TYPED
 from dtrain.distributed.lock import read_holder
 from dtrain.reporting.tables import Column, text_table
 from dtrain.tracking.run_dir import status_or_none
@@ -64,7 +64,7 @@ class Job:
     trusted: bool = False
 
     @classmethod
-    def of(cls, composed: Composed, *, trusted: bool = False) -> Job:
+    def of(cls, composed: Composed) -> Job:
         """The job of a composed config.
 
         Raises:
@@ -81,8 +81,10 @@ class Job:
             raise ConfigError(f"launch.min_nodes: got {launch.min_nodes}, want at most launch.nodes={launch.nodes}.")
         validate(composed.cfg)
         run = Run.of(composed)
+        if not composed.trusted:
+            refuse_foreign_links(run.dir)
         run.changes()
-        return cls(run, launch, trusted=trusted)
+        return cls(run, launch, trusted=composed.trusted)
 
     @property
     def name(self) -> str:
@@ -97,32 +99,17 @@ class Job:
 
     @property
     def arguments(self) -> list[str]:
-        """The arguments of ``dtrain.train``: the overrides of the user, the absolute path of the run directory, ``trust``."""
+        """The arguments of ``dtrain.train``: the overrides of the user, the absolute path of the run directory."""
         folders = (part for folder in self.run.config_dirs for part in ("--config-dir", folder))
         return [*folders, *self.overrides]
 
     @property
     def overrides(self) -> list[str]:
         """``arguments`` without ``--config-dir``."""
-        return [*self._typed, *self.trust()]
-
-    def trust(self) -> list[str]:
-        """``--trust``, if this process decides for the ranks that they may compose what the run directory has.
-
-        Raises:
-            ConfigError: If ``dtrain.train`` would compose the saved command line of a run that is not trusted.
-        """
-        # What was composed here need not be what a rank composes: it gets the path of the directory, which can have come from
-        # run.name or a default, and with the path the saved command line in it. A run that does not exist yet will be this
-        # user's, but without a mark on machines with another cache.
-        typed = self._typed
-        is_new = not chooses_what_to_train(typed) and not is_run(str(self.run.dir))
-        return [TRUST] if self.trusted or is_new or TRUST in with_trust(typed) else []
-
-    @property
-    def _typed(self) -> list[str]:
+        # This process has composed all of it, so a rank must not compose what the run directory has by then.
         forwarded = [override for override in self.run.overrides if _key(override) not in _NOT_FORWARDED]
-        return [*forwarded, assignment("run.dir", str(self.run.dir))]
+        is_whole = chooses_what_to_train(forwarded) and not self.trusted
+        return [*forwarded, assignment("run.dir", str(self.run.dir)), *([] if is_whole else [AS_TYPED])]
 
 
 @contextmanager

@@ -19,8 +19,13 @@ from dtrain.config.errors import ConfigError
         *[(f"eval/{name}", "max") for name in ("first_to_second", "second_to_first", "AUC")],
         ("eval/accuracy_set/loss", "min"),  # of a set: the metric comes last
         ("eval/loss_cases/accuracy", "max"),
+        ("eval/loss/accuracy", "max"),  # of a set that is called loss
         ("train/loss/books", "min"),  # of a source of a mixture: the metric comes before it
         ("train/loss", "min"),
+        *[
+            (f"eval/{name}", None)
+            for name in ("1_minus_accuracy", "accuracy_drop", "loss_std", "loss_improvement", "inv_mse")
+        ],
         *[
             (name, None)
             for name in (

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
+from dtrain.__main__ import UsageError, _as_typed
 from dtrain.config.errors import ConfigError
-from dtrain.config.run import Run, recompose, recompose_if_run, with_trust
+from dtrain.config.run import Run, recompose, recompose_if_run, refuse_foreign_links
 from dtrain.config.safe_yaml import read_json
-from dtrain.config.trust import content_with_folders, is_marked, mark, require_harmless
+from dtrain.config.trust import AS_TYPED, content_with_folders, is_marked, mark, require_harmless
 from dtrain.tracking.run_dir import save_run
 from tests.config.command_lines import compose
 from tests.refusals import refused
@@ -36,27 +37,44 @@ def test_a_run_of_somebody_else_needs_trust_whatever_it_says(tmp_path: Path, ove
             recompose(typed)
         with refused(ConfigError, "run.dir", tmp_path, "--trust"):
             recompose_if_run(typed)
-        with refused(ConfigError, "run.dir", tmp_path, "--trust"):
-            with_trust(typed)
     assert override in recompose([argument, "--trust"])
 
 
-def test_a_process_that_was_trusted_hands_it_on(tmp_path: Path) -> None:
-    argument = downloaded(tmp_path / "foreign")
-    assert with_trust([argument, "--trust"]) == [argument, "--trust"]
-    save_run(Run.of(compose("experiment=digits", f"run.dir={tmp_path / 'mine'}")))
-    assert with_trust([f"run.dir={tmp_path / 'mine'}"]) == [f"run.dir={tmp_path / 'mine'}", "--trust"]
-    # Of a command that chooses what to train, nothing of the directory is composed.
-    assert with_trust(["experiment=digits", argument]) == ["experiment=digits", argument]
-    assert recompose_if_run(["experiment=digits", argument, "--trust"]) == ["experiment=digits", argument]
+def test_ranks_compose_what_the_process_that_started_them_has_read(tmp_path: Path) -> None:
+    save_run(Run.of(compose("experiment=digits", f"run.dir={tmp_path / 'mine'}", "optimizer.lr=0.5")))
+    argument = f"run.dir={tmp_path / 'mine'}"
+    handed = _as_typed("train", [argument, "train.max_steps=3"])
+    assert handed[-1] == AS_TYPED
+    downloaded(tmp_path / "mine", "task._target_=os.system")  # meanwhile
+    for rewrite in (recompose, recompose_if_run):
+        assert rewrite(handed) == handed[:-1]
+    assert {"experiment=digits", "optimizer.lr=0.5", "train.max_steps=3"} <= {*handed}
+    with pytest.raises(UsageError, match="--trust"):
+        _as_typed("train", [argument])
+    assert "task._target_=os.system" in _as_typed("train", [argument, "--trust"])
 
 
-def test_a_run_of_somebody_else_cannot_lead_writes_to_files_of_this_user(tmp_path: Path) -> None:
-    argument = downloaded(tmp_path / "run")
-    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "mine")
-    with refused(ConfigError, "checkpoints", tmp_path / "mine", "--trust"):
-        recompose_if_run(["experiment=digits", argument])
-    assert recompose_if_run(["experiment=digits", argument, "--trust"]) == ["experiment=digits", argument]
+def test_options_of_evaluate_are_no_keys_of_the_saved_command_line(tmp_path: Path) -> None:
+    save_run(Run.of(compose("experiment=digits", f"run.dir={tmp_path / 'mine'}", "checkpoint=default")))
+    handed = _as_typed("evaluate", [f"run.dir={tmp_path / 'mine'}", "checkpoint=best", "precision=fp32,bf16"])
+    assert handed[0] == "checkpoint=best"
+    assert {"checkpoint=default", "precision=fp32,bf16"} <= {*handed}
+
+
+@pytest.mark.parametrize("is_run", [True, False])
+def test_a_directory_of_somebody_else_cannot_lead_writes_to_files_of_this_user(tmp_path: Path, is_run: bool) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    if is_run:
+        downloaded(folder)
+    (folder / "checkpoints").symlink_to(tmp_path / "mine")
+    with refused(ConfigError, folder / "checkpoints", tmp_path / "mine", "--trust"):
+        refuse_foreign_links(folder)
+    with pytest.raises(UsageError, match="--trust"):
+        _as_typed("train", ["experiment=digits", f"run.dir={folder}"])
+    assert _as_typed("train", ["experiment=digits", f"run.dir={folder}", "--trust"])[-1] == AS_TYPED
+    save_run(Run.of(compose("experiment=digits", f"run.dir={folder}")))
+    refuse_foreign_links(folder)  # a run of this user may have them
 
 
 def test_a_run_that_this_user_started_is_trusted_until_its_command_line_changes(tmp_path: Path) -> None:

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dtrain.config.errors import ConfigError
-from dtrain.config.run import Run
-from dtrain.launch import launch
+from dtrain.config.run import Run, recompose_if_run
 from dtrain.launching.job import (
     FAILED,
     FINISHED,
@@ -196,12 +194,12 @@ def test_a_job_never_trusts_a_run_of_somebody_else(tmp_path: Path, place: str) -
     # Neither an experiment nor data and model: dtrain.train would compose the saved command line.
     fields = "data.fields={png: {name: image, role: image, size: 8}, cls: {name: label, role: label}}"
     overrides = ["model=small_cnn", "model.classes=10", "data.train=a.tar", fields, "train.max_steps=1", "run.seed=7"]
-    job = single(*overrides, place)
-    assert job.arguments[-1] == "--trust"  # the run will be this user's, but not every machine has its mark
     for directory in (tmp_path / "runs" / "x", tmp_path / "runs" / "7"):
         directory.mkdir(parents=True)
         (directory / "overrides.yaml").write_text("overrides: [task._target_=os.system]\nconfig_dirs: []\n")
-    with refused(ConfigError, "run.dir", job.run.dir, "--trust"):
-        launch([job])
-    assert replace(job, trusted=True).arguments[-1] == "--trust"
-    assert "--trust" not in single("experiment=digits", "run.dir=runs/x").arguments
+    job = single(*overrides, place)
+    assert job.arguments[-1] == "--as-typed"
+    # A rank composes what this process has composed, and nothing of the directory.
+    assert recompose_if_run(job.arguments) == job.arguments[:-1]
+    assert "os.system" not in " ".join(job.arguments)
+    assert "--as-typed" not in single("experiment=digits", "run.dir=runs/z").arguments
