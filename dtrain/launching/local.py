@@ -356,7 +356,7 @@ class _Output:
 
 
 def settle_outputs(run_dir: Path) -> None:
-    """Moves the output of a run into its directory, if the launcher was killed before that; deletes the output of refused starts."""
+    """Moves the output of a run into its directory, if the launcher was killed first; deletes the output of refused starts."""
     newest = read_holder(run_dir).get("start")
     for path in run_dir.parent.glob(f".{glob.escape(run_dir.name)}.*.output"):
         start = path.name.removeprefix(f".{run_dir.name}.").removesuffix(".output")
