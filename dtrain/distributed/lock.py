@@ -80,6 +80,25 @@ def file_lock(path: Path) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_UN)
 
 
+def try_lock(file: BinaryIO) -> bool:
+    """Locks an open file until it is closed, unless another process holds its lock. Does not wait.
+
+    Returns:
+        False if another process holds the lock; True also on a file system without locks.
+
+    Raises:
+        OSError: If locking fails for another reason.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True
+
+
 class RunLock:
     """Locks a run directory against other jobs until this process ends.
 

@@ -336,7 +336,7 @@ class _Output:
             fcntl.flock(self.file, fcntl.LOCK_EX)
 
     def keep(self) -> None:
-        """Moves the file into the run directory, if that was not done; the processes go on writing to it."""
+        """Moves the file into the run directory, if that was not done; the processes continue to write to it."""
         if self._path != self._kept_at:
             self._kept_at.parent.mkdir(exist_ok=True)
             with suppress(FileNotFoundError):  # another command has moved it
@@ -356,7 +356,7 @@ class _Output:
 
 
 def settle_outputs(run_dir: Path) -> None:
-    """Moves the output of a run into its directory, if the launcher was killed before that; deletes that of refused starts."""
+    """Moves the output of a run into its directory, if the launcher was killed first; deletes the output of refused starts."""
     newest = read_holder(run_dir).get("start")
     for path in run_dir.parent.glob(f".{glob.escape(run_dir.name)}.*.output"):
         start = path.name.removeprefix(f".{run_dir.name}.").removesuffix(".output")

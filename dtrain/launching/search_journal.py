@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import sys
@@ -21,6 +20,7 @@ from typing import Any
 
 from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.distributed.atomic import open_to_append
+from dtrain.distributed.lock import try_lock
 from dtrain.reporting import search as record
 
 _JOURNAL, _LOCK, _STUDY, _DEFINITION = "journal.log", ".search.lock", "dtrain", "definition"
@@ -32,16 +32,12 @@ def search_lock(folder: Path) -> Iterator[None]:
     """Makes the directory of a search and locks it against a second process."""
     with as_config_error(f"run.dir: {folder} cannot be written, choose another one"):
         folder.mkdir(parents=True, exist_ok=True)
-        handle = open_to_append(folder / _LOCK)
-    with handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"run.dir: another process runs the search in {folder}. Wait for it, or stop it."
-            ) from None
-        except OSError:
-            pass  # a file system without locks
+        file = open_to_append(folder / _LOCK)
+    with file:
+        with as_config_error(f"run.dir: {folder} cannot be locked, choose another one"):
+            is_locked = try_lock(file)
+        if not is_locked:
+            raise ConfigError(f"run.dir: another process runs the search in {folder}. Wait for it, or stop it.")
         yield
 
 
@@ -129,7 +125,7 @@ def _without_torn_line(journal: Path) -> None:
 
 
 def _break_stale_lock(journal: Path) -> None:
-    """Deletes Optuna's lock if it is older than any write: Optuna would wait 30 s for it, older versions for ever."""
+    """Deletes Optuna's lock if it is older than any write: Optuna would wait 30 s for it, older versions forever."""
     lock = journal.with_name(f"{journal.name}.lock")
     end = time.monotonic() + _STALE
     with contextlib.suppress(FileNotFoundError):

@@ -9,7 +9,6 @@ recorded. sbatch inherits the lock, so it outlives a launcher that is killed; th
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -33,6 +32,7 @@ from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.run import without_secrets
 from dtrain.config.trust import content_with_folders, is_marked, mark
 from dtrain.distributed.atomic import open_regular, open_to_append, replace_file
+from dtrain.distributed.lock import try_lock
 from dtrain.launching.job import FINISHED, STOPPED, Job, JobResult, StatusJudge, StopRequest
 from dtrain.launching.job_script import (
     PRESETS,
@@ -167,16 +167,14 @@ def submission(run_dirs: Sequence[Path], array: Path | None = None) -> Iterator[
         for run_dir in run_dirs:
             with as_config_error("run.dir"):
                 run_dir.mkdir(parents=True, exist_ok=True)
-                locks.append(stack.enter_context(open_to_append(run_dir / _LOCK)).fileno())
-            try:
-                fcntl.flock(locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+                file = stack.enter_context(open_to_append(run_dir / _LOCK))
+                is_locked = try_lock(file)
+            if not is_locked:
                 raise ConfigError(
                     f"run.dir: another command is submitting {run_dir} now. Its job is shown by: "
                     f"python -m dtrain.launch status {shlex.quote(str(run_dir))}"
-                ) from None
-            except OSError:
-                pass  # a file system without locks
+                )
+            locks.append(file.fileno())
         _record_lost_jobs(run_dirs, array)
         for run_dir in run_dirs:
             refuse_second_job(run_dir)
