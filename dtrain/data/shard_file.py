@@ -249,7 +249,7 @@ class RemoteFile:
             self._compare(self._files.info(self._at_commit))
         try:
             self._file.seek(offset)
-            data: bytes = self._file.read(size)
+            data = self._file.read(size)
         except BaseException:
             self.close()  # a broken connection cannot be used again
             raise
