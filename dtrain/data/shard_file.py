@@ -237,10 +237,10 @@ class RemoteFile:
 
     def _range(self, offset: int, size: int) -> bytes:
         if self._http is not None:
-            data = self._http.read(offset, size)
+            answer = self._http.read(offset, size)
             if self._http.unmarked and time.monotonic() > self._compared + _SECONDS_BETWEEN_COMPARISONS:
                 self._compare(self._files.info(self._at_commit))
-            return data
+            return answer
         if self._file is None:
             self._file = self._files.open(self._at_commit, "rb", cache_type="none")
             # S3 later reads only the version that is in the details.
@@ -249,7 +249,7 @@ class RemoteFile:
             self._compare(self._files.info(self._at_commit))
         try:
             self._file.seek(offset)
-            data = self._file.read(size)
+            data: bytes = self._file.read(size)
         except BaseException:
             self.close()  # a broken connection cannot be used again
             raise
