@@ -6,6 +6,7 @@
   the start of a range are compared in each answer. From a server that reports no mark, only the sizes are known.
 * A request has ``If-Range`` with the ETag, so a server that does not repeat the ETag in its answers sends no range of
   another file. A *weak* ETag (``W/"..."``) may not be sent so, but is compared.
+* Some servers report a mark for a HEAD request only. Their answers are ``unmarked``, and the caller asks for it again.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ class HttpRanges:
         files: fsspec's file system for HTTP.
         url: The file.
         info: Its size and marks, as ``files`` reported them when it was opened.
+
+    Attributes:
+        unmarked: Whether a mark of the file is known and the last answer had none to compare with it.
     """
 
     def __init__(self, files: Any, url: str, info: Mapping[str, Any]) -> None:
@@ -44,6 +48,7 @@ class HttpRanges:
         self._url = url
         self._size = int(info["size"])
         self._marks = {name: str(info[name]) for name in _MARKS if info.get(name)}
+        self.unmarked = False
 
     def read(self, offset: int, size: int) -> bytes:
         """``size`` bytes at ``offset``, which the file had when it was opened.
@@ -99,7 +104,7 @@ class HttpRanges:
         try:
             if answer.status != 416:  # the range begins behind the end of the file: its size says that it changed
                 answer.raise_for_status()
-            self._compare(answer)
+            self.compare(answer.headers, _start_and_total(answer)[1])
             if answer.status == 416:
                 raise FileReplaced(f"had {self._size} bytes and is shorter now (HTTP 416)")
         except BaseException:
@@ -107,19 +112,25 @@ class HttpRanges:
             raise
         return answer
 
-    def _compare(self, answer: Any) -> None:
+    def compare(self, found: Mapping[str, Any], size: int | None) -> None:
+        """Compares size and marks, in headers or in details from ``files``, with those of the file that was opened.
+
+        Raises:
+            FileReplaced: If they are of another file.
+        """
+        self.unmarked = bool(self._marks)
         for name in _MARKS:
-            before, now = self._marks.get(name), answer.headers.get(name)
+            before, now = self._marks.get(name), found.get(name)
             if before and now:
                 if before.removeprefix("W/") != now.removeprefix("W/"):
                     raise FileReplaced(f"was replaced: it had {name} {before[:99]!r} and now has {now[:99]!r}")
+                self.unmarked = False
                 break
-        total = _start_and_total(answer)[1]
-        if total not in (None, self._size):
-            raise FileReplaced(f"was replaced: it had {self._size} bytes and now has {total}")
-        # Some servers report more for the content than for a HEAD request.
+        if size not in (None, self._size):
+            raise FileReplaced(f"was replaced: it had {self._size} bytes and now has {size}")
+        # Some servers report more for the content than for a HEAD request. What is unmarked may be another file.
         for name in _MARKS:
-            if now := answer.headers.get(name):
+            if not self.unmarked and (now := found.get(name)):
                 self._marks.setdefault(name, now)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from dtrain import __version__
 from dtrain.config.errors import ConfigError, in_brief, without_secrets_in
 from dtrain.config.safe_yaml import read_json
+from dtrain.distributed.atomic import open_regular
 
 #: Names of an artefact's files: its description, and its weights.
 DESCRIPTION, WEIGHTS = "model.json", "model.safetensors"
@@ -143,10 +144,10 @@ def sha256(path: Path) -> str:
     """The SHA-256 of a file.
 
     Raises:
-        OSError: If it cannot be read.
+        OSError: If it cannot be read, or is not a regular file: a pipe would block, and a device might never end.
     """
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()

@@ -237,7 +237,10 @@ class RemoteFile:
 
     def _range(self, offset: int, size: int) -> bytes:
         if self._http is not None:
-            return self._http.read(offset, size)
+            answer = self._http.read(offset, size)
+            if self._http.unmarked and time.monotonic() > self._compared + _SECONDS_BETWEEN_COMPARISONS:
+                self._compare(self._files.info(self._at_commit))
+            return answer
         if self._file is None:
             self._file = self._files.open(self._at_commit, "rb", cache_type="none")
             # S3 later reads only the version that is in the details.
@@ -258,7 +261,9 @@ class RemoteFile:
 
     def _compare(self, info: dict[str, Any]) -> None:
         self._compared = time.monotonic()
-        if _version(info) not in (0, self.version) or info.get("size") not in (None, self.size):
+        if self._http is not None:
+            self._http.compare(info, info.get("size"))
+        elif _version(info) not in (0, self.version) or info.get("size") not in (None, self.size):
             raise FileReplaced("was replaced since it was first read")
 
     def _pieces(self) -> Iterator[bytes]:
@@ -268,6 +273,8 @@ class RemoteFile:
             yield piece
         if received < self.size:
             raise ConnectionError(f"got {received} bytes instead of {self.size}")
+        if self._http is not None and self._http.unmarked:
+            self._compare(self._files.info(self._at_commit))
 
     def _streamed(self) -> Iterator[bytes]:
         with self._files.open(self._at_commit, "rb", block_size=0) as file:

@@ -102,6 +102,52 @@ def test_the_etag_is_sent_for_servers_that_do_not_repeat_it(server: FileServer, 
         file.read(offset, 100)
 
 
+def ranges(file: RemoteFile) -> bytes:
+    return file.read(0, 5000) + file.read(5000, 5000)
+
+
+def whole(file: RemoteFile) -> bytes:
+    taken: list[bytes] = []
+    file.read_whole(lambda pieces: taken.append(b"".join(pieces)))
+    return taken[-1]
+
+
+@pytest.mark.parametrize("read", [ranges, whole])
+@pytest.mark.parametrize(("of_head", "of_get"), [(ETAG, None), ("Last-Modified", None), ("Last-Modified", ETAG)])
+def test_a_mark_that_only_head_requests_have_is_asked_for_again(
+    server: FileServer,
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    read: Callable[[RemoteFile], bytes],
+    of_head: str,
+    of_get: str | None,
+) -> None:
+    def alter(method: str, headers: dict[str, str]) -> None:
+        mark, name = headers.pop(ETAG), of_head if method == "HEAD" else of_get
+        if name is not None:
+            headers[name] = mark.replace('"', 'W/"', 1)  # weak: no server compares it for us
+
+    server.alter = alter
+    early, late = RemoteFile(server.url("x.tar")), RemoteFile(server.url("x.tar"))
+    assert read(early) == CONTENT
+    path.write_bytes(NEW)
+    monkeypatch.setattr(shard_file, "_SECONDS_BETWEEN_COMPARISONS", -1.0)  # that time has passed
+    for file in (early, late):
+        with refused(ShardChanged, server.url("x.tar"), of_head, REMEDY):
+            read(file)
+
+
+def test_a_mark_that_only_head_requests_have_costs_one_more_request_per_half_minute(
+    server: FileServer,
+) -> None:
+    asked = []
+    server.alter = lambda method, headers: asked.append(method) if method == "HEAD" else headers.pop(ETAG)
+    file = opened(server)
+    before = len(asked)
+    assert [file.read(place, 100) for place in range(9)] == [CONTENT[place : place + 100] for place in range(9)]
+    assert (before, len(asked)) == (2, 2)
+
+
 def test_servers_that_share_a_url_and_differ_are_named_as_a_possible_reason(server: FileServer) -> None:
     file = opened(server)
     server.alter = lambda method, headers: headers.update(ETag='"mirror"')

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,15 @@ def test_damaged_and_missing_files_are_refused(tmp_path: Path) -> None:
         artefact.load(out, CPU)
     with refused(ConfigError, str(tmp_path), "is not an artefact", "python -m dtrain.export"):
         artefact.load(tmp_path, CPU)
+
+
+@pytest.mark.parametrize("plant", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "endless"])
+def test_a_model_that_would_block_or_never_end_is_refused(tmp_path: Path, plant: Callable[[Path], None]) -> None:
+    model = write_linear(tmp_path / "out") / "model.safetensors"
+    model.unlink()
+    plant(model)
+    with refused(ConfigError, str(model), "cannot be read", "Export the run again"):
+        artefact.load(tmp_path / "out", CPU)
 
 
 def test_an_artefact_of_this_user_is_loaded_and_that_of_another_only_if_it_is_harmless(
