@@ -309,7 +309,7 @@ def load_module(module: nn.Module, tensors: Mapping[str, Tensor | StoredTensor],
     Of a sharded module each rank reads and copies only its own part.
 
     Raises:
-        ConfigError: If names, shapes or kinds of dtype differ, or integers do not fit, before anything is copied; names the first few.
+        ConfigError: If names, shapes or kinds of dtype differ, or integers do not fit, before anything is copied.
     """
     if problems := weight_problems(module, tensors):
         raise ConfigError(
