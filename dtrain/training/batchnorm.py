@@ -64,7 +64,7 @@ class ValidRows:
             if not self._said:
                 warnings.warn(
                     f"the batch's {', '.join(map(repr, others))} has not one entry per row ({len(batch.valid)}), so "
-                    "batches with masked rows stay whole, and these rows are in the statistics of BatchNorm. Add tensors or lists "
+                    "batches with masked rows stay whole, and these rows are in the BatchNorm statistics. Add tensors or lists "
                     "with one entry per row, or set data.tail=drop to avoid short batches.",
                     stacklevel=2,
                 )
