@@ -63,6 +63,8 @@ class Batch(dict[str, Any]):
         if transfer_bytes is None:
             transfer_bytes = sum(column.nbytes for column in self.values() if isinstance(column, Tensor))
         self.transfer_bytes = transfer_bytes
+        # The copy of ``valid`` on a device, its version, and its true rows, as the host knew them when it was copied.
+        self._known: tuple[Tensor, int, list[int]] | None = None
 
     @property
     def sample_keys(self) -> list[str]:
@@ -119,7 +121,10 @@ class Batch(dict[str, Any]):
 
     def copied(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
         """The first half of ``to``: the tensors in their transfer dtypes, on ``device``."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        batch = self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        if not self.valid.is_cuda and batch.valid.is_cuda and not batch.valid.is_inference():
+            batch._known = batch.valid, batch.valid._version, self.kept_rows()
+        return batch
 
     def arrived(self) -> Batch:
         """The second half of ``to``, in place and on the current device: images are normalised and cast."""
@@ -137,9 +142,30 @@ class Batch(dict[str, Any]):
         """A copy that shares no tensor with this one."""
         return self._map(torch.clone)
 
+    def kept_rows(self) -> list[int]:
+        """The rows where ``valid`` is true. On a GPU the host waits only if ``valid`` was changed there."""
+        if self._known is not None:
+            known, version, kept = self._known
+            if known is self.valid and known._version == version:
+                return kept
+        return [row for row, valid in enumerate(self.valid.tolist()) if valid]
+
+    def other_columns(self) -> list[str]:
+        """Names of columns that do not have one entry per row, such as a number that a hook adds."""
+        rows = len(self.valid)
+        return [
+            name
+            for name, column in self.items()
+            if not (
+                column.shape[:1] == (rows,)
+                if isinstance(column, Tensor)
+                else isinstance(column, list) and len(column) == rows
+            )
+        ]
+
     def valid_rows(self) -> Batch:
-        """The batch without its masked rows. On a GPU the host does not wait, as it would for ``batch[name][batch.valid]``."""
-        kept = self.rows.valid_rows()
+        """The batch without its masked rows; ``other_columns`` is empty. The host waits only as in ``kept_rows``."""
+        kept = self.kept_rows()
         index = torch.tensor(kept).to(self.valid.device, non_blocking=True)
         columns = {
             name: column[index] if isinstance(column, Tensor) else [column[row] for row in kept]
@@ -201,13 +227,6 @@ class Rows:
         if isinstance(samples, np.ndarray):
             return int(np.count_nonzero(samples >= 0))
         return len(samples) - samples.count("")
-
-    def valid_rows(self) -> list[int]:
-        """The numbers of the rows that are not masked."""
-        if isinstance(self._samples, np.ndarray):
-            kept: list[int] = np.flatnonzero(self._samples >= 0).tolist()
-            return kept
-        return [row for row, key in enumerate(self._samples) if key]
 
     def chosen(self, rows: Sequence[int]) -> Rows:
         """These rows alone."""

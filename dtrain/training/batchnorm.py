@@ -4,6 +4,7 @@
   has no masked rows.
 * BatchNorm cannot normalise fewer than two rows, and every rank must run forward and backward. So a micro-batch with fewer
   valid rows is not cut, and running statistics are restored after it.
+* A micro-batch stays whole, with a warning, if it has a column without one entry per row, as a hook may add.
 * *Fixed shapes*: micro-batches are left as they are for compiled models and ScriptModules, which may have been made for one
   shape, for SyncBatchNorm, whose running statistics are equal on all ranks, and for a task that calls collectives, as a
   contrastive one that gathers the rows of all ranks.
@@ -11,6 +12,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -24,7 +26,7 @@ from dtrain.data import Batch
 from dtrain.precision import Precision
 from dtrain.training.breakpoints import without_breakpoints
 from dtrain.training.model_setup import is_compiled
-from dtrain.training.task import Task
+from dtrain.training.task import Task, copy_of_task
 from dtrain.training.tensor_copies import BufferGuard
 
 
@@ -37,6 +39,7 @@ class ValidRows:
 
     def __init__(self, model: nn.Module) -> None:
         self._norms = [] if fixed_shapes(model) else _norms(model)
+        self._said = False  # that batches stay whole because of their columns
 
     def observe(self, task: Task, model: nn.Module, batch: Batch, precision: Precision) -> None:
         """From now on micro-batches stay whole if the task calls collectives; arguments as in ``calls_collectives``."""
@@ -45,18 +48,28 @@ class ValidRows:
 
     def of(self, batch: Batch) -> AbstractContextManager[Batch]:
         """The micro-batch to train on in a block, which runs forward and backward."""
-        if not self._norms or batch.num_valid == len(batch.valid):
+        if not self._norms or (kept := len(batch.kept_rows())) == len(batch.valid):
             return nullcontext(batch)
-        return self._cut(batch)
+        return self._cut(batch, kept)
 
     @contextmanager
-    def _cut(self, batch: Batch) -> Iterator[Batch]:
+    def _cut(self, batch: Batch, kept: int) -> Iterator[Batch]:
         # One in eval() mode, as in a frozen backbone, uses and keeps its running statistics.
         norms = [norm for norm in self._norms if norm.training or norm.running_mean is None]
         if not norms:
             yield batch
-        elif batch.num_valid >= 2:
+        elif kept >= 2 and not (others := batch.other_columns()):
             yield batch.valid_rows()
+        elif kept >= 2:
+            if not self._said:
+                warnings.warn(
+                    f"the batch's {', '.join(map(repr, others))} has not one entry per row ({len(batch.valid)}), so "
+                    "batches with masked rows stay whole, and these rows are in the BatchNorm statistics. Add tensors or lists "
+                    "with one entry per row, or set data.tail=drop to avoid short batches.",
+                    stacklevel=2,
+                )
+            self._said = True
+            yield batch
         else:
             statistics = BufferGuard(nn.ModuleList(norms))
             statistics.save()
@@ -77,7 +90,7 @@ def fixed_shapes(model: nn.Module) -> str:
 
 
 def calls_collectives(task: Task, model: nn.Module, batch: Batch, precision: Precision) -> bool:
-    """Whether a task, or hooks around its model, call collectives. Calls the task once more and restores the buffers.
+    """Whether a task, or hooks around its model, call collectives. Calls a copy of the task and restores the buffers.
 
     Args:
         task: The task.
@@ -92,7 +105,7 @@ def calls_collectives(task: Task, model: nn.Module, batch: Batch, precision: Pre
     buffers.save()
     try:
         with without_breakpoints(), _Collectives(model) as seen, precision.autocast(batch.valid.device.type):
-            task(model, batch.clone())
+            copy_of_task(task)(model, batch.clone())
     except Exception:  # noqa: BLE001 - the step raises errors of the task
         return True
     finally:

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,7 +33,7 @@ from dtrain.distributed.store import say_to_all
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
 from dtrain.training.state import TrainState
-from dtrain.training.task import ConcludingTask, Evaluation, NotFinite, Output, Task, run_task
+from dtrain.training.task import ConcludingTask, Evaluation, NotFinite, Output, Task, copy_of_task, run_task
 from dtrain.training.tensor_copies import BufferGuard
 
 _PATIENCE = 30.0  # seconds that a rank on which the task has raised waits for the others
@@ -229,7 +228,7 @@ def metric_names(run: TrainState, batch: Batch, wanted: Iterable[str]) -> Metric
 def _add_names(names: set[str], wanted: Iterable[str], run: TrainState, batch: Batch, sets: Sequence[str]) -> None:
     """Adds the names in this rank's result for a micro-batch, as if each set had it."""
     model, device = run.model, run.world.device
-    task, was_training, buffers, sums = _copy_of_task(run.task), model.training, BufferGuard(model), _Sums(device, sets)
+    task, was_training, buffers, sums = copy_of_task(run.task), model.training, BufferGuard(model), _Sums(device, sets)
     buffers.save()
     model.eval()
     seed_generators(device, 0)
@@ -247,18 +246,6 @@ def _add_names(names: set[str], wanted: Iterable[str], run: TrainState, batch: B
         model.train(was_training)
         reshard(model)
         buffers.restore(torch.ones((), dtype=torch.bool, device=device))
-
-
-def _copy_of_task(task: Task) -> Task:
-    """A copy: a task that keeps something of each call for ``conclude`` must not keep rows of training.
-
-    Parameters, such as those of a teacher, are not copied. A task that cannot be copied is returned as it is.
-    """
-    modules = [it for it in (task, *getattr(task, "__dict__", {}).values()) if isinstance(it, nn.Module)]
-    try:
-        return copy.deepcopy(task, {id(p): p for module in modules for p in module.parameters()})
-    except Exception:  # noqa: BLE001 - of the user's objects
-        return task
 
 
 def _sets(loader: ShardLoader) -> Sequence[str]:

@@ -309,7 +309,7 @@ def load_module(module: nn.Module, tensors: Mapping[str, Tensor | StoredTensor],
     Of a sharded module each rank reads and copies only its own part.
 
     Raises:
-        ConfigError: If names or shapes differ, before anything is copied; names the first few.
+        ConfigError: If names, shapes or kinds of dtype differ, or integers do not fit, before anything is copied.
     """
     if problems := weight_problems(module, tensors):
         raise ConfigError(
@@ -350,12 +350,28 @@ def weight_problems(
     for name in own:
         if name in tensors and _kind(stored := _dtype(tensors[name])) != _kind(own[name].dtype):
             problems.append(f"{name} has dtype {dtype_name(stored)}, the model has {dtype_name(own[name].dtype)}")
+        elif name in tensors and (lost := _does_not_fit(tensors[name], stored, own[name].dtype)):
+            problems.append(f"{name} has {lost}")
     more = f" and {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else ""
     return "; ".join(problems[:_MAX_PROBLEMS]) + more
 
 
 def _dtype(tensor: Tensor | StoredTensor) -> torch.dtype:
     return tensor[tuple(slice(0, 0) for _ in tensor.shape)].dtype  # of a stored tensor nothing is read
+
+
+def _does_not_fit(tensor: Tensor | StoredTensor, stored: torch.dtype, own: torch.dtype) -> str:
+    """The range of integers that would wrap in dtype ``own``; ``""`` if they fit. Reads values only if ``own`` is narrower."""
+    if _kind(own) != "integer" or tensor.shape.numel() == 0:
+        return ""
+    wanted, given = torch.iinfo(own), torch.iinfo(stored)
+    if wanted.min <= given.min and given.max <= wanted.max:
+        return ""
+    values = tensor[...].detach().cpu().numpy()  # torch has no minimum of unsigned integers above uint8
+    low, high = int(values.min()), int(values.max())
+    if wanted.min <= low and high <= wanted.max:
+        return ""
+    return f"values from {low} to {high} in {dtype_name(stored)}, which do not fit the model's {dtype_name(own)}"
 
 
 def _kind(dtype: torch.dtype) -> str:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -197,3 +198,15 @@ def png(pixels: np.ndarray) -> bytes:
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()
+
+
+def copy_of_task(task: Task) -> Task:
+    """A copy for a call that must leave no trace in a task that keeps something of each call, such as a queue or counter.
+
+    Parameters, such as those of a teacher, are not copied. A task that cannot be copied is returned as it is.
+    """
+    modules = [it for it in (task, *getattr(task, "__dict__", {}).values()) if isinstance(it, nn.Module)]
+    try:
+        return copy.deepcopy(task, {id(p): p for module in modules for p in module.parameters()})
+    except Exception:  # noqa: BLE001 - of the user's objects
+        return task

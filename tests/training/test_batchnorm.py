@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -16,7 +17,8 @@ from dtrain.config.schema import ParallelConfig
 from dtrain.data import Batch
 from dtrain.data.batch import Rows
 from dtrain.distributed.sharding import is_dtensor, shard_model
-from dtrain.training.batchnorm import ValidRows, fixed_shapes
+from dtrain.precision import Precision
+from dtrain.training.batchnorm import ValidRows, calls_collectives, fixed_shapes
 from dtrain.training.model_setup import checkpoint_activations
 from dtrain.training.task import Output
 from tests.ranks import run_ranks
@@ -254,3 +256,39 @@ def test_a_model_whose_norms_are_all_frozen_gets_every_row() -> None:
     whole = micro_batches(0, 4, masked={0})[0]
     with ValidRows(model).of(whole) as got:
         assert got is whole
+
+
+@pytest.mark.parametrize(
+    "column",
+    [torch.tensor(0.5), 0.5, ["a"], torch.arange(9), {"a": 1}, None],
+    ids=["scalar", "number", "short list", "long tensor", "dict", "None"],
+)
+def test_a_column_without_an_entry_per_row_keeps_the_batch_whole_and_is_named_once(column: object) -> None:
+    whole = micro_batches(0, 4, masked={0})[0]
+    whole["lam"] = column
+    rows = ValidRows(NetWithBatchNorm())
+    with pytest.warns(UserWarning, match="'lam'.*data.tail=drop"), rows.of(whole) as got:
+        assert got is whole
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with rows.of(whole) as got:
+            assert got is whole
+
+
+@pytest.mark.parametrize("masked", [set(), {0}], ids=["full", "masked"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_rows_that_a_hook_masks_are_cut_as_well(masked: set[int], in_place: bool) -> None:
+    whole = micro_batches(0, 4, masked=masked)[0]
+    if in_place:
+        whole.valid[3] = False
+    else:
+        whole.valid = whole.valid & torch.tensor([True, True, True, False])
+    with ValidRows(NetWithBatchNorm()).of(whole) as got:
+        assert got["x"].tolist() == whole["x"][whole.valid].tolist()
+        assert got.valid.all()
+
+
+def test_looking_for_collectives_leaves_a_task_as_it_was() -> None:
+    seen = Seen()
+    assert not calls_collectives(seen, NetWithBatchNorm(), micro_batches(0, 4)[0], Precision("fp32"))
+    assert seen.batches == []

@@ -288,6 +288,28 @@ def test_weights_of_another_model_are_refused_before_anything_is_copied() -> Non
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    ("stored", "own", "fits"),
+    [
+        (torch.tensor([300]), torch.int8, False),
+        (torch.tensor([-1], dtype=torch.int8), torch.uint8, False),
+        (torch.tensor([7, -128]), torch.int8, True),
+        (torch.tensor([200], dtype=torch.uint8), torch.int16, True),
+    ],
+    ids=["too large", "negative", "narrower", "wider"],
+)
+def test_integers_are_loaded_only_if_the_models_dtype_holds_them(stored: Tensor, own: torch.dtype, fits: bool) -> None:
+    model = nn.Module()
+    model.register_buffer("codes", torch.zeros(len(stored), dtype=own))
+    if fits:
+        load_module(model, {"codes": stored}, "the checkpoint")
+        assert model.state_dict()["codes"].tolist() == stored.tolist()
+    else:
+        with refused(ConfigError, "codes has values", str(stored.item()), str(own).removeprefix("torch.")):
+            load_module(model, {"codes": stored}, "the checkpoint")
+        assert not model.state_dict()["codes"].any()
+
+
 def test_of_many_differences_a_few_are_named_and_the_others_counted() -> None:
     with refused(ConfigError, "and 15 more."):
         load_module(nn.Linear(1, 1), {f"layer{n}.weight": torch.zeros(1) for n in range(18)}, "the checkpoint")
