@@ -184,7 +184,7 @@ def test_existing_artefacts_are_measured_beside_the_first_in_fp32(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     in_bf16, in_fp32 = write_costly(tmp_path / "half", "bf16"), write_costly(tmp_path / "full")
-    code, text = run_measure(capsys, in_bf16, in_fp32, "--batch", 2, f"--json={tmp_path / 'cost.json'}")
+    code, text = run_measure(capsys, in_bf16, in_fp32, "--batch", 2, "--trust", f"--json={tmp_path / 'cost.json'}")
     assert code == 0, text
     assert f"{in_bf16}, batch 2: " in text
     cost = json.loads((tmp_path / "cost.json").read_text())

@@ -282,7 +282,9 @@ def test_an_unreachable_server_is_reported_once_and_delays_nothing(tmp_path, hom
     script = f"""
         from pathlib import Path
         from dtrain.config.schema import TrackerConfig
-        from dtrain.tracking import build_sinks, sinks, wandb_sink
+        from dtrain.tracking import build_sinks, open_rank_log, sinks, wandb_sink
+        (Path({str(tmp_path)!r}) / "logs").mkdir()
+        open_rank_log(Path({str(tmp_path)!r}), 0)  # the traceback is in it
         wandb_sink.TIMEOUT, sinks.OPEN_TIMEOUT = 2, 0.5
         tracker = TrackerConfig(name="wandb", mode="online")
         sink = build_sinks(tracker, Path({str(tmp_path)!r}), "digits-12", {{}}, 0)
