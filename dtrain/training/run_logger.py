@@ -277,7 +277,7 @@ def banner_rows(identity: Run, run: TrainState, start: str, last_step: int) -> d
         + (f", {cut}" if cut else ""),
         "model": f"{sum(p.numel() for p in run.model.parameters()):,} parameters, {type(optimizer).__name__}"
         + (" (fused)" if optimizer.defaults.get("fused") else ""),
-        "best checkpoint": _best_checkpoint(cfg.checkpoint),
+        "best": _best_checkpoint(cfg.checkpoint),
         "BatchNorm": f"masked rows are in its statistics ({fixed})" if fixed else "",
         "communication": run.traffic().describe(),
         "versions": f"torch {torch.__version__}, Python {sys.version.split()[0]}",
