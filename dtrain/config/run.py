@@ -309,6 +309,7 @@ def refuse_foreign_links(directory: Path) -> None:
     """
     with as_config_error(f"run.dir: {directory} cannot be read"):
         links = sorted(it for it in directory.iterdir() if it.is_symlink()) if directory.is_dir() else []
+        links = [it for it in links if directory.resolve() not in it.resolve().parents]  # Optuna's lock is such a link
     if links and not (is_run(str(directory)) and _is_own(directory, *_saved_command(directory))):
         raise ConfigError(
             f"run.dir: {links[0]} is a link, so dtrain would write to {links[0].resolve()}, and you have not started a run in "

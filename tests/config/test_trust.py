@@ -67,6 +67,8 @@ def test_a_directory_of_somebody_else_cannot_lead_writes_to_files_of_this_user(t
     folder.mkdir()
     if is_run:
         downloaded(folder)
+    (folder / "journal.log.lock").symlink_to("journal.log")
+    refuse_foreign_links(folder)  # it leads to no other place
     (folder / "checkpoints").symlink_to(tmp_path / "mine")
     with refused(ConfigError, folder / "checkpoints", tmp_path / "mine", "--trust"):
         refuse_foreign_links(folder)
