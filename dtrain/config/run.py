@@ -206,6 +206,7 @@ def recompose(arguments: Sequence[str]) -> list[str]:
 
     The config is composed anew from the saved command line, because group choices such as ``precision=bf16`` cannot be
     applied to a resolved config. A run that this user did not start is refused, unless the arguments have ``--trust``.
+    Arguments with ``--as-typed`` were recomposed by the process that started this one, and are returned without it.
 
     Raises:
         ConfigError: If ``run.dir`` is not given or has no run, ``overrides.yaml`` is damaged, or the run is not trusted.
@@ -235,8 +236,8 @@ def recompose(arguments: Sequence[str]) -> list[str]:
 
 def run_dir_of(arguments: Sequence[str]) -> Path | None:
     """The run directory that a command line names by ``run.dir``."""
-    directory = _run_dir(arguments)
-    return None if directory is None else _as_typed(directory)
+    dirs = [argument.partition("=")[2] for argument in arguments if argument.startswith("run.dir=")]
+    return _as_typed(dirs[-1]) if dirs else None
 
 
 def recompose_if_run(arguments: list[str]) -> list[str]:
@@ -247,18 +248,10 @@ def recompose_if_run(arguments: list[str]) -> list[str]:
     Raises:
         ConfigError: If ``run.dir`` is the only argument and has no run, or as ``recompose``.
     """
-    if AS_TYPED in arguments:
-        return [argument for argument in arguments if argument not in (TRUST, AS_TYPED)]
     typed = [argument for argument in arguments if argument != TRUST]
-    if _uses_saved_command(typed) or (len(typed) == 1 and _run_dir(typed) is not None):
+    if AS_TYPED in typed or _uses_saved_command(typed) or (len(typed) == 1 and run_dir_of(typed) is not None):
         return recompose(arguments)
     return typed
-
-
-def _run_dir(arguments: Sequence[str]) -> str | None:
-    """The value of ``run.dir`` on a command line."""
-    dirs = [argument.partition("=")[2] for argument in arguments if argument.startswith("run.dir=")]
-    return dirs[-1] if dirs else None
 
 
 def chooses_what_to_train(arguments: Sequence[str]) -> bool:
@@ -268,8 +261,8 @@ def chooses_what_to_train(arguments: Sequence[str]) -> bool:
 
 
 def _uses_saved_command(arguments: Sequence[str]) -> bool:
-    directory = _run_dir(arguments)
-    return directory is not None and not chooses_what_to_train(arguments) and is_run(directory)
+    directory = run_dir_of(arguments)
+    return directory is not None and not chooses_what_to_train(arguments) and is_run(str(directory))
 
 
 def _saved_command(directory: Path) -> tuple[bytes, list[str], list[str]]:

@@ -9,6 +9,7 @@ Imports nothing of dtrain or torch: the torchrun process of every job on the mac
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -30,11 +31,27 @@ def end_if_stuck() -> None:
         threading.Thread(target=_watch, name="torchrun", daemon=True).start()
 
 
+def main_frame() -> FrameType | None:
+    """What the main thread executes, for another thread."""
+    ident = threading.main_thread().ident
+    if ident is None:
+        return None
+    # A garbage collection inside sys._current_frames can deadlock the process: github.com/python/cpython/issues/106883,
+    # mended in later patch releases only.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(ident)
+    finally:
+        if collects:
+            gc.enable()
+
+
 def _watch() -> None:
     had_ranks, since, last = False, time.monotonic(), None
     while True:
         time.sleep(_POLL)
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        frame = main_frame()
         is_training = any(_is_rank(child) for child in _children())
         had_ranks |= is_training
         # The frame itself is kept: another call at the same place has another one.

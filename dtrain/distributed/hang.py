@@ -18,7 +18,6 @@
 from __future__ import annotations
 
 import faulthandler
-import gc
 import json
 import logging
 import sys
@@ -30,12 +29,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 
 import torch
 
 from dtrain.config.errors import ConfigError, RankLost, in_brief
 from dtrain.config.schema import ParallelConfig
+from dtrain.config.torchrun_end import main_frame
 from dtrain.config.torchrun_errors import torchrun_is_quiet
 from dtrain.distributed.atomic import open_to_append
 from dtrain.distributed.process_exit import CLEANUP, exit_if_lock_is_held, exit_now, exit_within, in_time
@@ -54,7 +54,7 @@ _LOCK_HELD = 20.0  # beyond the limit, so that other ranks report first
 _TRACKER = 5.0
 _JOIN_TIMEOUT = 1.0
 _PACKAGE = str(Path(__file__).parents[1])
-_DEBUGGERS = ("bdb", "pdb", "pydevd", "_pydevd", "debugpy")  # modules; pydevd is the core of debugpy and PyCharm
+_DEBUGGERS = ("bdb", "pdb", "pydevd", "_pydevd", "debugpy")  # packages; pydevd is the core of debugpy and PyCharm
 _COLLECTIVES = ("torch.distributed", "torch.nn.parallel.distributed")  # modules
 logger = logging.getLogger("dtrain")
 
@@ -282,31 +282,16 @@ class HangWatch:
 
 def _place_at_start() -> Place:
     """A place that moves unless the main thread is still in the same call of ``torch.distributed``."""
-    frame = _main_frame()
+    frame = main_frame()
     module = frame.f_globals.get("__name__", "") if frame is not None else ""
     return Place(0, (), frame if frame is not None and module.startswith(_COLLECTIVES) else object())
 
 
-def _main_frame() -> FrameType | None:
-    ident = threading.main_thread().ident
-    if ident is None:
-        return None
-    # A garbage collection inside sys._current_frames can deadlock the process: github.com/python/cpython/issues/106883,
-    # mended in later patch releases only.
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        return sys._current_frames().get(ident)
-    finally:
-        if collects:
-            gc.enable()
-
-
 def _is_debugged() -> bool:
     """Whether the main thread is at the prompt of a debugger, or was started by one."""
-    frame = _main_frame()
+    frame = main_frame()
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(_DEBUGGERS):
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in _DEBUGGERS:
             return True
         frame = frame.f_back
     return False
@@ -314,7 +299,7 @@ def _is_debugged() -> bool:
 
 def _main_thread() -> str:
     """The function that the main thread is in, and the functions of dtrain that called it."""
-    stack = traceback.extract_stack(_main_frame())
+    stack = traceback.extract_stack(main_frame())
     path = [call.name for call in stack if call.filename.startswith(_PACKAGE)]
     at = f"{stack[-1].name} ({Path(stack[-1].filename).name}:{stack[-1].lineno})"
     return f"in {at}, called by {' > '.join(path[-4:])}" if path else f"in {at}"

@@ -63,8 +63,8 @@ class ValidRows:
         elif kept >= 2:
             if not self._said:
                 warnings.warn(
-                    f"the batch's {', '.join(map(repr, others))} has not one entry per row ({len(batch.valid)}), so "
-                    "batches with masked rows stay whole, and these rows are in the BatchNorm statistics. Add tensors or lists "
+                    f"the batch has {len(batch.valid)} rows, and {', '.join(map(repr, others))} does not have one entry per "
+                    "row. Batches with masked rows stay whole, and these rows enter the BatchNorm statistics. Add tensors or lists "
                     "with one entry per row, or set data.tail=drop to avoid short batches.",
                     stacklevel=2,
                 )

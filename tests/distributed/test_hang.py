@@ -358,9 +358,16 @@ def test_looking_at_the_main_thread_cannot_deadlock_with_a_garbage_collection() 
         starter.start()
         for _ in range(200):
             Garbage()
-            hang._main_frame()
+            hang.main_frame()
         done.set()
         starter.join()
         assert gc.isenabled()
 
     run_ranks(1, look, init=False, timeout=60)
+
+
+@pytest.mark.parametrize(("module", "debugged"), [("bdb", True), ("pydevd.core", True), ("pdb_files", False)])
+def test_only_a_debugger_makes_the_main_thread_wait(module: str, debugged: bool) -> None:
+    frames = {"__name__": module, "look": hang._is_debugged}
+    exec("found = look()", frames)
+    assert frames["found"] == debugged
