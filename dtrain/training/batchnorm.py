@@ -64,8 +64,8 @@ class ValidRows:
             if not self._said:
                 warnings.warn(
                     f"the batch has {len(batch.valid)} rows, and {', '.join(map(repr, others))} does not have one entry per "
-                    "row. Batches with masked rows stay whole, and these rows enter the BatchNorm statistics. Add tensors or lists "
-                    "with one entry per row, or set data.tail=drop to avoid short batches.",
+                    "row. Batches with masked rows stay whole, and these rows enter the BatchNorm statistics. Add tensors "
+                    "or lists with one entry per row, or set data.tail=drop to avoid short batches.",
                     stacklevel=2,
                 )
             self._said = True
