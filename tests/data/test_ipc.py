@@ -81,6 +81,7 @@ def test_every_third_batch_kept_in_random_order() -> None:
 
 
 def test_slots_survive_epochs_and_are_unmapped_with_the_loader() -> None:
+    gc.collect()  # loaders of other tests
     before = mapped_files()
     loader = make_loader()
     for _ in range(4):
