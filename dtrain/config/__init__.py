@@ -12,7 +12,6 @@ In reading order:
 * ``safe_yaml``: YAML that somebody else may have written.
 * ``directions``: whether a larger or a smaller value of a metric is better.
 * ``instantiate``: objects from ``_target_`` nodes.
-* ``renamed_keys``: keys of earlier versions, and their new names.
 * ``errors``: errors that are shown without a traceback.
 * ``cache_dir``: where rebuildable files are cached.
 """

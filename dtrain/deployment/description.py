@@ -113,8 +113,7 @@ class Description:
                 source=dict(content["source"]),
                 versions=dict(content["versions"]),
                 channels_last=bool(content["channels_last"]),
-                # Artefacts of earlier versions do not have it.
-                tokenizer=str(content["tokenizer"]) if content.get("tokenizer") is not None else None,
+                tokenizer=str(content["tokenizer"]) if content["tokenizer"] is not None else None,
             )
             return description, str(content["sha256"]), text
         except ConfigError:

@@ -28,8 +28,8 @@ _NOT_COMPARED = ("run.name", "run.dir", "launch", "tracker", "hydra")  # they do
 _MAX_SETTINGS = 8  # columns that fit into a table
 _MAX_TEXT, _HALF_TEXT = 32, 15  # characters of a value, and of each end of a longer one
 _MAX_LABEL = 60  # characters
-# Directories that dtrain names: ``digits-1a2b3c4d``, and ``digits-optimizer.lr=0.1`` by earlier versions.
-_GENERATED_NAME = re.compile(r"-[0-9a-f]{8}$|=")
+# Directories that dtrain names, such as ``digits-1a2b3c4d``.
+_GENERATED_NAME = re.compile(r"-[0-9a-f]{8}$")
 
 
 @dataclass(frozen=True, eq=False)

@@ -518,12 +518,9 @@ def test_a_manifest_of_any_size_is_not_read(tmp_path: Path) -> None:
         verify_folder(folder)
 
 
-@pytest.mark.parametrize("version", ["of today", "with its step among the counters"])
-def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(tmp_path: Path, version: str) -> None:
+def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(10, content(10.0))
-    if version != "of today":
-        rewrite(checkpoints.path(10), lambda state: state.update(counters={"step": state.pop("step")}))
     shutil.copytree(checkpoints.path(10), checkpoints.path(500))
     newest, problems = checkpoints.newest_good()
     assert newest == 10
