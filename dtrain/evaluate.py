@@ -26,9 +26,9 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from dtrain.config import compose
+from dtrain.config.bounded_files import parse_yaml, read_bounded
 from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.run import Run, recompose, refuse_hidden, take, without_secrets
-from dtrain.config.safe_yaml import parse_yaml, read_bounded
 from dtrain.config.schema import Config
 from dtrain.config.trust import TRUST, is_marked, require_harmless
 from dtrain.data import ShardLoader

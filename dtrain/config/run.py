@@ -26,11 +26,10 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
+from dtrain.config.bounded_files import parse_yaml, read_bounded
 from dtrain.config.cache_dir import cache_dir
 from dtrain.config.compose import Composed, portable, rank, resolved
-from dtrain.config.directions import direction
 from dtrain.config.errors import HIDDEN, SECRET_KEY, ConfigError, as_config_error, without_secrets_in
-from dtrain.config.safe_yaml import parse_yaml, read_bounded
 from dtrain.config.schema import Config
 from dtrain.config.trust import AS_TYPED, TRUST, content_with_folders, is_marked, mark
 
@@ -100,8 +99,7 @@ class Run:
                 + "".join(f"    {line}\n" for line in forbidden)
                 + "  Set another run.dir (or run.name), or go back to the values on the left."
             )
-        saved, ours = (_with_direction(_with_effect(config)) for config in (saved, ours))
-        return list(_differences(saved, ours, _defaults()))
+        return list(_differences(_with_effect(saved), _with_effect(ours), _defaults()))
 
     def files(self) -> dict[str, dict[str, Any]]:
         """Name and content of ``config.yaml`` (resolved) and ``overrides.yaml`` (the command line), without secrets."""
@@ -446,16 +444,6 @@ def _with_effect(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         for key, value in config.items()
         if f"{prefix}{key}" not in WITHOUT_EFFECT_ON_THE_RESULT
     }
-
-
-def _with_direction(config: dict[str, Any]) -> dict[str, Any]:
-    """A copy with the direction that ``checkpoint.best_mode: null`` stands for, and with null where there is no metric."""
-    checkpoint = config.get("checkpoint")
-    if not isinstance(checkpoint, Mapping):
-        return config
-    best = checkpoint.get("best")
-    mode = (checkpoint.get("best_mode") or direction(str(best))) if best else None
-    return {**config, "checkpoint": {**checkpoint, "best_mode": mode}}
 
 
 def _has_no_effect(override: str) -> bool:

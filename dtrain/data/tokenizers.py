@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from dtrain.config.safe_yaml import read_json
+from dtrain.config.bounded_files import read_json
 from dtrain.distributed.atomic import replace_file
 
 #: Name of the vocabulary file.

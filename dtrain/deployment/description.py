@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dtrain.config.bounded_files import MAX_JSON_BYTES, read_bounded
 from dtrain.config.errors import ConfigError
-from dtrain.config.safe_yaml import MAX_JSON_BYTES, read_bounded
 from dtrain.deployment.fold_cast import Pair
 from dtrain.deployment.program import ImageInput, RowSpec
 

@@ -85,9 +85,7 @@ class Goal:
         metric = run.config.get("checkpoint.best")
         if not isinstance(metric, str):
             return None
-        mode = run.config.get("checkpoint.best_mode")
-        if mode != "min" and not any(it.lstrip("+").startswith("checkpoint.best_mode=") for it in run.overrides):
-            mode = direction(metric) or mode  # max was the default for every metric once
+        mode = run.config.get("checkpoint.best_mode") or direction(metric)
         return cls(metric, mode == "max") if mode in ("max", "min") else None
 
     @classmethod

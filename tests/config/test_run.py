@@ -109,20 +109,6 @@ def test_other_changes_are_allowed_and_listed(tmp_path: Path) -> None:
     assert compose_run(f"run.dir={tmp_path}", "run.name=x", "tracker=none", "train.log_every=3").changes() == []
 
 
-def test_a_run_of_before_directions_followed_names_is_told_that_its_best_checkpoint_is_another_one(
-    tmp_path: Path,
-) -> None:
-    by_loss = (f"run.dir={tmp_path}", "checkpoint.best=eval/loss")
-    save_run(compose_run(*by_loss))
-    config = tmp_path / "config.yaml"
-    config.write_text(config.read_text().replace("best_mode: null", "best_mode: max"))  # the default then
-    assert compose_run(*by_loss).changes() == ['checkpoint.best_mode: "max" -> "min"']
-    assert compose_run(*by_loss, "checkpoint.best_mode=max").changes() == []
-    assert compose_run(f"run.dir={tmp_path}").changes() == [
-        'checkpoint.best: "eval/loss" -> "eval/accuracy"',
-    ]
-
-
 def test_no_secret_reaches_the_run_directory(tmp_path: Path) -> None:
     run = compose_run(f"run.dir={tmp_path}", "+model.api_key=hunter2", "+task.auth.token=hunter3")
     save_run(run)
