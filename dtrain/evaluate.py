@@ -26,10 +26,9 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from dtrain.config import compose
+from dtrain.config.bounded_files import parse_yaml, read_bounded
 from dtrain.config.errors import ConfigError, as_config_error
-from dtrain.config.renamed_keys import rename_keys
 from dtrain.config.run import Run, recompose, refuse_hidden, take, without_secrets
-from dtrain.config.safe_yaml import parse_yaml, read_bounded
 from dtrain.config.schema import Config
 from dtrain.config.trust import TRUST, is_marked, require_harmless
 from dtrain.data import ShardLoader
@@ -196,9 +195,7 @@ def recompose_artefact(folder: Path, arguments: Sequence[str], presets: Path) ->
     if chosen := typed & {"run.dir", "precision", "model"}:
         raise ConfigError(f"{min(chosen)}: an artefact has its own. Leave out either this key or artefact=.")
     if not path.is_file():
-        raise ConfigError(
-            f"artefact: {folder} has no {path.name}, which earlier versions did not write. Export the run again."
-        )
+        raise ConfigError(f"artefact: {folder} has no {path.name}. Export the run again.")
     try:
         text = read_bounded(path)
         content = parse_yaml(text)
@@ -206,10 +203,9 @@ def recompose_artefact(folder: Path, arguments: Sequence[str], presets: Path) ->
         raise ConfigError(f"artefact: {path} cannot be read ({error}). Export the run again.") from error
     if not isinstance(content, dict):
         raise ConfigError(f"artefact: {path} does not hold a config. Export the run again.")
-    saved = rename_keys(content)
     config: dict[str, Any] = {}
     for key in _OF_ARTEFACT:
-        plain: Any = saved
+        plain: Any = content
         for part in key.split("."):
             plain = plain.get(part) if isinstance(plain, Mapping) else None
         # A path in it was on another machine.

@@ -23,7 +23,7 @@ from dtrain.config.compose import Composed
 from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.run import Run, recompose, take, without_secrets
 from dtrain.config.schema import Config
-from dtrain.data.tokenizers import VOCABULARY, Tokenizer
+from dtrain.data.tokenizers import Tokenizer
 from dtrain.deployment import artefact, benchmark
 from dtrain.deployment.compare import ModuleError, Tolerance, compare, compare_modules, require_close
 from dtrain.deployment.description import DESCRIPTION, DTYPES, Description, export_summary
@@ -272,13 +272,6 @@ def _tokenizer(cfg: Config) -> Tokenizer | None:
     """The tokenizer of the training shards, if the task needs it."""
     corpus = corpus_beside(cfg.data) if build.takes_corpus(cfg.task) else None
     if corpus is None:
-        return None
-    if not (corpus.folder / VOCABULARY).is_file() and corpus.tokenizer_identity.startswith("tokenizers:"):
-        # Shards of earlier versions; their models can be exported nevertheless.
-        _print_progress(
-            f"without a tokenizer, so dtrain.predict --prompt is not possible: {corpus.folder} has no {VOCABULARY}. Pack the "
-            "text again, which writes it, and export again."
-        )
         return None
     with as_config_error("export"):
         return corpus.tokenizer()

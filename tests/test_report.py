@@ -401,15 +401,6 @@ def test_a_long_run_stays_a_small_file(tmp_path: Path) -> None:
     assert make_report(run).stat().st_size < 2_000_000
 
 
-def test_a_run_of_an_earlier_version_has_no_gaps(tmp_path: Path) -> None:
-    old = Path(__file__).parent / "data_files" / "run_of_version_0_1_0"
-    assert main([str(old), "--out", str(tmp_path / "report.html")]) == 0
-    page = Page(tmp_path / "report.html")
-    assert "Missing or damaged" not in page.text
-    assert page.rows["state"] == ["finished"]
-    assert len(page.charts) >= 9
-
-
 @pytest.mark.slow  # the run
 def test_a_real_run_has_no_gaps(finished_run: Path, tmp_path: Path) -> None:
     out = tmp_path / "report.html"

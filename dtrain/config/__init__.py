@@ -9,10 +9,9 @@ In reading order:
 * ``torchrun_errors``: what torchrun shows when a rank fails; ``torchrun_end``: it ends though it has lost the other machines.
 * ``run``: the run's name, its directory and saved config, which configs may resume it, and its command line.
 * ``trust``: which files this user wrote, and what is used of those that somebody else wrote.
-* ``safe_yaml``: YAML that somebody else may have written.
+* ``bounded_files``: YAML and JSON files that somebody else may have written.
 * ``directions``: whether a larger or a smaller value of a metric is better.
 * ``instantiate``: objects from ``_target_`` nodes.
-* ``renamed_keys``: keys of earlier versions, and their new names.
 * ``errors``: errors that are shown without a traceback.
 * ``cache_dir``: where rebuildable files are cached.
 """

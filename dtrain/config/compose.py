@@ -34,6 +34,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dtrain.config import schema
+from dtrain.config.bounded_files import read_json
 from dtrain.config.cache_dir import cache_dir
 from dtrain.config.errors import (
     HIDDEN,
@@ -48,7 +49,6 @@ from dtrain.config.errors import (
 )
 from dtrain.config.explain import check_arguments, check_keys, explain, options_last
 from dtrain.config.merge import replacing_nodes
-from dtrain.config.safe_yaml import read_json
 from dtrain.config.torchrun_errors import EXIT_USAGE, record_failure, torchrun_is_quiet
 from dtrain.config.trust import AS_TYPED, TRUST
 

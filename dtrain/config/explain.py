@@ -5,7 +5,7 @@ The mistakes that users make, in the order of this file:
 1. An argument that cannot be parsed, or that Hydra would misunderstand: an option for a key (``--precision=bf16``), or a
    pattern that the shell has expanded to several values of one key. A preset that is not YAML.
 2. A preset that does not exist, or lacks its ``# @package _global_``.
-3. A misspelt or renamed key.
+3. A misspelt key.
 4. A key in the wrong group, such as ``max_steps=3`` for ``train.max_steps=3``.
 5. A value of the wrong type, or a section that is set to a value.
 
@@ -37,7 +37,6 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from dtrain.config.errors import ConfigError, nearest
 from dtrain.config.merge import CLASS_GROUPS, replacing_nodes
-from dtrain.config.renamed_keys import RENAMED_KEYS
 from dtrain.config.schema import Config, key_types
 
 _PACKAGE = re.compile(r"(\s*#\s*@.*\n)*\s*#\s*@package\b")  # Hydra's header ends at the first line that is not `# @`
@@ -194,7 +193,7 @@ def _explain_key(error: Exception, preset: str | None, arguments: Sequence[str],
         return f"{where}{key}: {(reason[0] if reason else text.splitlines()[0]).rstrip('.')}. {_wanted(key)}"
     if key in _groups(folders) and key not in key_types(Config):
         return f"{where}{key} is a group, not a key. Choose from it in the defaults of a preset: `- {key}/NAME`."
-    return f"{where}{_renamed(key) or _no_such_key(key, arguments, folders)}"
+    return f"{where}{_no_such_key(key, arguments, folders)}"
 
 
 def _no_such_key(key: str, arguments: Sequence[str], folders: Sequence[Path]) -> str:
@@ -261,16 +260,12 @@ def _check_section(node: DictConfig, kind: type, prefix: str) -> None:
     hints = key_types(kind)
     for key in map(str, node):
         if key not in hints:
-            message = f"{prefix}{key}: there is no such key. {nearest(key, hints)}{'' if prefix else _own_value(key)}"
-            raise ConfigError(_renamed(prefix + key) or message)
+            own = "" if prefix else _own_value(key)
+            raise ConfigError(f"{prefix}{key}: there is no such key. {nearest(key, hints)}{own}")
         if dataclasses.is_dataclass(hints[key]):
             child = node._get_node(key)
             if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
                 _check_section(child, hints[key], f"{prefix}{key}.")
-
-
-def _renamed(key: str) -> str | None:
-    return f"{key}: this key was renamed. Write {RENAMED_KEYS[key]} instead." if key in RENAMED_KEYS else None
 
 
 def _sections(kind: type, prefix: str = "") -> Iterator[tuple[str, type]]:

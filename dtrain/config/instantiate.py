@@ -37,13 +37,6 @@ _DISTRIBUTIONS = {
     "yaml": "PyYAML",
 }
 
-#: Classes that moved, old path to new path. Looked up when an object is built, after the config was hashed and compared, so
-#: that neither the name nor the identity of a run changes.
-MOVED_TARGETS = {
-    "dtrain.data.color_jitter.ColorJitter": "dtrain.data.augment.ColorJitter",
-    "dtrain.data.torchvision_transform.TorchvisionTransform": "dtrain.data.augment.TorchvisionTransform",
-    "dtrain.models.transformer.GPT": "dtrain.models.gpt.GPT",
-}
 _OF_HYDRA = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 
 
@@ -142,7 +135,7 @@ def _texts(place: str, value: Any) -> Iterator[tuple[str, str]]:
 def argument_names(target: Any) -> list[str]:
     """Names that a ``_target_`` takes as keyword arguments, in its order; [] if it cannot be imported or has no signature."""
     with suppress(Exception):  # ``by_target`` reports it
-        parameters = inspect.signature(get_object(MOVED_TARGETS.get(target, target))).parameters.values()
+        parameters = inspect.signature(get_object(target)).parameters.values()
         return [it.name for it in parameters if it.kind in (it.POSITIONAL_OR_KEYWORD, it.KEYWORD_ONLY)]
     return []
 
@@ -150,7 +143,7 @@ def argument_names(target: Any) -> list[str]:
 def argument_defaults(target: Any) -> dict[str, Any]:
     """The default of each keyword argument that has one, of a ``_target_``; {} if it has no signature."""
     with suppress(Exception):  # ``by_target`` reports it
-        parameters = inspect.signature(get_object(MOVED_TARGETS.get(target, target))).parameters.values()
+        parameters = inspect.signature(get_object(target)).parameters.values()
         return {it.name: it.default for it in parameters if it.default is not it.empty}
     return {}
 
@@ -190,7 +183,7 @@ def _check_call(place: str, node: DictConfig, positional: int, keywords: Mapping
 
     Args:
         place: The node's place in the config.
-        node: The node; the old name of a class that moved is replaced in it.
+        node: The node.
         positional: Number of positional arguments that are added.
         keywords: Keyword arguments that are added.
     """
@@ -201,8 +194,6 @@ def _check_call(place: str, node: DictConfig, positional: int, keywords: Mapping
     path = node["_target_"]
     if not isinstance(path, str):
         raise ConfigError(f"{place}._target_: got {path!r}, want a dotted path, such as package.module.Class.")
-    if path in MOVED_TARGETS:
-        path = node["_target_"] = MOVED_TARGETS[path]
     try:
         reason = why_missing(path)
     except Exception as error:  # of the module itself

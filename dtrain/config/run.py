@@ -26,12 +26,10 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
+from dtrain.config.bounded_files import parse_yaml, read_bounded
 from dtrain.config.cache_dir import cache_dir
 from dtrain.config.compose import Composed, portable, rank, resolved
-from dtrain.config.directions import direction
 from dtrain.config.errors import HIDDEN, SECRET_KEY, ConfigError, as_config_error, without_secrets_in
-from dtrain.config.renamed_keys import RENAMED_KEYS, rename_keys, rename_override
-from dtrain.config.safe_yaml import parse_yaml, read_bounded
 from dtrain.config.schema import Config
 from dtrain.config.trust import AS_TYPED, TRUST, content_with_folders, is_marked, mark
 
@@ -93,7 +91,7 @@ class Run:
         path = self.dir / _CONFIG
         if not path.exists():
             return []
-        saved, ours = rename_keys(_mapping(path)), self.config
+        saved, ours = _mapping(path), self.config
         forbidden = list(_differences(_identity(saved), _identity(ours)))
         if forbidden:
             raise ConfigError(
@@ -101,8 +99,7 @@ class Run:
                 + "".join(f"    {line}\n" for line in forbidden)
                 + "  Set another run.dir (or run.name), or go back to the values on the left."
             )
-        saved, ours = (_with_direction(_with_effect(config)) for config in (saved, ours))
-        return list(_differences(saved, ours, _defaults()))
+        return list(_differences(_with_effect(saved), _with_effect(ours), _defaults()))
 
     def files(self) -> dict[str, dict[str, Any]]:
         """Name and content of ``config.yaml`` (resolved) and ``overrides.yaml`` (the command line), without secrets."""
@@ -124,7 +121,7 @@ class Run:
     def command(self) -> list[str]:
         """What was typed to start the run in the directory, for other people as in ``published``; [] if that is not known."""
         saved = _mapping(self.dir / _OVERRIDES).get("overrides") if (self.dir / _OVERRIDES).exists() else None
-        typed = [rename_override(str(override)) for override in saved] if isinstance(saved, list) else []
+        typed = [str(override) for override in saved] if isinstance(saved, list) else []
         return [_rewritten(override, without_folders) for override in typed if not _has_no_effect(override)]
 
     def saved_value(self, key: str) -> Any:
@@ -134,14 +131,14 @@ class Run:
         """
         if not (self.dir / _CONFIG).exists() or not (self.dir / _OVERRIDES).exists():
             return None
-        typed = [rename_override(str(override)) for override in _mapping(self.dir / _OVERRIDES).get("overrides") or []]
+        typed = [str(override) for override in _mapping(self.dir / _OVERRIDES).get("overrides") or []]
         # A section can be set as a whole, so every override in it counts.
         prefix = ".".join(key.split(".")[:2])
         if [it for it in typed if it.lstrip("+").startswith(prefix)] != [
             _without_secrets(it) for it in self.overrides if it.lstrip("+").startswith(prefix)
         ]:
             return None
-        value: Any = rename_keys(_mapping(self.dir / _CONFIG))
+        value: Any = _mapping(self.dir / _CONFIG)
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return value
@@ -229,7 +226,7 @@ def recompose(arguments: Sequence[str]) -> list[str]:
         _require_own(path.parent, content, overrides, config_dirs)
     # How a start resumes is not part of the run.
     left_out = {*new, "run.resume"}
-    old = [it for it in map(rename_override, overrides) if it.partition("=")[0] not in left_out]
+    old = [it for it in overrides if it.partition("=")[0] not in left_out]
     folders = [part for folder in config_dirs for part in ("--config-dir", str(folder))]
     return [*folders, *old, *arguments]
 
@@ -430,8 +427,6 @@ def _typed_value(value: Any) -> str:
 def _digest(config: Mapping[str, Any]) -> str:
     # Without keys at their default, so that a key of a later version does not change the name of every run.
     changed = _changed(_with_effect(config), _defaults())
-    # With the old names of renamed keys, so that a default name survives a renaming.
-    changed = rename_keys(changed, {new: old for old, new in RENAMED_KEYS.items()})
     return hashlib.sha256(json.dumps(_with_text_keys(changed), sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
@@ -449,16 +444,6 @@ def _with_effect(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         for key, value in config.items()
         if f"{prefix}{key}" not in WITHOUT_EFFECT_ON_THE_RESULT
     }
-
-
-def _with_direction(config: dict[str, Any]) -> dict[str, Any]:
-    """A copy with the direction that ``checkpoint.best_mode: null`` stands for, and with null where there is no metric."""
-    checkpoint = config.get("checkpoint")
-    if not isinstance(checkpoint, Mapping):
-        return config
-    best = checkpoint.get("best")
-    mode = (checkpoint.get("best_mode") or direction(str(best))) if best else None
-    return {**config, "checkpoint": {**checkpoint, "best_mode": mode}}
 
 
 def _has_no_effect(override: str) -> bool:

@@ -174,15 +174,13 @@ class DatasetIndex(Index):
         }
 
     def difference(self, other: Mapping[str, Any]) -> str:
-        """As ``Index.difference``; of a description without ``shards_fingerprint``, as earlier versions wrote it, the
-        fingerprint is that of the shards, and is compared as such."""
-        theirs = other.get("shards_fingerprint", other.get("fingerprint"))
-        if theirs == self.shards_fingerprint and other["fingerprint"] not in (theirs, self.fingerprint):
+        """As ``Index.difference``; says so if only the samples in the shards differ."""
+        if other.get("shards_fingerprint") == self.shards_fingerprint and other["fingerprint"] != self.fingerprint:
             return (
                 "shards of the same names, sizes and sample counts, but other keys or member sizes in them: they were packed "
                 "again, with other samples or in another order."
             )
-        return "" if theirs == self.shards_fingerprint else super().difference(other)
+        return super().difference(other)
 
 
 def _restore(

@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import astuple, replace
 from typing import Any
@@ -20,9 +19,7 @@ from typing import Any
 from dtrain.data.order import EpochOrder, Layout, Recipe, choose_lanes
 from dtrain.data.source import Index
 
-logger = logging.getLogger("dtrain")
-# Version 1 had a fingerprint of shards that did not cover the keys and sizes of their members.
-_VERSION, _READABLE = 2, (1, 2)
+_VERSION = 2
 
 
 class Position:
@@ -123,11 +120,6 @@ class Position:
                 The position is then unchanged.
         """
         self._check(state)
-        if state["data"]["fingerprint"] != self._index.fingerprint:
-            logger.info(
-                "the state of the loader is of version 1: the names, sizes and sample counts of the shards are equal, but it "
-                "does not know the keys and sizes of their members. The next state will"
-            )
         layouts = [Layout(*layout) for layout in state["layouts"]]
         begun = Recipe(state["seed"], state["shuffle"], state["window"], state["tail"])
         batch = self.layout.global_batch_size
@@ -150,7 +142,7 @@ class Position:
 
     def _check(self, state: Mapping[str, Any]) -> None:
         missing = sorted({"version", "data", "seed", "shuffle", "window", "tail", "epoch", "layouts"} - set(state))
-        if missing or state["version"] not in _READABLE:
+        if missing or state["version"] != _VERSION:
             raise ValueError(
                 f"not the state of a loader: version {state.get('version')!r} (want {_VERSION}), missing keys: "
                 f"{', '.join(missing) or 'none'}."

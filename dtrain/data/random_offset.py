@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from dtrain.config.safe_yaml import read_json
+from dtrain.config.bounded_files import read_json
 from dtrain.data.fields import SampleError
 from dtrain.data.randomness import hash64
 from dtrain.data.shard_source import MAX_MEMBER_BYTES, ShardSampleReader, ShardSource

@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from dtrain.config.safe_yaml import read_json
+from dtrain.config.bounded_files import read_json
 from dtrain.distributed.atomic import replace_file
 
 #: Name of the vocabulary file.
 VOCABULARY = "vocabulary.json"
 # Usual names of the end-of-text token, in order of priority.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-#: Name of the file that describes the rows; shards of versions before the vocabulary file have it alone.
+#: Name of the file that describes the rows.
 DATASET = "dataset.json"
 
 
@@ -226,7 +226,7 @@ class Corpus:
         vocab_size: Size of the vocabulary.
         end_of_text: The token that follows each document; None: the vocabulary has none.
         padding: The token that fills rows; None: rows are full.
-        bytes_per_token: Average number of bytes of text per token; None: unknown.
+        bytes_per_token: Average number of bytes of text per token; None: tokens are bytes.
     """
 
     # No dataclass: Hydra would make a mapping of an argument that is one.
@@ -265,11 +265,12 @@ class Corpus:
         try:
             stored = read_json(path)
             identity, vocab_size, end = str(stored["tokenizer"]), int(stored["vocab_size"]), stored["end_of_text"]
+            bytes_per_token = stored["bytes_per_token"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path} does not describe the tokens of a text ({type(error).__name__}: {error}). Pack the text again."
             ) from error
-        return cls(path.parent, identity, vocab_size, end, stored.get("padding"), stored.get("bytes_per_token"))
+        return cls(path.parent, identity, vocab_size, end, stored.get("padding"), bytes_per_token)
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises as ``Tokenizer.load``."""
@@ -283,8 +284,7 @@ tokenizer_of = functools.cache(Tokenizer)
 def _read_vocabulary(path: Path) -> tuple[Path, dict[str, Any]]:
     """The vocabulary file of a path, and its content."""
     if path.is_dir():
-        names = [name for name in (VOCABULARY, DATASET) if (path / name).exists()]
-        path /= names[0] if names else VOCABULARY
+        path /= VOCABULARY
     try:
         stored = read_json(path)
     except FileNotFoundError as error:

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dtrain.config.bounded_files import MAX_JSON_BYTES, read_bounded
 from dtrain.config.errors import ConfigError
-from dtrain.config.safe_yaml import MAX_JSON_BYTES, read_bounded
 from dtrain.deployment.fold_cast import Pair
 from dtrain.deployment.program import ImageInput, RowSpec
 
@@ -113,8 +113,7 @@ class Description:
                 source=dict(content["source"]),
                 versions=dict(content["versions"]),
                 channels_last=bool(content["channels_last"]),
-                # Artefacts of earlier versions do not have it.
-                tokenizer=str(content["tokenizer"]) if content.get("tokenizer") is not None else None,
+                tokenizer=str(content["tokenizer"]) if content["tokenizer"] is not None else None,
             )
             return description, str(content["sha256"]), text
         except ConfigError:

@@ -24,9 +24,9 @@ import torch
 import yaml
 
 from dtrain import __version__
+from dtrain.config.bounded_files import read_json
 from dtrain.config.errors import ConfigError
 from dtrain.config.run import without_folders
-from dtrain.config.safe_yaml import read_json
 from dtrain.config.schema import ExportConfig
 from dtrain.data.hub import LOGIN, HubModel, hub_errors, is_hub_url, sha256
 from dtrain.data.tokenizers import VOCABULARY

@@ -1,4 +1,4 @@
-"""Writing and reading files of a run directory: atomic replacement, appending, and nothing through links or pipes.
+"""Writing files of a run directory: atomic replacement, appending, locks, and nothing through links or pipes.
 
 * New content is *staged* beside its destination as ``.NAME.staged``, synced to the disk and renamed into place. After a kill
   or a power cut, the whole old or the whole new content exists.
@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import stat
@@ -19,7 +20,12 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, Any, BinaryIO
+
+from dtrain.config.bounded_files import open_regular, regular_descriptor
+
+#: Errors of a file system without locks.
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextmanager
@@ -133,7 +139,7 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-# -- appending, reading, cutting
+# -- appending, locking, cutting
 
 
 def open_to_append(path: Path) -> BinaryIO:
@@ -142,16 +148,32 @@ def open_to_append(path: Path) -> BinaryIO:
     Raises:
         OSError: On a failure; also if it is a symbolic link or not a regular file.
     """
-    return os.fdopen(_open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW), "ab")
+    return os.fdopen(regular_descriptor(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW), "ab")
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Opens a regular file, or a link to one, for reading.
+def try_lock(file: IO[Any], *, shared: bool = False, without_locks: bool = True) -> bool:
+    """Locks an open file until it is closed, unless another process holds its lock. Does not wait.
+
+    Args:
+        file: The file.
+        shared: Whether several processes may hold the lock together.
+        without_locks: The answer on a file system without locks.
+
+    Returns:
+        Whether this process holds the lock.
 
     Raises:
-        OSError: On a failure; also if it is not a regular file, such as a pipe, which would block the caller.
+        OSError: If locking fails for another reason than these.
     """
-    return os.fdopen(_open_regular(path, os.O_RDONLY), "rb")
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        return without_locks
+    return True
 
 
 def cut_lines(path: Path, is_kept: Callable[[bytes], bool]) -> int:
@@ -185,25 +207,6 @@ def cut_lines(path: Path, is_kept: Callable[[bytes], bool]) -> int:
             with replace_file(path) as new:
                 new.writelines(line for line in lines if is_kept(line))
     return number
-
-
-def _open_regular(path: Path, flags: int) -> int:
-    try:
-        # O_NONBLOCK: opening a pipe does not wait for its other end.
-        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise _not_regular(path) from error
-        raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise _not_regular(path)
-    return descriptor
-
-
-def _not_regular(path: Path) -> OSError:
-    kind = "a symbolic link" if path.is_symlink() else "not a regular file"
-    return OSError(errno.EINVAL, f"it is {kind}, so dtrain does not use it. Delete or replace it", str(path))
 
 
 def fsync_path(path: Path) -> None:

@@ -20,14 +20,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from dtrain.config.bounded_files import open_regular
 from dtrain.config.errors import ConfigError, as_config_error
-from dtrain.distributed.atomic import open_regular, open_to_append
+from dtrain.distributed.atomic import NO_LOCKS, open_to_append
 from dtrain.distributed.collectives import from_rank0
 
 # Seconds. A killed trainer's children end within seconds; an NFS server drops a dead client's locks after its lease,
 # often 90 s.
 _WAIT_HERE, _WAIT_ELSEWHERE = 15.0, 120.0
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system
 #: Environment variable with the id of a start, by which a launcher recognises its own start as the holder of the lock.
 START_ID = "DTRAIN_START_ID"
 _MOST_HOLDER = 4096  # bytes; a holder has about a hundred
@@ -70,7 +70,7 @@ def file_lock(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in NO_LOCKS:
                 raise
         try:
             yield
@@ -78,25 +78,6 @@ def file_lock(path: Path) -> Iterator[None]:
             # Closing is not enough: a process that was forked in the meantime has the file open too.
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_UN)
-
-
-def try_lock(file: BinaryIO) -> bool:
-    """Locks an open file until it is closed, unless another process holds its lock. Does not wait.
-
-    Returns:
-        False if another process holds the lock; True also on a file system without locks.
-
-    Raises:
-        OSError: If locking fails for another reason.
-    """
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-    return True
 
 
 class RunLock:
@@ -204,7 +185,7 @@ class RunLock:
                     is_noted = True
                 time.sleep(0.5)
             except OSError as error:
-                if error.errno not in _NO_LOCKS:
+                if error.errno not in NO_LOCKS:
                     raise
                 self._note(f"{self._dir}: this file system has no locks; make sure that only one job uses the run")
                 break

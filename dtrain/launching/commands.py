@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from dtrain.config.bounded_files import open_regular
 from dtrain.config.cache_dir import cache_dir
 from dtrain.config.errors import ConfigError, as_config_error, printable
 from dtrain.config.run import recompose
 from dtrain.config.trust import TRUST
-from dtrain.distributed.atomic import open_regular
 from dtrain.launching import slurm
 from dtrain.launching.job import FINISHED, assignment, request_stop
 from dtrain.launching.job_script import SCRIPT

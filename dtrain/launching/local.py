@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import os
 import re
@@ -30,6 +29,7 @@ from typing import IO
 import torch
 
 from dtrain.config.errors import ConfigError, as_config_error
+from dtrain.distributed.atomic import try_lock
 from dtrain.distributed.lock import START_ID, read_holder
 from dtrain.distributed.world import choose_device, process_cpu_count, rendezvous_options
 from dtrain.launching.job import FAILED, FINISHED, STOPPED, Job, JobResult, StatusJudge, StopRequest
@@ -332,8 +332,7 @@ class _Output:
         with as_config_error("run.dir"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self.file: IO[bytes] = self._path.open("wb")
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(self.file, fcntl.LOCK_EX)
+        try_lock(self.file)  # settle_outputs of another command leaves it alone
 
     def keep(self) -> None:
         """Moves the file into the run directory, if that was not done; the processes continue to write to it."""
@@ -362,14 +361,14 @@ def settle_outputs(run_dir: Path) -> None:
         start = path.name.removeprefix(f".{run_dir.name}.").removesuffix(".output")
         if not re.fullmatch("[0-9a-f]{32}", start) or not is_plain(path):
             continue
-        with suppress(OSError):  # in use, not ours, or on a file system without locks
+        with suppress(OSError):  # not ours
             if start == newest:
                 (run_dir / OUTPUT).parent.mkdir(exist_ok=True)
                 os.replace(path, run_dir / OUTPUT)
                 continue
             with path.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
+                if try_lock(file, without_locks=False):
+                    path.unlink()
 
 
 def _error(printed: str) -> str:

@@ -28,11 +28,11 @@ from typing import Any
 import torch
 
 import dtrain
+from dtrain.config.bounded_files import open_regular
 from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.run import without_secrets
 from dtrain.config.trust import content_with_folders, is_marked, mark
-from dtrain.distributed.atomic import open_regular, open_to_append, replace_file
-from dtrain.distributed.lock import try_lock
+from dtrain.distributed.atomic import open_to_append, replace_file, try_lock
 from dtrain.launching.job import FINISHED, STOPPED, Job, JobResult, StatusJudge, StopRequest
 from dtrain.launching.job_script import (
     PRESETS,

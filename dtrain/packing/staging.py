@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -29,7 +28,7 @@ import numpy as np
 
 from dtrain.data.shard_index import load_or_build
 from dtrain.data.writer import Sample, check_prefix, refuse_mixing, shard_name, write_shard
-from dtrain.distributed.atomic import fsync_path, replace_file
+from dtrain.distributed.atomic import fsync_path, replace_file, try_lock
 from dtrain.packing.pool import OnProgress, run
 
 _FOLDER, _PLAN, _LOCK, _PUBLISHING = ".packing", "plan.json", "lock", "publishing"
@@ -278,12 +277,8 @@ def is_published(destination: Path, file: str) -> bool:
 
 
 def _acquire(lock: BinaryIO, destination: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise FileExistsError(
-            f"{destination}: another process packs into this folder. Wait until it ends, or stop it."
-        ) from None
+    if not try_lock(lock):
+        raise FileExistsError(f"{destination}: another process packs into this folder. Wait until it ends, or stop it.")
 
 
 def _store_or_compare_plan(folder: Path, plan: Mapping[str, Any]) -> None:

@@ -242,7 +242,6 @@ def _stored_description(destination: Path, facts: Mapping[str, Any]) -> dict[str
     stored = json.loads(path.read_text("utf-8"))
     if not isinstance(stored, dict) or not isinstance(stored.get("splits"), dict):
         raise ValueError(f"{path} does not describe a dataset of tokens. Choose another DST.")
-    stored = {"fit": "cut", **stored}  # versions before --fit had no other
     other = [
         f"{name} {stored.get(name)!r}, not {value!r}" for name, value in facts.items() if stored.get(name) != value
     ]

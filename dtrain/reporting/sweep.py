@@ -28,8 +28,8 @@ _NOT_COMPARED = ("run.name", "run.dir", "launch", "tracker", "hydra")  # they do
 _MAX_SETTINGS = 8  # columns that fit into a table
 _MAX_TEXT, _HALF_TEXT = 32, 15  # characters of a value, and of each end of a longer one
 _MAX_LABEL = 60  # characters
-# Directories that dtrain names: ``digits-1a2b3c4d``, and ``digits-optimizer.lr=0.1`` by earlier versions.
-_GENERATED_NAME = re.compile(r"-[0-9a-f]{8}$|=")
+# Directories that dtrain names, such as ``digits-1a2b3c4d``.
+_GENERATED_NAME = re.compile(r"-[0-9a-f]{8}$")
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,9 +85,7 @@ class Goal:
         metric = run.config.get("checkpoint.best")
         if not isinstance(metric, str):
             return None
-        mode = run.config.get("checkpoint.best_mode")
-        if mode != "min" and not any(it.lstrip("+").startswith("checkpoint.best_mode=") for it in run.overrides):
-            mode = direction(metric) or mode  # max was the default for every metric once
+        mode = run.config.get("checkpoint.best_mode") or direction(metric)
         return cls(metric, mode == "max") if mode in ("max", "min") else None
 
     @classmethod

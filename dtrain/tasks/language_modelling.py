@@ -86,8 +86,6 @@ class LanguageModelling:
         self._tokens = tokens
         self._ignore = ignore
         self._bytes_per_token = bytes_per_token
-        # Shards of earlier versions do not say how many bytes a token has.
-        self._knows_bytes = bytes_per_token is not None or corpus is None or corpus.tokenizer_identity == "bytes"
         self._end_of_text = end_of_text
         self._masks_documents = documents == "mask"
         self._options = {"temperature": sample_temperature, "top_k": sample_top_k}
@@ -107,7 +105,7 @@ class LanguageModelling:
         self._checked = False
 
     def __call__(self, model: nn.Module, batch: Batch) -> Output:
-        """Returns the loss summed over tokens, their count, and the metrics ``accuracy`` and, if known, ``bits_per_byte``.
+        """Returns the loss summed over tokens, their count, and the metrics ``accuracy`` and ``bits_per_byte``.
 
         Raises:
             DataError: If a token is outside the vocabulary (on a CPU), the model takes no documents, or cannot continue the
@@ -137,11 +135,12 @@ class LanguageModelling:
         count = counted.sum()
         loss_sum = losses.sum()
         correct = ((logits.argmax(dim=-1) == targets) & counted).sum()
-        metrics: dict[str, tuple[Tensor | float, Tensor | int]] = {"accuracy": (correct, count)}
-        if self._knows_bytes:
-            is_text = (targets < _BYTES) & counted
-            text_bytes = is_text.sum() if self._bytes_per_token is None else count * self._bytes_per_token
-            metrics["bits_per_byte"] = (loss_sum.detach() / math.log(2), text_bytes)
+        is_text = (targets < _BYTES) & counted
+        text_bytes = is_text.sum() if self._bytes_per_token is None else count * self._bytes_per_token
+        metrics: dict[str, tuple[Tensor | float, Tensor | int]] = {
+            "accuracy": (correct, count),
+            "bits_per_byte": (loss_sum.detach() / math.log(2), text_bytes),
+        }
         if batch.sources:
             metrics |= batch.by_source(losses.sum(dim=1), counted.sum(dim=1))
         return Output(loss_sum, count, metrics)

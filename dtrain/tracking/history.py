@@ -23,9 +23,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from dtrain.config.bounded_files import parse_yaml
 from dtrain.config.errors import printable
-from dtrain.config.renamed_keys import rename_keys
-from dtrain.config.safe_yaml import parse_yaml
 from dtrain.tracking.run_dir import NUMBERS, bounded_lines, may_be_read, read_status
 
 #: The value in ``differences`` of a run that does not have the key.
@@ -108,7 +107,7 @@ class History:
         gaps: list[str] = []
         columns = read_columns(path / _METRICS, gaps)
         status = _read_status(path, gaps)
-        config = rename_keys(_read_yaml(path / _CONFIG, gaps))
+        config = _read_yaml(path / _CONFIG, gaps)
         overrides = _read_yaml(path / _OVERRIDES, gaps).get("overrides")
         command = [str(item) for item in overrides] if isinstance(overrides, list) else []
         return cls(path, label, columns, status, dict(flatten(config)), command, gaps)
@@ -147,7 +146,7 @@ def differences(runs: Sequence[History]) -> dict[str, list[Any]]:
     """Config keys that differ between runs, except ``run.dir``, sorted, with each run's value or ``ABSENT``."""
     keys = sorted({key for run in runs for key in run.config} - {"run.dir"})
     values = {key: [run.config.get(key, ABSENT) for run in runs] for key in keys}
-    # An empty list, such as train.hooks, does not differ from its absence in a run of an earlier version.
+    # An empty list, such as train.hooks, does not differ from its absence in a run of another version.
     compared = {key: [ABSENT if value in ([], {}) else value for value in row] for key, row in values.items()}
     return {key: row for key, row in values.items() if any(value != compared[key][0] for value in compared[key])}
 

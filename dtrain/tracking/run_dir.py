@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
 import logging
@@ -28,8 +27,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import yaml
 
+from dtrain.config.bounded_files import open_regular
 from dtrain.config.errors import PeerFailed, as_config_error, in_brief, printable, without_secrets_in
-from dtrain.distributed.atomic import open_regular, open_to_append, replace_file
+from dtrain.distributed.atomic import open_to_append, replace_file, try_lock
 
 if TYPE_CHECKING:  # it imports Hydra, which the report does not need
     from dtrain.config.run import Run
@@ -191,21 +191,18 @@ def is_trained(run_dir: Path, *, without_locks: bool = True) -> bool:
 
     Args:
         run_dir: The run's directory.
-        without_locks: The answer where it is not known, as on a file system without locks.
+        without_locks: The answer where only the state is known, as on a file system without locks.
     """
     path = run_dir / ".lock"
     if not is_plain(path):
         return False
     try:
         with path.open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return not try_lock(lock, shared=True, without_locks=not without_locks)
     except FileNotFoundError:
         return False
-    except BlockingIOError:
-        return True
-    except OSError:  # the file system has no locks, or the file may not be read: only the state is known
+    except OSError:  # such as a file that may not be read
         return without_locks
-    return False
 
 
 # -- failures and logs of the ranks
@@ -274,10 +271,10 @@ class FailureRecord:
         while (status_or_none(self._run_dir) or {}).get("state") == "running" and is_plain(self._run_dir / ".lock"):
             # With the lock, so that neither another rank nor the next start of the run writes at the same time.
             with suppress(OSError), (self._run_dir / ".lock").open("rb+") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if (status_or_none(self._run_dir) or {}).get("state") == "running":
-                    write_status(self._run_dir, "failed", self.step(), without_secrets_in(reason), **self._extra())
-                return
+                if try_lock(lock, without_locks=False):
+                    if (status_or_none(self._run_dir) or {}).get("state") == "running":
+                        write_status(self._run_dir, "failed", self.step(), without_secrets_in(reason), **self._extra())
+                    return
             if time.monotonic() > deadline:  # rank 0 is alive, and writes it; or the file system has no locks
                 return
             time.sleep(0.1)

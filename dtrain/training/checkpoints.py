@@ -35,10 +35,11 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
+from dtrain.config.bounded_files import open_regular
 from dtrain.config.directions import require_direction
 from dtrain.config.errors import ConfigError
 from dtrain.config.schema import CheckpointConfig
-from dtrain.distributed.atomic import fsync_path, open_regular, remove, replace_file, replace_folder, restore_replaced
+from dtrain.distributed.atomic import fsync_path, remove, replace_file, replace_folder, restore_replaced
 from dtrain.distributed.world import World
 from dtrain.training.checkpoint_tensors import (
     Part,
@@ -279,7 +280,7 @@ class Checkpoints:
             file.write(json.dumps({"step": step}).encode() + b"\n")
 
     def recorded(self) -> int | None:
-        """The step in ``saved.json``; None if the file is missing or damaged, as in a run of an earlier version."""
+        """The step in ``saved.json``; None if the file is missing or damaged."""
         try:
             step = _read_json(self.directory / _SAVED)["step"]
         except (OSError, ValueError, KeyError, TypeError):
@@ -390,8 +391,7 @@ def verify_folder(folder: Path) -> None:
     for name in _tensor_files(folder, state):
         if name not in manifest:
             raise BadCheckpoint(f"{folder}: manifest.json lacks {name}, which was saved with this checkpoint")
-    step, counters = _step_of(folder), state.get("counters", {})
-    saved = state.get("step", counters.get("step") if isinstance(counters, Mapping) else None)
+    step, saved = _step_of(folder), state.get("step")
     if None not in (step, saved) and step != saved:
         raise BadCheckpoint(f"{folder} has the checkpoint of step {saved}. Delete it, or rename it to step-{saved:09d}")
 
@@ -412,9 +412,7 @@ def read_folder(folder: Path) -> Checkpoint:
         if version == _SHARDED_FORMAT:
             parts = read_parts([folder / name for name in _tensor_files(folder, state)])
             # A group without tensors, such as the state of SGD without momentum, has no part in any file.
-            empty: dict[str, dict[str, StoredTensor]] = {
-                str(name): {} for name in state.get("tensors", ("model", "optimizer"))
-            }
+            empty: dict[str, dict[str, StoredTensor]] = {str(name): {} for name in state["tensors"]}
             return Checkpoint(empty | parts, state)
         paths = [folder / name for name in _manifest(folder) if name.endswith(".safetensors")]
         return Checkpoint({path.stem: read_whole(path) for path in paths}, state)
@@ -448,11 +446,8 @@ def _write_state(
 
 def _tensor_files(folder: Path, state: Mapping[str, Any]) -> list[str]:
     """Names of the files with tensors that a checkpoint was saved with."""
-    ranks, groups = (
-        state.get("ranks", 0),
-        state.get("tensors", ("model", "optimizer")),
-    )  # the first versions had neither
-    if not isinstance(ranks, int) or not isinstance(groups, (list, tuple)):
+    ranks, groups = state.get("ranks", 0), state.get("tensors")
+    if not isinstance(ranks, int) or not isinstance(groups, list):
         raise BadCheckpoint(f"{folder}: state.json does not list the files of the checkpoint")
     if state.get("format") == _SHARDED_FORMAT:
         return [rank_file(rank, ranks) for rank in range(ranks)]

@@ -10,9 +10,9 @@ from typing import Any
 import torch.distributed as dist
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from dtrain.config.bounded_files import read_json
 from dtrain.config.errors import ConfigError, as_config_error, nearest
 from dtrain.config.instantiate import by_target, resolved_once
-from dtrain.config.safe_yaml import read_json
 from dtrain.config.schema import Config, DataConfig
 from dtrain.data import Mixture, ShardLoader, shards
 from dtrain.data.datasets import value_fields

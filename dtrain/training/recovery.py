@@ -17,7 +17,6 @@ epoch among the members, and the global batch stays as it was. The idea of per-s
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -37,6 +36,7 @@ import torch.distributed as dist
 
 from dtrain.config.errors import ConfigError, PeerLost, RankLost
 from dtrain.config.schema import ParallelConfig
+from dtrain.distributed.atomic import try_lock
 from dtrain.distributed.collectives import from_rank0, wait_for_all
 from dtrain.distributed.lock import RunLock
 from dtrain.distributed.process_group import is_lost_rank, join_threads
@@ -177,7 +177,7 @@ class Recovery:
         self._lock = (self._folder / self._name).open("w")
         # A forked loader worker would hold the lock for some seconds after this process has ended.
         os.register_at_fork(after_in_child=self._lock.close)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try_lock(self._lock)
         wait_for_all()  # before that, a lock that is missing would count as one of a lost rank
 
     def end(self) -> None:
@@ -260,11 +260,7 @@ class Recovery:
     def _is_alive(self, name: str) -> bool:
         """Whether the member's process holds its lock."""
         with (self._folder / name).open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:
-                return True
-        return False
+            return not try_lock(file, shared=True, without_locks=False)
 
 
 def _broadcast_checkpoint(checkpoint: Checkpoint | None, source: int) -> Checkpoint:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.config.renamed_keys import RENAMED_KEYS
 from tests.config.command_lines import assert_not_composed, compose
 
 PRECISIONS = "Valid: bf16, fp16, fp32, tf32"
@@ -122,30 +121,3 @@ def test_an_unset_environment_variable_is_named(
     monkeypatch.delenv("DTRAIN_CIFAR10", raising=False)
     monkeypatch.delenv("DTRAIN_TEST_CIFAR10", raising=False)
     assert_not_composed(capsys, ["experiment=cifar10"], "DTRAIN_CIFAR10", "Set it")
-
-
-#: Without arguments of a class: they are renamed for that class only, and another class may have one of the old name.
-RENAMED_IN_SCHEMA = [(old, new) for old, new in RENAMED_KEYS.items() if not old.startswith("task.")]
-
-
-@pytest.mark.parametrize(("old", "new"), RENAMED_IN_SCHEMA)
-@pytest.mark.parametrize("prefix", ["", "+", "++"])
-def test_a_renamed_key_is_refused_with_its_new_name(
-    capsys: pytest.CaptureFixture[str], prefix: str, old: str, new: str
-) -> None:
-    assert_not_composed(capsys, ["experiment=digits", f"{prefix}{old}=fp32"], f"{old}:", new)
-
-
-def test_a_renamed_argument_of_a_class_is_refused_with_its_new_name(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["experiment=bytes_gpt", "task.sample_bytes=5"]
-    assert_not_composed(capsys, arguments, "task.sample_bytes:", "task.sample_tokens")
-
-
-@pytest.mark.parametrize(("old", "new"), RENAMED_IN_SCHEMA)
-def test_a_renamed_key_in_a_preset_is_refused_with_its_new_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str
-) -> None:
-    section, _, key = old.partition(".")
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text(f"{GLOBAL}{section}: {{{key}: fp32}}\n")
-    assert_not_composed(capsys, ["--config-dir", str(tmp_path), "experiment=mine"], f"{old}:", new)

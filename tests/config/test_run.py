@@ -9,7 +9,6 @@ import yaml
 
 from dtrain.config.compose import run
 from dtrain.config.errors import ConfigError
-from dtrain.config.renamed_keys import RENAMED_KEYS
 from dtrain.config.run import (
     WITHOUT_EFFECT_ON_THE_RESULT,
     Run,
@@ -110,20 +109,6 @@ def test_other_changes_are_allowed_and_listed(tmp_path: Path) -> None:
     assert compose_run(f"run.dir={tmp_path}", "run.name=x", "tracker=none", "train.log_every=3").changes() == []
 
 
-def test_a_run_of_before_directions_followed_names_is_told_that_its_best_checkpoint_is_another_one(
-    tmp_path: Path,
-) -> None:
-    by_loss = (f"run.dir={tmp_path}", "checkpoint.best=eval/loss")
-    save_run(compose_run(*by_loss))
-    config = tmp_path / "config.yaml"
-    config.write_text(config.read_text().replace("best_mode: null", "best_mode: max"))  # the default then
-    assert compose_run(*by_loss).changes() == ['checkpoint.best_mode: "max" -> "min"']
-    assert compose_run(*by_loss, "checkpoint.best_mode=max").changes() == []
-    assert compose_run(f"run.dir={tmp_path}").changes() == [
-        'checkpoint.best: "eval/loss" -> "eval/accuracy"',
-    ]
-
-
 def test_no_secret_reaches_the_run_directory(tmp_path: Path) -> None:
     run = compose_run(f"run.dir={tmp_path}", "+model.api_key=hunter2", "+task.auth.token=hunter3")
     save_run(run)
@@ -205,9 +190,6 @@ def test_tokens_that_are_no_secrets_are_saved(tmp_path: Path) -> None:
     saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert saved["task"]["tokens"] == "rows"
     assert recompose([f"run.dir={tmp_path}"])[1:-1] == list(arguments)
-    text = (tmp_path / "config.yaml").read_text()
-    (tmp_path / "config.yaml").write_text(text.replace("tokens: rows", "tokens: <hidden>"))  # of an earlier version
-    assert compose_run(f"run.dir={tmp_path}", *arguments).changes() == []
 
 
 def test_no_secret_of_a_url_reaches_the_run_directory(tmp_path: Path) -> None:
@@ -251,48 +233,6 @@ def test_an_entry_point_s_own_options_are_taken_out() -> None:
         {"checkpoint": "best", "weights": ""},
         ["precision=bf16"],
     )
-
-
-# -- runs of earlier versions, whose keys had other names
-
-
-def rename_in_files(run_dir: Path, new: str, old: str) -> None:
-    for name in ("config.yaml", "overrides.yaml"):
-        text = (run_dir / name).read_text()
-        short_old, short_new = (key.rpartition(".")[2] for key in (old, new))
-        (run_dir / name).write_text(text.replace(f"{short_new}:", f"{short_old}:").replace(f"{new}=", f"{old}="))
-        assert new not in (run_dir / name).read_text()
-
-
-@pytest.mark.parametrize(("old", "new"), [item for item in RENAMED_KEYS.items() if not item[0].startswith("task.")])
-@pytest.mark.parametrize("prefix", ["", "++"])
-def test_a_run_started_with_an_old_key_continues_unchanged(tmp_path: Path, prefix: str, old: str, new: str) -> None:
-    run = compose_run(f"run.dir={tmp_path}", f"{prefix}{new}=fp32")
-    save_run(run)
-    rename_in_files(tmp_path, new, old)
-    again = Run.of(compose(*recompose([f"run.dir={tmp_path}", "--trust"])))
-    assert again.config == run.config
-    assert again.changes() == []
-    other = Run.of(compose(*recompose([f"run.dir={tmp_path}", f"{new}=bf16", "--trust"])))
-    assert other.changes() == [f'{new}: "fp32" -> "bf16"']
-
-
-def test_a_run_started_with_the_old_name_of_an_argument_continues_unchanged(tmp_path: Path) -> None:
-    run = Run.of(compose("experiment=bytes_gpt", f"run.dir={tmp_path}", "task.sample_tokens=5"))
-    save_run(run)
-    rename_in_files(tmp_path, "task.sample_tokens", "task.sample_bytes")
-    again = Run.of(compose(*recompose([f"run.dir={tmp_path}", "--trust"])))
-    assert again.config == run.config
-    assert again.changes() == []
-
-
-@pytest.mark.parametrize(("old", "new"), RENAMED_KEYS.items())
-def test_a_renamed_key_does_not_change_the_default_name_of_a_run(old: str, new: str) -> None:
-    section = new.partition(".")[0]
-    before, now = (
-        {"train": {}, "data": {}, section: {key.rpartition(".")[2]: "bf16", "other": 1}} for key in (old, new)
-    )
-    assert _digest(before) == _digest(now)
 
 
 def test_ranks_with_other_overrides_than_rank_0_are_refused() -> None:

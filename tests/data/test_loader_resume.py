@@ -217,49 +217,14 @@ def repacked(folder: Path, order: int = 1) -> list[str]:
     return [write_tar(folder / f"{shard}.tar", samples[4 * shard :][:4][::order]) for shard in (0, 1)]
 
 
-@pytest.mark.parametrize("old", [False, True], ids=["state of this version", "state of version 1"])
-def test_a_data_set_packed_again_in_another_order_is_refused(tmp_path: Path, old: bool) -> None:
+def test_a_data_set_packed_again_in_another_order_is_refused(tmp_path: Path) -> None:
     loader = make_loader(repacked(tmp_path / "before"), global_batch_size=2)
     next(steps_committed(loader))
     state = kept(loader.state_dict())
     again, in_order = repacked(tmp_path / "after", order=-1), repacked(tmp_path / "copy")
-    if old:  # cannot tell the orders apart; from the next state on they are
-        state = as_version_1(state)
-        for shards in (again, in_order):
-            resumed = make_loader(shards, global_batch_size=2)
-            resumed.load_state_dict(state)
-            assert resumed.state_dict()["version"] == 2
-        return
     make_loader(in_order, global_batch_size=2).load_state_dict(state)
     with refused(ValueError, "the dataset changed", "keys", "member sizes", "start a new run"):
         make_loader(again, global_batch_size=2).load_state_dict(state)
-
-
-def test_a_state_of_version_1_is_compared_as_then_and_noted(
-    tmp_path: Path, uneven: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    loader = make_loader(uneven)
-    next(steps_committed(loader))
-    old = as_version_1(kept(loader.state_dict()))
-    assert old["data"]["fingerprint"] == "8892f3fa27c425c2"  # as version 1 computed it
-    resumed = make_loader(uneven)
-    with caplog.at_level("INFO", "dtrain"):
-        resumed.load_state_dict(old)
-        assert "version 1" in caplog.text
-        caplog.clear()
-        assert kept(resumed.state_dict()) == kept(loader.state_dict())
-        make_loader(uneven).load_state_dict(resumed.state_dict())
-        assert not caplog.text
-    other = make_loader(write_numbered(tmp_path, [*UNEVEN[:-1], 5]))
-    with refused(ValueError, "the dataset changed", "samples 47 -> 41", "start a new run"):
-        other.load_state_dict(old)
-
-
-def as_version_1(state: dict[str, Any]) -> dict[str, Any]:
-    """The same state as version 1 wrote it: its fingerprint covered the shards' names, sizes and sample counts only."""
-    data = dict(state["data"])
-    data["fingerprint"] = data.pop("shards_fingerprint")
-    return {**state, "version": 1, "data": data}
 
 
 def test_moved_shards_are_the_same_data_set(tmp_path: Path, uneven: list[str]) -> None:

@@ -1,6 +1,5 @@
 """Tokenizers: tokens, size of the vocabulary, end of text, and errors."""
 
-import json
 import pickle
 import sys
 
@@ -97,14 +96,6 @@ def test_the_vocabulary_file_holds_all_that_encodes_and_decodes(kind, word_level
 
 def test_half_a_character_decodes_to_the_replacement_character():
     assert Tokenizer("bytes").decode("ä".encode()[:1]) == "\N{REPLACEMENT CHARACTER}"
-
-
-def test_shards_of_earlier_versions_have_the_tokenizer_in_dataset_json(tmp_path):
-    (tmp_path / "dataset.json").write_text(json.dumps({"tokenizer": "bytes", "vocab_size": 257}))
-    assert Tokenizer.load(tmp_path).decode(b"text") == "text"
-    (tmp_path / "dataset.json").write_text(json.dumps({"tokenizer": "tokenizers:0123"}))
-    with refused(ValueError, tmp_path / "dataset.json", "", "Pack the text again"):
-        Tokenizer.load(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_logits_are_those_of_a_plain_computation(options: dict[str, Any]) -> Non
     torch.testing.assert_close(model(rows), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_the_defaults_have_the_parameters_of_earlier_versions() -> None:
+def test_the_defaults_have_these_parameters_and_initial_weights() -> None:
     linear = {
         f"{name}.{kind}" for name in ("attention.qkv", "attention.out", "mlp.0", "mlp.2") for kind in ("weight", "bias")
     }
@@ -116,7 +116,7 @@ def test_the_defaults_have_the_parameters_of_earlier_versions() -> None:
     torch.manual_seed(0)
     model = GPT(31, 32, 2, 4, 16)
     assert set(model.state_dict()) == blocks | {"embedding.weight", "norm.weight", "norm.bias"}
-    # Drawn in the same order as well: the values of version 0.1.0.
+    # Drawn in the same order as well.
     assert model.embedding.weight[0, 0].item() == pytest.approx(-0.025890997, rel=1e-4)
     assert model.blocks[1].mlp[2].weight[-1, -1].item() == pytest.approx(0.0074331411, rel=1e-4)
 

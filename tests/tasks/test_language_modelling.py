@@ -103,13 +103,6 @@ def test_masked_documents_of_a_row_have_the_loss_of_separate_ones() -> None:
         assert loss(unmasked) != pytest.approx(loss(output), rel=1e-4)
 
 
-def test_bits_per_byte_are_left_out_where_the_bytes_are_unknown() -> None:
-    rows = rows_of(torch.tensor([[1, 2, 3]]))
-    earlier = Corpus(Path("shards"), "tiktoken:mine", 10, end_of_text=9)
-    assert set(LanguageModelling(corpus=earlier)(small_gpt(), rows).metrics) == {"accuracy"}
-    assert "bits_per_byte" in LanguageModelling(corpus=earlier, bytes_per_token=4.0)(small_gpt(), rows).metrics
-
-
 def test_an_evaluation_concludes_with_the_perplexity_and_shows_a_sample_of_text(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -438,7 +438,7 @@ def test_a_dataset_json_of_another_tool_is_not_read(tmp_path: Path, shards: str)
 
 
 def test_texts_of_other_tokenizers_are_refused(tmp_path: Path, shards: str) -> None:
-    facts = {"tokenizer": "tokenizers:0", "vocab_size": 9, "end_of_text": 3, "padding": None}
+    facts = {"tokenizer": "tokenizers:0", "vocab_size": 9, "end_of_text": 3, "padding": None, "bytes_per_token": 4.5}
     train = described(tmp_path / "train", shards, **facts)
     other_end = described(tmp_path / "end", shards, **facts | {"end_of_text": 4})
     mixture = {"a": {"shards": train, "weight": 1}, "b": {"shards": other_end, "weight": 1}}

@@ -1,4 +1,4 @@
-"""Reading YAML and JSON that somebody else may have written: bounded in size, memory and depth."""
+"""Reading files that somebody else may have written: regular files only; YAML and JSON bounded in size and depth."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -63,12 +63,43 @@ def read_bounded(path: Path, most: int = MAX_BYTES) -> bytes:
     """The bytes of a file that is to be parsed; of one with more than ``most`` only one more, so that the caller refuses it.
 
     Raises:
-        OSError: If it cannot be read, or is no regular file, such as a pipe that would keep the reader waiting.
+        OSError: As ``open_regular``.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    with open_regular(path) as file:
         return file.read(most + 1)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a regular file, or a link to one, for reading.
+
+    Raises:
+        OSError: On a failure; also if it is not a regular file, such as a pipe, which would block the caller.
+    """
+    return os.fdopen(regular_descriptor(path, os.O_RDONLY), "rb")
+
+
+def regular_descriptor(path: Path, flags: int) -> int:
+    """``os.open`` for regular files.
+
+    Raises:
+        OSError: On a failure; also if it is not a regular file, or a symbolic link and ``flags`` has ``O_NOFOLLOW``.
+    """
+    try:
+        # O_NONBLOCK: opening a pipe does not wait for its other end.
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise _not_regular(path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _not_regular(path)
+    return descriptor
+
+
+def _not_regular(path: Path) -> OSError:
+    kind = "a symbolic link" if path.is_symlink() else "not a regular file"
+    return OSError(errno.EINVAL, f"it is {kind}, so dtrain does not use it. Delete or replace it", str(path))
 
 
 def _unsafe(text: str) -> str:
