@@ -37,10 +37,10 @@ from dtrain.data.batch import DeviceCopies, Transfer
 from dtrain.distributed import sharding
 from dtrain.distributed.sharding import local_part, shard_model
 from dtrain.distributed.world import World
-from dtrain.precision import Precision, kernels
+from dtrain.precision import Precision, fused_optimizers
 from dtrain.precision import vote as vote_module
-from dtrain.precision.comm_hooks import HookGuard, reduce_in
 from dtrain.precision.loss_scale import LossScale
+from dtrain.precision.reduce_dtype import HookGuard, reduce_in
 from dtrain.tasks import Classification
 from dtrain.training import step as step_module
 from dtrain.training.evaluation import _Sums
@@ -145,7 +145,7 @@ def fake_cuda() -> Iterator[None]:
             (Tensor, "record_stream", lambda self, stream: None),
             (dist, "all_reduce", reduced),
             (dist.Reducer, "_rebuild_buckets", lambda self: False),  # reads values, once a process
-            (kernels, "self_test", lambda device: kernels.Kernels()),  # reads values, once a process
+            (fused_optimizers, "self_test", lambda device: fused_optimizers.Kernels()),  # reads values, once a process
             (fake_tensor, "init_gpu_context", lambda device: None),
             (step_module, "make_vote", RealVote),
             (step_module, "seed_generators", lambda *place: None),

@@ -24,7 +24,7 @@ from dtrain.config.cache_dir import cache_dir
 from dtrain.config.errors import ConfigError
 from dtrain.distributed.world import World, process_cpu_count
 from dtrain.precision import Precision
-from dtrain.precision.kernels import self_test
+from dtrain.precision.fused_optimizers import self_test
 from dtrain.tracking.finding import Finding, size_text
 from dtrain.tracking.sinks import wandb_mode
 

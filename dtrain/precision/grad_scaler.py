@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.config.errors import ConfigError
-from dtrain.precision import kernels
+from dtrain.precision import fused_optimizers
+from dtrain.precision.fused_optimizers import prefill_momentum
 from dtrain.precision.gradients import (
     check_and_unscale_,
     copy_to_device,
@@ -35,7 +36,6 @@ from dtrain.precision.gradients import (
     refuse_shared_gradients,
     refuse_unscalable,
 )
-from dtrain.precision.kernels import prefill_momentum
 from dtrain.precision.loss_scale import LossScale, LossScaleState
 from dtrain.precision.vote import Agreement, equal_scales
 
@@ -365,12 +365,12 @@ class _StepGuard:
 
 def _takes_found_inf(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
     """Whether the optimizer's own kernel skips the step if a flag on ``device`` is 1.0."""
-    if not kernels.reads_found_inf(optimizer):
+    if not fused_optimizers.reads_found_inf(optimizer):
         return False
     types = {parameter.device.type for group in optimizer.param_groups for parameter in group["params"]}
     # For parameters on the CPU torch copies the flag to the host without waiting for it, so it would be read too early.
     readable = "cpu" not in types or device.type == "cpu"
-    return readable and all(kernels.self_test(type_).fused_skip for type_ in types)
+    return readable and all(fused_optimizers.self_test(type_).fused_skip for type_ in types)
 
 
 def _step_unless(

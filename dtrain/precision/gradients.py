@@ -17,7 +17,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from dtrain.precision import kernels
+from dtrain.precision import fused_optimizers
 
 
 def refuse_unscalable(optimizer: torch.optim.Optimizer) -> None:
@@ -200,7 +200,7 @@ def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _check_and_unscale_group_(group: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
-    if kernels.self_test(found_inf.device.type).check_and_unscale:
+    if fused_optimizers.self_test(found_inf.device.type).check_and_unscale:
         torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inverse)
         return
     for gradient in group:

@@ -35,8 +35,8 @@ from dtrain.distributed.collectives import on_all_ranks
 from dtrain.distributed.sharding import already_sharded, check_accumulation, is_sharded, shard_model
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
-from dtrain.precision.comm_hooks import REDUCE_DTYPES, HookGuard, reduce_in
 from dtrain.precision.loss_scale import LossScale
+from dtrain.precision.reduce_dtype import REDUCE_DTYPES, HookGuard, reduce_in
 from dtrain.tracking.run_dir import code_commits
 from dtrain.training.checkpoints import Checkpoint, Checkpoints
 from dtrain.training.checks import check_initialised

@@ -26,8 +26,8 @@ from dtrain.config.schema import ParallelConfig
 from dtrain.distributed.sharding import is_sharded
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
-from dtrain.precision.comm_hooks import REDUCE_DTYPES, reduced_dtype
 from dtrain.precision.modules import dtype_name
+from dtrain.precision.reduce_dtype import REDUCE_DTYPES, reduced_dtype
 from dtrain.precision.vote import payload_bytes
 from dtrain.tracking.finding import size_text
 

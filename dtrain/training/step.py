@@ -29,8 +29,8 @@ from dtrain.data import Batch
 from dtrain.data.randomness import seed_generators
 from dtrain.distributed.sharding import ShardedWindow, copies_of, is_sharded, local_part
 from dtrain.distributed.world import World
-from dtrain.precision import Precision, kernels
-from dtrain.precision.comm_hooks import HookGuard, keeps_views
+from dtrain.precision import Precision, fused_optimizers
+from dtrain.precision.fused_optimizers import prefill_momentum
 from dtrain.precision.gradients import (
     drop_gradients,
     local_gradients,
@@ -40,8 +40,8 @@ from dtrain.precision.gradients import (
     with_shared_gradients,
     zero_gradients,
 )
-from dtrain.precision.kernels import prefill_momentum
 from dtrain.precision.loss_scale import LossScale
+from dtrain.precision.reduce_dtype import HookGuard, keeps_views
 from dtrain.precision.skip_diagnosis import SkipDiagnosis
 from dtrain.precision.vote import StepStats, make_vote
 from dtrain.training.batchnorm import ValidRows
@@ -162,8 +162,8 @@ class TrainStep:
         # On a CPU reading the vote costs nothing, so the host decides.
         self._decides_on_device = (
             world.device.type == "cuda"
-            and kernels.reads_found_inf(optimizer)
-            and kernels.self_test(world.device.type).fused_skip
+            and fused_optimizers.reads_found_inf(optimizer)
+            and fused_optimizers.self_test(world.device.type).fused_skip
         )
         bare = self.bare_model
         self._sharded = ShardedWindow(bare, reduce_each) if is_sharded(bare) else None

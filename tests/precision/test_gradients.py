@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dtrain.precision import kernels
+from dtrain.precision import fused_optimizers
 from dtrain.precision.gradients import (
     check_and_unscale_,
     drop_gradients,
@@ -23,7 +23,9 @@ from tests.refusals import refused
 @pytest.fixture(params=["kernel", "no kernel"])
 def either_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "no kernel":
-        monkeypatch.setattr(kernels, "self_test", lambda device: kernels.Kernels(check_and_unscale=False))
+        monkeypatch.setattr(
+            fused_optimizers, "self_test", lambda device: fused_optimizers.Kernels(check_and_unscale=False)
+        )
 
 
 def sgd(*gradients: Tensor | None) -> torch.optim.SGD:
@@ -84,7 +86,7 @@ def test_the_reciprocal_is_exact_to_the_last_bit() -> None:
 
 
 def test_gradients_on_several_devices_share_one_flag_on_the_scales_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "self_test", lambda device: kernels.Kernels())
+    monkeypatch.setattr(fused_optimizers, "self_test", lambda device: fused_optimizers.Kernels())
     with FakeTensorMode(allow_non_fake_inputs=True):
         gradients = [torch.ones(2, device=device) for device in ("cuda:1", "cpu", "cuda:0", "cuda:1")]
         flag = check_and_unscale_(gradients, torch.ones((), device="cuda:0"))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dtrain.precision import kernels
+from dtrain.precision import fused_optimizers
 from dtrain.precision.loss_scale import LossScale
 from tests.refusals import Refusal
 
@@ -53,7 +53,7 @@ def megatron(
 def either_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs a test with torch's private operator, and as if this torch had none."""
     if request.param == "no kernel":
-        monkeypatch.setattr(kernels, "self_test", lambda device: kernels.Kernels(update_scale=False))
+        monkeypatch.setattr(fused_optimizers, "self_test", lambda device: fused_optimizers.Kernels(update_scale=False))
 
 
 @pytest.mark.parametrize("hysteresis", [1, 2, 3])

@@ -19,7 +19,7 @@ from dtrain.config.schema import ParallelConfig
 from dtrain.distributed.sharding import shard_model
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
-from dtrain.precision.comm_hooks import REDUCE_DTYPES, reduce_in
+from dtrain.precision.reduce_dtype import REDUCE_DTYPES, reduce_in
 from dtrain.precision.vote import payload_bytes
 from dtrain.training.communication import Collective, Traffic, Unit, ddp_traffic, sharded_traffic, step_traffic
 from tests.ranks import run_ranks

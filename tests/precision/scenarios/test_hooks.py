@@ -14,8 +14,8 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from dtrain.precision.comm_hooks import HookGuard
 from dtrain.precision.loss_scale import LossScale
+from dtrain.precision.reduce_dtype import HookGuard
 from tests.precision.skips import (
     SCALE,
     STEPS,

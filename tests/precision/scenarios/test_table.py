@@ -244,8 +244,8 @@ SCENARIOS = (
         "momentum starts from zero",
         (
             f"{_HERE}.test_trainer:test_s17_fused_sgd_whose_first_step_is_skipped_starts_from_zero",
-            "tests.precision.test_kernels:test_fused_sgd_first_step_overflow_leaves_momentum_zero",
-            "tests.precision.test_kernels:test_torchs_scaler_trains_on_uninitialised_momentum",
+            "tests.precision.test_fused_optimizers:test_fused_sgd_first_step_overflow_leaves_momentum_zero",
+            "tests.precision.test_fused_optimizers:test_torchs_scaler_trains_on_uninitialised_momentum",
             f"{_STEP}:test_a_skipped_step_leaves_no_trace",
         ),
     ),
@@ -293,8 +293,8 @@ SCENARIOS = (
         "infinite on all ranks; bf16_compress_hook refuses gloo",
         "gradients are divided before they are cast; bf16 on any backend",
         (
-            "tests.precision.test_comm_hooks:test_s22_a_mean_that_fits_fp16_arrives_where_torchs_hook_overflows",
-            "tests.precision.test_comm_hooks:test_s22_a_reduce_dtype_of_fp16_limits_the_scale_and_bf16_does_not",
+            "tests.precision.test_reduce_dtype:test_s22_a_mean_that_fits_fp16_arrives_where_torchs_hook_overflows",
+            "tests.precision.test_reduce_dtype:test_s22_a_reduce_dtype_of_fp16_limits_the_scale_and_bf16_does_not",
         ),
     ),
     Scenario(

@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtrain.precision import CrossRankGradScaler, kernels
-from dtrain.precision.kernels import prefill_momentum
+from dtrain.precision import CrossRankGradScaler, fused_optimizers
+from dtrain.precision.fused_optimizers import prefill_momentum
 from tests.precision.skips import Case, assert_equals_reference, ours, train
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """Lets the self-test run again, and forgets what it saw of a broken torch."""
-    kernels.self_test.cache_clear()
+    fused_optimizers.self_test.cache_clear()
     yield
-    kernels.self_test.cache_clear()
+    fused_optimizers.self_test.cache_clear()
 
 
 def gone(*args: Any) -> None:
@@ -35,7 +35,7 @@ def found_inf_ignored(update: Any) -> Any:
 def test_this_torch_passes_in_silence() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert kernels.self_test("cpu") == kernels.Kernels(True, True, True)
+        assert fused_optimizers.self_test("cpu") == fused_optimizers.Kernels(True, True, True)
 
 
 @pytest.mark.parametrize(

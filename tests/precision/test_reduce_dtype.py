@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dtrain.config.errors import ConfigError
 from dtrain.config.schema import ParallelConfig
 from dtrain.precision import CrossRankGradScaler
-from dtrain.precision.comm_hooks import REDUCE_DTYPES, HookGuard, reduce_in
+from dtrain.precision.reduce_dtype import REDUCE_DTYPES, HookGuard, reduce_in
 from dtrain.training.build import wrap
 from tests.ranks import RanksFailed, run_ranks
 from tests.refusals import Refusal
