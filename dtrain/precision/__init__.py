@@ -10,7 +10,7 @@ In reading order:
 * ``reduce_dtype``: the dtype in which DDP reduces gradients; a guard around users' communication hooks.
 * ``skip_diagnosis``: names the module, parameter and sample that caused a series of skipped steps.
 * ``autocast_check``: names the modules of an fp32 run that compute in 16 bits.
-* ``fused_optimizers``, ``modules``: helpers: private torch operators behind a self-test, and walks over modules.
+* ``fused_optimizers``, ``modules``: helpers: optimizers that skip a step on the device, and walks over modules.
 * ``audit``: for ``doctor numerics``: dtypes, FLOPs and value ranges of every module, and advised settings.
 """
 

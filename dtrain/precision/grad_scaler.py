@@ -26,8 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.config.errors import ConfigError
-from dtrain.precision import fused_optimizers
-from dtrain.precision.fused_optimizers import prefill_momentum
+from dtrain.precision.fused_optimizers import prefill_momentum, reads_found_inf
 from dtrain.precision.gradients import (
     check_and_unscale_,
     copy_to_device,
@@ -365,12 +364,11 @@ class _StepGuard:
 
 def _takes_found_inf(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
     """Whether the optimizer's own kernel skips the step if a flag on ``device`` is 1.0."""
-    if not fused_optimizers.reads_found_inf(optimizer):
+    if not reads_found_inf(optimizer):
         return False
     types = {parameter.device.type for group in optimizer.param_groups for parameter in group["params"]}
     # For parameters on the CPU torch copies the flag to the host without waiting for it, so it would be read too early.
-    readable = "cpu" not in types or device.type == "cpu"
-    return readable and all(fused_optimizers.self_test(type_).fused_skip for type_ in types)
+    return "cpu" not in types or device.type == "cpu"
 
 
 def _step_unless(

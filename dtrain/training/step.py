@@ -29,8 +29,8 @@ from dtrain.data import Batch
 from dtrain.data.randomness import seed_generators
 from dtrain.distributed.sharding import ShardedWindow, copies_of, is_sharded, local_part
 from dtrain.distributed.world import World
-from dtrain.precision import Precision, fused_optimizers
-from dtrain.precision.fused_optimizers import prefill_momentum
+from dtrain.precision import Precision
+from dtrain.precision.fused_optimizers import prefill_momentum, reads_found_inf
 from dtrain.precision.gradients import (
     drop_gradients,
     local_gradients,
@@ -160,11 +160,7 @@ class TrainStep:
         self._autocast = precision.autocast(world.device.type)
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         # On a CPU reading the vote costs nothing, so the host decides.
-        self._decides_on_device = (
-            world.device.type == "cuda"
-            and fused_optimizers.reads_found_inf(optimizer)
-            and fused_optimizers.self_test(world.device.type).fused_skip
-        )
+        self._decides_on_device = world.device.type == "cuda" and reads_found_inf(optimizer)
         bare = self.bare_model
         self._sharded = ShardedWindow(bare, reduce_each) if is_sharded(bare) else None
         # By the number of ranks that hold the same gradient. Gradients of parameters that DDP ignores differ between ranks.
