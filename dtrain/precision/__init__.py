@@ -7,7 +7,7 @@ In reading order:
 * ``gradients``: the gradients of one rank: their list and their norm; checking and unscaling for ``grad_scaler``.
 * ``vote``: one all-reduce of control data per step, after which all ranks take the same decision.
 * ``grad_scaler``: skips on all ranks alike in hand-written training loops; replaces ``torch.amp.GradScaler``.
-* ``reduce_dtype``: the dtype in which DDP reduces gradients; a guard around users' communication hooks.
+* ``reduce_dtype``: the dtype in which DDP reduces gradients.
 * ``skip_diagnosis``: names the module, parameter and sample that caused a series of skipped steps.
 * ``autocast_check``: names the modules of an fp32 run that compute in 16 bits.
 * ``fused_optimizers``, ``modules``: helpers: optimizers that skip a step on the device, and walks over modules.

@@ -41,7 +41,7 @@ from dtrain.precision.gradients import (
     zero_gradients,
 )
 from dtrain.precision.loss_scale import LossScale
-from dtrain.precision.reduce_dtype import HookGuard, keeps_views
+from dtrain.precision.reduce_dtype import keeps_views
 from dtrain.precision.skip_diagnosis import SkipDiagnosis
 from dtrain.precision.vote import StepStats, make_vote
 from dtrain.training.batchnorm import ValidRows
@@ -93,7 +93,6 @@ class TrainStep:
         schedule: Learning-rate factor for a number of applied steps.
         clip_norm: Maximum norm of the gradient of the mean loss; None does not clip.
         ema: Averaged weights, updated after applied steps; None without.
-        guard: Guard of a communication hook that may hide an overflow or carry it into later steps; None without.
         seed: Seeds random operations such as dropout, together with step, micro-batch and rank.
         max_consecutive_skips: This many skipped steps in a row raise ``TooManySkips`` on every rank. None is 50 with a
             loss scale, which skips steps until it has adapted, and 10 without.
@@ -125,7 +124,6 @@ class TrainStep:
         schedule: Callable[[int], float],
         clip_norm: float | None = None,
         ema: Ema | None = None,
-        guard: HookGuard | None = None,
         seed: int = 0,
         max_consecutive_skips: int | None = None,
         reduce_each: bool = False,
@@ -151,7 +149,6 @@ class TrainStep:
         self._nominal = nominal
         self.schedule = schedule
         self._clip_norm = clip_norm
-        self._guard = guard
         self._seed = seed
         self._max_skips = max_consecutive_skips
         self._vote = make_vote(world.device, world.size)
@@ -283,8 +280,6 @@ class TrainStep:
         by_copies = self._gradients()
         norms = {copies: self._norm(gradients) for copies, gradients in by_copies.items()}
         overflow = self._vote.overflow(norms)
-        if self._guard is not None:
-            overflow = overflow | self._guard.flag()
         # A running statistic may become NaN in a forward whose loss and gradients are finite.
         if (spoilt := self._buffers.not_finite()) is not None:
             overflow = overflow | spoilt
@@ -316,8 +311,6 @@ class TrainStep:
 
         # -- everything else that a skipped step must leave unchanged
         self._buffers.restore(skip)
-        if self._guard is not None:
-            self._guard.reset(skip)
         if self._keeps_views and counts.micro_batches > 1:
             zero_gradients(self.optimizer)
         else:

@@ -1,4 +1,4 @@
-"""The reduce dtype of DDP, and the guard around communication hooks."""
+"""The reduce dtype of DDP."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from dtrain.config.errors import ConfigError
 from dtrain.config.schema import ParallelConfig
 from dtrain.precision import CrossRankGradScaler
-from dtrain.precision.reduce_dtype import REDUCE_DTYPES, HookGuard, reduce_in
+from dtrain.precision.reduce_dtype import REDUCE_DTYPES, reduce_in
 from dtrain.training.build import wrap
 from tests.ranks import RanksFailed, run_ranks
 from tests.refusals import Refusal
@@ -108,7 +106,7 @@ def test_weight_decay_moves_no_parameter_that_a_step_leaves_unused(reduce_dtype:
     def rank(number: int) -> tuple[Tensor, Tensor]:
         model = Branched()
         parallel = ParallelConfig(reduce_dtype=reduce_dtype, find_unused_parameters=True)
-        wrapped, _ = wrap(model, parallel, world(number, 2), False)
+        wrapped = wrap(model, parallel, world(number, 2), False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
         step = train_step(wrapped, optimizer, world=world(number, 2))
         weights = []
@@ -164,195 +162,13 @@ def test_s22_a_reduce_dtype_of_fp16_limits_the_scale_and_bf16_does_not(reduce_dt
     assert run_ranks(2, rank) == [scale] * 2
 
 
-# -- the guard
-
-
-def kept(state: Any, bucket: Any) -> Any:
-    """A lossless hook that remembers what it was given."""
-    state.append(bucket.buffer().clone())
-    message = bucket.buffer() / dist.get_world_size()
-    return dist.all_reduce(message, async_op=True).get_future().then(lambda reduced: reduced.value()[0])
-
-
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_hook_is_given_finite_gradients_and_only_the_rank_that_overflowed_is_flagged(
-    bad: float, dtype: torch.dtype
-) -> None:
-    def rank(number: int) -> tuple[list[bool], list[Tensor], Tensor]:
-        model, state = Weights(dtype), []
-        ddp = DistributedDataParallel(model)
-        guard = HookGuard(ddp, kept, state)
-        flags = []
-        for step in range(3):
-            gradient = torch.tensor([1.0, 2.0, 3.0, bad if (step, number) == (1, 1) else 4.0])
-            ddp(gradient).backward()
-            flags.append(bool(guard.flag()))
-            if step < 2:
-                model.zero_grad()
-        return flags, state, model.gradients()[0]
-
-    (quiet, _, mean), (flags, seen, other) = run_ranks(2, rank)
-    assert quiet == [False] * 3
-    assert flags == [False, True, False]
-    assert [gradients.tolist() for gradients in seen] == [[1, 2, 3, 4], [1, 2, 3, 0], [1, 2, 3, 4]]
-    assert mean.tolist() == other.tolist() == [1, 2, 3, 4]
-
-
-def test_a_large_finite_gradient_is_no_overflow() -> None:
-    def rank(number: int) -> bool:
-        model = Weights(torch.float64)
-        ddp = DistributedDataParallel(model)
-        guard = HookGuard(ddp, kept, [])
-        model.weights[0].register_hook(lambda gradient: gradient * 1e300)
-        ddp(torch.ones(4)).backward()
-        return bool(guard.flag())
-
-    assert run_ranks(2, rank) == [False, False]
-
-
-def test_a_guarded_bf16_hook_of_torchs_works_on_gloo() -> None:
-    def rank(number: int) -> Tensor:
-        model = Weights(torch.float32)
-        ddp = DistributedDataParallel(model)
-        HookGuard(ddp, default_hooks.bf16_compress_hook, None)
-        ddp(torch.tensor([1.0, 2.0, 3.0, 4.0]) * (1 + number)).backward()
-        return model.gradients()[0]
-
-    for gradient in run_ranks(2, rank):
-        assert gradient.tolist() == [1.5, 3.0, 4.5, 6.0]
-
-
-class Remembers:
-    """A state of the user's."""
-
-    def __init__(self) -> None:
-        self.skips: list[bool] = []
-
-    def forget(self, skip: Tensor) -> None:
-        self.skips.append(bool(skip))
-
-
-def test_a_state_that_can_forget_is_asked_to_and_others_are_left_alone() -> None:
-    def rank(number: int) -> list[bool]:
-        state = Remembers()
-        guard = HookGuard(DistributedDataParallel(nn.Linear(1, 1)), kept, state)
-        guard.reset(torch.tensor(True))
-        guard.reset(torch.tensor(False))
-        HookGuard(DistributedDataParallel(nn.Linear(1, 1)), kept, []).reset(torch.tensor(True))
-        return state.skips
-
-    assert run_ranks(2, rank) == [[True, False]] * 2
-
-
-def test_powersgds_memory_is_kept_by_an_applied_step_and_dropped_by_a_skipped_one() -> None:
-    def rank(number: int) -> list[Tensor]:
-        model = nn.Linear(8, 8, bias=False)
-        ddp = DistributedDataParallel(model)
-        state = PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=0.1)
-        guard = HookGuard(ddp, powerSGD_hook, state)
-        for step in range(4):
-            ddp(
-                torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + number))
-            ).square().sum().backward()
-        seen = []
-        for skip in (False, True):
-            # As an overflow in the compressor's own arithmetic would leave them.
-            state.q_memory_dict[0][0] = torch.nan if skip else state.q_memory_dict[0][0]
-            guard.reset(torch.tensor(skip))
-            seen += [state.error_dict[0].clone(), state.q_memory_dict[0].clone()]
-        return seen
-
-    (error, factor, no_error, start), (_, _, _, other_start) = run_ranks(2, rank)
-    assert error.any()
-    assert factor.any()
-    assert not no_error.any()
-    assert start.isfinite().all()
-    assert start.any()
-    assert torch.equal(start, other_start)
-
-
-def test_collectives_that_a_hooks_callbacks_start_meet_their_like_on_the_other_rank() -> None:
-    def rank(number: int) -> Tensor:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
-        # Many buckets, and a collective of DDP's own beside them.
-        ddp = DistributedDataParallel(model, bucket_cap_mb=0.001, find_unused_parameters=True)
-        HookGuard(ddp, powerSGD_hook, PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=0.1))
-        for step in range(8):
-            model.zero_grad()
-            ddp(
-                torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + number))
-            ).square().sum().backward()
-        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-    first, second = run_ranks(2, rank)
-    assert torch.equal(first, second)
-    assert first.isfinite().all()
-
-
 # -- the config
 
 
-def parallel(**options: Any) -> ParallelConfig:
-    config = OmegaConf.merge(OmegaConf.structured(ParallelConfig), options)
-    return config  # type: ignore[return-value]
-
-
-HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
-POWER_SGD = {
-    "_target_": f"{HOOKS}.powerSGD_hook",
-    "state": {"_target_": f"{HOOKS}.PowerSGDState", "process_group": None, "start_powerSGD_iter": 2},
-}
-
-
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(
-    ("options", "key", "got", "remedy"),
-    [
-        ({"reduce_dtype": "fp8"}, "parallel.reduce_dtype", "'fp8'", "fp32, bf16, fp16"),
-        ({"reduce_dtype": "bf16", "comm_hook": POWER_SGD}, "comm_hook", "reduce_dtype=bf16", "one of them"),
-    ],
-    ids=["unknown dtype", "dtype and hook"],
-)
-def test_an_impossible_reduction_is_refused_with_any_number_of_ranks(
-    size: int, options: dict[str, Any], key: str, got: str, remedy: str
-) -> None:
-    call = partial(wrap, Net(), parallel(**options), world(0, size), deterministic=False)
-    Refusal(call, key, got, remedy, ConfigError).check()
-
-
-def test_the_config_names_a_hook_and_its_state() -> None:
-    def rank(number: int) -> tuple[bool, str, int, bool]:
-        model, guard = wrap(Net(), parallel(comm_hook=POWER_SGD), world(number, 2), deterministic=False)
-        _, no_guard = wrap(Net(), parallel(reduce_dtype="bf16"), world(number, 2), deterministic=False)
-        assert guard is not None
-        return (
-            isinstance(model, DistributedDataParallel),
-            guard._hook.__name__,
-            guard._state.start_powerSGD_iter,
-            no_guard is None,
-        )
-
-    assert run_ranks(2, rank) == [(True, "powerSGD_hook", 2, True)] * 2
-
-
-@pytest.mark.parametrize(
-    ("node", "message"),
-    [
-        ({"_target_": "no.such.hook"}, "parallel.comm_hook._target_: 'no.such.hook'"),
-        ({"_target_": f"{HOOKS}.PowerSGDState", "process_group": None}, "want the _target_ of a function"),
-        ({"_target_": f"{HOOKS}.powerSGD_hook", "matrix_approximation_rank": 2}, "matrix_approximation_rank"),
-    ],
-    ids=["cannot be imported", "a class", "the state's options"],
-)
-def test_what_is_no_hook_is_refused_with_the_node(node: dict[str, Any], message: str) -> None:
-    def rank(number: int) -> str:
-        with pytest.raises(ConfigError) as raised:
-            wrap(Net(), parallel(comm_hook=node), world(number, 2), deterministic=False)
-        return str(raised.value)
-
-    assert message in run_ranks(2, rank)[0]
+def test_an_unknown_reduce_dtype_is_refused_with_any_number_of_ranks(size: int) -> None:
+    call = partial(wrap, Net(), ParallelConfig(reduce_dtype="fp8"), world(0, size), deterministic=False)
+    Refusal(call, "parallel.reduce_dtype", "'fp8'", "fp32, bf16, fp16", ConfigError).check()
 
 
 SHORT = ("train.max_steps=46", "model.width=16")
@@ -366,16 +182,13 @@ def fp32_losses(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("reduced", "close"), [("bf16", 2e-2), ("fp16", 5e-3), ("PowerSGD", None)])
-def test_a_run_learns_with_any_reduce_dtype_and_with_powersgd(
-    tmp_path: Path, fp32_losses: list[float], reduced: str, close: float | None
+@pytest.mark.parametrize(("reduced", "close"), [("bf16", 2e-2), ("fp16", 5e-3)])
+def test_a_run_learns_with_any_reduce_dtype(
+    tmp_path: Path, fp32_losses: list[float], reduced: str, close: float
 ) -> None:
-    hook = str(POWER_SGD).replace("'", "").replace("None", "null")
-    how = f"parallel.comm_hook={hook}" if reduced == "PowerSGD" else f"parallel.reduce_dtype={reduced}"
-    train_on(2, tmp_path, *SHORT, how)
+    train_on(2, tmp_path, *SHORT, f"parallel.reduce_dtype={reduced}")
     expected, losses = fp32_losses, metrics(tmp_path)
     assert losses[0] == expected[0]
     assert losses[3:] != expected[3:]
-    if close is not None:
-        assert losses == pytest.approx(expected, rel=close)
+    assert losses == pytest.approx(expected, rel=close)
     assert losses[-1] < 0.8 * losses[0]
