@@ -10,7 +10,8 @@ In reading order:
 * ``reduce_dtype``: the dtype in which DDP reduces gradients.
 * ``skip_diagnosis``: names the module, parameter and sample that caused a series of skipped steps.
 * ``autocast_check``: names the modules of an fp32 run that compute in 16 bits.
-* ``fused_optimizers``, ``modules``: helpers: optimizers that skip a step on the device, and walks over modules.
+* ``fused_optimizers``, ``modules``, ``flops``: helpers: optimizers that skip a step on the device, walks over modules, and
+  the FLOPs of an operator.
 * ``audit``: for ``doctor numerics``: dtypes, FLOPs and value ranges of every module, and advised settings.
 """
 
