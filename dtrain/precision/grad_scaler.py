@@ -52,6 +52,17 @@ class CrossRankGradScaler:
 
     Every rank steps equally often. A rank that has run out of inputs scales a zero and steps without gradients.
 
+    Example:
+        >>> import torch
+        >>> from dtrain.precision import CrossRankGradScaler
+        >>> model, scaler = torch.nn.Linear(4, 1), CrossRankGradScaler("cpu", growth_interval=1)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        >>> scaler.scale(model(torch.ones(2, 4)).mean()).backward()
+        >>> scaler.step(optimizer)  # on every rank, equally often
+        >>> scaler.update()
+        >>> scaler.get_scale()
+        131072.0
+
     Args:
         device: Device type of the loss, ``"cuda"`` or ``"cpu"``.
         init_scale: First scale.

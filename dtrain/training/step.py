@@ -1,16 +1,40 @@
 """One optimizer step, from the micro-batches of an accumulation window to updated (or unchanged) parameters.
 
-* An *accumulation window* is the micro-batches of one step. Gradients are summed over it; DDP averages them over the ranks in
-  the backward of its last micro-batch.
-* After that backward the ranks *vote*: one all-reduce carries overflow flags, gradient norm, loss sum and count, stop and
-  save requests. From the same sums every rank takes the same decision: update the parameters, or *skip* the step.
+In plain code, with the method of ``TrainStep`` that contains each part::
+
+    for number, batch in enumerate(window):                                    # accumulate()
+        seed_generators(seed, step, number, rank)
+        with autocast:
+            output = task(model, batch)
+        loss_sum, count = loss_sum + output.loss_sum, count + output.count     # _add()
+        (output.loss_sum * world / nominal * loss_scale).backward()            # _factor(); the last one averages: _sync()
+
+    norm = norm_of(gradients)                                                  # apply(): _gradients(), _norm()
+    overflow = not all_finite(norm, loss_sum, count, model.buffers())
+    overflows, norm, loss_sum, count, *requests = all_reduce(...)              # the vote, see dtrain.precision.vote
+    skip = overflows > 0 or count == 0
+    coefficient = nominal / count / loss_scale
+    coefficient *= min(1, clip_norm / (norm * coefficient))
+    lr = base_lr * schedule(applied_steps)
+    if skip:
+        restore(model.buffers())
+    else:
+        gradients *= coefficient                                               # unscaled, a mean, and clipped
+        optimizer.step()                                                       # _optimize()
+        ema.update()
+    loss_scale = adapted(loss_scale, overflows)
+    step, gradients = step + 1, None
+
+    applied_steps += not skip                                                  # settle()
+
+* An *accumulation window* is the micro-batches of one step. DDP averages its gradients over the ranks in the backward of its
+  last micro-batch.
+* The *vote* is one all-reduce of control data, also of stop and save requests. From the same sums every rank takes the same
+  decision: update the parameters, or *skip* the step.
+* *Nominal* is the global batch size, and ``count`` the number of valid rows in the global batch. One multiplication makes the
+  gradients those of the mean loss over all valid rows, for any split into ranks and micro-batches.
 * With a fused optimizer on a GPU the decision stays on the device. The host queues the step and reads the result of the vote
   one step later, in ``settle``. It waits for the result instead of polling, so that all ranks read it at the same step.
-
-Arithmetic: the loss sum of a micro-batch is multiplied by ``world / nominal * loss scale``, where nominal is the global batch
-size; gradients are then multiplied once by ``nominal / count / loss scale * clip coefficient``, where count is the number of
-valid rows in the global batch. The result is the gradient of the mean over all valid rows, for any split into ranks and
-micro-batches.
 """
 
 from __future__ import annotations
@@ -81,6 +105,25 @@ class StepOutcome:
 
 class TrainStep:
     """Executes accumulation windows and optimizer steps.
+
+    Example:
+        >>> import torch
+        >>> from dtrain.data import Batch
+        >>> from dtrain.distributed.world import World
+        >>> from dtrain.precision import Precision
+        >>> from dtrain.tasks import Classification
+        >>> from dtrain.training.step import TrainStep
+        >>> world = World.of({})
+        >>> model = torch.nn.Linear(4, 2).to(world.device)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> options = {"precision": Precision("fp32"), "loss_scale": None, "nominal": 2, "schedule": lambda steps: 1.0}
+        >>> step = TrainStep(model, Classification(), optimizer, world=world, **options)
+        >>> columns = {"image": torch.ones(2, 4), "label": torch.tensor([0, 1])}
+        >>> batch = Batch(columns, ["a", "b"], torch.tensor([True, True])).to(world.device)
+        >>> step.accumulate([batch], micro_batches=1)
+        >>> step.apply()
+        >>> step.settle().stats.applied
+        True
 
     Args:
         model: The model: wrapped in DDP, or sharded, if there are several ranks.
