@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtrain.precision import kernels
 from tests.ranks import run_ranks
 
 T = TypeVar("T")
@@ -29,8 +28,6 @@ def on_fake_cuda(work: Callable[[], T]) -> T:
         with (
             mock.patch.object(torch.cuda, "is_available", return_value=True),
             mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", return_value=False),
-            # The self-test reads values, once, at start.
-            mock.patch.object(kernels, "self_test", return_value=kernels.Kernels()),
             FakeTensorMode(allow_non_fake_inputs=True),
         ):
             return work()

@@ -37,10 +37,10 @@ from dtrain.data.batch import DeviceCopies, Transfer
 from dtrain.distributed import sharding
 from dtrain.distributed.sharding import local_part, shard_model
 from dtrain.distributed.world import World
-from dtrain.precision import Precision, kernels
+from dtrain.precision import Precision
 from dtrain.precision import vote as vote_module
-from dtrain.precision.comm_hooks import HookGuard, reduce_in
 from dtrain.precision.loss_scale import LossScale
+from dtrain.precision.reduce_dtype import reduce_in
 from dtrain.tasks import Classification
 from dtrain.training import step as step_module
 from dtrain.training.evaluation import _Sums
@@ -145,7 +145,6 @@ def fake_cuda() -> Iterator[None]:
             (Tensor, "record_stream", lambda self, stream: None),
             (dist, "all_reduce", reduced),
             (dist.Reducer, "_rebuild_buckets", lambda self: False),  # reads values, once a process
-            (kernels, "self_test", lambda device: kernels.Kernels()),  # reads values, once a process
             (fake_tensor, "init_gpu_context", lambda device: None),
             (step_module, "make_vote", RealVote),
             (step_module, "seed_generators", lambda *place: None),
@@ -217,7 +216,6 @@ def steps(
     *,
     parallel: str = "ddp",
     reduce_dtype: torch.dtype | None = None,
-    guard: bool = False,
     hysteresis: int = 1,
     ema: bool = True,
     clip_norm: float | None = 1.0,
@@ -232,7 +230,7 @@ def steps(
         policy, model = Precision(precision), to_cuda(NormNet())
         transfer = Transfer(fields.parse_fields(FIELDS), policy)
         world = World(0, RANKS, 0, RANKS, CUDA, "nccl", launched=True)
-        wrapped, hook_guard = model, None
+        wrapped = model
         if parallel != "fsdp":
             use_channels_last(model)
         if parallel == "ddp":
@@ -242,8 +240,6 @@ def steps(
             ddp.logger = mock.MagicMock()  # its timer is CUDA's
             if reduce_dtype is not None:
                 reduce_in(ddp, reduce_dtype)
-            elif guard:
-                hook_guard = HookGuard(ddp, averaging)
             else:
                 ddp.register_comm_hook(None, averaging)
             wrapped = ddp
@@ -262,7 +258,6 @@ def steps(
             schedule=lambda applied_steps: 1.0,
             clip_norm=clip_norm,
             ema=average,
-            guard=hook_guard,
         )
         copies = DeviceCopies(CUDA)
         seen: list[dict[str, Any]] = []
@@ -305,7 +300,6 @@ CASES: dict[str, Case] = {
     "fp16, hysteresis, amsgrad": steps("fp16", lambda parameters: adamw(parameters, amsgrad=True), hysteresis=2),
     "bf16, reduced in bf16": steps("bf16", reduce_dtype=torch.bfloat16),
     "fp16, reduced in fp16": steps("fp16", reduce_dtype=torch.float16),
-    "fp16, guarded hook": steps("fp16", guard=True),
     "bf16, bucket views, 3 micro-batches": steps("bf16", micro_batches=3, gradient_as_bucket_view=True),
     "bf16, several buckets": steps("bf16", bucket_bytes=512),
     "bf16, no clipping, no average, 1 micro-batch": steps("bf16", clip_norm=None, ema=False, micro_batches=1),

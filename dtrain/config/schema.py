@@ -177,7 +177,6 @@ class ParallelConfig:
     gradient_as_bucket_view: bool = True
     sync_batchnorm: bool = False  # BatchNorm statistics over all ranks; GPUs only; each layer waits for the GPU
     reduce_dtype: str = "fp32"  # of the all-reduce of gradients: fp32 | bf16 | fp16, which limits the loss scale
-    comm_hook: Any = None  # in place of reduce_dtype: _target_ of a DDP hook, hook(state, bucket), and its state
     # experimental: when a rank is lost, the others continue without a restart; DDP on CPUs, with srun
     recover: bool = False
 

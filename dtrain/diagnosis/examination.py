@@ -162,7 +162,6 @@ def examine(
         gradient_bytes=_gradient_bytes(run),
         reduce_seconds=all_reduce.estimate(_gradient_bytes(run)) if all_reduce is not None else 0.0,
         reduce_dtype=cfg.parallel.reduce_dtype,
-        comm_hook=cfg.parallel.comm_hook is not None,
         unevenness=max(compute) / min(compute),
         write_seconds=writes.write,
         save_interval=interval,

@@ -137,7 +137,6 @@ class Facts:
         gradient_bytes: Bytes of the gradients that the ranks reduce.
         reduce_seconds: Seconds to reduce them without overlap; 0 with one rank.
         reduce_dtype: Dtype in which they are reduced.
-        comm_hook: Whether a communication hook of the user reduces them.
         unevenness: Time of the slowest rank without communication, divided by that of the fastest.
         write_seconds: Seconds to write a checkpoint.
         save_interval: Seconds of training between two checkpoints.
@@ -158,7 +157,6 @@ class Facts:
     gradient_bytes: int
     reduce_seconds: float
     reduce_dtype: str
-    comm_hook: bool
     unevenness: float
     write_seconds: float
     save_interval: float
@@ -208,9 +206,8 @@ def _communication(facts: Facts) -> Iterator[str]:
     lost = times.step - times.compute
     gradients = f"{facts.gradient_bytes / 2**20:,.1f} MiB of gradients take {_ms(facts.reduce_seconds)} on this network"
     if lost > 2 * facts.reduce_seconds + 1e-3:
-        cause = "parallel.comm_hook" if facts.comm_hook else "whether ranks wait for each other or for a core"
-        yield f"{gradients}, but a step loses {_ms(lost)}: check {cause}."
-    elif facts.reduce_dtype == "fp32" and not facts.comm_hook:
+        yield f"{gradients}, but a step loses {_ms(lost)}: check whether ranks wait for each other or for a core."
+    elif facts.reduce_dtype == "fp32":
         yield f"parallel.reduce_dtype=bf16 halves them: {gradients}."
     if facts.unevenness > _UNEVEN:
         yield f"The slowest rank takes {facts.unevenness:.1f} times as long as the fastest, and all ranks wait for it."

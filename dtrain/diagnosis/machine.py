@@ -10,9 +10,7 @@ import shutil
 import socket
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -24,7 +22,6 @@ from dtrain.config.cache_dir import cache_dir
 from dtrain.config.errors import ConfigError
 from dtrain.distributed.world import World, process_cpu_count
 from dtrain.precision import Precision
-from dtrain.precision.kernels import self_test
 from dtrain.tracking.finding import Finding, size_text
 from dtrain.tracking.sinks import wandb_mode
 
@@ -223,7 +220,7 @@ def _slurm() -> Iterator[Finding]:
 
 
 def examine_precisions(device: torch.device) -> list[Finding]:
-    """One finding for each precision on the device of this rank, and one for the operators that fp16 needs.
+    """One finding for each precision on the device of this rank.
 
     Applies each precision to this process, and fp32 at the end.
     """
@@ -241,14 +238,6 @@ def examine_precisions(device: torch.device) -> list[Finding]:
                 Finding(subject, f"computes in {str(Precision(name).compute_dtype).removeprefix('torch.')}")
             )
     Precision("fp32").apply(device)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the finding below has the same information
-        failed = [name for name, passed in asdict(self_test(device.type)).items() if not passed]
-    if failed:
-        text = f"{', '.join(failed)}: behaviour differs from torch 2.9 to 2.13, so slower code is used instead"
-        findings.append(Finding("fp16 operators", text, "warning", "Use the torch version of the constraints file"))
-    else:
-        findings.append(Finding("fp16 operators", "those of torch work as expected"))
     return findings
 
 

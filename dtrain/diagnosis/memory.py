@@ -36,7 +36,7 @@ from dtrain.diagnosis.step_memory import StepMemory, measure_step, rows_of
 from dtrain.distributed.process_group import process_group
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
-from dtrain.precision.comm_hooks import REDUCE_DTYPES, reduced_dtype
+from dtrain.precision.reduce_dtype import REDUCE_DTYPES, reduced_dtype
 from dtrain.tracking.console import align_rows, print_banner
 from dtrain.tracking.finding import Finding, size_text
 from dtrain.training.build import build_precision

@@ -38,10 +38,7 @@ if TYPE_CHECKING:
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: Keys that only DDP, or only a sharded model, reads.
-_OF_DDP = (
-    *("bucket_cap_mb", "find_unused_parameters", "static_graph", "gradient_as_bucket_view"),
-    *("comm_hook", "recover"),
-)
+_OF_DDP = ("bucket_cap_mb", "find_unused_parameters", "static_graph", "gradient_as_bucket_view", "recover")
 _OF_SHARDING = ("shard_modules", "shard_size", "gather_dtype", "reduce_after", "offload")
 _FSDP = "torch.distributed.fsdp"
 _BUFFER_BUCKET = 250 * 2**20  # bytes; as in DDP

@@ -7,10 +7,11 @@ In reading order:
 * ``gradients``: the gradients of one rank: their list and their norm; checking and unscaling for ``grad_scaler``.
 * ``vote``: one all-reduce of control data per step, after which all ranks take the same decision.
 * ``grad_scaler``: skips on all ranks alike in hand-written training loops; replaces ``torch.amp.GradScaler``.
-* ``comm_hooks``: the dtype in which DDP reduces gradients; a guard around users' communication hooks.
+* ``reduce_dtype``: the dtype in which DDP reduces gradients.
 * ``skip_diagnosis``: names the module, parameter and sample that caused a series of skipped steps.
 * ``autocast_check``: names the modules of an fp32 run that compute in 16 bits.
-* ``kernels``, ``modules``: helpers: private torch operators behind a self-test, and walks over modules.
+* ``fused_optimizers``, ``modules``, ``flops``: helpers: optimizers that skip a step on the device, walks over modules, and
+  the FLOPs of an operator.
 * ``audit``: for ``doctor numerics``: dtypes, FLOPs and value ranges of every module, and advised settings.
 """
 

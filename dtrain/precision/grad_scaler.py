@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.config.errors import ConfigError
-from dtrain.precision import kernels
+from dtrain.precision.fused_optimizers import prefill_momentum, reads_found_inf
 from dtrain.precision.gradients import (
     check_and_unscale_,
     copy_to_device,
@@ -35,7 +35,6 @@ from dtrain.precision.gradients import (
     refuse_shared_gradients,
     refuse_unscalable,
 )
-from dtrain.precision.kernels import prefill_momentum
 from dtrain.precision.loss_scale import LossScale, LossScaleState
 from dtrain.precision.vote import Agreement, equal_scales
 
@@ -52,6 +51,17 @@ class CrossRankGradScaler:
     the device: the optimizer's kernel reads the decision. With other optimizers it waits for one number a step.
 
     Every rank steps equally often. A rank that has run out of inputs scales a zero and steps without gradients.
+
+    Example:
+        >>> import torch
+        >>> from dtrain.precision import CrossRankGradScaler
+        >>> model, scaler = torch.nn.Linear(4, 1), CrossRankGradScaler("cpu", growth_interval=1)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        >>> scaler.scale(model(torch.ones(2, 4)).mean()).backward()
+        >>> scaler.step(optimizer)  # on every rank, equally often
+        >>> scaler.update()
+        >>> scaler.get_scale()
+        131072.0
 
     Args:
         device: Device type of the loss, ``"cuda"`` or ``"cpu"``.
@@ -365,12 +375,11 @@ class _StepGuard:
 
 def _takes_found_inf(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
     """Whether the optimizer's own kernel skips the step if a flag on ``device`` is 1.0."""
-    if not kernels.reads_found_inf(optimizer):
+    if not reads_found_inf(optimizer):
         return False
     types = {parameter.device.type for group in optimizer.param_groups for parameter in group["params"]}
     # For parameters on the CPU torch copies the flag to the host without waiting for it, so it would be read too early.
-    readable = "cpu" not in types or device.type == "cpu"
-    return readable and all(kernels.self_test(type_).fused_skip for type_ in types)
+    return "cpu" not in types or device.type == "cpu"
 
 
 def _step_unless(

@@ -17,8 +17,6 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from dtrain.precision import kernels
-
 
 def refuse_unscalable(optimizer: torch.optim.Optimizer) -> None:
     """Refuses an optimizer whose gradients cannot be scaled. Visits every parameter, so call it once per optimizer.
@@ -185,9 +183,9 @@ def check_and_unscale_(gradients: Iterable[Tensor], scale: Tensor, recheck: bool
     found_inf = torch.zeros_like(scale)
     for (device, _), group in groups.items():
         local = found_inf if device == scale.device else torch.zeros((), dtype=torch.float32, device=device)
-        _check_and_unscale_group_(group, local, copy_to_device(inverse, device))
+        torch._amp_foreach_non_finite_check_and_unscale_(group, local, copy_to_device(inverse, device))
         if recheck:
-            _check_and_unscale_group_(group, local, torch.ones_like(local))
+            torch._amp_foreach_non_finite_check_and_unscale_(group, local, torch.ones_like(local))
         if local is not found_inf:
             found_inf = torch.maximum(found_inf, copy_to_device(local, scale.device))
     return found_inf
@@ -197,15 +195,6 @@ def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """``tensor`` on ``device``; waits only if that is the CPU."""
     # A non-blocking copy to the CPU could be read before the data has arrived.
     return tensor.to(device, non_blocking=device.type != "cpu")
-
-
-def _check_and_unscale_group_(group: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
-    if kernels.self_test(found_inf.device.type).check_and_unscale:
-        torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inverse)
-        return
-    for gradient in group:
-        found_inf.copy_(torch.maximum(found_inf, gradient.isfinite().all().logical_not().float()))
-        gradient.mul_(inverse)
 
 
 def _fp16_refused(name: str) -> str:

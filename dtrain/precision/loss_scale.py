@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from dtrain.config.errors import ConfigError
-from dtrain.precision import kernels
 
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
@@ -142,7 +141,7 @@ class LossScale:
         Args:
             found_inf: Shape ``[]``, on the scale's device; anything but 0 (or false) is an overflow.
         """
-        if self.hysteresis == 1 and kernels.self_test(self.scale.device.type).update_scale:
+        if self.hysteresis == 1:
             # One kernel instead of sixteen, but without hysteresis.
             factors = (self.growth_factor, self.backoff_factor, self.growth_interval)
             torch._amp_update_scale_(self.scale, self.growth_tracker, found_inf.float(), *factors)

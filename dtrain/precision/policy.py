@@ -43,6 +43,17 @@ _COMPUTE = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16
 class Precision:
     """The precision policy of a run.
 
+    Example:
+        >>> import torch
+        >>> from dtrain.precision import Precision
+        >>> bf16 = Precision("bf16", keep_fp32=("1",))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> bf16.wrap_keep_fp32(model)
+        ['1']
+        >>> with bf16.autocast("cpu"):
+        ...     print(model[0](torch.ones(1, 4)).dtype, model(torch.ones(1, 4)).dtype)
+        torch.bfloat16 torch.float32
+
     Args:
         name: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
         keep_fp32: fnmatch patterns of names of modules that compute in fp32 in every precision.

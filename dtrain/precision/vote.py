@@ -2,9 +2,8 @@
 
 * The *payload* is the float64 vector that the ranks sum: overflow flag, loss scale, squared gradient norm, loss sum and
   count, sums and counts of the metrics, and values from the host (stop and save requests, sample counts, bytes).
-* An *overflow* is a loss, count or gradient norm that is not finite, a buffer that became so, or the flag of a guarded
-  communication hook. An overflow on one rank makes all ranks *skip* the update: no rank changes parameters, optimizer state
-  or buffers.
+* An *overflow* is a loss, count or gradient norm that is not finite, or a buffer that became so. An overflow on one rank
+  makes all ranks *skip* the update: no rank changes parameters, optimizer state or buffers.
 * The *decision* (skip or not, factor for the gradients) is computed from the summed payload, so it is equal on all ranks.
 * The *step statistics* are the summed payload as Python numbers, for logs, schedules and stop requests.
 * An *agreement* is the process group that sums the payload; ``CrossRankGradScaler`` uses the same class.

@@ -13,7 +13,6 @@ The order matters:
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,8 +34,8 @@ from dtrain.distributed.collectives import on_all_ranks
 from dtrain.distributed.sharding import already_sharded, check_accumulation, is_sharded, shard_model
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
-from dtrain.precision.comm_hooks import REDUCE_DTYPES, HookGuard, reduce_in
 from dtrain.precision.loss_scale import LossScale
+from dtrain.precision.reduce_dtype import REDUCE_DTYPES, reduce_in
 from dtrain.tracking.run_dir import code_commits
 from dtrain.training.checkpoints import Checkpoint, Checkpoints
 from dtrain.training.checks import check_initialised
@@ -177,9 +176,8 @@ def build_step(
     Raises:
         ConfigError: If the parallel or loss scale options cannot work.
     """
-    wrapped, guard = wrap(model, cfg.parallel, world, cfg.train.deterministic)
     return TrainStep(
-        wrapped,
+        wrap(model, cfg.parallel, world, cfg.train.deterministic),
         task,
         optimizer,
         world=world,
@@ -189,7 +187,6 @@ def build_step(
         schedule=schedule,
         clip_norm=cfg.train.clip_norm,
         ema=ema,
-        guard=guard,
         seed=cfg.run.seed,
         max_consecutive_skips=max_consecutive_skips,
         reduce_each=cfg.parallel.reduce_after == "micro_batch",
@@ -463,30 +460,20 @@ def build_loss_scale(cfg: Any, precision: Precision, device: torch.device) -> Lo
         )
 
 
-def wrap(
-    model: nn.Module, parallel: ParallelConfig, world: World, deterministic: bool
-) -> tuple[nn.Module, HookGuard | None]:
+def wrap(model: nn.Module, parallel: ParallelConfig, world: World, deterministic: bool) -> nn.Module:
     """Wraps the bare model in DDP if there are several ranks and it is not sharded.
 
     With ``deterministic`` a resumed run equals an uninterrupted one bit for bit.
 
-    Returns:
-        The wrapped model, and the guard of ``parallel.comm_hook``, if there is one, for the step's vote.
-
     Raises:
-        ConfigError: If ``parallel.reduce_dtype`` is unknown, or a communication hook is set as well or cannot be used.
+        ConfigError: If ``parallel.reduce_dtype`` is unknown or does not suit the parameters.
     """
     if parallel.reduce_dtype not in REDUCE_DTYPES:
         raise ConfigError(
             f"parallel.reduce_dtype: got {parallel.reduce_dtype!r}, want one of {', '.join(REDUCE_DTYPES)}."
         )
-    if parallel.comm_hook is not None and parallel.reduce_dtype != "fp32":
-        raise ConfigError(
-            f"parallel: got reduce_dtype={parallel.reduce_dtype} and a comm_hook, which decides itself in which dtype it sends "
-            "gradients. Set one of them."
-        )
     if world.size == 1 or is_sharded(model):
-        return model, None
+        return model
     ddp = DistributedDataParallel(
         model,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
@@ -497,14 +484,5 @@ def wrap(
         static_graph=parallel.static_graph and not deterministic,
         gradient_as_bucket_view=parallel.gradient_as_bucket_view,
     )
-    if parallel.comm_hook is None:
-        reduce_in(ddp, REDUCE_DTYPES[parallel.reduce_dtype])
-        return ddp, None
-    # The node names the hook and its state, as torch's register_comm_hook takes them; DDP adds the bucket in each call.
-    hook = by_target("parallel.comm_hook", parallel.comm_hook, _partial_=True)
-    if inspect.isclass(hook.func) or hook.args or not set(hook.keywords) <= {"state"}:
-        raise ConfigError(
-            f"parallel.comm_hook: got {OmegaConf.to_container(parallel.comm_hook)}, want the _target_ of a function "
-            "hook(state, bucket), and its state, which may be a _target_ with options of its own."
-        )
-    return ddp, HookGuard(ddp, hook.func, hook.keywords.get("state"))
+    reduce_in(ddp, REDUCE_DTYPES[parallel.reduce_dtype])
+    return ddp

@@ -26,8 +26,8 @@ from dtrain.config.schema import ParallelConfig
 from dtrain.distributed.sharding import is_sharded
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
-from dtrain.precision.comm_hooks import REDUCE_DTYPES, reduced_dtype
 from dtrain.precision.modules import dtype_name
+from dtrain.precision.reduce_dtype import REDUCE_DTYPES, reduced_dtype
 from dtrain.precision.vote import payload_bytes
 from dtrain.tracking.finding import size_text
 
@@ -68,11 +68,9 @@ class Traffic:
 
     Attributes:
         collectives: Those with more than one rank and more than zero bytes.
-        hook: Whether a user's communication hook sends the gradients, which are then missing here.
     """
 
     collectives: tuple[Collective, ...]
-    hook: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -88,17 +86,13 @@ class Traffic:
         """One line; ``""`` if nothing is sent."""
         if not self.collectives:
             return ""
-        parts = ["gradients as parallel.comm_hook sends them"] if self.hook else []
-        parts += [f"{one.name} {size_text(one.nbytes)}" for one in self.collectives if one.content != _VOTE]
-        total = "" if self.hook else f"each rank sends {size_text(self.sent)} in a step: "
-        return f"{total}{', '.join([*parts, _VOTE])}"
+        parts = [f"{one.name} {size_text(one.nbytes)}" for one in self.collectives if one.content != _VOTE]
+        return f"each rank sends {size_text(self.sent)} in a step: {', '.join([*parts, _VOTE])}"
 
     def table(self, milliseconds: float) -> list[str]:
         """Lines for a profile: each collective, and the rate if a step communicates for that many milliseconds."""
         lines = [f"  {'sent in a step by a rank':<48}{'size':>12}{'sent':>12}"]
         lines += [f"  {one.name:<48}{size_text(one.nbytes):>12}{size_text(one.sent):>12}" for one in self.collectives]
-        if self.hook:
-            return [*lines, "  and the gradients as parallel.comm_hook sends them"]
         rate = f"   {self.sent / milliseconds / 1e6:.2f} GB/s while it communicates" if milliseconds else ""
         return [*lines, f"  {'all':<48}{size_text(self.nbytes):>12}{size_text(self.sent):>12}{rate}"]
 
@@ -130,8 +124,7 @@ def step_traffic(
         metrics: Number of metrics of the task, which are in the vote.
     """
     if isinstance(model, DistributedDataParallel):
-        dtype = REDUCE_DTYPES[parallel.reduce_dtype]
-        return ddp_traffic(model, dtype, metrics=metrics, hook=parallel.comm_hook is not None)
+        return ddp_traffic(model, REDUCE_DTYPES[parallel.reduce_dtype], metrics=metrics)
     if is_sharded(model):
         names = [name for name, module in model.named_modules() if is_sharded(module)]
         return sharded_traffic(
@@ -147,24 +140,23 @@ def step_traffic(
     return traffic_of([vote_traffic(world.size, metrics)])
 
 
-def ddp_traffic(model: DistributedDataParallel, dtype: torch.dtype, *, metrics: int = 0, hook: bool = False) -> Traffic:
+def ddp_traffic(model: DistributedDataParallel, dtype: torch.dtype, *, metrics: int = 0) -> Traffic:
     """What a step of DDP sends: gradients, buffers, the vote, and which parameters were unused if DDP looks for them.
 
     Args:
         model: The wrapped model.
         dtype: The reduce dtype.
         metrics: Number of metrics of the task, which are in the vote.
-        hook: Whether a user's communication hook sends the gradients.
     """
     ignored = set(model.parameters_to_ignore)
     trained = [p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]
     ranks = model.process_group.size()
-    found = [] if hook else gradient_traffic(trained, ranks, dtype)
+    found = gradient_traffic(trained, ranks, dtype)
     if model.broadcast_buffers:
         found.append(Collective("broadcast", "buffers", sum(buffer.nbytes for buffer in model.modules_buffers), ranks))
     if model.find_unused_parameters and not model.static_graph:
         found.append(Collective("all_reduce", "flags of used parameters", 4 * len(trained), ranks))
-    return traffic_of([*found, vote_traffic(ranks, metrics)], hook)
+    return traffic_of([*found, vote_traffic(ranks, metrics)])
 
 
 def gradient_traffic(trained: Iterable[Tensor], ranks: int, dtype: torch.dtype) -> list[Collective]:
@@ -261,6 +253,6 @@ def padded_numel(parameter: Tensor, ranks: int) -> int:
     return ranks * math.ceil(parameter.shape[0] / ranks) * math.prod(parameter.shape[1:])
 
 
-def traffic_of(found: Iterable[Collective], hook: bool = False) -> Traffic:
+def traffic_of(found: Iterable[Collective]) -> Traffic:
     """The traffic of a step, from its collectives."""
-    return Traffic(tuple(one for one in found if one.nbytes and one.ranks > 1), hook)
+    return Traffic(tuple(one for one in found if one.nbytes and one.ranks > 1))

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from dtrain.data import Batch
 from dtrain.precision import Precision
+from dtrain.precision.flops import flops
 from dtrain.training.model_setup import is_compiled
 from dtrain.training.task import Task
 from dtrain.training.tensor_copies import BufferGuard
@@ -29,9 +29,9 @@ _BACKWARD = 2  # forwards: one for the gradients of the activations, one for tho
 def flops_per_row(task: Task, model: nn.Module, batch: Batch, precision: Precision, device: torch.device) -> float:
     """Floating-point operations of forward and backward for one row of a batch.
 
-    Matrix products, convolutions and attention are counted, a multiplication and its addition as two operations;
-    element-wise operations are not. The backward counts as two forwards (Chowdhery et al. 2022, PaLM, appendix B), so
-    recomputed activations (``train.checkpoint_activations``) do not count, and frozen parameters count as trained ones.
+    ``dtrain.precision.flops`` says which operators are counted. The backward counts as two forwards (Chowdhery et al. 2022,
+    PaLM, appendix B), so recomputed activations (``train.checkpoint_activations``) do not count, and frozen parameters count as
+    trained ones.
 
     The task runs once more on every rank, with the bare model and a copy of the batch, which is on ``device``. It runs
     uncompiled, because the operations of compiled code cannot be observed. The model's buffers are restored.
@@ -133,23 +133,17 @@ def _eager(model: nn.Module) -> AbstractContextManager[Any]:
 
 
 class _Counter(TorchDispatchMode):
-    """Adds up torch's FLOP formulas (``total``).
+    """Adds up the FLOPs of all operators (``total``).
 
     torch's ``FlopCounterMode`` cannot be used: its count per module raises where a forward calls ``torch.autograd.grad``.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.total: float = 0
+        self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        operation = func.overloadpacket
-        # torch 2.13 has no formula for this one.
-        if operation is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-            query, key, value = (tensor.shape for tensor in args[:3])
-            self.total += sdpa_flop_count(query, key, value)
-        elif operation in flop_registry:
-            self.total += flop_registry[operation](*args, **kwargs, out_val=out)
+        self.total += flops(func, args, kwargs, out) or 0
         return out

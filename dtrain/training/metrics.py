@@ -129,7 +129,7 @@ class StepMetrics:
         record |= {f"data/samples/{name}": n for name, n in self._run.train_loader.samples_by_source().items()}
         if self._traffic is None:  # the first record: from now on the number of metrics is known
             self._traffic = self._run.traffic(len(outcome.stats.metrics))
-        if self._traffic.collectives and not self._traffic.hook:
+        if self._traffic.collectives:
             record["comm/bytes_per_step"] = self._traffic.nbytes
         return record | self._stragglers.exchange(outcome.step)
 

@@ -1,16 +1,40 @@
 """One optimizer step, from the micro-batches of an accumulation window to updated (or unchanged) parameters.
 
-* An *accumulation window* is the micro-batches of one step. Gradients are summed over it; DDP averages them over the ranks in
-  the backward of its last micro-batch.
-* After that backward the ranks *vote*: one all-reduce carries overflow flags, gradient norm, loss sum and count, stop and
-  save requests. From the same sums every rank takes the same decision: update the parameters, or *skip* the step.
+In plain code, with the method of ``TrainStep`` that contains each part::
+
+    for number, batch in enumerate(window):                                    # accumulate()
+        seed_generators(seed, step, number, rank)
+        with autocast:
+            output = task(model, batch)
+        loss_sum, count = loss_sum + output.loss_sum, count + output.count     # _add()
+        (output.loss_sum * world / nominal * loss_scale).backward()            # _factor(); the last one averages: _sync()
+
+    norm = norm_of(gradients)                                                  # apply(): _gradients(), _norm()
+    overflow = not all_finite(norm, loss_sum, count, model.buffers())
+    overflows, norm, loss_sum, count, *requests = all_reduce(...)              # the vote, see dtrain.precision.vote
+    skip = overflows > 0 or count == 0
+    coefficient = nominal / count / loss_scale
+    coefficient *= min(1, clip_norm / (norm * coefficient))
+    lr = base_lr * schedule(applied_steps)
+    if skip:
+        restore(model.buffers())
+    else:
+        gradients *= coefficient                                               # unscaled, a mean, and clipped
+        optimizer.step()                                                       # _optimize()
+        ema.update()
+    loss_scale = adapted(loss_scale, overflows)
+    step, gradients = step + 1, None
+
+    applied_steps += not skip                                                  # settle()
+
+* An *accumulation window* is the micro-batches of one step. DDP averages its gradients over the ranks in the backward of its
+  last micro-batch.
+* The *vote* is one all-reduce of control data, also of stop and save requests. From the same sums every rank takes the same
+  decision: update the parameters, or *skip* the step.
+* *Nominal* is the global batch size, and ``count`` the number of valid rows in the global batch. One multiplication makes the
+  gradients those of the mean loss over all valid rows, for any split into ranks and micro-batches.
 * With a fused optimizer on a GPU the decision stays on the device. The host queues the step and reads the result of the vote
   one step later, in ``settle``. It waits for the result instead of polling, so that all ranks read it at the same step.
-
-Arithmetic: the loss sum of a micro-batch is multiplied by ``world / nominal * loss scale``, where nominal is the global batch
-size; gradients are then multiplied once by ``nominal / count / loss scale * clip coefficient``, where count is the number of
-valid rows in the global batch. The result is the gradient of the mean over all valid rows, for any split into ranks and
-micro-batches.
 """
 
 from __future__ import annotations
@@ -29,8 +53,8 @@ from dtrain.data import Batch
 from dtrain.data.randomness import seed_generators
 from dtrain.distributed.sharding import ShardedWindow, copies_of, is_sharded, local_part
 from dtrain.distributed.world import World
-from dtrain.precision import Precision, kernels
-from dtrain.precision.comm_hooks import HookGuard, keeps_views
+from dtrain.precision import Precision
+from dtrain.precision.fused_optimizers import prefill_momentum, reads_found_inf
 from dtrain.precision.gradients import (
     drop_gradients,
     local_gradients,
@@ -40,8 +64,8 @@ from dtrain.precision.gradients import (
     with_shared_gradients,
     zero_gradients,
 )
-from dtrain.precision.kernels import prefill_momentum
 from dtrain.precision.loss_scale import LossScale
+from dtrain.precision.reduce_dtype import keeps_views
 from dtrain.precision.skip_diagnosis import SkipDiagnosis
 from dtrain.precision.vote import StepStats, make_vote
 from dtrain.training.batchnorm import ValidRows
@@ -82,6 +106,25 @@ class StepOutcome:
 class TrainStep:
     """Executes accumulation windows and optimizer steps.
 
+    Example:
+        >>> import torch
+        >>> from dtrain.data import Batch
+        >>> from dtrain.distributed.world import World
+        >>> from dtrain.precision import Precision
+        >>> from dtrain.tasks import Classification
+        >>> from dtrain.training.step import TrainStep
+        >>> world = World.of({})
+        >>> model = torch.nn.Linear(4, 2).to(world.device)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> options = {"precision": Precision("fp32"), "loss_scale": None, "nominal": 2, "schedule": lambda steps: 1.0}
+        >>> step = TrainStep(model, Classification(), optimizer, world=world, **options)
+        >>> columns = {"image": torch.ones(2, 4), "label": torch.tensor([0, 1])}
+        >>> batch = Batch(columns, ["a", "b"], torch.tensor([True, True])).to(world.device)
+        >>> step.accumulate([batch], micro_batches=1)
+        >>> step.apply()
+        >>> step.settle().stats.applied
+        True
+
     Args:
         model: The model: wrapped in DDP, or sharded, if there are several ranks.
         task: Returns the loss sum and the count of a micro-batch.
@@ -93,7 +136,6 @@ class TrainStep:
         schedule: Learning-rate factor for a number of applied steps.
         clip_norm: Maximum norm of the gradient of the mean loss; None does not clip.
         ema: Averaged weights, updated after applied steps; None without.
-        guard: Guard of a communication hook that may hide an overflow or carry it into later steps; None without.
         seed: Seeds random operations such as dropout, together with step, micro-batch and rank.
         max_consecutive_skips: This many skipped steps in a row raise ``TooManySkips`` on every rank. None is 50 with a
             loss scale, which skips steps until it has adapted, and 10 without.
@@ -125,7 +167,6 @@ class TrainStep:
         schedule: Callable[[int], float],
         clip_norm: float | None = None,
         ema: Ema | None = None,
-        guard: HookGuard | None = None,
         seed: int = 0,
         max_consecutive_skips: int | None = None,
         reduce_each: bool = False,
@@ -151,7 +192,6 @@ class TrainStep:
         self._nominal = nominal
         self.schedule = schedule
         self._clip_norm = clip_norm
-        self._guard = guard
         self._seed = seed
         self._max_skips = max_consecutive_skips
         self._vote = make_vote(world.device, world.size)
@@ -160,11 +200,7 @@ class TrainStep:
         self._autocast = precision.autocast(world.device.type)
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         # On a CPU reading the vote costs nothing, so the host decides.
-        self._decides_on_device = (
-            world.device.type == "cuda"
-            and kernels.reads_found_inf(optimizer)
-            and kernels.self_test(world.device.type).fused_skip
-        )
+        self._decides_on_device = world.device.type == "cuda" and reads_found_inf(optimizer)
         bare = self.bare_model
         self._sharded = ShardedWindow(bare, reduce_each) if is_sharded(bare) else None
         # By the number of ranks that hold the same gradient. Gradients of parameters that DDP ignores differ between ranks.
@@ -287,8 +323,6 @@ class TrainStep:
         by_copies = self._gradients()
         norms = {copies: self._norm(gradients) for copies, gradients in by_copies.items()}
         overflow = self._vote.overflow(norms)
-        if self._guard is not None:
-            overflow = overflow | self._guard.flag()
         # A running statistic may become NaN in a forward whose loss and gradients are finite.
         if (spoilt := self._buffers.not_finite()) is not None:
             overflow = overflow | spoilt
@@ -320,8 +354,6 @@ class TrainStep:
 
         # -- everything else that a skipped step must leave unchanged
         self._buffers.restore(skip)
-        if self._guard is not None:
-            self._guard.reset(skip)
         if self._keeps_views and counts.micro_batches > 1:
             zero_gradients(self.optimizer)
         else:

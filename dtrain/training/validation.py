@@ -255,9 +255,6 @@ def _check_nodes(cfg: Config, fields: tuple[Field, ...], found: _Problems) -> No
                     by_target(key, node)
             if key == "task" and targets[0].startswith("dtrain.tasks."):
                 _check_field_names(cfg.task, {field.name for field in fields})
-    with found.of("parallel.comm_hook"):
-        if cfg.parallel.comm_hook is not None:
-            check_arguments("parallel.comm_hook", cfg.parallel.comm_hook, _partial_=True)
     with found.of("schedule"):
         _check_schedule(cfg)
 

@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -40,9 +39,9 @@ class SleepyModel(nn.Module):
         return self.head(images.flatten(1))
 
 
-def sleepy_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def sleepy_hook(seconds, bucket):  # without annotations: DDP compares them with types
     """Sleeps, then averages as DDP does."""
-    time.sleep(state["seconds"])
+    time.sleep(seconds)
     summed = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
     return summed.get_future().then(lambda future: future.value()[0])
 
@@ -60,7 +59,7 @@ class FailsOnRankOne(Classification):
 calls: list[int] = []
 
 
-def counting_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def counting_hook(state, bucket):
     """Records the call and averages as DDP does."""
     calls.append(bucket.index())
-    return sleepy_hook({"seconds": 0.0}, bucket)
+    return sleepy_hook(0.0, bucket)

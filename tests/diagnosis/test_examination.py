@@ -20,6 +20,7 @@ from dtrain.diagnosis.examination import _not_sharded, build_communicating_step,
 from dtrain.diagnosis.measure import endless_batches
 from dtrain.distributed.process_group import process_group
 from dtrain.doctor import main
+from dtrain.training import build
 from tests.diagnosis import slow
 from tests.ranks import RanksFailed, run_ranks
 
@@ -47,6 +48,11 @@ def examined(folder: Path, *overrides: str, ranks: int = 2) -> tuple[dict[str, A
     return json.loads(file.read_text()), texts
 
 
+def reduce_by(monkeypatch: pytest.MonkeyPatch, hook: Any, state: Any = None) -> None:
+    """Makes DDP reduce gradients with ``hook(state, bucket)``."""
+    monkeypatch.setattr(build, "reduce_in", lambda model, dtype: model.register_comm_hook(state, hook))
+
+
 def test_one_rank_is_examined_and_leaves_no_file(tmp_path: Path, digits: Path) -> None:
     found, (text,) = examined(tmp_path, "data.num_workers=0", ranks=1)
     assert [path.name for path in tmp_path.iterdir()] == ["doctor.json"]
@@ -63,9 +69,11 @@ def test_one_rank_is_examined_and_leaves_no_file(tmp_path: Path, digits: Path) -
 
 
 @pytest.mark.slow
-def test_a_static_graph_is_timed_one_variant_after_the_other(tmp_path: Path, digits: Path) -> None:
-    hook = "parallel.comm_hook={_target_: tests.diagnosis.slow.sleepy_hook, state: {seconds: 0.3}}"
-    found, _ = examined(tmp_path, hook, "parallel.static_graph=true")
+def test_a_static_graph_is_timed_one_variant_after_the_other(
+    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reduce_by(monkeypatch, slow.sleepy_hook, 0.3)
+    found, _ = examined(tmp_path, "parallel.static_graph=true")
     assert found["run"]["bottleneck"] == "communication"
     assert found["run"]["facts"]["times"]["compute"] < 0.3
 
@@ -93,13 +101,13 @@ def test_a_slow_model_is_the_bottleneck(tmp_path: Path, digits: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_slow_all_reduce_is_the_bottleneck(tmp_path: Path, digits: Path) -> None:
-    hook = "parallel.comm_hook={_target_: tests.diagnosis.slow.sleepy_hook, state: {seconds: 0.5}}"
-    found, (text, _) = examined(tmp_path, hook)
+def test_a_slow_all_reduce_is_the_bottleneck(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reduce_by(monkeypatch, slow.sleepy_hook, 0.5)
+    found, (text, _) = examined(tmp_path)
     run = found["run"]
     assert run["bottleneck"] == "communication"
     assert run["facts"]["times"]["step"] >= 0.5
-    assert "parallel.comm_hook" in run["advice"][0]
+    assert "whether ranks wait for each other" in run["advice"][0]
     assert re.search(r"bottleneck +communication: [\d,]+ samples/s", text)
 
 
@@ -125,13 +133,14 @@ def test_an_error_of_one_rank_ends_all_ranks(tmp_path: Path, digits: Path, capfd
 
 
 @pytest.mark.parametrize("search", ["false", pytest.param("true", marks=pytest.mark.slow)])
-def test_alternating_steps_change_no_parameter_and_only_one_of_them_communicates(digits: Path, search: str) -> None:
-    hook = "parallel.comm_hook={_target_: tests.diagnosis.slow.counting_hook, state: {}}"
+def test_alternating_steps_change_no_parameter_and_only_one_of_them_communicates(
+    digits: Path, search: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reduce_by(monkeypatch, slow.counting_hook)
     overrides = [
         "experiment=digits",
         "data.num_workers=0",
         f"parallel.find_unused_parameters={search}",
-        hook,
         "optimizer.weight_decay=0.1",
     ]
 

@@ -105,7 +105,6 @@ FACTS = Facts(
     gradient_bytes=2**26,
     reduce_seconds=0.9,
     reduce_dtype="fp32",
-    comm_hook=False,
     unevenness=1.0,
     write_seconds=1.0,
     save_interval=10.0,
@@ -152,7 +151,6 @@ def test_bf16_reduction_is_advised_only_if_the_network_explains_the_loss() -> No
     elsewhere = advice(SLOW_SUMS, reduce_seconds=0.01)
     assert "parallel.reduce_dtype" not in elsewhere
     assert "take 10.0 ms on this network, but a step loses 900.0 ms" in elsewhere
-    assert "parallel.comm_hook" in advice(SLOW_SUMS, reduce_seconds=0.01, comm_hook=True)
 
 
 def test_a_slow_rank_is_named() -> None:

@@ -56,7 +56,6 @@ def test_precisions_are_checked_by_the_policy(monkeypatch: pytest.MonkeyPatch) -
         "precision=tf32": "ok",
         "precision=bf16": "error",
         "precision=fp16": "warning",
-        "fp16 operators": "ok",
     }
 
 

@@ -44,7 +44,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "unknown moment": ({"shard": "full", "reduce_after": "step"}, ("parallel.reduce_after", "step", "window")),
     "of DDP, buckets": ({"shard": "full", "bucket_cap_mb": 50}, ("parallel.bucket_cap_mb", "50", "shard=none")),
     "of DDP, graph": ({"shard": "full", "static_graph": True}, ("parallel.static_graph", "True", "shard=none")),
-    "of DDP, hook": ({"shard": "hybrid", "comm_hook": {"_target_": "x"}}, ("parallel.comm_hook", "x", "shard=none")),
+    "of DDP, search": (
+        {"shard": "hybrid", "find_unused_parameters": True},
+        ("parallel.find_unused_parameters", "True", "shard=none"),
+    ),
     "of DDP, recovery": ({"shard": "full", "recover": True}, ("parallel.recover", "True", "shard=none")),
     "of sharding, modules": ({"shard_modules": ["blocks.*"]}, ("parallel.shard_modules", "blocks.*", "shard=full")),
     "of sharding, offload": ({"offload": True}, ("parallel.offload", "True", "shard=full")),

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dtrain.precision import kernels
 from dtrain.precision.gradients import (
     check_and_unscale_,
     drop_gradients,
@@ -18,12 +17,6 @@ from dtrain.precision.gradients import (
     refuse_unscalable,
 )
 from tests.refusals import refused
-
-
-@pytest.fixture(params=["kernel", "no kernel"])
-def either_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "no kernel":
-        monkeypatch.setattr(kernels, "self_test", lambda device: kernels.Kernels(check_and_unscale=False))
 
 
 def sgd(*gradients: Tensor | None) -> torch.optim.SGD:
@@ -42,19 +35,19 @@ SCALE = torch.tensor(8.0)
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("where", [0, 1, 2])
-def test_one_bad_number_of_any_dtype_is_found(bad: float, where: int, either_path: None) -> None:
+def test_one_bad_number_of_any_dtype_is_found(bad: float, where: int) -> None:
     gradients = [torch.full((5,), 4.0, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
     gradients[where][3] = bad
     assert check_and_unscale_(gradients, SCALE).tolist() == 1.0
     assert all((gradient[:3] == 0.5).all() for gradient in gradients)
 
 
-def test_the_flag_is_always_there(either_path: None) -> None:
+def test_the_flag_is_always_there() -> None:
     assert check_and_unscale_([], SCALE).tolist() == 0.0
     assert check_and_unscale_(local_gradients(parameters_of(sgd(None, torch.empty(0, 3)))), SCALE).tolist() == 0.0
 
 
-def test_sparse_and_complex_gradients_are_divided_in_place(either_path: None) -> None:
+def test_sparse_and_complex_gradients_are_divided_in_place() -> None:
     sparse = torch.sparse_coo_tensor(
         torch.tensor([[0, 0, 2]]), torch.tensor([8.0, 16.0, 24.0]), (4,), check_invariants=True
     )
@@ -69,7 +62,7 @@ def test_sparse_and_complex_gradients_are_divided_in_place(either_path: None) ->
     assert check_and_unscale_(local_gradients(parameters_of(optimizer)), SCALE).tolist() == 1.0
 
 
-def test_a_scale_below_one_that_makes_infinity_is_found(either_path: None) -> None:
+def test_a_scale_below_one_that_makes_infinity_is_found() -> None:
     small = torch.tensor(2.0**-10)
     assert check_and_unscale_([torch.tensor([1e38])], small, recheck=True).tolist() == 1.0
     assert check_and_unscale_([torch.tensor([1e30])], small, recheck=True).tolist() == 0.0
@@ -83,8 +76,7 @@ def test_the_reciprocal_is_exact_to_the_last_bit() -> None:
     torch.testing.assert_close(gradient, expected, rtol=2**-23, atol=0)
 
 
-def test_gradients_on_several_devices_share_one_flag_on_the_scales_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "self_test", lambda device: kernels.Kernels())
+def test_gradients_on_several_devices_share_one_flag_on_the_scales_device() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         gradients = [torch.ones(2, device=device) for device in ("cuda:1", "cpu", "cuda:0", "cuda:1")]
         flag = check_and_unscale_(gradients, torch.ones((), device="cuda:0"))

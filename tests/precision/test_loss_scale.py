@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from dtrain.precision import kernels
 from dtrain.precision.loss_scale import LossScale
 from tests.refusals import Refusal
 
@@ -49,15 +48,8 @@ def megatron(
     return seen
 
 
-@pytest.fixture(params=["kernel", "no kernel"])
-def either_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs a test with torch's private operator, and as if this torch had none."""
-    if request.param == "no kernel":
-        monkeypatch.setattr(kernels, "self_test", lambda device: kernels.Kernels(update_scale=False))
-
-
 @pytest.mark.parametrize("hysteresis", [1, 2, 3])
-def test_any_history_gives_megatrons_scale(hysteresis: int, either_path: None) -> None:
+def test_any_history_gives_megatrons_scale(hysteresis: int) -> None:
     draw = random.Random(0)
     for _ in range(20):
         overflows = [draw.random() < 0.3 for _ in range(40)]
@@ -65,7 +57,7 @@ def test_any_history_gives_megatrons_scale(hysteresis: int, either_path: None) -
         assert feed(scale, overflows) == megatron(overflows, 64.0, 2.0, 0.5, 3, hysteresis, 1.0)
 
 
-def test_without_hysteresis_it_is_torchs_scale(either_path: None) -> None:
+def test_without_hysteresis_it_is_torchs_scale() -> None:
     overflows = [False, True, False, False, False, True, True, False, False, False, False]
     stock = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
     weight = torch.ones(1, requires_grad=True)
@@ -84,14 +76,14 @@ def test_without_hysteresis_it_is_torchs_scale(either_path: None) -> None:
 
 
 @pytest.mark.parametrize("hysteresis", [1, 2])
-def test_the_scale_stays_between_floor_and_ceiling(hysteresis: int, either_path: None) -> None:
+def test_the_scale_stays_between_floor_and_ceiling(hysteresis: int) -> None:
     scale = make(init=8.0, growth_interval=1, min_scale=0.5, max_scale=32.0, hysteresis=hysteresis)
     assert max(feed(scale, [False] * 200)) == 32.0
     assert feed(scale, [True] * 200)[-1] == 0.5
     assert feed(scale, [False])[-1] == 1.0
 
 
-def test_the_scale_is_one_tensor_for_ever(either_path: None) -> None:
+def test_the_scale_is_one_tensor_for_ever() -> None:
     scale = make(growth_interval=1, init=4.0)
     tensor = scale.scale
     feed(scale, [False, True])
@@ -102,7 +94,7 @@ def test_the_scale_is_one_tensor_for_ever(either_path: None) -> None:
     assert tensor.item() == 8.0
 
 
-def test_a_bool_is_a_decision_too(either_path: None) -> None:
+def test_a_bool_is_a_decision_too() -> None:
     scale = make(init=8.0)
     scale.update(torch.tensor(True))
     assert scale.scale.item() == 4.0

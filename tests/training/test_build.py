@@ -285,11 +285,11 @@ def test_only_fp16_has_a_loss_scale(name: str, scaled: bool) -> None:
 
 def test_one_rank_needs_no_ddp_and_several_have_it_as_the_config_says() -> None:
     model = Net()
-    assert build.wrap(model, ParallelConfig(), world(), False) == (model, None)
+    assert build.wrap(model, ParallelConfig(), world(), False) is model
 
     def rank(number: int) -> list[Any]:
-        plain, _ = build.wrap(Net(), ParallelConfig(bucket_cap_mb=3, static_graph=True), world(number, 2), False)
-        exact, _ = build.wrap(Net(), ParallelConfig(static_graph=True), world(number, 2), True)
+        plain = build.wrap(Net(), ParallelConfig(bucket_cap_mb=3, static_graph=True), world(number, 2), False)
+        exact = build.wrap(Net(), ParallelConfig(static_graph=True), world(number, 2), True)
         assert isinstance(plain, DistributedDataParallel)
         assert isinstance(exact, DistributedDataParallel)
         return [

@@ -19,7 +19,7 @@ from dtrain.config.schema import ParallelConfig
 from dtrain.distributed.sharding import shard_model
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
-from dtrain.precision.comm_hooks import REDUCE_DTYPES, reduce_in
+from dtrain.precision.reduce_dtype import REDUCE_DTYPES, reduce_in
 from dtrain.precision.vote import payload_bytes
 from dtrain.training.communication import Collective, Traffic, Unit, ddp_traffic, sharded_traffic, step_traffic
 from tests.ranks import run_ranks
@@ -192,11 +192,3 @@ def test_a_traffic_is_described_in_one_line_and_as_a_table() -> None:
     )
     heading, *rows, total = traffic.table(milliseconds=2.0)
     assert [len(rows), "size" in heading, "3.15 GB/s" in total] == [3, True, True]
-
-
-def test_gradients_of_a_users_hook_are_not_counted() -> None:
-    def rank(number: int) -> str:
-        ddp = DistributedDataParallel(Net())
-        return ddp_traffic(ddp, torch.float32, hook=True).describe()
-
-    assert run_ranks(2, rank) == ["gradients as parallel.comm_hook sends them, the vote"] * 2

@@ -29,7 +29,6 @@ CASES = [
     "fp16, hysteresis, amsgrad",
     "bf16, reduced in bf16",
     "fp16, reduced in fp16",
-    "fp16, guarded hook",
     "bf16, bucket views, 3 micro-batches",
     "bf16, several buckets",
     "bf16, no clipping, no average, 1 micro-batch",

@@ -63,6 +63,16 @@ def test_a_transformer_is_six_times_its_weights_a_token_and_its_attention(precis
     assert counted == 6 * weights * length + 3 * attention
 
 
+def test_a_recurrent_layer_uses_each_weight_once_per_row_and_time_step() -> None:
+    def last(model: nn.Module, batch: Batch) -> Output:
+        states, _ = model(batch["x"])
+        return Output(states.square().sum(), len(batch["x"]))
+
+    batch = Batch({"x": torch.randn(5, 7, 3)}, ["a"] * 5, torch.ones(5, dtype=torch.bool))
+    forward = 2 * 7 * (4 * 6 * 3 + 4 * 6 * 6)
+    assert flops_per_row(last, nn.LSTM(3, 6, batch_first=True), batch, FP32, CPU) == 3 * forward
+
+
 def test_a_task_that_differentiates_in_its_forward_is_counted_with_what_that_takes() -> None:
     def slope(model: nn.Module, batch: Batch) -> Output:
         x = batch["x"].requires_grad_()

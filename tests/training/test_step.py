@@ -350,28 +350,6 @@ def test_an_abandoned_window_leaves_the_buffers_of_the_step_before() -> None:
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
 
 
-class RecordingGuard:
-    """In place of a ``HookGuard``, whose hook overflowed in some steps."""
-
-    def __init__(self, overflows: Collection[int]) -> None:
-        self.overflows = overflows
-        self.resets: list[bool] = []
-
-    def flag(self) -> Tensor:
-        return torch.tensor(len(self.resets) in self.overflows)
-
-    def reset(self, skip: Tensor) -> None:
-        self.resets.append(bool(skip))
-
-
-def test_a_communication_hook_learns_of_each_step_whether_it_was_skipped() -> None:
-    model = Net()
-    guard = RecordingGuard(overflows=(1,))
-    step = train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), guard=guard)
-    outcomes = run_steps(step, [micro_batches(n, 4, masked=range(4) if n == 2 else ()) for n in range(4)])
-    assert guard.resets == [not outcome.stats.applied for outcome in outcomes] == [False, True, True, False]
-
-
 def test_the_loss_scale_survives_170_bad_steps_and_the_run_goes_on() -> None:
     model = Net()
     scale = LossScale(CPU, init=65536.0)

@@ -1,4 +1,4 @@
-"""Attributes each operator to the module that runs it, to the line of the user's code that calls it, and to its FLOPs.
+"""Attributes each operator to the module that runs it and to the line of the user's code that calls it.
 
 * The *owner* of an operation is the innermost module in whose forward it runs. ``(model)`` is the outermost module, ``(task)``
   the code around it, such as the loss. Forward hooks on the bare model maintain the stack of running modules.
@@ -6,9 +6,6 @@
   and of other hooks have none.
 * *Operators* are observed below autograd and autocast, in the dtypes in which they really run. *Work* is an operator that
   computes floating-point values; the others only move data.
-* FLOPs are those of matrix products, convolutions, attention and recurrent layers, two per multiply-add, by the formulas of
-  ``torch.utils.flop_counter`` and by those below for the operators that it lacks. All other operators count as zero,
-  because memory bandwidth limits them.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from torch.utils.hooks import RemovableHandle
 
+from dtrain.precision.flops import operator_name
 from dtrain.precision.modules import tensors
 
 MODEL = "(model)"
@@ -222,11 +218,6 @@ class Operators(TorchDispatchMode):
         return out
 
 
-def operator_name(func: Any) -> str:
-    """``mm`` for ``aten.mm.default``."""
-    return str(_packet(func).__name__)
-
-
 def floating(values: Any) -> list[Tensor]:
     """The floating-point tensors in arguments or results, nested ones included, in order."""
     return [tensor for tensor in tensors(values) if tensor.is_floating_point()]
@@ -235,15 +226,6 @@ def floating(values: Any) -> list[Tensor]:
 def is_work(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
     """Whether an operator computes floating-point ``outputs`` from floating-point ``inputs``."""
     return bool(inputs and outputs) and not getattr(func, "is_view", False) and operator_name(func) not in _MOVES
-
-
-def flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int | None:
-    """FLOPs of one call of an operator; None if its FLOPs are not counted."""
-    added = _ADDED_FORMULAS.get(operator_name(func)) if func.namespace == "aten" else None
-    if added is not None:
-        return added(*args)
-    formula = flop_registry.get(_packet(func))
-    return None if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
 def on_gradient(tensor: Tensor, call: Callable[[Tensor], None]) -> RemovableHandle:
@@ -285,27 +267,3 @@ def _innermost_outside(places: tuple[str, ...]) -> FrameType | None:
     while frame is not None and frame.f_code.co_filename.startswith(places):
         frame = frame.f_back
     return frame
-
-
-def _packet(func: Any) -> Any:
-    return getattr(func, "overloadpacket", func)
-
-
-def _recurrent(steps: Tensor, weights: list[Tensor], *_: Any) -> int:
-    """Each weight matrix is used once per row of ``steps``, shape ``[time, rows, features]`` or ``[packed, features]``."""
-    return 2 * prod(steps.shape[:-1]) * sum(weight.numel() for weight in weights if weight.dim() == 2)
-
-
-# For aten operators that torch.utils.flop_counter lacks; called with the operator's positional arguments.
-_ADDED_FORMULAS: dict[str, Callable[..., int]] = {
-    "mv": lambda matrix, *_: 2 * matrix.numel(),
-    "dot": lambda vector, *_: 2 * vector.numel(),
-    "addmv": lambda _bias, matrix, *_: 2 * matrix.numel(),
-    "addr": lambda _bias, column, row, *_: 2 * column.numel() * row.numel(),
-    "_scaled_dot_product_flash_attention_for_cpu": lambda query, key, value, *_: sdpa_flop_count(
-        query.shape, key.shape, value.shape
-    ),
-    "_cudnn_rnn": _recurrent,
-    "miopen_rnn": _recurrent,
-    "mkldnn_rnn_layer": lambda steps, weight0, weight1, *_: _recurrent(steps, [weight0, weight1]),
-}

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.precision.audit.module_stack import TASK, ModuleStack, floating, is_work, operator_name, users_line
+from dtrain.precision.audit.module_stack import TASK, ModuleStack, floating, is_work, users_line
+from dtrain.precision.flops import operator_name
 from dtrain.precision.modules import dtype_name
 
 #: The dtypes to which casts are tried.

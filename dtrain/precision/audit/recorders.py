@@ -34,12 +34,11 @@ from dtrain.precision.audit.module_stack import (
     ModuleStack,
     Operators,
     floating,
-    flops,
     is_work,
     on_gradient,
-    operator_name,
 )
 from dtrain.precision.audit.operation_ranges import SIXTEEN_BIT, OperationRanges
+from dtrain.precision.flops import flops, operator_name
 from dtrain.precision.modules import dtype_name
 
 _FP16_MAX = torch.finfo(torch.float16).max

@@ -1,7 +1,7 @@
 """The ways in which ranks come to disagree about an overflow, or agree on a wrong result, and the tests that show each one.
 
-The numbers are those of the project's notes on mixed precision; S24 and S27 are not assigned. A test is named by module and
-function. "torch" is the effect with ``torch.amp.GradScaler`` (or with what the row names), "dtrain" the remedy here. The
+The numbers are those of the project's notes on mixed precision; S09, S24 and S27 are not assigned. A test is named by module
+and function. "torch" is the effect with ``torch.amp.GradScaler`` (or with what the row names), "dtrain" the remedy here. The
 tests below check that the table is complete and that every named test exists.
 """
 
@@ -158,23 +158,6 @@ SCENARIOS = (
         (f"{_HERE}.test_hooks:test_s08_local_sgd_keeps_scale_and_averager_in_step",),
     ),
     Scenario(
-        "S09",
-        "PowerSGD after one overflow",
-        "no step ever succeeds again: its error feedback is NaN",
-        "infinities do not reach the compressor, and its state from a skipped step is dropped",
-        (
-            f"{_HERE}.test_hooks:test_s09_powersgd_drops_the_state_of_a_skipped_step_and_trains",
-            f"{_HERE}.test_hooks:test_s09_powersgd_of_full_rank_equals_the_reference_that_skips_the_step",
-        ),
-    ),
-    Scenario(
-        "S10",
-        "a lossy hook that hides infinities",
-        "takes a step with garbage",
-        "gradients are checked before the hook, and that flag is part of the vote",
-        (f"{_HERE}.test_hooks:test_s10_an_infinity_is_seen_before_a_hook_hides_it",),
-    ),
-    Scenario(
         "S10h",
         "a hook that averages within pairs of ranks",
         "pairs diverge",
@@ -244,8 +227,8 @@ SCENARIOS = (
         "momentum starts from zero",
         (
             f"{_HERE}.test_trainer:test_s17_fused_sgd_whose_first_step_is_skipped_starts_from_zero",
-            "tests.precision.test_kernels:test_fused_sgd_first_step_overflow_leaves_momentum_zero",
-            "tests.precision.test_kernels:test_torchs_scaler_trains_on_uninitialised_momentum",
+            "tests.precision.test_fused_optimizers:test_fused_sgd_first_step_overflow_leaves_momentum_zero",
+            "tests.precision.test_fused_optimizers:test_torchs_scaler_trains_on_uninitialised_momentum",
             f"{_STEP}:test_a_skipped_step_leaves_no_trace",
         ),
     ),
@@ -293,8 +276,8 @@ SCENARIOS = (
         "infinite on all ranks; bf16_compress_hook refuses gloo",
         "gradients are divided before they are cast; bf16 on any backend",
         (
-            "tests.precision.test_comm_hooks:test_s22_a_mean_that_fits_fp16_arrives_where_torchs_hook_overflows",
-            "tests.precision.test_comm_hooks:test_s22_a_reduce_dtype_of_fp16_limits_the_scale_and_bf16_does_not",
+            "tests.precision.test_reduce_dtype:test_s22_a_mean_that_fits_fp16_arrives_where_torchs_hook_overflows",
+            "tests.precision.test_reduce_dtype:test_s22_a_reduce_dtype_of_fp16_limits_the_scale_and_bf16_does_not",
         ),
     ),
     Scenario(
@@ -341,7 +324,7 @@ SCENARIOS = (
 
 def test_every_scenario_has_its_row() -> None:
     numbers = {int(scenario.number[1:3]) for scenario in SCENARIOS}
-    assert numbers == set(range(29)) - {24, 27}
+    assert numbers == set(range(29)) - {9, 24, 27}
     assert len({scenario.number for scenario in SCENARIOS}) == len(SCENARIOS)
 
 

@@ -1,30 +1,22 @@
-"""How DDP all-reduces gradients: in another dtype, or by a user's communication hook.
+"""The *reduce dtype*, in which DDP sums gradients over the ranks.
 
-* The *reduce dtype* is the dtype in which gradients are summed over the ranks. They are divided by the number of ranks
-  before they are cast to it, so that nothing larger than their mean has to fit, and are cast back afterwards.
-* A *hook* is a DDP communication hook, ``hook(state, bucket) -> Future``. A compressing hook may hide an infinity from the
-  overflow check, or keep it in its state for all later steps. ``HookGuard`` therefore checks the gradients before
-  the hook gets them.
+Gradients are divided by the number of ranks before they are cast to it, so that nothing larger than their mean has to fit,
+and are cast back afterwards.
 """
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with types, and strings would not be equal.
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.nn.parallel import DistributedDataParallel
 
 from dtrain.config.errors import ConfigError
 
 #: The values of ``parallel.reduce_dtype``.
 REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 
 
 def reduce_in(model: DistributedDataParallel, dtype: torch.dtype) -> None:
@@ -74,69 +66,6 @@ def keeps_views(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> boo
         return False
     averaged = {id(parameter) for parameter in model.module.parameters()}
     return all(id(parameter) in averaged for group in optimizer.param_groups for parameter in group["params"])
-
-
-class HookGuard:
-    """Registers a user's communication hook with ``model`` and checks the gradients before the hook gets them.
-
-    Values that are not finite set a flag, for which the step is skipped, and are replaced by zero, so that the state of
-    the hook stays finite on every rank.
-
-    Args:
-        model: The wrapped model.
-        hook: A DDP communication hook.
-        state: Its first argument. A state that accumulates something of skipped steps (error feedback) may have a method
-            ``forget(skip)`` that drops it where ``skip`` (bool tensor, shape ``[]``, on the device) is true. torch's
-            ``PowerSGDState`` is handled without one.
-    """
-
-    def __init__(self, model: DistributedDataParallel, hook: Hook, state: Any = None) -> None:
-        self._hook = hook
-        self._state = state
-        self._bad = torch.zeros((), dtype=torch.bool, device=next(model.parameters()).device)
-        self._starts: dict[int, Tensor] = {}
-        model.register_comm_hook(state, self._checked)
-
-    def flag(self) -> Tensor:
-        """Whether this rank's gradients were not finite since the last call: bool, shape ``[]``, on the device."""
-        bad, self._bad = self._bad, torch.zeros_like(self._bad)
-        return bad
-
-    @torch.no_grad()
-    def reset(self, skip: Tensor) -> None:
-        """Drops from the hook's state what a skipped step left there; does not wait for the device.
-
-        Args:
-            skip: bool, shape ``[]``; equal on all ranks.
-        """
-        if isinstance(self._state, PowerSGDState):
-            self._reset_power_sgd(self._state, skip)
-        elif callable(forget := getattr(self._state, "forget", None)):
-            forget(skip)
-
-    def _checked(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        gradients = bucket.buffer()
-        # The inf-norm is NaN if any gradient is.
-        self._bad = self._bad | ~torch.linalg.vector_norm(gradients, torch.inf).isfinite()
-        torch.nan_to_num_(gradients, nan=0.0, posinf=0.0, neginf=0.0)
-        future = self._hook(state, bucket)
-        if gradients.device.type == "cpu":
-            # gloo runs callbacks in its own threads. Collectives that they start, as PowerSGD's do, could be matched with
-            # those of the next bucket, in a different order on each rank.
-            future.wait()
-        return future
-
-    def _reset_power_sgd(self, state: PowerSGDState, skip: Tensor) -> None:
-        # The error feedback belongs to a gradient that was not applied, and to a loss scale that will change.
-        for error in state.error_dict.values():
-            error.masked_fill_(skip, 0)
-        # Finite gradients whose product overflowed leave a Q that is not finite, from which every later step would start.
-        # P is computed from Q.
-        for number, factor in state.q_memory_dict.items():
-            if number not in self._starts or self._starts[number].shape != factor.shape:
-                generator = torch.Generator().manual_seed(number)
-                self._starts[number] = torch.randn(factor.shape, generator=generator).to(factor)
-            factor.copy_(torch.where(skip, self._starts[number], factor))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
-"""torch's private operators, replaced where they fail the self-test, and fused SGD before its first step."""
+"""What fused optimizers do where ``found_inf`` is 1, and fused SGD before its first step."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,51 +9,30 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtrain.precision import CrossRankGradScaler, kernels
-from dtrain.precision.kernels import prefill_momentum
-from tests.precision.skips import Case, assert_equals_reference, ours, train
+from dtrain.precision import CrossRankGradScaler
+from dtrain.precision.fused_optimizers import prefill_momentum, reads_found_inf
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """Lets the self-test run again, and forgets what it saw of a broken torch."""
-    kernels.self_test.cache_clear()
-    yield
-    kernels.self_test.cache_clear()
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_a_fused_optimizer_changes_nothing_where_found_inf_is_1(name: str) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    optimizer = getattr(torch.optim, name)([weight], lr=0.5, fused=True)
+    assert reads_found_inf(optimizer)
+    for found_inf, unchanged in ((1.0, True), (0.0, False)):
+        optimizer.found_inf = torch.tensor(found_inf)
+        optimizer.step()
+        assert (weight == 1).all().item() is unchanged
+        assert optimizer.state[weight].get("step", torch.tensor(1.0 - unchanged)).item() == 1.0 - unchanged
 
 
-def gone(*args: Any) -> None:
-    raise AttributeError("no such operator")
-
-
-def found_inf_ignored(update: Any) -> Any:
-    """A fused optimizer that does not know ``found_inf``."""
-    return lambda *args, **options: update(*args, **options | {"found_inf": None})
-
-
-def test_this_torch_passes_in_silence() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert kernels.self_test("cpu") == kernels.Kernels(True, True, True)
-
-
-@pytest.mark.parametrize(
-    ("name", "replacement", "failing"),
-    [
-        ("_amp_foreach_non_finite_check_and_unscale_", gone, "check_and_unscale"),
-        ("_amp_foreach_non_finite_check_and_unscale_", lambda *args: None, "check_and_unscale"),
-        ("_amp_update_scale_", gone, "update_scale"),
-        ("_fused_adamw_", None, "fused_skip"),
-    ],
-)
-def test_a_changed_operator_is_named_in_a_warning_and_the_result_is_the_same(
-    name: str, replacement: Any, failing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = Case("AdamW", "fused", {1: (0,)})
-    monkeypatch.setattr(torch, name, replacement or found_inf_ignored(getattr(torch, name)))
-    with pytest.warns(UserWarning, match=failing) as messages:
-        assert_equals_reference([train(0, ours(), case)], case, exact=True)
-    assert len(messages) == 1
+def test_an_optimizer_with_a_group_that_is_not_fused_is_decided_by_the_host() -> None:
+    first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    assert not reads_found_inf(
+        torch.optim.AdamW([{"params": [first]}, {"params": [second], "fused": False}], fused=True)
+    )
+    assert not reads_found_inf(torch.optim.AdamW([first]))
+    assert not reads_found_inf(torch.optim.RMSprop([first]))
 
 
 # -- fused SGD's momentum
