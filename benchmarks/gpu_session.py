@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import harness
+from benchmarks.fault_hook import faulty
 from benchmarks.gpu_processes import Bench, Failed, NoTimeLeft, OutOfTime, Skipped, adopt_orphans
 from dtrain.config.errors import ConfigError
 from dtrain.deployment.formats import FORMATS
@@ -337,7 +338,7 @@ def failure(bench: Bench) -> Iterator[Line]:
         raise Skipped("one GPU: no other rank could wait for it")
     step = 3 if bench.quick else 20
     for kind in ("crash", "kill"):
-        overrides = [*gpt_recipe(bench, bench.ranks), f'faults=["{kind}@rank=1,step={step}"]']
+        overrides = [*gpt_recipe(bench, bench.ranks), faulty(f"{kind}@rank=1,step={step}")]
         try:
             bench.train(kind, *overrides, ranks=bench.ranks)
         except Failed:

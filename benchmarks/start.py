@@ -67,8 +67,10 @@ class Starts:
 
     def kill_a_run(self) -> None:
         """Leaves a killed run behind."""
-        faults = [f"checkpoint.every_steps={SAVED_AT}", f"faults=['kill@step={KILLED_AT}']"]
-        self._start([*self._overrides(self._killed, 20), *faults], "cache")
+        from benchmarks.fault_hook import faulty
+
+        killed = [f"checkpoint.every_steps={SAVED_AT}", faulty(f"kill@step={KILLED_AT}")]
+        self._start([*self._overrides(self._killed, 20), *killed], "cache")
         if json.loads((self._killed / "status.json").read_text())["state"] == "finished":
             raise SystemExit("the run that was to be killed has finished")
 

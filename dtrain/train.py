@@ -23,7 +23,7 @@ from dtrain.distributed.world import join_srun
 from dtrain.tracking import FailureRecord, failures_recorded, open_rank_log, save_run, sends_alerts, tracker_mode
 from dtrain.training.breakpoints import breakpoints
 from dtrain.training.build import build_run
-from dtrain.training.hooks import build_hooks
+from dtrain.training.hook_calls import build_hooks
 from dtrain.training.loop import Loop
 from dtrain.training.recovery import Recovery
 from dtrain.training.resume import EarlierStarts, pin_weights, restore
@@ -59,7 +59,7 @@ def train_on_ranks(cfg: Config, identity: Run, failure: FailureRecord, recovery:
         on_all_ranks(lambda: identity.require_same_overrides(of_rank0))
         from_rank0(lambda: tracker_mode(cfg.tracker))
         identity = pin_weights(cfg, identity)
-        hooks = on_all_ranks(lambda: build_hooks(cfg, identity.dir, world.rank))
+        hooks = on_all_ranks(lambda: build_hooks(cfg))
         time_limit = on_all_ranks(lambda: TimeLimit.of(cfg.run.max_hours, world.rank, began=recovery.began))
         earlier = EarlierStarts.of(cfg, identity)
         if (message := earlier.nothing_left(identity, cfg.train)) is not None:

@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout need 
 from game_day_run import AT, LIMIT, RUN, Game, LocalJob, NotPassed, NotPlayed, Row, ip, mounted, server, two_nodes
 
 from benchmarks import harness
+from benchmarks.fault_hook import faulty
 from dtrain.data import digits
 
 #: What is played, by the first column of the table; the second value: on clusters, too.
@@ -58,7 +59,7 @@ def on_slurm(play: Callable[[Game], None]) -> Callable[[Game], None]:
     return play
 
 
-# -- faults that the run injects into itself: see dtrain/training/faults.py
+# -- faults that the run injects into itself: see benchmarks/fault_hook.py
 
 
 def injected(what: str, message: str, ends: bool, game: Game) -> None:
@@ -163,7 +164,7 @@ def _(game: Game) -> None:
         for number, node in enumerate(nodes):
             options: tuple[str, ...] = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=10.98.0.1:29500")
             options += ("--nproc-per-node=1", f"--local-addr=10.98.0.{number + 1}", f"--rdzv-conf=is_host={1 - number}")
-            words = [*RUN, f"run.dir={game.run_dir}", f'faults=["{PAUSE}"]']
+            words = [*RUN, f"run.dir={game.run_dir}", faulty(PAUSE)]
             jobs.append(LocalJob(words, 2, game.log, ("ip", "netns", "exec", node), options))
         game.job = jobs[0]
         game.await_injected(PAUSE)

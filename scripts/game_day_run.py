@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
+from benchmarks.fault_hook import faulty
 from dtrain.data import digits
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -214,7 +215,7 @@ class Game:
         options: tuple[str, ...] = (),
     ) -> None:
         """Starts the run and waits for a fault that it injects; by default for a pause in which the caller causes one."""
-        self.start(*overrides, f'faults=["{fault}"]', ranks=ranks, options=options)
+        self.start(*overrides, faulty(fault), ranks=ranks, options=options)
         self.await_injected(fault)
 
     def await_injected(self, fault: str) -> None:
@@ -233,7 +234,7 @@ class Game:
         if not made.exists():
             game = Game("", made, self._patience, None)
             # Without the pause, the checkpoint of step 12 may not be written yet.
-            game.start(f'faults=["slow@step={AT - 1},seconds=3","kill@step={AT}"]', ranks=1)
+            game.start(faulty(f"slow@step={AT - 1},seconds=3", f"kill@step={AT}"), ranks=1)
             game.await_injected(f"kill@step={AT}")
             game.wait(lambda: not game.alive, "the end of the killed run")
         shutil.copytree(made / "run", self.run_dir)

@@ -19,6 +19,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from benchmarks.fault_hook import faulty
 from dtrain.tracking.run_dir import read_status
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,7 +46,7 @@ What each command prints with `--help`. All are commands of `dtrain` and modules
 #: Name of a run: its arguments. One is killed, and resumed by the same command.
 RUNS = {
     "adamw": [],
-    "adamw-bf16-killed": ["precision=bf16", 'faults=["nan@step=40","kill@step=110"]'],
+    "adamw-bf16-killed": ["precision=bf16", faulty("nan@step=40", "kill@step=110")],
     "sgd": ["optimizer=sgd"],
 }
 _COMMON = ["experiment=digits", "tracker=none", "train.max_epochs=8", "train.log_every=4", "data.num_workers=0"]

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.run import get_args_parser
 
+from benchmarks.fault_hook import faulty
 from dtrain.data import Batch
 from dtrain.tasks import Classification
 from dtrain.training.task import Output
@@ -87,7 +88,6 @@ def test_torchrun_restarts_a_run_that_crashes_and_it_ends_as_if_nothing_had_happ
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     common = (*SMALL, "train.max_steps=12", "checkpoint.every_steps=3")
     train_on(2, whole, *common)
-    faults = 'faults=["crash@rank=1,step=5"]'
     command = [forked_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
     done = subprocess.run(
         [
@@ -98,7 +98,7 @@ def test_torchrun_restarts_a_run_that_crashes_and_it_ends_as_if_nothing_had_happ
             f"run.dir={run_dir}",
             "train.log_every=1",
             *common,
-            faults,
+            faulty("crash@rank=1,step=5"),
         ],
         capture_output=True,
         text=True,
@@ -149,8 +149,7 @@ def test_sigterm_in_a_long_evaluation_stops_it_and_the_next_start_ends_as_if_not
 
 
 def test_sigterm_to_a_run_that_hangs_says_where_before_torchrun_kills_it(tmp_path: Path) -> None:
-    hang = 'faults=["hang@rank=1,step=5"]'
-    with started(tmp_path, hang, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="12") as running:
+    with started(tmp_path, faulty("hang@rank=1,step=5"), TORCH_ELASTIC_SHUTDOWN_TIMEOUT="12") as running:
         wait_for(running, tmp_path, "faults/hang-rank-1-step-5")
         asked = time.monotonic()
         running.send_signal(signal.SIGTERM)

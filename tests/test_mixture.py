@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.fault_hook import faulty
 from tests.ranks import RanksFailed
 from tests.refusals import assert_refused
 from tests.runs import records, status, train_on
@@ -46,7 +47,7 @@ def train(
 def test_a_killed_mixture_resumes_on_other_ranks_with_another_batch(tmp_path: Path, shards: dict[str, str]) -> None:
     run_dir = tmp_path / "run"
     with pytest.raises(RanksFailed):
-        train(3, run_dir, shards, "train.max_steps=30", "train.global_batch_size=24", 'faults=["kill@rank=1,step=18"]')
+        train(3, run_dir, shards, "train.max_steps=30", "train.global_batch_size=24", faulty("kill@rank=1,step=18"))
     train(2, run_dir, shards, "train.max_steps=40", "train.global_batch_size=32", "data.num_workers=1")
     assert status(run_dir)["state"] == "finished"
     keys: dict[int, list[str]] = {}

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from benchmarks.fault_hook import faulty
 from dtrain.report import main
 from tests.browser import View, view
 from tests.reporting.runs_for_tests import point_of
@@ -33,9 +34,9 @@ PAPER = "getComputedStyle(document.body).backgroundColor"
 def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
     """A 2-rank digits run with a killed rank, bad samples, and steps skipped for a loss scale that is too large."""
     folder = tmp_path_factory.mktemp("report") / "run"
-    faults = '["corrupt_sample@step=9","nan@rank=1,step=47","slow@rank=1,step=30,seconds=0.5","kill@rank=1,step=60"]'
+    faults = ("corrupt_sample@step=9", "nan@rank=1,step=47", "slow@rank=1,step=30,seconds=0.5", "kill@rank=1,step=60")
     command = ("experiment=digits", "precision=fp16", "precision.loss_scale.init=16777216", "train.max_epochs=4")
-    more = ("tracker=none", "train.log_every=2", "checkpoint.every_steps=25", f"faults={faults}", f"run.dir={folder}")
+    more = ("tracker=none", "train.log_every=2", "checkpoint.every_steps=25", faulty(*faults), f"run.dir={folder}")
     assert torchrun(2, *command, *more).returncode != 0
     second = torchrun(2, *command, *more)
     assert second.returncode == 0, second.stderr

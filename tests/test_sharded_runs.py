@@ -12,6 +12,7 @@ import torch.distributed.fsdp  # imported here once and not in every rank
 import torch.distributed.tensor
 from safetensors.torch import load_file
 
+from benchmarks.fault_hook import faulty
 from dtrain import export, pack
 from dtrain.training.checkpoints import Checkpoints
 from tests.ranks import RanksFailed, run_ranks
@@ -51,9 +52,9 @@ def test_a_gpt_killed_on_fsdp_4_and_ddp_2_ends_on_hsdp_2x2_with_each_sample_used
     train(2, whole, text)
     hybrid = ("parallel=hsdp", "parallel.shard_size=2")
     with pytest.raises(RanksFailed):
-        train(4, run_dir, text, "parallel=fsdp", 'faults=["kill@rank=2,step=8"]')
+        train(4, run_dir, text, "parallel=fsdp", faulty("kill@rank=2,step=8"))
     with pytest.raises(RanksFailed):
-        train(2, run_dir, text, "parallel=ddp", 'faults=["kill@rank=1,step=14"]')
+        train(2, run_dir, text, "parallel=ddp", faulty("kill@rank=1,step=14"))
     train(4, run_dir, text, *hybrid)
 
     state = status(run_dir)
@@ -79,7 +80,7 @@ def test_a_sharded_run_that_is_killed_ends_bit_for_bit_as_one_that_is_not(tmp_pa
     common = ("parallel=fsdp", "precision=bf16", "train.micro_batch_size=2", "train.max_steps=12")
     train(2, whole, text, *common)
     with pytest.raises(RanksFailed):
-        train(2, run_dir, text, *common, 'faults=["kill@rank=1,step=8"]')
+        train(2, run_dir, text, *common, faulty("kill@rank=1,step=8"))
     train(2, run_dir, text, *common)
     assert status(run_dir)["restarts"] == 1
     for name in sorted(path.name for path in Checkpoints(whole / "checkpoints").path(12).glob("*.safetensors")):
@@ -89,7 +90,7 @@ def test_a_sharded_run_that_is_killed_ends_bit_for_bit_as_one_that_is_not(tmp_pa
 
 
 def test_faults_in_sharded_saves_are_survived(tmp_path: Path, text: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    given = 'faults=["disk_full@rank=1,step=6", "torn_checkpoint@step=12"]'
+    given = faulty("disk_full@rank=1,step=6", "torn_checkpoint@step=12")
     train(2, tmp_path, text, "parallel=fsdp", given, "train.max_steps=12", "checkpoint.keep_last=9")
     assert "the checkpoint of step 6 could not be written (rank 1: " in capfd.readouterr().out
     checkpoints = Checkpoints(tmp_path / "checkpoints")

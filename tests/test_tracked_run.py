@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from benchmarks.fault_hook import faulty
 from dtrain.training import evaluation, stragglers
 from dtrain.training.evaluation import evaluate
 from dtrain.training.task import Evaluation
@@ -41,7 +42,7 @@ def test_a_run_that_was_killed_is_one_run_in_wandbs_files_with_each_step_once_an
     overrides = (
         *SMALL, f"run.dir={tmp_path}", "run.name=killed", "precision=fp16", "tracker.mode=offline",
         "tracker.tags=[a,b]", "train.max_steps=40", "train.log_every=5", "train.eval_every=20",
-        "checkpoint.every_steps=10", 'faults=["kill@rank=0,step=28"]',
+        "checkpoint.every_steps=10", faulty("kill@rank=0,step=28"),
     )  # fmt: skip
     killed = torchrun(2, *overrides)
     assert killed.returncode != 0
@@ -98,8 +99,7 @@ def test_a_run_that_is_stopped_in_an_evaluation_is_whole_in_wandbs_files(
 
 
 def test_a_failed_run_ends_with_an_alert_and_a_line_that_says_why(tmp_path: Path) -> None:
-    crash = 'faults=["crash@step=5"]'
-    overrides = (*SMALL, f"run.dir={tmp_path}", "tracker.mode=offline", "train.max_steps=20", crash)
+    overrides = (*SMALL, f"run.dir={tmp_path}", "tracker.mode=offline", "train.max_steps=20", faulty("crash@step=5"))
     command = [forked_python(), "-m", "dtrain.train", *overrides]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
@@ -115,7 +115,7 @@ def test_a_rank_that_is_slow_is_named_in_the_record_after_and_once_on_the_consol
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(stragglers, "EVERY", 1)
-    slow = 'faults=["slow@rank=1,step=4,seconds=1,steps=3"]'
+    slow = faulty("slow@rank=1,step=4,seconds=1,steps=3")
     train_on(3, tmp_path, "train.max_steps=8", "train.log_every=1", "train.eval_every=0", "data.num_workers=0", slow)
     message = {record["step"]: record for record in records(tmp_path) if "train/loss" in record}
     assert "time/slowest_rank" not in message[2]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.fault_hook import faulty
 from dtrain import train
 from dtrain.config import compose
 from dtrain.config.run import recompose_if_run
@@ -58,7 +59,7 @@ def test_a_stopped_run_that_is_asked_for_fewer_steps_is_refused_and_for_as_many_
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "STOP").touch()
-    train_on(1, tmp_path, *SMALL, "train.max_steps=100", 'faults=["slow@step=2,seconds=1.5"]')
+    train_on(1, tmp_path, *SMALL, "train.max_steps=100", faulty("slow@step=2,seconds=1.5"))
     done = status(tmp_path)["step"]
     assert done >= 2
     before = tree(tmp_path)

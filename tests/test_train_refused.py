@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.fault_hook import faulty
 from dtrain import train
 from dtrain.config import compose
 from tests.ranks import RanksFailed, run_ranks
@@ -28,7 +29,6 @@ REFUSED = [
     (["optimizer.lr=abc"], ["optimizer", "abc"]),
     (["schedule.warmup=9999"], ["schedule", "9999"]),
     (["train.hooks=[{_target_: no.Hook}]"], ["train.hooks[0]", "no.Hook"]),
-    (['faults=["explode@step=2"]'], ["faults", "explode"]),
     (["tracker=wandb", "tracker.mode=sometimes"], ["tracker.mode", "sometimes"]),
     (["run.weights_from=/nowhere"], ["run.weights_from", "/nowhere"]),
     (["checkpoint.keep_last=0"], ["checkpoint.keep_last", "0"]),
@@ -156,7 +156,7 @@ def test_a_run_whose_checkpoints_were_lost_is_left_as_it_is_until_it_is_told_to_
 
 
 def test_a_run_that_failed_before_its_first_save_begins_again_and_keeps_its_records(tmp_path: Path) -> None:
-    common = (*SMALL, "train.max_steps=3", 'faults=["kill@step=3"]')
+    common = (*SMALL, "train.max_steps=3", faulty("kill@step=3"))
     with pytest.raises(RanksFailed):
         train_on(1, tmp_path, *common)
     before = (tmp_path / "metrics.jsonl").read_text()

@@ -37,7 +37,7 @@ from dtrain.config.trust import AS_TYPED, TRUST, content_with_folders, is_marked
 #: report that they changed. All other keys count, as soon as they differ from the schema's default.
 WITHOUT_EFFECT_ON_THE_RESULT = (
     *("run.name", "run.dir", "run.resume", "run.max_hours"),
-    *("launch", "tracker", "profile", "export", "faults", "vars"),
+    *("launch", "tracker", "profile", "export", "vars"),
     *("train.log_every", "checkpoint.every_steps", "checkpoint.every_minutes"),
     *("checkpoint.keep_last", "checkpoint.keep_every"),
     *("data.num_workers", "data.prefetch", "data.start_method", "data.storage", "data.cache", "data.record_keys"),

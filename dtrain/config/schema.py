@@ -311,8 +311,6 @@ class Config:
     export: ExportConfig = field(default_factory=ExportConfig)
     # your own values, for use in other keys: vars.width=64 'model.width=${vars.width}'
     vars: dict[str, Any] = field(default_factory=dict)
-    # faults to inject, for tests: crash@rank=1,step=5; see training/faults.py
-    faults: list[str] = field(default_factory=list)
 
 
 def key_types(section: type) -> dict[str, Any]:

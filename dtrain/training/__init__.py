@@ -1,8 +1,7 @@
 """Training: the loop, one optimizer step, evaluation and checkpoints. The files in reading order:
 
 1. The loop: ``task`` (for authors of tasks), ``step`` (one optimizer step), ``loop`` (steps, evaluations, saves, stop),
-   ``evaluation``, ``hooks`` (user code at fixed points), ``breakpoints`` (of a debugger), ``faults`` (fault
-   injection, as a hook).
+   ``evaluation``, ``hook_calls`` (user code at fixed points), ``breakpoints`` (of a debugger).
 2. Building a run: ``build`` (connects all parts), ``optimizer``, ``loaders``, ``model_setup`` (memory layout, recomputation,
    compilation), ``deferred_init`` (initialisation of sharded models, part by part),
    ``schedule``, ``tensor_copies`` (averaged weights, buffers that a skip restores), ``batchnorm`` (no masked rows in its

@@ -41,7 +41,7 @@ from dtrain.training.breakpoints import without_breakpoints
 from dtrain.training.checkpoint_manager import CheckpointManager
 from dtrain.training.checks import check_mean_loss, unused_parameters_explained
 from dtrain.training.evaluation import evaluate_run, metric_names
-from dtrain.training.hooks import Hooks
+from dtrain.training.hook_calls import Hooks
 from dtrain.training.memory import out_of_memory_explained, state_bytes
 from dtrain.training.metrics import StepMetrics, Timing
 from dtrain.training.profiler import DATA, StepProfiler, profiler_label

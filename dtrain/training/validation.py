@@ -48,7 +48,6 @@ from dtrain.training.build import (
     takes_corpus,
 )
 from dtrain.training.checkpoints import Checkpoints
-from dtrain.training.faults import Faults
 from dtrain.training.loaders import are_patterns, build_mix, build_mixture, build_sets, corpus_beside, declared_fields
 from dtrain.training.loop import check_intervals
 from dtrain.training.optimizer import build_optimizer
@@ -165,8 +164,6 @@ def _check_run(cfg: Config, found: _Problems) -> Precision:
         StepProfiler.of(cfg.profile, 2**62, Path(), World(0, size, 0, size, _CPU, "gloo", launched=size > 1), print)
     with found.of("precision.loss_scale"):
         build_loss_scale(cfg.precision.loss_scale, Precision("fp16", loss_scaling=precision.loss_scaling), _CPU)
-    with found.of("faults"):
-        Faults.of(cfg.faults, Path(), 0)
     return precision
 
 

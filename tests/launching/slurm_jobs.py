@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.fault_hook import faulty
 from dtrain import launch
 
 _RUN = ("experiment=digits", "tracker=none", "train.log_every=1", "train.deterministic=true", "train.max_epochs=6")
@@ -25,8 +26,7 @@ def digits_run(*overrides: str) -> list[str]:
 
 def pausing(*steps: int) -> str:
     """An override that pauses the run before these steps, so that a test can act at that step on any machine."""
-    faults = ",".join(f'"slow@step={step},seconds=10"' for step in steps)
-    return f"faults=[{faults}]"
+    return faulty(*(f"slow@step={step},seconds=10" for step in steps))
 
 
 def submit(run_dir: Path, *arguments: str, shape: tuple[str, ...] = TWO_NODES) -> str:

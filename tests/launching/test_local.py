@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.fault_hook import faulty
 from dtrain import launch
 from dtrain.config.errors import ConfigError
 from dtrain.config.run import Run
@@ -64,7 +65,7 @@ def test_a_stop_file_stops_and_the_same_command_resumes(tmp_path: Path, digits: 
 def test_a_failure_shows_the_ranks_own_traceback_first(
     tmp_path: Path, digits: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch_run(tmp_path, 'faults=["crash@step=2"]') == FAILED
+    assert launch_run(tmp_path, faulty("crash@step=2")) == FAILED
     error = capfd.readouterr().err
     assert "Traceback" in error
     assert error.index("dtrain: rank 0 failed") < error.index("dtrain: error: ")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.fault_hook import faulty
 from dtrain import launch
 from dtrain.distributed.world import first_host
 from tests.launching.processes import rank_processes
@@ -222,7 +223,7 @@ def test_srun_without_torchrun_has_the_same_losses(tmp_path: Path) -> None:
 
 
 def test_a_run_that_always_fails_is_not_requeued(tmp_path: Path) -> None:
-    job = submit(tmp_path, "faults=['crash@rank=1,step=3']")
+    job = submit(tmp_path, faulty("crash@rank=1,step=3"))
     assert ended(job) == "FAILED"
     assert field(job, "Restarts") == "0"
     printed = output(job)

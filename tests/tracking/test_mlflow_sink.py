@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.fault_hook import faulty
 from dtrain.config.schema import TrackerConfig
 from dtrain.tracking import build_sinks
 from tests.runs import records, torchrun
@@ -455,7 +456,7 @@ def test_a_server_that_is_away_is_reported_once_delays_nothing_and_gets_the_reco
 def test_a_training_run_that_is_killed_and_resumed_is_one_run_of_mlflow(run_dir, store):
     quick = ("experiment=digits", f"run.dir={run_dir}", "tracker=mlflow", "train.log_every=1", "train.eval_every=5")
     quick += ("data.num_workers=0", "model.width=4", "train.max_epochs=null", "train.max_steps=10")
-    assert torchrun(2, *quick, "checkpoint.every_steps=3", "faults=['kill@rank=0,step=9']").returncode != 0
+    assert torchrun(2, *quick, "checkpoint.every_steps=3", faulty("kill@rank=0,step=9")).returncode != 0
     done = torchrun(2, *quick)
     assert done.returncode == 0, done.stderr
     found, expected = in_mlflow(store), in_file(run_dir)

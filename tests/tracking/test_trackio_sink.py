@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from benchmarks.fault_hook import faulty
 from dtrain.config.schema import TrackerConfig
 from dtrain.tracking import build_sinks, sinks
 from tests.runs import records, torchrun
@@ -133,7 +134,7 @@ def test_a_folder_that_cannot_be_written_ends_no_run(run_dir, database, capsys):
 def test_a_training_run_that_is_killed_and_resumed_is_one_run_of_trackio(run_dir):
     quick = ("experiment=digits", f"run.dir={run_dir}", "tracker=trackio", "train.log_every=1", "train.eval_every=5")
     quick += ("data.num_workers=0", "model.width=4", "train.max_epochs=null", "train.max_steps=10")
-    assert torchrun(2, *quick, "checkpoint.every_steps=3", "faults=['kill@rank=0,step=9']").returncode != 0
+    assert torchrun(2, *quick, "checkpoint.every_steps=3", faulty("kill@rank=0,step=9")).returncode != 0
     done = torchrun(2, *quick)
     assert done.returncode == 0, done.stderr
     assert "Trackio" not in done.stdout

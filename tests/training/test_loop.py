@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fake_temporarily
 
+from benchmarks.fault_hook import faulty
 from dtrain.data import Batch
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
@@ -292,7 +293,7 @@ def test_a_run_that_ends_before_its_schedule_says_so(tmp_path: Path, capfd: pyte
 
 
 def test_a_sample_that_cannot_be_read_is_named_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    faults = "faults=['corrupt_sample@step=1', 'corrupt_sample@step=2,once=false']"
+    faults = faulty("corrupt_sample@step=1", "corrupt_sample@step=2,once=false")
     train(1, tmp_path, "train.max_steps=2", "train.eval_every=0", "data.max_bad=5", "data.shuffle=none", faults)
     lines = [line for line in capfd.readouterr().err.splitlines() if "bad sample" in line]
     assert len(lines) == 2

@@ -214,9 +214,6 @@ WRONG: list[tuple[str, str, str, str]] = [
     ("profile.steps=[9, 5]", "profile.steps", "[9, 5]", "want the first and the last attempted step"),
     ("profile.steps=[0, 3]", "profile.steps", "[0, 3]", "want the first and the last attempted step"),
     ("profile.steps=[1, 1000]", "profile.steps", "[1, 1000]", "want the first and the last attempted step"),
-    ("faults=[crash]", "faults", "crash", "want KIND@step=N with KIND one of crash"),
-    ("faults=[explode@step=3]", "faults", "explode@step=3", "want KIND@step=N with KIND one of crash"),
-    ("faults=[crash@step=x]", "faults", "crash@step=x", "want KIND@step=N with KIND one of crash"),
     ("data.train=null", "data.train", "None", "want shards such as 'data"),
     ("task.label_smoothing=1.0", "task.label_smoothing", "1.0", "want a number in [0"),
 ]

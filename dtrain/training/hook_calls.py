@@ -14,14 +14,13 @@ no evaluation will have is then refused before the first step.
 
 An exception in a hook ends the run on all ranks. A hook that needs other points can set them up in ``on_start``:
 register module or optimizer hooks, or wrap public callables such as ``run.step.accumulate``, ``run.train_loader.epoch`` and
-``run.checkpoints.save``, as ``dtrain.training.faults`` does.
+``run.checkpoints.save``, as ``benchmarks/fault_hook.py`` does.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -29,7 +28,6 @@ import torch.distributed as dist
 from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.instantiate import by_target
 from dtrain.config.schema import Config
-from dtrain.training.faults import Faults
 from dtrain.training.state import TrainState
 
 METHODS = ("on_start", "on_step", "on_evaluation", "on_save", "on_end")
@@ -44,22 +42,21 @@ class Hooks:
 
     Args:
         hooks: Objects with a subset of ``METHODS``, by their names in errors.
-        banner_rows: Their rows in the start banner.
 
     Attributes:
+        banner_rows: Their row in the start banner.
         metrics: Hooks that read metrics of evaluations, and the names of the metrics.
     """
 
-    def __init__(self, hooks: Mapping[str, Any] | None = None, banner_rows: Mapping[str, str] | None = None) -> None:
+    def __init__(self, hooks: Mapping[str, Any] | None = None) -> None:
+        hooks = hooks or {}
         # Looked up once: in most runs the list of every method is empty, and a step pays for one empty loop.
         self._methods = {
-            method: [(name, getattr(hook, method)) for name, hook in (hooks or {}).items() if hasattr(hook, method)]
+            method: [(name, getattr(hook, method)) for name, hook in hooks.items() if hasattr(hook, method)]
             for method in METHODS
         }
-        self.banner_rows = dict(banner_rows or {})
-        self.metrics = [
-            (name, metric) for name, hook in (hooks or {}).items() for metric in getattr(hook, "reads_metrics", ())
-        ]
+        self.banner_rows = {"hooks": ", ".join(type(hook).__name__ for hook in hooks.values())} if hooks else {}
+        self.metrics = [(name, metric) for name, hook in hooks.items() for metric in getattr(hook, "reads_metrics", ())]
 
     def call(self, method: str, run: TrainState, *result: Any) -> None:
         """Calls ``method`` of every hook that has it; see the module's docstring for the arguments.
@@ -76,22 +73,16 @@ class Hooks:
                 raise HookFailed(f"{name}.{method} raised {type(error).__name__}: {error}") from error
 
 
-def build_hooks(cfg: Config, run_dir: Path, rank: int) -> Hooks:
-    """Builds the hooks of a config: fault injection if ``faults`` is set, then ``train.hooks``.
+def build_hooks(cfg: Config) -> Hooks:
+    """Builds the hooks of ``train.hooks``.
 
     Raises:
-        ConfigError: If a hook cannot be built or has none of ``METHODS``, or a fault cannot be parsed.
+        ConfigError: If a hook cannot be built or has none of ``METHODS``.
     """
     hooks: dict[str, Any] = {}
     for number, node in enumerate(cfg.train.hooks):
-        hook = _build(f"train.hooks[{number}]", node)
-        hooks[f"train.hooks[{number}] ({node._target_})"] = hook
-    rows = {"hooks": ", ".join(type(hook).__name__ for hook in hooks.values())} if hooks else {}
-    faults = Faults.of(cfg.faults, run_dir, rank)
-    if faults:
-        hooks = {"faults": faults, **hooks}
-        rows["FAULTS"] = str(faults)
-    return Hooks(hooks, rows)
+        hooks[f"train.hooks[{number}] ({node._target_})"] = _build(f"train.hooks[{number}]", node)
+    return Hooks(hooks)
 
 
 def _build(key: str, node: Any) -> Any:

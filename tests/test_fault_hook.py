@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from dtrain.config.errors import ConfigError
+from benchmarks.fault_hook import Fault, Faults, faulty
 from dtrain.training.checkpoints import Checkpoints
-from dtrain.training.faults import Fault, Faults
 from tests.ranks import RanksFailed
 from tests.refusals import refused
 from tests.runs import metrics, records, status, train_on, weights
@@ -17,14 +17,23 @@ pytestmark = pytest.mark.usefixtures("digits")
 SMALL = ("model.width=4", "data.num_workers=0", "checkpoint.best=null", "checkpoint.keep_last=9")
 
 
-def faults(*texts: str) -> str:
-    return "faults=[" + ",".join(f'"{text}"' for text in texts) + "]"
+@pytest.mark.parametrize(
+    "text", ["crash", "crash@rank=1", "melt@step=1", "crash@step=x", "crash@step=1,when=now", "nan@step=1,once=maybe"]
+)
+def test_a_fault_that_cannot_be_read_is_refused(text: str) -> None:
+    with refused(ValueError, key="", remedy="crash@rank=1,step=5"):
+        Fault.parse(text)
 
 
-def test_faults_are_read_from_config_and_environment(tmp_path: Path) -> None:
-    environment = {"DTRAIN_FAULTS": "slow@step=3,seconds=0.5 ; kill@step=2,rank=1,once=false;"}
-    given = Faults.of(["crash@rank=1,step=5"], tmp_path, 1, environment)
-    assert str(given) == "crash@step=5,rank=1; slow@step=3,seconds=0.5; kill@step=2,rank=1,once=false"
+def started(run_dir: Path, *faults: str, rank: int = 0) -> Faults:
+    """The hook of one rank, after its ``on_start``."""
+    hook = Faults(faults)
+    hook.on_start(mock.MagicMock(run_dir=run_dir, world=mock.Mock(rank=rank)))
+    return hook
+
+
+def test_a_fault_strikes_its_rank_in_its_step(tmp_path: Path) -> None:
+    given = started(tmp_path, "crash@rank=1,step=5", "slow@step=3", "kill@step=2,rank=1,once=false", rank=1)
     assert [list(given.due(step, "crash", "kill", "slow")) for step in (2, 3, 5)] == [
         [Fault("kill", 2, 1, once=False)],
         [],
@@ -32,24 +41,15 @@ def test_faults_are_read_from_config_and_environment(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "text", ["crash", "crash@rank=1", "melt@step=1", "crash@step=x", "crash@step=1,when=now", "nan@step=1,once=maybe"]
-)
-def test_a_fault_that_cannot_be_read_is_refused(text: str) -> None:
-    with refused(ConfigError, key="", remedy="crash@rank=1,step=5"):
-        Fault.parse(text)
-
-
 def test_a_fault_strikes_once_unless_it_is_told_to_come_again(tmp_path: Path) -> None:
-    once, again = "crash@step=5", "slow@step=5,once=false"
     for struck in (["crash", "slow"], ["slow"], ["slow"]):  # three starts
-        given = Faults.of([once, again], tmp_path, 0, {})
+        given = started(tmp_path, "crash@step=5", "slow@step=5,once=false")
         assert [fault.kind for fault in given.due(5, "crash", "slow")] == struck
 
 
 def test_a_slow_rank_is_slow_for_as_many_steps_as_it_is_told(tmp_path: Path) -> None:
     for found in ([4, 5, 6], []):  # two starts
-        given = Faults.of(["slow@step=4,steps=3"], tmp_path, 0, {})
+        given = started(tmp_path, "slow@step=4,steps=3")
         assert [step for step in range(1, 10) for _ in given.due(step, "slow")] == found
 
 
@@ -61,10 +61,10 @@ def test_a_crashed_run_that_is_started_again_ends_as_if_it_had_not_happened(
     common = (*SMALL, "train.max_steps=6", "checkpoint.every_steps=2")
     train_on(2, whole, *common)
     with pytest.raises(RanksFailed):
-        train_on(2, parts, *common, faults("crash@rank=1,step=4"))
+        train_on(2, parts, *common, faulty("crash@rank=1,step=4"))
     assert status(parts)["reason"] == "rank 1 failed: InjectedFault: injected fault: crash@step=4,rank=1"
-    train_on(2, parts, *common, faults("crash@rank=1,step=4"))
-    assert re.search(r"FAULTS +crash@step=4,rank=1", capfd.readouterr().out)
+    train_on(2, parts, *common, faulty("crash@rank=1,step=4"))
+    assert re.search(r"hooks +Faults\n", capfd.readouterr().out)
     expected, got = weights(whole, 6), weights(parts, 6)
     assert all(torch.equal(tensor, got[name]) for name, tensor in expected.items())
     assert metrics(parts) == metrics(whole)
@@ -87,7 +87,7 @@ def test_faults_of_numbers_samples_and_disks_are_survived_and_show_in_the_record
         "disk_full@step=4",
         "torn_checkpoint@step=6",
     )
-    train_on(2, tmp_path, *SMALL, "train.max_steps=6", "checkpoint.every_steps=2", faults(*given))
+    train_on(2, tmp_path, *SMALL, "train.max_steps=6", "checkpoint.every_steps=2", faulty(*given))
     by_step = {record["step"]: record for record in records(tmp_path) if "data/bad_samples" in record}
     assert [by_step[step]["precision/skipped_steps"] for step in range(1, 7)] == [0, 1, 1, 1, 1, 1]
     assert [by_step[step]["data/bad_samples"] for step in range(1, 7)] == [0, 0, 1, 1, 1, 1]
@@ -101,10 +101,10 @@ def test_faults_of_numbers_samples_and_disks_are_survived_and_show_in_the_record
 
 def test_a_hang_ends_with_a_line_for_each_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RanksFailed):
-        train_on(2, tmp_path, *SMALL, "train.max_steps=6", "parallel.timeout_step=1", faults("hang@rank=1,step=3"))
+        train_on(2, tmp_path, *SMALL, "train.max_steps=6", "parallel.timeout_step=1", faulty("hang@rank=1,step=3"))
     message = capfd.readouterr().err
     assert message.count("dtrain: the run hangs (rank ") == 1
-    assert "  rank 1, step 3: in _inject (faults.py:" in message
+    assert "  rank 1, step 3: in _inject (fault_hook.py:" in message
     assert "  rank 0, step 3: in " in message
     assert status(tmp_path)["state"] == "failed"
     assert "rank 1, step 3: in _inject" in status(tmp_path)["reason"]
@@ -114,7 +114,7 @@ def test_a_hang_ends_with_a_line_for_each_rank(tmp_path: Path, capfd: pytest.Cap
 @pytest.mark.slow
 def test_a_killed_rank_0_leaves_no_run_that_seems_to_train(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed):
-        train_on(2, tmp_path, *SMALL, faults("kill@step=3,rank=0"), "train.max_steps=9")
+        train_on(2, tmp_path, *SMALL, faulty("kill@step=3,rank=0"), "train.max_steps=9")
     recorded = status(tmp_path)
     assert (recorded["state"], recorded["step"]) == ("failed", 2)
     assert "another rank is gone" in recorded["reason"]

@@ -1,8 +1,9 @@
-"""Fault injection: causes failures in a real run, to test its recovery. A hook like those of ``train.hooks``.
+"""A hook that causes failures in a real run, to test its recovery.
 
-``'faults=["crash@rank=1,step=5", "disk_full@step=20"]'``, or the same in the environment, ``DTRAIN_FAULTS="crash@rank=1,step=5;
-disk_full@step=20"``. A *fault* happens on one rank (default 0) in one attempted step. It happens once for a run directory, also
-after a restart, because a marker file in ``<run.dir>/faults`` records it; ``once=false`` repeats it.
+    'train.hooks=[{_target_: benchmarks.fault_hook.Faults, faults: ["crash@rank=1,step=5", "disk_full@step=20"]}]'
+
+A *fault* happens on one rank (default 0) in one attempted step. It happens once for a run directory, also after a restart,
+because a marker file in ``<run.dir>/faults`` records it; ``once=false`` repeats it.
 
 * ``crash`` raises, ``kill`` is SIGKILL, ``hang`` sleeps for ever, ``slow`` sleeps ``seconds`` (default 1), all before the
   step's first forward; ``slow`` in ``steps`` steps (default 1) from ``step`` on.
@@ -19,14 +20,12 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from dtrain.config.errors import ConfigError
 from dtrain.data import Batch
-from dtrain.distributed.atomic import open_to_append
 from dtrain.distributed.world import World
 from dtrain.training.checkpoints import Checkpoint
 from dtrain.training.state import TrainState
@@ -34,6 +33,11 @@ from dtrain.training.state import TrainState
 _IN_THE_STEP = ("crash", "kill", "hang", "slow", "nan", "corrupt_sample")
 _IN_THE_SAVE = ("disk_full", "torn_checkpoint")
 logger = logging.getLogger("dtrain")
+
+
+def faulty(*faults: str) -> str:
+    """The override that injects these faults."""
+    return f"train.hooks=[{{_target_: benchmarks.fault_hook.Faults, faults: {list(faults)}}}]"
 
 
 class InjectedFault(RuntimeError):
@@ -65,7 +69,7 @@ class Fault:
         """Parses ``kind@key=value,...``.
 
         Raises:
-            ConfigError: If the kind or a key is unknown, a value has the wrong type, or the step is missing.
+            ValueError: If the kind or a key is unknown, a value has the wrong type, or the step is missing.
         """
         kind, _, rest = text.strip().partition("@")
         values = dict(part.partition("=")[::2] for part in rest.split(",") if part)
@@ -81,7 +85,7 @@ class Fault:
                 raise ValueError
             return cls(kind, **{key: parsers[key](value) for key, value in values.items()})  # type: ignore[arg-type]
         except (ValueError, KeyError):
-            raise ConfigError(
+            raise ValueError(
                 f"faults: got {text!r}, want KIND@step=N with KIND one of {', '.join((*_IN_THE_STEP, *_IN_THE_SAVE))}, "
                 "optionally followed by rank=N, once=false, seconds=S, steps=N; such as crash@rank=1,step=5."
             ) from None
@@ -92,40 +96,25 @@ class Fault:
 
 
 class Faults:
-    """The faults of a run, on one of its ranks; a hook. False if there are none.
+    """The hook.
 
     Args:
-        faults: The faults of all ranks.
-        run_dir: The run's directory, for the marker files.
-        rank: This process.
+        faults: The faults of all ranks, such as ``crash@rank=1,step=5``.
+
+    Raises:
+        ValueError: If one cannot be parsed.
     """
 
-    def __init__(self, faults: Sequence[Fault], run_dir: Path, rank: int) -> None:
-        self._all = list(faults)
-        self._own = [fault for fault in faults if fault.rank == rank]
-        self._run_dir = run_dir
+    def __init__(self, faults: Sequence[str]) -> None:
+        self._faults = [Fault.parse(text) for text in faults]
         self._begun: set[Fault] = set()
-
-    @classmethod
-    def of(cls, config: Sequence[str], run_dir: Path, rank: int, environment: Mapping[str, str] = os.environ) -> Faults:
-        """The faults of the config key ``faults`` and of ``DTRAIN_FAULTS``.
-
-        Raises:
-            ConfigError: If one cannot be parsed.
-        """
-        texts = (*config, *environment.get("DTRAIN_FAULTS", "").split(";"))
-        return cls([Fault.parse(text) for text in texts if text.strip()], run_dir, rank)
-
-    def __bool__(self) -> bool:
-        return bool(self._all)
-
-    def __str__(self) -> str:
-        return "; ".join(map(str, self._all))
 
     def on_start(self, run: TrainState) -> None:
         """Wraps the public callables of the run in which its faults happen; nothing on a rank without faults."""
-        if not self._own:
+        self._faults = [fault for fault in self._faults if fault.rank == run.world.rank]
+        if not self._faults:
             return
+        self._markers = run.run_dir / "faults"
         accumulate, epoch = run.step.accumulate, run.train_loader.epoch
         save, write_rank, complete = run.checkpoints.save, run.checkpoints.write_rank, run.checkpoints.complete
 
@@ -180,20 +169,18 @@ class Faults:
 
     def due(self, step: int, *kinds: str) -> Iterator[Fault]:
         """Yields this rank's faults of ``step``; marks each one before."""
-        for fault in self._own:
+        for fault in self._faults:
             if fault.kind not in kinds:
                 continue
-            if fault.step == step and not (fault.once and self._marker(fault).exists()):
-                self._marker(fault).parent.mkdir(exist_ok=True)
-                open_to_append(self._marker(fault)).close()
+            marker = self._markers / f"{fault.kind}-rank-{fault.rank}-step-{fault.step}"
+            if fault.step == step and not (fault.once and marker.exists()):
+                self._markers.mkdir(exist_ok=True)
+                marker.touch()
                 logger.warning("injected fault: %s", fault)
                 self._begun.add(fault)
                 yield fault
             elif fault in self._begun and fault.step < step < fault.step + fault.steps:
                 yield fault
-
-    def _marker(self, fault: Fault) -> Path:
-        return self._run_dir / "faults" / f"{fault.kind}-rank-{fault.rank}-step-{fault.step}"
 
 
 def _inject(fault: Fault) -> None:

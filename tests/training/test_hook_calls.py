@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from dtrain.config.errors import ConfigError
 from dtrain.config.schema import Config
-from dtrain.training.hooks import HookFailed, Hooks, build_hooks
+from dtrain.training.hook_calls import HookFailed, Hooks, build_hooks
 from dtrain.training.state import TrainState
 from dtrain.training.step import StepOutcome
 from dtrain.training.task import Evaluation
@@ -199,19 +199,9 @@ def test_a_hook_ends_the_run_early_as_finished_with_evaluation_and_checkpoint(
     ],
     ids=["no target", "text", "unknown", "unknown option", "no method", "misspelt method"],
 )
-def test_impossible_hooks_are_refused_with_key_and_remedy(node: Any, names: tuple[str, ...], tmp_path: Path) -> None:
+def test_impossible_hooks_are_refused_with_key_and_remedy(node: Any, names: tuple[str, ...]) -> None:
     cfg: Any = OmegaConf.structured(Config)
     cfg.train.hooks = [node]
     with pytest.raises(ConfigError) as raised:
-        build_hooks(cfg, tmp_path, 0)
+        build_hooks(cfg)
     assert all(name in str(raised.value) for name in names)
-
-
-def test_faults_are_a_hook_that_wraps_nothing_on_a_rank_without_faults(tmp_path: Path) -> None:
-    cfg: Any = OmegaConf.structured(Config)
-    assert build_hooks(cfg, tmp_path, 0).banner_rows == {}
-    cfg.faults = ["crash@rank=1,step=5"]
-    hooks = build_hooks(cfg, tmp_path, 0)
-    assert hooks.banner_rows == {"FAULTS": "crash@step=5,rank=1"}
-    untouched: Any = object()  # has no attribute that could be read or replaced
-    hooks.call("on_start", untouched)
