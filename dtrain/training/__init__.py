@@ -4,7 +4,7 @@
    ``evaluation``, ``hooks`` (user code at fixed points), ``breakpoints`` (of a debugger), ``faults`` (fault
    injection, as a hook).
 2. Building a run: ``build`` (connects all parts), ``optimizer``, ``loaders``, ``model_setup`` (memory layout, recomputation,
-   compilation), ``deferred_init`` (initialisation of sharded models, part by part),
+   compilation), ``sharded_init`` (initial values of sharded models, from rank 0),
    ``schedule``, ``tensor_copies`` (averaged weights, buffers that a skip restores), ``batchnorm`` (no masked rows in its
    statistics), ``checks`` (refused models and tasks),
    ``validation`` (all values, before anything is written).
