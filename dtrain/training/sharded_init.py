@@ -25,6 +25,8 @@ from dtrain.config.errors import ConfigError
 from dtrain.distributed.collectives import on_all_ranks
 from dtrain.distributed.sharding import local_part, own_range
 
+_META = torch.device("meta")
+
 
 def build_on_meta(build: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str, Tensor]]:
     """Collective. Builds a model without memory for its parameters and buffers; ``fill`` gives it that memory.
@@ -42,7 +44,7 @@ def build_on_meta(build: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str, 
     """
     model = on_all_ranks(build if dist.get_rank() == 0 else lambda: _without_memory(build))
     values = {name: tensor.detach() for name, tensor in _tensors(model)}
-    _replace(model, lambda tensor: torch.empty_like(tensor, device="meta"))
+    _replace(model, _META, _META)
     own = [f"{name} ({tensor.dtype}, {list(tensor.shape)})" for name, tensor in values.items()]
     of_rank0 = [own]
     dist.broadcast_object_list(of_rank0, src=0)
@@ -64,7 +66,7 @@ def fill(model: nn.Module, values: dict[str, Tensor], parameter_device: torch.de
         parameter_device: For parameters, or this rank's parts of them.
         device: For buffers.
     """
-    _replace(model, lambda it: torch.empty_like(it, device=parameter_device if isinstance(it, nn.Parameter) else device))
+    _replace(model, parameter_device, device)
     for name, tensor in _tensors(model):
         part = local_part(tensor)
         if dist.get_rank() == 0:
@@ -79,7 +81,7 @@ def _without_memory(build: Callable[[], nn.Module]) -> nn.Module:
     """The model on the meta device, or on the CPU if it cannot be built there."""
     state = torch.get_rng_state()
     try:
-        with torch.device("meta"), warnings.catch_warnings():
+        with _META, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of every weight that is loaded into a tensor without memory
             model = build()
         if not _keeps_other_tensors(model):
@@ -111,19 +113,19 @@ def _keeps_other_tensors(model: nn.Module) -> bool:
     return False
 
 
-def _replace(model: nn.Module, new: Callable[[Tensor], Tensor]) -> None:
-    """Replaces every parameter and buffer. One that has several names stays one tensor."""
+def _replace(model: nn.Module, parameter_device: torch.device, device: torch.device) -> None:
+    """Replaces every parameter and buffer by an empty one. One that has several names stays one tensor."""
     made: dict[int, tuple[Tensor, Tensor]] = {}  # with the old tensor, whose id must not be used again
     for module in model.modules():
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is None:
                 continue
             if id(tensor) not in made:
-                other = new(tensor)
-                if isinstance(tensor, nn.Parameter):
-                    other = nn.Parameter(other, tensor.requires_grad)
-                made[id(tensor)] = tensor, other
-            setattr(module, key, made[id(tensor)][1])  # not in its dictionary: an RNN keeps its weights in a list as well
+                is_parameter = isinstance(tensor, nn.Parameter)
+                empty = torch.empty_like(tensor, device=parameter_device if is_parameter else device)
+                made[id(tensor)] = tensor, nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+            # Not in the module's dictionary: an RNN keeps its weights in a list as well.
+            setattr(module, key, made[id(tensor)][1])
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -135,6 +137,6 @@ def _require_same(own: list[str], of_rank0: list[str]) -> None:
     for mine, other in zip_longest(own, of_rank0, fillvalue="nothing"):
         if mine != other:
             raise ConfigError(
-                f"model: this rank has built {mine} where rank 0 has built {other}. A sharded model must have the same "
-                "parameters and buffers on all ranks. Let its code read neither the rank nor numbers from an unseeded generator."
+                f"model: this rank has built {mine} where rank 0 has built {other}. Build the same parameters and buffers on "
+                "all ranks: their shapes must depend neither on the rank nor on unseeded numbers."
             )

@@ -130,7 +130,7 @@ def test_two_ranks_have_the_tensors_of_an_ordinary_construction() -> None:
         return built
 
     first, second = run_ranks(2, on_rank)
-    assert first == dict.fromkeys(MODELS, ["cpu"])
+    assert first == {name: ["cpu"] for name in MODELS}
     assert second == {name: ["meta", "cpu"] if name in ON_CPU else ["meta"] for name in MODELS}
 
 
@@ -155,39 +155,26 @@ def test_numbers_from_an_unseeded_generator_are_those_of_rank_0() -> None:
         assert not weight.any()
 
 
-def test_models_that_differ_or_fail_on_one_rank_are_refused_on_all() -> None:
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated
+def test_models_that_cannot_be_initialised_are_refused_on_all_ranks() -> None:
     def wider() -> nn.Module:
         return nn.Linear(4, 3 + dist.get_rank())
 
-    def fails() -> nn.Module:
+    def fails_on_rank_0() -> nn.Module:
         if dist.get_rank() == 0:
             raise ConfigError("model: the file is missing")
         return nn.Linear(4, 3)
+
+    def fails() -> nn.Module:
+        raise ConfigError("model: no meta device" if torch.empty(0).is_meta else "model: width is wrong")
 
     def on_rank(rank: int) -> None:
         with refused(ConfigError, "model", "rank 1", "weight", "[4, 4]", "[3, 4]", "same"):
             build_on_meta(wider)
         with refused(ConfigError, "rank 0", "missing"):
-            build_on_meta(fails)
-
-    run_ranks(2, on_rank)
-
-
-def test_an_error_of_the_model_is_that_of_an_ordinary_construction() -> None:
-    def build() -> nn.Module:
-        on_meta = torch.empty(0).is_meta
-        raise ConfigError("model: no meta device" if on_meta else "model: width is wrong")
-
-    def on_rank(rank: int) -> None:
+            build_on_meta(fails_on_rank_0)
         with refused(ConfigError, "width is wrong"):
-            build_on_meta(build)
-
-    run_ranks(2, on_rank)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_script_module_is_refused_by_name() -> None:
-    def on_rank(rank: int) -> None:
+            build_on_meta(fails)
         with refused(ConfigError, "ScriptModule", "parallel=ddp"):
             initialised(lambda: torch.jit.script(nn.Linear(3, 4)), rank, 2)
 
