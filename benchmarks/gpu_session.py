@@ -36,8 +36,9 @@ from benchmarks.gpu_processes import Bench, Failed, NoTimeLeft, OutOfTime, Skipp
 from dtrain.config.errors import ConfigError
 from dtrain.deployment.formats import FORMATS
 from dtrain.distributed.world import process_cpu_count
-from dtrain.training import profiler
 from dtrain.training.profiler import TraceSummary
+from dtrain.training.step import PARTS as STEP_PARTS
+from dtrain.training.step import STEP
 
 #: A line of a part's table: column to value, None where there is none.
 Line = dict[str, "float | str | None"]
@@ -259,7 +260,7 @@ def trace(bench: Bench) -> Iterator[Line]:
         overrides = [*recipe(bench, bench.ranks), "precision=bf16", f"profile.steps=[{first},{last}]"]
         run = bench.train(name, *overrides, ranks=bench.ranks)
         [path] = (run.run_dir / "profile").glob("*.json.gz")
-        summary = TraceSummary.read(path, profiler.STEP, profiler.PARTS)
+        summary = TraceSummary.read(path, STEP, STEP_PARTS)
         (bench.out / f"trace-{name}.txt").write_text(summary.text(f"{name}, rank 0 of {bench.ranks}") + "\n")
         communication = summary.communication_ms
         yield {

@@ -156,7 +156,7 @@ class ParallelConfig:
     """How the ranks share the model: DistributedDataParallel (DDP), or sharded by torch's ``fully_shard`` (FSDP2)."""
 
     # none: every rank holds the model (DDP) | full: all ranks hold one copy of it together | hybrid: each group of shard_size
-    # ranks holds one copy together
+    # ranks holds one copy together. Sharded: rank 0 builds the whole model in host memory, 4 bytes per parameter in fp32
     shard: str = "none"
     # sharded: patterns of modules whose parameters are gathered together, such as [blocks.*]; null: the repeated blocks
     shard_modules: list[str] | None = None

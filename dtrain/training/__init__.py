@@ -3,7 +3,7 @@
 1. The loop: ``task`` (for authors of tasks), ``step`` (one optimizer step), ``loop`` (steps, evaluations, saves, stop),
    ``evaluation``, ``hook_calls`` (user code at fixed points), ``breakpoints`` (of a debugger).
 2. Building a run: ``build`` (connects all parts), ``optimizer``, ``loaders``, ``model_setup`` (memory layout, recomputation,
-   compilation), ``deferred_init`` (initialisation of sharded models, part by part),
+   compilation), ``sharded_init`` (initial values of sharded models, from rank 0),
    ``schedule``, ``tensor_copies`` (averaged weights, buffers that a skip restores), ``batchnorm`` (no masked rows in its
    statistics), ``checks`` (refused models and tasks),
    ``validation`` (all values, before anything is written).

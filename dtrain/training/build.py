@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -48,6 +47,7 @@ from dtrain.training.model_setup import (
 )
 from dtrain.training.optimizer import build_optimizer
 from dtrain.training.schedule import Lengths, schedule_horizon
+from dtrain.training.sharded_init import build_on_meta, fill
 from dtrain.training.state import TrainState, load_weights
 from dtrain.training.step import TrainStep
 from dtrain.training.task import Task
@@ -105,8 +105,7 @@ def build_run(
         be_deterministic()
     if cfg.parallel.shard != "none" and not alone:
         on_all_ranks(lambda: check_accumulation(cfg.parallel, train_data.micro_batches_per_step))
-        model, notes = on_all_ranks(lambda: build_sharded_model(cfg, world, precision))
-        warnings += notes
+        model = build_sharded_model(cfg, world, precision)
     else:
         seed_generators(world.device, cfg.run.seed)
         model = on_all_ranks(lambda: build_model(cfg.model, world.device, cfg.train.channels_last))
@@ -290,61 +289,25 @@ def _constructed(node: Any) -> nn.Module:
     return model
 
 
-def build_sharded_model(cfg: Config, world: World, precision: Precision) -> tuple[nn.Module, list[str]]:
+def build_sharded_model(cfg: Config, world: World, precision: Precision) -> nn.Module:
     """Collective. Builds the model, prepares it and shards it, with the initial weights that it has with DDP.
 
-    No rank holds the whole model, unless its construction cannot be deferred.
-
-    Returns:
-        The model, and a warning if every rank had to build the whole model first.
-
     Raises:
-        ConfigError: As ``build_model``, ``prepare_model`` and ``shard_model``; or if a parameter differs between ranks.
+        ConfigError: On every rank: as ``build_model``, ``prepare_model`` and ``shard_model``; or if the ranks build different
+            models.
     """
-    # Imported here, because only sharded runs need them.
-    from dtrain.training.deferred_init import DeferredModel, NotDeferrable, checksum
-
-    deferred: DeferredModel | None = None
-    notes = []
     seed_generators(world.device, cfg.run.seed)
-    try:
-        deferred = DeferredModel(lambda: _constructed(cfg.model))
-        model = deferred.model
-    except NotDeferrable as error:
-        notes.append(
-            f"parallel.shard={cfg.parallel.shard}: every rank builds the whole model in host memory before it is sharded, "
-            f"because its construction cannot be recorded: {error}"
-        )
-        seed_generators(world.device, cfg.run.seed)
-        model = _constructed(cfg.model)
-        checksums = {name: checksum(parameter) for name, parameter in model.named_parameters()}
-    model = prepare_model(model, cfg.train, cfg.parallel, world)
-    kept = precision.wrap_keep_fp32(model)
-    shard_model(model, cfg.parallel, world, compute_dtype=precision.compute_dtype, kept=kept)
-    if deferred is not None:
-        deferred.fill(model, _CPU if cfg.parallel.offload else world.device, world.device)
-        checksums = deferred.checksums
-    require_equal(checksums)
-    return model, notes
+    bare, values = build_on_meta(lambda: _constructed(cfg.model))
 
+    def sharded() -> nn.Module:
+        model = prepare_model(bare, cfg.train, cfg.parallel, world)
+        kept = precision.wrap_keep_fp32(model)
+        shard_model(model, cfg.parallel, world, compute_dtype=precision.compute_dtype, kept=kept)
+        return model
 
-def require_equal(checksums: dict[str, int]) -> None:
-    """Collective. Refuses initial parameters that differ between ranks, which DDP would replace by those of rank 0.
-
-    Args:
-        checksums: Of the whole parameters that this rank has built, by name.
-
-    Raises:
-        ConfigError: On a rank whose parameters are not those of rank 0; names the first one.
-    """
-    of_rank0 = [checksums]
-    dist.broadcast_object_list(of_rank0, src=0)
-    different = [name for name, number in checksums.items() if of_rank0[0].get(name) != number]
-    if different:
-        raise ConfigError(
-            f"model: the initial values of {different[0]} are not those of rank 0, and a sharded run would take parts of both. "
-            "Draw them from torch's generators, because those of NumPy and Python are not seeded; or set parallel=ddp."
-        )
+    model = on_all_ranks(sharded)
+    fill(model, values, _CPU if cfg.parallel.offload else world.device, world.device)
+    return model
 
 
 def check_classes(node: Any, names: Sequence[str] | None) -> None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from dtrain.config.errors import ConfigError
 from dtrain.distributed.atomic import remove
@@ -26,7 +26,6 @@ from dtrain.distributed.process_group import set_timeout
 from dtrain.distributed.replicas import require_equal_replicas
 from dtrain.distributed.store import FAILED, GroupStore, StoreLost, group_store
 from dtrain.training.checkpoints import Checkpoint
-from dtrain.training.run_logger import RunLogger
 from dtrain.training.state import TrainState
 
 _DISK_TIMEOUT = 3600.0  # seconds: a slow disk must not be reported as a hang
@@ -34,21 +33,31 @@ _POLL = 0.1  # seconds
 logger = logging.getLogger("dtrain")
 
 
+class SaveListener(Protocol):
+    """Learns the results of saves."""
+
+    def saved(self, path: Path, step: int, is_best: bool) -> None:
+        """On rank 0, in the writer's thread: the checkpoint of ``step`` is complete."""
+
+    def warn(self, text: str) -> None:
+        """A checkpoint could not be written, and the run continues."""
+
+
 class CheckpointManager:
     """Saves the run on request of the training loop.
 
     Args:
         run: The run.
-        run_logger: Receives the warning about a checkpoint that could not be written.
+        listener: Learns the results of saves.
 
     Attributes:
         waits_for_disk: Whether this rank is waiting for the disk of rank 0 right now.
     """
 
-    def __init__(self, run: TrainState, run_logger: RunLogger) -> None:
+    def __init__(self, run: TrainState, listener: SaveListener) -> None:
         self._run = run
         self._writer = AsyncWriter(self._written)  # only rank 0 starts it, except in a sharded run
-        self._run_logger = run_logger
+        self._listener = listener
         self._every_minutes = run.cfg.checkpoint.every_minutes if run.world.rank == 0 else None
         self._saved_step = run.step.step
         self._saved_at = time.monotonic()
@@ -154,7 +163,7 @@ class CheckpointManager:
         try:
             self._writer.wait()
         except NotSaved as error:
-            self._run_logger.warn(
+            self._listener.warn(
                 f"{error} The run continues. If it ends before the next checkpoint, the steps since the last one are lost."
             )
             self._failed = True
@@ -224,7 +233,7 @@ class CheckpointManager:
 
     def _written(self, step: int, path: Path) -> None:
         """On rank 0, in the writer's thread: a checkpoint is complete."""
-        self._run_logger.saved(path, step, self._run.checkpoints.best_step() == step)
+        self._listener.saved(path, step, self._run.checkpoints.best_step() == step)
 
     def _problem(self) -> str | None:
         """Waits for the write. Returns why the checkpoint could not be written, None if it was."""

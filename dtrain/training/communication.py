@@ -30,6 +30,7 @@ from dtrain.precision.modules import dtype_name
 from dtrain.precision.reduce_dtype import REDUCE_DTYPES, reduced_dtype
 from dtrain.precision.vote import payload_bytes
 from dtrain.tracking.finding import size_text
+from dtrain.training.state import TrainState
 
 _PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1}
 _VOTE = "the vote"
@@ -108,6 +109,12 @@ class Unit:
 
     parameters: Sequence[Tensor]
     gather_dtype: torch.dtype | None = None
+
+
+def run_traffic(run: TrainState, metrics: int = 0) -> Traffic:
+    """What a step of a run sends; ``metrics`` is the number of metrics of the task, which are in the vote."""
+    micro_batches = run.train_loader.micro_batches_per_step
+    return step_traffic(run.step.model, run.cfg.parallel, run.world, run.precision, micro_batches, metrics)
 
 
 def step_traffic(

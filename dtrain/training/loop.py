@@ -40,15 +40,16 @@ from dtrain.tracking.console import evaluation_text
 from dtrain.training.breakpoints import without_breakpoints
 from dtrain.training.checkpoint_manager import CheckpointManager
 from dtrain.training.checks import check_mean_loss, unused_parameters_explained
+from dtrain.training.communication import run_traffic
 from dtrain.training.evaluation import evaluate_run, metric_names
 from dtrain.training.hook_calls import Hooks
 from dtrain.training.memory import out_of_memory_explained, state_bytes
 from dtrain.training.metrics import StepMetrics, Timing
-from dtrain.training.profiler import DATA, StepProfiler, profiler_label
+from dtrain.training.profiler import StepProfiler
 from dtrain.training.run_logger import RunLogger
 from dtrain.training.schedule import cut_short
 from dtrain.training.state import TrainState
-from dtrain.training.step import StepOutcome, TooManySkips
+from dtrain.training.step import DATA, StepOutcome, TooManySkips, profiler_label
 from dtrain.training.task import Evaluation, NotFinite
 
 logger = logging.getLogger("dtrain")
@@ -105,7 +106,7 @@ class Loop:
         self._metrics = StepMetrics(run, run_logger.warn, run_logger.recovered)
         self._sample_log = SampleLog(run.run_dir / "logs", run.world.rank, run.cfg.data.record_keys)
         self._profiler = StepProfiler.of(
-            run.cfg.profile, run.step.step, run.run_dir, run.world, run_logger.note, run.traffic()
+            run.cfg.profile, run.step.step, run.run_dir, run.world, run_logger.note, run_traffic(run)
         )
         self._to_device = DeviceCopies(run.world.device)
         self._on_gpu = run.world.device.type == "cuda"

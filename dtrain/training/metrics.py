@@ -18,7 +18,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from dtrain.data import Batch
-from dtrain.training.communication import Traffic
+from dtrain.training.communication import Traffic, run_traffic
 from dtrain.training.flops import flops_per_row, peak_flops
 from dtrain.training.memory import peak
 from dtrain.training.state import TrainState
@@ -128,7 +128,7 @@ class StepMetrics:
         record = self._restarts | self._sums.record()
         record |= {f"data/samples/{name}": n for name, n in self._run.train_loader.samples_by_source().items()}
         if self._traffic is None:  # the first record: from now on the number of metrics is known
-            self._traffic = self._run.traffic(len(outcome.stats.metrics))
+            self._traffic = run_traffic(self._run, len(outcome.stats.metrics))
         if self._traffic.collectives:
             record["comm/bytes_per_step"] = self._traffic.nbytes
         return record | self._stragglers.exchange(outcome.step)

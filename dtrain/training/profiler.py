@@ -1,6 +1,6 @@
 """Profiles a few steps with ``torch.profiler``: a trace file and a page of text. Without ``profile.steps`` it does nothing.
 
-* A *label* names a part of a step in the trace. Without a profile a label costs about 100 nanoseconds.
+* A *label* names a part of a step in the trace (``step.profiler_label``).
 * A *trace* is a JSON file in Chrome's format; times are in microseconds.
 * *Communication* is NCCL's kernels on a GPU, and gloo's threads on a CPU; *compute* is every other kernel or operator.
   Communication is *hidden* while compute runs at the same time.
@@ -28,11 +28,8 @@ from dtrain.config.schema import ProfileConfig
 from dtrain.distributed.atomic import replace_file
 from dtrain.distributed.world import World
 from dtrain.training.communication import Traffic
+from dtrain.training.step import PARTS, STEP, profiler_label, switch_labels
 
-#: The label of a whole step.
-STEP = "step"
-#: The labels of its parts, in their order in a step.
-DATA, FORWARD, BACKWARD, VOTE, OPTIMIZER = PARTS = ("data", "forward", "backward", "vote", "optimizer")
 FOLDER = "profile"
 _MAX_STEPS = 100  # a trace of these is hundreds of megabytes
 _TOP = 15
@@ -40,19 +37,7 @@ _WIDTH = 72
 _ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 # Events that contain operators, or the wait for the last bucket; they are no work themselves.
 _WRAPPERS = ("c10d::", "autograd::", "torch::autograd::")
-_no_label: AbstractContextManager[object] = nullcontext()
-_profiling = False
 logger = logging.getLogger("dtrain")
-
-
-def profiler_label(name: str) -> AbstractContextManager[object]:
-    """Labels the block as a part of a step while a profile is taken."""
-    return torch.autograd.profiler.record_function(name) if _profiling else _no_label
-
-
-def _switch_labels(on: bool) -> None:
-    global _profiling
-    _profiling = on
 
 
 class StepProfiler:
@@ -152,7 +137,7 @@ class StepProfiler:
             activities=activities,
             schedule=schedule(wait=0, warmup=warmup, active=self._last - step + 1 - warmup, repeat=1),
         )
-        _switch_labels(True)
+        switch_labels(True)
         self._profile.start()
 
     def _finish(self) -> None:
@@ -174,7 +159,7 @@ class StepProfiler:
     def _stop(self) -> profile:
         stopped, self._profile = self._profile, None
         assert stopped is not None
-        _switch_labels(False)
+        switch_labels(False)
         stopped.stop()
         return stopped
 
@@ -183,7 +168,7 @@ class StepProfiler:
             function(*args)
         except (RuntimeError, OSError, ValueError, KeyError) as error:
             self._profile, self._first = None, self._last + 2  # do not try again
-            _switch_labels(False)
+            switch_labels(False)
             logger.warning("the profile of steps up to %d was not made: %s", self._last, error)
             self._note(f"WARNING: no profile ({type(error).__name__}: {error})")
 

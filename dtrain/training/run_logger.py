@@ -35,6 +35,7 @@ from dtrain.tracking.records import Record
 from dtrain.tracking.run_dir import write_status
 from dtrain.tracking.sinks import NullSinks, Sinks, build_sinks
 from dtrain.training.batchnorm import fixed_shapes
+from dtrain.training.communication import run_traffic
 from dtrain.training.loaders import eval_loader
 from dtrain.training.model_setup import CompilerLog
 from dtrain.training.schedule import cut_short, schedule_horizon
@@ -279,7 +280,7 @@ def banner_rows(identity: Run, run: TrainState, start: str, last_step: int) -> d
         + (" (fused)" if optimizer.defaults.get("fused") else ""),
         "best": _best_checkpoint(cfg.checkpoint),
         "BatchNorm": f"masked rows are in its statistics ({fixed})" if fixed else "",
-        "communication": run.traffic().describe(),
+        "communication": run_traffic(run).describe(),
         "versions": f"torch {torch.__version__}, Python {sys.version.split()[0]}",
     }
 

@@ -31,7 +31,6 @@ from dtrain.precision import Precision
 from dtrain.precision.modules import dtype_name
 from dtrain.training.checkpoint_tensors import Part, StoredTensor, like, written_by
 from dtrain.training.checkpoints import Checkpoint, Checkpoints
-from dtrain.training.communication import Traffic, step_traffic
 from dtrain.training.schedule import last_step
 from dtrain.training.step import TrainStep
 from dtrain.training.task import Task
@@ -112,11 +111,6 @@ class TrainState:
     def ema(self) -> Ema | None:
         """The averaged weights; None without ``train.ema_decay``."""
         return self.step.ema
-
-    def traffic(self, metrics: int = 0) -> Traffic:
-        """What a step sends; ``metrics`` is the number of metrics of the task, which are in the vote."""
-        micro_batches = self.train_loader.micro_batches_per_step
-        return step_traffic(self.step.model, self.cfg.parallel, self.world, self.precision, micro_batches, metrics)
 
     def averaged(self) -> AbstractContextManager[nn.Module]:
         """Context: the model with the averaged weights, if the run has any, else with its own."""

@@ -144,8 +144,8 @@ def manager(
         model=nn.Linear(1, 1),
         checkpoint=lambda metrics: content(float(run.step.step), metrics),
     )
-    logger: Any = SimpleNamespace(warn=warnings.append)
-    return CheckpointManager(run, logger), run, warnings
+    listener: Any = SimpleNamespace(warn=warnings.append, saved=lambda path, step, is_best: None)
+    return CheckpointManager(run, listener), run, warnings
 
 
 @pytest.mark.usefixtures("world_of_one")

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import profile
 
-from dtrain.training import profiler
 from dtrain.training.profiler import TraceSummary, intersection, union
+from dtrain.training.step import PARTS, STEP
 from tests.ranks import RanksFailed
 from tests.runs import metrics, status, train_on
 
@@ -42,10 +42,10 @@ def test_a_profile_holds_the_parts_of_the_steps_on_the_ranks_asked_for(tmp_path:
     train(2, tmp_path, "train.max_steps=8", "profile.steps=[5,7]", "profile.ranks=[1]", "train.eval_every=6")
     stem = "rank-00001-steps-000000005-000000007"
     assert profiles(tmp_path) == [f"{stem}.json.gz", f"{stem}.txt"]
-    assert {profiler.STEP, *profiler.PARTS, "gloo:all_reduce"} <= names_in(tmp_path / "profile" / f"{stem}.json.gz")
+    assert {STEP, *PARTS, "gloo:all_reduce"} <= names_in(tmp_path / "profile" / f"{stem}.json.gz")
     page = (tmp_path / "profile" / f"{stem}.txt").read_text()
     assert page.startswith("steps 5 to 7 of rank 1: 3 steps, ")
-    for row in (*profiler.PARTS, "communication", "aten::convolution_backward"):
+    for row in (*PARTS, "communication", "aten::convolution_backward"):
         assert f"\n  {row} " in page
     [sent, *same] = metrics(tmp_path, "comm/bytes_per_step")
     assert set(same) <= {sent}

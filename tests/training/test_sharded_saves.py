@@ -56,8 +56,8 @@ def manager(folder: Path, world: World, best: str | None = None) -> tuple[Checkp
         model=nn.Linear(1, 1),
         checkpoint=lambda metrics: content(float(run.step.step), world),
     )
-    logger: Any = SimpleNamespace(warn=warnings.append)
-    return CheckpointManager(run, logger), run, warnings
+    listener: Any = SimpleNamespace(warn=warnings.append, saved=lambda path, step, is_best: None)
+    return CheckpointManager(run, listener), run, warnings
 
 
 def on_ranks(ranks: int, function: Callable[[World], Any], timeout: float = 60) -> list[Any]:
