@@ -29,7 +29,7 @@ from dtrain.deployment.compare import ModuleError, Tolerance, compare, compare_m
 from dtrain.deployment.description import DESCRIPTION, DTYPES, Description, export_summary
 from dtrain.deployment.fold_cast import cast, check_range, fold, foldable, pairs_outside
 from dtrain.deployment.formats import FORMATS
-from dtrain.deployment.hub import Push, identity
+from dtrain.deployment.hub import Push, model_identity
 from dtrain.deployment.model_card import ModelCard
 from dtrain.deployment.program import Program, RowSpec
 from dtrain.deployment.reference import Reference
@@ -130,7 +130,7 @@ def export(composed: Composed, which: str, weights: str, samples: str) -> None:
         raise ConfigError(f"samples: got {samples!r}, want a number of rows; 0 for no comparison.")
     model_node, task_name = without_secrets(run.config["model"]), run.config["task"].get("_target_")
     tokenizer_name = tokenizer.identity if tokenizer is not None else None
-    push = Push.of(cfg.export, identity(model_node, task_name, classes, tokenizer_name))
+    push = Push.of(cfg.export, model_identity(model_node, task_name, classes, tokenizer_name))
 
     # -- the trained model in fp32, and its outputs on rows of the evaluation set
     with as_config_error("checkpoint"):
