@@ -18,7 +18,7 @@ import torch
 from dtrain import export
 from dtrain.config.run import without_folders
 from dtrain.data.hub import HubModel
-from dtrain.deployment import artefact
+from dtrain.deployment import artefact, pipeline
 from dtrain.deployment.compare import Comparison
 from dtrain.deployment.model_card import ModelCard
 from dtrain.deployment.reference import ReferenceRows

@@ -10,11 +10,9 @@ from unittest import mock
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from dtrain import export, pack
-from dtrain.config.schema import Config
 from dtrain.data.tokenizers import Tokenizer
 from dtrain.deployment import artefact
 from dtrain.deployment.program import Program, RowSpec
@@ -115,18 +113,6 @@ def test_an_artefact_without_its_tokenizer_is_refused(tmp_path: Path, capsys: py
         patch.setitem(sys.modules, "tiktoken", None)
         assert main([str(folder), "--prompt", "x"]) == 1
     assert_refused(capsys.readouterr().err, "tiktoken", "pip install", "dtrain[text]")
-
-
-def test_shards_of_earlier_versions_without_their_tokenizer_do_not_prevent_an_export(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "train-0.tar").touch()
-    facts = {"tokenizer": "tokenizers:0123", "vocab_size": 9, "end_of_text": 1}
-    (tmp_path / "dataset.json").write_text(json.dumps(facts))
-    given = {"data": {"train": f"{tmp_path}/*.tar"}, "task": {"_target_": "dtrain.tasks.LanguageModelling"}}
-    cfg: Any = OmegaConf.merge(OmegaConf.structured(Config), given)
-    assert export._tokenizer(cfg) is None
-    assert "vocabulary.json" in capsys.readouterr().err
 
 
 def test_either_images_or_a_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
