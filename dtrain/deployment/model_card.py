@@ -190,7 +190,7 @@ class ModelCard:
         if comparison is None:
             yield f"The exported weights were not compared with fp32: {self.report['not_compared']}."
             return
-        yield f"The exported weights beside fp32, on {comparison['samples']:,} samples of the evaluation data:"
+        yield f"The exported weights compared with fp32, on {comparison['samples']:,} samples of the evaluation data:"
         rows = [("metric", "fp32", f"exported ({dtype})", "difference")]
         rows += [
             (_literal(name), _number(both["fp32"]), _number(both["exported"]), f"{both['difference']:+.2g}")
@@ -212,10 +212,10 @@ class ModelCard:
         if description.folded:
             rows.append(("BatchNorm", f"{len(description.folded)} merged into the convolutions before them"))
         if image is not None:
-            size = " x ".join(map(str, image.size)) if image.size is not None else "as it is"
+            size = f"{' x '.join(map(str, image.size))} pixels" if image.size is not None else "of any size"
             resized = f", shorter side resized to {image.shorter_side} and cropped" if image.shorter_side else ""
             values = f"mean {_inline(list(image.mean))}, standard deviation {_inline(list(image.std))}"
-            rows.append(("input", f"image, {size} pixels{resized}, normalised by {values}"))
+            rows.append(("input", f"image, {size}{resized}, normalised by {values}"))
         elif description.rows is not None:
             rows.append(("input", _literal(description.rows)))
         if description.tokenizer is not None:
