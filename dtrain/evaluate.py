@@ -34,6 +34,7 @@ from dtrain.config.trust import TRUST, is_marked, require_harmless
 from dtrain.data import ShardLoader
 from dtrain.data.hub import is_hub_url
 from dtrain.deployment import artefact
+from dtrain.deployment.fold_cast import cast_inputs
 from dtrain.deployment.hub import pull
 from dtrain.deployment.program import Program
 from dtrain.distributed.collectives import from_rank0, on_all_ranks
@@ -170,11 +171,8 @@ class AsExported(nn.Module):
 
     def forward(self, *rows: Any, **options: Any) -> Any:
         """Calls the model, see above."""
-
-        def cast(value: Any) -> Any:
-            return value.to(self._dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-        outputs = self.model(*map(cast, rows), **{name: cast(value) for name, value in options.items()})
+        rows, options = cast_inputs(self._dtype, self.model, rows, options)
+        outputs = self.model(*rows, **options)
         return outputs.float() if isinstance(outputs, Tensor) else outputs
 
 

@@ -63,7 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with until_reader_leaves():
             if options.prompt is not None:
                 _print_text(options, folder, model)
-            for ranking in rank(model, options.images, options.top, options.batch_size) if options.images else ():
+            for ranking in (
+                rank_classes(model, options.images, options.top, options.batch_size) if options.images else ()
+            ):
                 failed |= bool(ranking.error)
                 _print_ranking(ranking, options.json)
     except ConfigError as error:
@@ -72,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(failed)
 
 
-def rank(model: Artefact, files: Sequence[str], top: int, batch_size: int) -> Iterator[Ranking]:
+def rank_classes(model: Artefact, files: Sequence[str], top: int, batch_size: int) -> Iterator[Ranking]:
     """Predicts files in their order.
 
     Args:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from dtrain import export
 from dtrain.deployment.artefact import load
-from dtrain.predict import main, rank
+from dtrain.predict import main, rank_classes
 from tests.refusals import assert_refused
 from tests.toys import NormNet
 
@@ -235,7 +235,7 @@ def test_an_image_that_the_model_fails_on_is_reported_and_the_others_are_predict
     picky = dataclasses.replace(
         loaded, program=fails_on_tiny, description=dataclasses.replace(loaded.description, input=own_size)
     )
-    tiny, good = rank(picky, [str(tmp_path / "tiny.png"), str(images[0])], top=1, batch_size=8)
+    tiny, good = rank_classes(picky, [str(tmp_path / "tiny.png"), str(images[0])], top=1, batch_size=8)
     for part in ("the model fails", "1 x [2, 2, 3] pixels", "output size is too small"):
         assert part in tiny.error
     assert "and more" not in tiny.error

@@ -121,7 +121,7 @@ class Batch(dict[str, Any]):
 
     def copied(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
         """The first half of ``to``: the tensors in their transfer dtypes, on ``device``."""
-        batch = self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        batch = self.mapped(lambda tensor: tensor.to(device, non_blocking=non_blocking))
         if not self.valid.is_cuda and batch.valid.is_cuda and not batch.valid.is_inference():
             batch._known = batch.valid, batch.valid._version, self.kept_rows()
         return batch
@@ -140,7 +140,7 @@ class Batch(dict[str, Any]):
 
     def clone(self) -> Batch:
         """A copy that shares no tensor with this one."""
-        return self._map(torch.clone)
+        return self.mapped(torch.clone)
 
     def kept_rows(self) -> list[int]:
         """The rows where ``valid`` is true. On a GPU the host waits only if ``valid`` was changed there."""
@@ -165,14 +165,17 @@ class Batch(dict[str, Any]):
 
     def valid_rows(self) -> Batch:
         """The batch without its masked rows; ``other_columns`` is empty. The host waits only as in ``kept_rows``."""
-        kept = self.kept_rows()
-        index = torch.tensor(kept).to(self.valid.device, non_blocking=True)
+        return self.chosen(self.kept_rows())
+
+    def chosen(self, rows: Sequence[int]) -> Batch:
+        """A batch of these rows, which may repeat; ``other_columns`` is empty."""
+        index = torch.tensor(rows, dtype=torch.int64).to(self.valid.device, non_blocking=True)
         columns = {
-            name: column[index] if isinstance(column, Tensor) else [column[row] for row in kept]
+            name: column[index] if isinstance(column, Tensor) else [column[row] for row in rows]
             for name, column in self.items()
         }
         batch = self._with(columns, self.valid[index])
-        batch.rows = self.rows.chosen(kept)
+        batch.rows = self.rows.chosen(rows)
         return batch
 
     def tensors(self) -> Iterator[Tensor]:
@@ -182,9 +185,10 @@ class Batch(dict[str, Any]):
 
     def pin_memory(self) -> Batch:
         """The batch in page-locked memory; called by torch's DataLoader."""
-        return self._map(lambda tensor: tensor.pin_memory())
+        return self.mapped(lambda tensor: tensor.pin_memory())
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """A batch with ``function`` of each tensor."""
         columns = {name: function(column) if isinstance(column, Tensor) else column for name, column in self.items()}
         return self._with(columns, function(self.valid))
 

@@ -3,11 +3,6 @@
 An *artefact* is a folder with a model, ``model.json`` (its input, storage format and origin) and ``report.json`` (its
 differences from the fp32 model). Loading one needs no training config.
 
-An export loads a checkpoint in fp32, runs the model on rows of the evaluation set (the *reference*), folds BatchNorm into
-convolutions, casts the weights, writes the artefact, loads it in a process of its own, compares its outputs with the reference,
-measures latency, throughput and memory, and moves the folder into place. An artefact that differs from fp32 by more than the
-tolerance is refused.
-
 Files in reading order:
 
 * ``description``: the content of ``model.json``.
@@ -21,7 +16,8 @@ Files in reading order:
 * ``reference``: inputs, fp32 outputs and metrics on rows of the evaluation set.
 * ``probe``: a process that runs one artefact and reports outputs, call times and peak memory.
 * ``compare``: errors of an artefact, the tolerance, and the first module that exceeds it.
-* ``benchmark``: latency, throughput and memory beside fp32; largest batch within a budget; ``dtrain.export measure``.
+* ``benchmark``: latency, throughput and memory compared with fp32; largest batch within a budget; ``dtrain.export measure``.
+* ``pipeline``: one export, from the options to the published artefact.
 """
 
 from dtrain.deployment.hub import from_hub

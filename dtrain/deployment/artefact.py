@@ -28,9 +28,9 @@ from dtrain.distributed.atomic import replace_folder
 from dtrain.precision import Precision
 
 REPORT = "report.json"
-#: The run's config for other people; the model card of ``export.push``, and its picture.
-CONFIG, CARD, CURVES = "config.yaml", "README.md", "curves.png"
-OWN_FILES = {*(form.file for form in FORMATS.values()), DESCRIPTION, REPORT, VOCABULARY, CONFIG, CARD, CURVES}
+#: The run's config for other people; the model card of ``export.push``.
+CONFIG, CARD = "config.yaml", "README.md"
+OWN_FILES = {*(form.file for form in FORMATS.values()), DESCRIPTION, REPORT, VOCABULARY, CONFIG, CARD}
 MARKS = "exported"
 _TRUST = "If you trust the origin of the artefact, add --trust."
 

@@ -1,4 +1,4 @@
-"""Latency, throughput and memory of artefacts beside fp32; the largest batch within a budget; ``dtrain.export measure``.
+"""Latency, throughput and memory of artefacts compared with fp32; the largest batch within a budget; ``dtrain.export measure``.
 
 * Each artefact runs in a process of its own, a *probe*. Probes take turns for several *rounds*, so that a slowdown of the
   machine affects all of them. A ratio is the median over the rounds of the ratios within a round.
@@ -41,13 +41,10 @@ from dtrain.distributed.world import World
 from dtrain.tracking.console import print_banner
 
 _ROUNDS = 5
-_SECONDS = (
-    0.8  # duration of all rounds for one artefact and batch size; slow calls end them early, after at least one round
-)
-_SEARCH_SECONDS, _TRIAL_SECONDS = (
-    30.0,
-    0.05,
-)  # duration of the search for the largest batch, and of the calls of one size
+# Duration of all rounds for one artefact and batch size; slow calls end them early, after at least one round.
+_SECONDS = 0.8
+# Duration of the search for the largest batch, and of the calls of one size.
+_SEARCH_SECONDS, _TRIAL_SECONDS = 30.0, 0.05
 _TRIALS = 2  # of a size that exceeds the budget: another process may have slowed down the first one
 _MAX_BATCH = 65_536  # throughput does not improve beyond it
 _PRECISION = 32  # the search ends within 1/32 of the limit, because times vary by a few percent
@@ -78,7 +75,7 @@ def benchmark_export(
     in_fp32: Callable[[], nn.Module] | None,
     device: torch.device,
 ) -> dict[str, Any] | None:
-    """Measures a new artefact beside the same weights in fp32, stored in the same format.
+    """Measures a new artefact and the same weights in fp32, stored in the same format.
 
     Args:
         options: Batch sizes and budget.
@@ -97,7 +94,7 @@ def benchmark_export(
         return None
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the probes need the memory
-    # Created beside the artefact, where there is space for another copy.
+    # Created next to the artefact, where there is space for another copy.
     with tempfile.TemporaryDirectory(prefix=".fp32-", dir=folder.parent) as twin:
         artefacts, base = {description.dtype: folder}, None
         if in_fp32 is not None:
@@ -225,7 +222,7 @@ def main(arguments: Sequence[str]) -> int:
         if len(devices) > 1:
             raise ConfigError(
                 f"export measure: the artefacts run on {' and '.join(sorted(map(str, devices)))}, want the same device for "
-                "all. Measure those of the format onnx, which run on the CPU, separately."
+                "all. Measure onnx artefacts, which run on the CPU, separately."
             )
         cost = benchmark(
             {name: Path(name) for name in descriptions},
@@ -286,7 +283,7 @@ class _Timing:
 
 
 def _in_turns(probes: Mapping[str, Probe], batch: int) -> dict[str, _Timing]:
-    """Runs at least one round and, if the time allows, ``_ROUNDS``. Each round starts with another probe."""
+    """Runs at least one round and, if the time allows, ``_ROUNDS``. Each round starts with a different probe."""
     names = list(probes)
     timings = {name: _Timing() for name in names}
     end = time.monotonic() + _SECONDS * len(names)
@@ -362,7 +359,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m dtrain.export measure",
         description="Measures latency, samples per second and peak memory of artefacts. Each runs in its own process, they "
-        "take turns, and the figures are also shown as multiples of those of the first fp32 artefact.",
+        "take turns, and each figure is also shown as a multiple of the first fp32 artefact's.",
         allow_abbrev=False,
     )
     parser.add_argument("artefact", nargs="+", type=Path, help="folder that dtrain.export wrote")

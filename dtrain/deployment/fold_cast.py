@@ -91,7 +91,7 @@ def fold(model: nn.Module, pairs: Iterable[Pair]) -> None:
         model.set_submodule(norm_name, nn.Identity())
 
 
-def check_range(
+def check_fits_dtype(
     model: nn.Module, dtype: torch.dtype, keep_fp32: Iterable[str], folded: Mapping[str, str]
 ) -> dict[str, int]:
     """Checks that the weights fit into ``dtype``.
@@ -149,7 +149,7 @@ def cast(model: nn.Module, dtype: torch.dtype, keep_fp32: Iterable[str]) -> None
     if keep_fp32 and dtype != torch.float32:
         keep_in_fp32(model, keep_fp32)
         for module in {id(module): module for _, module, _, _ in _floating_tensors(model, keep_fp32)}.values():
-            module.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
+            module.register_forward_pre_hook(partial(cast_inputs, dtype), with_kwargs=True)
 
 
 def _floating_tensors(model: nn.Module, keep_fp32: Iterable[str]) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
@@ -165,9 +165,11 @@ def _floating_tensors(model: nn.Module, keep_fp32: Iterable[str]) -> Iterator[tu
         yield from ((name, module, key, tensor) for key, tensor in tensors if tensor.is_floating_point())
 
 
-def _cast_inputs(
+def cast_inputs(
     dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A forward pre-hook that casts floats among the arguments."""
+
     def cast_one(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 

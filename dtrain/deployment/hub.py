@@ -11,9 +11,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,16 +26,15 @@ from dtrain.config.bounded_files import read_json
 from dtrain.config.errors import ConfigError
 from dtrain.config.run import without_folders
 from dtrain.config.schema import ExportConfig
-from dtrain.data.hub import LOGIN, HubModel, hub_errors, is_hub_url, sha256
+from dtrain.data.hub import LOGIN, HubModel, hub_errors, is_hub_url
 from dtrain.data.tokenizers import VOCABULARY
 from dtrain.deployment import artefact
-from dtrain.deployment.artefact import CARD, CONFIG, OWN_FILES, REPORT, Artefact
-from dtrain.deployment.description import DESCRIPTION, Description
+from dtrain.deployment.artefact import CARD, CONFIG, OWN_FILES, Artefact
+from dtrain.deployment.description import DESCRIPTION
 from dtrain.deployment.formats import FORMATS
 
 # The hub creates it in every repository.
 _OF_THE_HUB = ".gitattributes"
-_FRONT_MATTER = re.compile(r"---\n(.*?)\n---\n", re.DOTALL)
 
 
 def from_hub(
@@ -104,8 +101,8 @@ class Push:
         replace: Whether a repository with something else is replaced.
         commit: The newest commit of the branch; None if the repository or the branch does not exist.
         exists: Whether the repository exists.
-        remote: Path to blob hash, or to SHA-256 for a file in the large file storage.
-        front_matter: That of the model card in the repository.
+        remote: Paths of the files of the branch.
+        front_matter: Metadata of the model card in the repository.
     """
 
     model: HubModel
@@ -113,7 +110,7 @@ class Push:
     replace: bool
     commit: str | None = None
     exists: bool = False
-    remote: dict[str, str] = field(default_factory=dict)
+    remote: set[str] = field(default_factory=set)
     front_matter: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -122,7 +119,7 @@ class Push:
 
         Args:
             cfg: The config.
-            ours: ``identity`` of the model to export.
+            ours: ``model_identity`` of the model to export.
 
         Raises:
             ConfigError: If the name is wrong, the package or a token is missing, the token may not write there, the repository
@@ -159,30 +156,23 @@ class Push:
         Raises:
             ConfigError: If the connection fails, or somebody else has pushed since the export began.
         """
-        from huggingface_hub import CommitOperationAdd, CommitOperationDelete
-
         note = f"Nothing was published. The artefact is complete in {folder}; the same command again pushes it."
         with hub_errors(self._what, note=note):
             self._create()
         if not self.exists:
             note += " The repository was created and is empty; the next push uses it."
-        files = sorted(path for path in folder.iterdir() if path.name in OWN_FILES)
-        if self._has(files):
-            return f"hf://{self.model.name}@{self.commit} (unchanged, so there is no new commit)"
-        operations: list[Any] = [CommitOperationAdd(path.name, str(path)) for path in files]
-        stale = {*self.remote} - {path.name for path in files} - {_OF_THE_HUB}
-        operations += [
-            CommitOperationDelete(path, is_folder=False) for path in sorted(stale) if self.replace or path in OWN_FILES
-        ]
         with hub_errors(self._what, note=note):
-            done = self._api().create_commit(
-                self.model.name,
-                operations,
+            done = self._api().upload_folder(
+                repo_id=self.model.name,
+                folder_path=folder,
                 commit_message=message,
                 revision=self.model.revision,
                 parent_commit=self.commit,
+                allow_patterns=sorted(OWN_FILES),
+                delete_patterns="*" if self.replace else sorted(OWN_FILES),
             )
-        return f"hf://{self.model.name}@{done.oid}"
+        unchanged = " (unchanged, so there is no new commit)" if done.oid == self.commit else ""
+        return f"hf://{self.model.name}@{done.oid}{unchanged}"
 
     @property
     def _what(self) -> str:
@@ -215,35 +205,27 @@ class Push:
 
     def _look(self) -> None:
         """Reads the state of the repository and of the branch."""
+        from huggingface_hub import metadata_load
         from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
-        api, name, branch = self._api(), self.model.name, self.model.revision
+        api, name = self._api(), self.model.name
         try:
-            self.commit = api.repo_info(name, revision=branch or "main").sha
-            self.exists = True
+            info = api.repo_info(name, revision=self.model.revision or "main")
         except RevisionNotFoundError:
-            self.exists, self.commit = True, None
+            self.exists = True
             return
         except RepositoryNotFoundError:
             return
-        entries = api.list_repo_tree(name, revision=self.commit, recursive=True)
-        for entry in entries:
-            if (lfs := getattr(entry, "lfs", None)) is not None:
-                self.remote[entry.path] = lfs.sha256
-            elif (blob := getattr(entry, "blob_id", None)) is not None:
-                self.remote[entry.path] = blob
+        self.exists, self.commit = True, info.sha
+        self.remote = {file.rfilename for file in info.siblings}
         if CARD in self.remote:
-            text = Path(api.hf_hub_download(name, CARD, revision=self.commit)).read_text(
-                encoding="utf-8", errors="replace"
-            )
-            if found := _FRONT_MATTER.match(text):
-                with suppress(yaml.YAMLError):  # then it has no metadata that could be kept
-                    content = yaml.safe_load(found[1])
-                    self.front_matter = content if isinstance(content, dict) else {}
+            card = api.hf_hub_download(name, CARD, revision=self.commit)
+            with suppress(ValueError, yaml.YAMLError):  # then it has no metadata that could be kept
+                self.front_matter = metadata_load(card) or {}
 
     def _require_same_model(self, ours: Mapping[str, Any]) -> None:
         remedy = "Push to another name, or set export.push_replace=true to replace all of its files."
-        foreign = {*self.remote} - {_OF_THE_HUB, CARD}
+        foreign = self.remote - {_OF_THE_HUB, CARD}
         if self.replace or not foreign:
             return
         if DESCRIPTION not in self.remote:
@@ -252,7 +234,9 @@ class Push:
             )
         path = HubModel(self.model.name, self.commit).download(DESCRIPTION)
         try:
-            theirs = _identity_in(read_json(path))
+            content = read_json(path)
+            source, classes, tokenizer = content["source"], content["classes"], content["tokenizer"]
+            theirs = model_identity(content["model"], source.get("task"), classes, tokenizer)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{self._what} exists, and its {DESCRIPTION} is damaged ({error}). {remedy}") from error
         if theirs != ours:
@@ -268,19 +252,8 @@ class Push:
                 api.create_branch(name, branch=branch, exist_ok=True)
             self.commit = api.repo_info(name, revision=branch or "main").sha
 
-    def _has(self, files: list[Path]) -> bool:
-        """Whether the branch has these files, and no other ones that a push would delete.
 
-        The report is left out: the times that an export measures differ each time.
-        """
-        ours = {path.name: path for path in files if path.name != REPORT}
-        theirs = {
-            path for path in self.remote if path not in (REPORT, _OF_THE_HUB) and (self.replace or path in OWN_FILES)
-        }
-        return theirs == {*ours} and all(_has_hash(path, self.remote[name]) for name, path in ours.items())
-
-
-def identity(model: Any, task: Any, classes: Any, tokenizer: Any) -> dict[str, Any]:
+def model_identity(model: Any, task: Any, classes: Any, tokenizer: Any) -> dict[str, Any]:
     """What makes two artefacts the same model, as JSON has it.
 
     Args:
@@ -292,15 +265,6 @@ def identity(model: Any, task: Any, classes: Any, tokenizer: Any) -> dict[str, A
     content = {"model": model, "task": task, "classes": classes, "tokenizer": tokenizer}
     as_in_json: dict[str, Any] = json.loads(json.dumps(content))
     return as_in_json
-
-
-def identity_of(description: Description) -> dict[str, Any]:
-    """``identity`` of an artefact."""
-    return identity(description.model, description.source.get("task"), description.classes, description.tokenizer)
-
-
-def _identity_in(content: Mapping[str, Any]) -> dict[str, Any]:
-    return identity(content["model"], content["source"].get("task"), content["classes"], content.get("tokenizer"))
 
 
 def _difference(theirs: Any, ours: Any) -> str:
@@ -315,11 +279,3 @@ def _differences(theirs: Any, ours: Any, place: str) -> Iterator[str]:
             yield from _differences(theirs.get(key), ours.get(key), f"{place}.{key}".lstrip("."))
     elif theirs != ours:
         yield f"{place}: {json.dumps(theirs)} there, {json.dumps(ours)} here"
-
-
-def _has_hash(path: Path, expected: str) -> bool:
-    """Whether this is the SHA-256 of a file, or its hash as a git blob."""
-    if len(expected) == len(hashlib.sha256().hexdigest()):
-        return sha256(path) == expected
-    content = path.read_bytes()  # what the hub keeps as a blob is small
-    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest() == expected

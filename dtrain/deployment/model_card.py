@@ -7,28 +7,26 @@ so the same export writes the same card.
 
 from __future__ import annotations
 
-import io
 import math
 import shlex
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from PIL import Image
 
 from dtrain.config.run import Run, without_folders
 from dtrain.data.hub import HubModel
-from dtrain.deployment.artefact import CARD, CURVES
+from dtrain.deployment.artefact import CARD
 from dtrain.deployment.description import Description
+
+if TYPE_CHECKING:  # the package is optional
+    from huggingface_hub import EvalResult, ModelCardData
 
 _PIPELINES = {"Classification": "image-classification", "LanguageModelling": "text-generation"}
 _DATASETS = "hf://datasets/"
 _COUNTS = ("samples", "bad_samples")
-_MAX_CHARTS, _COLUMNS = 4, 2
-_CURVES = ("train-loss", "train-lr")  # beside those of the evaluations
 _FACTS = ("property", "value")
 #: Keys of the front matter that a push writes; others that somebody has added stay.
 _OWN_KEYS = ("library_name", "pipeline_tag", "tags", "datasets", "model-index")
@@ -61,33 +59,38 @@ class ModelCard:
     front_matter: Mapping[str, Any]
 
     def write(self, folder: Path) -> None:
-        """Writes ``README.md`` and, if the run has metrics, ``curves.png`` into the folder of the artefact.
+        """Writes ``README.md`` into the folder of the artefact.
 
         Raises:
             OSError: On a write failure.
         """
-        curves = curves_picture(self.run.dir)
-        if curves is not None:
-            (folder / CURVES).write_bytes(curves)
-        (folder / CARD).write_text(self.text(with_curves=curves is not None), encoding="utf-8")
+        text = "\n\n".join((f"---\n{self.metadata().to_yaml()}\n---", *self._sections()))
+        (folder / CARD).write_text(f"{text}\n", encoding="utf-8")
 
-    def text(self, *, with_curves: bool) -> str:
-        """The whole card."""
-        front = yaml.safe_dump(self.metadata(), sort_keys=False, allow_unicode=True)
-        return f"---\n{front}---\n\n" + "\n\n".join(self._sections(with_curves)) + "\n"
-
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self) -> ModelCardData:
         """The front matter. What others have added to it in the repository, such as a licence, stays."""
-        pipeline = self._pipeline
-        ours: dict[str, Any] = {"license": self.license, "library_name": "dtrain", "pipeline_tag": pipeline}
-        ours |= {"tags": ["dtrain", "pytorch", self.description.dtype], "datasets": self._datasets}
-        ours |= {"model-index": [{"name": self.model.name.split("/")[1], "results": self._results(pipeline)}]}
-        if not ours["model-index"][0]["results"]:
-            del ours["model-index"]
-        kept = {key: value for key, value in self.front_matter.items() if key not in _OWN_KEYS}
-        return kept | {key: value for key, value in ours.items() if value}
+        from huggingface_hub import ModelCardData
+
+        results = self._results()
+        data = ModelCardData(
+            license=self.license,
+            library_name="dtrain",
+            pipeline_tag=self._pipeline,
+            tags=["dtrain", "pytorch", self.description.dtype],
+            datasets=self._datasets or None,
+            eval_results=results or None,
+            model_name=self._name if results else None,
+        )
+        for key, value in self.front_matter.items():
+            if key not in _OWN_KEYS and data.get(key) is None:
+                data[key] = value
+        return data
 
     # -- the parts
+
+    @property
+    def _name(self) -> str:
+        return self.model.name.split("/")[1]
 
     @property
     def _task(self) -> str:
@@ -121,22 +124,30 @@ class ModelCard:
             name: value for name, value in named.items() if isinstance(value, (int, float)) and math.isfinite(value)
         }
 
-    def _results(self, pipeline: str | None) -> list[dict[str, Any]]:
-        metrics = [
-            {"type": name.rpartition("/")[2], "name": name, "value": value}
+    def _results(self) -> list[EvalResult]:
+        from huggingface_hub import EvalResult
+
+        return [
+            EvalResult(
+                task_type=self._pipeline or "other",
+                dataset_type=self._data_name,
+                dataset_name=self._data_name,
+                dataset_split="evaluation",
+                metric_type=name.rpartition("/")[2],
+                metric_name=name,
+                metric_value=value,
+            )
             for name, value in self._evaluated().items()
             if name.rpartition("/")[2] not in _COUNTS
         ]
-        dataset = {"name": self._data_name, "type": self._data_name, "split": "evaluation"}
-        return [{"task": {"type": pipeline or "other"}, "dataset": dataset, "metrics": metrics}] if metrics else []
 
-    def _sections(self, with_curves: bool) -> Iterator[str]:
-        description, name = self.description, self.model.name.split("/")[1]
+    def _sections(self) -> Iterator[str]:
+        description = self.description
         target = str(description.model.get("_target_"))
         kind = {"image-classification": "classifies images", "text-generation": "continues texts"}.get(
             self._pipeline or ""
         )
-        yield f"# {name}"
+        yield f"# {self._name}"
         purpose = kind or f"was trained for `{self._task}`"
         yield (
             f"`{target.rpartition('.')[2]}` with {self.parameters:,} parameters, which {purpose}. "
@@ -144,8 +155,6 @@ class ModelCard:
         )
         yield from ("## Use", self._use())
         yield from ("## Results", *self._metrics())
-        if with_curves:
-            yield f"![Curves of the training]({CURVES})"
         yield from ("## Model", _table(self._model_rows()))
         yield from ("## Data", _table(self._data_rows()))
         yield from ("## Training", _table(self._training_rows()))
@@ -181,7 +190,7 @@ class ModelCard:
         if comparison is None:
             yield f"The exported weights were not compared with fp32: {self.report['not_compared']}."
             return
-        yield f"The exported weights beside fp32, on {comparison['samples']:,} samples of the evaluation data:"
+        yield f"The exported weights compared with fp32, on {comparison['samples']:,} samples of the evaluation data:"
         rows = [("metric", "fp32", f"exported ({dtype})", "difference")]
         rows += [
             (_literal(name), _number(both["fp32"]), _number(both["exported"]), f"{both['difference']:+.2g}")
@@ -203,10 +212,10 @@ class ModelCard:
         if description.folded:
             rows.append(("BatchNorm", f"{len(description.folded)} merged into the convolutions before them"))
         if image is not None:
-            size = " x ".join(map(str, image.size)) if image.size is not None else "as it is"
+            size = f"{' x '.join(map(str, image.size))} pixels" if image.size is not None else "of any size"
             resized = f", shorter side resized to {image.shorter_side} and cropped" if image.shorter_side else ""
             values = f"mean {_inline(list(image.mean))}, standard deviation {_inline(list(image.std))}"
-            rows.append(("input", f"image, {size} pixels{resized}, normalised by {values}"))
+            rows.append(("input", f"image, {size}{resized}, normalised by {values}"))
         elif description.rows is not None:
             rows.append(("input", _literal(description.rows)))
         if description.tokenizer is not None:
@@ -265,37 +274,6 @@ class ModelCard:
         if ranks > local:
             start = f"torchrun --nnodes={ranks // local} --nproc-per-node={local} --rdzv-endpoint=HOST:29500 -m dtrain.train"
         return [" ".join([start, *map(shlex.quote, self.run.command())])]
-
-
-def curves_picture(run_dir: Path) -> bytes | None:
-    """Charts of the loss and of the evaluations side by side, as a PNG; None for a run without metrics."""
-    # Imported here: matplotlib takes half a second.
-    from dtrain.reporting.charts import run_charts
-    from dtrain.reporting.health import RunData
-    from dtrain.reporting.pictures import picture
-    from dtrain.tracking.history import History
-
-    try:
-        history = History.read(run_dir, run_dir.name)
-    except ValueError:
-        return None
-    groups = run_charts([RunData.read(history, time.time())])
-    drawn = [chart for charts in groups.values() for chart in charts if chart.is_drawn]
-    chosen = [chart for chart in drawn if chart.name == _CURVES[0]] + [
-        it for it in drawn if it.name.startswith("eval-")
-    ]
-    if len(chosen) % _COLUMNS:
-        chosen += [chart for chart in drawn if chart.name == _CURVES[1]]
-    images = [Image.open(io.BytesIO(picture(chart))).convert("RGB") for chart in chosen[:_MAX_CHARTS]]
-    if not images:
-        return None
-    width, height = max(it.width for it in images), max(it.height for it in images)
-    sheet = Image.new("RGB", (width * min(_COLUMNS, len(images)), height * -(-len(images) // _COLUMNS)), "white")
-    for number, image in enumerate(images):
-        sheet.paste(image, (number % _COLUMNS * width, number // _COLUMNS * height))
-    stream = io.BytesIO()
-    sheet.quantize(64).save(stream, "PNG", optimize=True)
-    return stream.getvalue()
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:

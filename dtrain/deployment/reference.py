@@ -155,7 +155,7 @@ def reference_rows(
     batches: list[Batch] = []
     results: list[Output] = []
     for loaded in loader.epoch(0):
-        batch = _valid_rows(loaded, limit - sum(map(len, inputs)))
+        batch = loaded.chosen(loaded.kept_rows()[: limit - sum(map(len, inputs))])
         if not len(batch.valid):
             continue
         recorder = _Recorder(model).eval()
@@ -225,17 +225,6 @@ def _single_call(recorder: _Recorder, rows: int) -> tuple[Tensor, Tensor]:
     if not isinstance(output, Tensor) or output.dim() == 0 or len(output) != rows:
         raise NotComparable(f"it returns {type(output).__name__}, not one tensor with a row for each sample")
     return args[0], output
-
-
-def _valid_rows(batch: Batch, limit: int) -> Batch:
-    """The first ``limit`` valid rows of a batch."""
-    chosen = batch.valid.nonzero().flatten()[:limit]
-    numbers = chosen.tolist()
-    columns = {
-        name: column[chosen] if isinstance(column, Tensor) else [column[n] for n in numbers]
-        for name, column in batch.items()
-    }
-    return Batch(columns, [batch.sample_keys[n] for n in numbers], batch.valid[chosen], transfer=batch.transfer)
 
 
 def _means(results: Iterable[Output]) -> dict[str, float]:

@@ -51,9 +51,8 @@ from dtrain.training.memory import out_of_memory_explained
 from dtrain.training.state import TrainState
 from dtrain.training.step import TrainStep
 
-_WARM_UP = (
-    3  # steps: DDP rebuilds its buckets after the first backward, and torch.compile may recompile in the second step
-)
+# DDP rebuilds its buckets after the first backward, and torch.compile may recompile in the second step.
+_WARM_UP = 3
 _NO_LIMIT = 10**9  # of consecutive skips, which are reported but do not end an examination
 
 

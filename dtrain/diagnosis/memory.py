@@ -32,7 +32,7 @@ from dtrain.config.errors import ConfigError
 from dtrain.config.run import recompose_if_run, take
 from dtrain.config.schema import Config, ParallelConfig
 from dtrain.data import ShardLoader
-from dtrain.diagnosis.step_memory import StepMemory, measure_step, rows_of
+from dtrain.diagnosis.step_memory import StepMemory, measure_step
 from dtrain.distributed.process_group import process_group
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
@@ -374,7 +374,9 @@ class MemoryPlan:
         return cfg, f"'train.checkpoint_activations=[{','.join(cfg.train.checkpoint_activations)}]'"
 
     def _measured(self, cfg: Config, rows: int) -> StepMemory:
-        return measure_step(cfg, self._precision, self._device, rows_of(self._batch, rows))
+        known = len(self._batch.valid)  # repeated if there are fewer than ``rows``
+        batch = self._batch.chosen([row % known for row in range(rows)])
+        return measure_step(cfg, self._precision, self._device, batch)
 
     def _with_more_ranks(self) -> str:
         """The number of ranks that is enough if all options that save memory are set."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,7 +110,7 @@ def measure_step(cfg: Config, precision: Precision, device: torch.device, batch:
     try:
         # Models may use tensors that were made outside, such as constants of a module.
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-            fake_batch = _mapped(batch, fake.from_tensor)
+            fake_batch = batch.mapped(fake.from_tensor)
             # Built on the device, because torch cannot move a module of fake tensors.
             with device:
                 model = by_target("model", cfg.model)
@@ -122,18 +121,6 @@ def measure_step(cfg: Config, precision: Precision, device: torch.device, batch:
         # If something is wrong with the run itself, this raises its error.
         model = build_model(cfg.model, device, cfg.train.channels_last)
         return _measure(cfg, precision, device, model, batch, is_fake=False)
-
-
-def rows_of(batch: Batch, rows: int) -> Batch:
-    """A micro-batch of ``rows`` rows of ``batch``, which are repeated if it has fewer."""
-    which = torch.arange(rows) % len(batch.valid)
-    columns = {
-        name: column[which] if isinstance(column, Tensor) else [column[row] for row in which]
-        for name, column in batch.items()
-    }
-    made = Batch(columns, [batch.sample_keys[row] for row in which], batch.valid[which])
-    made.sources = batch.sources
-    return made
 
 
 def _measure(
@@ -147,7 +134,7 @@ def _measure(
     ema = Ema(model, cfg.train.ema_decay) if cfg.train.ema_decay is not None else None
     task = build_task(cfg.task, corpus_beside(cfg.data))
     optimizer = build_optimizer(cfg.optimizer, model)
-    batch = _mapped(batch, lambda tensor: tensor.to(device))
+    batch = batch.mapped(lambda tensor: tensor.to(device))
 
     allocations = Allocations([*model.parameters(), *model.buffers(), *batch.tensors()], model.parameters())
     with _gradients_forgotten(model, allocations), allocations:
@@ -181,7 +168,7 @@ def _measure(
 
 
 def _update(model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None, device: torch.device) -> int:
-    """Largest sum of temporary tensors of an update, after one that creates the optimizer's state."""
+    """Peak temporary bytes of the second optimizer step (the first creates the state), or of an update of the average."""
 
     def temporary(call: Callable[[], object]) -> int:
         allocations = Allocations()
@@ -221,15 +208,6 @@ def _parameter(parameter: nn.Parameter, shape: Tensor, optimizer: torch.optim.Op
     state = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor)]
     shaped = sum(value.nbytes for value in state if value.shape == parameter.shape)
     return ParameterMemory(shape, shaped, sum(value.nbytes for value in state) - shaped)
-
-
-def _mapped(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
-    mapped = copy(batch)
-    for name, column in batch.items():
-        if isinstance(column, Tensor):
-            mapped[name] = function(column)
-    mapped.valid = function(batch.valid)
-    return mapped
 
 
 class Allocations(TorchDispatchMode):

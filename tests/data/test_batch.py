@@ -395,7 +395,7 @@ def test_the_copy_comes_first_then_the_wait_then_everything_is_marked_and_normal
 
     def copied(self: Batch, device: Any, non_blocking: bool = True) -> Batch:
         events.append("copy")
-        return self._map(as_recorded)
+        return self.mapped(as_recorded)
 
     def as_recorded(tensor: torch.Tensor) -> Any:
         recorded = tensor.as_subclass(Recorded)

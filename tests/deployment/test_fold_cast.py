@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.config.errors import ConfigError
-from dtrain.deployment.fold_cast import cast, check_range, fold, foldable, pairs_outside
+from dtrain.deployment.fold_cast import cast, check_fits_dtype, fold, foldable, pairs_outside
 from tests.deployment.helpers import Branching
 from tests.refusals import refused
 
@@ -75,7 +75,7 @@ class Tied(nn.Module):
 
 def test_tied_weights_stay_tied_and_masks_of_infinity_are_accepted() -> None:
     model = Tied()
-    assert check_range(model, torch.float16, [], {}) == {"small": 1}
+    assert check_fits_dtype(model, torch.float16, [], {}) == {"small": 1}
     cast(model, torch.float16, [])
     assert model.head.weight is model.embed.weight
     assert {tensor.dtype for tensor in (*model.parameters(), *model.buffers())} == {torch.float16}
@@ -99,6 +99,6 @@ def test_a_value_that_does_not_fit_is_refused_by_the_name_of_its_tensor(
     model.register_buffer("buffer", torch.zeros(2))
     model.state_dict()[key].view(-1)[0] = value
     with refused(ConfigError, f"{key} ", *parts):
-        check_range(model, dtype, [], {"1": "2"})
+        check_fits_dtype(model, dtype, [], {"1": "2"})
     if "." in key:
-        assert check_range(model, dtype, [key[0]], {"1": "2"}) == {}
+        assert check_fits_dtype(model, dtype, [key[0]], {"1": "2"}) == {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import io
 import json
 import socket
 import sys
@@ -15,12 +14,11 @@ from unittest import mock
 
 import pytest
 import torch
-from PIL import Image
 
 from dtrain import export
 from dtrain.config.run import without_folders
 from dtrain.data.hub import HubModel
-from dtrain.deployment import artefact
+from dtrain.deployment import artefact, pipeline
 from dtrain.deployment.compare import Comparison
 from dtrain.deployment.model_card import ModelCard
 from dtrain.deployment.reference import ReferenceRows
@@ -55,7 +53,9 @@ def pushed(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         def in_this_process(folder: Path, rows: ReferenceRows, device: torch.device) -> Comparison:
             return Comparison.of(artefact.load(folder, device, trust=True).outputs(rows.inputs), rows, device)
 
-        patch.setattr(export, "compare", in_this_process)  # another process would take most of the time of these tests
+        patch.setattr(
+            pipeline, "compare", in_this_process
+        )  # another process would take most of the time of these tests
         for _ in range(2):
             with mock.patch.object(sys, "argv", ["export", *arguments]):
                 export.main()
@@ -104,14 +104,6 @@ def test_the_card_has_the_numbers_of_the_run_and_of_the_report(pushed: tuple[Pat
     assert 'from_hub("org/digits")' in card.text
     assert "dtrain train experiment=digits" in card.text
     assert "train.max_steps=15" in card.text
-
-
-def test_the_curves_are_a_picture_beside_the_card(pushed: tuple[Path, HubServer], card: Any) -> None:
-    content = pushed[1].models["org/digits"].files()["curves.png"]
-    image = Image.open(io.BytesIO(content))
-    assert image.width > 1000
-    assert len({*image.convert("RGB").resize((64, 64)).getdata()}) > 3
-    assert "(curves.png)" in card.text
 
 
 def test_the_weights_say_what_they_are(pushed: tuple[Path, HubServer]) -> None:
@@ -174,7 +166,7 @@ def test_metadata_of_others_stay_and_own_ones_are_replaced(pushed: tuple[Path, H
     run = mock.Mock(command=lambda: [])
     config = {"data": {"train": ["hf://datasets/org/shards@v1/a-*.tar"], "eval": "x.tar"}}
     theirs = {"license": "mit", "language": ["de"], "tags": ["old"], "model-index": []}
-    made = ModelCard(HubModel("org/digits"), run, config, description, report, {}, 1, None, theirs).metadata()
+    made = ModelCard(HubModel("org/digits"), run, config, description, report, {}, 1, None, theirs).metadata().to_dict()
     assert (made["license"], made["language"], made["datasets"]) == ("mit", ["de"], ["org/shards"])
     assert "old" not in made["tags"]
     assert made["model-index"][0]["results"][0]["dataset"]["name"] == "org/shards"
