@@ -3,8 +3,8 @@
 ``ShardLoader`` gives a rank its micro-batches; ``ShardDataset`` gives an ordinary DataLoader single samples. The files in
 reading order:
 
-1. Batches: ``fields`` (the fields of a sample), ``batch`` (a micro-batch, transfer dtypes, copies to the device).
-2. Order: ``order`` (a pure function from position to sample), ``position`` (committed samples, state of a checkpoint),
+1. Batches: ``fields`` (the fields of a sample; ``parse_fields``: from a config), ``batch`` (a micro-batch, transfer dtypes, copies to the device).
+2. Order: ``index`` (what the order knows of a source), ``order`` (a pure function from position to sample), ``position`` (committed samples, state of a checkpoint),
    ``mixture_order`` and ``mixture_position`` (the same for several sources), ``randomness`` (seeding and permutations).
 3. Loading: ``loader`` (the public class), ``workers`` (a rank's rows of a batch; processes), ``ipc`` (batches between
    processes), ``collate`` (builds one micro-batch), ``field_buffer`` (one field of its rows), ``sample_log`` (used and bad

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dtrain.data.fields import DataError, Field, NoSuchField
-from dtrain.data.source import Index
+from dtrain.data.index import Index
 from dtrain.precision.policy import Precision
 
 ON_OVERFLOW = ("error", "clamp", "fp32")

@@ -23,18 +23,19 @@ from typing import Any
 from dtrain.data.augment import Augment
 from dtrain.data.batch import Batch, Transfer
 from dtrain.data.datasets import SampleSource
-from dtrain.data.fields import parse_fields
+from dtrain.data.index import Index
 from dtrain.data.mixing import Mix
 from dtrain.data.mixture import EvaluationSets, Mixture, MixtureSource
 from dtrain.data.mixture_position import MixturePosition
 from dtrain.data.node_cache import CachePolicy
 from dtrain.data.order import DEFAULT_WINDOW, Layout, Recipe, choose_lanes
+from dtrain.data.parse_fields import parse_fields
 from dtrain.data.position import Position
 from dtrain.data.random_offset import RandomOffsetSource
 from dtrain.data.sample_log import BadSampleBudget
 from dtrain.data.shard_source import ShardSource
-from dtrain.data.source import Index, Source
-from dtrain.data.workers import MicroBatches, Share, WorkerStream, number_of_workers, worker_options
+from dtrain.data.source import Source
+from dtrain.data.workers import MicroBatches, RankShare, WorkerStream, number_of_workers, worker_options
 from dtrain.precision.policy import Precision
 
 
@@ -122,7 +123,7 @@ class ShardLoader:
         shard_size: int | None = None,
         random_offset: bool = False,
     ) -> None:
-        self._share = Share.of(global_batch_size, micro_batch_size, rank, world_size)
+        self._share = RankShare.from_sizes(global_batch_size, micro_batch_size, rank, world_size)
         recipe = Recipe(seed, shuffle, DEFAULT_WINDOW if window is None else window, tail)
         if isinstance(shards, (Mixture, EvaluationSets)):
             self.source: Source = shards.build(

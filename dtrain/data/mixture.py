@@ -19,21 +19,22 @@ import numpy as np
 
 from dtrain.config.errors import nearest
 from dtrain.data.augment import Augment
-from dtrain.data.batch import Transfer
-from dtrain.data.collate import Collator
 from dtrain.data.datasets import SampleSource
-from dtrain.data.fields import Field, parse_fields
+from dtrain.data.fields import Field
+from dtrain.data.index import Index
 from dtrain.data.mixing import Mix
-from dtrain.data.mixture_collator import SOURCE, MixtureCollator
 from dtrain.data.mixture_order import Schedule, weights_at
 from dtrain.data.mixture_position import MixturePosition, Plan
 from dtrain.data.node_cache import CachePolicy
 from dtrain.data.order import EpochOrder, Layout, Recipe, choose_lanes
+from dtrain.data.parse_fields import parse_fields
 from dtrain.data.position import Position
 from dtrain.data.randomness import hash64
 from dtrain.data.shard_source import ShardSource
-from dtrain.data.source import Index, Reader, Source
+from dtrain.data.source import Reader, Source
 
+#: Field of a batch with the number of each row's source.
+SOURCE = "source"
 MISSING = ("refuse", "mask")
 # What two sources must agree on in a field of the same name, because a batch holds it once.
 _COMMON = ("role", "size", "mean", "std", "dtype", "length", "tokenizer")
@@ -313,6 +314,7 @@ class MixtureSource(Source):
     Attributes:
         names: Names of the sources.
         sources: The argument.
+        augment: The argument.
         optional: Names of the fields that some sources lack.
         mixed: False if the sources come one after the other.
 
@@ -331,7 +333,7 @@ class MixtureSource(Source):
         self.sources = tuple(sources)
         self.mixed = deal is not None
         self._deal = deal
-        self._augment = dict(augment)
+        self.augment = dict(augment)
         self.fields = self._all_fields()
         given = [{field.name for field in source.fields} for source in sources]
         self.optional = tuple(field.name for field in self.fields if not all(field.name in fields for fields in given))
@@ -390,18 +392,10 @@ class MixtureSource(Source):
             self.index.indexes,
             Plan(global_batch_size, weights, epoch_of),
             recipe,
-            self._seeds(recipe.seed),
+            self.seeds(recipe.seed),
             lanes=1 if recipe.shuffle == "full" or (recipe.shuffle == "none" and lanes is None) else lanes,
             default_window=default_window,
         )
-
-    def collator(self, transfer: Transfer, augment: Augment | None, seed: int, mix: Mix | None) -> MixtureCollator:
-        """Builds micro-batches in one worker; see ``Collator``."""
-        collators = [
-            Collator(source, transfer, self._augment.get(name, augment), of_source, mix)
-            for name, source, of_source in zip(self.names, self.sources, self._seeds(seed), strict=True)
-        ]
-        return MixtureCollator(self, collators)
 
     def check_mix(self, mix: Mix) -> None:
         """Refuses mixup and cutmix where a source has no image or label.
@@ -415,8 +409,8 @@ class MixtureSource(Source):
             except ValueError as error:
                 raise ValueError(f"data.mixture.{name}: {error}") from error
 
-    def _seeds(self, seed: int) -> list[int]:
-        """Seed of each source: by its name, so that two sources of one size have different orders."""
+    def seeds(self, seed: int) -> list[int]:
+        """The seed of each source: by its name, so that two sources of one size have different orders."""
         if not self.mixed:
             return [seed] * len(self.names)
         digests = (hashlib.sha256(name.encode()).digest()[:8] for name in self.names)

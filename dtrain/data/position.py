@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import astuple, replace
 from typing import Any
 
+from dtrain.data.index import Index
 from dtrain.data.order import EpochOrder, Layout, Recipe, choose_lanes
-from dtrain.data.source import Index
 
 logger = logging.getLogger("dtrain")
 # Version 1 had a fingerprint of shards that did not cover the keys and sizes of their members.

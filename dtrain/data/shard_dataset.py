@@ -24,9 +24,10 @@ from torch.utils.data import IterableDataset, get_worker_info
 from dtrain.data.augment import Augment, begins_with
 from dtrain.data.collate import AUGMENTATION
 from dtrain.data.decode import values_and_mask
-from dtrain.data.fields import DataError, SampleError, parse_fields
+from dtrain.data.fields import DataError, SampleError
 from dtrain.data.mixture import Mixture
 from dtrain.data.order import EpochOrder, Layout, Recipe
+from dtrain.data.parse_fields import parse_fields
 from dtrain.data.randomness import Randomness, hash64
 from dtrain.data.shard_source import ShardSource
 from dtrain.data.source import Reader

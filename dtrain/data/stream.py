@@ -24,9 +24,9 @@ from dtrain.data.batch import Batch, Transfer
 from dtrain.data.collate import Collator
 from dtrain.data.datasets import SampleIndex, SampleSource, value_fields
 from dtrain.data.fields import DataError
+from dtrain.data.index import Index
 from dtrain.data.loader import ShardLoader
-from dtrain.data.source import Index
-from dtrain.data.workers import Share, WorkerStream
+from dtrain.data.workers import RankShare, WorkerStream
 
 
 class Stream:
@@ -149,7 +149,7 @@ class _WorkerPart(IterableDataset[Batch]):
         self,
         stream: Stream,
         source: SampleSource,
-        share: Share,
+        share: RankShare,
         transfer: Transfer,
         augment: Augment | None,
         seed: int,
@@ -189,7 +189,7 @@ class _RankPart:
         start_workers: Callable[[int], WorkerStream],
         stream: Stream,
         index: Index,
-        share: Share,
+        share: RankShare,
         start: tuple[int, int],
         steps: tuple[int, int],
     ) -> None:

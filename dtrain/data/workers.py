@@ -42,8 +42,7 @@ from dtrain.data.batch import Batch, Transfer
 from dtrain.data.collate import Collator
 from dtrain.data.ipc import IpcBatch, Slots, shared_memory_is_full, use_slots
 from dtrain.data.mixing import Mix
-from dtrain.data.mixture import MixtureSource
-from dtrain.data.mixture_collator import MixtureCollator
+from dtrain.data.mixture_collator import MixtureCollator, collator_of
 from dtrain.data.mixture_order import MixtureOrder
 from dtrain.data.mixture_position import MixturePosition
 from dtrain.data.order import EpochOrder
@@ -328,7 +327,7 @@ def _let_fork_server_end() -> None:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """The part of every global batch that one rank builds, in micro-batches of ``micro_batch_size`` rows."""
 
     global_batch_size: int
@@ -337,7 +336,7 @@ class Share:
     world_size: int
 
     @classmethod
-    def of(cls, global_batch_size: int, micro_batch_size: int | None, rank: int, world_size: int) -> Share:
+    def from_sizes(cls, global_batch_size: int, micro_batch_size: int | None, rank: int, world_size: int) -> RankShare:
         """The share of ``rank``; without a micro-batch size, one micro-batch holds all of it.
 
         Raises:
@@ -384,7 +383,7 @@ class MicroBatches(IterableDataset[Batch]):
         self,
         source: Source,
         position: Position | MixturePosition,
-        share: Share,
+        share: RankShare,
         transfer: Transfer,
         augment: Augment | None = None,
         mix: Mix | None = None,
@@ -401,11 +400,7 @@ class MicroBatches(IterableDataset[Batch]):
         worker = get_worker_info()
         turn, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         source, seed = self._source, self._position.recipe.seed
-        collator: Collator | MixtureCollator
-        if isinstance(source, MixtureSource):
-            collator = source.collator(self._transfer, self._augment, seed, self._mix)
-        else:
-            collator = Collator(source, self._transfer, self._augment, seed, self._mix)
+        collator = collator_of(source, self._transfer, self._augment, seed, self._mix)
         try:
             position, per_step = copy(self._position), self._share.micro_batches_per_step
             built = 0  # by all workers, in earlier epochs

@@ -16,11 +16,12 @@ from dtrain.config.safe_yaml import read_json
 from dtrain.config.schema import Config, DataConfig
 from dtrain.data import Mixture, ShardLoader, shards
 from dtrain.data.datasets import value_fields
-from dtrain.data.fields import Field, parse_fields
+from dtrain.data.fields import Field
 from dtrain.data.mixing import Mix
 from dtrain.data.mixture import EvaluationSets
 from dtrain.data.node_cache import CachePolicy
 from dtrain.data.order import choose_lanes
+from dtrain.data.parse_fields import parse_fields
 from dtrain.data.stream import Stream, StreamLoader
 from dtrain.data.tokenizers import DATASET, Corpus
 from dtrain.distributed.collectives import from_rank0
@@ -313,7 +314,7 @@ def _loader(cfg: Config, world: World, precision: Precision, split: str, **order
         "pin_memory": world.device.type == "cuda",
         **order,
     }
-    policy = CachePolicy.of(data.storage, data.cache.dir, data.cache.max_gb)
+    policy = CachePolicy.from_config(data.storage, data.cache.dir, data.cache.max_gb)
     if mixed or (split == "eval" and _are_sets(named)):
         sources = build_mixture(data) if mixed else build_sets(data)
         with as_config_error("data.mixture" if mixed else "data.eval"):

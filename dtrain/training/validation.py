@@ -31,7 +31,7 @@ from dtrain.data.fields import Field
 from dtrain.data.node_cache import CachePolicy
 from dtrain.data.order import Recipe, choose_lanes
 from dtrain.data.sample_log import BadSampleBudget
-from dtrain.data.workers import Share, number_of_workers, worker_options
+from dtrain.data.workers import RankShare, number_of_workers, worker_options
 from dtrain.distributed.sharding import check_options, unit_names
 from dtrain.distributed.stop import TimeLimit
 from dtrain.distributed.world import World
@@ -135,11 +135,11 @@ def _check_run(cfg: Config, found: _Problems) -> Precision:
     with found.of("train.log_every"):
         check_intervals(train)
     with found.of("train.global_batch_size"):
-        Share.of(train.global_batch_size, None, 0, 1)
+        RankShare.from_sizes(train.global_batch_size, None, 0, 1)
         micro = train.micro_batch_size
         # Without a launcher, the number of ranks is not known yet.
         if micro is not None and ("WORLD_SIZE" in os.environ or not 1 <= micro <= train.global_batch_size):
-            Share.of(train.global_batch_size, micro, 0, size)
+            RankShare.from_sizes(train.global_batch_size, micro, 0, size)
     with found.of("train.ema_decay"):
         if train.ema_decay is not None:
             Ema(nn.Identity(), train.ema_decay)
@@ -195,7 +195,7 @@ def _check_data(cfg: Config, fields: tuple[Field, ...], precision: Precision, fo
         if data.num_workers != "auto":  # which would measure
             number_of_workers(data.num_workers, [])
     with found.of("data.storage"):
-        CachePolicy.of(data.storage, data.cache.dir, data.cache.max_gb)
+        CachePolicy.from_config(data.storage, data.cache.dir, data.cache.max_gb)
     with found.of("data.transfer"):
         Transfer(fields, precision, data.transfer, data.on_overflow)
     with found.of("data.max_bad"):

@@ -20,8 +20,9 @@ from torch import Tensor
 from dtrain.data import Batch, ShardLoader
 from dtrain.data import batch as batch_module
 from dtrain.data.batch import DeviceCopies, Transfer
-from dtrain.data.fields import DataError, Field, parse_fields
+from dtrain.data.fields import DataError, Field
 from dtrain.data.ipc import IpcBatch
+from dtrain.data.parse_fields import parse_fields
 from dtrain.precision import Precision
 from dtrain.precision.policy import ROLES
 from tests.refusals import refused

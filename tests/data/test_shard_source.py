@@ -369,5 +369,5 @@ def test_a_full_disk_is_told_and_nothing_more_is_fetched_until_the_next_request(
 
 def test_room_is_shared_by_the_processes_of_the_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert CachePolicy.of("auto", str(tmp_path), 2.0) == CachePolicy("auto", str(tmp_path), 2.0, sharers=4)
-    assert CachePolicy.of("auto", str(tmp_path), 2.0).cache.max_bytes == 2e9
+    assert CachePolicy.from_config("auto", str(tmp_path), 2.0) == CachePolicy("auto", str(tmp_path), 2.0, sharers=4)
+    assert CachePolicy.from_config("auto", str(tmp_path), 2.0).cache.max_bytes == 2e9

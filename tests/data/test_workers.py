@@ -31,15 +31,16 @@ from dtrain.data import field_buffer as field_buffer_module
 from dtrain.data import ipc as ipc_module
 from dtrain.data import workers as workers_module
 from dtrain.data.batch import Transfer
-from dtrain.data.fields import DataError, parse_fields
+from dtrain.data.fields import DataError
 from dtrain.data.ipc import SharedMemoryFull
 from dtrain.data.order import EpochOrder, Layout, Recipe
+from dtrain.data.parse_fields import parse_fields
 from dtrain.data.position import Position
 from dtrain.data.shard_file import ShardChanged
 from dtrain.data.shard_source import ShardSource
 from dtrain.data.workers import (
     MicroBatches,
-    Share,
+    RankShare,
     WorkerEnded,
     WorkerStream,
     choose_workers,
@@ -506,7 +507,7 @@ def test_the_runs_own_random_numbers_are_not_drawn_from(uneven: list[str], num_w
 def test_ranks_and_micro_batches_cover_the_slots_in_order(batch: int, world: int, data: st.DataObject) -> None:
     rows = -(-batch // world)
     micro = data.draw(st.sampled_from([m for m in range(1, rows + 1) if batch % world or rows % m == 0]) | st.none())
-    shares = [Share.of(batch, micro, rank, world) for rank in range(world)]
+    shares = [RankShare.from_sizes(batch, micro, rank, world) for rank in range(world)]
     assert len({share.micro_batches_per_step for share in shares}) == 1
     slots = [share.slots(np.arange(share.micro_batches_per_step)) for share in shares]
     assert {part.shape for part in slots} == {(shares[0].micro_batches_per_step, micro or rows)}
@@ -530,7 +531,7 @@ def test_sizes_that_do_not_fit_are_refused_with_those_that_do(
     sizes: tuple[int, int | None, int, int], names: list[str]
 ) -> None:
     with refused(ValueError, *names):
-        Share.of(*sizes)
+        RankShare.from_sizes(*sizes)
 
 
 @pytest.fixture(scope="module")
@@ -538,7 +539,9 @@ def source(uneven: list[str]) -> ShardSource:
     return ShardSource.build(uneven, parse_fields(LABEL))
 
 
-def make_stream(source: ShardSource, share: Share, epoch: int, layouts: Sequence[Layout], step: int) -> MicroBatches:
+def make_stream(
+    source: ShardSource, share: RankShare, epoch: int, layouts: Sequence[Layout], step: int
+) -> MicroBatches:
     position = Position(source.index, Recipe(0), Layout(share.global_batch_size, share.global_batch_size))
     position.epoch, position.step = epoch, step
     position.order = EpochOrder(source.index.counts, Recipe(0), epoch, layouts)
@@ -561,14 +564,14 @@ def test_workers_in_turn_give_what_one_gives_from_epoch_to_epoch(
     source: ShardSource, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # 4 steps of 3 micro-batches are left of a first epoch that was cut anew; each one after it has 4 steps too.
-    share = Share.of(12, 2, 1, 2)
+    share = RankShare.from_sizes(12, 2, 1, 2)
     stream = make_stream(source, share, 4, [Layout(5, 5, 1), Layout(12, 4)], 1)
     alone = [batch.sample_keys for batch in itertools.islice(iter(stream), 45)]
     assert handed_over(stream, workers, 45, monkeypatch) == alone
 
 
 def test_the_stream_is_that_of_the_order(source: ShardSource) -> None:
-    share = Share.of(6, None, 0, 1)
+    share = RankShare.from_sizes(6, None, 0, 1)
     batches = iter(make_stream(source, share, 0, [Layout(6, 6)], 3))
     for epoch, first in ((0, 3), (1, 0)):
         order = EpochOrder(source.index.counts, Recipe(0), epoch, [Layout(6, 6)])
@@ -580,7 +583,9 @@ def test_the_stream_is_that_of_the_order(source: ShardSource) -> None:
 
 
 def test_a_rank_without_slots_gets_masked_rows_of_the_right_shape(source: ShardSource) -> None:
-    ranks = [iter(make_stream(source, Share.of(2, None, rank, 3), 0, [Layout(2, 2)], 0)) for rank in range(3)]
+    ranks = [
+        iter(make_stream(source, RankShare.from_sizes(2, None, rank, 3), 0, [Layout(2, 2)], 0)) for rank in range(3)
+    ]
     for _ in range(23):  # whole steps of an epoch of 47 samples
         idle, first, second = (next(rank) for rank in ranks)
         assert (idle["label"].shape, idle.valid.tolist(), idle.sample_keys) == ((1,), [False], [""])
