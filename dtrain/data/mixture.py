@@ -51,6 +51,7 @@ class _Sources:
         *,
         fields: Mapping[str, Mapping[str, Any]] | None = None,
         missing: str = "refuse",
+        shard_size: int | None = None,
     ) -> None:
         if not isinstance(sources, Mapping) or not sources:
             raise ValueError(f"{self._key}: got {sources!r}, want at least one source: {{'web': 'web/*.tar'}}.")
@@ -64,6 +65,7 @@ class _Sources:
         self.names = tuple(sources)
         self.missing = missing
         self._sources = dict(sources)
+        self._shard_size = shard_size
         self._fields = self._known("fields", fields)
 
     def _known(self, option: str, values: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -80,14 +82,13 @@ class _Sources:
         rank: int,
         world_size: int,
         policy: CachePolicy | None,
-        shard_size: int | None = None,
     ) -> list[Source]:
         """Finds and indexes all sources."""
         opened = []
         for name, data in self._sources.items():
             own = self._fields.get(name, fields)
             try:
-                opened.append(_open(name, data, own, rank, world_size, policy, shard_size))
+                opened.append(_open(name, data, own, rank, world_size, policy, self._shard_size))
             except FileNotFoundError as error:
                 raise FileNotFoundError(f"{self._key}.{name}: {error}") from error
             except ValueError as error:
@@ -130,6 +131,7 @@ class Mixture(_Sources):
         missing: What happens if a source lacks fields of another one: ``"refuse"``, or ``"mask"``.
         tokens_per_sample: Average number of tokens of a sample, for all sources or none: weights then are shares of the
             tokens instead of the samples.
+        shard_size: Of sources that are datasets, see ``ShardLoader.over``.
 
     Raises:
         ValueError: If a weight, a name or an option is impossible; names it.
@@ -145,8 +147,9 @@ class Mixture(_Sources):
         augment: Mapping[str, Augment | None] | None = None,
         missing: str = "refuse",
         tokens_per_sample: Mapping[str, float] | None = None,
+        shard_size: int | None = None,
     ) -> None:
-        super().__init__(sources, fields=fields, missing=missing)
+        super().__init__(sources, fields=fields, missing=missing, shard_size=shard_size)
         self._augment = self._known("augment", augment)
         epoch_of = self.names[0] if epoch_of is None else epoch_of
         if epoch_of not in self.names:
@@ -178,14 +181,13 @@ class Mixture(_Sources):
         rank: int = 0,
         world_size: int = 1,
         policy: CachePolicy | None = None,
-        shard_size: int | None = None,
     ) -> MixtureSource:
         """Finds and indexes all sources; arguments as those of ``ShardSource.build``.
 
         Raises:
             ValueError: If a source has no samples, or the fields of two sources do not fit each other; names them.
         """
-        sources = self.open(fields, rank, world_size, policy, shard_size)
+        sources = self.open(fields, rank, world_size, policy)
         return MixtureSource(self, sources, self._augment, (self.weights, self.epoch_of))
 
     def _all_or_none(self, option: str, values: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -204,6 +206,7 @@ class EvaluationSets(_Sources):
         sources: Name to shards or dataset, as for ``Mixture``.
         fields: Name to the fields of a source, where they are not those of the loader.
         missing: As for ``Mixture``.
+        shard_size: As for ``Mixture``.
     """
 
     _key = "data.eval"
@@ -215,10 +218,9 @@ class EvaluationSets(_Sources):
         rank: int = 0,
         world_size: int = 1,
         policy: CachePolicy | None = None,
-        shard_size: int | None = None,
     ) -> MixtureSource:
         """As ``Mixture.build``."""
-        return MixtureSource(self, self.open(fields, rank, world_size, policy, shard_size), {}, None)
+        return MixtureSource(self, self.open(fields, rank, world_size, policy), {}, None)
 
 
 def _schedule(name: str, weight: Any) -> Schedule:

@@ -180,20 +180,38 @@ def _in_this_process(dataset: MicroBatches, pin_memory: bool) -> Iterator[Batch]
     return (batch.pin_memory() if pins else batch for batch in dataset)
 
 
-def worker_options(prefetch: int, start_method: str | None) -> dict[str, Any]:
-    """The options of torch's DataLoader that concern workers.
+@dataclass(frozen=True)
+class WorkerOptions:
+    """How a loader's workers run, besides their number.
+
+    Args:
+        prefetch: Micro-batches that each worker builds ahead.
+        start_method: ``"fork"``, ``"forkserver"``, ``"spawn"``; None: Python's default.
+        pin_memory: Return page-locked tensors, whose copies to a GPU can overlap compute.
 
     Raises:
         ValueError: If an option is impossible; names key and value.
     """
-    if prefetch < 1:
-        raise ValueError(f"data.prefetch: got {prefetch}, want at least 1 micro-batch.")
-    known = multiprocessing.get_all_start_methods()
-    if start_method not in (None, *known):
-        raise ValueError(
-            f"data.start_method: got {start_method!r}, want one of {', '.join(known)}, or null for Python's default."
-        )
-    return {"prefetch_factor": prefetch, "multiprocessing_context": start_method}
+
+    prefetch: int = 2
+    start_method: str | None = None
+    pin_memory: bool = False
+
+    def __post_init__(self) -> None:
+        if self.prefetch < 1:
+            raise ValueError(f"data.prefetch: got {self.prefetch}, want at least 1 micro-batch.")
+        known = multiprocessing.get_all_start_methods()
+        if self.start_method not in (None, *known):
+            raise ValueError(
+                f"data.start_method: got {self.start_method!r}, want one of {', '.join(known)}, or null for Python's default."
+            )
+
+    def of_data_loader(self, num_workers: int) -> dict[str, Any]:
+        """The arguments of torch's DataLoader."""
+        options: dict[str, Any] = {"num_workers": num_workers, "pin_memory": self.pin_memory}
+        if num_workers:
+            options |= {"prefetch_factor": self.prefetch, "multiprocessing_context": self.start_method}
+        return options
 
 
 _open_streams: weakref.WeakSet[WorkerStream] = weakref.WeakSet()

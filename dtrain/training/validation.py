@@ -25,13 +25,13 @@ from dtrain.config.errors import ConfigError, as_config_error, nearest
 from dtrain.config.instantiate import argument_defaults, by_target, check_arguments, nodes_with_target, resolved_once
 from dtrain.config.run import refuse_hidden
 from dtrain.config.schema import Config, DataConfig
-from dtrain.data.batch import Transfer
+from dtrain.data.batch import TransferOptions
 from dtrain.data.datasets import SampleIndex
 from dtrain.data.fields import Field
 from dtrain.data.node_cache import CachePolicy
 from dtrain.data.order import Recipe, choose_lanes
-from dtrain.data.sample_log import BadSampleBudget
-from dtrain.data.workers import RankShare, number_of_workers, worker_options
+from dtrain.data.sample_log import Limits
+from dtrain.data.workers import RankShare, WorkerOptions, number_of_workers
 from dtrain.distributed.sharding import check_options, unit_names
 from dtrain.distributed.stop import TimeLimit
 from dtrain.distributed.world import World
@@ -88,7 +88,7 @@ def validate(cfg: Config) -> None:
         found.raise_all()
     precision = _check_run(cfg, found)
     fields = _check_fields(cfg, found)
-    _check_data(cfg, fields, precision, found)
+    _check_data(cfg, found)
     _check_nodes(cfg, fields, found)
     _check_model(cfg, precision, found)
     found.raise_all()
@@ -176,7 +176,7 @@ def _check_fields(cfg: Config, found: _Problems) -> tuple[Field, ...]:
     return ()
 
 
-def _check_data(cfg: Config, fields: tuple[Field, ...], precision: Precision, found: _Problems) -> None:
+def _check_data(cfg: Config, found: _Problems) -> None:
     data = cfg.data
     with found.of("run.seed"):
         Recipe(cfg.run.seed)
@@ -190,16 +190,16 @@ def _check_data(cfg: Config, fields: tuple[Field, ...], precision: Precision, fo
         elif data.lanes is not None and data.lanes < 1:
             raise ConfigError(f"data.lanes: got {data.lanes}, want at least 1, or null.")
     with found.of("data.prefetch"):
-        worker_options(data.prefetch, data.start_method)
+        WorkerOptions(data.prefetch, data.start_method)
     with found.of("data.num_workers"):
         if data.num_workers != "auto":  # which would measure
             number_of_workers(data.num_workers, [])
     with found.of("data.storage"):
         CachePolicy.from_config(data.storage, data.cache.dir, data.cache.max_gb)
     with found.of("data.transfer"):
-        Transfer(fields, precision, data.transfer, data.on_overflow)
+        TransferOptions(data.transfer, data.on_overflow)
     with found.of("data.max_bad"):
-        BadSampleBudget(data.max_bad, data.max_bad_consecutive)
+        Limits(data.max_bad, data.max_bad_consecutive)
     with found.of("data.shard_size"):
         SampleIndex("", 1, data.shard_size)
     if data.mixture:

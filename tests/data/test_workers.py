@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
-from dtrain.data import Batch, Generated, ShardLoader
+from dtrain.data import Batch, Generated, Limits, ShardLoader, WorkerOptions
 from dtrain.data import field_buffer as field_buffer_module
 from dtrain.data import ipc as ipc_module
 from dtrain.data import workers as workers_module
@@ -136,7 +136,12 @@ def test_what_was_built_to_measure_is_not_handed_over_and_counts_nothing() -> No
         return {"x": number}
 
     loader = ShardLoader.over(
-        Generated(sample, 9), {"x": {"name": "x"}}, global_batch_size=3, num_workers="auto", shuffle="none", max_bad=3
+        Generated(sample, 9),
+        {"x": {"name": "x"}},
+        global_batch_size=3,
+        num_workers="auto",
+        shuffle="none",
+        limits=Limits(max_bad=3),
     )
     assert loader.bad_samples == 0
     loader.close()
@@ -156,9 +161,9 @@ def with_process_id(sample: dict[str, Any], rng: np.random.Generator) -> dict[st
     return {"label": os.getpid()}
 
 
-def two_workers(shards: list[str], **options: Any) -> ShardLoader:
+def two_workers(shards: list[str], start_method: str | None = None, **options: Any) -> ShardLoader:
     given = {"global_batch_size": 4, "num_workers": 2, "augment": with_process_id, **options}
-    return ShardLoader(shards, LABEL, **given)
+    return ShardLoader(shards, LABEL, workers=WorkerOptions(start_method=start_method), **given)
 
 
 def worker_numbers(steps: list[list[dict[str, Any]]]) -> set[int]:
@@ -290,8 +295,9 @@ def test_the_trainer_gets_its_own_signals_as_before(uneven: list[str]) -> None:
 )
 def test_a_program_that_leaves_its_loader_open_exits(uneven: list[str], ending: str) -> None:
     program = f"""
-from dtrain.data import ShardLoader
-loader = ShardLoader({uneven!r}, {LABEL!r}, global_batch_size=4, num_workers=2, start_method="fork")
+from dtrain.data import ShardLoader, WorkerOptions
+workers = WorkerOptions(start_method="fork")
+loader = ShardLoader({uneven!r}, {LABEL!r}, global_batch_size=4, num_workers=2, workers=workers)
 batches = iter(loader)
 next(batches)
 {ending}
@@ -359,10 +365,10 @@ def test_shared_memory_that_is_full_is_named_with_its_size_and_no_sample(
 
 FULL = """
 import numpy as np
-from dtrain.data import ShardLoader
+from dtrain.data import ShardLoader, WorkerOptions
 loader = ShardLoader.over(
     {"x": np.zeros((640, 4096), np.float32)}, {"x": {"name": "x", "role": "feature"}}, global_batch_size=128,
-    num_workers=2, start_method="fork", prefetch=4,
+    num_workers=2, workers=WorkerOptions(start_method="fork", prefetch=4),
 )
 list(loader)
 """
@@ -386,7 +392,8 @@ def sample_that_cannot_be_sent(number: int, rng: np.random.Generator) -> dict[st
 def test_a_value_that_cannot_be_sent_ends_the_loader_with_its_field() -> None:
     fields = {"x": {"name": "x"}, "opened": {"name": "opened"}}
     dataset = Generated(sample_that_cannot_be_sent, 8)
-    loader = ShardLoader.over(dataset, fields, global_batch_size=4, num_workers=1, start_method="fork")
+    workers = WorkerOptions(start_method="fork")
+    loader = ShardLoader.over(dataset, fields, global_batch_size=4, num_workers=1, workers=workers)
     with refused(DataError, "'opened'", "pickle", "data.num_workers=0"):
         next(iter(loader))
 
