@@ -79,6 +79,18 @@ class ShardLoader:
     Raises:
         ValueError: If sizes do not fit, a pattern matches nothing, a field or a role is unknown.
         FileNotFoundError: If a named shard does not exist.
+
+    Example:
+        >>> import tempfile
+        >>> from dtrain.data import ShardLoader, write_shards
+        >>> samples = [{"__key__": str(n), "cls": n} for n in range(10)]
+        >>> shards = [str(path) for path in write_shards(samples, tempfile.mkdtemp(), shards=2)]
+        >>> loader = ShardLoader(shards, {"cls": {"name": "label"}}, global_batch_size=4, num_workers=0)
+        >>> for batch in loader.epoch(0):  # the last one has two masked rows
+        ...     print(len(batch["label"]), "rows,", loader.commit(), "samples")
+        4 rows, 4 samples
+        4 rows, 4 samples
+        4 rows, 2 samples
     """
 
     def __init__(

@@ -135,6 +135,14 @@ class Mixture(_Sources):
 
     Raises:
         ValueError: If a weight, a name or an option is impossible; names it.
+
+    Example:
+        >>> from dtrain.data import Mixture, ShardLoader
+        >>> mixture = Mixture({"web": {"x": np.zeros(90)}, "books": {"x": np.ones(30)}}, {"web": 3, "books": 1})
+        >>> fields = {"x": {"name": "x", "role": "feature"}}
+        >>> loader = ShardLoader(mixture, fields, global_batch_size=8, num_workers=0)
+        >>> next(loader.epoch(0))["source"].bincount().tolist()  # rows of each source
+        [6, 2]
     """
 
     def __init__(

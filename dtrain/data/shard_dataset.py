@@ -59,6 +59,15 @@ class ShardDataset(IterableDataset[dict[str, Any]]):
         ValueError: If a pattern matches nothing, a field, role or shuffle is unknown, or only one of ``rank`` and
             ``world_size`` is given.
         FileNotFoundError: If a named shard does not exist.
+
+    Example:
+        >>> import tempfile
+        >>> from dtrain.data import ShardDataset, write_shards
+        >>> samples = [{"__key__": str(n), "cls": n} for n in range(10)]
+        >>> shards = [str(path) for path in write_shards(samples, tempfile.mkdtemp(), shards=2)]
+        >>> dataset = ShardDataset(shards, {"cls": {"name": "label"}}, rank=0, world_size=2)
+        >>> [len(batch["label"]) for batch in torch.utils.data.DataLoader(dataset, batch_size=4)]
+        [4, 1]
     """
 
     def __init__(

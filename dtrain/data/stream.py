@@ -43,6 +43,14 @@ class Stream:
 
     Raises:
         ValueError: If ``dataset`` is not iterable, or ``length`` is below 1.
+
+    Example:
+        >>> from dtrain.data.stream import Stream, StreamLoader
+        >>> stream = Stream([{"n": n} for n in range(5)], length=5)
+        >>> fields = {"n": {"name": "number", "role": "id"}}
+        >>> loader = StreamLoader(stream, fields, global_batch_size=2, num_workers=0, shuffle="none")
+        >>> [batch["number"][batch.valid].tolist() for batch in loader]
+        [[0, 1], [2, 3], [4]]
     """
 
     def __init__(self, dataset: Any, length: int, divided: bool = False, endless: bool = False) -> None:
