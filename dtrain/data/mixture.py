@@ -137,6 +137,7 @@ class Mixture(_Sources):
         ValueError: If a weight, a name or an option is impossible; names it.
 
     Example:
+        >>> import numpy as np
         >>> from dtrain.data import Mixture, ShardLoader
         >>> mixture = Mixture({"web": {"x": np.zeros(90)}, "books": {"x": np.ones(30)}}, {"web": 3, "books": 1})
         >>> fields = {"x": {"name": "x", "role": "feature"}}

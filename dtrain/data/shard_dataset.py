@@ -62,11 +62,12 @@ class ShardDataset(IterableDataset[dict[str, Any]]):
 
     Example:
         >>> import tempfile
+        >>> from torch.utils.data import DataLoader
         >>> from dtrain.data import ShardDataset, write_shards
         >>> samples = [{"__key__": str(n), "cls": n} for n in range(10)]
         >>> shards = [str(path) for path in write_shards(samples, tempfile.mkdtemp(), shards=2)]
         >>> dataset = ShardDataset(shards, {"cls": {"name": "label"}}, rank=0, world_size=2)
-        >>> [len(batch["label"]) for batch in torch.utils.data.DataLoader(dataset, batch_size=4)]
+        >>> [len(batch["label"]) for batch in DataLoader(dataset, batch_size=4)]
         [4, 1]
     """
 
