@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from benchmarks import harness
-from dtrain.data import ShardLoader
+from dtrain.data import ShardLoader, WorkerOptions
 from dtrain.data.augment import RandomResizedCrop
 
 CROP, BATCH = 224, 64
@@ -93,7 +93,7 @@ def measure(shards: str, workers: int, seconds: float) -> dict[str, float]:
         global_batch_size=BATCH,
         num_workers=workers,
         augment=RandomResizedCrop(CROP),
-        start_method="fork",
+        workers=WorkerOptions(start_method="fork"),
     )
     batches = itertools.chain.from_iterable(loader.epoch(epoch) for epoch in itertools.count())
     for _ in range(2 + 4 * workers):

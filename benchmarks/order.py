@@ -24,11 +24,11 @@ import numpy as np
 from benchmarks import harness
 from dtrain.data import ShardLoader
 from dtrain.data.dataset_index import DatasetIndex
-from dtrain.data.fields import parse_fields
 from dtrain.data.mixture_order import Deal, MixedSources, MixtureOrder, Schedule
 from dtrain.data.order import SHUFFLES, EpochOrder, Layout, Recipe, choose_lanes
+from dtrain.data.parse_fields import parse_fields
 from dtrain.data.shard_source import ShardSource
-from dtrain.data.workers import Share
+from dtrain.data.workers import RankShare
 
 POSITIONS = 1024
 SOURCES = 8
@@ -46,7 +46,7 @@ def main() -> None:
     orders = {shuffle: epoch_order(counts, shuffle, POSITIONS) for shuffle in SHUFFLES}
     order_mib = (resident_bytes() - before) / len(SHUFFLES) / MIB
     many = {shuffle: epoch_order(counts, shuffle, POSITIONS * RANKS) for shuffle in SHUFFLES}
-    shares = [Share.of(POSITIONS * RANKS, None, rank, RANKS) for rank in (0, RANKS // 2 + 1, RANKS - 1)]
+    shares = [RankShare.from_sizes(POSITIONS * RANKS, None, rank, RANKS) for rank in (0, RANKS // 2 + 1, RANKS - 1)]
 
     def look_up(shuffle: str) -> float:
         order, slots = orders[shuffle], np.arange(POSITIONS)

@@ -34,7 +34,7 @@ from benchmarks import harness
 from benchmarks.order import epoch_order, milliseconds, resident_bytes
 from dtrain.data.dataset_index import DatasetIndex
 from dtrain.data.order import EpochOrder, Layout, Recipe
-from dtrain.data.workers import Share
+from dtrain.data.workers import RankShare
 from dtrain.distributed.collectives import on_all_ranks
 from dtrain.distributed.store import fresh_store
 from dtrain.precision.vote import payload_bytes
@@ -241,7 +241,7 @@ def measured_order(shards: int, per_shard: int) -> dict[str, float]:
     before = resident_bytes()
     order = epoch_order(counts, "window", ROWS * RANKS)
     memory = (resident_bytes() - before) / 2**20
-    share = Share.of(ROWS * RANKS, ROWS, RANKS // 2 + 1, RANKS)
+    share = RankShare.from_sizes(ROWS * RANKS, ROWS, RANKS // 2 + 1, RANKS)
     slots = share.slots(np.zeros(1, np.int64))[0]
     starts = np.concatenate(([0], np.cumsum(counts)))
 

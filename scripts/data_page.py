@@ -13,7 +13,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from dtrain.data.fields import KINDS, PICKLES, RAW_DTYPES, ROLES_OF_OPTIONS, Field, _parse_field
+from dtrain.data.fields import KINDS, PICKLES, RAW_DTYPES, ROLES_OF_OPTIONS, Field
+from dtrain.data.parse_fields import _parse_field
 from dtrain.precision.policy import ROLES, Precision
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "data.md"

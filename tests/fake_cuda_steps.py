@@ -32,8 +32,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain.config.schema import ParallelConfig
-from dtrain.data import Batch, fields
+from dtrain.data import Batch
 from dtrain.data.batch import DeviceCopies, Transfer
+from dtrain.data.parse_fields import parse_fields
 from dtrain.distributed import sharding
 from dtrain.distributed.sharding import local_part, shard_model
 from dtrain.distributed.world import World
@@ -228,7 +229,7 @@ def steps(
 
     def run() -> dict[str, Any]:
         policy, model = Precision(precision), to_cuda(NormNet())
-        transfer = Transfer(fields.parse_fields(FIELDS), policy)
+        transfer = Transfer(parse_fields(FIELDS), policy)
         world = World(0, RANKS, 0, RANKS, CUDA, "nccl", launched=True)
         wrapped = model
         if parallel != "fsdp":

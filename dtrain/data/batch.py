@@ -16,6 +16,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from dtrain.data.fields import DataError, Field, NoSuchField
-from dtrain.data.source import Index
+from dtrain.data.index import Index
 from dtrain.precision.policy import Precision
 
 ON_OVERFLOW = ("error", "clamp", "fp32")
@@ -245,39 +246,48 @@ class Rows:
         return Rows(self._samples)
 
 
+@dataclass(frozen=True)
+class TransferOptions:
+    """How the values of a batch travel from a worker to the device.
+
+    Args:
+        features: dtype of features: ``"auto"`` is the compute dtype, ``"fp32"`` is fp32.
+        on_overflow: Handling of a feature outside the range of fp16: ``"error"``, ``"clamp"`` to the range, or
+            ``"fp32"`` (features are then always sent in fp32, so that a batch's dtype does not depend on its content).
+        channels_last: Memory format of images on the device; contiguous if false.
+
+    Raises:
+        ValueError: If ``features`` or ``on_overflow`` is unknown.
+    """
+
+    features: str = "auto"
+    on_overflow: str = "error"
+    channels_last: bool = True
+
+    def __post_init__(self) -> None:
+        if self.features not in ("auto", "fp32"):
+            raise ValueError(f"data.transfer: got {self.features!r}, want auto or fp32.")
+        if self.on_overflow not in ON_OVERFLOW:
+            raise ValueError(f"data.on_overflow: got {self.on_overflow!r}, want one of {', '.join(ON_OVERFLOW)}.")
+
+
 class Transfer:
     """The transfer dtypes of a run's fields.
 
     Args:
         fields: The declared fields.
         precision: The run's precision.
-        mode: ``"auto"`` sends features in the compute dtype, ``"fp32"`` in fp32.
-        on_overflow: Handling of a feature outside the range of fp16: ``"error"``, ``"clamp"`` to the range, or
-            ``"fp32"`` (features are then always sent in fp32, so that a batch's dtype does not depend on its content).
-        channels_last: Memory format of images on the device; contiguous if false.
-
-    Raises:
-        ValueError: If ``mode`` or ``on_overflow`` is unknown.
+        options: What does not follow from these; None: the defaults.
     """
 
-    def __init__(
-        self,
-        fields: Sequence[Field],
-        precision: Precision,
-        mode: str = "auto",
-        on_overflow: str = "error",
-        channels_last: bool = True,
-    ) -> None:
-        if mode not in ("auto", "fp32"):
-            raise ValueError(f"data.transfer: got {mode!r}, want auto or fp32.")
-        if on_overflow not in ON_OVERFLOW:
-            raise ValueError(f"data.on_overflow: got {on_overflow!r}, want one of {', '.join(ON_OVERFLOW)}.")
+    def __init__(self, fields: Sequence[Field], precision: Precision, options: TransferOptions | None = None) -> None:
+        options = options or TransferOptions()
         self._fields = {field.name: field for field in fields}
         self._compute_dtype = precision.compute_dtype
-        self._clamp = on_overflow == "clamp"
-        self._layout = torch.channels_last if channels_last else torch.contiguous_format
-        fits = self._compute_dtype != torch.float16 or on_overflow != "fp32"
-        self._feature_dtype = self._compute_dtype if mode == "auto" and fits else torch.float32
+        self._clamp = options.on_overflow == "clamp"
+        self._layout = torch.channels_last if options.channels_last else torch.contiguous_format
+        fits = self._compute_dtype != torch.float16 or options.on_overflow != "fp32"
+        self._feature_dtype = self._compute_dtype if options.features == "auto" and fits else torch.float32
         self._dtypes = {field.name: precision.transfer_dtype(field.role) if field.role else None for field in fields}
         self._dtypes |= {field.name: self._feature_dtype for field in fields if field.role in ("feature", "audio")}
 
@@ -387,7 +397,7 @@ class DeviceCopies:
     """``batch.to(device)``, with the copy on a CUDA stream of its own; on a CPU nothing is copied.
 
     A copy that is queued on the compute stream waits for all kernels before it. On its own stream it starts at once,
-    while the GPU still computes the previous step. That requires page-locked memory (``ShardLoader(pin_memory=True)``)
+    while the GPU still computes the previous step. That requires page-locked memory (``WorkerOptions(pin_memory=True)``)
     and two things that torch does not do by itself:
 
     * The compute stream waits for the copy.

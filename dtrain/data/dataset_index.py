@@ -28,11 +28,11 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from dtrain.config.cache_dir import cache_dir
+from dtrain.data.index import Index
 from dtrain.data.node_cache import CachePolicy
 from dtrain.data.shard_file import Stamp, absolute, is_url, redacted, stamp_of
 from dtrain.data.shard_index import ShardIndex, decode_name, load_or_build
 from dtrain.data.shards import names
-from dtrain.data.source import Index
 from dtrain.data.tar import ShardError
 from dtrain.distributed.atomic import create_folder
 

@@ -25,10 +25,11 @@ from torch import Tensor
 
 from dtrain.data.crop import Crop
 from dtrain.data.decode import decode_image, part_of, tokens_of
-from dtrain.data.fields import DataError, Field, SampleError, parse_fields
-from dtrain.data.media import MEDIA
+from dtrain.data.fields import MEDIA, DataError, Field, SampleError
+from dtrain.data.index import Index
+from dtrain.data.parse_fields import parse_fields
 from dtrain.data.randomness import Randomness, generators_at, hash64
-from dtrain.data.source import Index, Reader, Source
+from dtrain.data.source import Reader, Source
 
 # Rows of an array in its fingerprint: enough to distinguish datasets, and cheap for large ones.
 _HASHED_ROWS = 64
@@ -212,7 +213,8 @@ def value_fields(mapping: Mapping[Any, Mapping[str, Any]]) -> tuple[Field, ...]:
         if not isinstance(options, Mapping):
             raise ValueError(f"data.fields.{key}: got {options!r}, want options such as {{name: image, role: image}}.")
     with_decoders = {
-        str(key).lower(): {**options, "decoder": options.get("decoder") or identity} for key, options in mapping.items()
+        str(key).lower(): {**options, "decoder": options.get("decoder") or unchanged}
+        for key, options in mapping.items()
     }
     fields = parse_fields(with_decoders)
     if len(fields) != len(mapping):
@@ -321,7 +323,7 @@ def value_of(
     return pixels if crop is None else crop(*pixels.shape[:2]).cut(pixels)
 
 
-def identity(value: Any) -> Any:
+def unchanged(value: Any) -> Any:
     """The decoder of a field that has none of its own: returns the value unchanged."""
     return value
 
@@ -428,7 +430,7 @@ def _is_regular(field: Field, array: Any) -> bool:
         usable = array.device.type == "cpu" and array.layout == torch.strided
     else:
         usable = type(array) in (np.ndarray, np.memmap) and array.dtype.isnative and array.dtype.name in _REGULAR
-    if not usable or field.decoder is not identity or field.tokenizer is not None or field.role in MEDIA:
+    if not usable or field.decoder is not unchanged or field.tokenizer is not None or field.role in MEDIA:
         return False
     is_rgb = len(array.shape) == 4 and array.shape[3] == 3 and str(array.dtype).endswith("uint8")
     return field.role != "image" or (is_rgb and field.crop is None)

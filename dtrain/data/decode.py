@@ -33,8 +33,8 @@ from PIL import Image, UnidentifiedImageError, _imaging
 from torch import Tensor
 
 from dtrain.data.crop import Crop
-from dtrain.data.fields import INT64, DataError, Field, SampleError
-from dtrain.data.media import MAX_PIXELS, MEDIA, Unreadable, audio_and_mask, decode_media
+from dtrain.data.fields import INT64, MEDIA, DataError, Field, SampleError
+from dtrain.data.media import MAX_PIXELS, Unreadable, audio_and_mask, decode_media
 from dtrain.data.tokenizers import tokenizer_of
 
 #: Largest size in bytes of a compressed array after decompression.

@@ -14,27 +14,26 @@ to the device and normalises images there.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
 
 from dtrain.data.augment import Augment
-from dtrain.data.batch import Batch, Transfer
+from dtrain.data.batch import Batch, Transfer, TransferOptions
 from dtrain.data.datasets import SampleSource
-from dtrain.data.fields import parse_fields
+from dtrain.data.index import Index
 from dtrain.data.mixing import Mix
 from dtrain.data.mixture import EvaluationSets, Mixture, MixtureSource
 from dtrain.data.mixture_position import MixturePosition
 from dtrain.data.node_cache import CachePolicy
 from dtrain.data.order import DEFAULT_WINDOW, Layout, Recipe, choose_lanes
+from dtrain.data.parse_fields import parse_fields
 from dtrain.data.position import Position
-from dtrain.data.random_offset import RandomOffsetSource
-from dtrain.data.sample_log import BadSampleBudget
+from dtrain.data.sample_log import BadSampleBudget, Limits
 from dtrain.data.shard_source import ShardSource
-from dtrain.data.source import Index, Source
-from dtrain.data.workers import MicroBatches, Share, WorkerStream, number_of_workers, worker_options
+from dtrain.data.source import Source
+from dtrain.data.workers import MicroBatches, RankShare, WorkerOptions, WorkerStream, number_of_workers
 from dtrain.precision.policy import Precision
 
 
@@ -64,20 +63,10 @@ class ShardLoader:
         augment: ``augment(sample, rng) -> sample`` on a dict of numpy arrays, called in the worker with a generator
             that depends on (seed, epoch, sample) only.
         mix: Mixup and cutmix, applied after ``augment``; labels become probabilities.
-        max_bad: Bad samples that the loader allows before it raises: 0 for none, a number below 1 or a percentage
-            (``"0.5%"``) for that share of the samples received (at least ten), any other number for that count. None: the
-            caller counts, over all ranks.
-        max_bad_consecutive: The same for bad samples in a row, in micro-batches without a good one; None: no such limit.
-        transfer: Transfer dtype of features: ``"auto"`` is the compute dtype, ``"fp32"`` is fp32.
-        on_overflow: Handling of a feature outside the range of fp16: ``"error"``, ``"clamp"``, or ``"fp32"`` for
-            the whole field.
-        channels_last: Memory format of images on the device; contiguous if false.
-        prefetch: Micro-batches that each worker builds ahead.
-        start_method: ``"fork"``, ``"forkserver"``, ``"spawn"``; None: Python's default.
-        pin_memory: Return page-locked tensors, whose copies to a GPU can overlap compute.
+        limits: How many bad samples this rank may receive before the loader raises; by default 1 %.
+        transfer: How values travel to the device: fp16 overflow, memory format, features in fp32.
+        workers: How the workers run: prefetching, start method, page-locked memory.
         policy: Which shards are read through the node cache, and its size. None: URLs and network file systems.
-        shard_size: Of the datasets in a mixture: samples that the window shuffle keeps together; None: see ``over``.
-        random_offset: Rows of tokens begin anywhere in the text of their shard (``random_offset``).
 
     Attributes:
         source: Where samples come from.
@@ -90,6 +79,18 @@ class ShardLoader:
     Raises:
         ValueError: If sizes do not fit, a pattern matches nothing, a field or a role is unknown.
         FileNotFoundError: If a named shard does not exist.
+
+    Example:
+        >>> import tempfile
+        >>> from dtrain.data import ShardLoader, write_shards
+        >>> samples = [{"__key__": str(n), "cls": n} for n in range(10)]
+        >>> shards = [str(path) for path in write_shards(samples, tempfile.mkdtemp(), shards=2)]
+        >>> loader = ShardLoader(shards, {"cls": {"name": "label"}}, global_batch_size=4, num_workers=0)
+        >>> for batch in loader.epoch(0):  # the last one has two masked rows
+        ...     print(len(batch["label"]), "rows,", loader.commit(), "samples")
+        4 rows, 4 samples
+        4 rows, 4 samples
+        4 rows, 2 samples
     """
 
     def __init__(
@@ -110,36 +111,25 @@ class ShardLoader:
         precision: str | Precision = "fp32",
         augment: Augment | None = None,
         mix: Mix | None = None,
-        max_bad: float | str | None = 0.01,
-        max_bad_consecutive: int | None = 100,
-        transfer: str = "auto",
-        on_overflow: str = "error",
-        channels_last: bool = True,
-        prefetch: int = 2,
-        start_method: str | None = None,
-        pin_memory: bool = False,
+        limits: Limits = Limits(),  # noqa: B008 - frozen
+        transfer: TransferOptions = TransferOptions(),  # noqa: B008
+        workers: WorkerOptions = WorkerOptions(),  # noqa: B008
         policy: CachePolicy | None = None,
-        shard_size: int | None = None,
-        random_offset: bool = False,
     ) -> None:
-        self._share = Share.of(global_batch_size, micro_batch_size, rank, world_size)
+        self._share = RankShare.from_sizes(global_batch_size, micro_batch_size, rank, world_size)
         recipe = Recipe(seed, shuffle, DEFAULT_WINDOW if window is None else window, tail)
         if isinstance(shards, (Mixture, EvaluationSets)):
-            self.source: Source = shards.build(
-                fields or {}, rank=rank, world_size=world_size, policy=policy, shard_size=shard_size
-            )
+            self.source: Source = shards.build(fields or {}, rank=rank, world_size=world_size, policy=policy)
         elif isinstance(shards, Source):
             self.source = shards
         else:
             parsed = parse_fields(fields or {})
             self.source = ShardSource.build(shards, parsed, rank=rank, world_size=world_size, policy=policy)
-        if random_offset:
-            self.source = RandomOffsetSource.of(self.source)
         fields_sent = self.source.fields if mix is None else mix.fields(self.source.fields)
-        self.transfer = Transfer(fields_sent, Precision.of(precision), transfer, on_overflow, channels_last)
+        self.transfer = Transfer(fields_sent, Precision.of(precision), transfer)
         self._augment = augment
         self._mix = mix
-        self._budget = BadSampleBudget(math.inf) if max_bad is None else BadSampleBudget(max_bad, max_bad_consecutive)
+        self._budget = BadSampleBudget(limits)
         self._position: Position | MixturePosition
         if isinstance(self.source, MixtureSource):
             if mix is not None:
@@ -158,11 +148,8 @@ class ShardLoader:
                 f"{self.index.num_samples} samples do not fill one global batch of {global_batch_size}, and tail is "
                 "'drop'. Use a smaller global batch or data.tail=pad."
             )
-        options = worker_options(prefetch, start_method)
         self.num_workers, self.workers_reason = number_of_workers(num_workers, self._micro_batches())
-        self._loading: dict[str, Any] = {"num_workers": self.num_workers, "pin_memory": pin_memory}
-        if self.num_workers:
-            self._loading |= options
+        self._loading = workers.of_data_loader(self.num_workers)
         self._stream: WorkerStream | None = None
         # A weak reference, so that an iterator that the caller dropped no longer counts as open.
         self._iterator: weakref.ref[_EpochIterator] | None = None

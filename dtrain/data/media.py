@@ -16,19 +16,15 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dtrain.data.crop import Crop
+from dtrain.data.fields import Field
 
-if TYPE_CHECKING:
-    from dtrain.data.fields import Field
-
-#: Roles of recordings, which are also the kinds of their files.
-MEDIA = ("audio", "video")
 #: Parts of more decoded bytes are rejected.
 MAX_BYTES = 2**30
 #: Larger images and frames are rejected as decompression bombs: a quarter GiB of RGB, the size from which Pillow warns.

@@ -19,21 +19,22 @@ import numpy as np
 
 from dtrain.config.errors import nearest
 from dtrain.data.augment import Augment
-from dtrain.data.batch import Transfer
-from dtrain.data.collate import Collator
 from dtrain.data.datasets import SampleSource
-from dtrain.data.fields import Field, parse_fields
+from dtrain.data.fields import Field
+from dtrain.data.index import Index
 from dtrain.data.mixing import Mix
-from dtrain.data.mixture_collator import SOURCE, MixtureCollator
 from dtrain.data.mixture_order import Schedule, weights_at
 from dtrain.data.mixture_position import MixturePosition, Plan
 from dtrain.data.node_cache import CachePolicy
 from dtrain.data.order import EpochOrder, Layout, Recipe, choose_lanes
+from dtrain.data.parse_fields import parse_fields
 from dtrain.data.position import Position
 from dtrain.data.randomness import hash64
 from dtrain.data.shard_source import ShardSource
-from dtrain.data.source import Index, Reader, Source
+from dtrain.data.source import Reader, Source
 
+#: Field of a batch with the number of each row's source.
+SOURCE = "source"
 MISSING = ("refuse", "mask")
 # What two sources must agree on in a field of the same name, because a batch holds it once.
 _COMMON = ("role", "size", "mean", "std", "dtype", "length", "tokenizer")
@@ -50,6 +51,7 @@ class _Sources:
         *,
         fields: Mapping[str, Mapping[str, Any]] | None = None,
         missing: str = "refuse",
+        shard_size: int | None = None,
     ) -> None:
         if not isinstance(sources, Mapping) or not sources:
             raise ValueError(f"{self._key}: got {sources!r}, want at least one source: {{'web': 'web/*.tar'}}.")
@@ -63,6 +65,7 @@ class _Sources:
         self.names = tuple(sources)
         self.missing = missing
         self._sources = dict(sources)
+        self._shard_size = shard_size
         self._fields = self._known("fields", fields)
 
     def _known(self, option: str, values: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -79,14 +82,13 @@ class _Sources:
         rank: int,
         world_size: int,
         policy: CachePolicy | None,
-        shard_size: int | None = None,
     ) -> list[Source]:
         """Finds and indexes all sources."""
         opened = []
         for name, data in self._sources.items():
             own = self._fields.get(name, fields)
             try:
-                opened.append(_open(name, data, own, rank, world_size, policy, shard_size))
+                opened.append(_open(name, data, own, rank, world_size, policy, self._shard_size))
             except FileNotFoundError as error:
                 raise FileNotFoundError(f"{self._key}.{name}: {error}") from error
             except ValueError as error:
@@ -129,9 +131,19 @@ class Mixture(_Sources):
         missing: What happens if a source lacks fields of another one: ``"refuse"``, or ``"mask"``.
         tokens_per_sample: Average number of tokens of a sample, for all sources or none: weights then are shares of the
             tokens instead of the samples.
+        shard_size: Of sources that are datasets, see ``ShardLoader.over``.
 
     Raises:
         ValueError: If a weight, a name or an option is impossible; names it.
+
+    Example:
+        >>> import numpy as np
+        >>> from dtrain.data import Mixture, ShardLoader
+        >>> mixture = Mixture({"web": {"x": np.zeros(90)}, "books": {"x": np.ones(30)}}, {"web": 3, "books": 1})
+        >>> fields = {"x": {"name": "x", "role": "feature"}}
+        >>> loader = ShardLoader(mixture, fields, global_batch_size=8, num_workers=0)
+        >>> next(loader.epoch(0))["source"].bincount().tolist()  # rows of each source
+        [6, 2]
     """
 
     def __init__(
@@ -144,8 +156,9 @@ class Mixture(_Sources):
         augment: Mapping[str, Augment | None] | None = None,
         missing: str = "refuse",
         tokens_per_sample: Mapping[str, float] | None = None,
+        shard_size: int | None = None,
     ) -> None:
-        super().__init__(sources, fields=fields, missing=missing)
+        super().__init__(sources, fields=fields, missing=missing, shard_size=shard_size)
         self._augment = self._known("augment", augment)
         epoch_of = self.names[0] if epoch_of is None else epoch_of
         if epoch_of not in self.names:
@@ -177,14 +190,13 @@ class Mixture(_Sources):
         rank: int = 0,
         world_size: int = 1,
         policy: CachePolicy | None = None,
-        shard_size: int | None = None,
     ) -> MixtureSource:
         """Finds and indexes all sources; arguments as those of ``ShardSource.build``.
 
         Raises:
             ValueError: If a source has no samples, or the fields of two sources do not fit each other; names them.
         """
-        sources = self.open(fields, rank, world_size, policy, shard_size)
+        sources = self.open(fields, rank, world_size, policy)
         return MixtureSource(self, sources, self._augment, (self.weights, self.epoch_of))
 
     def _all_or_none(self, option: str, values: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -203,6 +215,7 @@ class EvaluationSets(_Sources):
         sources: Name to shards or dataset, as for ``Mixture``.
         fields: Name to the fields of a source, where they are not those of the loader.
         missing: As for ``Mixture``.
+        shard_size: As for ``Mixture``.
     """
 
     _key = "data.eval"
@@ -214,10 +227,9 @@ class EvaluationSets(_Sources):
         rank: int = 0,
         world_size: int = 1,
         policy: CachePolicy | None = None,
-        shard_size: int | None = None,
     ) -> MixtureSource:
         """As ``Mixture.build``."""
-        return MixtureSource(self, self.open(fields, rank, world_size, policy, shard_size), {}, None)
+        return MixtureSource(self, self.open(fields, rank, world_size, policy), {}, None)
 
 
 def _schedule(name: str, weight: Any) -> Schedule:
@@ -313,6 +325,7 @@ class MixtureSource(Source):
     Attributes:
         names: Names of the sources.
         sources: The argument.
+        augment: The argument.
         optional: Names of the fields that some sources lack.
         mixed: False if the sources come one after the other.
 
@@ -331,7 +344,7 @@ class MixtureSource(Source):
         self.sources = tuple(sources)
         self.mixed = deal is not None
         self._deal = deal
-        self._augment = dict(augment)
+        self.augment = dict(augment)
         self.fields = self._all_fields()
         given = [{field.name for field in source.fields} for source in sources]
         self.optional = tuple(field.name for field in self.fields if not all(field.name in fields for fields in given))
@@ -390,18 +403,10 @@ class MixtureSource(Source):
             self.index.indexes,
             Plan(global_batch_size, weights, epoch_of),
             recipe,
-            self._seeds(recipe.seed),
+            self.seeds(recipe.seed),
             lanes=1 if recipe.shuffle == "full" or (recipe.shuffle == "none" and lanes is None) else lanes,
             default_window=default_window,
         )
-
-    def collator(self, transfer: Transfer, augment: Augment | None, seed: int, mix: Mix | None) -> MixtureCollator:
-        """Builds micro-batches in one worker; see ``Collator``."""
-        collators = [
-            Collator(source, transfer, self._augment.get(name, augment), of_source, mix)
-            for name, source, of_source in zip(self.names, self.sources, self._seeds(seed), strict=True)
-        ]
-        return MixtureCollator(self, collators)
 
     def check_mix(self, mix: Mix) -> None:
         """Refuses mixup and cutmix where a source has no image or label.
@@ -415,8 +420,8 @@ class MixtureSource(Source):
             except ValueError as error:
                 raise ValueError(f"data.mixture.{name}: {error}") from error
 
-    def _seeds(self, seed: int) -> list[int]:
-        """Seed of each source: by its name, so that two sources of one size have different orders."""
+    def seeds(self, seed: int) -> list[int]:
+        """The seed of each source: by its name, so that two sources of one size have different orders."""
         if not self.mixed:
             return [seed] * len(self.names)
         digests = (hashlib.sha256(name.encode()).digest()[:8] for name in self.names)

@@ -10,23 +10,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dtrain.data.batch import Batch
+from dtrain.data.augment import Augment
+from dtrain.data.batch import Batch, Transfer
 from dtrain.data.collate import Collator
 from dtrain.data.field_buffer import empty_column
 from dtrain.data.fields import DataError
+from dtrain.data.mixing import Mix
+from dtrain.data.mixture import SOURCE, MixtureSource
+from dtrain.data.source import Source
 
-if TYPE_CHECKING:
-    from dtrain.data.mixture import MixtureSource
-
-#: Field of a batch with the number of each row's source.
-SOURCE = "source"
 _SPARE = 100  # samples of a source that are tried for the shapes of rows without any good sample
+
+
+def collator_of(
+    source: Source, transfer: Transfer, augment: Augment | None, seed: int, mix: Mix | None
+) -> Collator | MixtureCollator:
+    """What builds the micro-batches of a source in one worker; arguments as those of ``Collator``."""
+    if not isinstance(source, MixtureSource):
+        return Collator(source, transfer, augment, seed, mix)
+    of_each = zip(source.names, source.sources, source.seeds(seed), strict=True)
+    collators = [Collator(one, transfer, source.augment.get(name, augment), own, mix) for name, one, own in of_each]
+    return MixtureCollator(source, collators)
 
 
 class MixtureCollator:

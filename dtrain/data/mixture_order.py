@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from dtrain.data.order import EpochLine, Layout, Recipe, check_range, lane_bounds, permutation_key
+from dtrain.data.order import EpochLine, Layout, Recipe, check_bounds, lane_bounds, permutation_key
 from dtrain.data.randomness import permute
 
 #: Weight of a source at steps of the run: linear between the points, constant before the first and after the last.
@@ -383,8 +383,8 @@ class MixtureOrder:
 
     def _located(self, steps: np.ndarray | int, slots: np.ndarray, *, beside: bool) -> np.ndarray:
         steps, slots = np.asarray(steps, np.int64), np.asarray(slots, np.int64)
-        check_range("step", steps, self.first_step, self.num_steps)
-        check_range("slot", slots, -1, self._batch)
+        check_bounds("step", steps, self.first_step, self.num_steps)
+        check_bounds("slot", slots, -1, self._batch)
         each, row = np.unique(steps, return_inverse=True)
         run_steps = self.start + np.concatenate([each, each + 1])
         before, after = np.split(self._sources.lane_positions(self._deal.at(run_steps)), 2)

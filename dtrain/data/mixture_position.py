@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from dtrain.data.index import Index
 from dtrain.data.mixture_order import MOST_OFF, Deal, MixedSources, MixtureOrder, Schedule
 from dtrain.data.order import Layout, Recipe
-from dtrain.data.source import Index
 
 #: Lanes of each source, if ``lanes`` is not given. They need not divide the global batch size.
 DEFAULT_LANES = 64

@@ -100,7 +100,7 @@ class CachePolicy:
             )
 
     @classmethod
-    def of(cls, storage: str, folder: str | None, max_gb: float | None) -> CachePolicy:
+    def from_config(cls, storage: str, folder: str | None, max_gb: float | None) -> CachePolicy:
         """The policy with all of this node's processes, as started by ``torchrun``, as sharers."""
         return cls(storage, folder, max_gb, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 

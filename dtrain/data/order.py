@@ -175,8 +175,8 @@ class EpochOrder:
     def _places(self, steps: np.ndarray | int, slots: np.ndarray) -> np.ndarray:
         """Places on the first line, before shuffling; -1 where there is none."""
         steps, slots = np.asarray(steps, np.int64), np.asarray(slots, np.int64)
-        check_range("step", steps, self.first_step, self.num_steps)
-        check_range("slot", slots, -1, self.layouts[-1].global_batch_size)
+        check_bounds("step", steps, self.first_step, self.num_steps)
+        check_bounds("slot", slots, -1, self.layouts[-1].global_batch_size)
         place = self._cuts[-1].place(steps - self.first_step, slots)
         filled = place >= 0
         on_line = place[filled]
@@ -342,7 +342,7 @@ class _Cut:
         return lane * self.num_samples // self.layout.lanes
 
 
-def check_range(name: str, values: np.ndarray, low: int, end: int) -> None:
+def check_bounds(name: str, values: np.ndarray, low: int, end: int) -> None:
     """Raises an ``IndexError`` that names the first of ``values`` outside ``[low, end)``."""
     outside = values[(values < low) | (values >= end)]
     if outside.size:

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import astuple, replace
 from typing import Any
 
+from dtrain.data.index import Index
 from dtrain.data.order import EpochOrder, Layout, Recipe, choose_lanes
-from dtrain.data.source import Index
 
 _VERSION = 2
 

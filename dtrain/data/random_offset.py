@@ -22,7 +22,6 @@ from dtrain.config.bounded_files import read_json
 from dtrain.data.fields import SampleError
 from dtrain.data.randomness import hash64
 from dtrain.data.shard_source import MAX_MEMBER_BYTES, ShardSampleReader, ShardSource
-from dtrain.data.source import Source
 
 # Other uses of (seed, epoch, sample) have 4 to 6.
 _OFFSET = 7
@@ -34,20 +33,15 @@ _ROWS_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class RandomOffsetSource(ShardSource):
-    """Shards of rows that were cut from a stream of tokens; made by ``of``."""
+    """Shards of rows that were cut from a stream of tokens; made by ``from_shards``."""
 
     @classmethod
-    def of(cls, source: Source) -> RandomOffsetSource:
+    def from_shards(cls, source: ShardSource) -> RandomOffsetSource:
         """The same shards, with rows that begin anywhere.
 
         Raises:
             ValueError: If the samples are not rows of tokens, or the rows of a shard are not consecutive.
         """
-        if not isinstance(source, ShardSource):
-            raise ValueError(
-                "data.random_offset=true: samples begin at random tokens only in shards of one text, which data.train is not. "
-                "Set data.random_offset=false."
-            )
         fields = ", ".join(f"{field.name} ({field.dtype or field.kind})" for field in source.fields)
         tokens = source.fields[0]
         if len(source.fields) != 1 or tokens.role != "id" or tokens.dtype is None or (tokens.length or 0) < 2:

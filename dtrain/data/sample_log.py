@@ -2,18 +2,20 @@
 
 * A ``SampleLog`` writes a rank's files below ``logs/``: every bad sample and, on request, the keys of every step's
   samples. A line is written when its step is committed; lines after a checkpoint's step are cut on resume.
-* A ``BadSampleBudget`` ends a run with too many bad samples. A limit on their *share* allows the few damaged files of
-  every large collection. A limit on bad samples *in a row* detects a new failure: after a hundred million good samples,
-  a share of 1 % alone would allow a million bad ones.
+* ``Limits`` say how many bad samples are allowed; a ``BadSampleBudget`` counts them and ends the run. A limit on their
+  *share* allows the few damaged files of every large collection. A limit on bad samples *in a row* detects a new failure:
+  after a hundred million good samples, a share of 1 % alone would allow a million bad ones.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
@@ -84,27 +86,41 @@ def truncate_sample_logs(folder: Path, step: int) -> None:
         cut_lines(path, lambda line: _step(line) <= step)
 
 
+@dataclass(frozen=True)
+class Limits:
+    """How many samples may be bad before a loader raises.
+
+    Args:
+        max_bad: 0 for none, a number below 1 or a percentage (``"0.5%"``) for that share of the samples received (at least
+            ten), any other number for that count; None for no limit.
+        max_bad_consecutive: The same for bad samples in a row, in micro-batches without a good one; None for no limit.
+
+    Raises:
+        ValueError: If a limit is negative or no number, or ``max_bad`` is 1.0, which could mean all samples or one.
+    """
+
+    max_bad: float | str | None = 0.01
+    max_bad_consecutive: int | None = 100
+
+    def __post_init__(self) -> None:
+        _share_and_count(self.max_bad)
+        if self.max_bad_consecutive is not None and self.max_bad_consecutive < 0:
+            raise ValueError(f"data.max_bad_consecutive: got {self.max_bad_consecutive}, want 0 or more.")
+
+
 class BadSampleBudget:
     """Counts bad samples; with the same numbers, every rank raises at the same step.
 
     Args:
-        most: 0 for none, below 1 a share of the samples, else a count; or a share as text, ``"0.5%"``. With a share, ten are
-            always allowed.
-        consecutive: Bad samples in a row; None for no such limit. The order within one call of ``count`` is unknown, so
-            any good sample in it ends the row.
+        limits: What is allowed. The order within one call of ``count`` is unknown, so any good sample in it ends a row of bad
+            ones.
         bad: Bad samples so far, of a resumed run; also an attribute.
         samples: All samples so far, including bad ones; also an attribute.
-
-    Raises:
-        ValueError: If a limit is negative or no number, or ``most`` is 1.0, which could mean all samples or one.
     """
 
-    def __init__(self, most: float | str, consecutive: int | None = None, *, bad: int = 0, samples: int = 0) -> None:
-        self._shown = most
-        self._share, self._count = _share_and_count(most)
-        if consecutive is not None and consecutive < 0:
-            raise ValueError(f"data.max_bad_consecutive: got {consecutive}, want 0 or more.")
-        self._consecutive = consecutive
+    def __init__(self, limits: Limits, *, bad: int = 0, samples: int = 0) -> None:
+        self._limits = limits
+        self._share, self._count = _share_and_count(limits.max_bad)
         self._in_a_row = 0
         self.bad = bad
         self.samples = samples
@@ -125,13 +141,13 @@ class BadSampleBudget:
         self._in_a_row = 0 if good else self._in_a_row + bad
         if not bad:
             return
+        most_in_a_row = self._limits.max_bad_consecutive
         if self.bad > max(self._count, self._share * self.samples):
+            most = self._limits.max_bad
+            reason = f"{self.bad} of {self.samples} samples could not be read, more than data.max_bad={most} allows."
+        elif most_in_a_row is not None and self._in_a_row > most_in_a_row:
             reason = (
-                f"{self.bad} of {self.samples} samples could not be read, more than data.max_bad={self._shown} allows."
-            )
-        elif self._consecutive is not None and self._in_a_row > self._consecutive:
-            reason = (
-                f"{self._in_a_row} samples in a row could not be read, more than data.max_bad_consecutive={self._consecutive} "
+                f"{self._in_a_row} samples in a row could not be read, more than data.max_bad_consecutive={most_in_a_row} "
                 "allows. Check the storage and the shards."
             )
         else:
@@ -140,8 +156,10 @@ class BadSampleBudget:
         raise TooManyBadSamples(f"{reason}{example} All are listed in logs/bad-rank-*.jsonl of the run.")
 
 
-def _share_and_count(most: float | str) -> tuple[float, float]:
+def _share_and_count(most: float | str | None) -> tuple[float, float]:
     """The share of all samples, and the number of samples, that may be bad; the larger one applies."""
+    if most is None:
+        return 0.0, math.inf
     if isinstance(most, str):
         match = _percentage(most)
         share = float(match[1]) / 100 if match else -1.0

@@ -24,9 +24,10 @@ from torch.utils.data import IterableDataset, get_worker_info
 from dtrain.data.augment import Augment, begins_with
 from dtrain.data.collate import AUGMENTATION
 from dtrain.data.decode import values_and_mask
-from dtrain.data.fields import DataError, SampleError, parse_fields
+from dtrain.data.fields import DataError, SampleError
 from dtrain.data.mixture import Mixture
 from dtrain.data.order import EpochOrder, Layout, Recipe
+from dtrain.data.parse_fields import parse_fields
 from dtrain.data.randomness import Randomness, hash64
 from dtrain.data.shard_source import ShardSource
 from dtrain.data.source import Reader
@@ -58,6 +59,16 @@ class ShardDataset(IterableDataset[dict[str, Any]]):
         ValueError: If a pattern matches nothing, a field, role or shuffle is unknown, or only one of ``rank`` and
             ``world_size`` is given.
         FileNotFoundError: If a named shard does not exist.
+
+    Example:
+        >>> import tempfile
+        >>> from torch.utils.data import DataLoader
+        >>> from dtrain.data import ShardDataset, write_shards
+        >>> samples = [{"__key__": str(n), "cls": n} for n in range(10)]
+        >>> shards = [str(path) for path in write_shards(samples, tempfile.mkdtemp(), shards=2)]
+        >>> dataset = ShardDataset(shards, {"cls": {"name": "label"}}, rank=0, world_size=2)
+        >>> [len(batch["label"]) for batch in DataLoader(dataset, batch_size=4)]
+        [4, 1]
     """
 
     def __init__(

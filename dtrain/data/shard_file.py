@@ -416,7 +416,7 @@ def components(path: str) -> list[str]:
     return redacted(path).partition("://")[2].split("/") if is_url(path) else os.path.abspath(path).split(os.sep)
 
 
-def without_secrets(text: str) -> str:
+def without_url_secrets(text: str) -> str:
     """A message of another library, with the secrets removed from its URLs."""
     return _query_in_text.sub(r"\1", _user_in_text.sub(r"\1", text))
 
@@ -497,7 +497,7 @@ def _explained(url: str, error: BaseException, attempts: int) -> OSError:
         return PermissionError(f"{redacted(url)}: access denied with the current credentials{told}. {credentials}")
     if isinstance(error, FileNotFoundError) or status in (404, 410):
         return FileNotFoundError(f"{redacted(url)} does not exist{told}. Correct its host, path or revision.")
-    reason = f"HTTP {status}" if status else without_secrets(f"{type(error).__name__}: {error}")
+    reason = f"HTTP {status}" if status else without_url_secrets(f"{type(error).__name__}: {error}")
     times = f" after {attempts} attempts" if attempts > 1 else ""
     remedy = "The server refuses so many requests. " if status == 429 else ""
     if attempts > 1:

@@ -1,8 +1,8 @@
 """The interfaces of a sample source.
 
 * A *source* is a sequence of samples, numbered from 0, with the fields to read from each of them.
-* Its *index* divides the samples into shards, the units that the order shuffles, and identifies the dataset: equal on
-  all ranks.
+* Its *index* (``Index``) divides the samples into shards, the units that the order shuffles, and identifies the dataset:
+  equal on all ranks.
 * A *reader* belongs to one worker. It fetches the fields of samples *raw*, as the source stores them, by their numbers.
   Decoding is a separate call, so that the caller can pass the memory that a value should be written to.
 * There are two ways to fetch: many samples at once, fast and without reasons for what failed (``fetch_all``), or one sample
@@ -14,52 +14,15 @@ Order, ranks, masks, augmentation, transfer and state belong to the loader and a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from dtrain.data.crop import Crop
 from dtrain.data.fields import Field
-
-
-class Index(ABC):
-    """The size and identity of a source, equal on all ranks.
-
-    Attributes:
-        counts: Samples of each shard, int64, shape ``[shards]``.
-        num_samples: Samples of all shards.
-        fingerprint: Hash of everything that the meaning of a sample number depends on.
-        labels: Entries of ``describe`` that ``difference`` compares, and their names in its sentence.
-        other_difference: The sentence of ``difference`` if only the fingerprints differ.
-    """
-
-    counts: np.ndarray
-    num_samples: int
-    fingerprint: str
-    labels: ClassVar[Mapping[str, str]]
-    other_difference: ClassVar[str]
-
-    @abstractmethod
-    def keys(self, samples: np.ndarray) -> list[str]:
-        """``<shard>/<key>`` of each of these samples."""
-
-    @abstractmethod
-    def describe(self) -> dict[str, Any]:
-        """The identity of the source for a checkpoint: a few numbers and the fingerprint."""
-
-    def difference(self, other: Mapping[str, Any]) -> str:
-        """How another index's description differs from this one's, as a sentence; empty if they are equal."""
-        mine = self.describe()
-        if other.get("fingerprint") == mine["fingerprint"]:
-            return ""
-        changes = [
-            f"{label} {other.get(name, 'unknown')} -> {mine[name]}"
-            for name, label in self.labels.items()
-            if other.get(name) != mine[name]
-        ]
-        return f"{', '.join(changes)}." if changes else self.other_difference
+from dtrain.data.index import Index
 
 
 class Reader(ABC):

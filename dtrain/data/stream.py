@@ -24,9 +24,9 @@ from dtrain.data.batch import Batch, Transfer
 from dtrain.data.collate import Collator
 from dtrain.data.datasets import SampleIndex, SampleSource, value_fields
 from dtrain.data.fields import DataError
+from dtrain.data.index import Index
 from dtrain.data.loader import ShardLoader
-from dtrain.data.source import Index
-from dtrain.data.workers import Share, WorkerStream
+from dtrain.data.workers import RankShare, WorkerStream
 
 
 class Stream:
@@ -43,6 +43,14 @@ class Stream:
 
     Raises:
         ValueError: If ``dataset`` is not iterable, or ``length`` is below 1.
+
+    Example:
+        >>> from dtrain.data.stream import Stream, StreamLoader
+        >>> stream = Stream([{"n": n} for n in range(5)], length=5)
+        >>> fields = {"n": {"name": "number", "role": "id"}}
+        >>> loader = StreamLoader(stream, fields, global_batch_size=2, num_workers=0, shuffle="none")
+        >>> [batch["number"][batch.valid].tolist() for batch in loader]
+        [[0, 1], [2, 3], [4]]
     """
 
     def __init__(self, dataset: Any, length: int, divided: bool = False, endless: bool = False) -> None:
@@ -149,7 +157,7 @@ class _WorkerPart(IterableDataset[Batch]):
         self,
         stream: Stream,
         source: SampleSource,
-        share: Share,
+        share: RankShare,
         transfer: Transfer,
         augment: Augment | None,
         seed: int,
@@ -189,7 +197,7 @@ class _RankPart:
         start_workers: Callable[[int], WorkerStream],
         stream: Stream,
         index: Index,
-        share: Share,
+        share: RankShare,
         start: tuple[int, int],
         steps: tuple[int, int],
     ) -> None:

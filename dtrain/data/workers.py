@@ -42,8 +42,7 @@ from dtrain.data.batch import Batch, Transfer
 from dtrain.data.collate import Collator
 from dtrain.data.ipc import IpcBatch, Slots, shared_memory_is_full, use_slots
 from dtrain.data.mixing import Mix
-from dtrain.data.mixture import MixtureSource
-from dtrain.data.mixture_collator import MixtureCollator
+from dtrain.data.mixture_collator import MixtureCollator, collator_of
 from dtrain.data.mixture_order import MixtureOrder
 from dtrain.data.mixture_position import MixturePosition
 from dtrain.data.order import EpochOrder
@@ -181,20 +180,38 @@ def _in_this_process(dataset: MicroBatches, pin_memory: bool) -> Iterator[Batch]
     return (batch.pin_memory() if pins else batch for batch in dataset)
 
 
-def worker_options(prefetch: int, start_method: str | None) -> dict[str, Any]:
-    """The options of torch's DataLoader that concern workers.
+@dataclass(frozen=True)
+class WorkerOptions:
+    """How a loader's workers run, besides their number.
+
+    Args:
+        prefetch: Micro-batches that each worker builds ahead.
+        start_method: ``"fork"``, ``"forkserver"``, ``"spawn"``; None: Python's default.
+        pin_memory: Return page-locked tensors, whose copies to a GPU can overlap compute.
 
     Raises:
         ValueError: If an option is impossible; names key and value.
     """
-    if prefetch < 1:
-        raise ValueError(f"data.prefetch: got {prefetch}, want at least 1 micro-batch.")
-    known = multiprocessing.get_all_start_methods()
-    if start_method not in (None, *known):
-        raise ValueError(
-            f"data.start_method: got {start_method!r}, want one of {', '.join(known)}, or null for Python's default."
-        )
-    return {"prefetch_factor": prefetch, "multiprocessing_context": start_method}
+
+    prefetch: int = 2
+    start_method: str | None = None
+    pin_memory: bool = False
+
+    def __post_init__(self) -> None:
+        if self.prefetch < 1:
+            raise ValueError(f"data.prefetch: got {self.prefetch}, want at least 1 micro-batch.")
+        known = multiprocessing.get_all_start_methods()
+        if self.start_method not in (None, *known):
+            raise ValueError(
+                f"data.start_method: got {self.start_method!r}, want one of {', '.join(known)}, or null for Python's default."
+            )
+
+    def of_data_loader(self, num_workers: int) -> dict[str, Any]:
+        """The arguments of torch's DataLoader."""
+        options: dict[str, Any] = {"num_workers": num_workers, "pin_memory": self.pin_memory}
+        if num_workers:
+            options |= {"prefetch_factor": self.prefetch, "multiprocessing_context": self.start_method}
+        return options
 
 
 _open_streams: weakref.WeakSet[WorkerStream] = weakref.WeakSet()
@@ -328,7 +345,7 @@ def _let_fork_server_end() -> None:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """The part of every global batch that one rank builds, in micro-batches of ``micro_batch_size`` rows."""
 
     global_batch_size: int
@@ -337,7 +354,7 @@ class Share:
     world_size: int
 
     @classmethod
-    def of(cls, global_batch_size: int, micro_batch_size: int | None, rank: int, world_size: int) -> Share:
+    def from_sizes(cls, global_batch_size: int, micro_batch_size: int | None, rank: int, world_size: int) -> RankShare:
         """The share of ``rank``; without a micro-batch size, one micro-batch holds all of it.
 
         Raises:
@@ -384,7 +401,7 @@ class MicroBatches(IterableDataset[Batch]):
         self,
         source: Source,
         position: Position | MixturePosition,
-        share: Share,
+        share: RankShare,
         transfer: Transfer,
         augment: Augment | None = None,
         mix: Mix | None = None,
@@ -401,11 +418,7 @@ class MicroBatches(IterableDataset[Batch]):
         worker = get_worker_info()
         turn, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         source, seed = self._source, self._position.recipe.seed
-        collator: Collator | MixtureCollator
-        if isinstance(source, MixtureSource):
-            collator = source.collator(self._transfer, self._augment, seed, self._mix)
-        else:
-            collator = Collator(source, self._transfer, self._augment, seed, self._mix)
+        collator = collator_of(source, self._transfer, self._augment, seed, self._mix)
         try:
             position, per_step = copy(self._position), self._share.micro_batches_per_step
             built = 0  # by all workers, in earlier epochs

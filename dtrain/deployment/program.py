@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from dtrain.config.errors import ConfigError
 from dtrain.data.batch import normalised
 from dtrain.data.decode import decode_image
-from dtrain.data.fields import Field, parse_fields
+from dtrain.data.fields import Field
+from dtrain.data.parse_fields import parse_fields
 
 
 class Program(nn.Module):

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from dtrain.config.errors import ConfigError, in_brief, nearest
 from dtrain.data import Batch, ShardLoader
 from dtrain.data.batch import DeviceCopies
-from dtrain.data.mixture import MixtureSource
-from dtrain.data.mixture_collator import SOURCE
+from dtrain.data.mixture import SOURCE, MixtureSource
 from dtrain.data.randomness import seed_generators
 from dtrain.distributed.collectives import broadcast_buffers
 from dtrain.distributed.process_group import is_from_collective

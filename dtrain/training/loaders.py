@@ -14,13 +14,16 @@ from dtrain.config.bounded_files import read_json
 from dtrain.config.errors import ConfigError, as_config_error, nearest
 from dtrain.config.instantiate import by_target, resolved_once
 from dtrain.config.schema import Config, DataConfig
-from dtrain.data import Mixture, ShardLoader, shards
+from dtrain.data import Limits, Mixture, ShardLoader, TransferOptions, WorkerOptions, shards
 from dtrain.data.datasets import value_fields
-from dtrain.data.fields import Field, parse_fields
+from dtrain.data.fields import Field
 from dtrain.data.mixing import Mix
 from dtrain.data.mixture import EvaluationSets
 from dtrain.data.node_cache import CachePolicy
 from dtrain.data.order import choose_lanes
+from dtrain.data.parse_fields import parse_fields
+from dtrain.data.random_offset import RandomOffsetSource
+from dtrain.data.shard_source import ShardSource
 from dtrain.data.stream import Stream, StreamLoader
 from dtrain.data.tokenizers import DATASET, Corpus
 from dtrain.distributed.collectives import from_rank0
@@ -246,6 +249,7 @@ def build_mixture(data: DataConfig, *, build: bool = True) -> Mixture:
             augment=options["augment"],
             missing=data.missing,
             tokens_per_sample=options["tokens_per_sample"] or None,
+            shard_size=data.shard_size,
         )
 
 
@@ -260,7 +264,7 @@ def build_sets(data: DataConfig, *, build: bool = True) -> EvaluationSets:
         sources = {name: data.mixture[name] for name in sets if isinstance(data.mixture.get(name), DictConfig)}
         own = {name: _plain(source.fields) for name, source in sources.items() if source.get("fields") is not None}
         fields = {name: _in_the_middle(of_source) for name, of_source in own.items()}
-        return EvaluationSets(sets, fields=fields, missing=data.missing)
+        return EvaluationSets(sets, fields=fields, missing=data.missing, shard_size=data.shard_size)
 
 
 def _source(key: str, named: Any, build: bool) -> Any:
@@ -285,7 +289,9 @@ def are_patterns(value: Any) -> bool:
     return bool(patterns) and all(isinstance(pattern, str) and pattern for pattern in patterns)
 
 
-def _loader(cfg: Config, world: World, precision: Precision, split: str, **order: object) -> ShardLoader:
+def _loader(
+    cfg: Config, world: World, precision: Precision, split: str, *, random_offset: bool = False, **order: object
+) -> ShardLoader:
     data = cfg.data
     mixed = split == "train" and bool(data.mixture)
     if not mixed and OmegaConf.is_missing(data, split):
@@ -304,20 +310,21 @@ def _loader(cfg: Config, world: World, precision: Precision, split: str, **order
         "num_workers": data.num_workers,
         "seed": cfg.run.seed,
         "precision": precision,
-        "max_bad": None,  # the vote adds up all ranks
-        "transfer": data.transfer,
-        "on_overflow": data.on_overflow,
-        "channels_last": cfg.train.channels_last,
-        "prefetch": data.prefetch,
-        "start_method": data.start_method,
-        "pin_memory": world.device.type == "cuda",
+        "limits": Limits(None, None),  # the vote adds up all ranks
+        "transfer": TransferOptions(data.transfer, data.on_overflow, cfg.train.channels_last),
+        "workers": WorkerOptions(data.prefetch, data.start_method, pin_memory=world.device.type == "cuda"),
         **order,
     }
-    policy = CachePolicy.of(data.storage, data.cache.dir, data.cache.max_gb)
+    policy = CachePolicy.from_config(data.storage, data.cache.dir, data.cache.max_gb)
+    if random_offset and not are_patterns(named):
+        raise ConfigError(
+            "data.random_offset=true: samples begin at random tokens only in shards of one text, which data.train is not. "
+            "Set data.random_offset=false."
+        )
     if mixed or (split == "eval" and _are_sets(named)):
         sources = build_mixture(data) if mixed else build_sets(data)
         with as_config_error("data.mixture" if mixed else "data.eval"):
-            return ShardLoader(sources, fields, policy=policy, shard_size=data.shard_size, **options)
+            return ShardLoader(sources, fields, policy=policy, **options)
     with as_config_error(f"data.{split}"):
         if isinstance(named, DictConfig):
             dataset = by_target(f"data.{split}", named)
@@ -326,7 +333,11 @@ def _loader(cfg: Config, world: World, precision: Precision, split: str, **order
             return ShardLoader.over(dataset, fields, shard_size=data.shard_size, **options)
         assert named is not None
         patterns = named if isinstance(named, str) else list(named)
-        return ShardLoader(patterns, fields, policy=policy, **options)
+        if not random_offset:
+            return ShardLoader(patterns, fields, policy=policy, **options)
+        parsed = parse_fields(fields)
+        source = ShardSource.build(patterns, parsed, rank=world.rank, world_size=world.size, policy=policy)
+        return ShardLoader(RandomOffsetSource.from_shards(source), **options)
 
 
 def build_mix(node: Any) -> Mix:

@@ -27,7 +27,7 @@ from dtrain.config.errors import ConfigError, as_config_error, printable, withou
 from dtrain.config.schema import TrainConfig
 from dtrain.data import Batch
 from dtrain.data.batch import DeviceCopies, Rows
-from dtrain.data.sample_log import BadSampleBudget, SampleLog
+from dtrain.data.sample_log import BadSampleBudget, Limits, SampleLog
 from dtrain.distributed.collectives import wait_for_all
 from dtrain.distributed.hang import Place
 from dtrain.distributed.process_group import is_from_collective, set_timeout
@@ -113,9 +113,8 @@ class Loop:
         self._window = _Window()
         data, totals = run.cfg.data, run.totals
         with as_config_error("data"):
-            self._bad_samples = BadSampleBudget(
-                data.max_bad, data.max_bad_consecutive, bad=totals.bad_samples, samples=totals.samples
-            )
+            limits = Limits(data.max_bad, data.max_bad_consecutive)
+            self._bad_samples = BadSampleBudget(limits, bad=totals.bad_samples, samples=totals.samples)
         self._last_bad: dict[str, Any] = {}
         self._named_bad: set[str] = set()
         self._timing: Timing | None = None  # of the step that is not settled yet

@@ -25,13 +25,13 @@ from dtrain.config.errors import ConfigError, as_config_error, nearest
 from dtrain.config.instantiate import argument_defaults, by_target, check_arguments, nodes_with_target, resolved_once
 from dtrain.config.run import refuse_hidden
 from dtrain.config.schema import Config, DataConfig
-from dtrain.data.batch import Transfer
+from dtrain.data.batch import TransferOptions
 from dtrain.data.datasets import SampleIndex
 from dtrain.data.fields import Field
 from dtrain.data.node_cache import CachePolicy
 from dtrain.data.order import Recipe, choose_lanes
-from dtrain.data.sample_log import BadSampleBudget
-from dtrain.data.workers import Share, number_of_workers, worker_options
+from dtrain.data.sample_log import Limits
+from dtrain.data.workers import RankShare, WorkerOptions, number_of_workers
 from dtrain.distributed.sharding import check_options, unit_names
 from dtrain.distributed.stop import TimeLimit
 from dtrain.distributed.world import World
@@ -87,7 +87,7 @@ def validate(cfg: Config) -> None:
         found.raise_all()
     precision = _check_run(cfg, found)
     fields = _check_fields(cfg, found)
-    _check_data(cfg, fields, precision, found)
+    _check_data(cfg, found)
     _check_nodes(cfg, fields, found)
     _check_model(cfg, precision, found)
     found.raise_all()
@@ -134,11 +134,11 @@ def _check_run(cfg: Config, found: _Problems) -> Precision:
     with found.of("train.log_every"):
         check_intervals(train)
     with found.of("train.global_batch_size"):
-        Share.of(train.global_batch_size, None, 0, 1)
+        RankShare.from_sizes(train.global_batch_size, None, 0, 1)
         micro = train.micro_batch_size
         # Without a launcher, the number of ranks is not known yet.
         if micro is not None and ("WORLD_SIZE" in os.environ or not 1 <= micro <= train.global_batch_size):
-            Share.of(train.global_batch_size, micro, 0, size)
+            RankShare.from_sizes(train.global_batch_size, micro, 0, size)
     with found.of("train.ema_decay"):
         if train.ema_decay is not None:
             Ema(nn.Identity(), train.ema_decay)
@@ -173,7 +173,7 @@ def _check_fields(cfg: Config, found: _Problems) -> tuple[Field, ...]:
     return ()
 
 
-def _check_data(cfg: Config, fields: tuple[Field, ...], precision: Precision, found: _Problems) -> None:
+def _check_data(cfg: Config, found: _Problems) -> None:
     data = cfg.data
     with found.of("run.seed"):
         Recipe(cfg.run.seed)
@@ -187,16 +187,16 @@ def _check_data(cfg: Config, fields: tuple[Field, ...], precision: Precision, fo
         elif data.lanes is not None and data.lanes < 1:
             raise ConfigError(f"data.lanes: got {data.lanes}, want at least 1, or null.")
     with found.of("data.prefetch"):
-        worker_options(data.prefetch, data.start_method)
+        WorkerOptions(data.prefetch, data.start_method)
     with found.of("data.num_workers"):
         if data.num_workers != "auto":  # which would measure
             number_of_workers(data.num_workers, [])
     with found.of("data.storage"):
-        CachePolicy.of(data.storage, data.cache.dir, data.cache.max_gb)
+        CachePolicy.from_config(data.storage, data.cache.dir, data.cache.max_gb)
     with found.of("data.transfer"):
-        Transfer(fields, precision, data.transfer, data.on_overflow)
+        TransferOptions(data.transfer, data.on_overflow)
     with found.of("data.max_bad"):
-        BadSampleBudget(data.max_bad, data.max_bad_consecutive)
+        Limits(data.max_bad, data.max_bad_consecutive)
     with found.of("data.shard_size"):
         SampleIndex("", 1, data.shard_size)
     if data.mixture:

@@ -17,11 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtrain.data import Batch, ShardLoader
+from dtrain.data import Batch, ShardLoader, TransferOptions
 from dtrain.data import batch as batch_module
 from dtrain.data.batch import DeviceCopies, Transfer
-from dtrain.data.fields import DataError, Field, parse_fields
+from dtrain.data.fields import DataError, Field
 from dtrain.data.ipc import IpcBatch
+from dtrain.data.parse_fields import parse_fields
 from dtrain.precision import Precision
 from dtrain.precision.policy import ROLES
 from tests.refusals import refused
@@ -94,12 +95,12 @@ COMPUTE = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16,
 
 
 def make_transfer(precision: str, role: str | None = "feature", **options: str) -> Transfer:
-    return Transfer([Field("npy", "x", role)], Precision(precision), **options)
+    return Transfer([Field("npy", "x", role)], Precision(precision), TransferOptions(**options))
 
 
 def image_transfer(precision: str, **options: Any) -> Transfer:
     field = {"name": "image", "role": "image", "mean": MEAN, "std": STD}
-    return Transfer(parse_fields({"jpg": field}), Precision(precision), **options)
+    return Transfer(parse_fields({"jpg": field}), Precision(precision), TransferOptions(**options))
 
 
 def sent(transfer: Transfer, source: Tensor) -> Tensor:
@@ -189,8 +190,8 @@ def test_features_travel_in_fp32_where_that_was_asked_for() -> None:
     source = torch.tensor([1e6, 1.000001])
     for transfer in (
         make_transfer("fp16", on_overflow="fp32"),
-        make_transfer("fp16", mode="fp32"),
-        make_transfer("bf16", mode="fp32"),
+        make_transfer("fp16", features="fp32"),
+        make_transfer("bf16", features="fp32"),
     ):
         assert torch.equal(sent(transfer, source), source)
     # There is nothing to widen where nothing can overflow.
@@ -256,7 +257,7 @@ def test_the_banner_tells_what_travels() -> None:
 @pytest.mark.parametrize(
     ("options", "names"),
     [
-        ({"mode": "fp8"}, ["data.transfer", "got 'fp8'", "auto or fp32"]),
+        ({"features": "fp8"}, ["data.transfer", "got 'fp8'", "auto or fp32"]),
         ({"on_overflow": "ignore"}, ["data.on_overflow", "got 'ignore'", "error, clamp, fp32"]),
     ],
 )
@@ -294,7 +295,7 @@ def test_floats_that_nobody_declared_are_told_with_the_bytes_that_a_role_would_s
 def test_a_few_floats_or_fp32_in_transfer_are_worth_no_line() -> None:
     assert make_transfer("bf16", None).suggestions({"x": torch.zeros(4, 100)}) == []
     assert make_transfer("bf16", None).suggestions({"x": ["text"]}) == []
-    for options in ({"mode": "fp32"}, {"on_overflow": "fp32"}):
+    for options in ({"features": "fp32"}, {"on_overflow": "fp32"}):
         assert make_transfer("fp16", None, **options).suggestions({"x": torch.zeros(4, 1000)}) == []
 
 

@@ -26,7 +26,8 @@ from dtrain.data.collate import Collator
 from dtrain.data.datasets import SampleSource
 from dtrain.data.decode import decode
 from dtrain.data.field_buffer import FieldBuffer
-from dtrain.data.fields import DataError, parse_fields
+from dtrain.data.fields import DataError
+from dtrain.data.parse_fields import parse_fields
 from dtrain.data.shard_file import ShardChanged
 from dtrain.data.shard_source import ShardSource
 from dtrain.precision import Precision

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import IterableDataset, TensorDataset
 
-from dtrain.data import ShardLoader
+from dtrain.data import Limits, ShardLoader, WorkerOptions
 from dtrain.data.datasets import Arrays, Generated, SampleIndex, as_dataset, value_fields, value_of
 from dtrain.data.fields import DataError, Field, SampleError
 from tests.refusals import refused
@@ -313,7 +313,7 @@ def test_keys_of_a_sample_may_be_in_upper_case() -> None:
 
 
 def test_samples_that_cannot_be_had_are_masked_and_named() -> None:
-    loader = make_loader(Torn(), max_bad=None, shuffle="none")
+    loader = make_loader(Torn(), limits=Limits(max_bad=None), shuffle="none")
     batches = list(loader)
     assert valid_keys(batches) == [f"Torn/{number}" for number in range(47) if number % 5 not in (1, 2)]
     lines = {line["key"]: line for batch in batches for line in batch.bad}
@@ -341,7 +341,7 @@ def test_what_a_sample_draws_depends_on_seed_epoch_and_sample_only(dataset: Any)
     alone = epoch_values([make_loader(dataset)])
     assert len({tuple(x) for x in alone.values()}) == 47
     assert epoch_values(make_ranks(dataset, 3, global_batch_size=5, micro_batch_size=1, shuffle="none")) == alone
-    assert epoch_values([make_loader(dataset, num_workers=2, start_method="fork")]) == alone
+    assert epoch_values([make_loader(dataset, num_workers=2, workers=WorkerOptions(start_method="fork"))]) == alone
     for other in (epoch_values([make_loader(dataset, seed=1)]), epoch_values([make_loader(dataset)], epoch=1)):
         assert not {tuple(x) for x in other.values()} & {tuple(x) for x in alone.values()}
 
@@ -370,7 +370,7 @@ def test_global_batches_do_not_depend_on_ranks(world: int, shard_size: int | Non
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
 def test_data_sets_travel_to_workers_of_any_start_method(start_method: str) -> None:
-    loader = make_loader(Squares(), num_workers=2, start_method=start_method)
+    loader = make_loader(Squares(), num_workers=2, workers=WorkerOptions(start_method=start_method))
     assert global_batches([loader]) == global_batches([make_loader(Squares())])
     loader.close()
 

@@ -18,7 +18,8 @@ from PIL import Image, ImageOps
 
 from dtrain.data.crop import Crop, resize, whole
 from dtrain.data.decode import MAX_ARRAY_BYTES, MAX_PIXELS, check_image, decode, decode_image, tokens_of
-from dtrain.data.fields import RAW_DTYPES, DataError, Field, SampleError, parse_fields
+from dtrain.data.fields import RAW_DTYPES, DataError, Field, SampleError
+from dtrain.data.parse_fields import parse_fields
 from tests.refusals import refused
 
 

@@ -8,7 +8,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from dtrain.data.decode import decode
-from dtrain.data.fields import Field, parse_fields
+from dtrain.data.fields import Field
+from dtrain.data.parse_fields import parse_fields
 from dtrain.precision.policy import ROLES
 from tests.refusals import refused
 
@@ -67,9 +68,9 @@ def test_any_member_can_be_handed_over_as_bytes_or_text():
 @pytest.mark.parametrize(
     ("mapping", "parts"),
     [
-        ({"jpg": {"name": "x", "role": "imgae"}}, ["'x'", "'imgae'", "did you mean 'image'"]),
+        ({"jpg": {"name": "x", "role": "imgae"}}, ["'x'", "'imgae'", "Did you mean 'image'"]),
         ({"jpg": {"name": ""}}, ["'jpg'", "name: image"]),
-        ({"jpgg": {"name": "x"}}, ["'x'", ".jpgg", "did you mean 'jpg'"]),
+        ({"jpgg": {"name": "x"}}, ["'x'", ".jpgg", "Did you mean 'jpg'"]),
         ({".jpg": {"name": "x"}}, ["'x'", "'.jpg'", "without the leading dot"]),
         ({"JPG": {"name": "x"}}, ["'x'", "'JPG'", "lower case"]),
         ({"jpg;;png": {"name": "x"}}, ["'x'", "''", "semicolon"]),
@@ -87,7 +88,7 @@ def test_any_member_can_be_handed_over_as_bytes_or_text():
         ({"jpg": {"name": "x", "decode": "half"}}, ["'x'", "decode 'half'", "full, reduced"]),
         ({"cls": {"name": "x", "decode": "reduced"}}, ["'x'", "decode", "'label'", "role: image"]),
         ({"tok": {"name": "x"}}, ["'x'", ".tok", "decoder", "dtype: uint16", "role: bytes"]),
-        ({"tok": {"name": "x", "dtype": "int17"}}, ["'x'", "'int17'", "did you mean 'int16'"]),
+        ({"tok": {"name": "x", "dtype": "int17"}}, ["'x'", "'int17'", "Did you mean 'int16'"]),
         ({"tok": {"name": "x", "dtype": "object"}}, ["'x'", "'object'", "uint16"]),
         ({"npy": {"name": "x", "length": 4}}, ["'x'", "length 4", "Add dtype"]),
         ({"json": {"name": "x", "key": "a"}}, ["'x'", "'a'", "role None", "role: ", "label"]),
@@ -119,7 +120,7 @@ def test_one_member_gives_several_fields():
     )
     assert (label.ext, label.kind, label.role, label.key) == ("json", "json", "label", "meta.y")
     assert (caption.ext, caption.kind, caption.role, caption.key) == ("json", "json", "text", "c")
-    with refused(ValueError, "data.fields.json[1]", "'nam'", "did you mean 'name'"):
+    with refused(ValueError, "data.fields.json[1]", "'nam'", "Did you mean 'name'"):
         parse_fields({"json": [{"name": "y"}, {"nam": "c"}]})
 
 
@@ -189,7 +190,7 @@ def test_a_hydra_config_is_taken_as_it_is():
     [
         ({}, ["data.fields", "empty", "{jpg: {name: image"]),
         ("jpg", ["data.fields", "'jpg'", "{jpg: {name: image"]),
-        ({"jpg": {"name": "x", "sise": 4}}, ["data.fields.jpg", "'sise'", "did you mean 'size'"]),
+        ({"jpg": {"name": "x", "sise": 4}}, ["data.fields.jpg", "'sise'", "Did you mean 'size'"]),
         ({"jpg": {"role": "image"}}, ["data.fields.jpg", "name: image"]),
         ({"jpg": {"name": 3}}, ["data.fields.jpg.name", "3", "a word"]),
         ({"jpg": "image"}, ["data.fields.jpg", "'image'", "{name: image, role: image}"]),

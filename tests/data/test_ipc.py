@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from dtrain.data import Batch, ShardLoader
+from dtrain.data import Batch, ShardLoader, WorkerOptions
 from dtrain.data import ipc as ipc_module
 from dtrain.data.ipc import MAX_SLOTS, MIN_SLOT_BYTES, Slots, WorkerSlots
 
+FORK = WorkerOptions(start_method="fork")
 ROWS, WIDTH = 8, 8192  # a feature of 256 KiB
 
 
 def make_loader(samples: int = 64, **options: Any) -> ShardLoader:
     values = np.arange(samples, dtype=np.float32).repeat(WIDTH).reshape(samples, WIDTH)
     fields = {"x": {"name": "x", "role": "feature"}, "n": {"name": "n", "role": "label"}}
-    given = {"global_batch_size": ROWS, "num_workers": 2, "shuffle": "none", "start_method": "fork", **options}
+    given = {"global_batch_size": ROWS, "num_workers": 2, "shuffle": "none", "workers": FORK, **options}
     return ShardLoader.over({"x": values, "n": np.arange(samples)}, fields, **given)
 
 
@@ -51,7 +52,7 @@ def test_batches_that_are_dropped_use_few_slots_again_and_again() -> None:
 
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_batches_that_are_kept_stay_as_they_are_and_need_no_slot(start_method: str) -> None:
-    loader = make_loader(16 * ROWS * MAX_SLOTS // 4, start_method=start_method)
+    loader = make_loader(16 * ROWS * MAX_SLOTS // 4, workers=WorkerOptions(start_method=start_method))
     kept = list(loader)
     assert len(kept) > 2 * MAX_SLOTS  # more than there are slots: the rest have memory of their own
     assert len({memory_of(batch) for batch in kept}) == len(kept)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
+from dtrain.data import WorkerOptions
 from tests.refusals import refused
 from tests.shards import (
     close,
@@ -46,7 +47,9 @@ def test_global_batches_do_not_depend_on_ranks_or_micro_batches(uneven: list[str
 def check_workers(shards: list[str], world: int, num_workers: int, start_method: str | None) -> None:
     options = {"global_batch_size": 12, "micro_batch_size": None if 12 % world else 2}
     alone = [batch for epoch in (0, 1) for batch in global_batches([make_loader(shards, **options)], epoch)]
-    ranks = make_ranks(shards, world, num_workers=num_workers, start_method=start_method, **options)
+    ranks = make_ranks(
+        shards, world, num_workers=num_workers, workers=WorkerOptions(start_method=start_method), **options
+    )
     assert [batch for epoch in (0, 1) for batch in global_batches(ranks, epoch)] == alone
     close(ranks)
 
@@ -253,8 +256,6 @@ def test_an_iterator_that_is_finished_stays_finished(uneven: list[str]) -> None:
         ({"start_method": "forked"}, ["data.start_method", "got 'forked'", "spawn"]),
     ],
 )
-def test_how_workers_cannot_be_started_is_told_before_they_are(
-    uneven: list[str], options: dict[str, Any], names: list[str]
-) -> None:
+def test_how_workers_cannot_be_started_is_told_before_they_are(options: dict[str, Any], names: list[str]) -> None:
     with refused(ValueError, *names):
-        make_loader(uneven, num_workers=1, **options)
+        WorkerOptions(**options)

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtrain.data import Limits
 from tests.refusals import refused
 from tests.shards import (
     IMAGE,
@@ -90,7 +91,7 @@ def test_damaged_samples_are_masked_or_read_and_all_others_are_as_before(damage:
                 file.seek(offset + place)
                 file.write(garbage[: len(payload) - place])
                 touched.add(keys[sample])
-        loader = make_loader([shard], IMAGE, shuffle="none", max_bad=None)
+        loader = make_loader([shard], IMAGE, shuffle="none", limits=Limits(max_bad=None))
         try:
             batches = list(itertools.chain(*read_epoch(loader)))
         except ValueError as error:  # garbage may happen to be an image, of another size

@@ -14,7 +14,7 @@ import pytest
 import torch
 import webdataset
 
-from dtrain.data import ShardLoader
+from dtrain.data import Limits, ShardLoader, TransferOptions
 from dtrain.data.fields import DataError
 from dtrain.data.sample_log import TooManyBadSamples
 from dtrain.data.shard_file import ShardChanged
@@ -55,7 +55,7 @@ def torn_shards(folder: Path, bad: Sequence[int], count: int = 40) -> list[str]:
 def test_bad_samples_keep_their_position_on_every_topology(tmp_path: Path) -> None:
     bad = [0, 1, 2, 7, 19, 20, 39]
     torn, whole = torn_shards(tmp_path / "torn", bad), torn_shards(tmp_path / "whole", [])
-    options = {"fields": IMAGE | LABEL, "global_batch_size": 8, "max_bad": None}
+    options = {"fields": IMAGE | LABEL, "global_batch_size": 8, "limits": Limits(max_bad=None)}
     bad_keys = {f"shard-{number // 20}.tar/sample{number:05d}" for number in bad}
     expected = [
         [key for key in step if key not in bad_keys] for step in global_batches([make_loader(whole, **options)])
@@ -73,7 +73,7 @@ def test_bad_samples_keep_their_position_on_every_topology(tmp_path: Path) -> No
 
 def test_a_run_of_bad_samples_longer_than_a_batch_is_survived(tmp_path: Path) -> None:
     shards = torn_shards(tmp_path, range(5, 30))
-    loader = make_loader(shards, IMAGE | LABEL, global_batch_size=4, shuffle="none", max_bad=None)
+    loader = make_loader(shards, IMAGE | LABEL, global_batch_size=4, shuffle="none", limits=Limits(max_bad=None))
     steps = read_epoch(loader)
     assert len(valid_keys(itertools.chain(*steps))) == 15
     assert all(batch["image"].shape == (4, 8, 8, 3) for step in steps for batch in step)
@@ -82,25 +82,28 @@ def test_a_run_of_bad_samples_longer_than_a_batch_is_survived(tmp_path: Path) ->
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_more_bad_samples_than_the_budget_allows_end_the_run(tmp_path: Path, num_workers: int) -> None:
     shards = torn_shards(tmp_path, range(0, 40, 2))
-    loader = make_loader(shards, IMAGE | LABEL, global_batch_size=1, max_bad=5, num_workers=num_workers)
+    loader = make_loader(shards, IMAGE | LABEL, global_batch_size=1, limits=Limits(max_bad=5), num_workers=num_workers)
     with refused(TooManyBadSamples, "data.max_bad=5", "6 of ", "", "sample000"):
         list(loader)
     loader.close()
 
 
 def test_masked_rows_are_no_samples_to_the_budget(tmp_path: Path) -> None:
-    loader = make_loader(torn_shards(tmp_path, range(20)), IMAGE | LABEL, global_batch_size=100, max_bad=0.3)
+    loader = make_loader(
+        torn_shards(tmp_path, range(20)), IMAGE | LABEL, global_batch_size=100, limits=Limits(max_bad=0.3)
+    )
     with pytest.raises(TooManyBadSamples, match="20 of 40 samples"):
         list(loader)
 
 
 def test_a_row_of_bad_samples_ends_the_run_where_the_share_would_forgive_it(tmp_path: Path) -> None:
     shards = torn_shards(tmp_path, [3, 11, *range(24, 33)])
-    options = {"global_batch_size": 1, "shuffle": "none", "max_bad": 0.5}
+    options = {"global_batch_size": 1, "shuffle": "none"}
     with refused(TooManyBadSamples, "max_bad_consecutive=6", "7 samples in a row", "", "shard-1.tar/sample00030"):
-        list(make_loader(shards, IMAGE | LABEL, max_bad_consecutive=6, **options))
+        list(make_loader(shards, IMAGE | LABEL, limits=Limits(0.5, 6), **options))
     for limit in (9, None):
-        assert len(valid_keys(make_loader(shards, IMAGE | LABEL, max_bad_consecutive=limit, **options))) == 29
+        loader = make_loader(shards, IMAGE | LABEL, limits=Limits(0.5, limit), **options)
+        assert len(valid_keys(loader)) == 29
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -175,9 +178,9 @@ def test_a_feature_that_fp16_cannot_hold_is_named_clamped_or_sent_in_fp32(tmp_pa
     options = {"precision": "fp16", "global_batch_size": 2, "shuffle": "none", "num_workers": num_workers}
     with refused(ValueError, "field 'depth'", "100000", "data.on_overflow=fp32", "'a.tar/1'"):
         list(make_loader(shards, fields, **options))
-    (batch,) = make_loader(shards, fields, on_overflow="clamp", **options)
+    (batch,) = make_loader(shards, fields, transfer=TransferOptions(on_overflow="clamp"), **options)
     assert (batch["depth"].dtype, batch["depth"].tolist()) == (torch.float16, [[1, 0], [1, 65504]])
-    (batch,) = make_loader(shards, fields, on_overflow="fp32", **options)
+    (batch,) = make_loader(shards, fields, transfer=TransferOptions(on_overflow="fp32"), **options)
     assert (batch["depth"].dtype, batch["depth"].tolist()) == (torch.float32, [[1, 0], [1, 1e5]])
 
 
@@ -313,7 +316,7 @@ def test_a_sample_without_the_key_or_with_another_type_is_masked_and_counted(tmp
     annotations[4] = {"caption": "a"}
     annotations[7] = {"caption": "a", "meta": {"label": "seven"}}
     annotations[8] = {"caption": 8, "meta": {"label": 8}}
-    loader = make_loader(annotated(tmp_path, annotations), PAIRS, max_bad=3)
+    loader = make_loader(annotated(tmp_path, annotations), PAIRS, limits=Limits(max_bad=3))
     labels, reasons = [], {}
     for batch in loader:
         labels += batch["label"][batch.valid].tolist()

@@ -20,7 +20,8 @@ from dtrain.data import ShardDataset, ShardLoader, media
 from dtrain.data.augment import RandomResizedCrop
 from dtrain.data.crop import whole
 from dtrain.data.decode import decode
-from dtrain.data.fields import DataError, Field, SampleError, parse_fields
+from dtrain.data.fields import DataError, Field, SampleError
+from dtrain.data.parse_fields import parse_fields
 from dtrain.precision import Precision
 from dtrain.training.loaders import eval_loader, train_loader
 from tests.refusals import refused

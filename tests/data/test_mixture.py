@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from dtrain.data import Batch, Generated, Mixture, ShardDataset, ShardLoader
+from dtrain.data import Batch, Generated, Limits, Mixture, ShardDataset, ShardLoader
 from dtrain.data.augment import RandomResizedCrop
 from dtrain.data.fields import DataError
 from dtrain.data.mixing import Mix
@@ -257,7 +257,7 @@ def test_a_micro_batch_without_a_slot_is_like_the_others(tmp_path: Path) -> None
     assert {tuple(batch["label"].shape) for batch in batches} == {(2, 2)}
     bad = write_tar(tmp_path / "bad.tar", [(f"b{n}", {"cls": b"oops" if n == 0 else b"7"}) for n in range(12)])
     loaders = [
-        ShardLoader(Mixture({"bad": [bad]}), LABEL, rank=rank, shuffle="none", max_bad=None, **options)
+        ShardLoader(Mixture({"bad": [bad]}), LABEL, rank=rank, shuffle="none", limits=Limits(max_bad=None), **options)
         for rank in range(4)
     ]
     records = [record for loader in loaders for batch in next_step(loader) for record in batch.bad]
@@ -285,7 +285,7 @@ def test_bad_samples_of_a_source_are_masked_and_named(tmp_path: Path) -> None:
     good = write_numbered(tmp_path / "good", [12])
     bad = write_tar(tmp_path / "bad" / "0.tar", [(f"b{n}", {"cls": b"7" if n % 2 else b"oops"}) for n in range(12)])
     mixture = Mixture({"good": good, "bad": bad})
-    batches = mixed(make_loader(mixture, global_batch_size=8, max_bad=None), 3)  # type: ignore[arg-type]
+    batches = mixed(make_loader(mixture, global_batch_size=8, limits=Limits(max_bad=None)), 3)  # type: ignore[arg-type]
     records = [record for batch in batches for record in batch.bad]
     assert sorted(record["key"] for record in records) == sorted(f"bad/0.tar/b{n}" for n in range(0, 12, 2))
     assert {record["source"] for record in records} == {"bad"}

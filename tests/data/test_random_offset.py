@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from dtrain.data import Mixture, ShardLoader, random_offset
+from dtrain.data import Limits, ShardLoader, random_offset
 from dtrain.data.collate import Collator
+from dtrain.data.parse_fields import parse_fields
+from dtrain.data.random_offset import RandomOffsetSource
+from dtrain.data.shard_source import ShardSource
 from tests.refusals import refused
 from tests.shards import write_tar
 
@@ -38,9 +42,12 @@ def shards(tmp_path: Path) -> str:
     return str(tmp_path / "train-*.tar")
 
 
-def loader(shards: object, **options: object) -> ShardLoader:
-    options = {"global_batch_size": 4, "num_workers": 0, "random_offset": True, **options}
-    return ShardLoader(shards, FIELDS, **options)  # type: ignore[arg-type]
+def source_of(shards: str, fields: dict[str, Any] = FIELDS) -> RandomOffsetSource:
+    return RandomOffsetSource.from_shards(ShardSource.build(shards, parse_fields(fields)))
+
+
+def loader(shards: str, **options: Any) -> ShardLoader:
+    return ShardLoader(source_of(shards), **{"global_batch_size": 4, "num_workers": 0, **options})
 
 
 def rows_of(loader: ShardLoader, epoch: int = 0) -> dict[str, tuple[int, ...]]:
@@ -112,7 +119,7 @@ def test_a_run_resumes_with_another_batch_size_in_the_same_rows(shards: str) -> 
 def test_a_row_of_another_length_makes_the_samples_that_need_it_bad(tmp_path: Path) -> None:
     *rows, last = rows_in(streams()[2])
     write_rows(tmp_path / "train-000000.tar", [*rows, last[:-1]])
-    drawn = loader(str(tmp_path / "*.tar"), max_bad=100)
+    drawn = loader(str(tmp_path / "*.tar"), limits=Limits(max_bad=100))
     bad = [one for epoch in range(20) for batch in drawn.epoch(epoch) for one in batch.bad]
     assert drawn.bad_samples == len(bad) > 0
     assert all("000011, which" in one["reason"] and "16 bytes" in one["reason"] for one in bad)
@@ -125,12 +132,10 @@ def test_a_row_of_another_length_makes_the_samples_that_need_it_bad(tmp_path: Pa
         ("order", "not begin with the last token", "--fit cut"),
         ("single rows", "two rows", "fewer shards"),
         ("fields", "label", "Remove the other fields"),
-        ("mixture", "not", "data.random_offset=false"),
     ],
 )
 def test_what_is_no_text_is_refused(shards: str, tmp_path: Path, change: str, got: str, remedy: str) -> None:
-    source: object = shards
-    fields = FIELDS
+    source, fields = shards, FIELDS
     if change == "fit":
         (tmp_path / "dataset.json").write_text(json.dumps({"fit": "best"}))
     if change == "order":
@@ -140,10 +145,8 @@ def test_what_is_no_text_is_refused(shards: str, tmp_path: Path, change: str, go
     if change == "fields":
         write_tar(tmp_path / "train-000001.tar", [("0", {"tok": bytes(2 * LENGTH + 2), "cls": b"1"})])
         fields = FIELDS | {"cls": {"name": "label"}}
-    if change == "mixture":
-        source = Mixture({"a": shards})
     with refused(ValueError, "data.random_offset=true", got, remedy):
-        ShardLoader(source, fields, global_batch_size=4, num_workers=0, random_offset=True)  # type: ignore[arg-type]
+        source_of(source, fields)
 
 
 def test_many_rows_are_read_in_several_blocks(shards: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dtrain.config.errors import Explained
-from dtrain.data import sample_log
+from dtrain.data import Limits, sample_log
 from dtrain.data.sample_log import BadSampleBudget, SampleLog, TooManyBadSamples, truncate_sample_logs
 from tests.refusals import refused
 
@@ -117,16 +117,16 @@ def test_the_budget_is_a_count_a_share_or_nothing_at_all() -> None:
         (0, 10, 0), (10, 20, 0.01), (50, 5000, 0.01), (3, 4, 3), (1, 1, 1), (3, 4, 3.0), (0, 10, "0%"), (25, 5000, "0.5%"),
         (5000, 5000, "100%"), (5000, 5000, " 100 % "),
     ):  # fmt: skip
-        BadSampleBudget(most).count(samples - bad, bad, LAST)
+        BadSampleBudget(Limits(most, None)).count(samples - bad, bad, LAST)
     for bad, samples, most in (
         (1, 10_000, 0), (11, 20, 0.01), (51, 5000, 0.01), (4, 4, 3), (2, 2, 1), (1, 10_000, "0%"), (26, 5000, "0.5%"),
     ):  # fmt: skip
         with refused(TooManyBadSamples, f"data.max_bad={most}", f"{bad} of {samples} samples", "", "a.tar/1: torn"):
-            BadSampleBudget(most).count(samples - bad, bad, LAST)
+            BadSampleBudget(Limits(most, None)).count(samples - bad, bad, LAST)
 
 
 def test_counting_at_once_and_by_and_by_comes_to_the_same() -> None:
-    budget = BadSampleBudget(0.1)
+    budget = BadSampleBudget(Limits(0.1, None))
     for _ in range(300):
         budget.count(9, 1, LAST)
     assert (budget.bad, budget.samples) == (300, 3000)
@@ -136,23 +136,23 @@ def test_counting_at_once_and_by_and_by_comes_to_the_same() -> None:
 
 def test_a_run_that_goes_on_has_used_up_what_it_had() -> None:
     with pytest.raises(TooManyBadSamples, match="51 of 5001"):
-        BadSampleBudget(0.01, bad=50, samples=5000).count(0, 1, LAST)
+        BadSampleBudget(Limits(0.01, None), bad=50, samples=5000).count(0, 1, LAST)
 
 
 def test_a_row_is_ended_by_one_good_sample_and_by_nothing_else() -> None:
-    budget = BadSampleBudget(1e9, 5)
+    budget = BadSampleBudget(Limits(1e9, 5))
     for good, bad in ((0, 5), (1, 7), (0, 3), (0, 0), (0, 2)):
         budget.count(good, bad, LAST)
     with refused(TooManyBadSamples, "data.max_bad_consecutive=5", "6 samples in a row"):
         budget.count(0, 1, LAST)
     with pytest.raises(TooManyBadSamples, match="1 samples in a row"):
-        BadSampleBudget(1e9, 0).count(0, 1, LAST)
-    BadSampleBudget(1e9, None).count(0, 10**6, LAST)
+        BadSampleBudget(Limits(1e9, 0)).count(0, 1, LAST)
+    BadSampleBudget(Limits(1e9, None)).count(0, 10**6, LAST)
 
 
 def test_a_rank_whose_own_samples_are_good_ends_too_and_gives_no_example() -> None:
     with refused(TooManyBadSamples, "All are listed in"):
-        BadSampleBudget(0).count(3, 1, {})
+        BadSampleBudget(Limits(0, None)).count(3, 1, {})
 
 
 @pytest.mark.parametrize(
@@ -171,4 +171,4 @@ def test_a_rank_whose_own_samples_are_good_ends_too_and_gives_no_example() -> No
 )
 def test_impossible_limits_are_refused(limits: tuple[float | str, int | None], names: list[str]) -> None:
     with refused(ValueError, *names):
-        BadSampleBudget(*limits)
+        Limits(*limits)

@@ -26,7 +26,7 @@ from dtrain.data.shard_file import (
     local_path,
     redacted,
     scheme,
-    without_secrets,
+    without_url_secrets,
 )
 from dtrain.data.tar import walk
 from tests.http_server import FileServer, serving
@@ -239,7 +239,7 @@ def test_a_url_has_components_as_a_path_does() -> None:
 
 def test_messages_of_others_lose_their_secrets() -> None:
     text = "503, message='no', url='https://me:secret@host/x.tar?token=secret' (https://secret@h/y)"
-    assert without_secrets(text) == "503, message='no', url='https://host/x.tar' (https://h/y)"
+    assert without_url_secrets(text) == "503, message='no', url='https://host/x.tar' (https://h/y)"
 
 
 class Bytes:

@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtrain.data import Mixture, ShardDataset, shard_source
+from dtrain.data import Mixture, ShardDataset, WorkerOptions, shard_source
 from dtrain.data.node_cache import CacheFull, CachePolicy
+from dtrain.data.parse_fields import parse_fields
+from dtrain.data.random_offset import RandomOffsetSource
 from dtrain.data.shard_file import LocalFile, ShardChanged, Stamp, stamp_of
-from dtrain.data.shard_source import Prefetcher, ShardReader, Wanted, joint_reads
+from dtrain.data.shard_source import Prefetcher, ShardReader, ShardSource, Wanted, joint_reads
 from tests.refusals import refused
 from tests.shards import make_loader, write_patterns, write_tar
 
@@ -171,15 +173,17 @@ def test_a_shard_that_is_overwritten_while_it_is_open_ends_the_run_although_all_
     path = tmp_path / "x.tar"
     write_tokens(path, 1000)
     fields = {"tok": {"name": "tokens", "role": "id", "dtype": "uint16", "length": 2048}}
-    options: dict[str, Any] = {"num_workers": int("worker" in kind), "random_offset": kind == "random_offset"}
+    options: dict[str, Any] = {"num_workers": int("worker" in kind)}
     if "evaluation" in kind:
         options |= {"shuffle": "none", "lanes": 2}
     batches: Iterator[Any]
     if kind == "dataset":
         batches = iter(ShardDataset(str(path), fields))
     else:
-        source = Mixture({"a": [str(path)]}, {"a": 1}) if kind == "mixture" else str(path)
-        batches = iter(make_loader(source, fields, prefetch=1, **options))
+        source: Any = Mixture({"a": [str(path)]}, {"a": 1}) if kind == "mixture" else str(path)
+        if kind == "random_offset":
+            source = RandomOffsetSource.from_shards(ShardSource.build(source, parse_fields(fields)))
+        batches = iter(make_loader(source, fields, workers=WorkerOptions(prefetch=1), **options))
     for _ in range(3):
         assert (np.array(next(batches)["tokens"]) == 1000).all()
     write_tokens(path, 2)
@@ -369,5 +373,5 @@ def test_a_full_disk_is_told_and_nothing_more_is_fetched_until_the_next_request(
 
 def test_room_is_shared_by_the_processes_of_the_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert CachePolicy.of("auto", str(tmp_path), 2.0) == CachePolicy("auto", str(tmp_path), 2.0, sharers=4)
-    assert CachePolicy.of("auto", str(tmp_path), 2.0).cache.max_bytes == 2e9
+    assert CachePolicy.from_config("auto", str(tmp_path), 2.0) == CachePolicy("auto", str(tmp_path), 2.0, sharers=4)
+    assert CachePolicy.from_config("auto", str(tmp_path), 2.0).cache.max_bytes == 2e9

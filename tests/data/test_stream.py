@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, get_worker_info
 
-from dtrain.data import Batch, Stream
+from dtrain.data import Batch, Limits, Stream
 from dtrain.data.fields import DataError
 from dtrain.data.stream import StreamLoader
 from tests.refusals import refused
@@ -63,7 +63,7 @@ def loader(
         world_size=world_size,
         num_workers=workers,
         shuffle="none",
-        max_bad=None,
+        limits=Limits(max_bad=None),
     )
 
 

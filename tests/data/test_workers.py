@@ -26,20 +26,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
-from dtrain.data import Batch, Generated, ShardLoader
+from dtrain.data import Batch, Generated, Limits, ShardLoader, WorkerOptions
 from dtrain.data import field_buffer as field_buffer_module
 from dtrain.data import ipc as ipc_module
 from dtrain.data import workers as workers_module
 from dtrain.data.batch import Transfer
-from dtrain.data.fields import DataError, parse_fields
+from dtrain.data.fields import DataError
 from dtrain.data.ipc import SharedMemoryFull
 from dtrain.data.order import EpochOrder, Layout, Recipe
+from dtrain.data.parse_fields import parse_fields
 from dtrain.data.position import Position
 from dtrain.data.shard_file import ShardChanged
 from dtrain.data.shard_source import ShardSource
 from dtrain.data.workers import (
     MicroBatches,
-    Share,
+    RankShare,
     WorkerEnded,
     WorkerStream,
     choose_workers,
@@ -135,7 +136,12 @@ def test_what_was_built_to_measure_is_not_handed_over_and_counts_nothing() -> No
         return {"x": number}
 
     loader = ShardLoader.over(
-        Generated(sample, 9), {"x": {"name": "x"}}, global_batch_size=3, num_workers="auto", shuffle="none", max_bad=3
+        Generated(sample, 9),
+        {"x": {"name": "x"}},
+        global_batch_size=3,
+        num_workers="auto",
+        shuffle="none",
+        limits=Limits(max_bad=3),
     )
     assert loader.bad_samples == 0
     loader.close()
@@ -155,9 +161,9 @@ def with_process_id(sample: dict[str, Any], rng: np.random.Generator) -> dict[st
     return {"label": os.getpid()}
 
 
-def two_workers(shards: list[str], **options: Any) -> ShardLoader:
+def two_workers(shards: list[str], start_method: str | None = None, **options: Any) -> ShardLoader:
     given = {"global_batch_size": 4, "num_workers": 2, "augment": with_process_id, **options}
-    return ShardLoader(shards, LABEL, **given)
+    return ShardLoader(shards, LABEL, workers=WorkerOptions(start_method=start_method), **given)
 
 
 def worker_numbers(steps: list[list[dict[str, Any]]]) -> set[int]:
@@ -289,8 +295,9 @@ def test_the_trainer_gets_its_own_signals_as_before(uneven: list[str]) -> None:
 )
 def test_a_program_that_leaves_its_loader_open_exits(uneven: list[str], ending: str) -> None:
     program = f"""
-from dtrain.data import ShardLoader
-loader = ShardLoader({uneven!r}, {LABEL!r}, global_batch_size=4, num_workers=2, start_method="fork")
+from dtrain.data import ShardLoader, WorkerOptions
+workers = WorkerOptions(start_method="fork")
+loader = ShardLoader({uneven!r}, {LABEL!r}, global_batch_size=4, num_workers=2, workers=workers)
 batches = iter(loader)
 next(batches)
 {ending}
@@ -358,10 +365,10 @@ def test_shared_memory_that_is_full_is_named_with_its_size_and_no_sample(
 
 FULL = """
 import numpy as np
-from dtrain.data import ShardLoader
+from dtrain.data import ShardLoader, WorkerOptions
 loader = ShardLoader.over(
     {"x": np.zeros((640, 4096), np.float32)}, {"x": {"name": "x", "role": "feature"}}, global_batch_size=128,
-    num_workers=2, start_method="fork", prefetch=4,
+    num_workers=2, workers=WorkerOptions(start_method="fork", prefetch=4),
 )
 list(loader)
 """
@@ -385,7 +392,8 @@ def sample_that_cannot_be_sent(number: int, rng: np.random.Generator) -> dict[st
 def test_a_value_that_cannot_be_sent_ends_the_loader_with_its_field() -> None:
     fields = {"x": {"name": "x"}, "opened": {"name": "opened"}}
     dataset = Generated(sample_that_cannot_be_sent, 8)
-    loader = ShardLoader.over(dataset, fields, global_batch_size=4, num_workers=1, start_method="fork")
+    workers = WorkerOptions(start_method="fork")
+    loader = ShardLoader.over(dataset, fields, global_batch_size=4, num_workers=1, workers=workers)
     with refused(DataError, "'opened'", "pickle", "data.num_workers=0"):
         next(iter(loader))
 
@@ -506,7 +514,7 @@ def test_the_runs_own_random_numbers_are_not_drawn_from(uneven: list[str], num_w
 def test_ranks_and_micro_batches_cover_the_slots_in_order(batch: int, world: int, data: st.DataObject) -> None:
     rows = -(-batch // world)
     micro = data.draw(st.sampled_from([m for m in range(1, rows + 1) if batch % world or rows % m == 0]) | st.none())
-    shares = [Share.of(batch, micro, rank, world) for rank in range(world)]
+    shares = [RankShare.from_sizes(batch, micro, rank, world) for rank in range(world)]
     assert len({share.micro_batches_per_step for share in shares}) == 1
     slots = [share.slots(np.arange(share.micro_batches_per_step)) for share in shares]
     assert {part.shape for part in slots} == {(shares[0].micro_batches_per_step, micro or rows)}
@@ -530,7 +538,7 @@ def test_sizes_that_do_not_fit_are_refused_with_those_that_do(
     sizes: tuple[int, int | None, int, int], names: list[str]
 ) -> None:
     with refused(ValueError, *names):
-        Share.of(*sizes)
+        RankShare.from_sizes(*sizes)
 
 
 @pytest.fixture(scope="module")
@@ -538,7 +546,9 @@ def source(uneven: list[str]) -> ShardSource:
     return ShardSource.build(uneven, parse_fields(LABEL))
 
 
-def make_stream(source: ShardSource, share: Share, epoch: int, layouts: Sequence[Layout], step: int) -> MicroBatches:
+def make_stream(
+    source: ShardSource, share: RankShare, epoch: int, layouts: Sequence[Layout], step: int
+) -> MicroBatches:
     position = Position(source.index, Recipe(0), Layout(share.global_batch_size, share.global_batch_size))
     position.epoch, position.step = epoch, step
     position.order = EpochOrder(source.index.counts, Recipe(0), epoch, layouts)
@@ -561,14 +571,14 @@ def test_workers_in_turn_give_what_one_gives_from_epoch_to_epoch(
     source: ShardSource, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # 4 steps of 3 micro-batches are left of a first epoch that was cut anew; each one after it has 4 steps too.
-    share = Share.of(12, 2, 1, 2)
+    share = RankShare.from_sizes(12, 2, 1, 2)
     stream = make_stream(source, share, 4, [Layout(5, 5, 1), Layout(12, 4)], 1)
     alone = [batch.sample_keys for batch in itertools.islice(iter(stream), 45)]
     assert handed_over(stream, workers, 45, monkeypatch) == alone
 
 
 def test_the_stream_is_that_of_the_order(source: ShardSource) -> None:
-    share = Share.of(6, None, 0, 1)
+    share = RankShare.from_sizes(6, None, 0, 1)
     batches = iter(make_stream(source, share, 0, [Layout(6, 6)], 3))
     for epoch, first in ((0, 3), (1, 0)):
         order = EpochOrder(source.index.counts, Recipe(0), epoch, [Layout(6, 6)])
@@ -580,7 +590,9 @@ def test_the_stream_is_that_of_the_order(source: ShardSource) -> None:
 
 
 def test_a_rank_without_slots_gets_masked_rows_of_the_right_shape(source: ShardSource) -> None:
-    ranks = [iter(make_stream(source, Share.of(2, None, rank, 3), 0, [Layout(2, 2)], 0)) for rank in range(3)]
+    ranks = [
+        iter(make_stream(source, RankShare.from_sizes(2, None, rank, 3), 0, [Layout(2, 2)], 0)) for rank in range(3)
+    ]
     for _ in range(23):  # whole steps of an epoch of 47 samples
         idle, first, second = (next(rank) for rank in ranks)
         assert (idle["label"].shape, idle.valid.tolist(), idle.sample_keys) == ((1,), [False], [""])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dtrain.config.errors import ConfigError
 from dtrain.data import ShardLoader
-from dtrain.data.fields import parse_fields
+from dtrain.data.parse_fields import parse_fields
 from dtrain.deployment.program import ImageInput, Program, RowSpec
 from tests.refusals import refused
 from tests.shards import jpeg, write_tar

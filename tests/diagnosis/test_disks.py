@@ -12,7 +12,7 @@ import torch
 
 from dtrain.config.schema import CheckpointConfig
 from dtrain.data.datasets import SampleSource
-from dtrain.data.fields import parse_fields
+from dtrain.data.parse_fields import parse_fields
 from dtrain.data.shard_source import ShardSource
 from dtrain.diagnosis import disks
 from dtrain.diagnosis.disks import (

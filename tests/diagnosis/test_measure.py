@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtrain.data import ShardLoader
+from dtrain.data import ShardLoader, WorkerOptions
 from dtrain.diagnosis.measure import AllReduce, _busy, endless_batches, loader_rate
 from tests.diagnosis.slow import SleepyAugmentation
 
@@ -48,7 +48,7 @@ def test_workers_that_compute_are_not_waiting() -> None:
         rng.random(1_000_000).sort()
         return sample
 
-    computing = loader(num_workers=1, augment=compute, start_method="fork")
+    computing = loader(num_workers=1, augment=compute, workers=WorkerOptions(start_method="fork"))
     rate = loader_rate(computing, endless_batches(computing), seconds=0.2)
     computing.close()
     assert not rate.waiting

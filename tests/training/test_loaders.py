@@ -74,6 +74,12 @@ def cannot_prepare() -> None:
     raise OSError("no network")
 
 
+def test_random_offsets_need_the_shards_of_a_text() -> None:
+    for named in ({"train": {"_target_": f"{HERE}.Anything"}}, {"mixture": {"a": {"shards": "a.tar"}}}):
+        with refused(ConfigError, "data.random_offset=true", "data.train", "data.random_offset=false"):
+            train_loader(config(random_offset=True, **named), world(0, 1), FP32)
+
+
 def test_training_is_shuffled_and_evaluation_is_in_stored_order_if_asked_for(shards: str) -> None:
     cfg = config(train=shards, eval=shards)
     trained = numbers(train_loader(cfg, world(), FP32))

@@ -1,0 +1,47 @@
+"""The index of a sample source: its size and identity, which is all that the order of an epoch knows of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+
+class Index(ABC):
+    """The size and identity of a source, equal on all ranks.
+
+    Attributes:
+        counts: Samples of each shard, int64, shape ``[shards]``.
+        num_samples: Samples of all shards.
+        fingerprint: Hash of everything that the meaning of a sample number depends on.
+        labels: Entries of ``describe`` that ``difference`` compares, and their names in its sentence.
+        other_difference: The sentence of ``difference`` if only the fingerprints differ.
+    """
+
+    counts: np.ndarray
+    num_samples: int
+    fingerprint: str
+    labels: ClassVar[Mapping[str, str]]
+    other_difference: ClassVar[str]
+
+    @abstractmethod
+    def keys(self, samples: np.ndarray) -> list[str]:
+        """``<shard>/<key>`` of each of these samples."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """The identity of the source for a checkpoint: a few numbers and the fingerprint."""
+
+    def difference(self, other: Mapping[str, Any]) -> str:
+        """How another index's description differs from this one's, as a sentence; empty if they are equal."""
+        mine = self.describe()
+        if other.get("fingerprint") == mine["fingerprint"]:
+            return ""
+        changes = [
+            f"{label} {other.get(name, 'unknown')} -> {mine[name]}"
+            for name, label in self.labels.items()
+            if other.get(name) != mine[name]
+        ]
+        return f"{', '.join(changes)}." if changes else self.other_difference
