@@ -10,16 +10,15 @@ from unittest import mock
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from dtrain import export, pack
-from dtrain.config.schema import Config
 from dtrain.data.tokenizers import Tokenizer
 from dtrain.deployment import artefact
 from dtrain.deployment.program import Program, RowSpec
 from dtrain.models import GPT
 from dtrain.predict import main
+from tests.configs import config_of
 from tests.deployment.helpers import described
 from tests.refusals import assert_refused
 from tests.runs import train_on
@@ -124,8 +123,7 @@ def test_shards_of_earlier_versions_without_their_tokenizer_do_not_prevent_an_ex
     facts = {"tokenizer": "tokenizers:0123", "vocab_size": 9, "end_of_text": 1}
     (tmp_path / "dataset.json").write_text(json.dumps(facts))
     given = {"data": {"train": f"{tmp_path}/*.tar"}, "task": {"_target_": "dtrain.tasks.LanguageModelling"}}
-    cfg: Any = OmegaConf.merge(OmegaConf.structured(Config), given)
-    assert export._tokenizer(cfg) is None
+    assert export._tokenizer(config_of(given)) is None
     assert "vocabulary.json" in capsys.readouterr().err
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -295,8 +294,7 @@ def test_collectives_that_a_hooks_callbacks_start_meet_their_like_on_the_other_r
 
 
 def parallel(**options: Any) -> ParallelConfig:
-    config = OmegaConf.merge(OmegaConf.structured(ParallelConfig), options)
-    return config  # type: ignore[return-value]
+    return ParallelConfig(**options)
 
 
 HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
