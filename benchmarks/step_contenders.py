@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -353,7 +352,7 @@ def everything(setting: Setting, *, sharded: bool = False) -> Train:
         setting.shard()
     step, loader, world = train_step(setting, scaled=False), InMemoryLoader(setting), setting.world
     options = TrainConfig(global_batch_size=ROWS * world.size, log_every=LOG_EVERY, eval_every=0)
-    cfg: Any = OmegaConf.structured(Config(train=options))  # slow to read, as in a run
+    cfg = Config(train=options)
     (setting.folder / "logs").mkdir()
     run = TrainState(
         cfg=cfg,

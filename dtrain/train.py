@@ -58,7 +58,7 @@ def train_on_ranks(cfg: Config, identity: Run, failure: FailureRecord, recovery:
         of_rank0 = from_rank0(lambda: list(identity.overrides))
         on_all_ranks(lambda: identity.require_same_overrides(of_rank0))
         from_rank0(lambda: tracker_mode(cfg.tracker))
-        identity = pin_weights(cfg, identity)
+        cfg, identity = pin_weights(cfg, identity)
         hooks = on_all_ranks(lambda: build_hooks(cfg))
         time_limit = on_all_ranks(lambda: TimeLimit.of(cfg.run.max_hours, world.rank, began=recovery.began))
         earlier = EarlierStarts.of(cfg, identity)

@@ -65,7 +65,7 @@ def page() -> str:
     parts = [
         _HEAD,
         "## Keys\n",
-        *_sections(schema.Config, composed[0].cfg, "", undocumented),
+        *_sections(schema.Config, composed[0].node, "", undocumented),
         "## Presets\n",
         *_groups(undocumented),
     ]

@@ -259,7 +259,7 @@ def test_the_page_of_keys_has_all_keys_of_a_config_and_all_presets() -> None:
     composed: list[Composed] = []
     compose.run(composed.append, [])
     rows = re.findall(r"^\| `([\w.]+)` \|", page, re.MULTILINE)
-    assert sorted(rows) == sorted(leaves(OmegaConf.to_container(composed[0].cfg, resolve=False)))
+    assert sorted(rows) == sorted(leaves(OmegaConf.to_container(composed[0].node, resolve=False)))
     for preset in conf_dir().glob("*/*.yaml"):
         assert f"(../conf/{preset.parent.name}/{preset.name})" in page
 

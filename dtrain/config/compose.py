@@ -20,7 +20,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,14 +65,16 @@ class Composed:
     """A composed config and where it came from.
 
     Attributes:
-        cfg: The config tree (``schema.Config``); interpolations are resolved on access.
+        cfg: The config, with all interpolations resolved.
+        node: The config as Hydra composed it, for ``portable``.
         overrides: The overrides of the command line, in their order.
         experiment: The chosen experiment; None without one.
         config_dirs: Folders given with ``--config-dir``, absolute.
         trusted: Whether ``--trust`` was typed, or the process that started this one decides about that.
     """
 
-    cfg: Any
+    cfg: schema.Config
+    node: DictConfig
     overrides: tuple[str, ...]
     experiment: str | None
     config_dirs: tuple[str, ...]
@@ -114,15 +116,15 @@ def run(
     with suppress(OSError, RuntimeError):  # standard error has no file, or is closed
         faulthandler.enable()  # a crash in C code shows the Python stack of each thread
 
-    def job(cfg: DictConfig) -> None:
+    def job(node: DictConfig) -> None:
         # Hydra turns an exception into sys.exit(1), so it is caught here.
         try:
-            composed = replace(_composed(cfg), trusted=trusted)
+            _check(node)
         except ConfigError as error:
             refused.append(error)
             return
         try:
-            main(composed)
+            main(_composed(node, trusted))
         except Exception as error:  # noqa: BLE001 - shown below
             failures.append(error)
 
@@ -159,9 +161,8 @@ def require_choice(composed: Composed) -> None:
     Raises:
         ConfigError: Lists the experiments.
     """
-    missing = [key for key in ("data.train", "model") if OmegaConf.is_missing(*_parent(composed.cfg, key))]
-    if composed.cfg.data.mixture and "data.train" in missing:
-        missing.remove("data.train")
+    cfg = composed.cfg
+    missing = ["data.train"] * (cfg.data.train is None and not cfg.data.mixture) + ["model"] * (cfg.model is None)
     if missing == ["data.train"]:
         raise ConfigError(
             "data.train is not set: name your shards, 'data.train=\"/data/train-{000000..000099}.tar\"', and those to evaluate "
@@ -176,14 +177,14 @@ def require_choice(composed: Composed) -> None:
         )
 
 
-def resolved(cfg: Any) -> dict[str, Any]:
-    """The config as plain data, all interpolations resolved.
+def resolved(node: DictConfig) -> dict[str, Any]:
+    """A composed config as plain data, all interpolations resolved; a value that is not set stays ``???``.
 
     Raises:
         ConfigError: If a value cannot be resolved; names the key.
     """
     try:
-        container = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=False)
+        container = OmegaConf.to_container(node, resolve=True)
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0].removeprefix("ConfigError raised while resolving interpolation: ")
         if missing := re.match(r"Interpolation key '(.*)' not found", reason):
@@ -193,11 +194,11 @@ def resolved(cfg: Any) -> dict[str, Any]:
     return {str(key): value for key, value in container.items()}
 
 
-def portable(cfg: Any) -> dict[str, Any]:
+def portable(node: DictConfig) -> dict[str, Any]:
     """As ``resolved``, but ``${dtrain.env:A}`` and ``${dtrain.cache:NAME}`` get no value, which would depend on the machine."""
     _register_resolvers(as_written=True)
     try:
-        return resolved(cfg)
+        return resolved(node)
     finally:
         _register_resolvers()
 
@@ -255,7 +256,7 @@ def _written(name: str, *arguments: str) -> str:
 
 def _number_of_classes(default: int, *, _root_: DictConfig) -> int:
     data = _root_.data
-    train = None if OmegaConf.is_missing(data, "train") else data.train
+    train = None if OmegaConf.is_missing(data, "train") else data.train  # a preset may have ???
     sources = [source.get("shards") for source in data.mixture.values() if isinstance(source, DictConfig)]
     for shards in sources or [train]:
         pattern = shards[0] if isinstance(shards, ListConfig) and shards else shards
@@ -321,16 +322,20 @@ def _secrets_not_printed(is_printing: bool) -> Iterator[None]:
             sys.stdout.write(without_secrets_in(line))
 
 
-def _composed(cfg: DictConfig) -> Composed:
-    check_keys(cfg)
-    hydra_cfg = HydraConfig.get()
-    if hydra_cfg.mode == RunMode.MULTIRUN and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+def _check(node: DictConfig) -> None:
+    check_keys(node)
+    if HydraConfig.get().mode == RunMode.MULTIRUN and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             "--multirun: one torchrun cannot run several configs, because each of its processes would start its own sweep. "
             "Start one torchrun per config, for example in a shell loop, or use `python -m dtrain.launch --multirun`."
         )
+
+
+def _composed(node: DictConfig, trusted: bool) -> Composed:
+    hydra_cfg = HydraConfig.get()
     return Composed(
-        cfg=cfg,
+        cfg=schema.from_plain(schema.Config, resolved(node)),
+        node=node,
         # Not resolved: an interpolation may stand for a secret.
         overrides=tuple(OmegaConf.to_container(hydra_cfg.overrides.task, resolve=False)),  # type: ignore[arg-type]
         experiment=hydra_cfg.runtime.choices.get("experiment"),
@@ -339,12 +344,8 @@ def _composed(cfg: DictConfig) -> Composed:
             for source in hydra_cfg.runtime.config_sources
             if source.provider == "command-line"
         ),
+        trusted=trusted,
     )
-
-
-def _parent(cfg: Any, key: str) -> tuple[Any, str]:
-    parent, _, name = key.rpartition(".")
-    return (cfg[parent] if parent else cfg), name
 
 
 def _show(error: Exception) -> None:

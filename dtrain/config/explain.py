@@ -69,8 +69,7 @@ def check_arguments(arguments: Sequence[str]) -> None:
             raise ConfigError(f"{argument}: there is no such option. Keys have no dashes: {key.lstrip('-')}=VALUE.")
         if key.startswith("~") and _wanted(name := key[1:]):
             # null is not possible for model and task, whose preset a _target_ replaces.
-            by_target = key_types(Config).get(name) == dict[str, Any]
-            instead = f"{name}=NAME, or {name}._target_=package.Name" if by_target else f"{name}=null"
+            instead = f"{name}=NAME, or {name}._target_=package.Name" if name in CLASS_GROUPS else f"{name}=null"
             raise ConfigError(
                 f"{argument}: every config has {name}, so it cannot be removed. Set it instead, such as {instead}."
             )

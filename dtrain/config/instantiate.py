@@ -1,7 +1,8 @@
-"""Builds the object that a config node names by ``_target_``, with Hydra's ``instantiate``.
+"""Builds the object that a node of the config names by ``_target_``, with Hydra's ``instantiate``.
 
-The arguments of every target are compared with its signature first, those of nested targets too. Whatever fails, also inside
-the target's own code, becomes a ``ConfigError`` that names the key, the target and the values.
+Nodes are plain data, because the config was resolved when it was composed. The arguments of every target are compared with its
+signature first, those of nested targets too. Whatever fails, also inside the target's own code, becomes a ``ConfigError`` that
+names the key, the target and the values.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from typing import Any
 
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
-from omegaconf import DictConfig, ListConfig, Node, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import MISSING
 
 from dtrain.config.errors import ConfigError, Explained, PeerFailed, hide_secret, nearest, shortened
 
@@ -41,11 +41,11 @@ _OF_HYDRA = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 
 
 def by_target(key: str, node: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls the ``_target_`` of a config node with the node's other keys as keyword arguments.
+    """Calls the ``_target_`` of a node of the config with the node's other keys as keyword arguments.
 
     Args:
         key: The node's place in the config, such as ``data.augment``; starts every error message.
-        node: The node.
+        node: The node, plain data.
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call; they override the node's keys.
 
@@ -54,11 +54,10 @@ def by_target(key: str, node: Any, *args: Any, **kwargs: Any) -> Any:
 
     Raises:
         ConfigError: If there is no ``_target_``, nothing of that name can be imported, the target does not take these
-            keys or needs others, or it raises an exception.
+            keys or needs others, a text in the node has ``${``, or it raises an exception.
     """
     _require_target(key, node)
-    with suppress(OmegaConfBaseException):  # reported with the call
-        resolved_once(key, node)
+    refuse_interpolations(key, node)
     node = copy.deepcopy(node)
     nodes = dict(nodes_with_target(key, node))
     for place, inner in nodes.items():
@@ -92,32 +91,29 @@ def check_arguments(key: str, node: Any, **given: Any) -> None:
         ConfigError: If there is no ``_target_``, nothing of that name can be imported, or the target does not take these keys.
     """
     _require_target(key, node)
-    with suppress(OmegaConfBaseException):  # reported with the call
-        resolved_once(key, node)
+    refuse_interpolations(key, node)
     for place, inner in nodes_with_target(key, node):
         _check_call(place, inner, 0, given if inner is node else {})
 
 
-def resolved_once(key: str, node: Any) -> Any:
-    """A config node as plain data with its interpolations resolved, none of which gives another interpolation.
+def refuse_interpolations(key: str, node: Any) -> None:
+    """Refuses plain data in which a text is still an interpolation, after the config was resolved.
 
-    Hydra resolves what it builds more than once, so such a text would be looked up like one that the user typed.
+    Hydra resolves what it builds once more, so such a text would be looked up like one that the user typed.
 
     Args:
         key: The node's place in the config.
         node: The node.
 
     Raises:
-        ConfigError: If a resolved text or key has ``${``; names the place.
+        ConfigError: If a text or key has ``${``; names the place.
     """
-    plain = OmegaConf.to_container(node, resolve=True) if isinstance(node, (DictConfig, ListConfig)) else node
-    for place, text in _texts(key, plain):
+    for place, text in _texts(key, node):
         if "${" in text:
             raise ConfigError(
                 f"{place}: got {text!r} after interpolation. A value cannot be interpolated twice: write it without "
                 "${vars...} inside."
             )
-    return plain
 
 
 def _texts(place: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -149,36 +145,29 @@ def argument_defaults(target: Any) -> dict[str, Any]:
 
 
 def _require_target(key: str, node: Any) -> None:
-    if not isinstance(node, DictConfig) or node._is_none() or node._get_node("_target_") is None:
-        got = OmegaConf.to_container(node) if isinstance(node, (DictConfig, ListConfig)) else node
+    if not isinstance(node, Mapping) or "_target_" not in node:
         raise ConfigError(
-            f"{key}: got {shortened(repr(got), 60)}, which has no _target_. Name a class or function, such as "
+            f"{key}: got {shortened(repr(node), 60)}, which has no _target_. Name a class or function, such as "
             f"{key}._target_=package.Class."
         )
 
 
-def nodes_with_target(key: str, node: Any) -> Iterator[tuple[str, DictConfig]]:
+def nodes_with_target(key: str, node: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """The mappings with a ``_target_``, from the outside to the inside, each with its place in the config."""
-    if (
-        not isinstance(node, (DictConfig, ListConfig))
-        or node._is_none()
-        or node._is_missing()
-        or node._is_interpolation()
-    ):
+    if isinstance(node, (list, tuple)):
+        for number, item in enumerate(node):
+            yield from nodes_with_target(f"{key}[{number}]", item)
+    if not isinstance(node, dict):
         return
-    if isinstance(node, ListConfig):
-        for number in range(len(node)):
-            yield from nodes_with_target(f"{key}[{number}]", node._get_node(number))
-        return
-    if node._get_node("_target_") is not None:
+    if "_target_" in node:
         yield key, node
         if node.get("_recursive_") is False:
             return
-    for name in map(str, node):
-        yield from nodes_with_target(f"{key}.{name}", node._get_node(name))
+    for name, item in node.items():
+        yield from nodes_with_target(f"{key}.{name}", item)
 
 
-def _check_call(place: str, node: DictConfig, positional: int, keywords: Mapping[str, Any]) -> None:
+def _check_call(place: str, node: dict[str, Any], positional: int, keywords: Mapping[str, Any]) -> None:
     """Refuses a node whose target cannot be imported or called with the node's keys.
 
     Args:
@@ -187,7 +176,7 @@ def _check_call(place: str, node: DictConfig, positional: int, keywords: Mapping
         positional: Number of positional arguments that are added.
         keywords: Keyword arguments that are added.
     """
-    if OmegaConf.is_missing(node, "_target_"):
+    if node["_target_"] == MISSING:
         raise ConfigError(
             f"{place}._target_ is not set. Name a class or function, such as {place}._target_=package.Class."
         )
@@ -222,16 +211,14 @@ def _check_call(place: str, node: DictConfig, positional: int, keywords: Mapping
                 valid = set(names) - set(keywords)
                 raise ConfigError(f"{place}.{name}: {path} has no argument {name!r}. {nearest(name, valid)}")
     for it in by_name:
-        value = node._get_node(it.name) if it.name in given else None
+        value = node.get(it.name)
         wanted = getattr(it.annotation, "__name__", it.annotation)
-        if not isinstance(value, Node) or value._is_missing() or value._is_interpolation():
-            continue
-        if wanted in ("int", "float", "bool") and isinstance(value._value(), str):
+        if wanted in ("int", "float", "bool") and isinstance(value, str) and value != MISSING:
             raise ConfigError(f"{place}.{it.name}: got {_value(it.name, value)}, but {path} wants {wanted}.")
     if node.get("_partial_") or keywords.get("_partial_") or "_args_" in node:
         return
     needed = [it.name for it in by_name if it.default is it.empty and it.name not in (*given, *keywords)]
-    needed += [name for name in given if OmegaConf.is_missing(node, name)]
+    needed += [str(name) for name, value in node.items() if value == MISSING]
     if needed:
         raise ConfigError(
             f"{place}.{needed[0]} is not set: {path} needs {' and '.join(needed)}. Set {place}.{needed[0]}=VALUE."
@@ -244,15 +231,14 @@ def _failure(place: str, node: Any, error: BaseException) -> str:
     if isinstance(error, ValueError) and path.startswith("dtrain."):
         text = str(error)  # names the value and the remedy
         return text if text.startswith(place) else f"{place}: {text}"
-    values = ", ".join(f"{name}={_value(str(name), node._get_node(name))}" for name in node if name not in _OF_HYDRA)
+    values = ", ".join(f"{name}={_value(str(name), value)}" for name, value in node.items() if name not in _OF_HYDRA)
     return f"{place}: {path}({values}) failed: {_describe(error)}"
 
 
 def _value(name: str, node: Any) -> str:
-    if isinstance(node, DictConfig) and "_target_" in node:
-        return f"{node._target_}(...)"
-    plain = OmegaConf.to_container(node, resolve=True) if isinstance(node, (DictConfig, ListConfig)) else node._value()
-    return hide_secret(name, shortened(repr(plain), 60))
+    if isinstance(node, Mapping) and "_target_" in node:
+        return f"{node['_target_']}(...)"
+    return hide_secret(name, shortened(repr(node), 60))
 
 
 def _describe(error: BaseException) -> str:

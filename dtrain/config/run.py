@@ -17,18 +17,17 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
 
 from dtrain.config.bounded_files import parse_yaml, read_bounded
 from dtrain.config.cache_dir import cache_dir
-from dtrain.config.compose import Composed, portable, rank, resolved
+from dtrain.config.compose import Composed, portable, rank
 from dtrain.config.errors import HIDDEN, SECRET_KEY, ConfigError, as_config_error, without_secrets_in
 from dtrain.config.schema import Config
 from dtrain.config.trust import AS_TYPED, TRUST, content_with_folders, is_marked, mark
@@ -71,11 +70,11 @@ class Run:
     @classmethod
     def of(cls, composed: Composed) -> Run:
         """The run that a composed config describes."""
-        config = resolved(composed.cfg)
+        config = asdict(composed.cfg)
         given = config["run"]["dir"]
         directory = Path(os.path.abspath(Path(given).expanduser())) if given else None
         name = config["run"]["name"] or (
-            directory.name if directory else f"{composed.experiment or 'run'}-{_digest(portable(composed.cfg))}"
+            directory.name if directory else f"{composed.experiment or 'run'}-{_digest(portable(composed.node))}"
         )
         directory = directory or Path("runs", name).absolute()
         return cls(name, directory, config, composed.overrides, composed.config_dirs)
@@ -467,7 +466,7 @@ def _changed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str
 
 
 def _defaults() -> dict[str, Any]:
-    return OmegaConf.to_container(OmegaConf.structured(Config))  # type: ignore[return-value]
+    return asdict(Config())
 
 
 def _identity(config: Mapping[str, Any]) -> dict[str, Any]:

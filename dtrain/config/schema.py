@@ -10,11 +10,14 @@ The comment behind a field, or above it, is its meaning in docs/config.md (``pyt
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
+
+Section = TypeVar("Section")
 
 
 @dataclass
@@ -89,7 +92,7 @@ class DataConfig:
     with `tokens_per_sample` weights are shares of the tokens.
     """
 
-    train: Any = MISSING  # training shards, or a _target_
+    train: Any = None  # training shards, or a _target_
     eval: Any = (
         None  # evaluation shards, or a _target_, or {NAME: either of them} for several sets; null: no evaluation
     )
@@ -297,11 +300,11 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    model: dict[str, Any] = MISSING  # _target_ of a torch.nn.Module, and its arguments
-    task: dict[str, Any] = MISSING  # _target_ of task(model, batch) -> Output, and its arguments
+    model: dict[str, Any] | None = None  # _target_ of a torch.nn.Module, and its arguments
+    task: dict[str, Any] | None = None  # _target_ of task(model, batch) -> Output, and its arguments
     # _target_ of an optimizer, and its arguments; no_decay: patterns of parameters without weight decay
-    optimizer: dict[str, Any] = MISSING
-    schedule: dict[str, Any] = MISSING  # _target_ of a learning-rate schedule, and its arguments
+    optimizer: dict[str, Any] | None = None
+    schedule: dict[str, Any] | None = None  # _target_ of a learning-rate schedule, and its arguments
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -322,6 +325,18 @@ def key_types(section: type) -> dict[str, Any]:
     sections = {field.name: field.default_factory for field in dataclasses.fields(section)}
     hints = get_type_hints(section)
     return hints | {name: kind for name, kind in sections.items() if dataclasses.is_dataclass(kind)}
+
+
+def from_plain(section: type[Section], values: Mapping[str, Any]) -> Section:
+    """A section of the schema from its values as plain data. A value that is not set, ``???``, gets the default."""
+    made: dict[str, Any] = {}
+    for key in dataclasses.fields(section):  # type: ignore[arg-type]
+        value, kind = values.get(key.name, MISSING), key.default_factory
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+            value = from_plain(kind, value)
+        if value != MISSING:
+            made[key.name] = value
+    return section(**made)
 
 
 def register() -> None:

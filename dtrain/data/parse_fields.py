@@ -114,11 +114,9 @@ def _decoder(field: str, value: Any) -> Callable[[bytes], Any]:
         except (ImportError, AttributeError) as error:
             raise ValueError(f"{where}: {value!r} cannot be imported: {error}.") from error
     elif isinstance(value, Mapping):
-        from hydra.utils import instantiate
+        from dtrain.config.instantiate import by_target
 
-        from dtrain.config.instantiate import resolved_once
-
-        value = instantiate(resolved_once(where, value))
+        value = by_target(where, value)
     if isinstance(value, type) or not callable(value):
         raise ValueError(
             f"{where}: got {value!r}, want a function of the member's bytes. An object of a class, or a function with "

@@ -26,7 +26,6 @@ from zipfile import BadZipFile
 
 import safetensors.torch
 import torch
-from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.export.passes import move_to_device_pass
@@ -128,8 +127,8 @@ class Safetensors(Format):
             tensors = safetensors.torch.load_file(path)
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{path} cannot be read ({error}). Export the run again.") from error
-        node, channels_last = OmegaConf.create(description.model), description.channels_last
-        model = build_model(node, device, channels_last).eval().requires_grad_(False)
+        channels_last = description.channels_last
+        model = build_model(description.model, device, channels_last).eval().requires_grad_(False)
         try:
             fold(model, description.folded)
         except AttributeError as error:

@@ -23,7 +23,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from dtrain.config import compose
@@ -287,7 +286,7 @@ class MemoryPlan:
 
     def _strategies(self) -> Iterator[Strategy]:
         """The strategy of the config, then the others, those that send fewer bytes first."""
-        own: ParallelConfig = OmegaConf.to_object(self._cfg.parallel)  # type: ignore[assignment]
+        own = replace(self._cfg.parallel)
         if own.shard == "none":  # as build.wrap
             own.find_unused_parameters |= self._cfg.train.deterministic
         yield Strategy.of(own, self._ranks, self._per_node)

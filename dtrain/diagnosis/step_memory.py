@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -127,8 +126,7 @@ def _measure(
     cfg: Config, precision: Precision, device: torch.device, model: nn.Module, batch: Batch, *, is_fake: bool
 ) -> StepMemory:
     alone = World(0, 1, 0, 1, device, "gloo", launched=False)
-    train = OmegaConf.merge(cfg.train, {"compile": False})
-    model = prepare_model(model, train, cfg.parallel, alone)  # type: ignore[arg-type]
+    model = prepare_model(model, replace(cfg.train, compile=False), cfg.parallel, alone)
     precision.wrap_keep_fp32(model)
     model.train()
     ema = Ema(model, cfg.train.ema_decay) if cfg.train.ema_decay is not None else None

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import Quote, QuotedString
-from omegaconf import OmegaConf
 
 from dtrain.config.compose import Composed, require_choice
 from dtrain.config.errors import ConfigError, printable
@@ -71,8 +70,7 @@ class Job:
             ConfigError: If the config has nothing to train or a wrong value, or ``run.dir`` holds another run.
         """
         require_choice(composed)
-        launch = OmegaConf.to_object(composed.cfg.launch)
-        assert isinstance(launch, LaunchConfig)
+        launch = composed.cfg.launch
         for name, minimum in _MINIMUM.items():
             value = getattr(launch, name)
             if value is not None and value < minimum:

@@ -13,18 +13,17 @@ The order matters:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dtrain.config.errors import ConfigError, as_config_error
-from dtrain.config.instantiate import argument_names, by_target, resolved_once
+from dtrain.config.instantiate import argument_names, by_target
 from dtrain.config.schema import Config, LossScaleConfig, ParallelConfig, PrecisionConfig, TrainConfig
 from dtrain.data import ShardLoader
 from dtrain.data.randomness import be_deterministic, seed_generators
@@ -243,7 +242,7 @@ def make_precision(cfg: PrecisionConfig) -> Precision:
     Raises:
         ConfigError: If the name is unknown, or ``loss_scale`` is neither ``none`` nor a section.
     """
-    scaled = isinstance(cfg.loss_scale, (DictConfig, LossScaleConfig))
+    scaled = isinstance(cfg.loss_scale, LossScaleConfig)
     if not scaled and cfg.loss_scale != "none":
         raise ConfigError(
             f"precision.loss_scale: got {cfg.loss_scale!r}. Set one of its keys, such as precision.loss_scale.init=1024, or "
@@ -271,7 +270,7 @@ def _constructed(node: Any) -> nn.Module:
     model = by_target("model", node)
     if isinstance(model, (DataParallel, DistributedDataParallel)):
         raise ConfigError(
-            f"model: {node._target_} returns a model wrapped in {type(model).__name__}. dtrain wraps it itself, and two "
+            f"model: {node['_target_']} returns a model wrapped in {type(model).__name__}. dtrain wraps it itself, and two "
             "wrappers would average gradients twice. Return the bare module."
         )
     if not isinstance(model, nn.Module):
@@ -279,10 +278,10 @@ def _constructed(node: Any) -> nn.Module:
         remedy = (
             " Pipeline parallelism is not supported: return the whole model and set parallel=fsdp." if pipeline else ""
         )
-        raise ConfigError(f"model: {node._target_} returns {type(model).__name__}, want a torch.nn.Module.{remedy}")
+        raise ConfigError(f"model: {node['_target_']} returns {type(model).__name__}, want a torch.nn.Module.{remedy}")
     if (sharded := already_sharded(model)) is not None:
         raise ConfigError(
-            f"model: {sharded}. dtrain shards models itself, and does not support tensor parallelism. Let {node._target_} "
+            f"model: {sharded}. dtrain shards models itself, and does not support tensor parallelism. Let {node['_target_']} "
             "return the plain model, and set parallel=fsdp."
         )
     check_initialised(model)
@@ -360,7 +359,7 @@ def build_task(node: Any, corpus: Corpus | None) -> Task:
 
 def takes_corpus(node: Any) -> bool:
     """Whether the config node ``task`` names a class with an argument ``corpus``."""
-    return isinstance(node, DictConfig) and "corpus" in argument_names(node.get("_target_"))
+    return isinstance(node, Mapping) and "corpus" in argument_names(node.get("_target_"))
 
 
 def prepare_model(model: nn.Module, train: TrainConfig, parallel: ParallelConfig, world: World) -> nn.Module:
@@ -375,8 +374,7 @@ def prepare_model(model: nn.Module, train: TrainConfig, parallel: ParallelConfig
     if parallel.sync_batchnorm:
         model = synchronise_batchnorm(model, world)
     checkpoint_activations(model, train.checkpoint_activations)
-    option = OmegaConf.to_container(train.compile) if isinstance(train.compile, ListConfig) else train.compile
-    compile_in_place(model, option, sharded=parallel.shard != "none")  # type: ignore[arg-type]
+    compile_in_place(model, train.compile, sharded=parallel.shard != "none")
     return model
 
 
@@ -388,16 +386,16 @@ def build_schedule(node: Any, lengths: Lengths) -> Callable[[int], float]:
     Raises:
         ConfigError: If it cannot be built or cannot be called.
     """
-    if isinstance(node, DictConfig):
+    if isinstance(node, Mapping):
         with as_config_error("schedule"):
-            node = OmegaConf.create(lengths.in_steps(resolved_once("schedule", node)))
+            node = lengths.in_steps(node)
         if node.get("horizon") is None:
-            node.horizon = lengths.horizon
+            node["horizon"] = lengths.horizon
     with as_config_error("schedule"):
         schedule: Callable[[int], float] = by_target("schedule", node)
     if not callable(schedule):
         raise ConfigError(
-            f"schedule: {node._target_} gives {type(schedule).__name__}, want a callable of applied steps."
+            f"schedule: {node['_target_']} gives {type(schedule).__name__}, want a callable of applied steps."
         )
     return schedule
 

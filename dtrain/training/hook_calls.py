@@ -81,7 +81,7 @@ def build_hooks(cfg: Config) -> Hooks:
     """
     hooks: dict[str, Any] = {}
     for number, node in enumerate(cfg.train.hooks):
-        hooks[f"train.hooks[{number}] ({node._target_})"] = _build(f"train.hooks[{number}]", node)
+        hooks[f"train.hooks[{number}] ({node['_target_']})"] = _build(f"train.hooks[{number}]", node)
     return Hooks(hooks)
 
 
@@ -94,11 +94,11 @@ def _build(key: str, node: Any) -> Any:
             near = difflib.get_close_matches(name, METHODS, n=1)
             remedy = f"Did you mean {near[0]}?" if near else "Rename it, so that its name does not begin with on_."
             raise ConfigError(
-                f"{key}: {node._target_} has a method {name}, which nothing calls. Hooks have {', '.join(METHODS)}. {remedy}"
+                f"{key}: {node['_target_']} has a method {name}, which nothing calls. Hooks have {', '.join(METHODS)}. {remedy}"
             )
     if not own:
         raise ConfigError(
-            f"{key}: {node._target_} returns a {type(hook).__name__} with none of the methods {', '.join(METHODS)}. Add at "
+            f"{key}: {node['_target_']} returns a {type(hook).__name__} with none of the methods {', '.join(METHODS)}. Add at "
             "least one of them, or remove it from train.hooks."
         )
     return hook

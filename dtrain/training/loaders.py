@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from dtrain.config.bounded_files import read_json
 from dtrain.config.errors import ConfigError, as_config_error, nearest
-from dtrain.config.instantiate import by_target, resolved_once
+from dtrain.config.instantiate import by_target
 from dtrain.config.schema import Config, DataConfig
 from dtrain.data import Limits, Mixture, ShardLoader, TransferOptions, WorkerOptions, shards
 from dtrain.data.datasets import value_fields
@@ -120,18 +119,18 @@ def declared_fields(data: DataConfig) -> tuple[Field, ...]:
     Raises:
         ConfigError: If a field is impossible.
     """
-    own = {name: source.get("fields") for name, source in data.mixture.items() if isinstance(source, DictConfig)}
+    own = {name: source.get("fields") for name, source in data.mixture.items() if isinstance(source, Mapping)}
     if data.eval:
-        read = dict(data.eval) if _are_sets(data.eval) else {"": data.eval}
+        read = dict(data.eval) if are_sets(data.eval) else {"": data.eval}
     elif data.mixture:
-        read = {name: source.get("shards") for name, source in data.mixture.items() if isinstance(source, DictConfig)}
+        read = {name: source.get("shards") for name, source in data.mixture.items() if isinstance(source, Mapping)}
     else:
-        read = {"": None if OmegaConf.is_missing(data, "train") else data.train}
+        read = {"": data.train}
     found: dict[str, Field] = {}
     for name, named in read.items():
         with as_config_error(f"data.mixture.{name}.fields" if own.get(name) else "data.fields"):
-            fields = _plain(own.get(name) or data.fields)
-            for field in value_fields(fields) if isinstance(named, DictConfig) else parse_fields(fields):
+            fields = _with_decoders(own.get(name) or data.fields)
+            for field in value_fields(fields) if isinstance(named, Mapping) else parse_fields(fields):
                 found.setdefault(field.name, field)
     return tuple(found.values())
 
@@ -159,7 +158,7 @@ def class_names(data: DataConfig) -> list[str] | None:
             )
     if files:
         return names[files[0]]
-    for pattern in data.eval.values() if _are_sets(data.eval) else [data.eval]:
+    for pattern in data.eval.values() if are_sets(data.eval) else [data.eval]:
         if (found := _file_beside(pattern, _CLASSES)) is not None:
             return _read_classes(found)
     return None
@@ -174,7 +173,7 @@ def corpus_beside(data: DataConfig) -> Corpus | None:
         ConfigError: If the file is not usable, or the sources of a mixture have different tokenizers, ends of text or padding,
             or the evaluation shards another tokenizer.
     """
-    of_eval = list(data.eval.values() if _are_sets(data.eval) else [data.eval])
+    of_eval = list(data.eval.values() if are_sets(data.eval) else [data.eval])
     found = _corpora(_train_patterns(data)) or _corpora(of_eval)
     first = next(iter(found.values()), None)
     for file, corpus in found.items():
@@ -226,21 +225,19 @@ def build_mixture(data: DataConfig, *, build: bool = True) -> Mixture:
         options: dict[str, dict[str, Any]] = {key: {} for key in _SOURCE_KEYS}
         for name, source in data.mixture.items():
             key = f"data.mixture.{name}"
-            if not isinstance(source, DictConfig) or not source.get("shards"):
+            if not isinstance(source, Mapping) or not source.get("shards"):
                 raise ConfigError(f"{key}: got {source!r}, want {{shards: PATTERN, weight: NUMBER}}.")
             if unknown := [str(option) for option in source if option not in _SOURCE_KEYS]:
                 raise ConfigError(f"{key}: there is no key {unknown[0]!r}. {nearest(unknown[0], _SOURCE_KEYS)}")
-            plain = resolved_once(key, source)
-            assert isinstance(plain, dict)
-            options["shards"][name] = _source(f"{key}.shards", source.shards, build)
-            options["weight"][name] = plain.get("weight", 1)
+            options["shards"][name] = _source(f"{key}.shards", source["shards"], build)
+            options["weight"][name] = source.get("weight", 1)
             if source.get("fields") is not None:
-                options["fields"][name] = _plain(source.fields)
+                options["fields"][name] = _with_decoders(source["fields"])
             if (augment := source.get("augment")) is not None:
                 none = augment == "none"
                 options["augment"][name] = by_target(f"{key}.augment", augment) if build and not none else None
-            if "tokens_per_sample" in plain:
-                options["tokens_per_sample"][name] = plain["tokens_per_sample"]
+            if "tokens_per_sample" in source:
+                options["tokens_per_sample"][name] = source["tokens_per_sample"]
         return Mixture(
             options["shards"],
             options["weight"],
@@ -261,31 +258,36 @@ def build_sets(data: DataConfig, *, build: bool = True) -> EvaluationSets:
     """
     with as_config_error("data.eval"):
         sets = {str(name): _source(f"data.eval.{name}", named, build) for name, named in data.eval.items()}
-        sources = {name: data.mixture[name] for name in sets if isinstance(data.mixture.get(name), DictConfig)}
-        own = {name: _plain(source.fields) for name, source in sources.items() if source.get("fields") is not None}
+        sources = {name: data.mixture[name] for name in sets if isinstance(data.mixture.get(name), Mapping)}
+        own = {
+            name: _with_decoders(source["fields"])
+            for name, source in sources.items()
+            if source.get("fields") is not None
+        }
         fields = {name: _in_the_middle(of_source) for name, of_source in own.items()}
         return EvaluationSets(sets, fields=fields, missing=data.missing, shard_size=data.shard_size)
 
 
 def _source(key: str, named: Any, build: bool) -> Any:
     """Patterns as they are, or the dataset of a ``_target_``."""
-    if isinstance(named, DictConfig):
+    if isinstance(named, Mapping):
         dataset = by_target(key, named) if build else ()
         if isinstance(dataset, Stream):
             raise ConfigError(f"{key}: a stream cannot be mixed, its samples have no numbers. Write them to shards.")
         return dataset
     if not are_patterns(named):
         raise ConfigError(f"{key}: got {named!r}, want shards such as 'shards/{{000..009}}.tar', or a _target_.")
-    return named if isinstance(named, str) else list(named)
+    return named
 
 
-def _are_sets(named: Any) -> bool:
-    return isinstance(named, DictConfig) and "_target_" not in named
+def are_sets(named: Any) -> bool:
+    """Whether a value of ``data.eval`` is a mapping of names to sets."""
+    return isinstance(named, Mapping) and "_target_" not in named
 
 
 def are_patterns(value: Any) -> bool:
     """Whether a value of the config is a pattern of shards, or a list of them."""
-    patterns = [value] if isinstance(value, str) else list(value) if isinstance(value, ListConfig) else []
+    patterns = value if isinstance(value, list) else [value]
     return bool(patterns) and all(isinstance(pattern, str) and pattern for pattern in patterns)
 
 
@@ -294,12 +296,13 @@ def _loader(
 ) -> ShardLoader:
     data = cfg.data
     mixed = split == "train" and bool(data.mixture)
-    if not mixed and OmegaConf.is_missing(data, split):
+    named: Any = None if mixed else getattr(data, split)
+    if not mixed and named is None:
         raise ConfigError(
             f"data.{split} is not set. Name shards, such as 'data.{split}=\"shards/{{000..009}}.tar\"', or a dataset by its "
             "_target_ (data=map)."
         )
-    named, fields = None if mixed else data[split], _plain(data.fields)  # type: ignore[index]
+    fields = _with_decoders(data.fields)
     if split == "eval":
         fields = _in_the_middle(fields)
     options: dict[str, Any] = {
@@ -321,22 +324,20 @@ def _loader(
             "data.random_offset=true: samples begin at random tokens only in shards of one text, which data.train is not. "
             "Set data.random_offset=false."
         )
-    if mixed or (split == "eval" and _are_sets(named)):
+    if mixed or (split == "eval" and are_sets(named)):
         sources = build_mixture(data) if mixed else build_sets(data)
         with as_config_error("data.mixture" if mixed else "data.eval"):
             return ShardLoader(sources, fields, policy=policy, **options)
     with as_config_error(f"data.{split}"):
-        if isinstance(named, DictConfig):
+        if isinstance(named, Mapping):
             dataset = by_target(f"data.{split}", named)
             if isinstance(dataset, Stream):
                 return StreamLoader(dataset, fields, **options)
             return ShardLoader.over(dataset, fields, shard_size=data.shard_size, **options)
-        assert named is not None
-        patterns = named if isinstance(named, str) else list(named)
         if not random_offset:
-            return ShardLoader(patterns, fields, policy=policy, **options)
+            return ShardLoader(named, fields, policy=policy, **options)
         parsed = parse_fields(fields)
-        source = ShardSource.build(patterns, parsed, rank=world.rank, world_size=world.size, policy=policy)
+        source = ShardSource.build(named, parsed, rank=world.rank, world_size=world.size, policy=policy)
         return ShardLoader(RandomOffsetSource.from_shards(source), **options)
 
 
@@ -349,24 +350,20 @@ def build_mix(node: Any) -> Mix:
     with as_config_error("data.mix"):
         mix = by_target("data.mix", node)
     if not isinstance(mix, Mix):
-        raise ConfigError(f"data.mix: {node._target_} gives {type(mix).__name__}, want a dtrain.data.mixing.Mix.")
+        raise ConfigError(f"data.mix: {node['_target_']} gives {type(mix).__name__}, want a dtrain.data.mixing.Mix.")
     return mix
 
 
-def _plain(fields: Any) -> dict[str, dict[str, object]]:
-    """The fields as plain data, with decoders built by their ``_target_``."""
-    if not isinstance(fields, DictConfig):
-        return dict(fields)
-    plain = resolved_once("data.fields", fields)
-    assert isinstance(plain, dict)
-    for ext, entry in plain.items():
-        is_list = isinstance(entry, list)
-        for number, options in enumerate(entry if is_list else [entry]):
-            if isinstance(options, dict) and isinstance(options.get("decoder"), dict):
-                node = fields[ext][number] if is_list else fields[ext]
-                where = f"{ext!s}[{number}]" if is_list else str(ext)
-                options["decoder"] = by_target(f"data.fields.{where}.decoder", node.decoder)
-    return plain
+def _with_decoders(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the fields, with decoders built by their ``_target_``."""
+
+    def built(place: str, options: Any) -> Any:
+        if isinstance(options, list):
+            return [built(f"{place}[{number}]", one) for number, one in enumerate(options)]
+        decoder = options.get("decoder") if isinstance(options, Mapping) else None
+        return {**options, "decoder": by_target(f"{place}.decoder", decoder)} if isinstance(decoder, dict) else options
+
+    return {ext: built(f"data.fields.{ext}", options) for ext, options in fields.items()}
 
 
 def _in_the_middle(fields: dict[str, Any]) -> dict[str, Any]:
@@ -383,8 +380,8 @@ def _in_the_middle(fields: dict[str, Any]) -> dict[str, Any]:
 def _train_patterns(data: DataConfig) -> list[Any]:
     """The patterns of ``data.train``, or of the sources of the mixture."""
     if data.mixture:
-        return [source.get("shards") for source in data.mixture.values() if isinstance(source, DictConfig)]
-    return [] if OmegaConf.is_missing(data, "train") else [data.train]
+        return [source.get("shards") for source in data.mixture.values() if isinstance(source, Mapping)]
+    return [data.train]
 
 
 def _file_beside(pattern: Any, name: str) -> Path | None:
@@ -393,7 +390,7 @@ def _file_beside(pattern: Any, name: str) -> Path | None:
         return None
     # Such files are optional, and the shards may be deleted after the training.
     with suppress(ValueError, OSError):
-        paths = shards.expand(pattern if isinstance(pattern, str) else list(pattern))
+        paths = shards.expand(pattern)
         file = Path(paths[0]).parent / name
         if file.is_file():
             return file

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, open_dict
 from torch import nn
 
 from dtrain.config.errors import ConfigError, as_config_error
@@ -31,24 +31,23 @@ def build_optimizer(node: Any, model: nn.Module) -> torch.optim.Optimizer:
     parameters: list[Any] = list(trainable(model).values())
     if not parameters:
         raise ConfigError("model: it has no parameter that requires a gradient, so there is nothing to train.")
-    if not isinstance(node, DictConfig) or "_target_" not in node:
+    if not isinstance(node, Mapping) or "_target_" not in node:
         by_target("optimizer", node)  # raises
-    if str(node._target_).endswith("ZeroRedundancyOptimizer"):
+    if str(node["_target_"]).endswith("ZeroRedundancyOptimizer"):
         raise ConfigError(
-            f"optimizer: {node._target_} divides its state among the ranks, which checkpoints and the vote do not support. Set "
-            "parallel=fsdp, which divides parameters and gradients as well, and another optimizer."
+            f"optimizer: {node['_target_']} divides its state among the ranks, which checkpoints and the vote do not support. "
+            "Set parallel=fsdp, which divides parameters and gradients as well, and another optimizer."
         )
-    node = node.copy()
-    with open_dict(node):
-        no_decay = node.pop("no_decay", None)
+    node = dict(node)
+    no_decay = node.pop("no_decay", None)
     if no_decay is not None:
         with as_config_error("optimizer.no_decay"):
             parameters = decay_groups(model, no_decay)
-    arguments = argument_names(node._target_)
+    arguments = argument_names(node["_target_"])
     if "model" in arguments:
         if no_decay is not None:
             raise ConfigError(
-                f"optimizer.no_decay: {node._target_} makes its own groups of parameters. Set it to null."
+                f"optimizer.no_decay: {node['_target_']} makes its own groups of parameters. Set it to null."
             )
         with as_config_error("optimizer"):
             optimizer = by_target("optimizer", node, model=model)
@@ -73,12 +72,12 @@ def build_optimizer(node: Any, model: nn.Module) -> torch.optim.Optimizer:
                 )
             optimizer = by_target("optimizer", node, parameters)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"optimizer: {node._target_} returns {type(optimizer).__name__}, want a torch Optimizer.")
+        raise ConfigError(f"optimizer: {node['_target_']} returns {type(optimizer).__name__}, want a torch Optimizer.")
     of_torch = type(optimizer).__module__.startswith("torch.optim.")
     if of_torch and not isinstance(optimizer, _SUPPORT_SPARSE) and (sparse := _sparse_weights(model)):
         supporting = ", ".join(cls.__name__ for cls in _SUPPORT_SPARSE)
         raise ConfigError(
-            f"optimizer: {node._target_} does not support the sparse gradients of {sparse[0]}. Build that module with "
+            f"optimizer: {node['_target_']} does not support the sparse gradients of {sparse[0]}. Build that module with "
             f"sparse=False, or use one of {supporting}."
         )
     return optimizer
@@ -107,7 +106,7 @@ def _options_for_parts(node: Any, model: nn.Module, fused: dict[str, bool]) -> d
         else:
             return options
     raise ConfigError(
-        f"optimizer: {node._target_} cannot update a parameter that is divided among the ranks ({reason}). Use another one, "
+        f"optimizer: {node['_target_']} cannot update a parameter that is divided among the ranks ({reason}). Use another one, "
         "such as optimizer=adamw, or set parallel=ddp."
     )
 

@@ -23,13 +23,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.run import Run
-from dtrain.config.schema import Config, RunConfig, TrainConfig, WarmStartConfig
+from dtrain.config.schema import Config, RunConfig, TrainConfig, WarmStartConfig, from_plain
 from dtrain.data.hub import DESCRIPTION, WEIGHTS, HubModel, is_hub_url
 from dtrain.distributed.collectives import from_rank0, on_all_ranks
 from dtrain.distributed.sharding import local_part
@@ -187,8 +186,8 @@ def restore(run: TrainState, earlier: EarlierStarts) -> str:
     return f"new, {weights.description}"
 
 
-def pin_weights(cfg: Config, identity: Run) -> Run:
-    """Collective. Pins initial weights of the hub to a commit, in ``cfg`` and in the run that is returned.
+def pin_weights(cfg: Config, identity: Run) -> tuple[Config, Run]:
+    """Collective. The config and the run with initial weights of the hub pinned to a commit.
 
     Raises:
         ConfigError: On every rank, if a name is wrong or the hub cannot be reached.
@@ -196,7 +195,7 @@ def pin_weights(cfg: Config, identity: Run) -> Run:
     sources = {"run.weights_from": cfg.run.weights_from, "run.warm_start.path": cfg.run.warm_start.path}
     urls = {key: url for key, url in sources.items() if url is not None and is_hub_url(url)}
     if not urls:
-        return identity
+        return cfg, identity
 
     def pinned() -> dict[str, str]:
         found = {}
@@ -207,10 +206,8 @@ def pin_weights(cfg: Config, identity: Run) -> Run:
             found[key] = saved if is_same else str(model.at_commit())
         return found
 
-    commits = from_rank0(pinned)
-    for key, url in commits.items():
-        OmegaConf.update(cfg, key, url)  # type: ignore[arg-type]
-    return identity.with_values(commits)
+    identity = identity.with_values(from_rank0(pinned))
+    return from_plain(Config, identity.config), identity
 
 
 @dataclass(frozen=True)

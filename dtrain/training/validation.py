@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import nn
 
-from dtrain.config.compose import resolved
 from dtrain.config.errors import ConfigError, as_config_error, nearest
-from dtrain.config.instantiate import argument_defaults, by_target, check_arguments, nodes_with_target, resolved_once
+from dtrain.config.instantiate import argument_defaults, by_target, check_arguments, nodes_with_target
 from dtrain.config.run import refuse_hidden
 from dtrain.config.schema import Config, DataConfig
 from dtrain.data.batch import TransferOptions
@@ -48,7 +47,15 @@ from dtrain.training.build import (
     takes_corpus,
 )
 from dtrain.training.checkpoints import Checkpoints
-from dtrain.training.loaders import are_patterns, build_mix, build_mixture, build_sets, corpus_beside, declared_fields
+from dtrain.training.loaders import (
+    are_patterns,
+    are_sets,
+    build_mix,
+    build_mixture,
+    build_sets,
+    corpus_beside,
+    declared_fields,
+)
 from dtrain.training.loop import check_intervals
 from dtrain.training.optimizer import build_optimizer
 from dtrain.training.profiler import StepProfiler
@@ -77,11 +84,11 @@ def validate(cfg: Config) -> None:
     Raises:
         ConfigError: One message; it names all values that are wrong, each with its key and what to do.
     """
-    refuse_hidden(resolved(cfg))
+    refuse_hidden(asdict(cfg))
     found = _Problems()
     for section, remedy in _CHOICES.items():
         with found.of(section):
-            if OmegaConf.is_missing(cfg, section):
+            if getattr(cfg, section) is None:
                 raise ConfigError(f"{section} is not set. {remedy}.")
     if found.errors:
         found.raise_all()
@@ -144,15 +151,15 @@ def _check_run(cfg: Config, found: _Problems) -> Precision:
             Ema(nn.Identity(), train.ema_decay)
     for name in ("timeout_start", "timeout_step", "bucket_cap_mb"):
         with found.of(f"parallel.{name}"):
-            if not parallel[name] > 0:  # type: ignore[index]
-                raise ConfigError(f"parallel.{name}: got {parallel[name]}, want a number above 0.")  # type: ignore[index]
+            if not getattr(parallel, name) > 0:
+                raise ConfigError(f"parallel.{name}: got {getattr(parallel, name)}, want a number above 0.")
     with found.of("parallel"):
         check_options(parallel, size if "WORLD_SIZE" in os.environ else None)
     with found.of("checkpoint"):
         Checkpoints.of(Path(), cfg.checkpoint)
     for name, least in (("every_steps", 1), ("every_minutes", 0)):
         with found.of(f"checkpoint.{name}"):
-            interval = cfg.checkpoint[name]  # type: ignore[index]
+            interval = getattr(cfg.checkpoint, name)
             if interval is not None and not interval >= least:
                 raise ConfigError(f"checkpoint.{name}: got {interval}, want at least {least}, or null.")
     with found.of("tracker"):
@@ -179,8 +186,8 @@ def _check_data(cfg: Config, found: _Problems) -> None:
         Recipe(cfg.run.seed)
     for name in ("shuffle", "tail", "window"):
         with found.of(f"data.{name}"):
-            if data[name] is not None:  # type: ignore[index]
-                Recipe(0, **{name: data[name]})  # type: ignore[index]
+            if (value := getattr(data, name)) is not None:
+                Recipe(0, **{name: value})
     with found.of("data.lanes"):
         if not data.mixture:  # whose lanes need not divide the batch
             choose_lanes(max(cfg.train.global_batch_size, 1), data.lanes, data.shuffle)
@@ -203,13 +210,13 @@ def _check_data(cfg: Config, found: _Problems) -> None:
         _check_mixture(data, found)
     for split in ("train", "eval")[bool(data.mixture) :]:
         with found.of(f"data.{split}"):
-            value = None if OmegaConf.is_missing(data, split) else data[split]  # type: ignore[index]
-            if isinstance(value, DictConfig) and "_target_" not in value and split == "eval":
+            value = getattr(data, split)
+            if split == "eval" and are_sets(value):
                 build_sets(data, build=False)
-                for name in map(str, value):
-                    if isinstance(value[name], DictConfig):
-                        check_arguments(f"data.eval.{name}", value[name])
-            elif isinstance(value, DictConfig):
+                for name, of_set in value.items():
+                    if isinstance(of_set, Mapping):
+                        check_arguments(f"data.eval.{name}", of_set)
+            elif isinstance(value, Mapping):
                 check_arguments(f"data.{split}", value)
             elif (value is not None or split == "train") and not are_patterns(value):
                 raise ConfigError(
@@ -223,8 +230,8 @@ def _check_mixture(data: DataConfig, found: _Problems) -> None:
         build_mixture(data, build=False)
     for name, source in data.mixture.items():
         for key in ("shards", "augment"):
-            node = source.get(key) if isinstance(source, DictConfig) else None
-            if isinstance(node, DictConfig):
+            node = source.get(key) if isinstance(source, Mapping) else None
+            if isinstance(node, Mapping):
                 with found.of(f"data.mixture.{name}.{key}"):
                     check_arguments(f"data.mixture.{name}.{key}", node)
 
@@ -239,7 +246,7 @@ def _check_nodes(cfg: Config, fields: tuple[Field, ...], found: _Problems) -> No
             if node is None:
                 continue
             check_arguments(key, node)
-            targets = [str(inner._target_) for _, inner in nodes_with_target(key, node)]
+            targets = [str(inner["_target_"]) for _, inner in nodes_with_target(key, node)]
             if key != "data.prepare" and all(target.startswith("dtrain.") for target in targets):
                 if key == "data.mix":
                     build_mix(node)
@@ -274,8 +281,7 @@ def _check_schedule(cfg: Config) -> None:
     if horizon is not None and horizon > 0 and (steps_per_epoch or "epoch" not in str(cfg.schedule)):
         build_schedule(cfg.schedule, Lengths(horizon, steps_per_epoch, max(train.global_batch_size, 1)))
     else:
-        plain = resolved_once("schedule", cfg.schedule)
-        check_arguments("schedule", OmegaConf.create(Lengths(1, 1, 1).in_steps(plain)), horizon=1)
+        check_arguments("schedule", Lengths(1, 1, 1).in_steps(cfg.schedule), horizon=1)
 
 
 def _check_model(cfg: Config, precision: Precision, found: _Problems) -> None:
@@ -319,10 +325,8 @@ def _model_on_meta(cfg: Config) -> nn.Module | None:
     Raises:
         ConfigError: If it cannot be built.
     """
-    for _, node in nodes_with_target("model", cfg.model):
-        if not inspect.isclass(get_object(node._target_)):
-            return None
-    if not issubclass(get_object(cfg.model["_target_"]), nn.Module):
+    targets = [get_object(node["_target_"]) for _, node in nodes_with_target("model", cfg.model)]
+    if not all(map(inspect.isclass, targets)) or not issubclass(targets[0], nn.Module):
         return None
     try:
         with torch.device("meta"):
@@ -335,18 +339,13 @@ def _model_on_meta(cfg: Config) -> nn.Module | None:
 
 def _check_optimizer(node: Any, model: nn.Module | None) -> None:
     check_arguments("optimizer", _without(node, "no_decay"), params=None, model=None)
-    for name, default in argument_defaults(node._target_).items():
+    for name, default in argument_defaults(node["_target_"]).items():
         if type(default) in (int, float) and isinstance(node.get(name), str):
             raise ConfigError(f"optimizer.{name}: got {node[name]!r}, want a number such as {default:g}.")
-    if model is None or not str(node._target_).startswith(("torch.optim.", "dtrain.", "torch.distributed.optim.")):
+    if model is None or not str(node["_target_"]).startswith(("torch.optim.", "dtrain.", "torch.distributed.optim.")):
         return
     build_optimizer(_without(node, "fused"), model)
 
 
 def _without(node: Any, key: str) -> Any:
-    if not isinstance(node, DictConfig):
-        return node
-    node = node.copy()
-    with open_dict(node):
-        node.pop(key, None)
-    return node
+    return {name: value for name, value in node.items() if name != key} if isinstance(node, Mapping) else node

@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from dtrain.config.errors import ConfigError
 from dtrain.config.instantiate import by_target, why_missing
@@ -73,7 +72,7 @@ def test_a_module_that_cannot_be_imported_is_named_with_the_place(own_modules: P
     with refused(
         ConfigError, "model._target_", "own_broken.Model", "own_broken.py, line 2", "ZeroDivisionError"
     ) as raised:
-        by_target("model", OmegaConf.create({"_target_": "own_broken.Model"}))
+        by_target("model", {"_target_": "own_broken.Model"})
     assert isinstance(raised.value.__cause__, ZeroDivisionError)  # DTRAIN_TRACEBACK=1 shows it
 
 
@@ -143,16 +142,12 @@ def test_a_node_that_cannot_be_built_is_refused_with_key_target_and_value(
     node: dict, key: str, got: str, remedy: str
 ) -> None:
     with refused(ConfigError, key, got, remedy):
-        by_target(
-            "data.augment", OmegaConf.create({"data": {"augment": node}}).data.augment, *[[]] * (key[-6:] == "params")
-        )
+        by_target("data.augment", node, *[[]] * (key[-6:] == "params"))
 
 
 def test_no_secret_is_shown() -> None:
     with refused(ConfigError, "maxlen=", "token=<hidden>") as raised:
-        by_target(
-            "data.train", OmegaConf.create({"_target_": f"{__name__}.needs_a_number", "token": "a1", "maxlen": "b"})
-        )
+        by_target("data.train", {"_target_": f"{__name__}.needs_a_number", "token": "a1", "maxlen": "b"})
     assert "a1" not in str(raised.value)
 
 
@@ -171,4 +166,4 @@ def needs_a_number(token: str, maxlen: object) -> None:
     ids=str,
 )
 def test_what_can_be_called_is_called(node: dict) -> None:
-    assert by_target("model", OmegaConf.create(node)) is not None
+    assert by_target("model", node) is not None

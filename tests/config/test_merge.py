@@ -12,8 +12,8 @@ from dtrain.config import merge
 from tests.config.command_lines import assert_not_composed, compose
 
 
-def plain(cfg: Any, key: str) -> Any:
-    node = OmegaConf.select(cfg, key)
+def plain(node: Any, key: str) -> Any:
+    node = OmegaConf.select(node, key)
     return OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
 
 
@@ -24,7 +24,7 @@ def preset(tmp_path: Path):
     def composed(text: str, *arguments: str) -> Any:
         (tmp_path / "experiment").mkdir(exist_ok=True)
         (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{text}")
-        return compose("--config-dir", str(tmp_path), "experiment=mine", *arguments).cfg
+        return compose("--config-dir", str(tmp_path), "experiment=mine", *arguments).node
 
     return composed
 
@@ -87,7 +87,7 @@ def preset(tmp_path: Path):
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_the_command_line_replaces_a_node_of_another_class(arguments: list[str], key: str, expected: Any) -> None:
-    found = plain(compose("experiment=digits", *arguments).cfg, key)
+    found = plain(compose("experiment=digits", *arguments).node, key)
     if isinstance(expected, dict) and "_target_" not in expected and "fields" not in key:
         found.pop("_target_", None)
     assert found == expected
@@ -178,7 +178,8 @@ def test_a_sweep_over_classes_replaces_the_node_in_each_run(monkeypatch) -> None
 
     tasks = []
     run(
-        lambda composed: tasks.append(plain(composed.cfg, "task")), ["-m", "experiment=digits", "task._target_=a.A,b.B"]
+        lambda composed: tasks.append(plain(composed.node, "task")),
+        ["-m", "experiment=digits", "task._target_=a.A,b.B"],
     )
     assert tasks == [{"_target_": "a.A"}, {"_target_": "b.B"}]
 

@@ -190,9 +190,9 @@ def test_json_of_somebody_else_is_bounded(tmp_path: Path) -> None:
     # Names of classes beside the shards, which ${dtrain.classes:N} counts
     (tmp_path / "classes.json").symlink_to(deep)
     assert (
-        compose(
-            "experiment=digits", f"data.train={tmp_path}/*.tar", "model.classes=${dtrain.classes:7}"
-        ).cfg.model.classes
+        compose("experiment=digits", f"data.train={tmp_path}/*.tar", "model.classes=${dtrain.classes:7}").cfg.model[
+            "classes"
+        ]
         == 7
     )
 

@@ -446,8 +446,8 @@ def test_the_imagenet_preset_crops_at_random_to_train_and_shows_the_middle_to_ev
     preset = OmegaConf.merge(config, {"data": {"image_size": 224}}).data
     files = [smooth(300, 400), smooth(500, 260), smooth(100, 90)]
     shard = write_tar(tmp_path / "a.tar", [(f"s{n}", {"jpg": file, "cls": b"1"}) for n, file in enumerate(files)])
-    fields = OmegaConf.to_container(preset.fields, resolve=True)
-    augment = by_target("data.augment", preset.augment)
+    fields, augment_node = (OmegaConf.to_container(preset[key], resolve=True) for key in ("fields", "augment"))
+    augment = by_target("data.augment", augment_node)
     seen = {}
     for use in ("train", "eval"):
         loader = ShardLoader(

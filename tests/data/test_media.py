@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from dtrain.config.schema import Config
 from dtrain.data import ShardDataset, ShardLoader, media
 from dtrain.data.augment import RandomResizedCrop
 from dtrain.data.crop import whole
@@ -24,6 +22,7 @@ from dtrain.data.fields import DataError, Field, SampleError
 from dtrain.data.parse_fields import parse_fields
 from dtrain.precision import Precision
 from dtrain.training.loaders import eval_loader, train_loader
+from tests.configs import config_of
 from tests.refusals import refused
 from tests.shards import make_loader, read_epoch, write_tar
 from tests.toys import world
@@ -343,7 +342,7 @@ def test_an_evaluation_takes_the_middle(tmp_path: Path) -> None:
             "fields": fields,
             "num_workers": 0,
         }
-        cfg = OmegaConf.merge(OmegaConf.structured(Config), {"train": {"global_batch_size": 4}, "data": data})
+        cfg = config_of({"train": {"global_batch_size": 4}, "data": data})
         training, evaluation = (build(cfg, world(), Precision("fp32")) for build in (train_loader, eval_loader))
         assert training is not None
         assert evaluation is not None

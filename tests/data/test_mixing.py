@@ -14,7 +14,6 @@ import simplejpeg
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from dtrain.config.errors import ConfigError
 from dtrain.config.schema import Config
@@ -27,6 +26,7 @@ from dtrain.data.shard_source import ShardSampleReader
 from dtrain.precision import Precision
 from dtrain.tasks import Classification
 from dtrain.training.loaders import eval_loader, train_loader
+from tests.configs import config_of
 from tests.refusals import refused
 from tests.shards import (
     IMAGE,
@@ -332,8 +332,7 @@ def config(paths: Sequence[str], **data: Any) -> Config:
         "train": {"global_batch_size": 12},
         "data": {"fields": FIELDS, "num_workers": 0, "train": list(paths), "eval": list(paths), **data},
     }
-    cfg: Config = OmegaConf.merge(OmegaConf.structured(Config), given)  # type: ignore[assignment]
-    return cfg
+    return config_of(given)
 
 
 def test_training_is_mixed_as_configured_and_evaluation_never(uneven: list[str]) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp  # shard_model imports it, which takes seconds: here once, and not in every rank
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from dtrain.config.errors import ConfigError
@@ -27,6 +26,7 @@ from dtrain.precision import Precision
 from dtrain.tasks import LanguageModelling
 from dtrain.training.build import build_model
 from dtrain.training.task import Output
+from tests.configs import config_of
 from tests.ranks import run_ranks
 from tests.refusals import refused
 from tests.toys import CPU
@@ -37,8 +37,7 @@ ADAMW = {"_target_": "torch.optim.AdamW", "lr": 0.1}
 
 
 def config(model: dict[str, Any] = GPT, task: dict[str, Any] = LANGUAGE, **train: Any) -> Config:
-    own = {"model": model, "task": task, "optimizer": ADAMW, "train": train}
-    return OmegaConf.merge(OmegaConf.structured(Config), own)  # type: ignore[return-value]
+    return config_of({"model": model, "task": task, "optimizer": ADAMW, "train": train})
 
 
 def tokens(rows: int = 4) -> Batch:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import nn
 
 from dtrain.config.errors import ConfigError
@@ -22,7 +21,7 @@ def gpt() -> GPT:
 
 
 def optimizer(model: nn.Module, **node: Any) -> torch.optim.Optimizer:
-    return build_optimizer(OmegaConf.create(node), model)
+    return build_optimizer(node, model)
 
 
 def backward(model: nn.Module, step: int) -> None:

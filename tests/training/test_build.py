@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -22,7 +21,7 @@ from tests.toys import CPU, Net, micro_batches, run_steps, train_step, world
 
 
 def node(target: str | None = None, **keys: Any) -> Any:
-    return OmegaConf.create({**({"_target_": target} if target else {}), **keys})
+    return {**({"_target_": target} if target else {}), **keys}
 
 
 HERE = "tests.training.test_build"
@@ -67,7 +66,7 @@ def no_optimizer(params: list[nn.Parameter]) -> list[nn.Parameter]:
 @pytest.mark.parametrize("given", [None, {}, {"width": 3}], ids=str)
 def test_a_node_without_a_target_is_refused(given: Any) -> None:
     with refused(ConfigError, "model: ", "no _target_", "model._target_=package.Class"):
-        build.by_target("model", OmegaConf.create(given) if given is not None else None)
+        build.by_target("model", given)
 
 
 @pytest.mark.parametrize("target", ["nowhere.Model", f"{HERE}.Nothing", "dtrain.models.Nothing"])

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import save
 from torch import nn
 
 from dtrain.config.errors import ConfigError
 from dtrain.config.run import Run
-from dtrain.config.schema import Config, RunConfig, WarmStartConfig
+from dtrain.config.schema import Config, RunConfig, WarmStartConfig, from_plain
 from dtrain.data.hub import hub_errors
 from dtrain.distributed.process_group import process_group
 from dtrain.tracking import save_run
@@ -116,12 +116,10 @@ def test_the_weights_of_an_artefacts_folder_are_loaded(tmp_path: Path) -> None:
 
 def begin(run_dir: Path, url: str, key: str = "run.weights_from") -> tuple[str, Run]:
     """What ``train`` does: pins the weights and saves the config. Returns the pinned URL, and the run."""
-    cfg: Any = OmegaConf.structured(Config)
-    OmegaConf.update(cfg, key, url)
-    config: Any = OmegaConf.to_container(cfg)
-    run = pin_weights(cfg, Run("name", run_dir, config, (f"{key}={url}",), ()))
+    config = Run("name", run_dir, asdict(Config()), (f"{key}={url}",), ()).with_values({key: url})
+    cfg, run = pin_weights(from_plain(Config, config.config), config)
     save_run(run)
-    return str(OmegaConf.select(cfg, key)), run
+    return str(attrgetter(key)(cfg)), run
 
 
 @pytest.mark.parametrize("key", ["run.weights_from", "run.warm_start.path"])

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from dtrain.config.errors import ConfigError
 from dtrain.config.schema import Config, DataConfig
@@ -25,6 +24,7 @@ from dtrain.training.loaders import (
     prepare_data,
     train_loader,
 )
+from tests.configs import config_of
 from tests.ranks import RanksFailed, run_ranks
 from tests.refusals import assert_refused, refused
 from tests.runs import metrics, records, status, train_on
@@ -46,8 +46,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
 def config(**data: Any) -> Config:
     """A config with these keys of ``data``; 12 samples a step, no workers."""
     given = {"train": {"global_batch_size": 12}, "data": {"fields": VECTOR_FIELDS, "num_workers": 0, **data}}
-    cfg: Config = OmegaConf.merge(OmegaConf.structured(Config), given)  # type: ignore[assignment]
-    return cfg
+    return config_of(given)
 
 
 def numbers(loader: ShardLoader) -> list[int]:
@@ -344,9 +343,7 @@ def test_a_row_of_bad_samples_ends_the_run_on_every_rank_alike(tmp_path: Path) -
 @pytest.fixture
 def data(tmp_path: Path) -> DataConfig:
     (tmp_path / "a-0.tar").touch()
-    config: DataConfig = OmegaConf.structured(DataConfig)
-    config.eval = f"{tmp_path}/a-*.tar"
-    return config
+    return DataConfig(eval=f"{tmp_path}/a-*.tar")
 
 
 def test_names_are_those_beside_the_first_shards_that_have_any(data: DataConfig, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed.fsdp
 import torch.distributed.tensor
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -98,7 +97,7 @@ def build(
         ema=average,
         loss_scale=LossScale(CPU, init=64.0, growth_interval=2),
     )
-    cfg: Config = OmegaConf.structured(Config)
+    cfg = Config()
     cfg.precision.loss_scale.growth_interval = 2
     data: Any = Data()
     return TrainState(

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import nn
 
 from dtrain.config.run import Run
-from dtrain.config.schema import Config
+from dtrain.config.schema import Config, TrainConfig
 from dtrain.data import Batch, ShardLoader
 from dtrain.tasks import Classification
 from dtrain.training import run_logger
@@ -132,7 +131,7 @@ def rows(
     model: nn.Module | None = None,
     **options: Any,
 ) -> dict[str, str]:
-    cfg: Config = OmegaConf.merge(OmegaConf.structured(Config), {"train": {"global_batch_size": 16}})  # type: ignore[assignment]
+    cfg = Config(train=TrainConfig(global_batch_size=16))
     model = model or Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, amsgrad=True, fused=True)
     loader = ShardLoader(

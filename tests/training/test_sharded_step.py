@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp  # here once, and not in every rank
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -325,17 +324,17 @@ def test_an_optimizer_that_cannot_update_parts_is_refused_and_one_without_fused_
     def on_rank(rank: int) -> list[bool]:
         model = Blocks()
         shard_model(model, ParallelConfig(shard="full"), world(rank, 2))
-        adafactor = OmegaConf.create({"_target_": "torch.optim.Adafactor"})
+        adafactor = {"_target_": "torch.optim.Adafactor"}
         with refused(ConfigError, "optimizer", "torch.optim.Adafactor", "parallel=ddp"):
             build_optimizer(adafactor, model)
-        muon = OmegaConf.create({"_target_": "dtrain.optimizers.MuonWithAdamW"})
+        muon = {"_target_": "dtrain.optimizers.MuonWithAdamW"}
         with refused(ConfigError, "optimizer", "Muon", "parallel=ddp"):
             build_optimizer(muon, model)
-        fused = OmegaConf.create({"_target_": "torch.optim.SGD", "lr": 0.1, "fused": True})
+        fused = {"_target_": "torch.optim.SGD", "lr": 0.1, "fused": True}
         with refused(ConfigError, "optimizer", "_fused_sgd_", "parallel=ddp"):
             build_optimizer(fused, model)
         nodes = [{"_target_": f"torch.optim.{name}", "lr": 0.1, "no_decay": ["vectors"]} for name in ("SGD", "AdamW")]
-        return [bool(build_optimizer(OmegaConf.create(node), model).defaults["fused"]) for node in nodes]
+        return [bool(build_optimizer(node, model).defaults["fused"]) for node in nodes]
 
     assert run_ranks(2, on_rank) == [[False, True]] * 2
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from dtrain.config.errors import ConfigError
@@ -387,9 +386,9 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def start(shards: str, run_dir: Path, setting: Setting) -> TrainState:
     """What the main makes from a config, before anything is restored."""
-    cfg: Config = OmegaConf.structured(Config)
+    cfg = Config()
     for key in ("growth_interval", "growth_factor", "backoff_factor"):
-        cfg.precision.loss_scale[key] = getattr(setting, key)
+        setattr(cfg.precision.loss_scale, key, getattr(setting, key))
     model = setting.model()
     loader = ShardLoader(shards, VECTOR_FIELDS, global_batch_size=8, num_workers=0, precision=setting.precision)
     ema = Ema(model, setting.ema_decay) if setting.ema_decay is not None else None

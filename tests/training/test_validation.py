@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
 
 from dtrain.config.errors import ConfigError
+from dtrain.config.schema import Config, from_plain
 from dtrain.training.validation import validate
 from tests.config.command_lines import compose
 from tests.refusals import refused
@@ -226,12 +226,15 @@ def digits_config() -> Any:
 
 def changed(config: Any, *assignments: str) -> Any:
     """A copy with other values; values are YAML."""
-    cfg = copy.deepcopy(config)
-    OmegaConf.set_struct(cfg, False)
+    plain = asdict(config)
     for assignment in assignments:
         key, _, value = assignment.partition("=")
-        OmegaConf.update(cfg, key, yaml.safe_load(value), merge=False)
-    return cfg
+        *parents, name = key.split(".")
+        section = plain
+        for parent in parents:
+            section = section[parent]
+        section[name] = yaml.safe_load(value)
+    return from_plain(Config, plain)
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
