@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return _run_torchrun(name, processes, _as_typed(name, rest))
         return _run(name, rest)
     except UsageError as error:
-        from dtrain.config.errors import printable
+        from dtrain.errors import printable
 
         print(f"dtrain: error: {printable(str(error), keep=chr(10))}", file=sys.stderr)
         return EXIT_USAGE
@@ -99,12 +99,13 @@ def _run(name: str, arguments: Sequence[str]) -> int:
 
 def _prints_config(arguments: Sequence[str]) -> bool:
     """Prints what ``--help``, ``--cfg`` and the like ask for, if they do, without torch, whose import takes a second."""
+    from dtrain import command_line
     from dtrain.config import compose
     from dtrain.config.run import recompose_if_run
 
     if not compose.only_prints(arguments):
         return False
-    compose.run(lambda composed: None, arguments, rewrite=recompose_if_run)
+    command_line.run(lambda composed: None, arguments, rewrite=recompose_if_run)
     return True
 
 
@@ -115,8 +116,8 @@ def _run_torchrun(name: str, processes: int, arguments: Sequence[str]) -> int:
     """
     from torch.distributed.run import main as torchrun
 
-    from dtrain.config.torchrun_end import end_if_stuck
-    from dtrain.config.torchrun_errors import quiet_torchrun
+    from dtrain.distributed.torchrun import quiet_torchrun
+    from dtrain.distributed.torchrun_end import end_if_stuck
     from dtrain.distributed.world import process_cpu_count, rendezvous_options
 
     # torchrun would set 1, and print a warning of five lines.
@@ -132,9 +133,9 @@ def _run_torchrun(name: str, processes: int, arguments: Sequence[str]) -> int:
 
 def _as_typed(name: str, arguments: Sequence[str]) -> list[str]:
     """The whole command line for the ranks: what is read from a run directory, and whether to trust it, is decided here."""
-    from dtrain.config.errors import ConfigError
     from dtrain.config.run import recompose_if_run, refuse_foreign_links, run_dir_of, take
     from dtrain.config.trust import AS_TYPED, TRUST
+    from dtrain.errors import ConfigError
 
     if (directory := run_dir_of(arguments)) is None:
         return list(arguments)
@@ -220,7 +221,7 @@ def _print_completion(arguments: Sequence[str]) -> int:
 
 
 def _no_such_command(name: str) -> str:
-    from dtrain.config.errors import nearest
+    from dtrain.errors import nearest
 
     if "=" in name:
         return f"{name}: a command comes first, such as: dtrain train {name}"

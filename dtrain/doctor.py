@@ -20,20 +20,22 @@ from dataclasses import asdict
 
 import torch.distributed as dist
 
+from dtrain import command_line
+from dtrain.command_line import add_json_option, write_json
 from dtrain.config import compose
-from dtrain.config.compose import Composed, add_json_option, write_json
-from dtrain.config.errors import ConfigError
+from dtrain.config.compose import Composed
 from dtrain.config.run import Run, recompose_if_run
 from dtrain.config.schema import ParallelConfig
-from dtrain.config.torchrun_errors import record_failure
+from dtrain.console import Finding, as_text
 from dtrain.diagnosis.machine import examine_machine, examine_precisions, ranks_agree
 from dtrain.diagnosis.measure import AllReduce
 from dtrain.distributed.collectives import from_rank0
 from dtrain.distributed.hang import HangWatch
 from dtrain.distributed.process_exit import exit_with_torchrun
 from dtrain.distributed.process_group import process_group, settle_network
+from dtrain.distributed.torchrun import launched_rank, record_failure
 from dtrain.distributed.world import World, join_srun
-from dtrain.tracking.finding import Finding, as_text
+from dtrain.errors import ConfigError
 
 _JOIN_TIMEOUT = 60.0  # seconds, without a config
 
@@ -61,14 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settle_network()
     if rest:
         codes: list[int] = []
-        compose.run(lambda composed: codes.append(examine_run(composed, options)), rest, rewrite=recompose_if_run)
+        command_line.run(lambda composed: codes.append(examine_run(composed, options)), rest, rewrite=recompose_if_run)
         return codes[0] if codes else 0  # no code if Hydra only printed the config
     try:
         return check_machine(options)
     except ConfigError as error:
-        if compose.rank() == 0:
+        if launched_rank() == 0:
             print(f"doctor: error: {error}", file=sys.stderr)
-        record_failure(f"doctor: error: {error}", shown=compose.rank() == 0)
+        record_failure(f"doctor: error: {error}", shown=launched_rank() == 0)
         return 1
 
 

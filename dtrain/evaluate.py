@@ -25,12 +25,12 @@ import yaml
 from rich.console import Console
 from torch import Tensor, nn
 
+from dtrain import command_line
 from dtrain.config import compose
-from dtrain.config.bounded_files import parse_yaml, read_bounded
-from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.run import Run, recompose, refuse_hidden, take, without_secrets
 from dtrain.config.schema import Config
 from dtrain.config.trust import TRUST, is_marked, require_harmless
+from dtrain.console import print_banner, progress
 from dtrain.data import ShardLoader
 from dtrain.data.hub import is_hub_url
 from dtrain.deployment import artefact
@@ -41,9 +41,10 @@ from dtrain.distributed.collectives import from_rank0, on_all_ranks
 from dtrain.distributed.hang import HangWatch
 from dtrain.distributed.process_group import process_group, settle_network
 from dtrain.distributed.world import World, join_srun
+from dtrain.errors import ConfigError, as_config_error
+from dtrain.files import parse_yaml, read_bounded
 from dtrain.precision import Precision
 from dtrain.tracking import evaluation_results
-from dtrain.tracking.console import print_banner, progress
 from dtrain.tracking.evaluation_results import CheckpointEvaluation, aligned
 from dtrain.training.build import EvaluationParts, build_for_evaluation, build_precision, build_task
 from dtrain.training.checkpoints import Checkpoint, Checkpoints
@@ -348,8 +349,8 @@ def main() -> None:
     *others, last = one_for_each_precision(rest)
     configs: list[compose.Composed] = []
     for arguments in others:
-        compose.run(configs.append, arguments, rewrite=recompose)
-    compose.run(
+        command_line.run(configs.append, arguments, rewrite=recompose)
+    command_line.run(
         lambda composed: run_evaluation(
             [*configs, composed], options["checkpoint"], options["weights"], options["out"]
         ),
@@ -379,7 +380,7 @@ def main_of_artefact(options: Mapping[str, str], arguments: list[str]) -> None:
         run_artefact_evaluation(composed, folders[0], name, options["out"], trust=TRUST in arguments)
 
     with TemporaryDirectory() as presets:
-        compose.run(evaluate_it, arguments, rewrite=rewrite)
+        command_line.run(evaluate_it, arguments, rewrite=rewrite)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import sys
 
-from dtrain.config import compose
-from dtrain.config.errors import ConfigError
+from dtrain import command_line
 from dtrain.config.run import recompose, take
 from dtrain.deployment import benchmark
 from dtrain.deployment.pipeline import export
+from dtrain.errors import ConfigError
 
 USAGE = """Usage
   python -m dtrain.export run.dir=DIR [OPTION=VALUE ...] [KEY=VALUE ...]
@@ -66,7 +66,7 @@ def main() -> None:
             )
         return recompose(arguments)
 
-    compose.run(
+    command_line.run(
         lambda composed: export(composed, options["checkpoint"], options["weights"], options["samples"]),
         rest,
         rewrite=rewrite,

@@ -19,9 +19,10 @@ import sys
 from collections.abc import Sequence
 from tempfile import TemporaryDirectory
 
+from dtrain import command_line
 from dtrain.config import compose
-from dtrain.config.errors import ConfigError, nearest, printable
 from dtrain.config.run import recompose_if_run
+from dtrain.errors import ConfigError, nearest, printable
 from dtrain.launching import local, slurm
 from dtrain.launching.commands import COMMANDS, run_command
 from dtrain.launching.job import (
@@ -109,7 +110,7 @@ def _start(arguments: Sequence[str]) -> int:
             jobs.append(Job.of(composed))
 
     with TemporaryDirectory() as folder:
-        compose.run(add, arguments, lambda typed: _with_sweep_dir(recompose_if_run(typed), folder))
+        command_line.run(add, arguments, lambda typed: _with_sweep_dir(recompose_if_run(typed), folder))
     # Without jobs Hydra only printed the config (--cfg, --info).
     return launch(with_unique_dirs(jobs)) if jobs else FINISHED
 

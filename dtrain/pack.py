@@ -20,8 +20,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dtrain.config.errors import printable
 from dtrain.data import digits
+from dtrain.errors import printable
 from dtrain.packing.arrays import pack_arrays
 from dtrain.packing.documents import VAL_BY
 from dtrain.packing.images import pack_images

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dtrain.config.errors import ConfigError, escape_on_stdout, printable
+from dtrain.console import until_reader_leaves
 from dtrain.data.fields import SampleError
 from dtrain.deployment import artefact
 from dtrain.deployment.artefact import Artefact
@@ -28,7 +28,7 @@ from dtrain.deployment.description import DESCRIPTION
 from dtrain.deployment.hub import local_folder
 from dtrain.deployment.program import ImageInput
 from dtrain.deployment.text import Sampling, continue_text
-from dtrain.tracking.console import until_reader_leaves
+from dtrain.errors import ConfigError, escape_on_stdout, printable
 
 
 @dataclass(frozen=True)

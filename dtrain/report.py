@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
-from dtrain.config.errors import escape_on_stdout, printable
-from dtrain.distributed.atomic import replace_file
+from dtrain.console import until_reader_leaves
+from dtrain.errors import escape_on_stdout, printable
+from dtrain.files import replace_file
 from dtrain.reporting.charts import run_charts, setting_charts
 from dtrain.reporting.health import RunData
 from dtrain.reporting.page import gap_lines, report_page
 from dtrain.reporting.search import read_searches
 from dtrain.reporting.sweep import Sweep
 from dtrain.reporting.tables import sweep_text
-from dtrain.tracking.console import until_reader_leaves
 from dtrain.tracking.history import read_all, run_directories
 
 

@@ -10,6 +10,7 @@ every rank with the same message.
 
 from __future__ import annotations
 
+from dtrain import command_line
 from dtrain.config import compose
 from dtrain.config.run import Run, recompose_if_run, refuse_foreign_links
 from dtrain.config.schema import Config
@@ -19,6 +20,7 @@ from dtrain.distributed.lock import run_lock
 from dtrain.distributed.process_exit import CLEANUP, exit_with_torchrun, exit_without_threads
 from dtrain.distributed.process_group import process_group, settle_network
 from dtrain.distributed.stop import StopRequests, TimeLimit
+from dtrain.distributed.torchrun import launched_rank
 from dtrain.distributed.world import join_srun
 from dtrain.tracking import FailureRecord, failures_recorded, open_rank_log, save_run, sends_alerts, tracker_mode
 from dtrain.training.breakpoints import breakpoints
@@ -41,7 +43,7 @@ def train(composed: compose.Composed) -> None:
         refuse_foreign_links(identity.dir)
     exit_with_torchrun()
     recovery = Recovery(identity.dir, cfg.parallel)
-    with failures_recorded(identity.dir, compose.rank()) as failure:
+    with failures_recorded(identity.dir, launched_rank()) as failure:
         recovery.run(lambda: train_on_ranks(cfg, identity, failure, recovery))
 
 
@@ -116,7 +118,7 @@ def main() -> None:
     join_srun()
     settle_network()
     try:
-        compose.run(train, rewrite=recompose_if_run)
+        command_line.run(train, rewrite=recompose_if_run)
     except SystemExit as end:
         if end.code:
             exit_without_threads(CLEANUP, end.code if isinstance(end.code, int) else 1)

@@ -24,7 +24,8 @@ from typing import Any, Union, get_args, get_origin
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from dtrain.config import compose, schema
+from dtrain import command_line
+from dtrain.config import schema
 from dtrain.config.compose import Composed, conf_dir
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
@@ -60,7 +61,7 @@ def page() -> str:
         ValueError: If a key or a preset has no comment; names all of them.
     """
     composed: list[Composed] = []
-    compose.run(composed.append, [])
+    command_line.run(composed.append, [])
     undocumented: list[str] = []
     parts = [
         _HEAD,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dtrain import doctor, evaluate
+from dtrain import command_line, doctor, evaluate
 from dtrain.__main__ import _take_nproc
 from dtrain.completion import SHELLS
 from dtrain.config import compose
@@ -22,7 +22,7 @@ ENTRY_POINTS = sorted(path.stem for path in (ROOT / "dtrain").glob("[!_]*.py") i
 
 def compose_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Entry points read their command lines and compose their configs, and do nothing with them."""
-    run = compose.run
+    run = command_line.run
     monkeypatch.setattr(compose, "run", lambda main, argv=None, rewrite=None: run(lambda composed: None, argv, rewrite))
     monkeypatch.setattr(doctor, "check_machine", lambda options: 0)
     monkeypatch.setattr(evaluate, "pull", lambda url, config: Path("no-such-artefact"))  # the hub is not asked

@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dtrain import train
+from dtrain import command_line, train
 from dtrain.config import compose, schema
 from dtrain.training.checkpoints import read_folder
 from tests.forked_python import forked_python
@@ -36,8 +36,8 @@ def train_on(ranks: int, run_dir: Path, *overrides: str, experiment: str = "digi
     Image.init()  # loads the formats of images, which each rank would do
 
     def rank(number: int) -> None:
-        with mock.patch.object(compose, "_compose", composed or compose._compose):
-            compose.run(train.train, arguments)
+        with mock.patch.object(compose, "_call_hydra", composed or compose._call_hydra):
+            command_line.run(train.train, arguments)
 
     run_ranks(ranks, rank, init=False, timeout=250)
 
@@ -46,13 +46,15 @@ def _composed(arguments: list[str]) -> Callable[[Callable[[DictConfig], None], l
     """Hydra's work on these arguments, done once for all ranks: it takes as long as a short run.
 
     Returns:
-        A ``compose._compose`` that knows the result; None if the config is wrong, which each rank has to find.
+        A ``compose._call_hydra`` that knows the result; None if the config is wrong, which each rank has to find.
     """
     found: list[tuple[DictConfig, Any]] = []
     schema.register()
     compose._register_resolvers()
     try:
-        compose._compose(lambda cfg: found.append((cfg, HydraConfig.instance().cfg)), compose.options_last(arguments))
+        compose._call_hydra(
+            lambda cfg: found.append((cfg, HydraConfig.instance().cfg)), compose.options_last(arguments)
+        )
     except Exception:  # noqa: BLE001 - shown by the ranks
         return None
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dtrain import evaluate
-from dtrain.config import compose
+from dtrain import command_line, evaluate
 from dtrain.tracking import sinks
 from tests.ranks import RanksFailed, run_ranks
 from tests.refusals import assert_refused
@@ -101,7 +100,7 @@ def test_an_evaluation_of_which_nothing_can_be_read_is_one_message(
     arguments = [f"run.dir={tmp_path / 'run'}", f"data.eval={bad}"]
 
     def rank(number: int) -> None:
-        compose.run(
+        command_line.run(
             lambda composed: evaluate.run_evaluation([composed], "", "", ""), arguments, rewrite=evaluate.recompose
         )
 

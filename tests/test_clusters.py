@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
-from dtrain.config.errors import ConfigError
 from dtrain.distributed.world import rendezvous_options
+from dtrain.errors import ConfigError
 from dtrain.launching import local
 from dtrain.launching.job import STOPPED
 from tests.doc_commands import accepted, compose_only

@@ -17,8 +17,7 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
-from dtrain import doctor, export
-from dtrain.config import compose
+from dtrain import command_line, doctor, export
 from dtrain.config.compose import Composed, conf_dir
 from dtrain.config.schema import Config
 from dtrain.config.trust import mark
@@ -215,7 +214,7 @@ def test_blocks_of_yaml_are_configs(page: Path, tmp_path: Path) -> None:
             folder = tmp_path / str(number)
             (folder / "experiment").mkdir(parents=True)
             (folder / "experiment" / "documented.yaml").write_text(block.text)
-            compose.run(lambda composed: None, ["--config-dir", str(folder), "experiment=documented"])
+            command_line.run(lambda composed: None, ["--config-dir", str(folder), "experiment=documented"])
         else:
             OmegaConf.merge(OmegaConf.structured(Config), content)
 
@@ -257,7 +256,7 @@ def test_the_page_of_keys_is_what_its_script_writes(config_page: Any) -> None:
 def test_the_page_of_keys_has_all_keys_of_a_config_and_all_presets() -> None:
     page = (ROOT / "docs" / "config.md").read_text()
     composed: list[Composed] = []
-    compose.run(composed.append, [])
+    command_line.run(composed.append, [])
     rows = re.findall(r"^\| `([\w.]+)` \|", page, re.MULTILINE)
     assert sorted(rows) == sorted(leaves(OmegaConf.to_container(composed[0].node, resolve=False)))
     for preset in conf_dir().glob("*/*.yaml"):

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from dtrain import doctor as doctor_module
-from dtrain.config.errors import ConfigError
 from dtrain.config.run import recompose_if_run
 from dtrain.config.trust import mark
+from dtrain.console import Finding, as_text
 from dtrain.distributed.world import World
 from dtrain.doctor import main
-from dtrain.tracking.finding import Finding, as_text
+from dtrain.errors import ConfigError
 from tests.ranks import run_ranks
 from tests.refusals import refused
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from dtrain import export
-from dtrain.config.errors import ConfigError
+from dtrain.errors import ConfigError
 from dtrain.evaluate import recompose_artefact
 from tests.hub_server import point_at, serving_hub
 from tests.refusals import assert_refused, refused

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import simplejpeg
 
-from dtrain.config import compose
+from dtrain import command_line
 from dtrain.config.compose import Composed, conf_dir
 from tests.runs import metrics, train_on, weights
 from tests.shards import write_tar
@@ -24,7 +24,7 @@ def test_every_experiment_composes_and_its_header_has_the_command(name: str, mon
     for variable in ("DTRAIN_CIFAR10", "DTRAIN_MNIST1D", "DTRAIN_TEXT"):
         monkeypatch.setenv(variable, "somewhere")
     composed: list[Composed] = []
-    compose.run(composed.append, [f"experiment={name}"])
+    command_line.run(composed.append, [f"experiment={name}"])
     assert composed[0].cfg.train.max_steps or composed[0].cfg.train.max_epochs
     header = (conf_dir() / "experiment" / f"{name}.yaml").read_text().split("defaults:")[0]
     assert f"experiment={name}" in header

@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dtrain import export, predict
-from dtrain.config.errors import ConfigError
 from dtrain.deployment import artefact
+from dtrain.errors import ConfigError
 from dtrain.training.checkpoints import Checkpoint, Checkpoints
 from tests.refusals import assert_refused, refused
 from tests.toys import NormNet

@@ -19,11 +19,11 @@ ROOT = Path(__file__).resolve().parents[1]
 #: By module (``.*`` stands for all modules of a package): packages that importing it must not load, and for whose sake.
 NOT_LOADED = {
     "dtrain.__main__": ("hydra", "omegaconf", "torch", "numpy"),  # dtrain --help answers at once
-    "dtrain.config.torchrun_errors": ("hydra", "omegaconf", "torch", "numpy"),  # every torchrun on the machine loads it
+    "dtrain.distributed.torchrun": ("hydra", "omegaconf", "torch", "numpy"),  # every torchrun on the machine loads it
     "dtrain.report": ("hydra", "omegaconf", "wandb"),  # reads finished runs only, on any machine
-    "dtrain.config.errors": ("hydra", "omegaconf", "torch"),  # loader workers import it
+    "dtrain.errors": ("hydra", "omegaconf", "torch"),  # loader workers import it
     "dtrain.config.cache_dir": ("hydra", "omegaconf", "torch"),  # loader workers import it
-    "dtrain.distributed.atomic": ("hydra", "torch"),
+    "dtrain.files": ("hydra", "torch"),
     "dtrain.tracking.records": ("hydra", "torch", "wandb"),
     "dtrain.tracking.run_dir": ("hydra", "torch", "wandb"),  # dtrain.report reads the status
     "dtrain.tracking.history": ("hydra", "torch", "wandb"),

@@ -17,8 +17,7 @@ import yaml
 from PIL import Image
 from webdataset.tariterators import base_plus_ext
 
-from dtrain import train
-from dtrain.config import compose
+from dtrain import command_line, train
 from dtrain.data import ShardLoader
 from dtrain.pack import main
 from dtrain.packing.staging import StagedDataset
@@ -392,7 +391,7 @@ def test_exactly_the_printed_command_trains(tmp_path, capsys, make, model):
     assert program == "train"
     assert any(argument.startswith(model) for argument in arguments)
     short = [f"run.dir={tmp_path / 'run'}", "tracker=none", "train.global_batch_size=4", "train.max_steps=1"]
-    run_ranks(1, lambda rank: compose.run(train.train, [*arguments, *short]), init=False, timeout=120)
+    run_ranks(1, lambda rank: command_line.run(train.train, [*arguments, *short]), init=False, timeout=120)
     assert metrics(tmp_path / "run", "eval/loss")
 
 

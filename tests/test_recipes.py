@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.config import compose
+from dtrain import command_line
 from dtrain.config.compose import Composed
 from dtrain.config.instantiate import by_target
 from dtrain.config.schema import Config
@@ -33,7 +33,7 @@ def composed(recipe: str, folder: Path) -> Config:
     (folder / "experiment").mkdir()
     (folder / "experiment" / "recipe.yaml").write_text(recipe)
     found: list[Composed] = []
-    compose.run(found.append, ["--config-dir", str(folder), "experiment=recipe"])
+    command_line.run(found.append, ["--config-dir", str(folder), "experiment=recipe"])
     return found[0].cfg
 
 

@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 from benchmarks.fault_hook import faulty
-from dtrain import train
-from dtrain.config import compose
+from dtrain import command_line, train
 from dtrain.config.run import recompose_if_run
 from tests.ranks import RanksFailed, run_ranks
 from tests.refusals import assert_refused
@@ -21,7 +20,7 @@ SMALL = ("model.width=4", "checkpoint.best=null")
 
 def command(ranks: int, *arguments: str) -> None:
     """The entry point with exactly these arguments."""
-    run_ranks(ranks, lambda rank: compose.run(train.train, arguments, recompose_if_run), init=False, timeout=120)
+    run_ranks(ranks, lambda rank: command_line.run(train.train, arguments, recompose_if_run), init=False, timeout=120)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.fault_hook import faulty
-from dtrain import train
-from dtrain.config import compose
+from dtrain import command_line, train
 from tests.ranks import RanksFailed, run_ranks
 from tests.refusals import assert_refused
 from tests.runs import QUIET, metrics, status, train_on, tree
@@ -73,7 +72,7 @@ def messages_of(
     def refuse_all(rank: int) -> None:
         for overrides, _ in table:
             with pytest.raises(SystemExit):
-                compose.run(train.train, command(run_dir, overrides))
+                command_line.run(train.train, command(run_dir, overrides))
             sys.stderr.write("----\n")
 
     run_ranks(1, refuse_all, init=False, timeout=240)
@@ -111,7 +110,7 @@ def test_two_ranks_that_are_refused_leave_a_finished_run_as_it_is(
 ) -> None:
     before = tree(finished)
     with pytest.raises(RanksFailed) as failed:
-        run_ranks(2, lambda rank: compose.run(train.train, command(finished, overrides)), init=False, timeout=120)
+        run_ranks(2, lambda rank: command_line.run(train.train, command(finished, overrides)), init=False, timeout=120)
     assert set(failed.value.reports) == {0, 1}
     assert not failed.value.hung
     message = capfd.readouterr().err

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dtrain.config.errors import ConfigError
+from dtrain.errors import ConfigError
 
 _MIN = frozenset({"bits", "cer", "error", "errors", "loss", "losses", "mae", "mse", "nll", "perplexity", "rmse", "wer"})
 _MAX = frozenset({

@@ -35,9 +35,9 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from dtrain.config.errors import ConfigError, nearest
 from dtrain.config.merge import CLASS_GROUPS, replacing_nodes
 from dtrain.config.schema import Config, key_types
+from dtrain.errors import ConfigError, nearest
 
 _PACKAGE = re.compile(r"(\s*#\s*@.*\n)*\s*#\s*@package\b")  # Hydra's header ends at the first line that is not `# @`
 _QUOTE = "quote it twice: 'data.train=\"shards/{000..009}.tar\"'"

@@ -25,7 +25,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import MISSING
 
-from dtrain.config.errors import ConfigError, Explained, PeerFailed, hide_secret, nearest, shortened
+from dtrain.errors import ConfigError, Explained, PeerFailed, hide_secret, nearest, shortened
 
 # Module to the name of its distribution on PyPI, where they differ.
 _DISTRIBUTIONS = {

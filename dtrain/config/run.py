@@ -25,12 +25,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
-from dtrain.config.bounded_files import parse_yaml, read_bounded
-from dtrain.config.cache_dir import cache_dir
-from dtrain.config.compose import Composed, portable, rank
-from dtrain.config.errors import HIDDEN, SECRET_KEY, ConfigError, as_config_error, without_secrets_in
+from dtrain.config.compose import Composed, portable
 from dtrain.config.schema import Config
 from dtrain.config.trust import AS_TYPED, TRUST, content_with_folders, is_marked, mark
+from dtrain.distributed.torchrun import launched_rank
+from dtrain.errors import HIDDEN, SECRET_KEY, ConfigError, as_config_error, without_secrets_in
+from dtrain.files import cache_dir, parse_yaml, read_bounded
 
 #: Sections and keys that do not change the result of a run. They are not part of its default name, and a resumed run does not
 #: report that they changed. All other keys count, as soon as they differ from the schema's default.
@@ -163,7 +163,8 @@ class Run:
         if different:
             texts = " ".join(sorted(map(_without_secrets, different)))
             raise ConfigError(
-                f"rank {rank()} and rank 0 do not have the same overrides: {texts}. Start all ranks with the same command."
+                f"rank {launched_rank()} and rank 0 do not have the same overrides: {texts}. "
+                "Start all ranks with the same command."
             )
 
     def mark_started(self, name: str, content: bytes) -> None:

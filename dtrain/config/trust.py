@@ -22,9 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dtrain.config.bounded_files import MAX_BYTES, read_bounded
-from dtrain.config.cache_dir import cache_dir
-from dtrain.config.errors import ConfigError
+from dtrain.errors import ConfigError
+from dtrain.files import MAX_BYTES, cache_dir, read_bounded
 
 TRUST = "--trust"
 #: For processes that dtrain starts: the arguments are the whole command line, and the process that started them decided about

@@ -27,14 +27,13 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from dtrain.config.cache_dir import cache_dir
 from dtrain.data.index import Index
 from dtrain.data.node_cache import CachePolicy
 from dtrain.data.shard_file import Stamp, absolute, is_url, redacted, stamp_of
 from dtrain.data.shard_index import ShardIndex, decode_name, load_or_build
 from dtrain.data.shards import names
 from dtrain.data.tar import ShardError
-from dtrain.distributed.atomic import create_folder
+from dtrain.files import cache_dir, create_folder
 
 _THREADS = 16  # for slow storage; on fast disks they do not help, because parsing headers holds the GIL
 _VERSION = 3

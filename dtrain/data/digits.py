@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from dtrain.config.cache_dir import cache_dir
 from dtrain.data.writer import write_shards
-from dtrain.distributed.atomic import create_folder
+from dtrain.files import cache_dir, create_folder
 
 TRAIN_SAMPLES, TEST_SAMPLES = 1437, 360
 _SHARDS = {"train": 8, "test": 2}

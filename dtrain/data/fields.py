@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from dtrain.config.errors import Explained, nearest
 from dtrain.data.crop import Crop, whole
 from dtrain.data.tokenizers import tokenizer_of
+from dtrain.errors import Explained, nearest
 from dtrain.precision.policy import ROLES
 
 #: Roles of recordings, which are also the kinds of their files.

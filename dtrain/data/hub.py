@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from dtrain import __version__
-from dtrain.config.bounded_files import open_regular, read_json
-from dtrain.config.errors import ConfigError, in_brief, without_secrets_in
+from dtrain.errors import ConfigError, in_brief, without_secrets_in
+from dtrain.files import open_regular, read_json
 
 #: Names of an artefact's files: its description, and its weights.
 DESCRIPTION, WEIGHTS = "model.json", "model.safetensors"

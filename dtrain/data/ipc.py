@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtrain.config.errors import Explained
 from dtrain.data.batch import Batch
 from dtrain.data.fields import DataError
+from dtrain.errors import Explained
 
 #: Tensors of fewer bytes are sent inline, which costs them about as much as a slot.
 MIN_SLOT_BYTES = 1 << 16

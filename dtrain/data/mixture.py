@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dtrain.config.errors import nearest
 from dtrain.data.augment import Augment
 from dtrain.data.datasets import SampleSource
 from dtrain.data.fields import Field
@@ -32,6 +31,7 @@ from dtrain.data.position import Position
 from dtrain.data.randomness import hash64
 from dtrain.data.shard_source import ShardSource
 from dtrain.data.source import Reader, Source
+from dtrain.errors import nearest
 
 #: Field of a batch with the number of each row's source.
 SOURCE = "source"

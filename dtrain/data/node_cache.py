@@ -37,8 +37,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from dtrain.config.cache_dir import cache_dir
-from dtrain.config.errors import Explained
 from dtrain.data.http_ranges import NoRanges
 from dtrain.data.shard_file import (
     RemoteFile,
@@ -52,6 +50,8 @@ from dtrain.data.shard_file import (
     shard_changed,
     stamp_of,
 )
+from dtrain.errors import Explained
+from dtrain.files import cache_dir
 
 # Larger reads are no faster on network file systems and object stores.
 _PIECE = 8 << 20

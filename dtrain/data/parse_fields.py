@@ -8,9 +8,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dtrain.config.errors import nearest
 from dtrain.data.fields import MEDIA, Field
 from dtrain.data.media import torchcodec_decoders
+from dtrain.errors import nearest
 
 
 def parse_fields(mapping: Mapping[str, Any]) -> tuple[Field, ...]:

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from dtrain.config.bounded_files import read_json
 from dtrain.data.fields import SampleError
 from dtrain.data.randomness import hash64
 from dtrain.data.shard_source import MAX_MEMBER_BYTES, ShardSampleReader, ShardSource
+from dtrain.files import read_json
 
 # Other uses of (seed, epoch, sample) have 4 to 6.
 _OFFSET = 7

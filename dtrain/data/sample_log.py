@@ -20,8 +20,8 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
 
-from dtrain.config.errors import Explained
-from dtrain.distributed.atomic import cut_lines, open_to_append
+from dtrain.errors import Explained
+from dtrain.files import cut_lines, open_to_append
 
 logger = logging.getLogger("dtrain")
 _ALWAYS_ALLOWED = 10.0

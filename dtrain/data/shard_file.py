@@ -27,8 +27,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import fsspec
 from fsspec.registry import known_implementations
 
-from dtrain.config.errors import Explained
 from dtrain.data.http_ranges import FileReplaced, HttpRanges, NoRanges
+from dtrain.errors import Explained
 
 _MAX_ATTEMPTS = 8
 # huggingface_hub itself repeats most requests up to five times.

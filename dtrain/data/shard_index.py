@@ -40,12 +40,11 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from dtrain.config.cache_dir import cache_dir
 from dtrain.data.http_ranges import NoRanges
 from dtrain.data.node_cache import CacheFull, CachePolicy
 from dtrain.data.shard_file import ReadAhead, RemoteFile, Stamp, absolute, is_url, stamp_of, walk_reads_all
 from dtrain.data.tar import ShardError, Walkable, walk
-from dtrain.distributed.atomic import replace_file
+from dtrain.files import cache_dir, replace_file
 
 #: Splits a name into key and extension; None where it has no key. webdataset's `base_plus_ext` on bytes.
 split_name = re.compile(rb"^((?:.*/|)[^.]+)[.]([^/]*)$").match

@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from dtrain.config.bounded_files import read_json
-from dtrain.distributed.atomic import replace_file
+from dtrain.files import read_json, replace_file
 
 #: Name of the vocabulary file.
 VOCABULARY = "vocabulary.json"

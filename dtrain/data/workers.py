@@ -36,7 +36,6 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from dtrain.config.errors import Explained
 from dtrain.data.augment import Augment
 from dtrain.data.batch import Batch, Transfer
 from dtrain.data.collate import Collator
@@ -50,6 +49,7 @@ from dtrain.data.position import Position
 from dtrain.data.source import Source
 from dtrain.distributed.process_exit import exit_with_parent, kill_with_parent
 from dtrain.distributed.world import process_cpu_count
+from dtrain.errors import Explained
 
 #: Seconds in which a micro-batch should be ready: the step time of a small model on a GPU.
 READY_EVERY = 0.02

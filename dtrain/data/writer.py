@@ -25,7 +25,7 @@ from PIL import Image
 
 from dtrain.data.fields import PICKLES
 from dtrain.data.shard_index import load_or_build
-from dtrain.distributed.atomic import fsync_path, replace_file
+from dtrain.files import fsync_path, replace_file
 
 Sample = Mapping[str, Any]
 # ``skip_meta`` of webdataset/tariterators.py.

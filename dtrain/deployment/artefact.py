@@ -17,14 +17,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dtrain.config.errors import ConfigError
 from dtrain.config.trust import is_marked, mark, require_harmless
 from dtrain.data.hub import sha256
 from dtrain.data.tokenizers import VOCABULARY
 from dtrain.deployment.description import DESCRIPTION, Description
 from dtrain.deployment.formats import FORMATS
 from dtrain.deployment.program import Program
-from dtrain.distributed.atomic import replace_folder
+from dtrain.errors import ConfigError
+from dtrain.files import replace_folder
 from dtrain.precision import Precision
 
 REPORT = "report.json"

@@ -29,16 +29,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtrain.config.compose import add_json_option, write_json
-from dtrain.config.errors import ConfigError
+from dtrain.command_line import add_json_option, write_json
 from dtrain.config.schema import ExportConfig
+from dtrain.console import print_banner
 from dtrain.deployment import artefact
 from dtrain.deployment.description import Description
 from dtrain.deployment.formats import FORMATS
 from dtrain.deployment.probe import Probe, made_up_rows
 from dtrain.deployment.program import Program, RowSpec
 from dtrain.distributed.world import World
-from dtrain.tracking.console import print_banner
+from dtrain.errors import ConfigError
 
 _ROUNDS = 5
 # Duration of all rounds for one artefact and batch size; slow calls end them early, after at least one round.

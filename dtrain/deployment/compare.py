@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain.config.errors import ConfigError
 from dtrain.config.schema import ExportConfig
 from dtrain.deployment.description import Description
 from dtrain.deployment.fold_cast import Pair
@@ -28,6 +27,7 @@ from dtrain.deployment.formats import FORMATS
 from dtrain.deployment.probe import Probe
 from dtrain.deployment.program import Program
 from dtrain.deployment.reference import ReferenceRows
+from dtrain.errors import ConfigError
 
 # Default limits of the output error: ten units in the last place of fp16 and bf16 (ResNet-9, 18, 50 and GPT reach two). The
 # fp32 limit allows for kernels that sum in another order than those of the training; they reach 6e-7.

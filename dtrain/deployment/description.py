@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dtrain.config.bounded_files import MAX_JSON_BYTES, read_bounded
-from dtrain.config.errors import ConfigError
 from dtrain.deployment.fold_cast import Pair
 from dtrain.deployment.program import ImageInput, RowSpec
+from dtrain.errors import ConfigError
+from dtrain.files import MAX_JSON_BYTES, read_bounded
 
 DTYPES = ("fp32", "bf16", "fp16")
 DESCRIPTION = "model.json"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-from dtrain.config.errors import ConfigError
+from dtrain.errors import ConfigError
 from dtrain.precision.modules import dtype_name
 from dtrain.precision.policy import keep_in_fp32
 

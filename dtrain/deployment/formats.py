@@ -30,10 +30,10 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.export.passes import move_to_device_pass
 
-from dtrain.config.errors import ConfigError
 from dtrain.deployment.description import DTYPES, Description
 from dtrain.deployment.fold_cast import cast, fold
 from dtrain.deployment.program import Program
+from dtrain.errors import ConfigError
 from dtrain.precision import Precision
 from dtrain.training.build import build_model
 from dtrain.training.checkpoint_tensors import contiguous

@@ -22,8 +22,6 @@ import torch
 import yaml
 
 from dtrain import __version__
-from dtrain.config.bounded_files import read_json
-from dtrain.config.errors import ConfigError
 from dtrain.config.run import without_folders
 from dtrain.config.schema import ExportConfig
 from dtrain.data.hub import LOGIN, HubModel, hub_errors, is_hub_url
@@ -32,6 +30,8 @@ from dtrain.deployment import artefact
 from dtrain.deployment.artefact import CARD, CONFIG, OWN_FILES, Artefact
 from dtrain.deployment.description import DESCRIPTION
 from dtrain.deployment.formats import FORMATS
+from dtrain.errors import ConfigError
+from dtrain.files import read_json
 
 # The hub creates it in every repository.
 _OF_THE_HUB = ".gitattributes"

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from dtrain import __version__
 from dtrain.config.compose import Composed
-from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.run import Run, without_secrets
 from dtrain.config.schema import Config
+from dtrain.console import print_banner
 from dtrain.data.tokenizers import Tokenizer
 from dtrain.deployment import artefact, benchmark
 from dtrain.deployment.compare import ModuleError, Tolerance, compare, compare_modules, require_close
@@ -39,9 +39,9 @@ from dtrain.deployment.model_card import ModelCard
 from dtrain.deployment.program import Program, RowSpec
 from dtrain.deployment.reference import Reference
 from dtrain.distributed.world import World
+from dtrain.errors import ConfigError, as_config_error
 from dtrain.precision import Precision
 from dtrain.precision.modules import refuse_scripted
-from dtrain.tracking.console import print_banner
 from dtrain.training import build
 from dtrain.training.checkpoints import Checkpoint, Checkpoints
 from dtrain.training.loaders import class_names, corpus_beside

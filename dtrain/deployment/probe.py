@@ -29,10 +29,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from dtrain.config.errors import ConfigError
 from dtrain.deployment import artefact
 from dtrain.deployment.formats import FORMATS
 from dtrain.deployment.program import RowSpec
+from dtrain.errors import ConfigError
 from dtrain.training.memory import forget_peak, is_out_of_memory, peak_bytes, proc_bytes
 
 _STATUS, _MEMINFO = Path("/proc/self/status"), Path("/proc/meminfo")

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dtrain.config.errors import ConfigError
 from dtrain.data.batch import normalised
 from dtrain.data.decode import decode_image
 from dtrain.data.fields import Field
 from dtrain.data.parse_fields import parse_fields
+from dtrain.errors import ConfigError
 
 
 class Program(nn.Module):

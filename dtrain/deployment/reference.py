@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.instantiate import by_target
 from dtrain.config.schema import Config
 from dtrain.data import Batch, ShardLoader
 from dtrain.data.fields import Field
 from dtrain.deployment.program import ImageInput
 from dtrain.distributed.world import World
+from dtrain.errors import ConfigError, as_config_error
 from dtrain.precision import Precision
 from dtrain.training import build
 from dtrain.training.loaders import corpus_beside, declared_fields, eval_loader

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.data.tokenizers import VOCABULARY, Tokenizer
 from dtrain.deployment.artefact import Artefact
 from dtrain.deployment.program import Program
+from dtrain.errors import ConfigError, as_config_error
 from dtrain.models.gpt import Sampler
 
 

@@ -1,6 +1,6 @@
 """Measurements of ``python -m dtrain.doctor``: this machine, the communication between ranks, and a configured run.
 
-A *finding* (``dtrain.tracking.finding.Finding``) is one line of the result, with a remedy if it is a problem.
+A *finding* (``dtrain.console.Finding``) is one line of the result, with a remedy if it is a problem.
 
 Files in reading order:
 

@@ -23,15 +23,15 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
-from dtrain.config.errors import as_config_error
 from dtrain.config.schema import CheckpointConfig
+from dtrain.console import Finding, size_text
 from dtrain.data.mixture import MixtureSource
 from dtrain.data.shard_file import is_url
 from dtrain.data.shard_source import ShardSource
 from dtrain.data.source import Source
 from dtrain.distributed.collectives import from_rank0, on_all_ranks
 from dtrain.distributed.world import World
-from dtrain.tracking.finding import Finding, size_text
+from dtrain.errors import as_config_error
 
 #: Smaller transfers show the duration of a call, not the speed of the disk.
 MIN_BYTES_FOR_RATE = 4 * 2**20

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from dtrain.config.errors import ConfigError
 from dtrain.config.schema import Config, ParallelConfig
+from dtrain.console import Finding
 from dtrain.data import Batch, ShardLoader
 from dtrain.data.batch import DeviceCopies
 from dtrain.diagnosis.disks import CheckpointWrites, ShardReads, save_interval
@@ -44,7 +44,7 @@ from dtrain.diagnosis.measure import (
 from dtrain.diagnosis.memory import device_bytes, plan_of
 from dtrain.distributed.collectives import from_rank0, on_all_ranks, wait_for_all
 from dtrain.distributed.world import World, process_cpu_count
-from dtrain.tracking.finding import Finding
+from dtrain.errors import ConfigError
 from dtrain.training.build import build_precision, build_run, build_step
 from dtrain.training.loaders import prepare_data
 from dtrain.training.memory import out_of_memory_explained

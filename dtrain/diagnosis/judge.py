@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 
 from dtrain.config.schema import Config
+from dtrain.console import Finding, size_text
 from dtrain.data import Batch, ShardLoader
 from dtrain.data.node_cache import file_system_type
 from dtrain.diagnosis.machine import SHARED_MEMORY
 from dtrain.distributed.world import World, process_cpu_count
-from dtrain.tracking.finding import Finding, size_text
 
 #: Smallest gain that is worth a change, and larger than the noise of the measurements.
 WORTHWHILE = 1.25

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 from dtrain import __version__
-from dtrain.config.cache_dir import cache_dir
-from dtrain.config.errors import ConfigError
+from dtrain.console import Finding, size_text
 from dtrain.distributed.world import World, process_cpu_count
+from dtrain.errors import ConfigError
+from dtrain.files import cache_dir
 from dtrain.precision import Precision
-from dtrain.tracking.finding import Finding, size_text
 from dtrain.tracking.sinks import wandb_mode
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from dtrain.console import Finding
 from dtrain.distributed.collectives import wait_for_all
 from dtrain.distributed.world import World
-from dtrain.tracking.finding import Finding
 
 if TYPE_CHECKING:  # `doctor` without a config must work where training cannot be imported
     from dtrain.data import Batch, ShardLoader

@@ -25,19 +25,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtrain import command_line
+from dtrain.command_line import add_json_option, write_json
 from dtrain.config import compose
-from dtrain.config.compose import Composed, add_json_option, write_json
-from dtrain.config.errors import ConfigError
+from dtrain.config.compose import Composed
 from dtrain.config.run import recompose_if_run, take
 from dtrain.config.schema import Config, ParallelConfig
+from dtrain.console import Finding, align_rows, print_banner, size_text
 from dtrain.data import ShardLoader
 from dtrain.diagnosis.step_memory import StepMemory, measure_step
 from dtrain.distributed.process_group import process_group
 from dtrain.distributed.world import World
+from dtrain.errors import ConfigError
 from dtrain.precision import Precision
 from dtrain.precision.reduce_dtype import REDUCE_DTYPES, reduced_dtype
-from dtrain.tracking.console import align_rows, print_banner
-from dtrain.tracking.finding import Finding, size_text
 from dtrain.training.build import build_precision
 from dtrain.training.communication import (
     Traffic,
@@ -460,7 +461,7 @@ def main(arguments: Sequence[str]) -> int:
         write_json(options.json, plan.to_json())
         codes.append(int(not plan.fits(plan.need)))
 
-    compose.run(job, rest, rewrite=recompose_if_run)
+    command_line.run(job, rest, rewrite=recompose_if_run)
     return codes[0] if codes else 0
 
 

@@ -19,19 +19,21 @@ from pathlib import Path
 from rich.console import Console
 from torch import Tensor
 
+from dtrain import command_line
+from dtrain.command_line import add_json_option, write_json
 from dtrain.config import compose
-from dtrain.config.compose import Composed, add_json_option, write_json
-from dtrain.config.errors import ConfigError
+from dtrain.config.compose import Composed
 from dtrain.config.run import recompose_if_run, take
 from dtrain.config.schema import Config, LossScaleConfig
+from dtrain.console import print_banner
 from dtrain.data import Batch
 from dtrain.data.randomness import seed_generators
 from dtrain.diagnosis.measure import endless_batches
 from dtrain.distributed.process_group import process_group
 from dtrain.distributed.world import World
+from dtrain.errors import ConfigError
 from dtrain.precision.audit import NumericsAudit, Report
 from dtrain.precision.audit.summary import advice, code_findings, print_tables, summary
-from dtrain.tracking.console import print_banner
 from dtrain.training.build import build_run
 from dtrain.training.step import StepOutcome
 
@@ -65,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         }
         write_json(options.json, report.to_json() | more)
 
-    compose.run(job, rest, rewrite=recompose_if_run)
+    command_line.run(job, rest, rewrite=recompose_if_run)
     return 0
 
 

@@ -24,12 +24,12 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from dtrain.config.errors import ConfigError
 from dtrain.config.instantiate import by_target
 from dtrain.config.schema import Config, ParallelConfig
 from dtrain.data import Batch
 from dtrain.distributed.sharding import unit_names
 from dtrain.distributed.world import World
+from dtrain.errors import ConfigError
 from dtrain.precision import Precision
 from dtrain.training.build import build_model, build_task, prepare_model
 from dtrain.training.communication import Unit, sharded_units

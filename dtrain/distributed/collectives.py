@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dtrain.config.errors import ConfigError
+from dtrain.errors import ConfigError
 
 T = TypeVar("T")
 

@@ -33,15 +33,15 @@ from types import TracebackType
 
 import torch
 
-from dtrain.config.errors import ConfigError, RankLost, in_brief
 from dtrain.config.schema import ParallelConfig
-from dtrain.config.torchrun_end import main_frame
-from dtrain.config.torchrun_errors import torchrun_is_quiet
-from dtrain.distributed.atomic import open_to_append
 from dtrain.distributed.process_exit import CLEANUP, exit_if_lock_is_held, exit_now, exit_within, in_time
 from dtrain.distributed.process_group import first_failure, limit_cleanup
 from dtrain.distributed.store import FAILED, StoreLost, group_store, let_others_read, publish_failure
+from dtrain.distributed.torchrun import torchrun_is_quiet
+from dtrain.distributed.torchrun_end import main_frame
 from dtrain.distributed.world import World
+from dtrain.errors import ConfigError, RankLost, in_brief
+from dtrain.files import open_to_append
 
 _HUNG, _SUMMARY = "dtrain/hang", "dtrain/hang/summary"
 # Seconds:

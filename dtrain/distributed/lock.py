@@ -20,10 +20,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dtrain.config.bounded_files import open_regular
-from dtrain.config.errors import ConfigError, as_config_error
-from dtrain.distributed.atomic import NO_LOCKS, open_to_append
 from dtrain.distributed.collectives import from_rank0
+from dtrain.errors import ConfigError, as_config_error
+from dtrain.files import NO_LOCKS, open_regular, open_to_append
 
 # Seconds. A killed trainer's children end within seconds; an NFS server drops a dead client's locks after its lease,
 # often 90 s.

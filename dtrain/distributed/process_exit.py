@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from dtrain.config.torchrun_errors import record_failure
+from dtrain.distributed.torchrun import record_failure
 
 T = TypeVar("T")
 #: Seconds that a failed rank has to close its loaders, tracker and process group, and for threads of user code.

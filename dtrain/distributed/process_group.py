@@ -37,7 +37,6 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch.distributed import distributed_c10d as c10d
 
-from dtrain.config.errors import ConfigError, PeerFailed, PeerLost, RankLost
 from dtrain.distributed.process_exit import exit_unless
 from dtrain.distributed.store import (
     close_group_store,
@@ -48,6 +47,7 @@ from dtrain.distributed.store import (
     published_failure,
 )
 from dtrain.distributed.world import World
+from dtrain.errors import ConfigError, PeerFailed, PeerLost, RankLost
 
 #: Seconds by which the time-out of collectives exceeds the limits of the config.
 BACKSTOP = 15.0

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtrain.config.errors import ConfigError
 from dtrain.distributed.sharding import copies_of, is_dtensor, local_part
+from dtrain.errors import ConfigError
 
 _PIECE = 2**20  # elements at a time, to limit memory
 _MULTIPLIER = 6364136223846793005  # odd

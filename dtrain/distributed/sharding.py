@@ -28,10 +28,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtrain.config.errors import ConfigError, Explained
 from dtrain.config.schema import ParallelConfig
 from dtrain.distributed.process_group import keep_group
 from dtrain.distributed.world import World
+from dtrain.errors import ConfigError, Explained
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from dtrain.config.errors import ConfigError, RankLost
+from dtrain.errors import ConfigError, RankLost
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 # Seconds:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from dtrain.config.errors import ConfigError
+from dtrain.errors import ConfigError
 
 _FIRST_HOST = re.compile(r"(?:[^,\[]|\[[^\]]*\])+")
 _RANGES = re.compile(r"\[(\w+)[^\]]*\]")

@@ -13,18 +13,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from dtrain.config.bounded_files import open_regular
-from dtrain.config.cache_dir import cache_dir
-from dtrain.config.errors import ConfigError, as_config_error, printable
 from dtrain.config.run import recompose
 from dtrain.config.trust import TRUST
+from dtrain.console import until_reader_leaves
+from dtrain.errors import ConfigError, as_config_error, printable
+from dtrain.files import cache_dir, open_regular
 from dtrain.launching import slurm
 from dtrain.launching.job import FINISHED, assignment, request_stop
 from dtrain.launching.job_script import SCRIPT
 from dtrain.reporting.health import last_activity, run_state, run_state_with_reason
 from dtrain.reporting.sweep import varied_settings
 from dtrain.reporting.tables import Column, setting_column, text_table
-from dtrain.tracking.console import PlainLines, until_reader_leaves
+from dtrain.tracking.console_sink import PlainLines
 from dtrain.tracking.history import History, read_all, run_directories
 from dtrain.tracking.records import parse_record
 from dtrain.tracking.run_dir import is_trained, status_or_none

@@ -18,11 +18,11 @@ from typing import Any
 from hydra.core.override_parser.types import Quote, QuotedString
 
 from dtrain.config.compose import Composed, require_choice
-from dtrain.config.errors import ConfigError, printable
 from dtrain.config.run import Run, chooses_what_to_train, refuse_foreign_links
 from dtrain.config.schema import LaunchConfig
 from dtrain.config.trust import AS_TYPED
 from dtrain.distributed.lock import read_holder
+from dtrain.errors import ConfigError, printable
 from dtrain.reporting.tables import Column, text_table
 from dtrain.tracking.run_dir import status_or_none
 from dtrain.training.validation import validate

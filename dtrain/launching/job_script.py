@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dtrain.config.compose import conf_dir
-from dtrain.config.errors import ConfigError, as_config_error
+from dtrain.errors import ConfigError, as_config_error
 from dtrain.launching.job import Job
 
 #: Name of the batch script in the run directory.

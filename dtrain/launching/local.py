@@ -28,10 +28,10 @@ from typing import IO
 
 import torch
 
-from dtrain.config.errors import ConfigError, as_config_error
-from dtrain.distributed.atomic import try_lock
 from dtrain.distributed.lock import START_ID, read_holder
 from dtrain.distributed.world import choose_device, process_cpu_count, rendezvous_options
+from dtrain.errors import ConfigError, as_config_error
+from dtrain.files import try_lock
 from dtrain.launching.job import FAILED, FINISHED, STOPPED, Job, JobResult, StatusJudge, StopRequest
 from dtrain.launching.pool import Pool, Screen
 from dtrain.tracking.run_dir import is_plain, is_trained, tail

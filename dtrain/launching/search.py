@@ -30,9 +30,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from dtrain.config.directions import direction
-from dtrain.config.errors import ConfigError, as_config_error, nearest
 from dtrain.config.schema import SearchConfig
-from dtrain.distributed.atomic import replace_file
+from dtrain.errors import ConfigError, as_config_error, nearest
+from dtrain.files import replace_file
 from dtrain.launching import slurm
 from dtrain.launching.job import FAILED, FINISHED, STOPPED, Job, JobResult
 from dtrain.launching.pool import Pool, Screen, Start

@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dtrain.config.errors import ConfigError, as_config_error
-from dtrain.distributed.atomic import open_to_append, try_lock
+from dtrain.errors import ConfigError, as_config_error
+from dtrain.files import open_to_append, try_lock
 from dtrain.reporting import search as record
 
 _JOURNAL, _LOCK, _STUDY, _DEFINITION = "journal.log", ".search.lock", "dtrain", "definition"

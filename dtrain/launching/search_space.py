@@ -17,8 +17,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
 
-from dtrain.config import compose
-from dtrain.config.errors import ConfigError
+from dtrain import command_line
+from dtrain.errors import ConfigError
 from dtrain.launching.job import Job
 
 #: The key whose presence makes a launch a search.
@@ -106,7 +106,7 @@ class CommandLine:
     def compose(self, values: Mapping[str, float | int | str], fixed: Sequence[str]) -> Job | None:
         """Composes and validates the config with these values; None if Hydra only printed something."""
         jobs: list[Job] = []
-        compose.run(lambda composed: jobs.append(Job.of(composed)), [*self.options, *fixed, *assignments(values)])
+        command_line.run(lambda composed: jobs.append(Job.of(composed)), [*self.options, *fixed, *assignments(values)])
         return jobs[0] if jobs else None
 
 

@@ -28,11 +28,11 @@ from typing import Any
 import torch
 
 import dtrain
-from dtrain.config.bounded_files import open_regular
-from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.run import without_secrets
 from dtrain.config.trust import content_with_folders, is_marked, mark
-from dtrain.distributed.atomic import open_to_append, replace_file, try_lock
+from dtrain.console import print_banner
+from dtrain.errors import ConfigError, as_config_error
+from dtrain.files import open_regular, open_to_append, replace_file, try_lock
 from dtrain.launching.job import FINISHED, STOPPED, Job, JobResult, StatusJudge, StopRequest
 from dtrain.launching.job_script import (
     PRESETS,
@@ -45,7 +45,6 @@ from dtrain.launching.job_script import (
     script_path,
 )
 from dtrain.launching.pool import Screen
-from dtrain.tracking.console import print_banner
 from dtrain.tracking.run_dir import git_output, save_run
 
 SECONDS_BETWEEN_SQUEUE = 10.0

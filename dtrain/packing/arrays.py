@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from dtrain.console import progress
 from dtrain.data.writer import Sample
 from dtrain.packing.command import (
     PackCommand,
@@ -35,7 +36,6 @@ from dtrain.packing.command import (
 )
 from dtrain.packing.pool import OnProgress
 from dtrain.packing.staging import OnBadFile, SampleProducer, staged
-from dtrain.tracking.console import progress
 
 #: Values of ``--dtype``.
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -23,12 +23,12 @@ import numpy as np
 import yaml
 from rich.console import Console
 
-from dtrain.config.errors import printable
+from dtrain.console import progress
 from dtrain.data.writer import balanced_sizes
-from dtrain.distributed.atomic import replace_file
 from dtrain.distributed.world import process_cpu_count
+from dtrain.errors import printable
+from dtrain.files import replace_file
 from dtrain.packing.staging import BadFile, SampleProducer, StagedDataset, Written, is_finished
-from dtrain.tracking.console import progress
 
 #: The preset in a folder of shards.
 PRESET = Path("conf/data/packed.yaml")

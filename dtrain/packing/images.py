@@ -29,7 +29,7 @@ from rich.console import Console
 from dtrain.data.decode import check_image, decode_image
 from dtrain.data.fields import KINDS, SampleError
 from dtrain.data.writer import Sample
-from dtrain.distributed.atomic import replace_file
+from dtrain.files import replace_file
 from dtrain.packing.command import (
     PRESET,
     PackCommand,

@@ -12,12 +12,12 @@ from functools import partial
 import numpy as np
 from rich.console import Console
 
-from dtrain.config.errors import printable
+from dtrain.console import progress
 from dtrain.data import shard_index, shards
 from dtrain.data.shard_file import redacted
 from dtrain.data.tar import ShardError
+from dtrain.errors import printable
 from dtrain.packing.pool import OnProgress, run
-from dtrain.tracking.console import progress
 
 # Starting another process takes about as long as indexing this many shards.
 _SHARDS_PER_PROCESS = 64

@@ -28,7 +28,7 @@ import numpy as np
 
 from dtrain.data.shard_index import load_or_build
 from dtrain.data.writer import Sample, check_prefix, refuse_mixing, shard_name, write_shard
-from dtrain.distributed.atomic import fsync_path, replace_file, try_lock
+from dtrain.files import fsync_path, replace_file, try_lock
 from dtrain.packing.pool import OnProgress, run
 
 _FOLDER, _PLAN, _LOCK, _PUBLISHING = ".packing", "plan.json", "lock", "publishing"

@@ -9,7 +9,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from dtrain.config.cache_dir import cache_dir
+from dtrain.files import cache_dir
 from dtrain.packing.staging import is_published
 
 #: Number of targets of a row; a token is a byte.

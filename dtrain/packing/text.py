@@ -19,9 +19,10 @@ from typing import Any, BinaryIO
 import numpy as np
 from rich.console import Console
 
-from dtrain.config.errors import printable
+from dtrain.console import progress
 from dtrain.data.tokenizers import VOCABULARY, Tokenizer
 from dtrain.data.writer import Sample
+from dtrain.errors import printable
 from dtrain.packing.command import (
     PackCommand,
     ShardSize,
@@ -43,7 +44,6 @@ from dtrain.packing.documents import (
 from dtrain.packing.pool import OnProgress
 from dtrain.packing.rows import BestFitRows, CutRows, Rows, TokenStream, layout_jobs
 from dtrain.packing.staging import OnBadFile, SampleProducer, StagedDataset, Written, staged
-from dtrain.tracking.console import progress
 
 #: Extension of a row in a shard.
 EXTENSION = "tok"

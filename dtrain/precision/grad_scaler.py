@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.config.errors import ConfigError
+from dtrain.errors import ConfigError
 from dtrain.precision.fused_optimizers import prefill_momentum, reads_found_inf
 from dtrain.precision.gradients import (
     check_and_unscale_,

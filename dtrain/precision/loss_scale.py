@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.config.errors import ConfigError
+from dtrain.errors import ConfigError
 
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain.config.errors import ConfigError
+from dtrain.errors import ConfigError
 
 
 def plain_name(name: str) -> str:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain.config.errors import ConfigError
+from dtrain.errors import ConfigError
 from dtrain.precision.modules import refuse_scripted
 
 #: The roles of fields. Images and video are transferred as uint8, features and audio in the compute dtype, all others in the

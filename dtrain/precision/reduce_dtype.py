@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from dtrain.config.errors import ConfigError
+from dtrain.errors import ConfigError
 
 #: The values of ``parallel.reduce_dtype``.
 REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

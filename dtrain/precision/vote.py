@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.config.errors import ConfigError
+from dtrain.errors import ConfigError
 
 # The payload: overflow, scale, squared scale, squared norm, loss sum, count; (sum, count) of each metric; stop, save,
 # samples, bad samples, bytes.

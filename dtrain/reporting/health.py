@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dtrain.config.errors import printable
+from dtrain.console import LEVELS, Finding
+from dtrain.errors import printable
 from dtrain.reporting.run_logs import (
     BadSamples,
     EvaluationFile,
@@ -29,7 +30,6 @@ from dtrain.reporting.run_logs import (
     read_messages,
 )
 from dtrain.reporting.style import count_of, format_duration, format_number, format_percent, shorten
-from dtrain.tracking.finding import LEVELS, Finding
 from dtrain.tracking.history import History, as_float
 from dtrain.tracking.run_dir import is_plain, is_trained
 

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, NullFormatter, PercentFormatter
 
-from dtrain.config.errors import printable
-from dtrain.distributed.atomic import replace_file
+from dtrain.errors import printable
+from dtrain.files import replace_file
 from dtrain.reporting.charts import Chart, Line
 from dtrain.reporting.health import TIME_NAMES
 from dtrain.reporting.style import THEME, shorten

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dtrain.config.errors import printable
+from dtrain.errors import printable
 from dtrain.reporting.charts import Chart, Line
 from dtrain.reporting.page import Section
 from dtrain.reporting.style import count_of, format_percent

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from dtrain.config.directions import direction
-from dtrain.config.errors import printable
+from dtrain.errors import printable
 from dtrain.reporting.health import run_state
 from dtrain.tracking.history import ABSENT, History, as_float, differences
 

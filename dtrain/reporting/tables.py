@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dtrain.console import align_rows
 from dtrain.reporting.health import last_activity, run_state, run_state_with_reason
 from dtrain.reporting.style import (
     format_column,
@@ -23,7 +24,6 @@ from dtrain.reporting.style import (
     shorten,
 )
 from dtrain.reporting.sweep import Goal, Setting, Sweep, seed_groups, value_text
-from dtrain.tracking.console import align_rows
 from dtrain.tracking.history import ABSENT, History, as_float, differences
 
 _MAX_METRICS, _MAX_OVERRIDES, _MAX_VALUE = 4, 100, 300

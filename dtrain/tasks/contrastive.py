@@ -16,9 +16,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.config.errors import ConfigError
 from dtrain.data import Batch
 from dtrain.data.fields import DataError
+from dtrain.errors import ConfigError
 from dtrain.tasks.losses import softmax_cross_entropy
 from dtrain.training.task import Output
 

@@ -12,7 +12,7 @@ In reading order:
 * ``history``: a run directory as data, for reports.
 """
 
-from dtrain.tracking.console import print_banner
+from dtrain.console import print_banner
 from dtrain.tracking.run_dir import (
     FailureRecord,
     close_rank_log,

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from dtrain import __version__
-from dtrain.distributed.atomic import replace_file
-from dtrain.tracking.console import align_rows
+from dtrain.console import align_rows
+from dtrain.files import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

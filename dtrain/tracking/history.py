@@ -23,8 +23,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from dtrain.config.bounded_files import parse_yaml
-from dtrain.config.errors import printable
+from dtrain.errors import printable
+from dtrain.files import parse_yaml
 from dtrain.tracking.run_dir import NUMBERS, bounded_lines, may_be_read, read_status
 
 #: The value in ``differences`` of a run that does not have the key.

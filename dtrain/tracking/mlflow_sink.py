@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
-from dtrain.config.errors import without_secrets_in
-from dtrain.distributed.atomic import replace_file
 from dtrain.distributed.lock import file_lock
+from dtrain.errors import without_secrets_in
+from dtrain.files import replace_file
 from dtrain.tracking.provenance import provenance
 from dtrain.tracking.records import Mark, MediaFile, Record, finite_metrics, has_evaluation, mark, send_earlier
 

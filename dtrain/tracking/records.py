@@ -14,8 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from dtrain.config.bounded_files import open_regular
-from dtrain.distributed.atomic import cut_lines, open_to_append
+from dtrain.files import cut_lines, open_regular, open_to_append
 
 #: Metric names to plain Python numbers, named as in metrics.jsonl. Always has ``step`` (attempted steps, never less
 #: than in the record before) and ``time`` (Unix seconds).

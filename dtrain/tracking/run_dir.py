@@ -27,9 +27,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import yaml
 
-from dtrain.config.bounded_files import open_regular
-from dtrain.config.errors import PeerFailed, as_config_error, in_brief, printable, without_secrets_in
-from dtrain.distributed.atomic import open_to_append, replace_file, try_lock
+from dtrain.errors import PeerFailed, as_config_error, in_brief, printable, without_secrets_in
+from dtrain.files import open_regular, open_to_append, replace_file, try_lock
 
 if TYPE_CHECKING:  # it imports Hydra, which the report does not need
     from dtrain.config.run import Run

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
-from dtrain.config.errors import ConfigError, shortened, without_secrets_in
-from dtrain.distributed.atomic import replace_file
-from dtrain.tracking.console import ConsoleSink, console_sink
+from dtrain.errors import ConfigError, shortened, without_secrets_in
+from dtrain.files import replace_file
+from dtrain.tracking.console_sink import ConsoleSink, console_sink
 from dtrain.tracking.records import JsonlSink, MediaFile, Record, Sink, cut_after
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import trackio
 from trackio.sqlite_storage import SQLiteStorage
 
-from dtrain.distributed.atomic import replace_file
+from dtrain.files import replace_file
 from dtrain.tracking.provenance import provenance
 from dtrain.tracking.records import Mark, MediaFile, Record, finite_metrics, has_evaluation, mark, send_earlier
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import wandb
 
-from dtrain.distributed.atomic import replace_file
+from dtrain.files import replace_file
 from dtrain.tracking.provenance import provenance
 from dtrain.tracking.records import Mark, Record, mark, send_earlier
 from dtrain.tracking.wandb_artifacts import checkpoint_artifact

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dtrain.config.errors import Explained
+from dtrain.errors import Explained
 
 
 class BreakpointRefused(Explained, RuntimeError):

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.instantiate import argument_names, by_target
 from dtrain.config.schema import Config, LossScaleConfig, ParallelConfig, PrecisionConfig, TrainConfig
 from dtrain.data import ShardLoader
@@ -31,6 +30,7 @@ from dtrain.data.tokenizers import Corpus
 from dtrain.distributed.collectives import on_all_ranks
 from dtrain.distributed.sharding import already_sharded, check_accumulation, is_sharded, shard_model
 from dtrain.distributed.world import World
+from dtrain.errors import ConfigError, as_config_error
 from dtrain.precision import Precision
 from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.reduce_dtype import REDUCE_DTYPES, reduce_in

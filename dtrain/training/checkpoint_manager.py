@@ -18,13 +18,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from dtrain.config.errors import ConfigError
-from dtrain.distributed.atomic import remove
 from dtrain.distributed.collectives import broadcast_buffers, from_rank0, on_all_ranks, wait_for_all
 from dtrain.distributed.process_exit import CHECKPOINT_WRITER
 from dtrain.distributed.process_group import set_timeout
 from dtrain.distributed.replicas import require_equal_replicas
 from dtrain.distributed.store import FAILED, GroupStore, StoreLost, group_store
+from dtrain.errors import ConfigError
+from dtrain.files import remove
 from dtrain.training.checkpoints import Checkpoint
 from dtrain.training.state import TrainState
 

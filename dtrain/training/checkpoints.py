@@ -35,12 +35,11 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
-from dtrain.config.bounded_files import open_regular
 from dtrain.config.directions import require_direction
-from dtrain.config.errors import ConfigError
 from dtrain.config.schema import CheckpointConfig
-from dtrain.distributed.atomic import fsync_path, remove, replace_file, replace_folder, restore_replaced
 from dtrain.distributed.world import World
+from dtrain.errors import ConfigError
+from dtrain.files import fsync_path, open_regular, remove, replace_file, replace_folder, restore_replaced
 from dtrain.training.checkpoint_tensors import (
     Part,
     StoredTensor,

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from dtrain.config.errors import ConfigError, Explained
 from dtrain.data import Batch
 from dtrain.data.randomness import seed_generators
+from dtrain.errors import ConfigError, Explained
 from dtrain.precision import Precision
 from dtrain.precision.loss_scale import LossScale
 from dtrain.training.task import Task, run_task

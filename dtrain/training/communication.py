@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dtrain.config.schema import ParallelConfig
+from dtrain.console import size_text
 from dtrain.distributed.sharding import is_sharded
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
 from dtrain.precision.modules import dtype_name
 from dtrain.precision.reduce_dtype import REDUCE_DTYPES, reduced_dtype
 from dtrain.precision.vote import payload_bytes
-from dtrain.tracking.finding import size_text
 from dtrain.training.state import TrainState
 
 _PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1}

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtrain.config.errors import ConfigError, in_brief, nearest
 from dtrain.data import Batch, ShardLoader
 from dtrain.data.batch import DeviceCopies
 from dtrain.data.mixture import SOURCE, MixtureSource
@@ -30,6 +29,7 @@ from dtrain.distributed.process_group import is_from_collective
 from dtrain.distributed.sharding import reshard
 from dtrain.distributed.store import say_to_all
 from dtrain.distributed.world import World
+from dtrain.errors import ConfigError, in_brief, nearest
 from dtrain.precision import Precision
 from dtrain.training.state import TrainState
 from dtrain.training.task import ConcludingTask, Evaluation, NotFinite, Output, Task, copy_of_task, run_task

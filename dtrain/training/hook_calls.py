@@ -25,9 +25,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.instantiate import by_target
 from dtrain.config.schema import Config
+from dtrain.errors import ConfigError, as_config_error
 from dtrain.training.state import TrainState
 
 METHODS = ("on_start", "on_step", "on_evaluation", "on_save", "on_end")

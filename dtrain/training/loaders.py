@@ -9,8 +9,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dtrain.config.bounded_files import read_json
-from dtrain.config.errors import ConfigError, as_config_error, nearest
 from dtrain.config.instantiate import by_target
 from dtrain.config.schema import Config, DataConfig
 from dtrain.data import Limits, Mixture, ShardLoader, TransferOptions, WorkerOptions, shards
@@ -27,6 +25,8 @@ from dtrain.data.stream import Stream, StreamLoader
 from dtrain.data.tokenizers import DATASET, Corpus
 from dtrain.distributed.collectives import from_rank0
 from dtrain.distributed.world import World
+from dtrain.errors import ConfigError, as_config_error, nearest
+from dtrain.files import read_json
 from dtrain.precision import Precision
 
 _CLASSES = "classes.json"

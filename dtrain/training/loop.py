@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtrain.config.errors import ConfigError, as_config_error, printable, without_secrets_in
 from dtrain.config.schema import TrainConfig
 from dtrain.data import Batch
 from dtrain.data.batch import DeviceCopies, Rows
@@ -35,8 +34,9 @@ from dtrain.distributed.replicas import ReplicasDiffer
 from dtrain.distributed.sharding import is_sharded, local_part
 from dtrain.distributed.stop import StopRequests
 from dtrain.distributed.store import say_to_all
+from dtrain.errors import ConfigError, as_config_error, printable, without_secrets_in
 from dtrain.precision.autocast_check import AutocastCheck
-from dtrain.tracking.console import evaluation_text
+from dtrain.tracking.console_sink import evaluation_text
 from dtrain.training.breakpoints import without_breakpoints
 from dtrain.training.checkpoint_manager import CheckpointManager
 from dtrain.training.checks import check_mean_loss, unused_parameters_explained

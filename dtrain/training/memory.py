@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from dtrain.tracking.finding import size_text
+from dtrain.console import size_text
 
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # see proc_pid_clear_refs(5)

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dtrain.config.errors import ConfigError
 from dtrain.distributed.sharding import matching_modules
 from dtrain.distributed.world import World
+from dtrain.errors import ConfigError
 from dtrain.precision.modules import refuse_scripted
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.instantiate import argument_names, by_target
 from dtrain.distributed.sharding import is_sharded, small_part
+from dtrain.errors import ConfigError, as_config_error
 from dtrain.optimizers.groups import decay_groups, trainable
 
 # Of torch's optimizers.

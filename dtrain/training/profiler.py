@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from dtrain.config.errors import ConfigError
 from dtrain.config.schema import ProfileConfig
-from dtrain.distributed.atomic import replace_file
 from dtrain.distributed.world import World
+from dtrain.errors import ConfigError
+from dtrain.files import replace_file
 from dtrain.training.communication import Traffic
 from dtrain.training.step import PARTS, STEP, profiler_label, switch_labels
 

@@ -34,14 +34,14 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from dtrain.config.errors import ConfigError, PeerLost, RankLost
 from dtrain.config.schema import ParallelConfig
-from dtrain.distributed.atomic import try_lock
 from dtrain.distributed.collectives import from_rank0, wait_for_all
 from dtrain.distributed.lock import RunLock
 from dtrain.distributed.process_group import is_lost_rank, join_threads
 from dtrain.distributed.stop import StopRequests
 from dtrain.distributed.world import World
+from dtrain.errors import ConfigError, PeerLost, RankLost
+from dtrain.files import try_lock
 from dtrain.training.checkpoint_tensors import contiguous
 from dtrain.training.checkpoints import Checkpoint
 from dtrain.training.loop import Loop

@@ -26,12 +26,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from dtrain.config.errors import ConfigError, as_config_error
 from dtrain.config.run import Run
 from dtrain.config.schema import Config, RunConfig, TrainConfig, WarmStartConfig, from_plain
 from dtrain.data.hub import DESCRIPTION, WEIGHTS, HubModel, is_hub_url
 from dtrain.distributed.collectives import from_rank0, on_all_ranks
 from dtrain.distributed.sharding import local_part
+from dtrain.errors import ConfigError, as_config_error
 from dtrain.tracking.records import read_records
 from dtrain.tracking.run_dir import move_records_aside, status_or_none
 from dtrain.training.checkpoint_tensors import StoredTensor, read_whole

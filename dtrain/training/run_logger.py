@@ -20,17 +20,17 @@ from pathlib import Path
 import torch
 
 from dtrain.config.directions import direction
-from dtrain.config.errors import as_config_error, without_secrets_in
 from dtrain.config.run import Run, without_secrets
 from dtrain.config.schema import CheckpointConfig
+from dtrain.console import print_banner, until_reader_leaves
 from dtrain.data import Batch, ShardLoader
 from dtrain.data.mixture import MixtureSource
 from dtrain.data.sample_log import truncate_sample_logs
 from dtrain.distributed.collectives import from_rank0
 from dtrain.distributed.sharding import is_sharded
 from dtrain.distributed.world import World
+from dtrain.errors import as_config_error, without_secrets_in
 from dtrain.precision.modules import dtype_name
-from dtrain.tracking.console import print_banner, until_reader_leaves
 from dtrain.tracking.records import Record
 from dtrain.tracking.run_dir import write_status
 from dtrain.tracking.sinks import NullSinks, Sinks, build_sinks

@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtrain.config.errors import ConfigError
 from dtrain.config.schema import TrainConfig
 from dtrain.data import ShardLoader
+from dtrain.errors import ConfigError
 
 _DURATION = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:[eE]\d+)?)\s*(steps?|epochs?|samples?|%)\s*")
 

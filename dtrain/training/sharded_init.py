@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtrain.config.errors import ConfigError
 from dtrain.distributed.collectives import on_all_ranks
 from dtrain.distributed.sharding import local_part, own_range
+from dtrain.errors import ConfigError
 
 _META = torch.device("meta")
 

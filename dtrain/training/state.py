@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from dtrain import __version__
-from dtrain.config.errors import ConfigError
 from dtrain.config.schema import Config
 from dtrain.data import ShardLoader
 from dtrain.distributed.sharding import is_dtensor, is_sharded, local_part, own_range, reshard
 from dtrain.distributed.world import World
+from dtrain.errors import ConfigError
 from dtrain.precision import Precision
 from dtrain.precision.modules import dtype_name
 from dtrain.training.checkpoint_tensors import Part, StoredTensor, like, written_by

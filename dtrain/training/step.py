@@ -48,11 +48,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dtrain.config.errors import ConfigError, Explained, as_config_error
 from dtrain.data import Batch
 from dtrain.data.randomness import seed_generators
 from dtrain.distributed.sharding import ShardedWindow, copies_of, is_sharded, local_part
 from dtrain.distributed.world import World
+from dtrain.errors import ConfigError, Explained, as_config_error
 from dtrain.precision import Precision
 from dtrain.precision.fused_optimizers import prefill_momentum, reads_found_inf
 from dtrain.precision.gradients import (

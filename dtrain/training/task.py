@@ -20,8 +20,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from dtrain.config.errors import ConfigError, Explained
 from dtrain.data import Batch
+from dtrain.errors import ConfigError, Explained
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain.config.errors import ConfigError
 from dtrain.distributed.sharding import local_part, reshard
+from dtrain.errors import ConfigError
 from dtrain.precision.skip_diagnosis import CHECKED
 
 # Elements of the weights that an average is moved by at a time on a GPU: 64 MiB of temporary memory in fp32.

@@ -20,7 +20,6 @@ import torch
 from hydra.utils import get_object
 from torch import nn
 
-from dtrain.config.errors import ConfigError, as_config_error, nearest
 from dtrain.config.instantiate import argument_defaults, by_target, check_arguments, nodes_with_target
 from dtrain.config.run import refuse_hidden
 from dtrain.config.schema import Config, DataConfig
@@ -34,6 +33,7 @@ from dtrain.data.workers import RankShare, WorkerOptions, number_of_workers
 from dtrain.distributed.sharding import check_options, unit_names
 from dtrain.distributed.stop import TimeLimit
 from dtrain.distributed.world import World
+from dtrain.errors import ConfigError, as_config_error, nearest
 from dtrain.precision import Precision
 from dtrain.tracking.sinks import check_tracker
 from dtrain.training.build import (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dtrain.config.compose import Composed, run
+from dtrain.command_line import run
+from dtrain.config.compose import Composed
 from tests.refusals import assert_refused
 
 

@@ -7,8 +7,9 @@ from contextlib import suppress
 
 import pytest
 
-from dtrain.config.compose import EXIT_FAILED, Composed, require_choice, run
-from dtrain.config.errors import ConfigError, Explained, PeerFailed
+from dtrain.command_line import EXIT_FAILED, run
+from dtrain.config.compose import Composed, require_choice
+from dtrain.errors import ConfigError, Explained, PeerFailed
 from tests.config.command_lines import assert_not_composed, compose
 from tests.refusals import refused
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dtrain.config.directions import direction, require_direction
-from dtrain.config.errors import ConfigError
+from dtrain.errors import ConfigError
 
 
 @pytest.mark.parametrize(

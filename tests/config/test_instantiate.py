@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.config.errors import ConfigError
 from dtrain.config.instantiate import by_target, why_missing
+from dtrain.errors import ConfigError
 from tests.refusals import refused
 
 

@@ -174,7 +174,7 @@ def test_the_printed_config_is_the_composed_one(capsys: pytest.CaptureFixture[st
 
 
 def test_a_sweep_over_classes_replaces_the_node_in_each_run(monkeypatch) -> None:
-    from dtrain.config.compose import run
+    from dtrain.command_line import run
 
     tasks = []
     run(

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dtrain.config.compose import run
-from dtrain.config.errors import ConfigError
+from dtrain.command_line import run
 from dtrain.config.run import (
     WITHOUT_EFFECT_ON_THE_RESULT,
     Run,
@@ -18,6 +17,7 @@ from dtrain.config.run import (
     take,
     without_secrets,
 )
+from dtrain.errors import ConfigError
 from dtrain.tracking import save_run
 from tests.config.command_lines import compose
 from tests.refusals import refused

@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from dtrain.__main__ import UsageError, _as_typed
-from dtrain.config.bounded_files import read_json
-from dtrain.config.errors import ConfigError
 from dtrain.config.run import Run, recompose, recompose_if_run, refuse_foreign_links
 from dtrain.config.trust import AS_TYPED, content_with_folders, is_marked, mark, require_harmless
+from dtrain.errors import ConfigError
+from dtrain.files import read_json
 from dtrain.tracking.run_dir import save_run
 from tests.config.command_lines import compose
 from tests.refusals import refused

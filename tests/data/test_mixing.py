@@ -15,7 +15,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.config.errors import ConfigError
 from dtrain.config.schema import Config
 from dtrain.data import Batch, ShardLoader
 from dtrain.data.augment import Augment, RandomCropFlip
@@ -23,6 +22,7 @@ from dtrain.data.mixing import Blend, Mix, Patch
 from dtrain.data.order import EpochOrder, Layout, Recipe
 from dtrain.data.randomness import hash64
 from dtrain.data.shard_source import ShardSampleReader
+from dtrain.errors import ConfigError
 from dtrain.precision import Precision
 from dtrain.tasks import Classification
 from dtrain.training.loaders import eval_loader, train_loader

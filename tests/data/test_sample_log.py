@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.config.errors import Explained
 from dtrain.data import Limits, sample_log
 from dtrain.data.sample_log import BadSampleBudget, SampleLog, TooManyBadSamples, truncate_sample_logs
+from dtrain.errors import Explained
 from tests.refusals import refused
 
 BAD = {"key": "a.tar/\udcff\u00e9", "epoch": 0, "reason": "torn\nin two"}

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from dtrain.config.errors import ConfigError
 from dtrain.deployment import artefact
 from dtrain.deployment.program import Program, RowSpec
+from dtrain.errors import ConfigError
 from tests.deployment.helpers import CPU, IMAGE, described, write_linear
 from tests.refusals import refused
 from tests.toys import NormNet

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.config.errors import ConfigError
 from dtrain.config.schema import ExportConfig
 from dtrain.deployment import artefact, benchmark
 from dtrain.deployment.benchmark import benchmark_export, benchmark_summary, check_budget, largest_batch
 from dtrain.deployment.program import Program, RowSpec
+from dtrain.errors import ConfigError
 from tests.deployment.costly import MIB, MILLISECONDS, ROWS, Costly, costly_description, write_costly
 from tests.deployment.helpers import CPU, described
 from tests.refusals import assert_refused, refused

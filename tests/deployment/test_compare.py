@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtrain.config.errors import ConfigError
 from dtrain.config.schema import ExportConfig
 from dtrain.deployment.compare import Comparison, ModuleError, Tolerance, compare_modules, require_close
 from dtrain.deployment.fold_cast import cast, fold, foldable
 from dtrain.deployment.program import Program
+from dtrain.errors import ConfigError
 from tests.deployment.helpers import CPU, described
 from tests.refusals import refused
 

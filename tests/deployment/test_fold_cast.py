@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtrain.config.errors import ConfigError
 from dtrain.deployment.fold_cast import cast, check_fits_dtype, fold, foldable, pairs_outside
+from dtrain.errors import ConfigError
 from tests.deployment.helpers import Branching
 from tests.refusals import refused
 

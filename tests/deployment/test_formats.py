@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch._inductor import config as inductor
 
-from dtrain.config.errors import ConfigError
 from dtrain.deployment.fold_cast import cast
 from dtrain.deployment.formats import FORMATS
 from dtrain.deployment.program import ImageInput, Program
+from dtrain.errors import ConfigError
 from dtrain.models import GPT, ViT
 from dtrain.precision import Precision
 from tests.deployment.helpers import CPU, IMAGE, Branching, described

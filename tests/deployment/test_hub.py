@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from dtrain import predict
-from dtrain.config.errors import ConfigError
 from dtrain.config.schema import ExportConfig
 from dtrain.deployment import artefact, from_hub, hub
 from dtrain.deployment.hub import Push, model_identity
+from dtrain.errors import ConfigError
 from tests.deployment.helpers import CPU, write_linear
 from tests.hub_server import HubServer, point_at, serving_hub
 from tests.ranks import run_ranks

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.config.errors import ConfigError
 from dtrain.deployment import artefact
 from dtrain.deployment.formats import FORMATS
 from dtrain.deployment.probe import PeakMemory, Probe, made_up_rows
 from dtrain.deployment.program import Program, RowSpec
+from dtrain.errors import ConfigError
 from dtrain.precision import Precision
 from tests.deployment.costly import MIB, write_costly
 from tests.deployment.helpers import CPU, described

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtrain.config.errors import ConfigError
 from dtrain.data import ShardLoader
 from dtrain.data.parse_fields import parse_fields
 from dtrain.deployment.program import ImageInput, Program, RowSpec
+from dtrain.errors import ConfigError
 from tests.refusals import refused
 from tests.shards import jpeg, write_tar
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtrain.config.errors import ConfigError
 from dtrain.data import Batch
 from dtrain.deployment.reference import NotComparable, ReferenceRows, reference_rows
+from dtrain.errors import ConfigError
 from dtrain.tasks import Classification, LanguageModelling
 from dtrain.training.task import Output, Task
 from tests.deployment.helpers import CPU

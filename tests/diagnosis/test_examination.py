@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from dtrain.config import compose
+from dtrain import command_line
 from dtrain.config.compose import Composed
 from dtrain.config.schema import ParallelConfig
 from dtrain.diagnosis.examination import _not_sharded, build_communicating_step, build_examined_run
@@ -166,7 +166,7 @@ def test_alternating_steps_change_no_parameter_and_only_one_of_them_communicates
                 same = all(map(torch.equal, before, run.model.parameters()))
                 found.append((counted, same))
 
-        compose.run(job, overrides)
+        command_line.run(job, overrides)
         return found[0]
 
     for counted, same in run_ranks(2, one, init=False):

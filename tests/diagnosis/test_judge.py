@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from dtrain.config.schema import Config
+from dtrain.console import Finding
 from dtrain.data import ShardLoader
 from dtrain.diagnosis import judge
 from dtrain.diagnosis.judge import (
@@ -27,7 +28,6 @@ from dtrain.diagnosis.judge import (
     save_stall,
 )
 from dtrain.distributed.world import World
-from dtrain.tracking.finding import Finding
 
 
 def times(data: float, compute: float, step: float, together: float | None = None, save: float = 0.0) -> PartTimes:

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtrain.config.errors import ConfigError
+from dtrain.console import Finding
 from dtrain.diagnosis import machine
 from dtrain.distributed.world import World
+from dtrain.errors import ConfigError
 from dtrain.precision import Precision
-from dtrain.tracking.finding import Finding
 from tests.ranks import run_ranks
 
 

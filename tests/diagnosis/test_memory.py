@@ -13,7 +13,6 @@ import torch
 import torch.distributed.fsdp  # shard_model imports it, which takes seconds: here once, and not in every rank
 from torch import Tensor, nn
 
-from dtrain.config.errors import ConfigError
 from dtrain.config.schema import Config, ParallelConfig
 from dtrain.data import Batch
 from dtrain.data.tokenizers import Corpus
@@ -22,6 +21,7 @@ from dtrain.diagnosis.memory import Strategy, Usage, parse_size, usage
 from dtrain.diagnosis.step_memory import StepMemory, measure_step
 from dtrain.distributed.sharding import local_part, shard_model
 from dtrain.distributed.world import World
+from dtrain.errors import ConfigError
 from dtrain.precision import Precision
 from dtrain.tasks import LanguageModelling
 from dtrain.training.build import build_model

@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dtrain.config.errors import ConfigError
 from dtrain.distributed.collectives import broadcast_buffers, from_rank0, on_all_ranks, wait_for_all
+from dtrain.errors import ConfigError
 from tests.ranks import run_ranks
 
 

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from dtrain.config.errors import PeerFailed
 from dtrain.distributed import process_group as module
 from dtrain.distributed.process_group import (
     interface_for_gloo,
@@ -24,6 +23,7 @@ from dtrain.distributed.process_group import (
     set_timeout,
     settle_network,
 )
+from dtrain.errors import PeerFailed
 from tests.ranks import RanksFailed, run_ranks
 
 
@@ -112,7 +112,7 @@ def test_a_rank_that_was_killed_is_named_as_the_reason_instead_of_a_broken_conne
 
     with pytest.raises(RanksFailed) as failed:
         run_ranks(2, rank, init=False)
-    assert "dtrain.config.errors.PeerLost: another rank is gone without an error message" in failed.value.reports[0]
+    assert "dtrain.errors.PeerLost: another rank is gone without an error message" in failed.value.reports[0]
 
 
 def test_a_collective_ends_after_the_time_out_of_a_step(tmp_path: Path) -> None:

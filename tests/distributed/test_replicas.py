@@ -7,10 +7,10 @@ import torch
 import torch.distributed.fsdp
 from torch import nn
 
-from dtrain.config.errors import ConfigError
 from dtrain.config.schema import ParallelConfig
 from dtrain.distributed.replicas import require_equal_replicas
 from dtrain.distributed.sharding import local_part, shard_model
+from dtrain.errors import ConfigError
 from tests.ranks import run_ranks
 from tests.toys import Net, world
 

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dtrain.config.errors import ConfigError
 from dtrain.config.schema import ParallelConfig
 from dtrain.distributed import process_group
 from dtrain.distributed.sharding import (
@@ -27,6 +26,7 @@ from dtrain.distributed.sharding import (
     shard_model,
     unit_names,
 )
+from dtrain.errors import ConfigError
 from dtrain.models import GPT, ResNet, ResNet9, SmallCNN, ViT
 from tests.ranks import run_ranks
 from tests.refusals import refused

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from dtrain.config.errors import ConfigError
 from dtrain.distributed import stop as module
 from dtrain.distributed.stop import Limit, StopRequests, TimeLimit, slurm_seconds_left
+from dtrain.errors import ConfigError
 from tests.ranks import run_ranks
 from tests.refusals import refused
 

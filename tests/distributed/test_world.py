@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtrain.config.errors import ConfigError
 from dtrain.distributed import world as world_module
 from dtrain.distributed.world import World, choose_device, first_host, join_srun, tasks_per_node
+from dtrain.errors import ConfigError
 from tests.refusals import refused
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}

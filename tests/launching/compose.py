@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dtrain.config.compose import run
+from dtrain.command_line import run
 from dtrain.launching.job import Job, with_unique_dirs
 
 

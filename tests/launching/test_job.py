@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.config.errors import ConfigError
 from dtrain.config.run import Run, recompose_if_run
+from dtrain.errors import ConfigError
 from dtrain.launching.job import (
     FAILED,
     FINISHED,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.config.errors import ConfigError
+from dtrain.errors import ConfigError
 from dtrain.launching.job import Job
 from dtrain.launching.job_script import (
     array_script,

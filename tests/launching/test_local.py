@@ -13,9 +13,9 @@ import pytest
 
 from benchmarks.fault_hook import faulty
 from dtrain import launch
-from dtrain.config.errors import ConfigError
 from dtrain.config.run import Run
 from dtrain.distributed.lock import read_holder
+from dtrain.errors import ConfigError
 from dtrain.launching import local
 from dtrain.launching.job import FAILED, FINISHED, STOPPED, Job, JobResult
 from dtrain.launching.local import LocalStart

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from dtrain import launch
-from dtrain.config.errors import ConfigError
 from dtrain.config.schema import SearchConfig
+from dtrain.errors import ConfigError
 from dtrain.launching import pool, search_journal
 from dtrain.launching import search as searching
 from dtrain.launching.job import FAILED, FINISHED, STOPPED, Job, JobResult

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.config.errors import ConfigError
+from dtrain.errors import ConfigError
 from dtrain.launching import commands, slurm
 from dtrain.launching.job import FAILED, FINISHED, STOPPED, Job
 from dtrain.launching.slurm import SlurmStart

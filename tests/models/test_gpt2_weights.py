@@ -11,9 +11,9 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from dtrain.config.errors import ConfigError
 from dtrain.config.schema import RunConfig, WarmStartConfig
 from dtrain.distributed.process_group import process_group
+from dtrain.errors import ConfigError
 from dtrain.models import GPT
 from dtrain.training.resume import starting_weights
 from tests.refusals import refused

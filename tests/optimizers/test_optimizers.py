@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.config.errors import ConfigError
+from dtrain.errors import ConfigError
 from dtrain.models import GPT
 from dtrain.training.optimizer import build_optimizer
 from dtrain.training.state import load_optimizer, optimizer_state

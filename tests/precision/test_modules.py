@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.config.errors import ConfigError
 from dtrain.config.schema import ParallelConfig, TrainConfig
+from dtrain.errors import ConfigError
 from dtrain.precision import Precision
 from dtrain.precision.skip_diagnosis import SkipDiagnosis
 from dtrain.training import build

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from dtrain.config.errors import ConfigError
 from dtrain.config.schema import ParallelConfig
+from dtrain.errors import ConfigError
 from dtrain.precision import CrossRankGradScaler
 from dtrain.precision.reduce_dtype import REDUCE_DTYPES, reduce_in
 from dtrain.training.build import wrap

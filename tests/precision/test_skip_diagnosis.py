@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
-from dtrain.config.errors import ConfigError
 from dtrain.data import Batch
 from dtrain.distributed.world import World
+from dtrain.errors import ConfigError
 from dtrain.precision import Precision
 from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.skip_diagnosis import SkipDiagnosis

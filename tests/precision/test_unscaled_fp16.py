@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtrain.config.errors import ConfigError
 from dtrain.diagnosis.measure import endless_batches
 from dtrain.distributed.process_group import process_group
+from dtrain.errors import ConfigError
 from dtrain.models import MLP
 from dtrain.precision import Precision
 from dtrain.tasks import textbook

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dtrain.config.errors import ConfigError
+from dtrain.errors import ConfigError
 from dtrain.precision.vote import Agreement, StepStats, Vote, _HostVote, equal_scales, make_vote, payload_bytes
 from tests.ranks import run_ranks
 from tests.refusals import refused

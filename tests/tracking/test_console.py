@@ -6,9 +6,9 @@ import sys
 import pytest
 from rich.console import Console
 
-from dtrain.tracking import console as module
-from dtrain.tracking.console import PlainLines, ProgressLine, align_rows, console_sink, print_banner, progress
-from dtrain.tracking.finding import Finding, as_text
+from dtrain.console import Finding, align_rows, as_text, print_banner, progress
+from dtrain.tracking import console_sink as module
+from dtrain.tracking.console_sink import PlainLines, ProgressLine, console_sink
 
 TRAIN = {
     "step": 50, "applied_steps": 49, "epoch": 2, "samples": 3200, "time": 1000.0, "train/loss": 0.43119,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.config.errors import ConfigError
 from dtrain.distributed.lock import RunLock
+from dtrain.errors import ConfigError
 from dtrain.tracking import read_status, run_dir, write_status
 from dtrain.tracking.run_dir import (
     close_rank_log,

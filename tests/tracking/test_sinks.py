@@ -9,10 +9,10 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from dtrain.config.errors import ConfigError
 from dtrain.config.schema import TrackerConfig
+from dtrain.errors import ConfigError
 from dtrain.tracking import NullSinks, Sinks, build_sinks, sinks, tracker_mode
-from dtrain.tracking.console import PlainLines
+from dtrain.tracking.console_sink import PlainLines
 from dtrain.tracking.records import JsonlSink
 from dtrain.tracking.sinks import (
     BackgroundSink,

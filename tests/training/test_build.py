@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from dtrain.config.errors import ConfigError
 from dtrain.config.schema import LossScaleConfig, ParallelConfig, PrecisionConfig
+from dtrain.errors import ConfigError
 from dtrain.precision import Precision
 from dtrain.training import build
 from dtrain.training.optimizer import build_optimizer

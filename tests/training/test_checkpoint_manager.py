@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from dtrain.config.errors import ConfigError
 from dtrain.config.schema import CheckpointConfig, ParallelConfig
 from dtrain.distributed.process_group import process_group
+from dtrain.errors import ConfigError
 from dtrain.training import checkpoint_manager as module
 from dtrain.training.checkpoint_manager import AsyncWriter, CheckpointManager, NotSaved
 from dtrain.training.checkpoints import Checkpoint, Checkpoints

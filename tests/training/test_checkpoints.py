@@ -16,7 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from dtrain.config.errors import ConfigError
+from dtrain.errors import ConfigError
 from dtrain.training import checkpoints as module
 from dtrain.training.checkpoint_tensors import Part
 from dtrain.training.checkpoints import (

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from dtrain.config.errors import ConfigError
 from dtrain.data import Batch
+from dtrain.errors import ConfigError
 from dtrain.precision import CrossRankGradScaler, Precision
 from dtrain.training.checks import UnusedParameters, check_mean_loss, unused_parameters_explained
 from dtrain.training.task import Output

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 
-from dtrain.config.errors import ConfigError
 from dtrain.data import Batch, ShardLoader
 from dtrain.data.mixture import EvaluationSets
 from dtrain.distributed.store import open_group_store
 from dtrain.distributed.world import World
+from dtrain.errors import ConfigError
 from dtrain.precision import Precision
 from dtrain.training.evaluation import Interrupted, MetricNames, evaluate, metric_names
 from dtrain.training.task import Evaluation, NotFinite, Output

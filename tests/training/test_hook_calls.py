@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from dtrain.config.errors import ConfigError
 from dtrain.config.schema import Config
+from dtrain.errors import ConfigError
 from dtrain.training.hook_calls import HookFailed, Hooks, build_hooks
 from dtrain.training.state import TrainState
 from dtrain.training.step import StepOutcome

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
-from dtrain.config.errors import ConfigError
 from dtrain.config.run import Run
 from dtrain.config.schema import Config, RunConfig, WarmStartConfig, from_plain
 from dtrain.data.hub import hub_errors
 from dtrain.distributed.process_group import process_group
+from dtrain.errors import ConfigError
 from dtrain.tracking import save_run
 from dtrain.training.resume import pin_weights, starting_weights
 from tests.hub_server import HubServer, Model, point_at, serving_hub

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from dtrain.config.errors import ConfigError
 from dtrain.config.schema import Config, DataConfig
 from dtrain.data import ShardLoader, digits, shard_source
+from dtrain.errors import ConfigError
 from dtrain.precision import Precision
 from dtrain.training.loaders import (
     check_same_data,

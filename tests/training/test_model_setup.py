@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtrain.config.errors import ConfigError
 from dtrain.config.schema import ParallelConfig, TrainConfig
+from dtrain.errors import ConfigError
 from dtrain.models import GPT, ResNet9
 from dtrain.precision import Precision
 from dtrain.training import build

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from benchmarks.recovery import TOLERANCE, Job, difference
-from dtrain.config.errors import ConfigError
 from dtrain.config.schema import ParallelConfig
+from dtrain.errors import ConfigError
 from dtrain.training.checkpoints import Checkpoint
 from dtrain.training.recovery import Recovery
 from tests.ranks import run_ranks

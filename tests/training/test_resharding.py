@@ -14,11 +14,11 @@ import torch.distributed.tensor
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dtrain.config.errors import ConfigError
 from dtrain.config.schema import Config, ParallelConfig, RunConfig
 from dtrain.distributed.process_group import process_group
 from dtrain.distributed.sharding import is_dtensor, local_part, shard_model
 from dtrain.distributed.world import World
+from dtrain.errors import ConfigError
 from dtrain.precision.loss_scale import LossScale
 from dtrain.training.checkpoint_manager import CheckpointManager
 from dtrain.training.checkpoint_tensors import StoredTensor

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from dtrain.config.errors import ConfigError
 from dtrain.config.run import Run
 from dtrain.config.schema import CheckpointConfig, RunConfig, WarmStartConfig
 from dtrain.distributed.process_group import process_group
+from dtrain.errors import ConfigError
 from dtrain.precision.modules import dtype_name
 from dtrain.tracking import write_status
 from dtrain.training.checkpoints import Checkpoint, Checkpoints

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from dtrain.config.errors import ConfigError
 from dtrain.config.schema import TrainConfig
 from dtrain.data import ShardLoader
+from dtrain.errors import ConfigError
 from dtrain.training.schedule import (
     Lengths,
     WarmupConstant,

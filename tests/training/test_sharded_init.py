@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtrain.config.errors import ConfigError
 from dtrain.config.schema import ParallelConfig
 from dtrain.distributed.sharding import shard_model
+from dtrain.errors import ConfigError
 from dtrain.models import GPT, ResNet, ViT
 from dtrain.training.sharded_init import build_on_meta, fill
 from tests.ranks import run_ranks

@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.config.errors import ConfigError, PeerLost
 from dtrain.config.schema import CheckpointConfig, ParallelConfig
 from dtrain.distributed import store as store_module
 from dtrain.distributed.process_group import process_group
 from dtrain.distributed.world import World
+from dtrain.errors import ConfigError, PeerLost
 from dtrain.training import checkpoint_manager as module
 from dtrain.training import checkpoints as checkpoints_module
 from dtrain.training.checkpoint_manager import CheckpointManager

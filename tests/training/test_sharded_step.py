@@ -13,10 +13,10 @@ import torch.distributed.fsdp  # here once, and not in every rank
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dtrain.config.errors import ConfigError
 from dtrain.config.schema import ParallelConfig
 from dtrain.data import Batch
 from dtrain.distributed.sharding import UnreducedGradient, is_dtensor, is_sharded, local_part, shard_model
+from dtrain.errors import ConfigError
 from dtrain.precision import Precision
 from dtrain.precision.loss_scale import LossScale
 from dtrain.training.optimizer import build_optimizer

@@ -12,9 +12,9 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from dtrain.config.errors import ConfigError
 from dtrain.config.schema import Config
 from dtrain.data import Batch, ShardLoader
+from dtrain.errors import ConfigError
 from dtrain.precision.loss_scale import LossScale
 from dtrain.training.checkpoint_tensors import contiguous
 from dtrain.training.checkpoints import Checkpoint, Checkpoints

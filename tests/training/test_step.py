@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtrain.config.errors import ConfigError
 from dtrain.data import Batch
+from dtrain.errors import ConfigError
 from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.vote import Vote
 from dtrain.training.schedule import WarmupCosine

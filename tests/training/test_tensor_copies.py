@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtrain.config.errors import ConfigError
+from dtrain.errors import ConfigError
 from dtrain.training import tensor_copies
 from dtrain.training.tensor_copies import BufferGuard, Ema
 from tests.refusals import refused

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from dtrain.config.errors import ConfigError
 from dtrain.config.schema import Config, from_plain
+from dtrain.errors import ConfigError
 from dtrain.training.validation import validate
 from tests.config.command_lines import compose
 from tests.refusals import refused

@@ -28,7 +28,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-from dtrain.config.torchrun_end import end_if_stuck
+from dtrain.distributed.torchrun_end import end_if_stuck
 
 _MODULES = {"dtrain", *(f"dtrain.{name}" for name in ("train", "evaluate", "export", "doctor"))}
 _KEY = "dtrain"  # of our part of the error file
@@ -180,3 +180,8 @@ def _refuse_rendezvous(parameters: Any) -> Any:
         f"--rdzv-backend={parameters.backend}: this is no rendezvous backend. It is how dtrain shortens torchrun's report of "
         "an error. Use --standalone, or --rdzv-backend=c10d."
     )
+
+
+def launched_rank() -> int:
+    """This process's rank as the launcher set it; 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))

@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from dtrain.config import torchrun_errors
-from dtrain.config.compose import run
-from dtrain.config.errors import ConfigError, PeerFailed
+from dtrain.command_line import run
 from dtrain.data.batch import Batch
+from dtrain.distributed import torchrun as torchrun_errors
+from dtrain.errors import ConfigError, PeerFailed
 from dtrain.tasks.classification import Classification
 from dtrain.training.task import Output
 from tests.forked_python import forked_python

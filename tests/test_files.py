@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.config.bounded_files import open_regular
-from dtrain.distributed import atomic
-from dtrain.distributed.atomic import (
+from dtrain import files as atomic
+from dtrain.files import (
     create_folder,
     cut_lines,
+    open_regular,
     open_to_append,
     replace_file,
     replace_folder,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dtrain.config.errors import HIDDEN, SECRET_KEY, as_config_error, without_secrets_in
-from dtrain.config.errors import ConfigError as Wrong
+from dtrain.errors import HIDDEN, SECRET_KEY, as_config_error, without_secrets_in
+from dtrain.errors import ConfigError as Wrong
 
 
 @pytest.mark.parametrize(
