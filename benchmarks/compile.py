@@ -36,7 +36,7 @@ from dtrain.distributed.process_group import process_group
 from dtrain.distributed.world import World
 from dtrain.models import GPT
 from dtrain.precision import Precision
-from dtrain.training.model_setup import compile_in_place
+from dtrain.training.setup.model import compile_in_place
 
 #: By row: the modules that are compiled, and whether torch splits graphs at bucket boundaries.
 ROWS: dict[str, tuple[bool | Sequence[str], bool]] = {

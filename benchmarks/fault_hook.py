@@ -27,8 +27,8 @@ from typing import Any
 
 from dtrain.data import Batch
 from dtrain.distributed.world import World
-from dtrain.training.checkpoints import Checkpoint
-from dtrain.training.state import TrainState
+from dtrain.training.checkpoint.checkpoints import Checkpoint
+from dtrain.training.checkpoint.state import TrainState
 
 _IN_THE_STEP = ("crash", "kill", "hang", "slow", "nan", "corrupt_sample")
 _IN_THE_SAVE = ("disk_full", "torn_checkpoint")

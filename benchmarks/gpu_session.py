@@ -33,10 +33,10 @@ import torch
 from benchmarks import harness
 from benchmarks.fault_hook import faulty
 from benchmarks.gpu_processes import Bench, Failed, NoTimeLeft, OutOfTime, Skipped, adopt_orphans
-from dtrain.deployment.formats import FORMATS
 from dtrain.distributed.world import process_cpu_count
 from dtrain.errors import ConfigError
-from dtrain.training.profiler import TraceSummary
+from dtrain.export.formats import FORMATS
+from dtrain.training.monitor.profiler import TraceSummary
 from dtrain.training.step import PARTS as STEP_PARTS
 from dtrain.training.step import STEP
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import webdataset
 
 from benchmarks import harness
-from dtrain.data.shard_index import index_tar, load_or_build
+from dtrain.data.shards.shard_index import index_tar, load_or_build
 
 PHOTOGRAPH_BYTES = 100_000
 

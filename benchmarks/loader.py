@@ -46,11 +46,11 @@ from PIL import Image
 from benchmarks import harness
 from dtrain.data import ShardLoader
 from dtrain.data.augment import RandomResizedCrop
-from dtrain.data.collate import Collator
-from dtrain.data.dataset_index import DatasetIndex
-from dtrain.data.field_buffer import FieldBuffer
-from dtrain.data.order import EpochOrder
-from dtrain.data.shard_source import ShardReader
+from dtrain.data.loading.collate import Collator
+from dtrain.data.loading.field_buffer import FieldBuffer
+from dtrain.data.order.epoch_order import EpochOrder
+from dtrain.data.shards.dataset_index import DatasetIndex
+from dtrain.data.sources.shard_source import ShardReader
 
 CROP = 224
 CEILING = "decoding alone"

@@ -21,7 +21,7 @@ from benchmarks import harness
 from dtrain.data import ShardLoader
 from dtrain.data.augment import Augment, RandomCropFlip, RandomResizedCrop
 from dtrain.data.mixing import Mix
-from dtrain.data.shard_source import ShardSampleReader
+from dtrain.data.sources.shard_source import ShardSampleReader
 
 BASE = "nothing mixed"
 BOTH = Mix(harness.CLASSES, mixup_alpha=0.2, cutmix_alpha=1.0)

@@ -23,12 +23,12 @@ import numpy as np
 
 from benchmarks import harness
 from dtrain.data import ShardLoader
-from dtrain.data.dataset_index import DatasetIndex
-from dtrain.data.mixture_order import Deal, MixedSources, MixtureOrder, Schedule
-from dtrain.data.order import SHUFFLES, EpochOrder, Layout, Recipe, choose_lanes
-from dtrain.data.parse_fields import parse_fields
-from dtrain.data.shard_source import ShardSource
-from dtrain.data.workers import RankShare
+from dtrain.data.fields.parse import parse_fields
+from dtrain.data.loading.workers import RankShare
+from dtrain.data.order.epoch_order import SHUFFLES, EpochOrder, Layout, Recipe, choose_lanes
+from dtrain.data.order.mixture_order import Deal, MixedSources, MixtureOrder, Schedule
+from dtrain.data.shards.dataset_index import DatasetIndex
+from dtrain.data.sources.shard_source import ShardSource
 
 POSITIONS = 1024
 SOURCES = 8

@@ -119,7 +119,7 @@ def measure(writer: str, source: str, out: str, length: int) -> dict[str, float]
 
 def dtrain_cut(source: str | None, out: str, length: int, fit: str = "cut") -> None:
     """``python -m dtrain.pack text``."""
-    from dtrain.pack import main as pack
+    from dtrain.pack.__main__ import main as pack
 
     if source is not None:
         arguments = ["text", source, out, "--length", str(length), "--fit", fit, "--processes", "1"]

@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks import harness
 from dtrain.data import ShardLoader
-from dtrain.data.dataset_index import DatasetIndex
+from dtrain.data.shards.dataset_index import DatasetIndex
 
 BATCH = 256
 FRESH = "start of the epoch"

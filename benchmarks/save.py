@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from benchmarks import harness
-from dtrain.training.checkpoint_manager import AsyncWriter
-from dtrain.training.checkpoints import Checkpoint, Checkpoints
-from dtrain.training.state import host_copy, optimizer_state
+from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints
+from dtrain.training.checkpoint.manager import AsyncWriter
+from dtrain.training.checkpoint.state import host_copy, optimizer_state
 
 WIDTH = 1024
 BLOCKING = "stall, the loop waits for the write"

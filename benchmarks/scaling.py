@@ -35,8 +35,8 @@ from pathlib import Path
 import torch
 
 from benchmarks import harness
-from dtrain import doctor
 from dtrain.distributed.world import join_srun, process_cpu_count
+from dtrain.doctor import __main__ as doctor
 
 #: Defaults where the command line names no model or experiment, and where it names no data.
 MODEL = {"model": "resnet9", "model.width": "16", "optimizer": "sgd"}

@@ -25,10 +25,10 @@ import torch
 from benchmarks import harness
 from dtrain.data import ShardLoader
 from dtrain.data.augment import RandomResizedCrop
-from dtrain.data.dataset_index import DatasetIndex
-from dtrain.data.decode import decode_image
-from dtrain.data.node_cache import CachePolicy
-from dtrain.data.shard_source import ShardReader
+from dtrain.data.fields.decode import decode_image
+from dtrain.data.shards.dataset_index import DatasetIndex
+from dtrain.data.shards.node_cache import CachePolicy
+from dtrain.data.sources.shard_source import ShardReader
 
 BATCH = 64
 CROP = RandomResizedCrop(224)

@@ -118,7 +118,7 @@ def one_rank() -> None:
     import torch
 
     import dtrain.train
-    from dtrain.data.batch import DeviceCopies
+    from dtrain.data.loading.batch import DeviceCopies
     from dtrain.training.loop import Loop
     from dtrain.training.step import TrainStep
 

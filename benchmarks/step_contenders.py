@@ -35,11 +35,11 @@ from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.vote import make_vote
 from dtrain.tasks import Classification
 from dtrain.tracking.sinks import NullSinks, Sinks, build_sinks
-from dtrain.training.checkpoints import Checkpoints
+from dtrain.training.checkpoint.checkpoints import Checkpoints
+from dtrain.training.checkpoint.state import TrainState
 from dtrain.training.loop import Loop
-from dtrain.training.run_logger import RunLogger
+from dtrain.training.monitor.run_logger import RunLogger
 from dtrain.training.schedule import WarmupCosine
-from dtrain.training.state import TrainState
 from dtrain.training.step import TrainStep
 
 CPU = torch.device("cpu")

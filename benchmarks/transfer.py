@@ -38,10 +38,11 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from benchmarks import harness
-from dtrain.data import Batch, ShardLoader, ipc
+from dtrain.data import Batch, ShardLoader
 from dtrain.data.augment import RandomResizedCrop
-from dtrain.data.decode import decode_image
-from dtrain.data.workers import WorkerStream
+from dtrain.data.fields.decode import decode_image
+from dtrain.data.loading import ipc
+from dtrain.data.loading.workers import WorkerStream
 
 BATCH = 64
 SHAPES = {"image": (224, 224, 3), "feature": (4096,)}

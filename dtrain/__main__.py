@@ -9,9 +9,11 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from dtrain import __version__
 
@@ -92,16 +94,23 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         sys.path.append(here)
     if name == "train" and _prints_config(arguments):
         return 0
-    module = importlib.import_module(f"dtrain.{name}")
+    module = entry_point(name)
     sys.argv = [str(module.__file__), *arguments]
     return module.main() or 0
+
+
+def entry_point(name: str) -> ModuleType:
+    """The module that ``python -m dtrain.NAME`` runs: ``dtrain.NAME``, or its ``__main__`` if that is a package."""
+    found = importlib.util.find_spec(f"dtrain.{name}")
+    is_package = found is not None and found.submodule_search_locations is not None
+    return importlib.import_module(f"dtrain.{name}.__main__" if is_package else f"dtrain.{name}")
 
 
 def _prints_config(arguments: Sequence[str]) -> bool:
     """Prints what ``--help``, ``--cfg`` and the like ask for, if they do, without torch, whose import takes a second."""
     from dtrain import command_line
     from dtrain.config import compose
-    from dtrain.config.run import recompose_if_run
+    from dtrain.runs.run_spec import recompose_if_run
 
     if not compose.only_prints(arguments):
         return False
@@ -133,9 +142,9 @@ def _run_torchrun(name: str, processes: int, arguments: Sequence[str]) -> int:
 
 def _as_typed(name: str, arguments: Sequence[str]) -> list[str]:
     """The whole command line for the ranks: what is read from a run directory, and whether to trust it, is decided here."""
-    from dtrain.config.run import recompose_if_run, refuse_foreign_links, run_dir_of, take
-    from dtrain.config.trust import AS_TYPED, TRUST
     from dtrain.errors import ConfigError
+    from dtrain.runs.run_spec import recompose_if_run, refuse_foreign_links, run_dir_of, take
+    from dtrain.runs.trust import AS_TYPED, TRUST
 
     if (directory := run_dir_of(arguments)) is None:
         return list(arguments)

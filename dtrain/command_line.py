@@ -22,7 +22,6 @@ from typing import Any
 
 from dtrain.config.compose import Composed, UnresolvedValue, compose, only_prints
 from dtrain.config.explain import check_arguments, options_last
-from dtrain.config.trust import AS_TYPED, TRUST
 from dtrain.distributed.torchrun import EXIT_USAGE, launched_rank, record_failure, torchrun_is_quiet
 from dtrain.errors import (
     ConfigError,
@@ -33,6 +32,7 @@ from dtrain.errors import (
     printable,
     without_secrets_in,
 )
+from dtrain.runs.trust import AS_TYPED, TRUST
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130

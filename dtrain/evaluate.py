@@ -27,30 +27,30 @@ from torch import Tensor, nn
 
 from dtrain import command_line
 from dtrain.config import compose
-from dtrain.config.run import Run, recompose, refuse_hidden, take, without_secrets
 from dtrain.config.schema import Config
-from dtrain.config.trust import TRUST, is_marked, require_harmless
 from dtrain.console import print_banner, progress
 from dtrain.data import ShardLoader
-from dtrain.data.hub import is_hub_url
-from dtrain.deployment import artefact
-from dtrain.deployment.fold_cast import cast_inputs
-from dtrain.deployment.hub import pull
-from dtrain.deployment.program import Program
 from dtrain.distributed.collectives import from_rank0, on_all_ranks
 from dtrain.distributed.hang import HangWatch
 from dtrain.distributed.process_group import process_group, settle_network
 from dtrain.distributed.world import World, join_srun
 from dtrain.errors import ConfigError, as_config_error
+from dtrain.export import artefact
+from dtrain.export.fold_cast import cast_inputs
+from dtrain.export.hub import pull
+from dtrain.export.program import Program
 from dtrain.files import parse_yaml, read_bounded
 from dtrain.precision import Precision
-from dtrain.tracking import evaluation_results
-from dtrain.tracking.evaluation_results import CheckpointEvaluation, aligned
+from dtrain.runs import evaluation_results
+from dtrain.runs.evaluation_results import CheckpointEvaluation, aligned
+from dtrain.runs.hub import is_hub_url
+from dtrain.runs.run_spec import Run, recompose, refuse_hidden, take, without_secrets
+from dtrain.runs.trust import TRUST, is_marked, require_harmless
 from dtrain.training.build import EvaluationParts, build_for_evaluation, build_precision, build_task
-from dtrain.training.checkpoints import Checkpoint, Checkpoints
+from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints
 from dtrain.training.evaluation import evaluate
-from dtrain.training.loaders import check_same_data, class_names, corpus_beside, eval_loader, prepare_data
-from dtrain.training.memory import forget_peak, peak
+from dtrain.training.monitor.memory import forget_peak, peak
+from dtrain.training.setup.loaders import check_same_data, class_names, corpus_beside, eval_loader, prepare_data
 from dtrain.training.task import NotFinite
 
 USAGE = """Usage

@@ -21,14 +21,14 @@ import numpy as np
 import torch
 
 from dtrain.console import until_reader_leaves
-from dtrain.data.fields import SampleError
-from dtrain.deployment import artefact
-from dtrain.deployment.artefact import Artefact
-from dtrain.deployment.description import DESCRIPTION
-from dtrain.deployment.hub import local_folder
-from dtrain.deployment.program import ImageInput
-from dtrain.deployment.text import Sampling, continue_text
+from dtrain.data.fields.field import SampleError
 from dtrain.errors import ConfigError, escape_on_stdout, printable
+from dtrain.export import artefact
+from dtrain.export.artefact import Artefact
+from dtrain.export.description import DESCRIPTION
+from dtrain.export.hub import local_folder
+from dtrain.export.program import ImageInput
+from dtrain.export.text import Sampling, continue_text
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def rank_classes(model: Artefact, files: Sequence[str], top: int, batch_size: in
     if image.own_decoder:
         raise ConfigError(
             f"the model was trained on {image.field!r} with a custom decoder (data.fields), which the artefact does not "
-            "contain. Decode the files yourself and call dtrain.deployment.artefact.load(...).outputs(pixels)."
+            "contain. Decode the files yourself and call dtrain.export.artefact.load(...).outputs(pixels)."
         )
     files_at_once = batch_size if image.size is not None else 1
     for start in range(0, len(files), files_at_once):
@@ -136,7 +136,7 @@ def _most_probable(model: Artefact, pixels: np.ndarray, top: int) -> list[tuple[
     if outputs.dim() != 2 or len(outputs) != len(pixels) or outputs.shape[1] < 2:
         raise ConfigError(
             f"the model returns outputs {list(outputs.shape)} for {len(pixels)} images, but probabilities need [rows, classes] "
-            "with two classes or more. Call dtrain.deployment.artefact.load(...).outputs(pixels) instead."
+            "with two classes or more. Call dtrain.export.artefact.load(...).outputs(pixels) instead."
         )
     names = model.description.classes
     if names is not None and len(names) != outputs.shape[1]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dtrain import command_line
 from dtrain.config import compose
-from dtrain.config.run import Run, recompose_if_run, refuse_foreign_links
 from dtrain.config.schema import Config
 from dtrain.distributed.collectives import from_rank0, on_all_ranks
 from dtrain.distributed.hang import HangWatch
@@ -22,14 +21,16 @@ from dtrain.distributed.process_group import process_group, settle_network
 from dtrain.distributed.stop import StopRequests, TimeLimit
 from dtrain.distributed.torchrun import launched_rank
 from dtrain.distributed.world import join_srun
-from dtrain.tracking import FailureRecord, failures_recorded, open_rank_log, save_run, sends_alerts, tracker_mode
+from dtrain.runs.run_dir import FailureRecord, failures_recorded, open_rank_log, save_run
+from dtrain.runs.run_spec import Run, recompose_if_run, refuse_foreign_links
+from dtrain.tracking import sends_alerts, tracker_mode
 from dtrain.training.breakpoints import breakpoints
 from dtrain.training.build import build_run
+from dtrain.training.checkpoint.resume import EarlierStarts, pin_weights, restore
 from dtrain.training.hook_calls import build_hooks
 from dtrain.training.loop import Loop
+from dtrain.training.monitor.run_logger import RunLogger, print_start_banner, write_final_status
 from dtrain.training.recovery import Recovery
-from dtrain.training.resume import EarlierStarts, pin_weights, restore
-from dtrain.training.run_logger import RunLogger, print_start_banner, write_final_status
 from dtrain.training.validation import validate
 
 
@@ -99,7 +100,7 @@ def train_on_ranks(cfg: Config, identity: Run, failure: FailureRecord, recovery:
                 with watch.following(loop.place, identity.dir / "logs"), recovery.lost_ranks(world):
                     state, reason = loop.run()
             if world.rank == 0 and sends_alerts(cfg.tracker):
-                from dtrain.reporting.health import problems_of  # importing it takes 0.1 s
+                from dtrain.report.health import problems_of  # importing it takes 0.1 s
 
                 if problems := problems_of(identity.dir):
                     run_logger.alert(problems)

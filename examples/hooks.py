@@ -15,7 +15,7 @@ import torch
 
 from dtrain.config.directions import require_direction
 from dtrain.distributed.collectives import from_rank0
-from dtrain.training.state import TrainState
+from dtrain.training.checkpoint.state import TrainState
 from dtrain.training.task import Evaluation
 
 

@@ -13,12 +13,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from dtrain.data.fields import KINDS, PICKLES, RAW_DTYPES, ROLES_OF_OPTIONS, Field
-from dtrain.data.parse_fields import _parse_field
+from dtrain.data.fields.field import KINDS, PICKLES, RAW_DTYPES, ROLES_OF_OPTIONS, Field
+from dtrain.data.fields.parse import _parse_field
 from dtrain.precision.policy import ROLES, Precision
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "data.md"
-BEGIN = "<!-- fields: written by `python scripts/data_page.py` from dtrain/data/fields.py -->"
+BEGIN = "<!-- fields: written by `python scripts/data_page.py` from dtrain/data/fields/field.py -->"
 END = "<!-- fields: end -->"
 _PRECISIONS = ("fp32", "bf16", "fp16")  # tf32 is as fp32
 #: An example of each role and option: an extension and its options.

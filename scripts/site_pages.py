@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import io
 import os
 import subprocess
@@ -20,7 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.fault_hook import faulty
-from dtrain.tracking.run_dir import read_status
+from dtrain.__main__ import entry_point
+from dtrain.runs.run_dir import read_status
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "site_pages"
@@ -75,7 +75,7 @@ def section(command: tuple[str, ...]) -> str:
     sys.argv = [f"dtrain {name}", *words, "--help"]
     os.environ["COLUMNS"] = "100"  # the width of argparse's texts
     with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
-        importlib.import_module(f"dtrain.{name}").main()
+        entry_point(name).main()
     # The list of all keys, which `train` adds, is a page of its own.
     shown = text.getvalue().partition("\nKeys with their current values")[0].strip()
     return f"## {' '.join(command)}\n\n```\n{shown}\n```\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
 from pathlib import Path
@@ -10,14 +9,16 @@ from typing import Any
 
 import pytest
 
-from dtrain import command_line, doctor, evaluate
-from dtrain.__main__ import _take_nproc
+from dtrain import __main__ as dtrain
+from dtrain import command_line, evaluate
+from dtrain.__main__ import _take_nproc, entry_point
 from dtrain.completion import SHELLS
 from dtrain.config import compose
-from dtrain.launching.commands import COMMANDS
+from dtrain.doctor import __main__ as doctor
+from dtrain.launch.commands import COMMANDS
 from tests.doc_pages import ROOT
 
-ENTRY_POINTS = sorted(path.stem for path in (ROOT / "dtrain").glob("[!_]*.py") if '"__main__"' in path.read_text())
+ENTRY_POINTS = sorted(name for name in dtrain.COMMANDS if name != "completion")
 
 
 def compose_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +28,7 @@ def compose_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "check_machine", lambda options: 0)
     monkeypatch.setattr(evaluate, "pull", lambda url, config: Path("no-such-artefact"))  # the hub is not asked
     for name in ENTRY_POINTS:
-        module = importlib.import_module(f"dtrain.{name}")
+        module = entry_point(name)
         for effect in ("join_srun", "settle_network"):
             if hasattr(module, effect):
                 monkeypatch.setattr(module, effect, lambda: None)
@@ -72,7 +73,7 @@ def accepted(words: list[str], monkeypatch: pytest.MonkeyPatch) -> bool:
     arguments = [word.removeprefix("hf://") if name == "predict" else word for word in arguments]
     if name == "launch" and arguments[:1] and arguments[0] in COMMANDS:
         return all("=" not in argument and not argument.startswith("-") for argument in arguments)
-    code = call(importlib.import_module(f"dtrain.{name}"), arguments, monkeypatch)
+    code = call(entry_point(name), arguments, monkeypatch)
     # The others find nothing here that they could work on, and say so; 2 is a wrong usage.
     an_artefact = any(argument.startswith("artefact=") for argument in arguments)
     return code == 0 or (code == 1 and (an_artefact or name in ("pack", "predict", "report", "export")))

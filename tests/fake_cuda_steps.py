@@ -33,8 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain.config.schema import ParallelConfig
 from dtrain.data import Batch
-from dtrain.data.batch import DeviceCopies, Transfer
-from dtrain.data.parse_fields import parse_fields
+from dtrain.data.fields.parse import parse_fields
+from dtrain.data.loading.batch import DeviceCopies, Transfer
 from dtrain.distributed import sharding
 from dtrain.distributed.sharding import local_part, shard_model
 from dtrain.distributed.world import World
@@ -45,10 +45,10 @@ from dtrain.precision.reduce_dtype import reduce_in
 from dtrain.tasks import Classification
 from dtrain.training import step as step_module
 from dtrain.training.evaluation import _Sums
-from dtrain.training.model_setup import use_channels_last
+from dtrain.training.setup.ema import Ema
+from dtrain.training.setup.model import use_channels_last
 from dtrain.training.step import TrainStep
 from dtrain.training.task import require_output
-from dtrain.training.tensor_copies import Ema
 from tests.toys import NormNet
 
 CUDA, RANKS, ROWS, SIDE = torch.device("cuda", 0), 4, 2, 8

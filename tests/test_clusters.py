@@ -19,8 +19,8 @@ import yaml
 
 from dtrain.distributed.world import rendezvous_options
 from dtrain.errors import ConfigError
-from dtrain.launching import local
-from dtrain.launching.job import STOPPED
+from dtrain.launch import local
+from dtrain.launch.job import STOPPED
 from tests.doc_commands import accepted, compose_only
 from tests.forked_python import forked_python
 from tests.launching.compose import single

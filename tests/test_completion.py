@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from dtrain import pack
 from dtrain.__main__ import COMMANDS
 from dtrain.completion import SHELLS, SUBCOMMANDS, completion_script
-from dtrain.launching.commands import COMMANDS as OF_LAUNCH
+from dtrain.launch.commands import COMMANDS as OF_LAUNCH
+from dtrain.pack import __main__ as pack
 
 #: By shell: prints the candidates for a command line, one on each line. bash takes only what follows the last "=".
 _ASK = {

@@ -17,13 +17,15 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
-from dtrain import command_line, doctor, export
+from dtrain import command_line
 from dtrain.config.compose import Composed, conf_dir
 from dtrain.config.schema import Config
-from dtrain.config.trust import mark
-from dtrain.data.fields import Field
-from dtrain.launching.commands import COMMANDS
+from dtrain.data.fields.field import Field
+from dtrain.doctor import __main__ as doctor
+from dtrain.export import __main__ as export
+from dtrain.launch.commands import COMMANDS
 from dtrain.precision.policy import ROLES
+from dtrain.runs.trust import mark
 from tests.doc_commands import ENTRY_POINTS, accepted, call, compose_only, user_presets
 from tests.doc_keys import GROUPS, check_code, is_key
 from tests.doc_pages import (

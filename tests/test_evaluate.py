@@ -21,7 +21,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from dtrain import evaluate
-from dtrain.training.checkpoints import Checkpoint, Checkpoints
+from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints
 from tests.ranks import run_ranks
 from tests.refusals import assert_refused
 from tests.toys import NormNet

@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import yaml
 
-from dtrain import export
 from dtrain.errors import ConfigError
 from dtrain.evaluate import recompose_artefact
+from dtrain.export import __main__ as export
 from tests.hub_server import point_at, serving_hub
 from tests.refusals import assert_refused, refused
 from tests.test_evaluate import by_hand, ending, evaluated, numbers

@@ -50,11 +50,11 @@ importlib.util.find_spec = lambda name, package=None: None if name in absent els
 
 from dtrain.config.schema import TrackerConfig
 from dtrain.data import digits
-from dtrain.data.media import torchcodec_decoders
-from dtrain.data.shard_file import fsspec_file_system
-from dtrain.data.tokenizers import Tokenizer
-from dtrain.deployment.formats import _import_onnx_package
-from dtrain.launching.search import require_optuna
+from dtrain.data.fields.media import torchcodec_decoders
+from dtrain.data.shards.shard_file import fsspec_file_system
+from dtrain.data.fields.tokenizers import Tokenizer
+from dtrain.export.formats import _import_onnx_package
+from dtrain.launch.search import require_optuna
 from dtrain.tracking.sinks import check_tracker
 
 messages = {}

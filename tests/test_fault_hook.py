@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.fault_hook import Fault, Faults, faulty
-from dtrain.training.checkpoints import Checkpoints
+from dtrain.training.checkpoint.checkpoints import Checkpoints
 from tests.ranks import RanksFailed
 from tests.refusals import refused
 from tests.runs import metrics, records, status, train_on, weights

@@ -24,11 +24,11 @@ NOT_LOADED = {
     "dtrain.errors": ("hydra", "omegaconf", "torch"),  # loader workers import it
     "dtrain.config.cache_dir": ("hydra", "omegaconf", "torch"),  # loader workers import it
     "dtrain.files": ("hydra", "torch"),
-    "dtrain.tracking.records": ("hydra", "torch", "wandb"),
-    "dtrain.tracking.run_dir": ("hydra", "torch", "wandb"),  # dtrain.report reads the status
-    "dtrain.tracking.history": ("hydra", "torch", "wandb"),
+    "dtrain.runs.records": ("hydra", "torch", "wandb"),
+    "dtrain.runs.run_dir": ("hydra", "torch", "wandb"),  # dtrain.report reads the status
+    "dtrain.runs.history": ("hydra", "torch", "wandb"),
     "dtrain.tracking.sinks": ("hydra", "torch", "wandb", "tensorboard", "matplotlib"),  # not every run uses them
-    "dtrain.tracking.evaluation_results": (
+    "dtrain.runs.evaluation_results": (
         "hydra",
         "wandb",
         "matplotlib",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dtrain.data.digits import arrays
-from dtrain.data.randomness import seed_generators
+from dtrain.data.order.randomness import seed_generators
 from dtrain.models import SmallCNN
 from tests.ranks import run_ranks
 from tests.runs import metrics, train_on

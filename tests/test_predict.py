@@ -19,8 +19,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from dtrain import export
-from dtrain.deployment.artefact import load
+from dtrain.export import __main__ as export
+from dtrain.export.artefact import load
 from dtrain.predict import main, rank_classes
 from tests.refusals import assert_refused
 from tests.toys import NormNet

@@ -20,7 +20,7 @@ from dtrain.config.schema import Config
 from dtrain.data import Batch
 from dtrain.models import Logits
 from dtrain.training.build import build_model
-from dtrain.training.optimizer import build_optimizer
+from dtrain.training.setup.optimizer import build_optimizer
 
 PAGE = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text()
 RECIPES = re.findall(r"```yaml\n(# @package.*?)```", PAGE, re.DOTALL)

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from benchmarks.fault_hook import faulty
-from dtrain.report import main
+from dtrain.report.__main__ import main
 from tests.browser import View, view
 from tests.reporting.runs_for_tests import point_of
 from tests.runs import status, torchrun

@@ -13,8 +13,9 @@ import torch.distributed.tensor
 from safetensors.torch import load_file
 
 from benchmarks.fault_hook import faulty
-from dtrain import export, pack
-from dtrain.training.checkpoints import Checkpoints
+from dtrain.export import __main__ as export
+from dtrain.pack import __main__ as pack
+from dtrain.training.checkpoint.checkpoints import Checkpoints
 from tests.ranks import RanksFailed, run_ranks
 from tests.runs import metrics, records, status, train_on, weights
 from tests.test_evaluate import evaluated, numbers

@@ -16,8 +16,9 @@ import pytest
 from PIL import Image
 
 from benchmarks.fault_hook import faulty
-from dtrain.training import evaluation, stragglers
+from dtrain.training import evaluation
 from dtrain.training.evaluation import evaluate
+from dtrain.training.monitor import stragglers
 from dtrain.training.task import Evaluation
 from tests.forked_python import forked_python
 from tests.runs import records, status, torchrun, train_on

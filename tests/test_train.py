@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtrain.training.state import TrainState
+from dtrain.training.checkpoint.state import TrainState
 from dtrain.training.step import StepOutcome
 from tests.ranks import RanksFailed
 from tests.refusals import assert_refused

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from dtrain.data import Batch
 from dtrain.distributed.world import World
 from dtrain.precision import Precision
+from dtrain.training.setup.ema import Ema
 from dtrain.training.step import StepOutcome, TrainStep
 from dtrain.training.task import Output
-from dtrain.training.tensor_copies import Ema
 
 CPU = torch.device("cpu")
 

@@ -17,11 +17,11 @@ from typing_extensions import assert_type
 
 from dtrain.config.schema import Config
 from dtrain.data import Batch, Mixture, ShardDataset, ShardLoader
-from dtrain.deployment import artefact
-from dtrain.deployment.artefact import Artefact
 from dtrain.distributed.world import World
+from dtrain.export import artefact
+from dtrain.export.artefact import Artefact
 from dtrain.precision import CrossRankGradScaler, Precision
-from dtrain.training.state import TrainState
+from dtrain.training.checkpoint.state import TrainState
 from dtrain.training.step import StepOutcome
 from dtrain.training.task import Evaluation, Output, Task
 

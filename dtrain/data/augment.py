@@ -19,8 +19,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from dtrain.data.crop import INTERPOLATIONS, Crop
-from dtrain.data.fields import DataError
+from dtrain.data.fields.crop import INTERPOLATIONS, Crop
+from dtrain.data.fields.field import DataError
 
 Augment = Callable[[dict[str, Any], np.random.Generator], dict[str, Any]]
 

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtrain.data.fields import DataError, Field
-from dtrain.data.randomness import Randomness, hash64
+from dtrain.data.fields.field import DataError, Field
+from dtrain.data.order.randomness import Randomness, hash64
 
 # Uses of (seed, epoch) need different keys: the order has 1 to 3, augmentation 4, generated samples 5.
 _MIXING = 6

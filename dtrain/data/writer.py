@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from dtrain.data.fields import PICKLES
-from dtrain.data.shard_index import load_or_build
+from dtrain.data.fields.field import PICKLES
+from dtrain.data.shards.shard_index import load_or_build
 from dtrain.files import fsync_path, replace_file
 
 Sample = Mapping[str, Any]

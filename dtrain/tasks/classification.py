@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.data import Batch
-from dtrain.data.fields import DataError
+from dtrain.data.fields.field import DataError
 from dtrain.tasks.losses import softmax_cross_entropy
 from dtrain.training.task import Output
 

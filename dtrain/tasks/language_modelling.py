@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.data import Batch
-from dtrain.data.fields import DataError
-from dtrain.data.tokenizers import Corpus, Tokenizer
+from dtrain.data.fields.field import DataError
+from dtrain.data.fields.tokenizers import Corpus, Tokenizer
 from dtrain.distributed.sharding import is_dtensor
 from dtrain.tasks.losses import softmax_cross_entropy
 from dtrain.training.task import Output

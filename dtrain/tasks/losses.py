@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtrain.data.fields import DataError
+from dtrain.data.fields.field import DataError
 
 
 def softmax_cross_entropy(

@@ -23,7 +23,7 @@ from rich.table import Column
 from rich.text import Text
 
 from dtrain.errors import printable
-from dtrain.tracking.records import Record
+from dtrain.runs.records import Record
 
 #: A terminal is redrawn at most this often, because drawing takes a millisecond.
 SECONDS_BETWEEN_REDRAWS = 0.1

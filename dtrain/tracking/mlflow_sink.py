@@ -33,8 +33,8 @@ import yaml
 from dtrain.distributed.lock import file_lock
 from dtrain.errors import without_secrets_in
 from dtrain.files import replace_file
+from dtrain.runs.records import Mark, MediaFile, Record, finite_metrics, has_evaluation, mark, send_earlier
 from dtrain.tracking.provenance import provenance
-from dtrain.tracking.records import Mark, MediaFile, Record, finite_metrics, has_evaluation, mark, send_earlier
 
 # MLflow sends usage statistics from its import on, and waits for several minutes for a server that is away.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from dtrain import __version__
-from dtrain.tracking.run_dir import git_output
+from dtrain.runs.run_dir import git_output
 
 
 def provenance(folder: Path) -> dict[str, str | bool]:

@@ -26,8 +26,8 @@ from urllib.parse import urlsplit
 
 from dtrain.errors import ConfigError, shortened, without_secrets_in
 from dtrain.files import replace_file
+from dtrain.runs.records import JsonlSink, MediaFile, Record, Sink, cut_after
 from dtrain.tracking.console_sink import ConsoleSink, console_sink
-from dtrain.tracking.records import JsonlSink, MediaFile, Record, Sink, cut_after
 
 if TYPE_CHECKING:
     from dtrain.config.schema import TrackerConfig

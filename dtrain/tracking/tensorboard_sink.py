@@ -14,7 +14,7 @@ import yaml
 from PIL import Image
 from torch.utils.tensorboard import SummaryWriter
 
-from dtrain.tracking.records import Record
+from dtrain.runs.records import Record
 
 _FLUSH_SECONDS = 10  # a killed run loses at most so much here
 

@@ -21,8 +21,8 @@ import trackio
 from trackio.sqlite_storage import SQLiteStorage
 
 from dtrain.files import replace_file
+from dtrain.runs.records import Mark, MediaFile, Record, finite_metrics, has_evaluation, mark, send_earlier
 from dtrain.tracking.provenance import provenance
-from dtrain.tracking.records import Mark, MediaFile, Record, finite_metrics, has_evaluation, mark, send_earlier
 
 if TYPE_CHECKING:
     from dtrain.config.schema import TrackerConfig

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 import wandb
 
 from dtrain.files import replace_file
+from dtrain.runs.records import Mark, Record, mark, send_earlier
 from dtrain.tracking.provenance import provenance
-from dtrain.tracking.records import Mark, Record, mark, send_earlier
 from dtrain.tracking.wandb_artifacts import checkpoint_artifact
 
 if TYPE_CHECKING:

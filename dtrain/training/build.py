@@ -25,8 +25,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from dtrain.config.instantiate import argument_names, by_target
 from dtrain.config.schema import Config, LossScaleConfig, ParallelConfig, PrecisionConfig, TrainConfig
 from dtrain.data import ShardLoader
-from dtrain.data.randomness import be_deterministic, seed_generators
-from dtrain.data.tokenizers import Corpus
+from dtrain.data.fields.tokenizers import Corpus
+from dtrain.data.order.randomness import be_deterministic, seed_generators
 from dtrain.distributed.collectives import on_all_ranks
 from dtrain.distributed.sharding import already_sharded, check_accumulation, is_sharded, shard_model
 from dtrain.distributed.world import World
@@ -34,23 +34,30 @@ from dtrain.errors import ConfigError, as_config_error
 from dtrain.precision import Precision
 from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.reduce_dtype import REDUCE_DTYPES, reduce_in
-from dtrain.tracking.run_dir import code_commits
-from dtrain.training.checkpoints import Checkpoint, Checkpoints
+from dtrain.runs.run_dir import code_commits
+from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints
+from dtrain.training.checkpoint.state import TrainState, load_weights
 from dtrain.training.checks import check_initialised
-from dtrain.training.loaders import check_same_data, class_names, corpus_beside, eval_loader, prepare_data, train_loader
-from dtrain.training.model_setup import (
+from dtrain.training.schedule import Lengths, schedule_horizon
+from dtrain.training.setup.ema import Ema
+from dtrain.training.setup.loaders import (
+    check_same_data,
+    class_names,
+    corpus_beside,
+    eval_loader,
+    prepare_data,
+    train_loader,
+)
+from dtrain.training.setup.model import (
     checkpoint_activations,
     compile_in_place,
     synchronise_batchnorm,
     use_channels_last,
 )
-from dtrain.training.optimizer import build_optimizer
-from dtrain.training.schedule import Lengths, schedule_horizon
-from dtrain.training.sharded_init import build_on_meta, fill
-from dtrain.training.state import TrainState, load_weights
+from dtrain.training.setup.optimizer import build_optimizer
+from dtrain.training.setup.sharded_init import build_on_meta, fill
 from dtrain.training.step import TrainStep
 from dtrain.training.task import Task
-from dtrain.training.tensor_copies import Ema
 
 _CPU = torch.device("cpu")
 

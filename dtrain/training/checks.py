@@ -19,12 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from dtrain.data import Batch
-from dtrain.data.randomness import seed_generators
+from dtrain.data.order.randomness import seed_generators
 from dtrain.errors import ConfigError, Explained
 from dtrain.precision import Precision
 from dtrain.precision.loss_scale import LossScale
+from dtrain.training.setup.buffers import BufferGuard
 from dtrain.training.task import Task, run_task
-from dtrain.training.tensor_copies import BufferGuard
 
 # Relative to the largest of the sums.
 _EQUAL = 1e-2  # the same rows, batched differently in bf16, differ by less

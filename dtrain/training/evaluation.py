@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtrain.data import Batch, ShardLoader
-from dtrain.data.batch import DeviceCopies
-from dtrain.data.mixture import SOURCE, MixtureSource
-from dtrain.data.randomness import seed_generators
+from dtrain.data.loading.batch import DeviceCopies
+from dtrain.data.order.randomness import seed_generators
+from dtrain.data.sources.mixture import SOURCE, MixtureSource
 from dtrain.distributed.collectives import broadcast_buffers
 from dtrain.distributed.process_group import is_from_collective
 from dtrain.distributed.sharding import reshard
@@ -31,9 +31,9 @@ from dtrain.distributed.store import say_to_all
 from dtrain.distributed.world import World
 from dtrain.errors import ConfigError, in_brief, nearest
 from dtrain.precision import Precision
-from dtrain.training.state import TrainState
+from dtrain.training.checkpoint.state import TrainState
+from dtrain.training.setup.buffers import BufferGuard
 from dtrain.training.task import ConcludingTask, Evaluation, NotFinite, Output, Task, copy_of_task, run_task
-from dtrain.training.tensor_copies import BufferGuard
 
 _PATIENCE = 30.0  # seconds that a rank on which the task has raised waits for the others
 

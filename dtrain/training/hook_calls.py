@@ -28,7 +28,7 @@ import torch.distributed as dist
 from dtrain.config.instantiate import by_target
 from dtrain.config.schema import Config
 from dtrain.errors import ConfigError, as_config_error
-from dtrain.training.state import TrainState
+from dtrain.training.checkpoint.state import TrainState
 
 METHODS = ("on_start", "on_step", "on_evaluation", "on_save", "on_end")
 

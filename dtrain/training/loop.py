@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from dtrain.config.schema import TrainConfig
 from dtrain.data import Batch
-from dtrain.data.batch import DeviceCopies, Rows
-from dtrain.data.sample_log import BadSampleBudget, Limits, SampleLog
+from dtrain.data.loading.batch import DeviceCopies, Rows
+from dtrain.data.loading.sample_log import BadSampleBudget, Limits, SampleLog
 from dtrain.distributed.collectives import wait_for_all
 from dtrain.distributed.hang import Place
 from dtrain.distributed.process_group import is_from_collective, set_timeout
@@ -38,17 +38,17 @@ from dtrain.errors import ConfigError, as_config_error, printable, without_secre
 from dtrain.precision.autocast_check import AutocastCheck
 from dtrain.tracking.console_sink import evaluation_text
 from dtrain.training.breakpoints import without_breakpoints
-from dtrain.training.checkpoint_manager import CheckpointManager
+from dtrain.training.checkpoint.manager import CheckpointManager
+from dtrain.training.checkpoint.state import TrainState
 from dtrain.training.checks import check_mean_loss, unused_parameters_explained
-from dtrain.training.communication import run_traffic
 from dtrain.training.evaluation import evaluate_run, metric_names
 from dtrain.training.hook_calls import Hooks
-from dtrain.training.memory import out_of_memory_explained, state_bytes
-from dtrain.training.metrics import StepMetrics, Timing
-from dtrain.training.profiler import StepProfiler
-from dtrain.training.run_logger import RunLogger
+from dtrain.training.monitor.communication import run_traffic
+from dtrain.training.monitor.memory import out_of_memory_explained, state_bytes
+from dtrain.training.monitor.metrics import StepMetrics, Timing
+from dtrain.training.monitor.profiler import StepProfiler
+from dtrain.training.monitor.run_logger import RunLogger
 from dtrain.training.schedule import cut_short
-from dtrain.training.state import TrainState
 from dtrain.training.step import DATA, StepOutcome, TooManySkips, profiler_label
 from dtrain.training.task import Evaluation, NotFinite
 

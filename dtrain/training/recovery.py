@@ -42,11 +42,11 @@ from dtrain.distributed.stop import StopRequests
 from dtrain.distributed.world import World
 from dtrain.errors import ConfigError, PeerLost, RankLost
 from dtrain.files import try_lock
-from dtrain.training.checkpoint_tensors import contiguous
-from dtrain.training.checkpoints import Checkpoint
+from dtrain.training.checkpoint.checkpoints import Checkpoint
+from dtrain.training.checkpoint.state import TrainState
+from dtrain.training.checkpoint.tensors import contiguous
 from dtrain.training.loop import Loop
-from dtrain.training.run_logger import RunLogger
-from dtrain.training.state import TrainState
+from dtrain.training.monitor.run_logger import RunLogger
 
 T = TypeVar("T")
 _FOLDER = ".recovery"

@@ -49,7 +49,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dtrain.data import Batch
-from dtrain.data.randomness import seed_generators
+from dtrain.data.order.randomness import seed_generators
 from dtrain.distributed.sharding import ShardedWindow, copies_of, is_sharded, local_part
 from dtrain.distributed.world import World
 from dtrain.errors import ConfigError, Explained, as_config_error
@@ -68,10 +68,11 @@ from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.reduce_dtype import keeps_views
 from dtrain.precision.skip_diagnosis import SkipDiagnosis
 from dtrain.precision.vote import StepStats, make_vote
-from dtrain.training.batchnorm import ValidRows
 from dtrain.training.checks import AveragedBackward, check_loss_scale, check_model
+from dtrain.training.setup.batchnorm import ValidRows
+from dtrain.training.setup.buffers import BufferGuard
+from dtrain.training.setup.ema import Ema
 from dtrain.training.task import Output, Task, run_task
-from dtrain.training.tensor_copies import BufferGuard, Ema
 
 _DOCTOR = (
     "`python -m dtrain.doctor numerics` with the arguments of this run, or with its run.dir=DIR, names the operation and "

@@ -73,7 +73,7 @@ class Task(Protocol):
         Before the first step of a run it is called three more times, to check that its sums add up. If ``checkpoint.best``
         names a metric, a copy of the task is also called once in evaluation mode, and then its ``conclude``.
         For a model with BatchNorm a training batch has no masked rows, except if fewer than two rows are valid
-        (``dtrain.training.batchnorm``).
+        (``dtrain.training.setup.batchnorm``).
         """
         ...
 

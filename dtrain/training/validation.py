@@ -21,20 +21,20 @@ from hydra.utils import get_object
 from torch import nn
 
 from dtrain.config.instantiate import argument_defaults, by_target, check_arguments, nodes_with_target
-from dtrain.config.run import refuse_hidden
 from dtrain.config.schema import Config, DataConfig
-from dtrain.data.batch import TransferOptions
-from dtrain.data.datasets import SampleIndex
-from dtrain.data.fields import Field
-from dtrain.data.node_cache import CachePolicy
-from dtrain.data.order import Recipe, choose_lanes
-from dtrain.data.sample_log import Limits
-from dtrain.data.workers import RankShare, WorkerOptions, number_of_workers
+from dtrain.data.fields.field import Field
+from dtrain.data.loading.batch import TransferOptions
+from dtrain.data.loading.sample_log import Limits
+from dtrain.data.loading.workers import RankShare, WorkerOptions, number_of_workers
+from dtrain.data.order.epoch_order import Recipe, choose_lanes
+from dtrain.data.shards.node_cache import CachePolicy
+from dtrain.data.sources.datasets import SampleIndex
 from dtrain.distributed.sharding import check_options, unit_names
 from dtrain.distributed.stop import TimeLimit
 from dtrain.distributed.world import World
 from dtrain.errors import ConfigError, as_config_error, nearest
 from dtrain.precision import Precision
+from dtrain.runs.run_spec import refuse_hidden
 from dtrain.tracking.sinks import check_tracker
 from dtrain.training.build import (
     build_loss_scale,
@@ -46,8 +46,12 @@ from dtrain.training.build import (
     prepare_model,
     takes_corpus,
 )
-from dtrain.training.checkpoints import Checkpoints
-from dtrain.training.loaders import (
+from dtrain.training.checkpoint.checkpoints import Checkpoints
+from dtrain.training.loop import check_intervals
+from dtrain.training.monitor.profiler import StepProfiler
+from dtrain.training.schedule import Lengths, check_length
+from dtrain.training.setup.ema import Ema
+from dtrain.training.setup.loaders import (
     are_patterns,
     are_sets,
     build_mix,
@@ -56,11 +60,7 @@ from dtrain.training.loaders import (
     corpus_beside,
     declared_fields,
 )
-from dtrain.training.loop import check_intervals
-from dtrain.training.optimizer import build_optimizer
-from dtrain.training.profiler import StepProfiler
-from dtrain.training.schedule import Lengths, check_length
-from dtrain.training.tensor_copies import Ema
+from dtrain.training.setup.optimizer import build_optimizer
 
 _CPU = torch.device("cpu")
 _ALONE = World(0, 1, 0, 1, _CPU, "gloo", launched=False)

@@ -102,7 +102,7 @@ def test_a_traceback_begins_with_the_code_of_the_user_and_the_last_line_says_wha
     assert "test_compose.py" in lines[2]
     assert lines[-2:] == ["KeyError: 'here'", "dtrain: failed at step 7"]
     monkeypatch.setenv("DTRAIN_TRACEBACK", "1")
-    assert "compose.py" in shown()[2]
+    assert "command_line.py" in shown()[2]
     assert "test_compose.py" not in shown()[2]
 
 

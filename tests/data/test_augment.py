@@ -29,7 +29,7 @@ from dtrain.data.augment import (
     TorchvisionTransform,
     begins_with,
 )
-from dtrain.data.crop import Crop, resize
+from dtrain.data.fields.crop import Crop, resize
 from tests.refusals import refused
 from tests.shards import write_tar
 

@@ -19,13 +19,13 @@ from dtrain.config.schema import Config
 from dtrain.data import Batch, ShardLoader
 from dtrain.data.augment import Augment, RandomCropFlip
 from dtrain.data.mixing import Blend, Mix, Patch
-from dtrain.data.order import EpochOrder, Layout, Recipe
-from dtrain.data.randomness import hash64
-from dtrain.data.shard_source import ShardSampleReader
+from dtrain.data.order.epoch_order import EpochOrder, Layout, Recipe
+from dtrain.data.order.randomness import hash64
+from dtrain.data.sources.shard_source import ShardSampleReader
 from dtrain.errors import ConfigError
 from dtrain.precision import Precision
 from dtrain.tasks import Classification
-from dtrain.training.loaders import eval_loader, train_loader
+from dtrain.training.setup.loaders import eval_loader, train_loader
 from tests.configs import config_of
 from tests.refusals import refused
 from tests.shards import (

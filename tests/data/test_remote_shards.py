@@ -14,9 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dtrain.data import ShardLoader, shard_file, shard_source, workers
-from dtrain.data.node_cache import CacheFull, CachePolicy
-from dtrain.data.shard_file import ShardChanged
+from dtrain.data import ShardLoader
+from dtrain.data.loading import workers
+from dtrain.data.shards import shard_file
+from dtrain.data.shards.node_cache import CacheFull, CachePolicy
+from dtrain.data.shards.shard_file import ShardChanged
+from dtrain.data.sources import shard_source
 from tests.http_server import FileServer, serving
 from tests.refusals import refused
 from tests.shards import UNEVEN, make_loader, read_epoch, write_numbered, write_tar
@@ -174,7 +177,7 @@ def test_a_shard_that_vanishes_or_is_replaced_is_named_without_secrets(
 
 
 def test_pack_index_knows_urls(server: FileServer, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from dtrain import pack
+    from dtrain.pack import __main__ as pack
 
     assert pack.main(["index", server.url(URLS)]) == 0
     assert "shards: 6, samples: 47" in capsys.readouterr().out

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dtrain.data import shard_file
-from dtrain.data.shard_file import RemoteFile, ShardChanged
+from dtrain.data.shards import shard_file
+from dtrain.data.shards.shard_file import RemoteFile, ShardChanged
 from tests.refusals import refused
 from tests.shards import make_loader, read_epoch, valid_keys
 

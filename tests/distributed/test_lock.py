@@ -16,7 +16,7 @@ from dtrain.distributed import lock
 from dtrain.distributed.lock import RunLock, run_lock
 from dtrain.distributed.process_group import process_group
 from dtrain.errors import ConfigError
-from dtrain.tracking.run_dir import is_trained
+from dtrain.runs.run_dir import is_trained
 from tests.refusals import refused
 from tests.runs import tree
 

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from dtrain.command_line import run
-from dtrain.data.batch import Batch
+from dtrain.data.loading.batch import Batch
 from dtrain.distributed import torchrun as torchrun_errors
 from dtrain.errors import ConfigError, PeerFailed
 from dtrain.tasks.classification import Classification

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from dtrain.models import GPT, gpt
 from dtrain.models.gpt import Sampler, document_mask
-from dtrain.training.model_setup import checkpoint_activations
+from dtrain.training.setup.model import checkpoint_activations
 from tests.refusals import refused
 
 GPT2 = {"positions": "learned", "mlp": "gelu_tanh"}

@@ -15,7 +15,7 @@ from dtrain.config.schema import RunConfig, WarmStartConfig
 from dtrain.distributed.process_group import process_group
 from dtrain.errors import ConfigError
 from dtrain.models import GPT
-from dtrain.training.resume import starting_weights
+from dtrain.training.checkpoint.resume import starting_weights
 from tests.refusals import refused
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()

@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dtrain import doctor
+from dtrain.doctor import __main__ as doctor
 from dtrain.precision import Precision
 from dtrain.precision.audit import ModuleReport, NumericsAudit, Report
 from dtrain.precision.audit.recorders import Magnitudes

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtrain import doctor
+from dtrain.doctor import __main__ as doctor
 from dtrain.models import SmallCNN
 from dtrain.precision.audit import Report
 from dtrain.precision.audit.operation_ranges import BACKWARD, OperationRange, Place

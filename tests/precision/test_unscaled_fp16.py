@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtrain.diagnosis.measure import endless_batches
 from dtrain.distributed.process_group import process_group
+from dtrain.doctor.measure import endless_batches
 from dtrain.errors import ConfigError
 from dtrain.models import MLP
 from dtrain.precision import Precision

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dtrain.data import Batch
-from dtrain.data.fields import DataError
+from dtrain.data.fields.field import DataError
 from dtrain.tasks import Contrastive
 from tests.ranks import run_ranks
 from tests.refusals import refused

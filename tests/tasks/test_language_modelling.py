@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.data import Batch
-from dtrain.data.tokenizers import Corpus, Tokenizer
+from dtrain.data.fields.tokenizers import Corpus, Tokenizer
 from dtrain.models import GPT
 from dtrain.tasks import LanguageModelling
-from dtrain.training.run_logger import IllustratingTask
+from dtrain.training.monitor.run_logger import IllustratingTask
 from dtrain.training.task import ConcludingTask, Output
 from tests.refusals import refused
 from tests.tasks.test_tasks import VALID, Answers, batch

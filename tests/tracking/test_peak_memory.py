@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from dtrain.training.memory import forget_peak, peak
+from dtrain.training.monitor.memory import forget_peak, peak
 
 CPU = torch.device("cpu")
 
@@ -29,6 +29,6 @@ def test_a_peak_of_memory_is_seen_after_its_memory_is_given_back_and_can_be_forg
 @pytest.mark.slow
 def test_the_peak_of_a_process_is_not_that_of_the_one_that_started_it() -> None:
     block = torch.ones(1 << 28)  # a GiB, held while the other process begins
-    code = "import torch; from dtrain.training.memory import peak; print(peak(torch.device('cpu'))[1])"
+    code = "import torch; from dtrain.training.monitor.memory import peak; print(peak(torch.device('cpu'))[1])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 0.05 < float(done.stdout) < block.nbytes / 2**30

@@ -11,9 +11,9 @@ import pytest
 
 from dtrain.config.schema import TrackerConfig
 from dtrain.errors import ConfigError
+from dtrain.runs.records import JsonlSink
 from dtrain.tracking import NullSinks, Sinks, build_sinks, sinks, tracker_mode
 from dtrain.tracking.console_sink import PlainLines
-from dtrain.tracking.records import JsonlSink
 from dtrain.tracking.sinks import (
     BackgroundSink,
     cut_media_after,

@@ -463,7 +463,7 @@ def test_a_wandb_process_that_is_killed_leaves_one_line_and_no_traceback(tmp_pat
         from pathlib import Path
         from dtrain.config.schema import TrackerConfig
         from dtrain.tracking import build_sinks
-        from dtrain.tracking.run_dir import open_rank_log
+        from dtrain.runs.run_dir import open_rank_log
         Path({str(tmp_path / "logs")!r}).mkdir()
         open_rank_log(Path({str(tmp_path)!r}), 0)
         sinks = build_sinks(TrackerConfig(name="wandb", mode="offline"), Path({str(tmp_path)!r}), "digits-12", {{}}, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dtrain.training.checkpoints import Checkpoint
+from dtrain.training.checkpoint.checkpoints import Checkpoint
 
 
 def content(value: float, metrics: dict[str, float] | None = None, size: int = 5) -> Checkpoint:

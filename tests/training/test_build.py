@@ -13,8 +13,8 @@ from dtrain.config.schema import LossScaleConfig, ParallelConfig, PrecisionConfi
 from dtrain.errors import ConfigError
 from dtrain.precision import Precision
 from dtrain.training import build
-from dtrain.training.optimizer import build_optimizer
 from dtrain.training.schedule import Lengths, WarmupCosine
+from dtrain.training.setup.optimizer import build_optimizer
 from tests.ranks import run_ranks
 from tests.refusals import refused
 from tests.toys import CPU, Net, micro_batches, run_steps, train_step, world

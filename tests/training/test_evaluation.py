@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 
 from dtrain.data import Batch, ShardLoader
-from dtrain.data.mixture import EvaluationSets
+from dtrain.data.sources.mixture import EvaluationSets
 from dtrain.distributed.store import open_group_store
 from dtrain.distributed.world import World
 from dtrain.errors import ConfigError

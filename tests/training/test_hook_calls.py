@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from dtrain.config.schema import Config
 from dtrain.errors import ConfigError
+from dtrain.training.checkpoint.state import TrainState
 from dtrain.training.hook_calls import HookFailed, Hooks, build_hooks
-from dtrain.training.state import TrainState
 from dtrain.training.step import StepOutcome
 from dtrain.training.task import Evaluation
 from tests.ranks import RanksFailed

@@ -25,18 +25,19 @@ from dtrain.precision import Precision
 from dtrain.precision import vote as vote_module
 from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.vote import Vote
+from dtrain.runs.records import JsonlSink
 from dtrain.tasks import Classification
-from dtrain.tracking.records import JsonlSink
-from dtrain.training import evaluation, loop, run_logger
+from dtrain.training import evaluation, loop
 from dtrain.training import step as step_module
-from dtrain.training.checkpoint_manager import CheckpointManager
-from dtrain.training.checkpoints import Checkpoint, Checkpoints
+from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints
+from dtrain.training.checkpoint.manager import CheckpointManager
 from dtrain.training.evaluation import evaluate
-from dtrain.training.loaders import eval_loader
 from dtrain.training.loop import warn_on_host_sync
+from dtrain.training.monitor import run_logger
+from dtrain.training.setup.ema import Ema
+from dtrain.training.setup.loaders import eval_loader
 from dtrain.training.step import TrainStep
 from dtrain.training.task import Evaluation, Output, Task
-from dtrain.training.tensor_copies import Ema
 from tests.config.command_lines import compose
 from tests.fake_cuda import Collectives, on_fake_cuda
 from tests.ranks import RanksFailed, run_ranks

@@ -12,7 +12,7 @@ import torch
 from benchmarks.recovery import TOLERANCE, Job, difference
 from dtrain.config.schema import ParallelConfig
 from dtrain.errors import ConfigError
-from dtrain.training.checkpoints import Checkpoint
+from dtrain.training.checkpoint.checkpoints import Checkpoint
 from dtrain.training.recovery import Recovery
 from tests.ranks import run_ranks
 from tests.refusals import refused

@@ -19,10 +19,10 @@ from dtrain.distributed.sharding import UnreducedGradient, is_dtensor, is_sharde
 from dtrain.errors import ConfigError
 from dtrain.precision import Precision
 from dtrain.precision.loss_scale import LossScale
-from dtrain.training.optimizer import build_optimizer
+from dtrain.training.setup.ema import Ema
+from dtrain.training.setup.optimizer import build_optimizer
 from dtrain.training.step import TooManySkips
 from dtrain.training.task import Output
-from dtrain.training.tensor_copies import Ema
 from tests.ranks import run_ranks
 from tests.refusals import assert_refused, refused
 from tests.toys import CPU, Net, micro_batches, run_steps, samples, squared_error, train_step, world

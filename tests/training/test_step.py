@@ -16,9 +16,9 @@ from dtrain.errors import ConfigError
 from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.vote import Vote
 from dtrain.training.schedule import WarmupCosine
+from dtrain.training.setup.ema import Ema
 from dtrain.training.step import StepOutcome, TooManySkips, TrainStep
 from dtrain.training.task import Output
-from dtrain.training.tensor_copies import Ema
 from tests.ranks import RanksFailed, run_ranks
 from tests.refusals import refused
 from tests.toys import (

@@ -1,0 +1,13 @@
+"""What a sample holds, and how its bytes become values.
+
+Files in reading order:
+
+* ``field``: the declaration of a field, and the errors of samples.
+* ``parse``: fields of a config.
+* ``decode``: images, arrays, numbers and text; ``media``: audio and video; ``tokenizers``; ``crop``.
+"""
+
+from dtrain.data.fields.field import DataError, Field, NoSuchField, SampleError
+from dtrain.data.fields.parse import parse_fields
+
+__all__ = ["DataError", "Field", "NoSuchField", "SampleError", "parse_fields"]

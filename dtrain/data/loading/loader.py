@@ -1,0 +1,350 @@
+"""``ShardLoader``: the micro-batches of one rank.
+
+* *Workers* are stateless: they know the position at which they start and compute everything after it from the order
+  (``workers``, ``order``).
+* The *position* (``position``) is the whole state of the loader in a checkpoint. ``commit()`` advances it after an
+  optimizer step, and only if this rank has received all micro-batches of that step.
+* One *iterator* at a time takes micro-batches from the workers. The workers outlive it, so that a new epoch does not
+  start processes again.
+
+From ``epoch()`` to a batch on the device: workers read samples (``source``), decode, augment and stack them
+(``collate``) and send the batch to this process (``batch``); ``_take`` counts bad samples; ``Batch.to`` copies the batch
+to the device and normalises images there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from typing import Any
+
+from dtrain.data.augment import Augment
+from dtrain.data.fields.parse import parse_fields
+from dtrain.data.loading.batch import Batch, Transfer, TransferOptions
+from dtrain.data.loading.sample_log import BadSampleBudget, Limits
+from dtrain.data.loading.workers import MicroBatches, RankShare, WorkerOptions, WorkerStream, number_of_workers
+from dtrain.data.mixing import Mix
+from dtrain.data.order.epoch_order import DEFAULT_WINDOW, Layout, Recipe, choose_lanes
+from dtrain.data.order.index import Index
+from dtrain.data.order.mixture_position import MixturePosition
+from dtrain.data.order.position import Position
+from dtrain.data.shards.node_cache import CachePolicy
+from dtrain.data.sources.datasets import SampleSource
+from dtrain.data.sources.mixture import EvaluationSets, Mixture, MixtureSource
+from dtrain.data.sources.shard_source import ShardSource
+from dtrain.data.sources.source import Source
+from dtrain.precision.policy import Precision
+
+
+class ShardLoader:
+    """Micro-batches of one rank from ``.tar`` shards; over all ranks, each sample of an epoch exactly once.
+
+    Args:
+        shards: Paths or URLs; each may be a brace pattern (``train-{00000..00009}.tar``) or a glob. Or a ``Mixture`` of
+            several sources. Or any ``Source``, which has its own fields.
+        fields: Extension to ``{"name": ..., "role": ..., **options}``, for example
+            ``{"jpg": {"name": "image", "role": "image", "size": 224}, "cls": {"name": "label", "role": "label"}}``.
+        global_batch_size: Samples of one optimizer step over all ranks.
+        micro_batch_size: Samples of one forward on this rank; None: the rank's whole share of the global batch.
+        rank: This process, in ``[0, world_size)``.
+        world_size: Number of processes.
+        num_workers: Worker processes; 0 decodes in the calling process, ``"auto"`` times a few micro-batches to choose.
+        seed: Seed of the order and of every augmentation.
+        shuffle: ``"window"`` (shards permuted, samples permuted within shuffle windows), ``"full"`` or ``"none"``.
+        lanes: Contiguous pieces of the epoch that a step draws from; a divisor of ``global_batch_size``. None: the
+            largest one up to 64; with shuffle ``"none"`` one, which is the stored order. There, several lanes let each
+            rank open only its share of the shards, as in evaluation. With ``"full"`` there is always one. In a mixture
+            any number, and None is 64.
+        window: Shards in a shuffle window. None: 8.
+        tail: ``"pad"`` masks the missing rows of the last step; ``"drop"`` leaves out samples that do not fill a step. In a
+            mixture every step is full.
+        precision: Name or policy; decides the transfer dtypes.
+        augment: ``augment(sample, rng) -> sample`` on a dict of numpy arrays, called in the worker with a generator
+            that depends on (seed, epoch, sample) only.
+        mix: Mixup and cutmix, applied after ``augment``; labels become probabilities.
+        limits: How many bad samples this rank may receive before the loader raises; by default 1 %.
+        transfer: How values travel to the device: fp16 overflow, memory format, features in fp32.
+        workers: How the workers run: prefetching, start method, page-locked memory.
+        policy: Which shards are read through the node cache, and its size. None: URLs and network file systems.
+
+    Attributes:
+        source: Where samples come from.
+        transfer: The transfer dtypes of the fields.
+        steps_per_epoch: Global batches of a whole epoch.
+        micro_batches_per_step: Micro-batches of this rank in a global batch, equal on all ranks.
+        num_workers: Number of worker processes.
+        workers_reason: The reason for this number if it was ``"auto"``, else empty.
+
+    Raises:
+        ValueError: If sizes do not fit, a pattern matches nothing, a field or a role is unknown.
+        FileNotFoundError: If a named shard does not exist.
+
+    Example:
+        >>> import tempfile
+        >>> from dtrain.data import ShardLoader, write_shards
+        >>> samples = [{"__key__": str(n), "cls": n} for n in range(10)]
+        >>> shards = [str(path) for path in write_shards(samples, tempfile.mkdtemp(), shards=2)]
+        >>> loader = ShardLoader(shards, {"cls": {"name": "label"}}, global_batch_size=4, num_workers=0)
+        >>> for batch in loader.epoch(0):  # the last one has two masked rows
+        ...     print(len(batch["label"]), "rows,", loader.commit(), "samples")
+        4 rows, 4 samples
+        4 rows, 4 samples
+        4 rows, 2 samples
+    """
+
+    def __init__(
+        self,
+        shards: str | Sequence[str] | Source | Mixture | EvaluationSets,
+        fields: Mapping[str, Any] | None = None,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        num_workers: int | str = 2,
+        seed: int = 0,
+        shuffle: str = "window",
+        lanes: int | None = None,
+        window: int | None = None,
+        tail: str = "pad",
+        precision: str | Precision = "fp32",
+        augment: Augment | None = None,
+        mix: Mix | None = None,
+        limits: Limits = Limits(),  # noqa: B008 - frozen
+        transfer: TransferOptions = TransferOptions(),  # noqa: B008
+        workers: WorkerOptions = WorkerOptions(),  # noqa: B008
+        policy: CachePolicy | None = None,
+    ) -> None:
+        self._share = RankShare.from_sizes(global_batch_size, micro_batch_size, rank, world_size)
+        recipe = Recipe(seed, shuffle, DEFAULT_WINDOW if window is None else window, tail)
+        if isinstance(shards, (Mixture, EvaluationSets)):
+            self.source: Source = shards.build(fields or {}, rank=rank, world_size=world_size, policy=policy)
+        elif isinstance(shards, Source):
+            self.source = shards
+        else:
+            parsed = parse_fields(fields or {})
+            self.source = ShardSource.build(shards, parsed, rank=rank, world_size=world_size, policy=policy)
+        fields_sent = self.source.fields if mix is None else mix.fields(self.source.fields)
+        self.transfer = Transfer(fields_sent, Precision.of(precision), transfer)
+        self._augment = augment
+        self._mix = mix
+        self._budget = BadSampleBudget(limits)
+        self._position: Position | MixturePosition
+        if isinstance(self.source, MixtureSource):
+            if mix is not None:
+                self.source.check_mix(mix)
+            self._position = self.source.position(recipe, global_batch_size, lanes, default_window=window is None)
+        else:
+            layout = Layout(global_batch_size, choose_lanes(global_batch_size, lanes, shuffle))
+            self._position = Position(
+                self.index, recipe, layout, default_window=window is None, default_lanes=lanes is None
+            )
+        self.steps_per_epoch = self._position.steps_per_epoch
+        self.micro_batches_per_step = self._share.micro_batches_per_step
+        self._names = tuple(self.samples_by_source())
+        if not self.steps_per_epoch:
+            raise ValueError(
+                f"{self.index.num_samples} samples do not fill one global batch of {global_batch_size}, and tail is "
+                "'drop'. Use a smaller global batch or data.tail=pad."
+            )
+        self.num_workers, self.workers_reason = number_of_workers(num_workers, self._micro_batches())
+        self._loading = workers.of_data_loader(self.num_workers)
+        self._stream: WorkerStream | None = None
+        # A weak reference, so that an iterator that the caller dropped no longer counts as open.
+        self._iterator: weakref.ref[_EpochIterator] | None = None
+        self._uncommitted = 0  # micro-batches received since the last commit
+
+    @classmethod
+    def over(
+        cls,
+        dataset: Any,
+        fields: Mapping[Any, Mapping[str, Any]],
+        *,
+        name: str | None = None,
+        shard_size: int | None = None,
+        **options: Any,
+    ) -> ShardLoader:
+        """A loader of samples that are not in shards, with the same order, masks, dtypes and state.
+
+        Args:
+            dataset: A map-style dataset (``__len__``, ``__getitem__``), a dict or tuple of arrays, or a
+                ``dtrain.data.Generated``.
+            fields: Key of a sample that is a dict to ``{"name": ..., "role": ...}``; the values of a tuple in this
+                order.
+            name: First part of the sample keys, ``<name>/<number>``; None: the name of the dataset's class.
+            shard_size: Samples that the window shuffle keeps together; None: one, in a large dataset a few.
+            options: The other arguments of the class.
+
+        Raises:
+            ValueError: If ``dataset`` is not such a dataset, or sizes or fields do not fit.
+        """
+        return cls(SampleSource.build(dataset, fields, name=name, shard_size=shard_size), **options)
+
+    def __len__(self) -> int:
+        """This rank's micro-batches in a whole epoch."""
+        return self.steps_per_epoch * self.micro_batches_per_step
+
+    @property
+    def index(self) -> Index:
+        """The index of the source, equal on all ranks."""
+        return self.source.index
+
+    def epoch(self, n: int) -> Iterator[Batch]:
+        """This rank's micro-batches of epoch ``n``.
+
+        Starts at the committed position if ``n`` is the current epoch, else at the start of epoch ``n``. Only the newest
+        iterator is valid: ``next`` of an earlier one raises ``RuntimeError``.
+
+        Raises:
+            ValueError: If ``n`` is negative.
+        """
+        if n < 0:
+            raise ValueError(f"epoch: got {n}, want a number of at least 0.")
+        position = self._position
+        if n != position.epoch:
+            position.begin(n)
+        # Workers that have already reached this position, usually at an epoch boundary, are kept.
+        if self._stream is None or not self._stream.is_open or self._stream.at != (position.epoch, position.step):
+            self._end_stream()
+            self._stream = self._open_stream()
+        self._uncommitted = 0
+        iterator = _EpochIterator(self, self.steps_left * self.micro_batches_per_step)
+        self._iterator = weakref.ref(iterator)
+        return iterator
+
+    def __iter__(self) -> Iterator[Batch]:
+        """``epoch()`` of the current epoch."""
+        return self.epoch(self._position.epoch)
+
+    @property
+    def steps_left(self) -> int:
+        """Global batches of the current epoch that are not committed yet."""
+        return self._position.steps_left
+
+    @property
+    def samples_received(self) -> int:
+        """Samples that this rank has received so far, including bad ones and batches that are not committed."""
+        return self._budget.samples
+
+    @property
+    def bad_samples(self) -> int:
+        """Samples that this rank received as masked rows because they could not be read."""
+        return self._budget.bad
+
+    @property
+    def rows_per_micro_batch(self) -> int:
+        """Rows of every micro-batch, including masked ones."""
+        return self._share.micro_batch_size
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """The current epoch, and how many of its samples are committed."""
+        return self._position.epoch, self._position.samples
+
+    @property
+    def epochs(self) -> float:
+        """Committed epochs, with the part of the current one."""
+        return self._position.epochs
+
+    def steps_in(self, epochs: int) -> int:
+        """Global batches of the first ``epochs`` epochs of a run with these settings."""
+        return self._position.steps_in(epochs)
+
+    def steps_until(self, epoch: int) -> int:
+        """Global batches from the committed position to the start of an epoch; below 0 if the position is past it."""
+        return self._position.steps_until(epoch)
+
+    def samples_by_source(self, steps_ahead: int = 0) -> dict[str, int]:
+        """Samples of each source of a mixture, over all its epochs, once so many more steps are committed; {} without one."""
+        return self._position.drawn(steps_ahead) if isinstance(self._position, MixturePosition) else {}
+
+    def commit(self) -> int:
+        """Advances the position by one global batch; after the last one of epoch *n* it is the start of epoch *n* + 1.
+
+        Returns:
+            Samples of that global batch over all ranks, including bad ones.
+
+        Raises:
+            RuntimeError: If this rank has not received all micro-batches of that global batch.
+        """
+        if self._uncommitted < self.micro_batches_per_step:
+            raise RuntimeError(
+                f"commit() for step {self._position.step} of epoch {self._position.epoch}, but rank {self._share.rank} "
+                f"has received {self._uncommitted} of its {self.micro_batches_per_step} micro-batches. Commit once after the "
+                "optimizer step that used all of them."
+            )
+        self._uncommitted -= self.micro_batches_per_step
+        return self._position.advance()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The committed position, equal on all ranks; valid for any number of ranks and workers and any batch size."""
+        return self._position.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Moves to the position that ``state`` describes.
+
+        The current epoch is finished in the order in which it began. If the global batch size differs, its rest is cut
+        anew; every sample is still used once.
+
+        Raises:
+            RuntimeError: If an iterator of this loader is open.
+            ValueError: If the dataset or the seed changed, or ``state`` is not a loader's state; names the difference.
+        """
+        if self._open_iterator() is not None:
+            raise RuntimeError("load_state_dict: an iterator of this loader is open. Finish or delete it first.")
+        self._position.load_state_dict(state)
+        self._end_stream()
+        self._uncommitted = 0
+
+    def close(self) -> None:
+        """Ends the workers. The loader can be used again."""
+        self._iterator = None
+        self._end_stream()
+
+    def _micro_batches(self) -> MicroBatches:
+        return MicroBatches(self.source, self._position, self._share, self.transfer, self._augment, self._mix)
+
+    def _open_stream(self) -> WorkerStream:
+        position = self._position
+        start, counted = (position.epoch, position.step), copy(position)  # the position of the loader moves on
+        return WorkerStream(self._micro_batches(), self._loading, start, counted.steps_of, self.micro_batches_per_step)
+
+    def _end_stream(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def _open_iterator(self) -> _EpochIterator | None:
+        iterator = self._iterator() if self._iterator is not None else None
+        return iterator if iterator is not None and iterator.left else None
+
+    def _take(self, iterator: _EpochIterator) -> Batch:
+        stream = self._stream
+        if stream is None or not stream.is_open or iterator is not self._open_iterator():
+            raise RuntimeError(
+                "this iterator of the loader is invalid: the loader was closed, another iterator was opened, or a worker "
+                "failed. Call epoch() again, which continues at the committed position."
+            )
+        batch = stream.take()
+        # Not sent with every batch: they are the same for all of them.
+        batch.transfer, batch.rows.index, batch.sources = self.transfer, self.index, self._names
+        self._uncommitted += 1
+        bad = batch.bad
+        self._budget.count(batch.num_valid, len(bad), bad[-1] if bad else {})
+        return batch
+
+
+class _EpochIterator(Iterator[Batch]):
+    """The rest of one epoch: ``left`` micro-batches."""
+
+    def __init__(self, loader: ShardLoader, left: int) -> None:
+        self._loader = loader
+        self.left = left
+
+    def __next__(self) -> Batch:
+        if not self.left:
+            raise StopIteration
+        batch = self._loader._take(self)
+        self.left -= 1
+        return batch

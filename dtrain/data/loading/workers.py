@@ -1,0 +1,546 @@
+"""The worker processes of one rank.
+
+* Worker *w* of *n* builds the micro-batches *w*, *w* + *n*, ... of its rank, each as a whole (``MicroBatches``).
+  torch's DataLoader takes them from the workers in turn, which restores the sequence.
+* Workers are stateless: everything that they need is fixed in the parent before they start, and nothing is read from
+  the environment, so the start method does not matter.
+* The sequence continues from epoch to epoch, so that workers start once and prefetch across the end of an epoch
+  (``WorkerStream``).
+* With ``num_workers: auto`` their number follows from the time that a micro-batch takes to build and from the available
+  cores. It changes neither batches nor order, so ranks may have different numbers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import math
+import multiprocessing
+import os
+import signal
+import statistics
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from dtrain.data.augment import Augment
+from dtrain.data.loading.batch import Batch, Transfer
+from dtrain.data.loading.collate import Collator
+from dtrain.data.loading.ipc import IpcBatch, Slots, shared_memory_is_full, use_slots
+from dtrain.data.loading.mixture_collator import MixtureCollator, collator_of
+from dtrain.data.mixing import Mix
+from dtrain.data.order.epoch_order import EpochOrder
+from dtrain.data.order.mixture_order import MixtureOrder
+from dtrain.data.order.mixture_position import MixturePosition
+from dtrain.data.order.position import Position
+from dtrain.data.sources.source import Source
+from dtrain.distributed.process_exit import exit_with_parent, kill_with_parent
+from dtrain.distributed.world import process_cpu_count
+from dtrain.errors import Explained
+
+#: Seconds in which a micro-batch should be ready: the step time of a small model on a GPU.
+READY_EVERY = 0.02
+_TIMED = 3  # micro-batches, as long as they take less than
+_TIMED_SECONDS = 0.5
+# This many workers are never worth a remark.
+_FEW_WORKERS = 2
+# A stop request is sent to the whole process group. Workers ignore it: the trainer still needs them to finish its step.
+_IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+_SETTLE_SECONDS = 0.03
+# SIGKILL takes effect within this time, unless the process waits for a disk or a network file system.
+_KILL_SECONDS = 1.0
+
+# Errors whose message is complete by itself. torch adds a traceback to the message of an error in a worker, which would
+# hide it in `status.json` and in the one-line report of other ranks.
+_SELF_EXPLANATORY = (Explained, ValueError)
+# Positions that are computed at once: a single one costs as much as a thousand in one call.
+_LOCATED_TOGETHER = 4096
+# Samples of the dataset that are tried, after those of the global batch, to find the shapes of a micro-batch without
+# any good sample.
+_SPARE = 100
+
+
+class WorkerStream:
+    """The running workers of a loader. They end when the stream is closed or garbage-collected.
+
+    Args:
+        dataset: The micro-batches.
+        loading: Options of torch's DataLoader.
+        start: Epoch and step of the first micro-batch.
+        steps_of: Steps of an epoch, by its number.
+        micro_batches_per_step: Micro-batches of a step.
+    """
+
+    def __init__(
+        self,
+        dataset: MicroBatches,
+        loading: Mapping[str, Any],
+        start: tuple[int, int],
+        steps_of: Callable[[int], int],
+        micro_batches_per_step: int,
+    ) -> None:
+        slots = Slots(loading["num_workers"]) if loading["num_workers"] else None
+        self._iterator: Iterator[Batch] | None = (
+            _workers(dataset, loading, slots) if slots else _in_this_process(dataset, loading["pin_memory"])
+        )
+        # The finalizer holds torch's iterator. In a reference cycle the iterator would be collected after its queues,
+        # through which it sends the workers the request to end.
+        self._end_workers = weakref.finalize(self, _end_workers, self._iterator, slots, os.getpid())
+        self._end_workers.atexit = False  # see _close_streams
+        self._epoch, self._step = start
+        self._micro_batch = 0
+        self._steps_of = steps_of
+        self._num_steps = steps_of(self._epoch)
+        self._micro_batches = micro_batches_per_step
+        _open_streams.add(self)
+
+    @property
+    def is_open(self) -> bool:
+        """False after ``close`` or a failure."""
+        return self._iterator is not None
+
+    @property
+    def at(self) -> tuple[int, int] | None:
+        """Epoch and step of the next micro-batch; None in the middle of a step."""
+        return None if self._micro_batch else (self._epoch, self._step)
+
+    def take(self) -> Batch:
+        """The next micro-batch; waits for the workers. On a failure, the stream is closed.
+
+        Raises:
+            WorkerEnded: If a worker process was killed; names it and the signal.
+            Exception: Any error of a worker; the message of a ``ValueError`` or ``Explained`` has no traceback.
+        """
+        if self._iterator is None:
+            raise RuntimeError("the stream is closed.")
+        batch = None
+        try:
+            batch = next(self._iterator)
+        except _SELF_EXPLANATORY as error:
+            original = _without_traceback(error)
+            if original is None:
+                raise
+            raise original from error
+        except RuntimeError as error:
+            ended = explain_ended(getattr(self._iterator, "_workers", ()))
+            if not ended:
+                raise
+            raise WorkerEnded(ended) from error
+        finally:
+            if batch is None:  # the other workers would continue, and leave a gap where this one failed
+                self.close()
+        self._micro_batch += 1
+        if self._micro_batch == self._micro_batches:
+            self._micro_batch = 0
+            self._step += 1
+        if self._step == self._num_steps:
+            self._epoch, self._step, self._num_steps = self._epoch + 1, 0, self._steps_of(self._epoch + 1)
+        return batch
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self._iterator = None
+        self._end_workers()
+
+
+def _workers(dataset: MicroBatches, loading: Mapping[str, Any], slots: Slots) -> Iterator[Batch]:
+    with _more_workers_than_cores():
+        loader = DataLoader(
+            dataset,
+            batch_size=None,
+            collate_fn=IpcBatch,  # type: ignore[arg-type]
+            worker_init_fn=functools.partial(_begin_worker, os.getpid(), _ends_with_this_thread(loading), slots),
+            generator=torch.Generator(),  # else starting workers would draw from the run's global generator
+            **loading,
+        )
+    _let_threads_settle(loading)
+    with _signals_blocked(loading), _more_workers_than_cores():
+        iterator = iter(loader)
+    _raise_ended_workers_in_take(iterator)
+    return iterator
+
+
+def _in_this_process(dataset: MicroBatches, pin_memory: bool) -> Iterator[Batch]:
+    # Without torch's DataLoader, which would take 0.1 ms for each micro-batch.
+    pins = pin_memory and torch.cuda.is_available()
+    return (batch.pin_memory() if pins else batch for batch in dataset)
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """How a loader's workers run, besides their number.
+
+    Args:
+        prefetch: Micro-batches that each worker builds ahead.
+        start_method: ``"fork"``, ``"forkserver"``, ``"spawn"``; None: Python's default.
+        pin_memory: Return page-locked tensors, whose copies to a GPU can overlap compute.
+
+    Raises:
+        ValueError: If an option is impossible; names key and value.
+    """
+
+    prefetch: int = 2
+    start_method: str | None = None
+    pin_memory: bool = False
+
+    def __post_init__(self) -> None:
+        if self.prefetch < 1:
+            raise ValueError(f"data.prefetch: got {self.prefetch}, want at least 1 micro-batch.")
+        known = multiprocessing.get_all_start_methods()
+        if self.start_method not in (None, *known):
+            raise ValueError(
+                f"data.start_method: got {self.start_method!r}, want one of {', '.join(known)}, or null for Python's default."
+            )
+
+    def of_data_loader(self, num_workers: int) -> dict[str, Any]:
+        """The arguments of torch's DataLoader."""
+        options: dict[str, Any] = {"num_workers": num_workers, "pin_memory": self.pin_memory}
+        if num_workers:
+            options |= {"prefetch_factor": self.prefetch, "multiprocessing_context": self.start_method}
+        return options
+
+
+_open_streams: weakref.WeakSet[WorkerStream] = weakref.WeakSet()
+
+
+# At exit Python sends SIGTERM to child processes and waits for them. Workers ignore SIGTERM, so end them before that.
+@atexit.register
+def _close_streams() -> None:
+    for stream in list(_open_streams):
+        stream.close()
+
+
+def _end_workers(iterator: Iterator[Batch], slots: Slots | None, owner: int) -> None:
+    # ``slots`` is an argument because the thread that page-locks batches needs it until the iterator is shut down.
+    # Dropping the iterator does the same, but the traceback of an error may keep it alive.
+    shut_down = getattr(iterator, "_shutdown_workers", None)
+    if shut_down is None or os.getpid() != owner:  # a forked copy of the stream does not own the workers
+        return
+    workers: Sequence[BaseProcess] = iterator._workers  # type: ignore[attr-defined]
+    for worker in workers:
+        if worker.exitcode is None and worker.pid is not None:
+            os.kill(worker.pid, signal.SIGCONT)  # one that was stopped would not notice the request to end
+    shut_down()
+    for worker in workers:
+        if worker.exitcode is None:  # stuck; it ignores the SIGTERM that torch has sent
+            worker.kill()
+            worker.join(_KILL_SECONDS)
+
+
+class WorkerEnded(Explained, RuntimeError):
+    """A worker process ended without being asked to."""
+
+
+def explain_ended(workers: Sequence[Any]) -> str:
+    """The message for the first of these processes that ended without being asked to; empty if there is none."""
+    for number, worker in enumerate(workers):
+        code = worker.exitcode
+        if not code:
+            continue
+        name = f"loader worker {number} (process {worker.pid})"
+        if code > 0:
+            return f"{name} ended with exit code {code}. Its output is above."
+        remedy = shared_memory_is_full() if -code == signal.SIGBUS else _REMEDIES.get(-code, "")
+        return f"{name} was killed by {signal.Signals(-code).name}. {remedy}".rstrip()
+    return ""
+
+
+_REMEDIES: dict[int, str] = {
+    signal.SIGKILL: "If nobody has killed it, the memory of this machine, or that granted to the job or container, was used "
+    "up: see dmesg. Use fewer data.num_workers, a smaller data.prefetch or train.micro_batch_size, or request more memory.",
+    signal.SIGSEGV: "A library that decodes or augments samples crashed: PYTHONFAULTHANDLER=1 prints where.",
+}
+
+
+def _raise_ended_workers_in_take(iterator: Any) -> None:
+    # torch raises an error in the main thread as soon as a worker was killed, wherever that thread is then, such as in the
+    # write of a checkpoint. Without its entry in torch's list, ``next`` raises it when it waits for that worker.
+    if getattr(iterator, "_worker_pids_set", False):
+        torch.utils.data._utils.signal_handling._remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
+
+
+def _without_traceback(error: Exception) -> Exception | None:
+    """A worker's error without the traceback in its message; None if the error is not from a worker."""
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    _, of_worker, message = str(error).rpartition(f"\n{name}: ")
+    return kind(message.strip()) if of_worker else None
+
+
+def _let_threads_settle(loading: Mapping[str, Any]) -> None:
+    # A gloo thread that releases a tensor owned by Python creates a thread state, under a lock of the interpreter and
+    # without the GIL. Before Python 3.12, a child forked at that moment waits for this lock for ever, before its first
+    # line (observed). Such threads exist for microseconds after a collective, as soon as this thread lets them run.
+    if loading["num_workers"] and _forks(loading) and sys.version_info < (3, 12):
+        time.sleep(_SETTLE_SECONDS)
+
+
+def _forks(loading: Mapping[str, Any]) -> bool:
+    return (loading["multiprocessing_context"] or multiprocessing.get_start_method()) == "fork"
+
+
+@contextmanager
+def _more_workers_than_cores() -> Iterator[None]:
+    # torch warns of them whenever workers start, in the middle of the log; here the banner says it (number_of_workers).
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+        yield
+
+
+@contextmanager
+def _signals_blocked(loading: Mapping[str, Any]) -> Iterator[None]:
+    # Workers start with these signals blocked, else a signal during their start would end them.
+    if loading["num_workers"] and not _forks(loading):
+        resource_tracker.ensure_running()  # starting it later, inside this block, would unblock the signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _ends_with_this_thread(loading: Mapping[str, Any]) -> bool:
+    """Whether the kernel may end a worker with the thread that starts it: the main thread, or that of the fork server."""
+    method = loading["multiprocessing_context"] if loading["num_workers"] else None
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main or (method or multiprocessing.get_start_method()) == "forkserver"
+
+
+def _begin_worker(trainer: int, ends_with_thread: bool, slots: Slots | None, worker: int) -> None:
+    if slots is not None:
+        use_slots(slots, worker)
+    exit_with_parent(trainer)
+    if ends_with_thread:
+        _let_fork_server_end()
+        kill_with_parent()  # a stopped worker cannot end itself
+    for number in _IGNORED_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED_SIGNALS)
+    # A spawned worker finalizes its interpreter, while a thread of a library may be in C++. If it returns from there then,
+    # the process aborts. Workers of the other start methods exit with os._exit anyway.
+    atexit.register(os._exit, 0)
+
+
+def _let_fork_server_end() -> None:
+    # The fork server, the parent of its workers, ends when a pipe is closed that the trainer and all workers hold open.
+    server: Any = forkserver._forkserver
+    pipe, server._forkserver_alive_fd = getattr(server, "_forkserver_alive_fd", None), None
+    if pipe is not None:
+        os.close(pipe)
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """The part of every global batch that one rank builds, in micro-batches of ``micro_batch_size`` rows."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    rank: int
+    world_size: int
+
+    @classmethod
+    def from_sizes(cls, global_batch_size: int, micro_batch_size: int | None, rank: int, world_size: int) -> RankShare:
+        """The share of ``rank``; without a micro-batch size, one micro-batch holds all of it.
+
+        Raises:
+            ValueError: If the sizes do not fit each other; names sizes that do.
+        """
+        if global_batch_size < 1:
+            raise ValueError(f"train.global_batch_size: got {global_batch_size}, want at least one sample.")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank}, world_size {world_size}: want a rank in [0, world_size).")
+        rows = -(-global_batch_size // world_size)
+        micro = rows if micro_batch_size is None else micro_batch_size
+        # If ranks have unequal parts they need masked rows anyway; only then may the last micro-batch be short too.
+        if not 1 <= micro <= rows or (rows % micro and global_batch_size % world_size == 0):
+            fitting = [size for size in range(1, rows + 1) if rows % size == 0]
+            raise ValueError(
+                f"train.micro_batch_size: {micro} does not fit: each of {world_size} ranks has {rows} of the "
+                f"{global_batch_size} samples of a step. Sizes that fit: {', '.join(map(str, fitting))}. Or leave it "
+                "unset for the whole share at once."
+            )
+        return cls(global_batch_size, micro, rank, world_size)
+
+    @property
+    def micro_batches_per_step(self) -> int:
+        """Micro-batches of one step, equal on all ranks."""
+        rows = -(-self.global_batch_size // self.world_size)
+        return -(-rows // self.micro_batch_size)
+
+    def slots(self, micro_batches: np.ndarray) -> np.ndarray:
+        """The slots of the global batch that micro-batches hold: int64, shape ``[n, micro_batch_size]``.
+
+        Args:
+            micro_batches: Numbers of micro-batches in their step, int64, shape ``[n]``. Slots past the end of the share are -1.
+        """
+        start = self.rank * self.global_batch_size // self.world_size
+        end = (self.rank + 1) * self.global_batch_size // self.world_size
+        slots = start + micro_batches[:, np.newaxis] * self.micro_batch_size + np.arange(self.micro_batch_size)
+        return np.where(slots < end, slots, -1)
+
+
+class MicroBatches(IterableDataset[Batch]):
+    """The micro-batches of one rank from a position on, epoch after epoch without end; iterated in each worker."""
+
+    def __init__(
+        self,
+        source: Source,
+        position: Position | MixturePosition,
+        share: RankShare,
+        transfer: Transfer,
+        augment: Augment | None = None,
+        mix: Mix | None = None,
+    ) -> None:
+        super().__init__()
+        self._source = source
+        self._position = copy(position)  # the trainer's changes with every commit
+        self._share = share
+        self._transfer = transfer
+        self._augment = augment
+        self._mix = mix
+
+    def __iter__(self) -> Iterator[Batch]:
+        worker = get_worker_info()
+        turn, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        source, seed = self._source, self._position.recipe.seed
+        collator = collator_of(source, self._transfer, self._augment, seed, self._mix)
+        try:
+            position, per_step = copy(self._position), self._share.micro_batches_per_step
+            built = 0  # by all workers, in earlier epochs
+            while True:
+                epoch, order = position.epoch, position.order
+                numbers = range(position.step * per_step, order.num_steps * per_step)
+                mine = numbers[(turn - built) % workers :: workers]
+                built += len(numbers)
+                for step, samples, partners in self._located(epoch, order, mine, collator):
+                    yield collator.build(epoch, samples, functools.partial(self._spare, order, step), partners)
+                position.begin(epoch + 1)
+        finally:
+            collator.close()
+
+    def _located(
+        self, epoch: int, order: EpochOrder | MixtureOrder, micro_batches: range, collator: Collator | MixtureCollator
+    ) -> Iterator[tuple[int, np.ndarray, np.ndarray | None]]:
+        """Step, samples and partners of each of these micro-batches; also passes the next shards to the collator."""
+        together = max(1, _LOCATED_TOGETHER // self._share.micro_batch_size)
+        for first in range(0, len(micro_batches), together):
+            numbers = np.array(micro_batches[first : first + together])
+            steps, in_step = np.divmod(numbers, self._share.micro_batches_per_step)
+            slots = self._share.slots(in_step)
+            ahead = functools.partial(self._shards_ahead, epoch, order, int(steps[0]))
+            collator.expect(ahead, self._shards_at_once(order))
+            samples = order.locate(steps[:, np.newaxis], slots)
+            partners = [None] * len(numbers) if self._mix is None else order.partners(steps[:, np.newaxis], slots)
+            yield from zip(steps.tolist(), samples, partners, strict=True)
+
+    def _shards_ahead(self, epoch: int, order: EpochOrder | MixtureOrder, step: int, most: int) -> np.ndarray:
+        """The shards that this rank reads from a step on, and those of the first shuffle windows of the next epoch."""
+        slots = self._share.slots(np.arange(self._share.micro_batches_per_step))
+        slots = slots[slots >= 0]
+        shards = order.shards_ahead(step, slots, most)
+        following = copy(self._position)
+        lanes = np.unique(slots * following.layout.lanes // self._share.global_batch_size)
+        wanted = min(most - len(shards), len(lanes) * following.recipe.window)
+        if not wanted:
+            return shards
+        following.begin(epoch + 1)
+        return np.concatenate([shards, following.order.shards_ahead(0, slots, wanted)])
+
+    def _shards_at_once(self, order: EpochOrder | MixtureOrder) -> int | None:
+        """The shards that this rank reads at a time, those of one shuffle window of each of its lanes; None for any."""
+        recipe, lanes = order.recipe, order.layouts[-1].lanes
+        if recipe.shuffle == "full":
+            return None
+        slots = self._share.slots(np.arange(self._share.micro_batches_per_step))
+        slots = slots[slots >= 0]
+        if isinstance(order, MixtureOrder):
+            return order.shards_at_once(slots)
+        own_lanes = np.unique(slots * lanes // self._share.global_batch_size)
+        return len(own_lanes) * (recipe.window if recipe.shuffle == "window" else 1)
+
+    def _spare(self, order: EpochOrder | MixtureOrder, step: int) -> list[int]:
+        """Samples to take shapes from: those of the same global batch, then the first ones of the dataset."""
+        samples = order.locate(step, np.arange(self._share.global_batch_size))
+        return [*samples[samples >= 0].tolist(), *range(min(_SPARE, self._source.index.num_samples))]
+
+
+def number_of_workers(requested: int | str, micro_batches: Iterable[Any]) -> tuple[int, str]:
+    """The number of workers, and the reason for the banner; for ``"auto"`` a few micro-batches are built and timed.
+
+    Raises:
+        ValueError: If ``requested`` is neither a number nor ``"auto"``.
+    """
+    cores = cores_per_rank()
+    if requested == "auto":
+        if cores == 1:  # no measurement is needed
+            return 0, "micro-batches are built between the steps: 1 core for each rank"
+        return choose_workers(seconds_to_build(micro_batches), cores)
+    if not isinstance(requested, int) or requested < 0:
+        raise ValueError(f"data.num_workers: got {requested!r}, want a number of at least 0, or auto.")
+    return requested, f"more than its {cores} cores" if requested > max(cores, _FEW_WORKERS) else ""
+
+
+def cores_per_rank(environment: Mapping[str, str] = os.environ) -> int:
+    """Cores of this machine for each of its ranks, at least 1.
+
+    Args:
+        environment: ``LOCAL_WORLD_SIZE`` is set by torchrun; ``SLURM_CPUS_PER_TASK`` by SLURM for the task that runs
+            torchrun.
+    """
+    cores = process_cpu_count()
+    granted = environment.get("SLURM_CPUS_PER_TASK", "")
+    if granted.isdigit():
+        cores = min(cores, int(granted))
+    return max(1, cores // int(environment.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def seconds_to_build(micro_batches: Iterable[Any]) -> float:
+    """Median seconds to build a micro-batch in this process, not counting the first, which opens files.
+
+    Fewer micro-batches are timed if they take long.
+    """
+    iterator, times = iter(micro_batches), []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a worker
+    try:
+        next(iterator)
+        for _ in range(_TIMED):
+            started = time.perf_counter()
+            next(iterator)
+            times.append(time.perf_counter() - started)
+            if sum(times) > _TIMED_SECONDS:
+                break
+    finally:
+        torch.set_num_threads(threads)
+    return statistics.median(times)
+
+
+def choose_workers(seconds: float, cores: int) -> tuple[int, str]:
+    """The number of workers, and the reason for the banner; 0 where there is no core for a worker.
+
+    Args:
+        seconds: Seconds to build one micro-batch.
+        cores: Cores for this rank, one of which trains.
+    """
+    needed = max(1, math.ceil(seconds / READY_EVERY))
+    number = min(needed, cores - 1)
+    built = f"a micro-batch takes {1000 * seconds:.1f} ms to build"
+    if number == needed:
+        return number, f"{built}: enough for one every {1000 * READY_EVERY:.0f} ms"
+    each = f"one every {1000 * seconds / number:.0f} ms" if number else "built between the steps"
+    return number, f"{built}: {each}, limited by {cores} core{'s' * (cores > 1)} for each rank"

@@ -1,0 +1,10 @@
+"""Which sample comes at which position of an epoch: pure functions that know no file and no field.
+
+Files in reading order:
+
+* ``index``: what the order knows of a source: its size and identity.
+* ``randomness``: seeding and permutations.
+* ``epoch_order``: from position to sample.
+* ``position``: committed samples; the state in a checkpoint.
+* ``mixture_order``, ``mixture_position``: the same for several sources.
+"""

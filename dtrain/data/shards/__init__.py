@@ -1,0 +1,10 @@
+"""Tar files.
+
+Files in reading order:
+
+* ``patterns``: patterns of shards to a list of them.
+* ``tar``: headers.
+* ``shard_index``, ``dataset_index``: where the members of a shard, and of a data set, lie.
+* ``shard_file``: local files and URLs; ``http_ranges``: bytes of a file over HTTP.
+* ``node_cache``: local copies.
+"""

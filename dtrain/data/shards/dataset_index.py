@@ -1,0 +1,391 @@
+"""The index of a dataset: where the fields of every sample are.
+
+* A sample's *number* counts the samples of all shards, in the order in which the shards were named.
+* A *column* is one requested field: an extension, or alternatives in order of preference.
+* The *fingerprint* is a hash of everything that the meaning of a sample number depends on: the shards' names, sizes and
+  sample counts (their own hash is the *shards' fingerprint*), and the keys, extensions and member sizes of the samples. The
+  content of members is not read.
+* ``IndexBuilder`` builds it in two passes: the first indexes all shards and counts samples and extensions; the second
+  fills the columns shard by shard, so that they are never in memory twice, and large ones never in memory at all.
+
+Everything that grows with the number of samples is in arrays. Small arrays are sent to the workers; large ones are
+written to the cache directory once and memory-mapped by all processes of a host, however they were started.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+
+from dtrain.data.order.index import Index
+from dtrain.data.shards.node_cache import CachePolicy
+from dtrain.data.shards.patterns import names
+from dtrain.data.shards.shard_file import Stamp, absolute, is_url, redacted, stamp_of
+from dtrain.data.shards.shard_index import ShardIndex, decode_name, load_or_build
+from dtrain.data.shards.tar import ShardError
+from dtrain.files import cache_dir, create_folder
+
+_THREADS = 16  # for slow storage; on fast disks they do not help, because parsing headers holds the GIL
+_VERSION = 3
+#: Columns of more bytes than this are stored in the cache directory and mapped.
+MAPPED_ABOVE = 64 << 20
+
+#: Arrays by name, and the folder that they are mapped from, None if they are in memory. ``offsets`` and ``sizes``, int64
+#: ``[samples, columns]``; ``counts``, ``shard_sizes`` and ``shard_versions``, int64 ``[shards]``; ``shard_digests``, uint64
+#: ``[shards]``; ``key_bytes``, uint8 ``[bytes]``, with ``key_starts``, int64 ``[samples + 1]``; ``doubts``, a list of
+#: sentences as JSON, uint8 ``[bytes]``.
+IndexArrays = tuple[dict[str, np.ndarray], Path | None]
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+class DatasetIndex(Index):
+    """Where the fields of every sample are; made by ``build``.
+
+    Attributes:
+        shards: Paths.
+        names: Names of the shards, the first part of a sample's key.
+        counts: Samples of each shard, int64, shape ``[shards]``.
+        starts: First sample of each shard, and the end, int64, shape ``[shards + 1]``.
+        num_samples: Samples of all shards.
+        offsets: First byte of each field in its shard, int64, shape ``[samples, columns]``; -1 where a sample lacks it.
+        sizes: Bytes of each field, int64, shape ``[samples, columns]``; -1 where a sample lacks it.
+        policy: Which shards are read through the node cache.
+        far: Whether there are any such shards.
+        shards_fingerprint: Hash of the shards' names, sizes and sample counts, in their order; 16 hexadecimal digits.
+        fingerprint: Hash of the same and of the shards' digests (``ShardIndex.digest``); 16 hexadecimal digits.
+    """
+
+    labels: ClassVar = {"num_shards": "shards", "num_samples": "samples", "bytes": "bytes"}
+    other_difference = (
+        "as many shards, samples and bytes, but other shard names, another order, or samples in other shards."
+    )
+
+    def __init__(
+        self,
+        shards: Sequence[str],
+        arrays: Mapping[str, np.ndarray],
+        folder: Path | None = None,
+        policy: CachePolicy | None = None,
+    ) -> None:
+        self.shards = list(shards)
+        self.names = names(self.shards)
+        self.counts = arrays["counts"]
+        self.starts = np.concatenate(([0], np.cumsum(self.counts)))
+        self.num_samples = int(self.starts[-1])
+        self.offsets = arrays["offsets"]
+        self.sizes = arrays["sizes"]
+        self.policy = policy or CachePolicy()
+        # One shard of each folder is enough: the policy depends on the folder only.
+        self.far = any(map(self.policy.applies_to, {os.path.dirname(path): path for path in self.shards}.values()))
+        self._arrays = arrays
+        self._folder = folder
+        self._keys = arrays["key_bytes"].data
+        digest = hashlib.sha256()
+        for name, size, count in zip(self.names, arrays["shard_sizes"].tolist(), self.counts.tolist(), strict=True):
+            digest.update(json.dumps([name, size, count]).encode())
+        self.shards_fingerprint = digest.hexdigest()[:16]
+        digest.update(arrays["shard_digests"].astype("<u8").data)
+        self.fingerprint = digest.hexdigest()[:16]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (self.shards, None if self._folder else dict(self._arrays), self._folder, self.policy)
+
+    @classmethod
+    def build(
+        cls,
+        paths: Sequence[str],
+        extensions: Sequence[str],
+        *,
+        workers: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        policy: CachePolicy | None = None,
+    ) -> DatasetIndex:
+        """Indexes shards, or loads their stored indexes.
+
+        Args:
+            paths: The shards, each once.
+            extensions: One column each: ``jpg`` is the member of exactly that extension, ``jpg;jpeg;png`` the first one of
+                these.
+            workers: Threads, which read several shards of a slow disk at once. None: 16, or 1 for a few shards.
+            rank: Ranks start at different shards and load indexes that other ranks have stored; each gets the whole index.
+            world_size: Number of ranks.
+            policy: Which shards are read through the node cache. None: the default ``CachePolicy``.
+
+        Raises:
+            ShardError: If shards are damaged; reports all of them.
+            ValueError: If there is no sample, or no sample that has a requested field.
+            OSError: If a shard cannot be read.
+        """
+        paths = list(paths)
+        if workers is None:
+            workers = _THREADS if len(paths) >= _THREADS else 1
+        policy = policy or CachePolicy()
+        builder = IndexBuilder(paths, extensions, workers, policy)
+        columns = builder.stored()
+        if columns is None:
+            builder.index_shards(rank * len(paths) // world_size)
+            columns = builder.columns()
+        arrays, folder = columns
+        doubts = json.loads(arrays["doubts"].tobytes())
+        if doubts:
+            more = f" ({len(doubts) - 1} more shards have such names)" if doubts[1:] else ""
+            warnings.warn(f"{doubts[0]}{more}", stacklevel=2)
+        return cls(paths, arrays, folder, policy)
+
+    def stamp(self, shard: int) -> Stamp:
+        """A shard's stamp when it was indexed."""
+        return Stamp(int(self._arrays["shard_sizes"][shard]), int(self._arrays["shard_versions"][shard]))
+
+    def shards_of(self, samples: np.ndarray | int) -> np.ndarray:
+        """The shard of each of these samples, as an index into ``shards``: int64, shape ``[n]``."""
+        return np.searchsorted(self.starts, samples, side="right") - 1
+
+    def keys(self, samples: Iterable[int] | np.ndarray) -> list[str]:
+        """``<shard>/<key>`` of each of these samples."""
+        numbers = np.asarray(samples, dtype=np.int64)
+        shards = self.shards_of(numbers)
+        starts = self._arrays["key_starts"]
+        spans = zip(shards.tolist(), starts[numbers].tolist(), starts[numbers + 1].tolist(), strict=True)
+        names, raw = self.names, self._keys
+        return [f"{names[shard]}/{decode_name(raw[start:end])}" for shard, start, end in spans]
+
+    def describe(self) -> dict[str, Any]:
+        """The identity of the dataset for a checkpoint: a few numbers and the fingerprints."""
+        return {
+            "num_shards": len(self.shards),
+            "num_samples": self.num_samples,
+            "bytes": int(self._arrays["shard_sizes"].sum()),
+            "shards_fingerprint": self.shards_fingerprint,
+            "fingerprint": self.fingerprint,
+        }
+
+    def difference(self, other: Mapping[str, Any]) -> str:
+        """As ``Index.difference``; says so if only the samples in the shards differ."""
+        if other.get("shards_fingerprint") == self.shards_fingerprint and other["fingerprint"] != self.fingerprint:
+            return (
+                "shards of the same names, sizes and sample counts, but other keys or member sizes in them: they were packed "
+                "again, with other samples or in another order."
+            )
+        return super().difference(other)
+
+
+def _restore(
+    shards: Sequence[str], arrays: Mapping[str, np.ndarray] | None, folder: Path | None, policy: CachePolicy
+) -> DatasetIndex:
+    if folder is not None:
+        arrays = load_memmaps(folder)
+    if arrays is None:
+        raise FileNotFoundError(
+            f"the index of the dataset was removed from {folder} while the run needs it. Start the run again."
+        )
+    return DatasetIndex(shards, arrays, folder, policy)
+
+
+class IndexBuilder:
+    """Indexes all shards of a dataset and builds its columns."""
+
+    def __init__(self, paths: Sequence[str], extensions: Sequence[str], workers: int, policy: CachePolicy) -> None:
+        if not paths or workers < 1:
+            raise ValueError(f"index: got {len(paths)} shards and {workers} workers, want at least one of each.")
+        self._paths = paths
+        self._columns = list(extensions)
+        self._workers = workers
+        self._policy = policy
+        self._stamps = list(_each(stamp_of, paths, workers))
+        identity = json.dumps([_VERSION, self._columns, [absolute(path) for path in paths], self._stamps])
+        self._folder = cache_dir() / "columns" / hashlib.sha256(identity.encode()).hexdigest()[:32]
+        self._counts = np.zeros(len(paths), np.int64)
+        self._digests = np.zeros(len(paths), np.uint64)
+        self._key_bytes = 0
+        self._members: Counter[str] = Counter()
+        self._doubts: dict[int, str] = {}
+        self._damaged: dict[int, ShardError] = {}
+        self._in_memory: dict[int, ShardIndex] = {}
+        self._room = MAPPED_ABOVE
+
+    def index_shards(self, first: int) -> None:
+        """Indexes all shards, starting at ``first`` and wrapping round.
+
+        Raises:
+            ShardError: If shards are damaged; names all of them.
+            ValueError: If no shard has a sample, or no sample has a column.
+        """
+        order = [*range(first, len(self._paths)), *range(first)]
+        results = _each(self._index_or_error, order, self._workers)
+        for place, result in zip(order, results, strict=True):
+            if isinstance(result, ShardError):
+                self._damaged[place] = result
+            else:
+                self._add(place, result)
+        if self._damaged:
+            raise self._damage()
+        if not self._counts.any():
+            raise ValueError(
+                f"{len(self._paths)} shards such as {redacted(self._paths[0])!r} have no sample. The files of a sample are "
+                "named <key>.<extension>, such as 000123.jpg and 000123.cls. Links in a tar hold no data: pack with tar's -h."
+            )
+        for column in self._columns:
+            if not any(extension in self._members for extension in column.split(";")):
+                raise ValueError(f"no sample has a member {column!r}. {self._known_extensions()}")
+
+    def stored(self) -> IndexArrays | None:
+        """The stored columns of exactly these files; None if there are none."""
+        arrays = load_memmaps(self._folder)
+        return None if arrays is None else (arrays, self._folder)
+
+    def columns(self) -> IndexArrays:
+        """The columns of all shards, after ``index_shards``."""
+        doubts = np.frombuffer(json.dumps([self._doubts[place] for place in sorted(self._doubts)]).encode(), np.uint8)
+        small: dict[str, np.ndarray] = {
+            "counts": self._counts,
+            "shard_sizes": np.array([stamp.size for stamp in self._stamps], np.int64),
+            "shard_versions": np.array([stamp.version for stamp in self._stamps], np.int64),
+            "shard_digests": self._digests,
+            "doubts": doubts,
+            "key_starts": np.zeros(1, np.int64),
+        }
+        samples, columns = int(self._counts.sum()), len(self._columns)
+        shapes = {name: array.shape for name, array in small.items()} | {
+            "offsets": (samples, columns),
+            "sizes": (samples, columns),
+            "key_bytes": (self._key_bytes,),
+            "key_starts": (samples + 1,),
+        }
+        if 8 * samples * (2 * columns + 1) + self._key_bytes > MAPPED_ABOVE:
+            try:
+                write_memmaps(self._folder, shapes, self._pieces(small))
+            except OSError as error:
+                warnings.warn(
+                    f"the index of {samples} samples cannot be stored in {self._folder} ({error.strerror}): every process "
+                    "holds a copy in memory. Set DTRAIN_CACHE to a folder with enough room.",
+                    stacklevel=3,
+                )
+            mapped = self.stored()
+            if mapped is not None:
+                return mapped
+        gathered: dict[str, list[np.ndarray]] = {name: [] for name in shapes}
+        for piece in self._pieces(small):
+            for name, rows in piece.items():
+                gathered[name].append(rows)
+        return {name: np.concatenate(rows) for name, rows in gathered.items()}, None
+
+    def _add(self, place: int, shard: ShardIndex) -> None:
+        self._check_unchanged(place, shard)
+        self._counts[place] = shard.num_samples
+        self._digests[place] = shard.digest
+        self._key_bytes += len(shard.key_bytes)
+        times = np.bincount(shard.member_extension, minlength=len(shard.extensions)).tolist()
+        self._members.update(dict(zip(shard.extensions, times, strict=True)))
+        if shard.doubts:
+            self._doubts[place] = f"shard {redacted(shard.path)!r}: {' '.join(shard.doubts)}"
+        # Keeps the indexes of a small dataset in memory; those of a large one are loaded again in the second pass.
+        size = len(shard.key_bytes) + 8 * len(shard.key_starts) + 24 * len(shard.member_offset)
+        if size <= self._room:
+            self._room -= size
+            self._in_memory[place] = shard
+
+    def _pieces(self, first: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
+        yield first
+        key_start = 0
+        for place in range(len(self._paths)):
+            shard = self._in_memory.get(place) or self._index(place)
+            self._check_unchanged(place, shard)
+            offsets, sizes = shard.columns(self._columns)
+            key_starts = shard.key_starts[1:] + key_start
+            key_start += len(shard.key_bytes)
+            yield {"offsets": offsets, "sizes": sizes, "key_bytes": shard.key_bytes, "key_starts": key_starts}
+
+    def _check_unchanged(self, place: int, shard: ShardIndex) -> None:
+        if shard.stamp != self._stamps[place]:
+            raise ShardError(
+                shard.path, 0, "it changed while the dataset was indexed", "Start again when it is completely written."
+            )
+
+    def _index(self, place: int) -> ShardIndex:
+        path = self._paths[place]
+        # A file is checked again, because another process may still be writing it; a server would need another request.
+        return load_or_build(path, self._stamps[place] if is_url(path) else None, self._policy)
+
+    def _index_or_error(self, place: int) -> ShardIndex | ShardError:
+        try:
+            return self._index(place)
+        except ShardError as error:
+            return error
+
+    def _damage(self) -> ShardError:
+        first, *others = (self._damaged[place] for place in sorted(self._damaged))
+        more = f" {len(others)} more shards are damaged: {_some([error.path for error in others])}." if others else ""
+        return ShardError(first.path, first.offset, first.problem, f"{first.remedy}{more}")
+
+    def _known_extensions(self) -> str:
+        extensions = [f"{extension} ({times})" for extension, times in self._members.most_common()]
+        return (
+            f"{len(self._paths)} shards such as {redacted(self._paths[0])!r} have {_some(extensions)}. Use one of these in "
+            "data.fields."
+        )
+
+
+def write_memmaps(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], pieces: Iterable[Mapping[str, np.ndarray]]
+) -> None:
+    """Writes one ``.npy`` file for each array, piece by piece, so that they need not fit into memory.
+
+    An existing folder is not changed: its name identifies its content.
+
+    Args:
+        folder: Where the files are written.
+        shapes: Final shape of each array.
+        pieces: Rows to append to the arrays. The dtype of an array is that of its first piece.
+
+    Raises:
+        OSError: On a write failure.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with create_folder(folder) as staged, ExitStack() as stack:
+        files = {name: stack.enter_context(open(staged / f"{name}.npy", "wb")) for name in shapes}
+        for piece in pieces:
+            for name, rows in piece.items():
+                if not files[name].tell():
+                    header = {"descr": rows.dtype.str, "fortran_order": False, "shape": shapes[name]}
+                    np.lib.format.write_array_header_1_0(files[name], header)
+                files[name].write(np.ascontiguousarray(rows).data)
+
+
+def load_memmaps(folder: Path) -> dict[str, np.ndarray] | None:
+    """The arrays of a folder by name, memory-mapped and read-only; None if the folder does not exist."""
+    if not folder.is_dir():
+        return None
+    # As plain arrays: slices of np.memmap take several times as long.
+    return {file.stem: np.asarray(np.load(file, mmap_mode="r", allow_pickle=False)) for file in folder.glob("*.npy")}
+
+
+def _some(items: Sequence[str]) -> str:
+    return ", ".join(items[:10]) + (f" and {len(items) - 10} more" if items[10:] else "")
+
+
+def _each(function: Callable[[_Item], _Result], items: Iterable[_Item], workers: int) -> Iterator[_Result]:
+    """``map`` in threads, at most a few items ahead of the caller."""
+    if workers == 1:
+        yield from map(function, items)
+        return
+    with ThreadPoolExecutor(workers) as pool:
+        ahead: deque[Future[_Result]] = deque()
+        for item in items:
+            ahead.append(pool.submit(function, item))
+            if len(ahead) == 4 * workers:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()

@@ -1,0 +1,85 @@
+"""``python -m dtrain.report DIR [DIR ...] [--out FILE] [--png FOLDER]``: shows runs as one self-contained HTML file.
+
+A DIR is a run, or a directory with runs below it, such as a sweep. Several runs are compared in a table, on the page and on the
+terminal; of more than eight runs, the curves show a selection. The page lists missing and damaged files of a run.
+The exit code is 1 if a directory holds no run or the page cannot be written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+
+from dtrain.console import until_reader_leaves
+from dtrain.errors import escape_on_stdout, printable
+from dtrain.files import replace_file
+from dtrain.report.charts import run_charts, setting_charts
+from dtrain.report.health import RunData
+from dtrain.report.page import gap_lines, report_page
+from dtrain.report.search import read_searches
+from dtrain.report.sweep import Sweep
+from dtrain.report.tables import sweep_text
+from dtrain.runs.history import read_all, run_directories
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line, ``sys.argv`` by default; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dtrain.report",
+        description="Shows runs as one self-contained HTML file: whether they are healthy and what limits their speed, curves "
+        "(several runs overlaid), numbers, pictures, evaluations, problems, and what differs between their configs. "
+        "Several runs, such as a sweep, are compared in a table.",
+    )
+    parser.add_argument(
+        "runs",
+        metavar="DIR",
+        nargs="+",
+        type=Path,
+        help="directory of a run, also of a running one, or of several runs",
+    )
+    parser.add_argument("--out", metavar="FILE", type=Path, help="the page (default: report.html in the first DIR)")
+    parser.add_argument("--png", metavar="FOLDER", type=Path, help="also write each chart as a PNG into this folder")
+    options = parser.parse_intermixed_args(arguments)  # also directories after an option
+    escape_on_stdout()
+    out = options.out or options.runs[0] / "report.html"
+    now = time.time()
+    try:
+        sweep = Sweep.of(read_all(run_directories(options.runs)))
+        runs = [RunData.read(history, now) for history in sweep.shown]
+    except (ValueError, OSError) as error:
+        return _fail(str(error))
+    damaged: list[str] = []
+    sections = [search.section for search in read_searches(options.runs, damaged)]
+    page = report_page(runs, sweep, now, sections).encode("utf-8", errors="replace")  # file names may not be valid text
+    try:
+        with replace_file(out) as file:
+            file.write(page)
+        if options.png is not None:
+            from dtrain.report.pictures import write_charts  # here because matplotlib takes half a second
+
+            searched = [chart for section in sections for chart in section.charts]
+            write_charts([*searched, *setting_charts(sweep), *chain(*run_charts(runs).values())], options.png)
+    except OSError as error:
+        return _fail(f"{error}. Choose another place: --out FILE for the page, --png FOLDER for the charts.")
+    for line in (*gap_lines(sweep.runs), *damaged):
+        print(f"report: {printable(line)}", file=sys.stderr)
+    with until_reader_leaves():
+        if len(sweep.runs) > 1:
+            print(sweep_text(sweep))
+        for run in runs:
+            print(printable(f"{run.history.label}: {run.health.word}: {run.health.line}"))
+        print(printable(str(out.resolve())))
+    return 0
+
+
+def _fail(reason: str) -> int:
+    print(f"report: error: {printable(reason)}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

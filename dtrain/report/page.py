@@ -1,0 +1,123 @@
+"""The report as one HTML page.
+
+``page.html.j2`` has the sections of the page in order and its CSS. The page contains the data of its charts as JSON, uPlot and
+``charts.js``. Its content security policy allows these two scripts only, by their hash, and no external sources. Jinja2 escapes
+everything that comes from a run, in the HTML and in the JSON.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from dtrain.report.charts import Chart, run_charts, setting_charts
+from dtrain.report.health import TIME_NAMES, RunData
+from dtrain.report.run_logs import EvaluationFile
+from dtrain.report.style import THEME, count_of, format_date, format_percent, join_some, run_dashes, shorten
+from dtrain.report.sweep import Sweep
+from dtrain.report.tables import Column, config_rows, number_rows, run_columns, seed_columns, sweep_notes
+from dtrain.runs.history import History
+
+_HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page between the table of runs and the health.
+
+    Attributes:
+        heading: Its heading.
+        note: A sentence below it.
+        columns: A table; empty for none.
+        charts: Its charts.
+    """
+
+    heading: str
+    note: str = ""
+    columns: Sequence[Column] = ()
+    charts: Sequence[Chart] = ()
+
+
+def _fact_rows(evaluations: Sequence[EvaluationFile]) -> list[list[str]]:
+    """One row for each fact that an evaluation has: its name and the value in each evaluation."""
+    names = dict.fromkeys(name for evaluation in evaluations for name in evaluation.facts)
+    return [[name, *(evaluation.facts.get(name, "") for evaluation in evaluations)] for name in names]
+
+
+_FILTERS = {
+    "base64": lambda content: base64.b64encode(content).decode(),
+    "count_of": count_of,
+    "id": id,
+    "join_some": join_some,
+    "percent": format_percent,
+    "shorten": shorten,
+    "fact_rows": _fact_rows,
+    "rows": lambda columns: list(zip(*(column.cells for column in columns), strict=True)),
+}
+
+
+def report_page(runs: Sequence[RunData], sweep: Sweep, now: float, sections: Sequence[Section] = ()) -> str:
+    """The page as HTML.
+
+    Args:
+        runs: The runs with curves and details: those of ``sweep.shown``.
+        sweep: All runs, at least one.
+        now: Unix seconds of the report.
+        sections: Further sections.
+    """
+    histories = [run.history for run in runs]
+    environment = Environment(
+        loader=FileSystemLoader(_HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= _FILTERS
+    licence = (_HERE / "uplot" / "LICENSE").read_text(encoding="utf-8")
+    library = (_HERE / "uplot" / "uPlot.iife.min.js").read_text(encoding="utf-8")
+    scripts = [Markup(f"\n/*\n{licence}\n*/\n{library}"), Markup((_HERE / "charts.js").read_text(encoding="utf-8"))]
+    # Sections, charts over settings and curves draw their charts from one list in the page.
+    settings, groups = setting_charts(sweep), run_charts(runs)
+    charts = [*(chart for section in sections for chart in section.charts), *settings]
+    charts += [chart for group in groups.values() for chart in group]
+    drawn = [chart for chart in charts if chart.lines]
+    return environment.get_template("page.html.j2").render(
+        title=f"{len(sweep.runs)} runs" if len(sweep.runs) > 1 else histories[0].label,
+        date=format_date(now),
+        theme=THEME,
+        library_css=Markup((_HERE / "uplot" / "uPlot.min.css").read_text(encoding="utf-8")),
+        scripts=scripts,
+        script_hashes=[base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts],
+        chart_data=[chart.as_json() for chart in drawn],
+        chart_number={id(chart): number for number, chart in enumerate(drawn)},
+        runs=runs,
+        sweep=sweep,
+        sweep_notes=sweep_notes(sweep),
+        sweep_columns=run_columns(sweep),
+        seed_columns=seed_columns(sweep),
+        sections=sections,
+        setting_charts=settings,
+        groups=groups,
+        dashes=[" ".join(map(str, run_dashes(place))) for place in range(len(runs))],
+        time_names=TIME_NAMES,
+        not_drawn=[chart for chart in charts if not chart.is_drawn],
+        gaps=gap_lines(sweep.runs),
+        numbers=number_rows(histories, now),
+        configs=config_rows(histories),
+    )
+
+
+def gap_lines(runs: Sequence[History]) -> list[str]:
+    """One line for each missing or damaged file, with the runs that it concerns."""
+    labels: dict[str, list[str]] = {}
+    for run in runs:
+        for gap in run.gaps:
+            labels.setdefault(gap, []).append(run.label)
+    return [f"{join_some(names)}: {gap}" for gap, names in labels.items()]

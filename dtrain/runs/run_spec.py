@@ -1,0 +1,502 @@
+"""A run: its name, its directory with the saved config, which configs may resume it, and its command line.
+
+* The default *name* contains a hash of everything that changes the result, so two seeds, or two lengths, are two runs. It is
+  the same on every machine.
+* The *identity* of a run is model, task, optimizer class and seed (and the data's fingerprint, which the checkpoint
+  has). A config with another identity is refused.
+* Everything else may change when a run is resumed. The changes are printed, and the new config is saved.
+* *Secrets* are not saved. One that is written as an interpolation, ``${oc.env:NAME}``, is saved as it is written; any other one
+  has to be given again by a command that composes the run from its directory.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException
+
+from dtrain.config.compose import Composed, portable
+from dtrain.config.schema import Config
+from dtrain.runs.trust import AS_TYPED, TRUST, content_with_folders, is_marked, mark
+from dtrain.distributed.torchrun import launched_rank
+from dtrain.errors import HIDDEN, SECRET_KEY, ConfigError, as_config_error, without_secrets_in
+from dtrain.files import cache_dir, parse_yaml, read_bounded
+
+#: Sections and keys that do not change the result of a run. They are not part of its default name, and a resumed run does not
+#: report that they changed. All other keys count, as soon as they differ from the schema's default.
+WITHOUT_EFFECT_ON_THE_RESULT = (
+    *("run.name", "run.dir", "run.resume", "run.max_hours"),
+    *("launch", "tracker", "profile", "export", "vars"),
+    *("train.log_every", "checkpoint.every_steps", "checkpoint.every_minutes"),
+    *("checkpoint.keep_last", "checkpoint.keep_every"),
+    *("data.num_workers", "data.prefetch", "data.start_method", "data.storage", "data.cache", "data.record_keys"),
+    *("parallel.timeout_start", "parallel.timeout_step"),
+)
+_CONFIG, _OVERRIDES = "config.yaml", "overrides.yaml"
+_MARKS = "started"
+_RESTORE = "Restore it, or use another run.dir."
+# A path from the root, from a home or from a folder above, but not the rest of a URL or of a relative path.
+_FOLDER = re.compile(r"""(?<![\w/.*?})\]~-])(?:~[\w.-]*|\.\.)?/(?!/)[^\s'"`,;=()|&]*""")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run and its directory.
+
+    Attributes:
+        name: ``run.name``, or the last part of ``run.dir``, or ``<experiment>-<hash of what changes the result>``.
+        dir: The run directory, absolute; it may not exist yet.
+        config: The resolved config, secrets included.
+        overrides: The command line it was composed from.
+        config_dirs: Folders given with ``--config-dir``.
+    """
+
+    name: str
+    dir: Path
+    config: dict[str, Any]
+    overrides: tuple[str, ...]
+    config_dirs: tuple[str, ...]
+
+    @classmethod
+    def of(cls, composed: Composed) -> Run:
+        """The run that a composed config describes."""
+        config = asdict(composed.cfg)
+        given = config["run"]["dir"]
+        directory = Path(os.path.abspath(Path(given).expanduser())) if given else None
+        name = config["run"]["name"] or (
+            directory.name if directory else f"{composed.experiment or 'run'}-{_digest(portable(composed.node))}"
+        )
+        directory = directory or Path("runs", name).absolute()
+        return cls(name, directory, config, composed.overrides, composed.config_dirs)
+
+    def changes(self) -> list[str]:
+        """What this config changes in an existing run, such as ``train.max_steps: 50 -> 100``; [] for a new run.
+
+        Keys without effect on the result are left out.
+
+        Raises:
+            ConfigError: If the directory has a run of another identity; names every difference.
+        """
+        path = self.dir / _CONFIG
+        if not path.exists():
+            return []
+        saved, ours = _mapping(path), self.config
+        forbidden = list(_differences(_identity(saved), _identity(ours)))
+        if forbidden:
+            raise ConfigError(
+                f"run.dir: {self.dir} holds another run. It differs in\n"
+                + "".join(f"    {line}\n" for line in forbidden)
+                + "  Set another run.dir (or run.name), or go back to the values on the left."
+            )
+        return list(_differences(_with_effect(saved), _with_effect(ours), _defaults()))
+
+    def files(self) -> dict[str, dict[str, Any]]:
+        """Name and content of ``config.yaml`` (resolved) and ``overrides.yaml`` (the command line), without secrets."""
+        overrides = [_without_secrets(override) for override in self.overrides]
+        return {
+            _CONFIG: without_secrets(self.config),
+            _OVERRIDES: {"overrides": overrides, "config_dirs": list(self.config_dirs)},
+        }
+
+    def published(self) -> dict[str, Any]:
+        """The config for other people: without secrets, keys without effect on the result, and folders of this machine.
+
+        Initial weights of the hub are those of the commit that the run in the directory started with.
+        """
+        saved = {key: self.saved_value(key) for key in ("run.weights_from", "run.warm_start.path")}
+        config = self.with_values({key: value for key, value in saved.items() if value is not None}).config
+        return {key: without_folders(value) for key, value in _with_effect(without_secrets(config)).items()}
+
+    def command(self) -> list[str]:
+        """What was typed to start the run in the directory, for other people as in ``published``; [] if that is not known."""
+        saved = _mapping(self.dir / _OVERRIDES).get("overrides") if (self.dir / _OVERRIDES).exists() else None
+        typed = [str(override) for override in saved] if isinstance(saved, list) else []
+        return [_rewritten(override, without_folders) for override in typed if not _has_no_effect(override)]
+
+    def saved_value(self, key: str) -> Any:
+        """The value of a key such as ``run.weights_from`` in the directory's config.
+
+        None if the directory has no run, or one that was started with other overrides of this key.
+        """
+        if not (self.dir / _CONFIG).exists() or not (self.dir / _OVERRIDES).exists():
+            return None
+        typed = [str(override) for override in _mapping(self.dir / _OVERRIDES).get("overrides") or []]
+        # A section can be set as a whole, so every override in it counts.
+        prefix = ".".join(key.split(".")[:2])
+        if [it for it in typed if it.lstrip("+").startswith(prefix)] != [
+            _without_secrets(it) for it in self.overrides if it.lstrip("+").startswith(prefix)
+        ]:
+            return None
+        value: Any = _mapping(self.dir / _CONFIG)
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
+    def with_values(self, values: Mapping[str, Any]) -> Run:
+        """The same run with other values of keys such as ``run.weights_from``; its name and overrides stay."""
+        config = copy.deepcopy(self.config)
+        for key, value in values.items():
+            *parents, name = key.split(".")
+            section = config
+            for part in parents:
+                section = section[part]
+            section[name] = value
+        return replace(self, config=config)
+
+    def require_same_overrides(self, of_rank0: Sequence[str]) -> None:
+        """Refuses to train if this rank composes another config than rank 0.
+
+        Raises:
+            ConfigError: Names what differs.
+        """
+        different = {*of_rank0} ^ {*self.overrides}
+        if different:
+            texts = " ".join(sorted(map(_without_secrets, different)))
+            raise ConfigError(
+                f"rank {launched_rank()} and rank 0 do not have the same overrides: {texts}. "
+                "Start all ranks with the same command."
+            )
+
+    def mark_started(self, name: str, content: bytes) -> None:
+        """Remembers that this user writes ``overrides.yaml``, so that ``recompose`` does not need ``--trust``."""
+        if name == _OVERRIDES:
+            mark(_composed_content(self.dir, content, self.config_dirs), _MARKS)
+
+
+def take(arguments: Sequence[str], **defaults: str) -> tuple[dict[str, str], list[str]]:
+    """Separates an entry point's own ``key=value`` options from the other arguments.
+
+    Args:
+        arguments: The command line.
+        defaults: The options and their default values.
+
+    Returns:
+        The options, and the other arguments.
+    """
+    options, rest = dict(defaults), []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if equals and key in options:
+            options[key] = value
+        else:
+            rest.append(argument)
+    return options, rest
+
+
+def is_run(directory: str) -> bool:
+    """Whether a directory, as written on the command line, has a run."""
+    return (_as_typed(directory) / _OVERRIDES).exists()
+
+
+def recompose(arguments: Sequence[str]) -> list[str]:
+    """The command line of the run that ``run.dir=DIR`` names, with ``arguments`` applied on top.
+
+    The config is composed anew from the saved command line, because group choices such as ``precision=bf16`` cannot be
+    applied to a resolved config. A run that this user did not start is refused, unless the arguments have ``--trust``.
+    Arguments with ``--as-typed`` were recomposed by the process that started this one, and are returned without it.
+
+    Raises:
+        ConfigError: If ``run.dir`` is not given or has no run, ``overrides.yaml`` is damaged, or the run is not trusted.
+    """
+    if AS_TYPED in arguments:
+        return [argument for argument in arguments if argument not in (TRUST, AS_TYPED)]
+    trusted = TRUST in arguments
+    arguments = [argument for argument in arguments if argument != TRUST]
+    new = dict(argument.split("=", 1) for argument in arguments if re.match(r"[\w.+~@/]+=", argument))
+    if "run.dir" not in new:
+        raise ConfigError("run.dir=DIR is missing: name the directory of the run.")
+    path = _as_typed(new["run.dir"]) / _OVERRIDES
+    if not path.exists():
+        raise ConfigError(
+            f"run.dir: {path.parent} is not a run directory (it has no {_OVERRIDES}). Name the directory of a run; to start a "
+            "new one in it, choose what to train as well, such as experiment=digits."
+        )
+    content, overrides, config_dirs = _saved_command(path.parent)
+    if not trusted:
+        _require_own(path.parent, content, overrides, config_dirs)
+    # How a start resumes is not part of the run.
+    left_out = {*new, "run.resume"}
+    old = [it for it in overrides if it.partition("=")[0] not in left_out]
+    folders = [part for folder in config_dirs for part in ("--config-dir", str(folder))]
+    return [*folders, *old, *arguments]
+
+
+def run_dir_of(arguments: Sequence[str]) -> Path | None:
+    """The run directory that a command line names by ``run.dir``."""
+    dirs = [argument.partition("=")[2] for argument in arguments if argument.startswith("run.dir=")]
+    return _as_typed(dirs[-1]) if dirs else None
+
+
+def recompose_if_run(arguments: list[str]) -> list[str]:
+    """``recompose``, if ``run.dir`` has a run and the arguments do not choose what to train; else the arguments.
+
+    An experiment chooses what to train, or a preset of data together with one of a model. Then nothing of the run is composed.
+
+    Raises:
+        ConfigError: If ``run.dir`` is the only argument and has no run, or as ``recompose``.
+    """
+    typed = [argument for argument in arguments if argument != TRUST]
+    if AS_TYPED in typed or _uses_saved_command(typed) or (len(typed) == 1 and run_dir_of(typed) is not None):
+        return recompose(arguments)
+    return typed
+
+
+def chooses_what_to_train(arguments: Sequence[str]) -> bool:
+    """Whether a command line names an experiment, or presets of data and model, and so uses no saved command line."""
+    keys = {argument.partition("=")[0] for argument in arguments}
+    return "experiment" in keys or {"data", "model"} <= keys
+
+
+def _uses_saved_command(arguments: Sequence[str]) -> bool:
+    directory = run_dir_of(arguments)
+    return directory is not None and not chooses_what_to_train(arguments) and is_run(str(directory))
+
+
+def _saved_command(directory: Path) -> tuple[bytes, list[str], list[str]]:
+    """``overrides.yaml`` of a run: its bytes, the overrides, and the folders of presets."""
+    path = directory / _OVERRIDES
+    with as_config_error(f"{path} cannot be read; restore it, or use another run.dir"):
+        content = read_bounded(path)
+    saved = _parsed(path, content)
+    lists = [saved.get(key) for key in ("overrides", "config_dirs")]
+    if not all(isinstance(it, list) and all(isinstance(text, str) for text in it) for it in lists):
+        raise ConfigError(f"{path}: overrides and config_dirs must be lists of texts. {_RESTORE}")
+    overrides, config_dirs = lists
+    return content, overrides, config_dirs  # type: ignore[return-value]
+
+
+def _is_own(directory: Path, content: bytes, overrides: Sequence[str], config_dirs: Sequence[str]) -> bool:
+    """Whether a run has this user's mark; arguments as ``_saved_command`` returns them."""
+    with as_config_error(f"run.dir: {directory} cannot be read"):
+        return is_marked(_composed_content(directory, content, config_dirs), _MARKS)
+
+
+def _require_own(directory: Path, content: bytes, overrides: Sequence[str], config_dirs: Sequence[str]) -> None:
+    """Refuses a run without this user's mark, before anything of it is composed."""
+    if not _is_own(directory, content, overrides, config_dirs):
+        raise ConfigError(
+            f"run.dir: {directory} was not started by you with this cache ({cache_dir()}), or its {_OVERRIDES} was edited. Its "
+            f"saved command can run any code. If you trust whoever made it, add {TRUST}. If it is your own run of another "
+            "machine, set DTRAIN_CACHE to a folder that both machines see before you start runs."
+        )
+
+
+def refuse_foreign_links(directory: Path) -> None:
+    """Refuses a run directory with links to other places, where dtrain would write, unless this user has started the run.
+
+    Raises:
+        ConfigError: Names the first link, and ``--trust``.
+    """
+    with as_config_error(f"run.dir: {directory} cannot be read"):
+        links = sorted(it for it in directory.iterdir() if it.is_symlink()) if directory.is_dir() else []
+        links = [it for it in links if directory.resolve() not in it.resolve().parents]  # Optuna's lock is such a link
+    if links and not (is_run(str(directory)) and _is_own(directory, *_saved_command(directory))):
+        raise ConfigError(
+            f"run.dir: {links[0]} is a link, so dtrain would write to {links[0].resolve()}, and you have not started a run in "
+            f"{directory} with this cache ({cache_dir()}). If you trust whoever made the link, add {TRUST}."
+        )
+
+
+def _composed_content(directory: Path, content: bytes, config_dirs: Sequence[str]) -> bytes:
+    """What a mark covers: ``overrides.yaml``, and presets that lie in the run directory, as those of a batch script."""
+    inside = [folder for folder in map(Path, config_dirs) if Path(directory).resolve() in folder.resolve().parents]
+    return content_with_folders(content, inside)
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file of a run directory."""
+    with as_config_error(f"{path} cannot be read; restore it, or use another run.dir"):
+        content = read_bounded(path)
+    return _parsed(path, content)
+
+
+def _parsed(path: Path, text: bytes) -> dict[str, Any]:
+    try:
+        content = parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}. {_RESTORE}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: does not hold a config. {_RESTORE}")
+    return content
+
+
+def _as_typed(directory: str) -> Path:
+    """A path without the quotes that Hydra needs."""
+    return Path(directory.strip("'\"").replace("\\'", "'")).expanduser()
+
+
+def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy without secrets: texts under keys such as ``api_key``, ``password``, ``token`` or ``auth``, and those in texts."""
+    return {str(key): _clean(value, _is_secret(str(key))) for key, value in config.items()}
+
+
+def without_folders(value: Any) -> Any:
+    """A copy in which paths of this machine are only the names of their files: ``/home/ann/x/a.tar`` becomes ``a.tar``.
+
+    Relative paths and URLs stay, except ``file://``.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): without_folders(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_folders(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    text = re.sub(r"\bfile:/+", "/", value)
+    name = ""
+    if text.startswith(("/", "~")):  # the text is a path, which may have spaces; braces are those of a pattern
+        folder, brace, rest = text.partition("{")
+        name, text = (folder if brace else folder.rstrip("/")).rpartition("/")[2], brace + rest
+    return name + _FOLDER.sub(lambda found: found[0].rstrip("/").rpartition("/")[2], text)
+
+
+def refuse_hidden(config: Mapping[str, Any], prefix: str = "") -> None:
+    """Refuses a config with a secret that its run directory does not have.
+
+    Raises:
+        ConfigError: Names the key, and how to give the secret.
+    """
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            refuse_hidden(value, f"{name}.")
+        elif HIDDEN in (value if isinstance(value, str) else json.dumps(value, default=str)):
+            raise ConfigError(
+                f"{name}: got {value!r}, because a run directory has no secrets. Give the value again, {name}=..., or as "
+                f"'{name}=${{oc.env:NAME}}' from an environment variable, which is saved as it is written."
+            )
+
+
+def _clean(value: Any, is_secret: bool, *, keeps_interpolations: bool = False) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            str(key): _clean(item, is_secret or _is_secret(str(key)), keeps_interpolations=keeps_interpolations)
+            for key, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [_clean(item, is_secret, keeps_interpolations=keeps_interpolations) for item in value]
+    if not isinstance(value, str) or (keeps_interpolations and re.fullmatch(r"(\w+ )?\$\{.*\}", value)):
+        return value
+    return HIDDEN if is_secret and value else without_secrets_in(value)
+
+
+def _is_secret(key: str) -> bool:
+    return SECRET_KEY.search(key) is not None
+
+
+def _without_secrets(override: str) -> str:
+    """An override of the command line with its secrets hidden."""
+    key = override.partition("=")[0]
+    is_secret = any(map(_is_secret, key.split(".")))
+
+    def clean(value: Any) -> Any:
+        return _clean(value, is_secret, keeps_interpolations=True)
+
+    return _rewritten(override, clean, f"{key}='{HIDDEN}'" if is_secret else without_secrets_in(override))
+
+
+def _rewritten(override: str, change: Callable[[Any], Any], otherwise: str | None = None) -> str:
+    """An override with its value changed; ``otherwise``, by default only its key, if it cannot be parsed."""
+    key = override.partition("=")[0]
+    try:
+        value = OverridesParser.create().parse_override(override).value()
+    except HydraException:
+        return key if otherwise is None else otherwise
+    changed = change(value)
+    return override if changed == value else f"{key}={_typed_value(changed)}"
+
+
+def _typed_value(value: Any) -> str:
+    """A value as Hydra's command line has it."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_typed_value(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_typed_value, value))}]"
+    return QuotedString(value, Quote.single).with_quotes() if isinstance(value, str) else json.dumps(value)
+
+
+def _digest(config: Mapping[str, Any]) -> str:
+    # Without keys at their default, so that a key of a later version does not change the name of every run.
+    changed = _changed(_with_effect(config), _defaults())
+    return hashlib.sha256(json.dumps(_with_text_keys(changed), sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+def _with_text_keys(value: Any) -> Any:
+    """A copy that can be sorted: YAML has keys of several types in one mapping."""
+    if isinstance(value, Mapping):
+        return {str(key): _with_text_keys(item) for key, item in value.items()}
+    return [_with_text_keys(item) for item in value] if isinstance(value, list) else value
+
+
+def _with_effect(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A copy without ``WITHOUT_EFFECT_ON_THE_RESULT``."""
+    return {
+        key: _with_effect(value, f"{prefix}{key}.") if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if f"{prefix}{key}" not in WITHOUT_EFFECT_ON_THE_RESULT
+    }
+
+
+def _has_no_effect(override: str) -> bool:
+    key = override.partition("=")[0].lstrip("+~")
+    # Variables have an effect where another key refers to them.
+    return key.split(".")[0] != "vars" and any(
+        key == name or key.startswith((f"{name}.", f"{name}/")) for name in WITHOUT_EFFECT_ON_THE_RESULT
+    )
+
+
+def _changed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys whose values differ from ``defaults``."""
+    changed: dict[str, Any] = {}
+    for key, value in config.items():
+        default = defaults.get(key)
+        if isinstance(value, Mapping) and isinstance(default, Mapping):
+            value = _changed(value, default) or default
+        if key not in defaults or value != default:
+            changed[key] = value
+    return changed
+
+
+def _defaults() -> dict[str, Any]:
+    return asdict(Config())
+
+
+def _identity(config: Mapping[str, Any]) -> dict[str, Any]:
+    optimizer, run = config.get("optimizer"), config.get("run")
+    return {
+        "model": config.get("model"),
+        "task": config.get("task"),
+        "optimizer": {"_target_": optimizer.get("_target_") if isinstance(optimizer, Mapping) else optimizer},
+        "run": {"seed": run.get("seed") if isinstance(run, Mapping) else run},
+    }
+
+
+def _differences(old: Any, new: Any, defaults: Any = None, path: str = "") -> Iterator[str]:
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in {**old, **new}:
+            default = defaults.get(key) if isinstance(defaults, Mapping) else None
+            # A key that is newer than the saved config is no difference while it has its default.
+            if key in old or new[key] != default:
+                yield from _differences(old.get(key), new.get(key), default, f"{path}.{key}" if path else str(key))
+    elif not _fits(old, new):
+        is_secret = any(map(_is_secret, path.split(".")))
+        before, now = (json.dumps(_clean(value, is_secret), default=str) for value in (old, new))
+        yield f"{path}: {before} -> {now}"
+
+
+def _fits(saved: Any, value: Any) -> bool:
+    """Whether a saved value, of which secrets are hidden, may have been this value."""
+    if isinstance(saved, list) and isinstance(value, list):
+        return len(saved) == len(value) and all(map(_fits, saved, value))
+    if isinstance(saved, str) and isinstance(value, str) and HIDDEN in saved:
+        return re.fullmatch(".*".join(map(re.escape, saved.split(HIDDEN))), value, re.DOTALL) is not None
+    return saved in (value, HIDDEN)

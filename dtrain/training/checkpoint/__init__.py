@@ -1,0 +1,7 @@
+"""Saving and resuming.
+
+* ``state``: everything that a checkpoint holds.
+* ``tensors``: the files of its tensors. ``checkpoints``: the folder of all checkpoints of a run.
+* ``manager``: when to save; writes in the background.
+* ``resume``: what a start continues from.
+"""

@@ -1,0 +1,407 @@
+"""Where a start of a run begins, and where it ends: the newest checkpoint, weights of another run, and the number of steps.
+
+* All functions but ``EarlierStarts.prepare`` only read. Whatever they refuse leaves the run directory as it is.
+* A run *shows progress* if its status, metrics or sample logs have a step. Without a whole checkpoint it is refused, unless
+  none was ever saved: a run that was killed before its first save begins again at step 0 by itself.
+* A run that is *finished* is not started again by the command that finished it. A longer one extends it. A command that asks
+  for fewer steps than the run has done is refused.
+* Initial weights of the Hugging Face hub are *pinned*: the first start finds the commit of the revision and saves it in
+  ``config.yaml``. Later starts of the same command use this commit.
+* ``run.weights_from`` is for the same model: all names and shapes must be equal. ``run.warm_start`` is for another model:
+  ``rename`` rewrites names, ``skip`` leaves out names, and the rest must fit. Only a parameter that ``skip`` names keeps its
+  initialisation. Only weights are loaded, the moving average if there is one; everything else starts from the beginning.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from dtrain.config.schema import Config, RunConfig, TrainConfig, WarmStartConfig, from_plain
+from dtrain.distributed.collectives import from_rank0, on_all_ranks
+from dtrain.distributed.sharding import local_part
+from dtrain.errors import ConfigError, as_config_error
+from dtrain.runs.hub import DESCRIPTION, WEIGHTS, HubModel, is_hub_url
+from dtrain.runs.records import read_records
+from dtrain.runs.run_dir import move_records_aside, status_or_none
+from dtrain.runs.run_spec import Run
+from dtrain.training.checkpoint.checkpoints import Checkpoints, read_folder, verify_folder
+from dtrain.training.checkpoint.state import TrainState, copy_into, weight_problems
+from dtrain.training.checkpoint.tensors import StoredTensor, read_whole
+from dtrain.training.schedule import step_limits
+
+# Set by torchrun, SLURM and dtrain's batch script when they start the same command again.
+_AUTOMATIC_STARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "DTRAIN_STARTS")
+
+
+@dataclass(frozen=True)
+class EarlierStarts:
+    """What earlier starts of the run have left, equal on all ranks.
+
+    Attributes:
+        checkpoint: Step of the checkpoint to resume from; None for a run that begins at step 0.
+        status: Content of ``status.json``; None without one.
+        changes: What this command changes, such as ``train.max_steps: 50 -> 100``.
+        problems: A line for each file that is damaged and not used.
+        moved_aside: Whether ``prepare`` moves all records aside, for ``run.resume=never``.
+    """
+
+    checkpoint: int | None = None
+    status: Mapping[str, Any] | None = None
+    changes: Sequence[str] = field(default_factory=list)
+    problems: Sequence[str] = field(default_factory=list)
+    moved_aside: bool = False
+
+    @classmethod
+    def of(cls, cfg: Config, identity: Run) -> EarlierStarts:
+        """Collective. Reads the run directory.
+
+        Raises:
+            ConfigError: On every rank, if the directory has another run, or ``run.resume`` does not allow what there is, or
+                there is no whole checkpoint although the run shows progress.
+        """
+        mode = cfg.run.resume
+        if mode == "never" and any(os.environ.get(name) not in (None, "", "0") for name in _AUTOMATIC_STARTS):
+            mode = "auto"  # it is about the first start of a job; its restarts continue the new run
+
+        def read() -> dict[str, Any]:
+            problems: list[str] = []
+            with as_config_error("run.dir"):
+                changes = identity.changes()
+                checkpoints = Checkpoints.of(identity.dir, cfg.checkpoint)
+                step, broken = checkpoints.newest_good()
+                status = status_or_none(identity.dir, problems)
+                progress = [*(f"broken checkpoint: {line}" for line in broken), *_progress(identity.dir, status)]
+            if mode == "never":
+                if step is not None:
+                    raise ConfigError(
+                        f"run.resume=never, but {checkpoints.directory} has a checkpoint of step {step}. Leave run.resume out "
+                        "to resume, or use another run.dir for a new run."
+                    )
+                return asdict(cls(moved_aside=bool(progress)))
+            earlier = cls(
+                step, status, changes, [*problems, *(f"skipped a broken checkpoint: {line}" for line in broken)]
+            )
+            if step is None and mode == "must":
+                raise ConfigError(_without_checkpoint("run.resume=must, but", checkpoints, progress))
+            is_done = earlier.finished and not changes  # as nothing_left says
+            is_lost = bool(broken) or (bool(progress) and checkpoints.recorded() != 0)
+            if step is None and is_lost and not is_done:
+                raise ConfigError(
+                    _without_checkpoint(
+                        "run.dir:", checkpoints, [*progress, *(f"this command changes {change}" for change in changes)]
+                    )
+                )
+            return asdict(earlier)
+
+        return cls(**from_rank0(read))
+
+    def prepare(self, run: TrainState) -> None:
+        """Collective. Before the start writes anything: rank 0 moves the records aside for ``run.resume=never``.
+
+        Raises:
+            ConfigError: If the directory cannot be written; or not from every machine, for a sharded run.
+        """
+        from_rank0(lambda: self._prepare(run))
+        if run.is_sharded:
+            on_all_ranks(run.checkpoints.require_visible)
+
+    def _prepare(self, run: TrainState) -> None:
+        with as_config_error(f"run.dir: {run.run_dir} cannot be written, choose another one"):
+            if self.moved_aside:
+                folder = move_records_aside(run.run_dir)
+                print(f"run.resume=never: the records of earlier starts are in {folder}", flush=True)
+            run.checkpoints.record(self.checkpoint or 0)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run was finished."""
+        return self.status is not None and self.status["state"] == "finished"
+
+    def nothing_left(self, identity: Run, train: TrainConfig) -> str | None:
+        """A message if this is the command that finished the run; else None."""
+        if not self.finished or self.changes:
+            return None
+        assert self.status is not None
+        keys = [key for key in ("max_steps", "max_epochs") if getattr(train, key) is not None]
+        longer = " ".join(f"train.{key}=MORE" for key in keys)
+        return f"finished at step {self.status['step']} already: {identity.dir} (to train it further: run.dir=DIR {longer})"
+
+    def last_step(self, run: TrainState) -> int:
+        """The attempted step after which the restored run is finished. Marks an evaluation that is missing there as due.
+
+        Raises:
+            ConfigError: If the run has done more steps already, or is finished and this command changes something else.
+        """
+        step, train = run.step.step, run.cfg.train
+        limits = step_limits(train, run.train_loader, step)
+        end = min(limits.values())
+        keys = [key for key, limit in limits.items() if limit == end]
+        reached = " and ".join(f"{key}={getattr(train, key.removeprefix('train.'))}" for key in keys)
+        if end < step:
+            raise ConfigError(
+                f"{reached}: the run in {run.run_dir} has done {step} steps already, and this would end it after {end}. "
+                f"Increase {' and '.join(keys)} to train it further. For a shorter run use another run.dir."
+            )
+        if end == step and self.finished:
+            raise ConfigError(
+                f"run.dir: the run in {run.run_dir} is finished: {reached} ends it at step {step}. So these changes would have "
+                f"no effect:\n{_listed(self.changes)}  Increase {' and '.join(keys)} to train it further, or use another "
+                "run.dir for another run."
+            )
+        if end == step and self.checkpoint is not None:
+            run.totals.evaluation_due = True  # stopped here on request, or killed before it could end
+        return end
+
+
+def restore(run: TrainState, earlier: EarlierStarts) -> str:
+    """Collective. Restores the run from the first of these that exists; returns a description for the banner.
+
+    1. Its own newest good checkpoint.
+    2. Weights of another run (``run.weights_from``, ``run.warm_start``).
+    3. Nothing: the model keeps its initialisation.
+
+    Raises:
+        ConfigError: On every rank, if the checkpoint or the weights do not fit the model.
+    """
+    if earlier.checkpoint is not None:
+        step = earlier.checkpoint
+        on_all_ranks(lambda: run.restore(run.checkpoints.load(step)))
+        return f"after step {run.step.step}, from {run.checkpoints.path(step)}"
+    if (weights := starting_weights(run.cfg.run, run.model)) is None:
+        return "new"
+    on_all_ranks(lambda: weights.load(run.model))
+    if run.ema is not None:
+        with run.ema.swapped_in() as averaged:
+            on_all_ranks(lambda: weights.load(averaged))
+    return f"new, {weights.description}"
+
+
+def pin_weights(cfg: Config, identity: Run) -> tuple[Config, Run]:
+    """Collective. The config and the run with initial weights of the hub pinned to a commit.
+
+    Raises:
+        ConfigError: On every rank, if a name is wrong or the hub cannot be reached.
+    """
+    sources = {"run.weights_from": cfg.run.weights_from, "run.warm_start.path": cfg.run.warm_start.path}
+    urls = {key: url for key, url in sources.items() if url is not None and is_hub_url(url)}
+    if not urls:
+        return cfg, identity
+
+    def pinned() -> dict[str, str]:
+        found = {}
+        for key, url in urls.items():
+            model, saved = HubModel.parse(key, url), identity.saved_value(key)
+            # Of a run of somebody else the commit may be any text, even an interpolation.
+            is_same = isinstance(saved, str) and re.fullmatch(re.escape(f"hf://{model.name}@") + "[0-9a-f]{40}", saved)
+            found[key] = saved if is_same else str(model.at_commit())
+        return found
+
+    identity = identity.with_values(from_rank0(pinned))
+    return from_plain(Config, identity.config), identity
+
+
+@dataclass(frozen=True)
+class StartingWeights:
+    """Weights that fit a model.
+
+    Attributes:
+        tensors: Weights by the model's names, read from their files on use; the other parameters keep their initialisation.
+        description: For the banner: the source, and the number of the other parameters.
+    """
+
+    tensors: Mapping[str, Tensor | StoredTensor]
+    description: str
+
+    def load(self, module: nn.Module) -> None:
+        """Copies them into the model.
+
+        Raises:
+            ConfigError: If values are NaN or infinite, unless the model's own were, as in the buffer of a mask; names them.
+        """
+        own = module.state_dict()
+        finite = [name for name in self.tensors if _is_finite(own[name])]
+        copy_into(module, self.tensors)  # missing names are those of run.warm_start.skip
+        if wrong := [name for name in finite if not _is_finite(own[name])]:
+            raise ConfigError(
+                f"the run would start {self.description}, of which {', '.join(wrong[:3])} "
+                f"{f'and {len(wrong) - 3} more have' if len(wrong) > 3 else 'has'} values that are NaN or infinite. Use an "
+                "earlier checkpoint, or leave them out with run.warm_start.skip."
+            )
+
+
+def starting_weights(run: RunConfig, model: nn.Module) -> StartingWeights | None:
+    """Collective. Reads the weights of ``run.weights_from`` or ``run.warm_start`` for the bare model; None if neither is set.
+
+    Raises:
+        ConfigError: On every rank, if there are no weights at the path, or they are damaged or do not fit.
+    """
+    warm = run.warm_start
+    if run.weights_from is not None and warm.path is not None:
+        raise ConfigError("run.weights_from and run.warm_start.path are both set. Keep one of them.")
+    if warm.path is None and (warm.rename or warm.skip or warm.transpose):
+        raise ConfigError("run.warm_start has a rename, skip or transpose, but no path. Set run.warm_start.path.")
+    key, path = ("run.weights_from", run.weights_from) if warm.path is None else ("run.warm_start.path", warm.path)
+    if path is None:
+        return None
+    if is_hub_url(path):
+        file = _download(HubModel.parse(key, path))
+    else:
+        file = Path(from_rank0(lambda: str(_find(key, Path(path).expanduser()))))
+    source = path if is_hub_url(path) else str(file)
+    return on_all_ranks(lambda: _fitted(key, file, source, model, warm))
+
+
+def _download(model: HubModel) -> Path:
+    """Collective. The weights of a model of the hub; one process of each machine downloads them."""
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    on_all_ranks(lambda: model.weights() if is_first else None)
+    return on_all_ranks(lambda: model.download(WEIGHTS))
+
+
+def _find(key: str, path: Path) -> Path:
+    """The checkpoint's folder of a path, verified; or the file that the path is, or that of the weights of an artefact."""
+    if path.is_file():
+        return path
+    if (path / DESCRIPTION).is_file() and (path / WEIGHTS).is_file():
+        return path / WEIGHTS
+    folder = path
+    if (path / "checkpoints").is_dir():
+        checkpoints = Checkpoints(path / "checkpoints")
+        folder = checkpoints.path(checkpoints.choose("latest"))
+    elif (path / "manifest.json").is_file():
+        verify_folder(path)
+    elif not path.exists():
+        raise ConfigError(f"{key}: {path} does not exist (looked in {path.absolute().parent}).")
+    else:
+        raise ConfigError(
+            f"{key}: {path} is no run directory, no checkpoint (checkpoints/step-000000050), no artefact with {WEIGHTS}, no "
+            ".safetensors file, and no model of the hub (hf://ORGANISATION/NAME)."
+        )
+    return folder
+
+
+def _fitted(key: str, path: Path, source: str, model: nn.Module, warm: WarmStartConfig) -> StartingWeights:
+    """Weights of a checkpoint's folder, the moving average if there is one, or of a file; ``source`` names it."""
+    is_folded = False
+    try:
+        if path.is_dir():
+            checkpoint = read_folder(path)
+            group = "ema" if "ema" in checkpoint.tensors else "model"
+            loaded, source = checkpoint.stored(group), f"{source} ({group})"
+        else:
+            loaded = read_whole(path)
+            with safe_open(path, "pt") as file:
+                is_folded = (file.metadata() or {}).get("batchnorm") == "folded"
+    except (OSError, SafetensorError) as error:
+        if path.is_file() and _is_pickle(path):
+            raise ConfigError(
+                f"{key}: {source} is a pickle, as torch.save writes it, which could run any code. Convert it: "
+                'safetensors.torch.save_file(torch.load("w.pt", weights_only=True), "w.safetensors"); see docs/coming_from.md, '
+                "Weights from elsewhere."
+            ) from error
+        raise ConfigError(f"{key}: {source} cannot be read ({error}).") from error
+    if is_folded:
+        raise ConfigError(
+            f"{key}: {source} cannot be trained, because its BatchNorm was merged into the convolutions. Export the run with "
+            "export.fold=false, or name the run or one of its checkpoints."
+        )
+    unused = [f"rename: {old!r}" for old in warm.rename if not any(_prefix(old, name) for name in loaded)]
+    renamed: dict[str, str] = {}
+    for name in loaded:
+        new = _renamed(name, warm.rename)
+        if new in renamed:
+            raise ConfigError(f"run.warm_start.rename: {renamed[new]} and {name} both become {new}.")
+        renamed[new] = name
+
+    names = [*renamed, *model.state_dict()]
+    unused += [f"skip: {pattern!r}" for pattern in warm.skip if not any(fnmatchcase(name, pattern) for name in names)]
+    if unused:
+        raise ConfigError(
+            f"run.warm_start.{unused[0]} matches no name of {source}, such as {next(iter(loaded), 'none')}. Correct or remove "
+            "it."
+        )
+
+    def skipped(name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in warm.skip)
+
+    tensors = {new: loaded[name] for new, name in renamed.items() if not skipped(new)}
+    transposed: set[str] = set()
+    for pattern in warm.transpose:
+        matching = [name for name in tensors if fnmatchcase(name, pattern)]
+        if not matching or any(len(tensors[name].shape) != 2 for name in matching):
+            raise ConfigError(
+                f"run.warm_start.transpose: {pattern!r} matches {', '.join(matching[:3]) or 'no name'}, want matrices. "
+                f"Names are matched after renaming, such as {next(iter(tensors), 'none')}."
+            )
+        transposed.update(matching)
+    tensors |= {name: tensors[name][...].T.contiguous() for name in transposed}
+    if problems := weight_problems(model, tensors, may_lack=skipped):
+        raise ConfigError(
+            f"{key}: the weights of {source} do not fit: {problems}. run.warm_start.rename rewrites their names, "
+            "run.warm_start.skip leaves out names of the file and of the model."
+        )
+    total = len(model.state_dict())
+    left_out = f", {total - len(tensors)} of {total} left out" if len(tensors) < total else ""
+    return StartingWeights(tensors, f"with the weights of {source}{left_out}")
+
+
+def _prefix(old: str, name: str) -> re.Match[str] | None:
+    return re.match(re.escape(old).replace(r"\*", r"([^.]+)"), name)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether the values of this rank's part are finite; true for types of one byte, for which torch does not compute it."""
+    return tensor.dtype.itemsize == 1 or bool(local_part(tensor).isfinite().all())
+
+
+def _is_pickle(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2) in (b"PK", b"\x80\x02")  # a zip file of torch 1.6 or newer, or a plain pickle
+
+
+def _renamed(name: str, rename: Mapping[str, str]) -> str:
+    for old, new in rename.items():
+        if old.count("*") != new.count("*"):
+            raise ConfigError(
+                f"run.warm_start.rename: got {{{old}: {new}}}, want as many * in the new name as in the old one."
+            )
+        if found := _prefix(old, name):
+            parts = iter(found.groups())
+            return re.sub(r"\*", lambda _, parts=parts: next(parts), new) + name[found.end() :]  # type: ignore[misc]
+    return name
+
+
+def _progress(run_dir: Path, status: Mapping[str, Any] | None) -> Iterator[str]:
+    """A line for each file that shows that the run has trained."""
+    if status is not None and status.get("step", 0) > 0:
+        yield f"status.json: {status['state']} at step {status['step']}"
+    with suppress(OSError):
+        if any(record["step"] > 0 for record in read_records(run_dir / "metrics.jsonl")):
+            yield "metrics.jsonl has records"
+    logs = [path for path in sorted((run_dir / "logs").glob("keys-rank-*.jsonl")) if path.stat().st_size]
+    if logs:
+        yield f"logs/{logs[0].name} has the samples of its steps"
+
+
+def _without_checkpoint(what: str, checkpoints: Checkpoints, found: Sequence[str]) -> str:
+    saved = checkpoints.recorded()
+    last = f", the last one was saved after step {saved}" if saved else ""
+    return (
+        f"{what} {checkpoints.directory} has no checkpoint to resume from{last}:\n"
+        f"{_listed(found or ['there is none'])}  Restore the checkpoints; or add run.resume=never to begin again at step 0, "
+        "which moves all records of the run aside; or use another run.dir."
+    )
+
+
+def _listed(changes: Sequence[str]) -> str:
+    return "".join(f"    {change}\n" for change in changes)

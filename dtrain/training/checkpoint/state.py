@@ -1,0 +1,544 @@
+"""The state of a run: collects the content of a checkpoint, and restores all of it or nothing.
+
+* ``TrainState`` has the objects of a run. ``checkpoint`` copies their state to the host, ``restore`` loads it.
+* ``RunTotals`` are counts and times over all starts of the run.
+* Model and optimizer state are stored by parameter name, so they do not depend on the order of parameters. Hyper-parameters
+  stay those of the config.
+* In a sharded run each rank copies and restores only the parts that it holds. A checkpoint of a run with another number of
+  ranks, sharded or not, can be restored, because any part can be read from it.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtrain import __version__
+from dtrain.config.schema import Config
+from dtrain.data import ShardLoader
+from dtrain.distributed.sharding import is_dtensor, is_sharded, local_part, own_range, reshard
+from dtrain.distributed.world import World
+from dtrain.errors import ConfigError
+from dtrain.precision import Precision
+from dtrain.precision.modules import dtype_name
+from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints
+from dtrain.training.checkpoint.tensors import Part, StoredTensor, like, written_by
+from dtrain.training.schedule import last_step
+from dtrain.training.setup.ema import Ema
+from dtrain.training.step import TrainStep
+from dtrain.training.task import Task
+
+_MAX_PROBLEMS = 5  # differences that one message lists
+_MAX_NUMBERS = 16  # in a tensor of a parameter group that is stored as JSON
+# State that torch's optimizers create in the first step of a run only, and expect in every later one.
+_STATE_OF_OPTIONS: tuple[tuple[type[torch.optim.Optimizer], str, str], ...] = (
+    (torch.optim.Adam, "amsgrad", "max_exp_avg_sq"),  # AdamW is a subclass
+    (torch.optim.RMSprop, "centered", "grad_avg"),
+    (torch.optim.RMSprop, "momentum", "momentum_buffer"),
+)
+
+
+@dataclass(kw_only=True)
+class TrainState:
+    """The objects of a run. Hooks get it as ``run``.
+
+    Attributes:
+        cfg: The composed config.
+        run_dir: The run's directory.
+        train_loader: This rank's training loader.
+        eval_loader: This rank's evaluation loader; None without ``data.eval``.
+        step: Executes optimizer steps; has the model, task, optimizer, EMA, precision and ranks.
+        checkpoints: Where the run is saved.
+        totals: Counts and times over all starts.
+        class_names: The name of each label, if the data have a ``classes.json``.
+        code: Git checkouts and their commits, for the checkpoints of rank 0.
+        ended_early: The reason given to ``end_early``; None without.
+    """
+
+    cfg: Config
+    run_dir: Path
+    train_loader: ShardLoader
+    eval_loader: ShardLoader | None
+    step: TrainStep
+    checkpoints: Checkpoints
+    totals: RunTotals = field(default_factory=lambda: RunTotals())
+    class_names: list[str] | None = None
+    code: dict[str, str] = field(default_factory=dict)
+    ended_early: str | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._initial_groups = group_values(self.optimizer)  # before the optimizer changes them
+
+    @property
+    def world(self) -> World:
+        """Rank, number of ranks and device."""
+        return self.step.world
+
+    @property
+    def precision(self) -> Precision:
+        """The precision policy."""
+        return self.step.precision
+
+    @property
+    def model(self) -> nn.Module:
+        """The bare model, without DDP."""
+        return self.step.bare_model
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank has only a part of the model's parameters."""
+        return is_sharded(self.model)
+
+    @property
+    def task(self) -> Task:
+        """The task."""
+        return self.step.task
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer."""
+        return self.step.optimizer
+
+    @property
+    def ema(self) -> Ema | None:
+        """The averaged weights; None without ``train.ema_decay``."""
+        return self.step.ema
+
+    def averaged(self) -> AbstractContextManager[nn.Module]:
+        """Context: the model with the averaged weights, if the run has any, else with its own."""
+        return self.ema.swapped_in() if self.ema is not None else nullcontext(self.model)
+
+    @property
+    def last_step(self) -> int:
+        """Attempted step after which the run is finished; read it after ``restore``."""
+        return last_step(self.cfg.train, self.train_loader, self.step.step)
+
+    def end_early(self, reason: str) -> None:
+        """For hooks: evaluates, saves and ends the run after the current step. Its state is then ``finished``.
+
+        All ranks call it at the same step. In ``on_step`` one more step may be under way, which is completed first.
+
+        Args:
+            reason: For ``status.json``, such as ``no better eval/loss for 5 evaluations``.
+        """
+        self.ended_early = reason
+
+    def checkpoint(self, metrics: dict[str, float]) -> Checkpoint:
+        """Copies the state to the host: all of it, or in a sharded run the parts that this rank writes.
+
+        The last step is settled. Only rank 0 needs a checkpoint, unless the run is sharded.
+
+        Args:
+            metrics: Metrics of the evaluation at this step; empty without one.
+
+        Raises:
+            ConfigError: If the optimizer keeps something that cannot be stored; names it.
+        """
+
+        def copied(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor | Part]:
+            return host_parts(tensors, self.world) if self.is_sharded else host_copy(tensors)
+
+        reshard(self.model)  # or an evaluation would have left whole parameters, which the optimizer does not know
+        tensors, values = optimizer_state(self.optimizer, self.model)
+        groups = {"model": copied(self.model.state_dict()), "optimizer": copied(tensors)}
+        if self.ema is not None:
+            with self.ema.swapped_in() as averaged:
+                groups["ema"] = copied(averaged.state_dict())
+        scale = self.step.loss_scale
+        state: dict[str, Any] = {
+            "counters": self.step.state_dict(),
+            "optimizer": values,
+            "optimizer_groups": changed_groups(self.optimizer, self._initial_groups),
+            "loss_scale": scale.state_dict() if scale is not None else None,
+            "loader": self.train_loader.state_dict(),
+            "progress": asdict(self.totals),
+            "metrics": metrics,
+            "environment": self._environment() if self.world.rank == 0 else {},
+            "versions": {"dtrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        }
+        return Checkpoint(groups, state)
+
+    def _environment(self) -> dict[str, Any]:
+        """Ranks, device and commits of the code, for those who read the checkpoint."""
+        cuda = self.world.device.type == "cuda"
+        return {
+            "ranks": self.world.size,
+            "ranks_of_a_machine": self.world.local_size,
+            "device": torch.cuda.get_device_name(self.world.device) if cuda else f"CPU ({platform.machine()})",
+            "code": self.code,
+        }
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Loads a checkpoint; every rank calls it.
+
+        Raises:
+            ConfigError: If it is from another model, optimizer or dataset; names the differences.
+        """
+        state = checkpoint.state
+        # The loader first: it compares the dataset's fingerprint, before any tensor is changed.
+        try:
+            self.train_loader.load_state_dict(state["loader"])
+        except ValueError as error:
+            raise ConfigError(f"data: {error}") from error
+        load_module(self.model, checkpoint.stored("model"), "the checkpoint")
+        tensors = checkpoint.stored("optimizer")
+        load_optimizer(self.optimizer, self.model, tensors, state["optimizer"], state["optimizer_groups"])
+        if self.ema is not None:
+            # Without an average in the checkpoint (train.ema_decay was null) it starts from the weights.
+            average = checkpoint.stored("ema" if "ema" in checkpoint.tensors else "model")
+            with self.ema.swapped_in() as averaged:
+                load_module(averaged, average, "the checkpoint")
+        if self.step.loss_scale is not None and state["loss_scale"] is not None:
+            self.step.loss_scale.load_state_dict(state["loss_scale"])
+            scale = self.cfg.precision.loss_scale  # how it adapts is config, which may change between starts
+            self.step.loss_scale.configure(
+                growth_factor=scale.growth_factor,
+                backoff_factor=scale.backoff_factor,
+                growth_interval=scale.growth_interval,
+            )
+        self.step.load_state_dict(state["counters"])
+        self.totals = RunTotals(**state["progress"])
+
+
+@dataclass
+class RunTotals:
+    """Counts and times of a run over all its starts.
+
+    Attributes:
+        samples: Committed samples.
+        seconds: Time spent in the loop.
+        skipped_steps: Attempted steps that were not applied.
+        bad_samples: Samples that could not be read.
+        evaluations: Finished evaluations.
+        evaluation_due: Whether a stop interrupted the evaluation of the last step, so that it must run on resume.
+        restarts: Starts that resumed an unfinished run.
+        lost_seconds: Training time that was not saved and had to be repeated.
+        down_seconds: Time between two starts, in which no process trained.
+    """
+
+    samples: int = 0
+    seconds: float = 0.0
+    skipped_steps: int = 0
+    bad_samples: int = 0
+    evaluations: int = 0
+    evaluation_due: bool = False
+    restarts: int = 0
+    lost_seconds: float = 0.0
+    down_seconds: float = 0.0
+
+    def add_restart(self, status: Mapping[str, Any] | None, now: float | None = None) -> None:
+        """Adds the cost of the interruption before this start; call it after ``restore``.
+
+        Args:
+            status: Content of the previous start's status.json; None without one.
+            now: Unix time in seconds; None: the current time.
+        """
+        if status is None:
+            return
+        now = time.time() if now is None else now
+        self.restarts, self.lost_seconds, self.down_seconds = (
+            status.get(name, 0) for name in ("restarts", "lost_seconds", "down_seconds")
+        )
+        if status["state"] == "finished":  # the run was extended, not interrupted
+            return
+        self.restarts += 1
+        self.lost_seconds += max(0.0, status.get("trained_seconds", 0.0) - self.seconds)
+        self.down_seconds += max(0.0, now - status.get("time", now))
+
+    def interruptions(self) -> str:
+        """A line for the banner; ``""`` without restarts."""
+        if not self.restarts:
+            return ""
+        return (
+            f"{self.restarts}, with {self.lost_seconds:.0f} s of training to repeat and {self.down_seconds:.0f} s between the "
+            "starts"
+        )
+
+    def times(self) -> dict[str, Any]:
+        """The fields of status.json from which the next start computes the cost of an interruption."""
+        return {
+            "restarts": self.restarts,
+            "lost_seconds": round(self.lost_seconds, 3),
+            "down_seconds": round(self.down_seconds, 3),
+            "trained_seconds": round(self.seconds, 3),
+        }
+
+
+def host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies tensors to the CPU, in their memory layouts; the copies share no memory, as safetensors requires."""
+    # One wait for all copies. torch caches the page-locked memory for the next call.
+    copies = {name: tensor.detach().to("cpu", copy=True, non_blocking=True) for name, tensor in tensors.items()}
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        torch.cuda.synchronize()
+    return copies
+
+
+def host_parts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Part]:
+    """Copies the parts that this rank writes of the tensors of a sharded run to the CPU.
+
+    Args:
+        tensors: Those that are no ``DTensor`` are equal on all ranks.
+        world: The ranks.
+    """
+    offsets = {}
+    for name, tensor in tensors.items():
+        # A rank without rows of a small parameter writes nothing, unless there is nothing to write.
+        if written_by(name, tensor, world) and (local_part(tensor).numel() or not tensor.numel()):
+            offsets[name] = tuple(each.start for each in own_range(tensor))
+    copies = host_copy({name: local_part(tensors[name]) for name in offsets})
+    return {name: Part(copies[name], offset, tuple(tensors[name].shape)) for name, offset in offsets.items()}
+
+
+def load_module(module: nn.Module, tensors: Mapping[str, Tensor | StoredTensor], source: str) -> None:
+    """Copies parameters and buffers of a saved ``state_dict`` into a bare module; ``source`` names it in errors.
+
+    Of a sharded module each rank reads and copies only its own part.
+
+    Raises:
+        ConfigError: If names, shapes or kinds of dtype differ, or integers do not fit, before anything is copied.
+    """
+    if problems := weight_problems(module, tensors):
+        raise ConfigError(
+            f"{source} is of another model: {problems}. Use the model config that it was saved with, or another run.dir."
+        )
+    copy_into(module, tensors)
+
+
+@torch.no_grad()
+def copy_into(module: nn.Module, tensors: Mapping[str, Tensor | StoredTensor]) -> None:
+    """Copies a saved ``state_dict``, or a part of it, into a module, without checks; see ``load_module``."""
+    own = module.state_dict()
+    if not is_sharded(module):
+        module.load_state_dict({name: tensor[...] for name, tensor in tensors.items()}, strict=False)
+        return
+    for name, tensor in tensors.items():
+        # One at a time: the rank's part of the model need not be in memory twice.
+        local_part(own[name]).copy_(tensor[own_range(own[name])])
+
+
+def weight_problems(
+    module: nn.Module,
+    tensors: Mapping[str, Tensor | StoredTensor],
+    may_lack: Callable[[str], bool] = lambda name: False,
+) -> str:
+    """The first few differences in names, shapes and kinds of dtype between a saved ``state_dict`` and a module; ``""``: none.
+
+    ``may_lack(name)`` is true for the names of the module that ``tensors`` may lack.
+    """
+    own = module.state_dict()
+    problems = [f"{name} is missing" for name in own if name not in tensors and not may_lack(name)]
+    problems += [f"{name} is unknown to this model" for name in tensors if name not in own]
+    problems += [
+        f"{name} has shape {list(tensors[name].shape)}, the model has {list(own[name].shape)}"
+        for name in own
+        if name in tensors and tensors[name].shape != own[name].shape
+    ]
+    for name in own:
+        if name in tensors and _kind(stored := _dtype(tensors[name])) != _kind(own[name].dtype):
+            problems.append(f"{name} has dtype {dtype_name(stored)}, the model has {dtype_name(own[name].dtype)}")
+        elif name in tensors and (lost := _does_not_fit(tensors[name], stored, own[name].dtype)):
+            problems.append(f"{name} has {lost}")
+    more = f" and {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else ""
+    return "; ".join(problems[:_MAX_PROBLEMS]) + more
+
+
+def _dtype(tensor: Tensor | StoredTensor) -> torch.dtype:
+    return tensor[tuple(slice(0, 0) for _ in tensor.shape)].dtype  # of a stored tensor nothing is read
+
+
+def _does_not_fit(tensor: Tensor | StoredTensor, stored: torch.dtype, own: torch.dtype) -> str:
+    """The range of integers that would wrap in dtype ``own``; ``""`` if they fit. Reads values only if ``own`` is narrower."""
+    if _kind(own) != "integer" or tensor.shape.numel() == 0:
+        return ""
+    wanted, given = torch.iinfo(own), torch.iinfo(stored)
+    if wanted.min <= given.min and given.max <= wanted.max:
+        return ""
+    values = tensor[...].detach().cpu().numpy()  # torch has no minimum of unsigned integers above uint8
+    low, high = int(values.min()), int(values.max())
+    if wanted.min <= low and high <= wanted.max:
+        return ""
+    return f"values from {low} to {high} in {dtype_name(stored)}, which do not fit the model's {dtype_name(own)}"
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """Equal for dtypes between which a cast keeps what numbers mean. Floats of one byte have a scale elsewhere."""
+    if dtype.is_complex or dtype == torch.bool or (dtype.is_floating_point and dtype.itemsize == 1):
+        return str(dtype)
+    return "float" if dtype.is_floating_point else "integer"
+
+
+def load_weights(module: nn.Module, checkpoint: Checkpoint, weights: str) -> str:
+    """Loads a checkpoint's weights for use without training.
+
+    Args:
+        module: The bare module.
+        checkpoint: The checkpoint.
+        weights: ``ema``, ``raw``, or ``""``: the moving average if the checkpoint has one.
+
+    Returns:
+        The loaded weights: ``ema`` or ``raw``.
+
+    Raises:
+        ConfigError: If the checkpoint has no such weights, or they are of another model.
+    """
+    if weights not in ("", "ema", "raw"):
+        raise ConfigError(f"weights: got {weights!r}, want ema or raw.")
+    kind = weights or ("ema" if "ema" in checkpoint.tensors else "raw")
+    if kind == "ema" and "ema" not in checkpoint.tensors:
+        raise ConfigError(
+            "weights=ema: the checkpoint has no moving average (train.ema_decay was null). Use weights=raw."
+        )
+    load_module(module, checkpoint.stored("ema" if kind == "ema" else "model"), "the checkpoint")
+    return kind
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The optimizer's state by parameter name.
+
+    Returns:
+        Tensors under ``<parameter>/<key>``, and other values under such names.
+
+    Raises:
+        ConfigError: If the optimizer keeps a value that JSON cannot represent, or of a sharded parameter a tensor that is not
+            sharded; names it.
+    """
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            place = f"{names[parameter]}/{key}"
+            if isinstance(value, Tensor):
+                if value.dim() and is_dtensor(parameter) and not is_dtensor(value):
+                    raise ConfigError(
+                        f"optimizer: {type(optimizer).__name__} keeps {place} as a plain tensor of shape {list(value.shape)}, "
+                        "which may differ between the ranks of a sharded run, so it cannot be saved. Use parallel=ddp, or "
+                        "another optimizer."
+                    )
+                tensors[place] = value
+            else:
+                values[place] = _plain(optimizer, place, value)
+    return tensors, values
+
+
+def group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The values of each parameter group except its parameters and ``lr``, which the schedule sets.
+
+    Small tensors become ``{"tensor": numbers, "dtype": name}``, for JSON.
+    """
+    return [{k: _as_json(v) for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
+
+
+def changed_groups(optimizer: torch.optim.Optimizer, initial: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The values of parameter groups that the optimizer itself changed since ``initial``, such as Prodigy's step size.
+
+    All other values of a group are config, which may change between starts.
+    """
+    return [
+        {key: _plain(optimizer, key, value) for key, value in now.items() if key not in before or value != before[key]}
+        for now, before in zip(group_values(optimizer), initial, strict=True)
+    ]
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    tensors: Mapping[str, Tensor | StoredTensor],
+    values: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+) -> None:
+    """Restores an optimizer from ``optimizer_state`` and ``changed_groups``; hyper-parameters stay those of the config.
+
+    Raises:
+        ConfigError: If the state is of parameters or groups that this optimizer does not have, or an option is on that was
+            off when the state was saved.
+    """
+    if any(groups) and len(groups) != len(optimizer.param_groups):
+        raise ConfigError(
+            f"the checkpoint's optimizer has {len(groups)} parameter groups that hold state, this one has "
+            f"{len(optimizer.param_groups)}. Use the optimizer config that it was saved with."
+        )
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    ours = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    number = {names[parameter]: i for i, parameter in enumerate(ours)}
+    state: dict[int, dict[str, Any]] = {}
+    for place, value in {**tensors, **values}.items():
+        name, _, key = place.rpartition("/")
+        if name not in number:
+            raise ConfigError(
+                f"the checkpoint's optimizer has a state for {name}, which this one does not train. Use the model and "
+                "optimizer config that it was saved with."
+            )
+        if isinstance(value, (Tensor, StoredTensor)):
+            value = _state_of(ours[number[name]], place, value)
+        state.setdefault(number[name], {})[key] = value
+    _refuse_new_options(optimizer, state)
+    # torch's load_state_dict puts each state on the device or on the host, as the optimizer needs it.
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    for group, changed in zip(optimizer.param_groups, groups, strict=False):
+        group.update({key: _from_json(value, group.get(key)) for key, value in changed.items()})
+
+
+@torch.no_grad()
+def _state_of(parameter: Tensor, place: str, saved: Tensor | StoredTensor) -> Tensor:
+    """A saved state of a parameter, distributed as the parameter if it has its shape."""
+    if len(saved.shape) and saved.shape == parameter.shape:
+        # Fused kernels walk parameter and state in memory order, so a channels_last weight needs channels_last state.
+        return like(parameter, saved[own_range(parameter)])
+    if len(saved.shape) and is_dtensor(parameter):
+        raise ConfigError(
+            f"the checkpoint's optimizer has {place} of shape {list(saved.shape)}, but the parameter has "
+            f"{list(parameter.shape)}, so it cannot be divided among the ranks. Use parallel=ddp, or another optimizer."
+        )
+    return saved[...]
+
+
+def _refuse_new_options(optimizer: torch.optim.Optimizer, state: Mapping[int, Mapping[str, Any]]) -> None:
+    number = 0
+    for group in optimizer.param_groups:
+        for _ in group["params"]:
+            saved = state.get(number, {})
+            number += 1
+            for kind, option, key in _STATE_OF_OPTIONS:
+                if isinstance(optimizer, kind) and group[option] and saved and key not in saved:
+                    raise ConfigError(
+                        f"optimizer.{option}: got {group[option]}, but the run was started without it: "
+                        f"{type(optimizer).__name__} needs a {key} that the checkpoint does not have. Set it back, or "
+                        "start a new run with these weights (run.weights_from)."
+                    )
+
+
+def _as_json(value: Any) -> Any:
+    # Some optimizers, such as timm's Lamb, keep a step count in a tensor.
+    if isinstance(value, Tensor) and value.numel() <= _MAX_NUMBERS:
+        return {"tensor": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
+    return value
+
+
+def _from_json(value: Any, initial: Any) -> Any:
+    """The inverse of ``_as_json``; a tensor is put on the device of ``initial``."""
+    if not _is_tensor(value):
+        return value
+    device = initial.device if isinstance(initial, Tensor) else None
+    return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]), device=device)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Mapping) and set(value) == {"tensor", "dtype"}
+
+
+def _plain(optimizer: torch.optim.Optimizer, place: str, value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)) or _is_tensor(value):
+        return value
+    raise ConfigError(
+        f"optimizer: {type(optimizer).__name__} keeps {place} as {type(value).__name__}. A checkpoint holds tensors, "
+        "numbers, strings and null, so this optimizer could not be restored. Use another one."
+    )

@@ -1,0 +1,310 @@
+"""Records, status, notes and media of a run while it trains, and the banner at its start.
+
+* ``RunLogger`` exists on all ranks; rank 0 writes. A full disk ends no run: a failed write becomes a warning.
+* ``MediaLogger`` makes pictures and texts after evaluations: confusion matrices, and the results of an ``IllustratingTask``. It
+  works on rank 0, after the last evaluation, and before that at most once a minute, because one picture takes as long as many
+  steps of a small model. In a sharded run the task runs on all ranks, which have the model together. The run is saved before,
+  so an error in a drawing loses nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from dtrain.config.directions import direction
+from dtrain.config.schema import CheckpointConfig
+from dtrain.console import print_banner, until_reader_leaves
+from dtrain.data import Batch, ShardLoader
+from dtrain.data.loading.sample_log import truncate_sample_logs
+from dtrain.data.sources.mixture import MixtureSource
+from dtrain.distributed.collectives import from_rank0
+from dtrain.distributed.sharding import is_sharded
+from dtrain.distributed.world import World
+from dtrain.errors import as_config_error, without_secrets_in
+from dtrain.precision.modules import dtype_name
+from dtrain.runs.records import Record
+from dtrain.runs.run_dir import write_status
+from dtrain.runs.run_spec import Run, without_secrets
+from dtrain.tracking.sinks import NullSinks, Sinks, build_sinks
+from dtrain.training.checkpoint.state import TrainState
+from dtrain.training.monitor.communication import run_traffic
+from dtrain.training.schedule import cut_short, schedule_horizon
+from dtrain.training.setup.batchnorm import fixed_shapes
+from dtrain.training.setup.loaders import eval_loader
+from dtrain.training.setup.model import CompilerLog
+from dtrain.training.task import Evaluation, IllustratingTask
+
+#: Least time between two drawings.
+SECONDS_BETWEEN = 60.0
+_STATUS_EVERY = 5.0  # seconds
+logger = logging.getLogger("dtrain")
+
+
+class RunLogger:
+    """Writes records, status and notes.
+
+    Args:
+        run: The run.
+        last_step: Attempted step after which the run is finished.
+        sinks: Destinations of records and notes.
+
+    Attributes:
+        media: Makes media after evaluations.
+    """
+
+    def __init__(self, run: TrainState, last_step: int, sinks: Sinks | NullSinks) -> None:
+        self._run = run
+        self._last_step = last_step
+        self._sinks = sinks
+        self._status_at = float("-inf")
+        self._compiler = CompilerLog(run.model, self.note)
+        self.media = MediaLogger(run, sinks)
+
+    @classmethod
+    def open(cls, run: TrainState, identity: Run, last_step: int) -> RunLogger:
+        """Opens the sinks on rank 0, without the records and sample logs of steps that the restored run repeats.
+
+        Args:
+            run: The run, restored.
+            identity: Name, directory and config.
+            last_step: Attempted step after which the run is finished.
+
+        Raises:
+            ConfigError: If a sink cannot be opened.
+        """
+        if run.world.rank != 0:
+            return cls(run, last_step, NullSinks())
+        truncate_sample_logs(run.run_dir / "logs", run.step.step)
+        with as_config_error("tracker"):
+            sinks = build_sinks(
+                run.cfg.tracker,
+                run.run_dir,
+                identity.name,
+                without_secrets(identity.config),
+                run.step.step,
+                evaluation_due=run.totals.evaluation_due,
+                total_steps=last_step,
+            )
+        return cls(run, last_step, sinks)
+
+    def record_step(self, record: Record) -> None:
+        """Logs the record of a step and messages of the compiler, and updates the status if it is old."""
+        self.record(record)
+        self.status(at_most_every=_STATUS_EVERY)
+        self._compiler.report()
+
+    def record(self, record: Record) -> None:
+        """Logs one record."""
+        self._sinks.log(record)
+
+    def status(self, *, at_most_every: float = 0.0) -> None:
+        """Writes ``status.json``: the run is running, and its step.
+
+        Args:
+            at_most_every: Does nothing if fewer seconds have passed since the last write.
+        """
+        if self._run.world.rank != 0 or time.monotonic() - self._status_at < at_most_every:
+            return
+        times = self._run.totals.times()
+        try:
+            write_status(self._run.run_dir, "running", self._run.step.step, last_step=self._last_step, **times)
+        except OSError as error:
+            self.warn(f"status.json could not be written ({error}).")
+        self._status_at = time.monotonic()
+
+    def saved(self, path: Path, step: int, is_best: bool) -> None:
+        """Passes a written checkpoint to wandb, if ``tracker.artifacts`` is set; any thread may call."""
+        self._sinks.checkpoint(path, step, is_best)
+
+    def note(self, line: str) -> None:
+        """Shows information for the user."""
+        self._sinks.note(line)
+
+    def warn(self, text: str) -> None:
+        """Shows and logs something that the user should act on; wandb sends an alert."""
+        logger.warning(text)
+        self._sinks.note(f"WARNING: {text}")
+        self._sinks.alert(text)
+
+    def alert(self, text: str) -> None:
+        """Sends an alert to the user, if the run has a tracker that does."""
+        self._sinks.alert(text)
+
+    def recovered(self, text: str) -> None:
+        """Shows and logs that something needs no action any more."""
+        logger.info(text)
+        self._sinks.note(text)
+
+    def close(self) -> None:
+        """Reports the last messages of the compiler."""
+        self._compiler.close()
+
+    def finish(self, state: str, reason: str | None) -> None:
+        """Ends the sinks with the final state of the run: ``finished``, ``stopped`` or ``failed``."""
+        self._sinks.finish(state, reason)
+
+
+class MediaLogger:
+    """Makes pictures and texts after evaluations."""
+
+    def __init__(self, run: TrainState, sinks: Sinks | NullSinks) -> None:
+        self._run = run
+        self._sinks = sinks
+        self._on = run.world.rank == 0 and run.cfg.tracker.media
+        self._drawn_at = time.monotonic()
+
+    def after(self, evaluation: Evaluation, *, last: bool) -> None:
+        """Makes the media of an evaluation, if it is the last one of the run or a minute has passed.
+
+        Collective in a sharded run, whose ranks have to run the model together.
+        """
+        due = self._on and (last or time.monotonic() - self._drawn_at > SECONDS_BETWEEN)
+        if is_sharded(self._run.model) and isinstance(self._run.task, IllustratingTask):
+            due = from_rank0(lambda: due)
+        if not due:
+            return
+        for name, content in self._draw(evaluation).items():
+            if self._on:
+                self._sinks.media(self._run.step.step, name, content)
+        self._drawn_at = time.monotonic()
+
+    def _draw(self, evaluation: Evaluation) -> dict[str, bytes | str]:
+        run = self._run
+        media: dict[str, bytes | str] = {}
+        if "confusion" in evaluation.tables and self._on:
+            # Here, because it imports matplotlib, which takes a second.
+            from dtrain.runs.evaluation_results import confusion_picture
+
+            media["confusion"] = confusion_picture(evaluation.tables["confusion"], run.class_names)
+        if isinstance(run.task, IllustratingTask):
+            was_training = run.model.training
+            run.model.eval()
+            try:
+                with run.averaged() as model, torch.no_grad(), run.precision.autocast(run.world.device.type):
+                    drawn = run.task.illustrate(model, evaluation, self._samples())
+            finally:
+                run.model.train(was_training)
+            if not isinstance(drawn, Mapping):
+                raise TypeError(
+                    f"{type(run.task).__name__}.illustrate returned a {type(drawn).__name__}, want a mapping of names to "
+                    "PNG bytes or texts: {'fit': png_bytes, 'answers': 'a text'}, or {} for none."
+                )
+            media |= drawn
+        return media
+
+    def _samples(self) -> Iterator[Batch]:
+        """The whole evaluation set, on this rank alone."""
+        run, cfg = self._run, copy.deepcopy(self._run.cfg)
+        cfg.data.num_workers = 0
+        cfg.train.micro_batch_size = run.train_loader.rows_per_micro_batch
+        loader = eval_loader(cfg, replace(run.world, rank=0, size=1), run.precision, in_stored_order=True)
+        if loader is None:
+            return
+        try:
+            for batch in loader.epoch(0):
+                yield batch.to(run.world.device)
+        finally:
+            loader.close()
+
+
+def write_final_status(run: TrainState, state: str, reason: str | None, last_step: int) -> None:
+    """On rank 0: writes the final status.json, and prints state and directory of the run.
+
+    Args:
+        run: The run.
+        state: ``finished`` or ``stopped``.
+        reason: Why the run ended early; None if it did not.
+        last_step: Attempted step after which the run is finished.
+    """
+    if run.world.rank != 0:
+        return
+    step = run.step.step
+    last_step = step if state == "finished" else last_step  # a hook may have ended the run before
+    write_status(run.run_dir, state, step, reason, last_step=last_step, **run.totals.times())
+    # A run is not failed because nobody reads its output any more.
+    with until_reader_leaves():
+        print(f"{state} at step {step}{f' ({reason})' if reason else ''}: {run.run_dir}", flush=True)
+
+
+def print_start_banner(identity: Run, run: TrainState, start: str, last_step: int, rows: Mapping[str, str]) -> None:
+    """On rank 0: prints the banner of a start.
+
+    Args:
+        identity: Name and directory.
+        run: The run, restored.
+        start: The value of the row ``starts``.
+        last_step: Attempted step after which the run is finished.
+        rows: Further rows; empty ones are left out.
+    """
+    if run.world.rank == 0:
+        every = banner_rows(identity, run, start, last_step) | {"restarts": run.totals.interruptions(), **rows}
+        print_banner("dtrain", {name: without_secrets_in(text) for name, text in every.items() if text})
+
+
+def banner_rows(identity: Run, run: TrainState, start: str, last_step: int) -> dict[str, str]:
+    """The rows that every run has; arguments as in ``print_start_banner``."""
+    world, loader, cfg, optimizer = run.world, run.train_loader, run.cfg, run.optimizer
+    micro, rows = loader.micro_batches_per_step, loader.rows_per_micro_batch
+    masked = world.size * micro * rows - cfg.train.global_batch_size
+    # The schedule's own, which ``schedule.horizon`` may have set; a user's schedule may have none.
+    horizon = getattr(run.step.schedule, "horizon", schedule_horizon(cfg.train, loader))
+    fixed = fixed_shapes(run.model)
+    cut = cut_short(run.step.schedule, cfg.train, loader, last_step)
+    scaled = ", loss scaling" if run.precision.scales_gradients else ""
+    if run.precision.compute_dtype == torch.float16 and not scaled:
+        scaled = ", no loss scaling"
+    return {
+        "run": identity.name,
+        "directory": str(identity.dir),
+        "starts": start,
+        "ranks": f"{world.size} on {_device_name(world)}, {world.backend.split(':')[-1]}",
+        "precision": f"{run.precision.name} (autocast {dtype_name(run.precision.compute_dtype)}{scaled})",
+        "transfer": loader.transfer.describe(),
+        "train data": "\n".join([loader.source.summary(), *_mixed(loader, last_step - run.step.step)]),
+        "eval data": run.eval_loader.source.summary() if run.eval_loader is not None else "none",
+        "workers": f"{loader.num_workers} for each rank"
+        + (f" ({loader.workers_reason})" if loader.workers_reason else ""),
+        "global batch": f"{cfg.train.global_batch_size} = {world.size} ranks x {micro} micro-batches x {rows} rows"
+        + (f" ({masked} masked)" if masked else ""),
+        "steps": f"{last_step:,} ({loader.steps_per_epoch:,} an epoch), schedule over {horizon:,}"
+        + (f", {cut}" if cut else ""),
+        "model": f"{sum(p.numel() for p in run.model.parameters()):,} parameters, {type(optimizer).__name__}"
+        + (" (fused)" if optimizer.defaults.get("fused") else ""),
+        "best": _best_checkpoint(cfg.checkpoint),
+        "BatchNorm": f"masked rows are in its statistics ({fixed})" if fixed else "",
+        "communication": run_traffic(run).describe(),
+        "versions": f"torch {torch.__version__}, Python {sys.version.split()[0]}",
+    }
+
+
+def _best_checkpoint(cfg: CheckpointConfig) -> str:
+    """Such as ``smallest eval/loss``; "" if no best checkpoint is kept."""
+    if cfg.best is None:
+        return ""
+    return f"{'largest' if (cfg.best_mode or direction(cfg.best)) == 'max' else 'smallest'} {cfg.best}"
+
+
+def _mixed(loader: ShardLoader, steps: int) -> list[str]:
+    """What the sources of a mixture will give in the next steps."""
+    if not (before := loader.samples_by_source()):
+        return []
+    assert isinstance(loader.source, MixtureSource)
+    ahead, indexes = loader.samples_by_source(steps), loader.source.index.indexes
+    total = sum(ahead.values()) - sum(before.values())
+    parts = [
+        f"{name} {(ahead[name] - before[name]) / max(total, 1):.2%} ({ahead[name] / index.num_samples:.3g} epochs by then)"
+        for name, index in zip(ahead, indexes, strict=True)
+    ]
+    return [f"in the next {steps:,} steps: {', '.join(parts)}"]
+
+
+def _device_name(world: World) -> str:
+    return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"

@@ -1,0 +1,6 @@
+"""The parts of a training run.
+
+* ``loaders``: loaders for training and evaluation, from the config.
+* ``model``: memory layout, recomputation, compilation. ``sharded_init``: initial weights of a sharded model, from rank 0.
+* ``batchnorm``: statistics of valid rows only. ``optimizer``. ``ema``: averaged weights. ``buffers``: buffers on skipped steps.
+"""
