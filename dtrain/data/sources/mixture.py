@@ -66,6 +66,8 @@ class _Sources:
         self.missing = missing
         self._sources = dict(sources)
         self._shard_size = shard_size
+        self._augment: dict[str, Augment | None] = {}
+        self._deal: tuple[tuple[Schedule, ...], int] | None = None
         self._fields = self._known("fields", fields)
 
     def _known(self, option: str, values: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -76,14 +78,19 @@ class _Sources:
                 )
         return dict(values or {})
 
-    def open(
+    def build(
         self,
         fields: Mapping[str, Any],
-        rank: int,
-        world_size: int,
-        policy: CachePolicy | None,
-    ) -> list[Source]:
-        """Finds and indexes all sources."""
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        policy: CachePolicy | None = None,
+    ) -> MixtureSource:
+        """Finds and indexes all sources; arguments as those of ``ShardSource.build``.
+
+        Raises:
+            ValueError: If a source has no samples, or the fields of two sources do not fit each other; names them.
+        """
         opened = []
         for name, data in self._sources.items():
             own = self._fields.get(name, fields)
@@ -93,7 +100,7 @@ class _Sources:
                 raise FileNotFoundError(f"{self._key}.{name}: {error}") from error
             except ValueError as error:
                 raise ValueError(f"{self._key}.{name}: {error}") from error
-        return opened
+        return MixtureSource(self, opened, self._augment, self._deal)
 
 
 def _open(
@@ -176,28 +183,12 @@ class Mixture(_Sources):
             schedules.append(tuple((step, weight / divisor) for step, weight in points))
         for step in sorted({0, *(step for points in schedules for step, _ in points)}):
             _check_sum(schedules, step)
-        self.weights = tuple(schedules)
-        self.epoch_of = self.names.index(epoch_of)
-        if schedules[self.epoch_of][-1][1] == 0:
+        first = self.names.index(epoch_of)
+        self._deal = tuple(schedules), first
+        if schedules[first][-1][1] == 0:
             raise ValueError(
                 f"data.epoch_of: the weight of {epoch_of!r} is 0 in the end, so its epoch would never end. Name another source."
             )
-
-    def build(
-        self,
-        fields: Mapping[str, Any],
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-        policy: CachePolicy | None = None,
-    ) -> MixtureSource:
-        """Finds and indexes all sources; arguments as those of ``ShardSource.build``.
-
-        Raises:
-            ValueError: If a source has no samples, or the fields of two sources do not fit each other; names them.
-        """
-        sources = self.open(fields, rank, world_size, policy)
-        return MixtureSource(self, sources, self._augment, (self.weights, self.epoch_of))
 
     def _all_or_none(self, option: str, values: Mapping[str, Any] | None) -> dict[str, Any]:
         known = self._known(option, values)
@@ -219,17 +210,6 @@ class EvaluationSets(_Sources):
     """
 
     _key = "data.eval"
-
-    def build(
-        self,
-        fields: Mapping[str, Any],
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-        policy: CachePolicy | None = None,
-    ) -> MixtureSource:
-        """As ``Mixture.build``."""
-        return MixtureSource(self, self.open(fields, rank, world_size, policy), {}, None)
 
 
 def _schedule(name: str, weight: Any) -> Schedule:
