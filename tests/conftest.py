@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import pickle
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,25 @@ def finished_run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     ]
     train_on(1, run_dir, *overrides)
     return run_dir
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that code would have slept."""
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    return waited
+
+
+@pytest.fixture
+def world_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process group of this process."""
+    from dtrain.distributed.process_group import process_group
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with process_group(timeout=20):
+        yield
 
 
 @pytest.fixture(autouse=True)

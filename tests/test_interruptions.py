@@ -23,7 +23,7 @@ from dtrain.data import Batch
 from dtrain.tasks import Classification
 from dtrain.training.task import Output
 from tests.forked_python import forked_python
-from tests.runs import metrics, status, train_on, weights
+from tests.runs import alive, metrics, status, train_on, weights
 
 pytestmark = [pytest.mark.usefixtures("digits"), pytest.mark.slow]
 SMALL = ("tracker=none", "model.width=4", "data.num_workers=0", "checkpoint.best=null", "train.deterministic=true")
@@ -248,8 +248,3 @@ def children(pid: int) -> list[int]:
         ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False
     ).stdout
     return [int(child) for child in listed.split()]
-
-
-def alive(pid: int) -> bool:
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
-    return bool(state.strip()) and not state.strip().startswith("Z")

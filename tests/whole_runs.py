@@ -80,6 +80,12 @@ def torchrun(
     )
 
 
+def alive(pid: int) -> bool:
+    """Whether a process runs; an ended process without its parent may stay a zombie."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
+    return bool(state.strip()) and not state.strip().startswith("Z")
+
+
 def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
     """Everything below a folder: path to time of the last change in nanoseconds, and content of the files."""
     return {

@@ -261,10 +261,6 @@ def test_mistakes_are_named(make, names):
         make()
 
 
-def noise(height=9, width=7, seed=0):
-    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-
-
 def changed(pixels, seed=0, **options):
     return ColorJitter(**options)({"image": pixels, "label": 3}, np.random.default_rng(seed))["image"]
 
@@ -280,7 +276,7 @@ def changed(pixels, seed=0, **options):
 )
 def test_each_factor_does_what_pillows_enhancer_does(name, enhancer, factor):
     for seed in range(5):
-        pixels = noise(seed=seed)
+        pixels = image(seed=seed)
         expected = np.asarray(enhancer(Image.fromarray(pixels)).enhance(factor))
         # Pillow rounds the greys, and drops what is behind the point.
         assert np.abs(changed(pixels, **{name: (factor, factor)}).astype(int) - expected).max() <= 2
@@ -329,15 +325,15 @@ def test_what_is_off_draws_its_number_all_the_same():
     after = set()
     for options in ({}, {"hue": 0.1}, {"brightness": 0.3, "saturation": (0.5, 2)}):
         rng = np.random.default_rng(0)
-        ColorJitter(**options)({"image": noise()}, rng)
+        ColorJitter(**options)({"image": image()}, rng)
         after.add(rng.random())
     assert len(after) == 1
-    np.testing.assert_array_equal(changed(noise()), noise())
+    np.testing.assert_array_equal(changed(image()), image())
 
 
 def test_what_came_in_stays_as_it_was_and_the_same_key_gives_the_same_colours():
     jitter = ColorJitter(0.4, 0.4, 0.4, 0.1)
-    pixels = noise()
+    pixels = image()
     before = pixels.copy()
     one = jitter({"image": pixels, "label": 3}, np.random.default_rng(5))
     other = pickle.loads(pickle.dumps(jitter))({"image": pixels}, np.random.default_rng(5))

@@ -13,6 +13,7 @@ import pytest
 from dtrain.distributed.process_exit import exit_unless, in_time
 from tests.forked_python import forked_python
 from tests.ranks import RanksFailed, run_ranks
+from tests.runs import alive
 
 WORKER = """
 import time
@@ -90,12 +91,6 @@ def ends_with_its_parent(environment: dict[str, str], polling: bool, patience: f
         time.sleep(0.02)
     os.kill(pid, signal.SIGKILL)
     return False
-
-
-def alive(pid: int) -> bool:
-    """Whether it runs; an ended process without its parent may stay a zombie."""
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
-    return bool(state.strip()) and not state.strip().startswith("Z")
 
 
 # -- time limits

@@ -7,7 +7,6 @@ import json
 import logging
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,14 +29,6 @@ pytest.importorskip("huggingface_hub", reason="hf needs huggingface_hub: pip ins
 TOKEN = "hf_token_that_may_write"
 URL = "hf://org/name"
 CARD = "---\nlibrary_name: dtrain\n---\n# name\n"
-
-
-@pytest.fixture
-def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The seconds that huggingface_hub would have waited before its next attempts."""
-    waited: list[float] = []
-    monkeypatch.setattr(time, "sleep", waited.append)
-    return waited
 
 
 @pytest.fixture

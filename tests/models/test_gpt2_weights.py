@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import yaml
 from safetensors.torch import save_file
 
 from dtrain.config.schema import RunConfig, WarmStartConfig
-from dtrain.distributed.process_group import process_group
 from dtrain.errors import ConfigError
 from dtrain.models import GPT
 from dtrain.training.checkpoint.resume import starting_weights
@@ -22,13 +20,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 (RECIPE,) = re.findall(r"```yaml\n(# @package _global_\n# gpt2:.*?)```", PAGE, re.DOTALL)
 WARM_START = yaml.safe_load(RECIPE)["run"]["warm_start"]
 
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    with process_group(timeout=20):
-        yield
+pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 @pytest.mark.slow  # imports transformers

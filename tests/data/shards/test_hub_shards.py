@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,6 @@ from tests.shards import make_loader, read_epoch, valid_keys, write_numbered
 
 hub = pytest.importorskip("huggingface_hub", reason="hf needs huggingface_hub: pip install 'dtrain[hf]'")
 URL = "hf://datasets/org/name"
-
-
-@pytest.fixture
-def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The seconds that dtrain and huggingface_hub would have waited before their next attempts."""
-    waited: list[float] = []
-    monkeypatch.setattr(time, "sleep", waited.append)
-    return waited
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import pytest
 from torch import nn
 
 from dtrain.config.schema import CheckpointConfig, ParallelConfig
-from dtrain.distributed.process_group import process_group
 from dtrain.errors import ConfigError
 from dtrain.training.checkpoint import manager as module
 from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints
@@ -119,14 +118,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(module, "time", clock)
     return clock
-
-
-@pytest.fixture
-def world_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    with process_group(timeout=20):
-        yield
 
 
 def manager(
