@@ -225,7 +225,7 @@ def _print_completion(arguments: Sequence[str]) -> int:
 
     if len(arguments) != 1 or arguments[0] not in SHELLS:
         raise UsageError(f"completion: got {' '.join(arguments) or 'nothing'}, want one of {', '.join(SHELLS)}.")
-    print(completion_script(arguments[0], COMMANDS), end="")
+    print(completion_script(arguments[0], COMMANDS, entry_point), end="")
     return 0
 
 

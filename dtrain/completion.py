@@ -10,12 +10,12 @@ A key is completed part by part, at dots and ``=``, so that the list of candidat
 
 from __future__ import annotations
 
-import importlib
 import io
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
+from types import ModuleType
 from typing import Any
 
 import yaml
@@ -36,26 +36,29 @@ _OF_HYDRA = ("--help", "--multirun", "--config-dir", "--cfg", "--info")
 _NPROC = ("train", "evaluate", "doctor")
 
 
-def completion_script(shell: str, commands: Sequence[str] | Mapping[str, str]) -> str:
+def completion_script(
+    shell: str, commands: Sequence[str] | Mapping[str, str], entry_point: Callable[[str], ModuleType]
+) -> str:
     """The completion script of one of ``SHELLS``.
 
     Args:
         shell: Its name.
         commands: The commands of ``dtrain``.
+        entry_point: Returns the module of a command, whose ``main`` prints its help.
     """
     table: dict[str, list[str]] = {"": [*commands, "--help", "--version"], "completion": list(SHELLS)}
     for command in commands:
         if command == "completion":
             continue
         subcommands = SUBCOMMANDS.get(command, ())
-        table |= {f"{command} {name}": _listed(f"{command} {name}") for name in subcommands}
-        table[command] = [*subcommands, *_listed(command)]
+        table |= {f"{command} {name}": _listed(f"{command} {name}", entry_point) for name in subcommands}
+        table[command] = [*subcommands, *_listed(command, entry_point)]
     # The subcommands first, because the pattern of a command matches them, too.
     cases = [_case(shell, called, table[called]) for called in sorted(table, key=lambda called: " " not in called)]
     return _SCRIPTS[shell].replace("@KEYS@", " ".join(_keys())).replace("@CASES@", "\n".join(cases))
 
 
-def _listed(called: str) -> list[str]:
+def _listed(called: str, entry_point: Callable[[str], ModuleType]) -> list[str]:
     """The options and the words with ``=`` that the help of a command lists, such as ``--out`` and ``checkpoint=``."""
     command, *rest = called.split()
     if command == "launch" and rest:
@@ -66,7 +69,7 @@ def _listed(called: str) -> list[str]:
     argv, sys.argv = sys.argv, [f"dtrain {command}", *rest, "--help"]
     try:
         with redirect_stdout(shown), suppress(SystemExit):
-            importlib.import_module(f"dtrain.{command}").main()
+            entry_point(command).main()
     finally:
         sys.argv = argv
     # Without the options of other programs: of torchrun, and those in quotes and lists.

@@ -44,7 +44,7 @@ from dtrain.precision import Precision
 from dtrain.runs import evaluation_results
 from dtrain.runs.evaluation_results import CheckpointEvaluation, aligned
 from dtrain.runs.hub import is_hub_url
-from dtrain.runs.run_spec import Run, recompose, refuse_hidden, take, without_secrets
+from dtrain.runs.run_spec import RunSpec, recompose, refuse_hidden, take, without_secrets
 from dtrain.runs.trust import TRUST, is_marked, require_harmless
 from dtrain.training.build import EvaluationParts, build_for_evaluation, build_precision, build_task
 from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints
@@ -91,11 +91,11 @@ def run_evaluation(configs: Sequence[compose.Composed], which: str, weights: str
             printed and written.
     """
     cfg: Config = configs[0].cfg
-    run = Run.of(configs[0])
+    spec = RunSpec.from_composed(configs[0])
     with process_group(cfg.parallel.timeout_start) as world, HangWatch(world, cfg.parallel):
         if not cfg.data.eval:
             raise ConfigError("data.eval is not set, so there is nothing to evaluate on. Set data.eval=...")
-        checkpoints = Checkpoints.of(run.dir, cfg.checkpoint)
+        checkpoints = Checkpoints.from_config(spec.dir, cfg.checkpoint)
         step = from_rank0(lambda: checkpoints.choose(which))
         checkpoint = on_all_ranks(lambda: checkpoints.load(step))
         for warning in on_all_ranks(lambda: check_precisions(configs, world)):
@@ -107,7 +107,7 @@ def run_evaluation(configs: Sequence[compose.Composed], which: str, weights: str
         results = [evaluate_checkpoint(one, precision_name(one), world, checkpoint, path, weights) for one in configs]
         if world.rank == 0:
             show(results, names)
-        folder = Path(out).expanduser().absolute() if out else run.dir / "evaluations"
+        folder = Path(out).expanduser().absolute() if out else spec.dir / "evaluations"
         from_rank0(lambda: write(results, names, folder))
         if problem := evaluation_results.explain_not_finite(results):
             raise ConfigError(problem)
@@ -233,7 +233,7 @@ def evaluate_checkpoint(
     Raises:
         ConfigError: On every rank, if model, task or data cannot be built, or the checkpoint is of another model.
     """
-    config = Run.of(composed).config
+    config = RunSpec.from_composed(composed).config
     refuse_hidden({section: config[section] for section in ("data", "model")})
     parts = build_for_evaluation(composed.cfg, world, checkpoint, weights)
     return evaluate_parts(composed, name, world, parts, path)
@@ -254,7 +254,7 @@ def evaluate_parts(
             result = error.evaluation
     seconds = time.monotonic() - started
     parts.loader.close()
-    config = without_secrets(Run.of(composed).config)
+    config = without_secrets(RunSpec.from_composed(composed).config)
     return CheckpointEvaluation(
         checkpoint=path,
         weights=parts.weights,

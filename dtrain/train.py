@@ -22,7 +22,7 @@ from dtrain.distributed.stop import StopRequests, TimeLimit
 from dtrain.distributed.torchrun import launched_rank
 from dtrain.distributed.world import join_srun
 from dtrain.runs.run_dir import FailureRecord, failures_recorded, open_rank_log, save_run
-from dtrain.runs.run_spec import Run, recompose_if_run, refuse_foreign_links
+from dtrain.runs.run_spec import RunSpec, recompose_if_run, refuse_foreign_links
 from dtrain.tracking import sends_alerts, tracker_mode
 from dtrain.training.breakpoints import breakpoints
 from dtrain.training.build import build_run
@@ -39,16 +39,16 @@ def train(composed: compose.Composed) -> None:
     cfg = composed.cfg
     compose.require_choice(composed)
     validate(cfg)
-    identity = Run.of(composed)
+    spec = RunSpec.from_composed(composed)
     if not composed.trusted:
-        refuse_foreign_links(identity.dir)
+        refuse_foreign_links(spec.dir)
     exit_with_torchrun()
-    recovery = Recovery(identity.dir, cfg.parallel)
-    with failures_recorded(identity.dir, launched_rank()) as failure:
-        recovery.run(lambda: train_on_ranks(cfg, identity, failure, recovery))
+    recovery = Recovery(spec.dir, cfg.parallel)
+    with failures_recorded(spec.dir, launched_rank()) as failure:
+        recovery.run(lambda: train_on_ranks(cfg, spec, failure, recovery))
 
 
-def train_on_ranks(cfg: Config, identity: Run, failure: FailureRecord, recovery: Recovery) -> None:
+def train_on_ranks(cfg: Config, spec: RunSpec, failure: FailureRecord, recovery: Recovery) -> None:
     """Joins the other ranks and trains until the run ends."""
     with (
         process_group(cfg.parallel.timeout_start, recovery.join) as world,
@@ -58,20 +58,20 @@ def train_on_ranks(cfg: Config, identity: Run, failure: FailureRecord, recovery:
         recovery.lost_ranks(world),
     ):
         # -- checks: before hours of indexing, not after
-        of_rank0 = from_rank0(lambda: list(identity.overrides))
-        on_all_ranks(lambda: identity.require_same_overrides(of_rank0))
+        of_rank0 = from_rank0(lambda: list(spec.overrides))
+        on_all_ranks(lambda: spec.require_same_overrides(of_rank0))
         from_rank0(lambda: tracker_mode(cfg.tracker))
-        cfg, identity = pin_weights(cfg, identity)
+        cfg, spec = pin_weights(cfg, spec)
         hooks = on_all_ranks(lambda: build_hooks(cfg))
-        time_limit = on_all_ranks(lambda: TimeLimit.of(cfg.run.max_hours, world.rank, began=recovery.began))
-        earlier = EarlierStarts.of(cfg, identity)
-        if (message := earlier.nothing_left(identity, cfg.train)) is not None:
+        time_limit = on_all_ranks(lambda: TimeLimit.from_config(cfg.run.max_hours, world.rank, began=recovery.began))
+        earlier = EarlierStarts.from_config(cfg, spec)
+        if (message := earlier.nothing_left(spec, cfg.train)) is not None:
             if world.rank == 0:
                 print(message, flush=True)
             return
 
         # -- data and model: loaders first, since the length of an epoch decides the schedule
-        run, warnings = build_run(cfg, identity.dir, world)
+        run, warnings = build_run(cfg, spec.dir, world)
 
         # -- restore: everything or nothing
         start = recovery.restore(run) or restore(run, earlier)
@@ -81,28 +81,28 @@ def train_on_ranks(cfg: Config, identity: Run, failure: FailureRecord, recovery:
         # -- loop: accumulate -> vote -> apply or skip -> commit; all ranks evaluate, save and stop at the same steps
         claim_run_dir()
         earlier.prepare(run)
-        from_rank0(lambda: save_run(identity))
+        from_rank0(lambda: save_run(spec))
         failure.starts(world.rank, lambda: run.step.step, run.totals.times)
-        on_all_ranks(lambda: open_rank_log(identity.dir, world.rank))
-        run_logger = on_all_ranks(lambda: RunLogger.open(run, identity, end))
-        print_start_banner(identity, run, start, end, {"time limit": str(time_limit)} | hooks.banner_rows)
+        on_all_ranks(lambda: open_rank_log(spec.dir, world.rank))
+        run_logger = on_all_ranks(lambda: RunLogger.open(run, spec, end))
+        print_start_banner(spec, run, start, end, {"time limit": str(time_limit)} | hooks.banner_rows)
         for line in (*earlier.problems, *(f"changed since the last start: {it}" for it in earlier.changes), *warnings):
             run_logger.note(line)
         failure.on_failure = lambda reason: run_logger.finish("failed", reason)
         try:
-            stop_file = identity.dir / "STOP" if world.rank == 0 else None
+            stop_file = spec.dir / "STOP" if world.rank == 0 else None
             with StopRequests(
                 stop_file, time_limit=time_limit, stuck=watch.declare, reason=recovery.requested_stop
             ) as stop:
                 hooks.call("on_start", run)
                 loop = Loop(run, end, run_logger, stop, hooks)
                 recovery.remembers(run, loop, run_logger, stop)
-                with watch.following(loop.place, identity.dir / "logs"), recovery.lost_ranks(world):
+                with watch.following(loop.place, spec.dir / "logs"), recovery.lost_ranks(world):
                     state, reason = loop.run()
             if world.rank == 0 and sends_alerts(cfg.tracker):
                 from dtrain.report.health import problems_of  # importing it takes 0.1 s
 
-                if problems := problems_of(identity.dir):
+                if problems := problems_of(spec.dir):
                     run_logger.alert(problems)
             run_logger.finish(state, reason)
         finally:

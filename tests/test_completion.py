@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.__main__ import COMMANDS
+from dtrain.__main__ import COMMANDS, entry_point
 from dtrain.completion import SHELLS, SUBCOMMANDS, completion_script
 from dtrain.launch.commands import COMMANDS as OF_LAUNCH
 from dtrain.pack import __main__ as pack
@@ -28,7 +28,7 @@ _ASK = {
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("completion")
     for shell in SHELLS:
-        (folder / shell).write_text(completion_script(shell, COMMANDS))
+        (folder / shell).write_text(completion_script(shell, COMMANDS, entry_point))
     return {shell: folder / shell for shell in SHELLS}
 
 

@@ -18,6 +18,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from dtrain import command_line
+from dtrain.__main__ import entry_point
 from dtrain.config.compose import Composed, conf_dir
 from dtrain.config.schema import Config
 from dtrain.data.fields.field import Field
@@ -142,7 +143,7 @@ def test_a_block_that_fails_or_that_nobody_marked_is_noticed(tmp_path: Path) -> 
 def test_every_entry_point_says_how_it_is_used(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = importlib.import_module(f"dtrain.{name}")
+    module = entry_point(name)
     assert call(module, ["--help"], monkeypatch) == 0
     message = capsys.readouterr().out
     assert f"dtrain.{name}" in message

@@ -153,7 +153,7 @@ class Mixer:
         """
         keys = hash64(self._seed, epoch, _MIXING, samples)
         draws = [
-            self._mix.draw(self._randomness.of(key)) if apart else None
+            self._mix.draw(self._randomness.generator(key)) if apart else None
             for key, apart in zip(keys.tolist(), (samples != partners).tolist(), strict=True)
         ]
         return Mixtures(self._mix, samples, partners, draws)

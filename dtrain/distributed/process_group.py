@@ -92,7 +92,7 @@ def process_group(
         ConfigError: If the launcher's environment is incomplete or there are more ranks than GPUs.
     """
     limit = timedelta(seconds=timeout)
-    world, store = join(limit) or (World.of(), None)
+    world, store = join(limit) or (World.from_environment(), None)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # NCCL's flight recorder, for reports of a hang

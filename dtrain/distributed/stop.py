@@ -174,7 +174,7 @@ class TimeLimit:
         self.save_seconds: Callable[[], float] = lambda: 0.0
 
     @classmethod
-    def of(
+    def from_config(
         cls,
         max_hours: float | None,
         rank: int = 0,

@@ -48,7 +48,7 @@ class World:
     launched: bool
 
     @classmethod
-    def of(cls, environment: Mapping[str, str] = os.environ) -> World:
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> World:
         """The world that torchrun's variables describe; a world of one without them.
 
         Raises:
@@ -124,7 +124,7 @@ def join_srun(environment: MutableMapping[str, str] = os.environ) -> None:
 
     Args:
         environment: Of this process. ``MASTER_ADDR`` and ``MASTER_PORT`` stay if set. If SLURM's variables are incomplete,
-            so are torchrun's, and ``World.of`` refuses them.
+            so are torchrun's, and ``World.from_environment`` refuses them.
     """
     if not started_by_srun(environment) or any(name in environment for name in _OF_TORCHRUN):
         return

@@ -35,7 +35,7 @@ from dtrain.distributed.world import World, join_srun
 from dtrain.doctor.machine import examine_machine, examine_precisions, ranks_agree
 from dtrain.doctor.measure import AllReduce
 from dtrain.errors import ConfigError
-from dtrain.runs.run_spec import Run, recompose_if_run
+from dtrain.runs.run_spec import RunSpec, recompose_if_run
 
 _JOIN_TIMEOUT = 60.0  # seconds, without a config
 
@@ -95,7 +95,7 @@ def examine_run(composed: Composed, options: argparse.Namespace) -> int:
 
     compose.require_choice(composed)
     cfg = composed.cfg
-    run = Run.of(composed)
+    spec = RunSpec.from_composed(composed)
     exit_with_torchrun()
     with process_group(options.timeout or cfg.parallel.timeout_start) as world, HangWatch(world, cfg.parallel):
 
@@ -103,12 +103,12 @@ def examine_run(composed: Composed, options: argparse.Namespace) -> int:
             if world.rank == 0:
                 print(f"... {text}", file=sys.stderr, flush=True)
 
-        from_rank0(lambda: str(writable_folder(run.dir)))  # checked before a minute of measurements
+        from_rank0(lambda: str(writable_folder(spec.dir)))  # checked before a minute of measurements
         findings, all_reduce = _environment(world)
-        examined = examine(cfg, run.dir, world, all_reduce, seconds=options.seconds, on_message=print_message)
+        examined = examine(cfg, spec.dir, world, all_reduce, seconds=options.seconds, on_message=print_message)
     everything = [*findings, *examined.findings]
     if world.rank == 0:
-        print(f"{run.name} on {world.size} rank{'s' * (world.size > 1)}")
+        print(f"{spec.name} on {world.size} rank{'s' * (world.size > 1)}")
         print(as_text(examined.findings), flush=True)
         write_json(options.json, {"findings": [asdict(finding) for finding in everything], "run": examined.to_json()})
     return _exit_code(everything)

@@ -73,7 +73,7 @@ class Strategy:
     shard_ranks: int = 1
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, ranks: int, ranks_per_node: int) -> Strategy:
+    def from_config(cls, parallel: ParallelConfig, ranks: int, ranks_per_node: int) -> Strategy:
         """The strategy that ``parallel`` describes."""
         groups = {"none": 1, "full": ranks, "hybrid": parallel.shard_size or min(ranks_per_node, ranks)}
         return cls(parallel, ranks, groups[parallel.shard])
@@ -290,15 +290,15 @@ class MemoryPlan:
         own = replace(self._cfg.parallel)
         if own.shard == "none":  # as build.wrap
             own.find_unused_parameters |= self._cfg.train.deterministic
-        yield Strategy.of(own, self._ranks, self._per_node)
+        yield Strategy.from_config(own, self._ranks, self._per_node)
         if own.shard != "none":
-            yield Strategy.of(ParallelConfig(), self._ranks, self._per_node)
+            yield Strategy.from_config(ParallelConfig(), self._ranks, self._per_node)
         if self.step.unshardable or self._ranks == 1:
             return
         for shard in ("hybrid", "full"):
             size = own.shard_size if shard == "hybrid" else None
             plain = ParallelConfig(shard=shard, shard_size=size, shard_modules=own.shard_modules)
-            strategy = Strategy.of(plain, self._ranks, self._per_node)
+            strategy = Strategy.from_config(plain, self._ranks, self._per_node)
             if shard == "full" or (1 < strategy.shard_ranks < self._ranks and self._ranks % strategy.shard_ranks == 0):
                 yield strategy
                 yield replace(strategy, parallel=self._smallest(plain))
@@ -386,7 +386,7 @@ class MemoryPlan:
         step, ranks, samples = self._measured(cfg, rows=1), self._ranks, self._cfg.train.global_batch_size
         parallel = ParallelConfig(shard="full", shard_modules=self.needs[0][0].parallel.shard_modules)
         while ranks <= samples:
-            strategy = Strategy.of(self._smallest(parallel), ranks, self._per_node)
+            strategy = Strategy.from_config(self._smallest(parallel), ranks, self._per_node)
             need = usage(step, strategy, -(-samples // ranks))
             text = f"{ranks} ranks with {strategy.overrides} train.micro_batch_size=1 {option}".rstrip()
             if self.fits(need):
@@ -443,7 +443,7 @@ def main(arguments: Sequence[str]) -> int:
     def job(composed: Composed) -> None:
         compose.require_choice(composed)
         cfg = composed.cfg
-        processes = World.of().size
+        processes = World.from_environment().size
         if processes > 1:
             raise ConfigError(
                 f"doctor memory: got {processes} processes, want one. Start it with `python -m`, without torchrun; "

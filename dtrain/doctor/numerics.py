@@ -85,7 +85,7 @@ def audit(cfg: Config, steps: int, ranks: int = 1) -> tuple[Report, list[StepOut
     Raises:
         ConfigError: If the config is wrong, or the command was started with several processes.
     """
-    processes = World.of().size
+    processes = World.from_environment().size
     if processes > 1:
         raise ConfigError(
             f"doctor numerics: got {processes} processes, want one. Start it with `python -m`, without torchrun; "

@@ -217,7 +217,7 @@ def main(arguments: Sequence[str]) -> int:
                 f"export measure: the artefacts take {' and '.join(rows)}, want the same rows for all. Measure the others "
                 "separately. None means that the artefact was exported with samples=0: export it again."
             )
-        best = World.of().device
+        best = World.from_environment().device
         devices = {FORMATS[description.stored_as].runs_on(best) for description in descriptions.values()}
         if len(devices) > 1:
             raise ConfigError(

@@ -52,7 +52,7 @@ class Tolerance:
     metrics: float
 
     @classmethod
-    def of(cls, options: ExportConfig, samples: int) -> Tolerance:
+    def from_config(cls, options: ExportConfig, samples: int) -> Tolerance:
         """The limits of the config, or else the defaults of its dtype for a comparison on ``samples`` rows.
 
         Raises:
@@ -90,7 +90,7 @@ class Comparison:
     metrics: dict[str, tuple[float, float]]
 
     @classmethod
-    def of(cls, outputs: Tensor, reference: ReferenceRows, device: torch.device) -> Comparison:
+    def measure(cls, outputs: Tensor, reference: ReferenceRows, device: torch.device) -> Comparison:
         """Compares outputs of an artefact that ran on ``device``, fp32 ``[rows, ...]``, with those of the fp32 model.
 
         Raises:
@@ -177,7 +177,7 @@ def compare(folder: Path, reference: ReferenceRows, device: torch.device) -> Com
             f"{error}\n  Does the model's forward create tensors of a fixed dtype (torch.zeros instead of x.new_zeros)? Keep "
             "that module in fp32 with precision.keep_fp32, or use export.dtype=fp32."
         ) from error
-    return Comparison.of(outputs, reference, device)
+    return Comparison.measure(outputs, reference, device)
 
 
 def require_close(

@@ -114,7 +114,7 @@ class Push:
     front_matter: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, cfg: ExportConfig, ours: Mapping[str, Any]) -> Push | None:
+    def from_config(cls, cfg: ExportConfig, ours: Mapping[str, Any]) -> Push | None:
         """The push that the config asks for; None without ``export.push``.
 
         Args:

@@ -19,7 +19,7 @@ import yaml
 from dtrain.export.artefact import CARD
 from dtrain.export.description import Description
 from dtrain.runs.hub import HubModel
-from dtrain.runs.run_spec import Run, without_folders
+from dtrain.runs.run_spec import RunSpec, without_folders
 
 if TYPE_CHECKING:  # the package is optional
     from huggingface_hub import EvalResult, ModelCardData
@@ -38,8 +38,8 @@ class ModelCard:
 
     Attributes:
         model: The repository.
-        run: The run.
-        config: The run's config as other people may see it (``Run.published``).
+        spec: The run.
+        config: The run's config as other people may see it (``RunSpec.published``).
         description: Description of the artefact.
         report: Content of ``report.json``.
         state: State of the checkpoint.
@@ -49,7 +49,7 @@ class ModelCard:
     """
 
     model: HubModel
-    run: Run
+    spec: RunSpec
     config: Mapping[str, Any]
     description: Description
     report: Mapping[str, Any]
@@ -112,7 +112,7 @@ class ModelCard:
     @property
     def _data_name(self) -> str:
         preset = next(
-            (it.partition("=")[2] for it in self.run.command() if it.startswith(("experiment=", "data="))), None
+            (it.partition("=")[2] for it in self.spec.command() if it.startswith(("experiment=", "data="))), None
         )
         return self._datasets[0] if self._datasets else preset or "own data"
 
@@ -273,7 +273,7 @@ class ModelCard:
         start = "dtrain train" if ranks == 1 else f"dtrain train --nproc {ranks}"
         if ranks > local:
             start = f"torchrun --nnodes={ranks // local} --nproc-per-node={local} --rdzv-endpoint=HOST:29500 -m dtrain.train"
-        return [" ".join([start, *map(shlex.quote, self.run.command())])]
+        return [" ".join([start, *map(shlex.quote, self.spec.command())])]
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:

@@ -41,7 +41,7 @@ from dtrain.export.program import Program, RowSpec
 from dtrain.export.reference import Reference
 from dtrain.precision import Precision
 from dtrain.precision.modules import refuse_scripted
-from dtrain.runs.run_spec import Run, without_secrets
+from dtrain.runs.run_spec import RunSpec, without_secrets
 from dtrain.training import build
 from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints
 from dtrain.training.checkpoint.state import load_weights
@@ -90,7 +90,7 @@ class _Plan:
     """
 
     cfg: Config
-    run: Run
+    spec: RunSpec
     world: World
     precision: Precision
     destinations: dict[str, Path]
@@ -104,8 +104,8 @@ class _Plan:
 
 def _check(composed: Composed, samples: str) -> _Plan:
     cfg: Config = composed.cfg
-    run = Run.of(composed)
-    world = World.of()
+    spec = RunSpec.from_composed(composed)
+    world = World.from_environment()
     if world.size > 1:
         raise ConfigError(
             f"dtrain.export runs in one process, but torchrun started {world.size}. Use python -m dtrain.export, or "
@@ -114,19 +114,19 @@ def _check(composed: Composed, samples: str) -> _Plan:
     if cfg.export.dtype not in DTYPES:
         raise ConfigError(f"export.dtype: got {cfg.export.dtype!r}, want one of {', '.join(DTYPES)}.")
     precision = Precision(cfg.export.dtype, tuple(cfg.precision.keep_fp32))
-    destinations = _destinations(cfg, run)
+    destinations = _destinations(cfg, spec)
     benchmark.check_budget(cfg.export)
     classes, tokenizer = class_names(cfg.data), _tokenizer(cfg)
     if not samples.isdecimal():
         raise ConfigError(f"samples: got {samples!r}, want a number of rows; 0 for no comparison.")
-    model, task = without_secrets(run.config["model"]), run.config["task"].get("_target_")
-    push = Push.of(cfg.export, model_identity(model, task, classes, tokenizer.identity if tokenizer else None))
+    model, task = without_secrets(spec.config["model"]), spec.config["task"].get("_target_")
+    push = Push.from_config(cfg.export, model_identity(model, task, classes, tokenizer.identity if tokenizer else None))
     return _Plan(
-        cfg, run, world, precision, destinations, int(samples), classes, tokenizer, model=model, task=task, push=push
+        cfg, spec, world, precision, destinations, int(samples), classes, tokenizer, model=model, task=task, push=push
     )
 
 
-def _destinations(cfg: Config, run: Run) -> dict[str, Path]:
+def _destinations(cfg: Config, spec: RunSpec) -> dict[str, Path]:
     """Name of each requested format to the folder of its artefact; checks formats and folders."""
     wanted = cfg.export.format
     formats = list(wanted) if isinstance(wanted, Sequence) and not isinstance(wanted, str) else [wanted]
@@ -134,7 +134,7 @@ def _destinations(cfg: Config, run: Run) -> dict[str, Path]:
         raise ConfigError(f"export.format: got {wanted!r}, want one or several of {', '.join(FORMATS)}.")
     for stored_as in formats:
         FORMATS[stored_as].check(cfg.export.dtype)
-    out = Path(cfg.export.out).expanduser().absolute() if cfg.export.out is not None else run.dir / "export"
+    out = Path(cfg.export.out).expanduser().absolute() if cfg.export.out is not None else spec.dir / "export"
     if isinstance(wanted, str):
         destinations = {wanted: out}
     elif (out / DESCRIPTION).exists():
@@ -190,7 +190,7 @@ class _Trained:
 def _load(plan: _Plan, which: str, weights: str) -> _Trained:
     cfg, device = plan.cfg, plan.world.device
     with as_config_error("checkpoint"):
-        checkpoints = Checkpoints.of(plan.run.dir, cfg.checkpoint)
+        checkpoints = Checkpoints.from_config(plan.spec.dir, cfg.checkpoint)
     step = checkpoints.choose(which)
     checkpoint = checkpoints.load(step)
     Precision("fp32").apply(device)
@@ -202,7 +202,7 @@ def _load(plan: _Plan, which: str, weights: str) -> _Trained:
         return model, load_weights(model, checkpoint, weights)
 
     model, used_weights = load_trained()
-    reference = Reference.of(cfg, model, plan.world, plan.samples)
+    reference = Reference.measure(cfg, model, plan.world, plan.samples)
     example = reference.example(device)
     if example is None and any(FORMATS[stored_as].traced for stored_as in plan.destinations):
         raise ConfigError(
@@ -219,7 +219,7 @@ def _load(plan: _Plan, which: str, weights: str) -> _Trained:
         nbytes=_nbytes(model),
         reference=reference,
         example=example,
-        tolerance=Tolerance.of(cfg.export, len(reference.rows.inputs) if reference.rows is not None else 0),
+        tolerance=Tolerance.from_config(cfg.export, len(reference.rows.inputs) if reference.rows is not None else 0),
     )
 
 
@@ -269,11 +269,11 @@ def _write(folder: Path, stored_as: str, plan: _Plan, trained: _Trained, exporte
         keep_fp32=exported.keep_fp32,
         folded=exported.pairs,
         input=trained.reference.image,
-        rows=RowSpec.of(trained.example) if trained.example is not None else None,
+        rows=RowSpec.from_rows(trained.example) if trained.example is not None else None,
         classes=plan.classes,
         device=plan.world.device.type,
         source={
-            "run": plan.run.dir.name,
+            "run": plan.spec.dir.name,
             "checkpoint_step": trained.step,
             "weights": trained.weights,
             "trained_in": plan.cfg.precision.name,
@@ -288,7 +288,7 @@ def _write(folder: Path, stored_as: str, plan: _Plan, trained: _Trained, exporte
     artefact.write(folder, exported.program, description, trained.example)
     if plan.tokenizer is not None:
         plan.tokenizer.save(folder)
-    config = yaml.safe_dump(plan.run.published(), sort_keys=False)
+    config = yaml.safe_dump(plan.spec.published(), sort_keys=False)
     (folder / artefact.CONFIG).write_text(config, encoding="utf-8")
     return description
 
@@ -348,8 +348,8 @@ def _compare_and_measure(
 def _card(plan: _Plan, trained: _Trained, description: Description, report: dict[str, Any], push: Push) -> ModelCard:
     return ModelCard(
         model=push.model,
-        run=plan.run,
-        config=plan.run.published(),
+        spec=plan.spec,
+        config=plan.spec.published(),
         description=description,
         report=report,
         state=trained.checkpoint.state,

@@ -87,7 +87,7 @@ class RowSpec:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, rows: Tensor) -> RowSpec:
+    def from_rows(cls, rows: Tensor) -> RowSpec:
         """The specification of a batch ``[rows, ...]``."""
         return cls(_dtype_name(rows), tuple(rows.shape[1:]))
 
@@ -152,7 +152,7 @@ class ImageInput:
     own_decoder: bool = False
 
     @classmethod
-    def of(cls, field: Field, size: tuple[int, int] | None = None) -> ImageInput:
+    def from_field(cls, field: Field, size: tuple[int, int] | None = None) -> ImageInput:
         """The preprocessing of a declared field; ``size`` is used if the field declares none."""
         return cls(
             field.name,
@@ -179,7 +179,7 @@ class ImageInput:
             (field,) = parse_fields({"png": {"name": value["field"], "role": "image", "decode": decode, **options}})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"input {value!r} is not an image input ({type(error).__name__}: {error})") from error
-        return dataclasses.replace(cls.of(field), own_decoder=own_decoder)
+        return dataclasses.replace(cls.from_field(field), own_decoder=own_decoder)
 
     def decode(self, payload: bytes) -> np.ndarray:
         """Decodes the bytes of an image file as the evaluation loader does, to uint8 ``[height, width, 3]``.

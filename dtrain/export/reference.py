@@ -49,7 +49,7 @@ class Reference:
     image: ImageInput | None
 
     @classmethod
-    def of(cls, cfg: Config, model: nn.Module, world: World, limit: int) -> Reference:
+    def measure(cls, cfg: Config, model: nn.Module, world: World, limit: int) -> Reference:
         """Runs the task on rows of ``data.eval``.
 
         Args:
@@ -63,7 +63,7 @@ class Reference:
         """
         images = {field.name: field for field in declared_fields(cfg.data) if field.role == "image"}
         if not cfg.data.eval or not limit:
-            only = ImageInput.of(next(iter(images.values()))) if len(images) == 1 else None
+            only = ImageInput.from_field(next(iter(images.values()))) if len(images) == 1 else None
             return cls(None, "samples=0" if cfg.data.eval else "data.eval is not set", only)
         cfg.data.num_workers = 0  # starting a worker takes longer than reading some hundred rows
         try:
@@ -184,7 +184,7 @@ def reference_rows(
             "another checkpoint (checkpoint=STEP, weights=raw), or set another data.eval."
         )
     name = names.pop()
-    image = ImageInput.of(images[name], (inputs[0].shape[1], inputs[0].shape[2])) if name is not None else None
+    image = ImageInput.from_field(images[name], (inputs[0].shape[1], inputs[0].shape[2])) if name is not None else None
     return ReferenceRows(image, torch.cat(inputs), torch.cat(outputs), metrics, task, batches, device)
 
 

@@ -107,7 +107,7 @@ def _start(arguments: Sequence[str]) -> int:
 
     def add(composed: compose.Composed) -> None:
         with named_job(composed, arguments):
-            jobs.append(Job.of(composed))
+            jobs.append(Job.from_composed(composed))
 
     with TemporaryDirectory() as folder:
         command_line.run(add, arguments, lambda typed: _with_sweep_dir(recompose_if_run(typed), folder))
@@ -132,20 +132,20 @@ def launch(jobs: Sequence[Job]) -> int:
     finished = [job for job in jobs if job.is_finished]
     waiting = [job for job in jobs if not job.is_finished]
     for job in finished:
-        sys.stderr.write(f"dtrain: {job.name}: {ALREADY_FINISHED}: {job.run.dir}\n")
+        sys.stderr.write(f"dtrain: {job.name}: {ALREADY_FINISHED}: {job.spec.dir}\n")
     if waiting:
         launcher.check(waiting)
     if jobs[0].launch.dry_run:
         print(launcher.describe(waiting) if waiting else "", end="")
         return FINISHED
     for job in finished:
-        local.settle_outputs(job.run.dir)
-    ended = dict(zip((job.run.dir for job in waiting), launcher.launch(waiting) if waiting else [], strict=True))
-    results = [ended.get(job.run.dir, JobResult(ALREADY_FINISHED, FINISHED)) for job in jobs]
+        local.settle_outputs(job.spec.dir)
+    ended = dict(zip((job.spec.dir for job in waiting), launcher.launch(waiting) if waiting else [], strict=True))
+    results = [ended.get(job.spec.dir, JobResult(ALREADY_FINISHED, FINISHED)) for job in jobs]
     if len(jobs) > 1:
         print_results(jobs, results)
         # A run that was not started has no directory, and status would refuse it.
-        directories = shlex.join(str(job.run.dir) for job in jobs if job.run.dir.is_dir())
+        directories = shlex.join(str(job.spec.dir) for job in jobs if job.spec.dir.is_dir())
         if directories:
             sys.stderr.write(f"to compare these runs: python -m dtrain.launch status {directories}\n")
     return exit_code(results)

@@ -23,7 +23,7 @@ from dtrain.distributed.lock import read_holder
 from dtrain.errors import ConfigError, printable
 from dtrain.report.tables import Column, text_table
 from dtrain.runs.run_dir import status_or_none
-from dtrain.runs.run_spec import Run, chooses_what_to_train, refuse_foreign_links
+from dtrain.runs.run_spec import RunSpec, chooses_what_to_train, refuse_foreign_links
 from dtrain.runs.trust import AS_TYPED
 from dtrain.training.validation import validate
 
@@ -51,19 +51,19 @@ class Job:
     """One run to start.
 
     Attributes:
-        run: The run; its directory may not exist yet.
+        spec: The run; its directory may not exist yet.
         launch: The ``launch`` section of its config.
         varied: The overrides in which it differs from the other jobs of its sweep; empty without a sweep.
         trusted: Whether ``--trust`` was typed.
     """
 
-    run: Run
+    spec: RunSpec
     launch: LaunchConfig
     varied: tuple[str, ...] = ()
     trusted: bool = False
 
     @classmethod
-    def of(cls, composed: Composed) -> Job:
+    def from_composed(cls, composed: Composed) -> Job:
         """The job of a composed config.
 
         Raises:
@@ -78,36 +78,36 @@ class Job:
         if launch.min_nodes is not None and launch.min_nodes > launch.nodes:
             raise ConfigError(f"launch.min_nodes: got {launch.min_nodes}, want at most launch.nodes={launch.nodes}.")
         validate(composed.cfg)
-        run = Run.of(composed)
+        spec = RunSpec.from_composed(composed)
         if not composed.trusted:
-            refuse_foreign_links(run.dir)
-        run.changes()
-        return cls(run, launch, trusted=composed.trusted)
+            refuse_foreign_links(spec.dir)
+        spec.changes()
+        return cls(spec, launch, trusted=composed.trusted)
 
     @property
     def name(self) -> str:
         """What differs from the other jobs of the sweep, or the name of the run."""
-        return " ".join(self.varied) or self.run.name
+        return " ".join(self.varied) or self.spec.name
 
     @property
     def is_finished(self) -> bool:
         """Whether the run has finished with this config before, so that starting it would change nothing."""
-        status = status_or_none(self.run.dir)
-        return status is not None and status["state"] == "finished" and not self.run.changes()
+        status = status_or_none(self.spec.dir)
+        return status is not None and status["state"] == "finished" and not self.spec.changes()
 
     @property
     def arguments(self) -> list[str]:
         """The arguments of ``dtrain.train``: the overrides of the user, the absolute path of the run directory."""
-        folders = (part for folder in self.run.config_dirs for part in ("--config-dir", folder))
+        folders = (part for folder in self.spec.config_dirs for part in ("--config-dir", folder))
         return [*folders, *self.overrides]
 
     @property
     def overrides(self) -> list[str]:
         """``arguments`` without ``--config-dir``."""
         # This process has composed all of it, so a rank must not compose what the run directory has by then.
-        forwarded = [override for override in self.run.overrides if _key(override) not in _NOT_FORWARDED]
+        forwarded = [override for override in self.spec.overrides if _key(override) not in _NOT_FORWARDED]
         is_whole = chooses_what_to_train(forwarded) and not self.trusted
-        return [*forwarded, assignment("run.dir", str(self.run.dir)), *([] if is_whole else [AS_TYPED])]
+        return [*forwarded, assignment("run.dir", str(self.spec.dir)), *([] if is_whole else [AS_TYPED])]
 
 
 @contextmanager
@@ -132,17 +132,17 @@ def with_unique_dirs(jobs: Sequence[Job]) -> list[Job]:
     Raises:
         ConfigError: If two jobs have the same overrides.
     """
-    common = set.intersection(*(set(job.run.overrides) for job in jobs)) if jobs else set()
-    sweep = [replace(job, varied=tuple(o for o in job.run.overrides if o not in common)) for job in jobs]
-    directories = [job.run.dir for job in sweep]
-    sweep = [_with_suffix(job) if directories.count(job.run.dir) > 1 else job for job in sweep]
-    directories = [job.run.dir for job in sweep]
+    common = set.intersection(*(set(job.spec.overrides) for job in jobs)) if jobs else set()
+    sweep = [replace(job, varied=tuple(o for o in job.spec.overrides if o not in common)) for job in jobs]
+    directories = [job.spec.dir for job in sweep]
+    sweep = [_with_suffix(job) if directories.count(job.spec.dir) > 1 else job for job in sweep]
+    directories = [job.spec.dir for job in sweep]
     for job in sweep:
-        if directories.count(job.run.dir) > 1:
-            same = (other for other in sweep if other.run.dir == job.run.dir)
+        if directories.count(job.spec.dir) > 1:
+            same = (other for other in sweep if other.spec.dir == job.spec.dir)
             raise ConfigError(
-                f"--multirun: several jobs of the sweep have the same directory {job.run.dir}:\n"
-                + "".join(f"    {' '.join(other.varied or other.run.overrides)}\n" for other in same)
+                f"--multirun: several jobs of the sweep have the same directory {job.spec.dir}:\n"
+                + "".join(f"    {' '.join(other.varied or other.spec.overrides)}\n" for other in same)
                 + "  Remove repeated values, or give each job a name: 'run.name=${run.seed}-...'\n"
                 "  No run of the sweep was started."
             )
@@ -153,17 +153,17 @@ def _with_suffix(job: Job) -> Job:
     suffix = re.sub(r"[^\w.+=-]+", "_", "-".join(job.varied))
     if not suffix:
         return job
-    run = job.run
-    name = f"{run.name}-{suffix}"
-    overrides = [o for o in run.overrides if _key(o) != "run.name"]
-    run = replace(
-        run,
+    spec = job.spec
+    name = f"{spec.name}-{suffix}"
+    overrides = [o for o in spec.overrides if _key(o) != "run.name"]
+    spec = replace(
+        spec,
         name=name,
-        dir=run.dir.with_name(f"{run.dir.name}-{suffix}"),
+        dir=spec.dir.with_name(f"{spec.dir.name}-{suffix}"),
         overrides=(*overrides, assignment("run.name", name)),
     )
-    run.changes()
-    return replace(job, run=run)
+    spec.changes()
+    return replace(job, spec=spec)
 
 
 def assignment(key: str, value: str) -> str:
@@ -279,6 +279,6 @@ def print_results(jobs: Sequence[Job], results: Sequence[JobResult]) -> None:
     columns = {
         "run": [job.name for job in jobs],
         "result": [result.state for result in results],
-        "directory": [str(job.run.dir) for job in jobs],
+        "directory": [str(job.spec.dir) for job in jobs],
     }
     sys.stdout.write(text_table([Column(head, cells, is_number=False) for head, cells in columns.items()]))

@@ -45,8 +45,8 @@ def job_script(job: Job) -> str:
     launch = job.launch
     # Each #SBATCH option, and the comment with the path, is one line; the rest of a second one would be shell code.
     for key, value in (
-        ("run.name", job.run.name),
-        ("run.dir", str(job.run.dir)),
+        ("run.name", job.spec.name),
+        ("run.dir", str(job.spec.dir)),
         ("working directory", str(Path.cwd())),
     ):
         _refuse_control_characters(key, value)
@@ -57,9 +57,9 @@ def job_script(job: Job) -> str:
         f"# Written by dtrain.launch. {_REQUEUE_COMMENT[launch.requeue]} To start it again:\n"
         f"#   sbatch {shlex.quote(str(script_path(job)))}\n"
         "#\n"
-        f"{_directives([_job_name(job.run.name), *_resources(job), *_output(log_path(job))])}"
+        f"{_directives([_job_name(job.spec.name), *_resources(job), *_output(log_path(job))])}"
         "\n"
-        f"run_dir={shlex.quote(str(job.run.dir))}\n"
+        f"run_dir={shlex.quote(str(job.spec.dir))}\n"
         f"python={shlex.quote(launch.python or sys.executable)}\n"
         f"processes={processes(job)} # on each node\n"
         f"arguments=({_words(frozen_arguments(job))})\n"
@@ -103,12 +103,12 @@ def array_script(jobs: Sequence[Job], folder: Path) -> str:
 
 def script_path(job: Job) -> Path:
     """Path of the batch script of a run."""
-    return job.run.dir / SCRIPT
+    return job.spec.dir / SCRIPT
 
 
 def log_path(job: Job, job_id: str = "%j") -> Path:
     """Path of the output of a SLURM job; sbatch replaces ``%j`` by the job id."""
-    return job.run.dir / "logs" / f"slurm-{job_id}.out"
+    return job.spec.dir / "logs" / f"slurm-{job_id}.out"
 
 
 def array_log_name(array_id: str, element: int | str) -> str:
@@ -130,7 +130,7 @@ def processes(job: Job) -> int:
 def _cpus_per_process(job: Job) -> int:
     if job.launch.cpus_per_process is not None:
         return job.launch.cpus_per_process
-    workers = job.run.config["data"]["num_workers"]
+    workers = job.spec.config["data"]["num_workers"]
     # auto: the loader then starts at most as many workers as it is given cores.
     return 1 + (_CORES_FOR_WORKERS if workers == "auto" else int(workers))
 
@@ -228,9 +228,9 @@ def _words(words: Iterable[str]) -> str:
 
 def frozen_arguments(job: Job) -> list[str]:
     """``job.arguments`` with the presets that ``freeze_presets`` copies into the run directory."""
-    folder = job.run.dir / PRESETS
+    folder = job.spec.dir / PRESETS
     config_dirs = [
-        part for number in range(len(job.run.config_dirs)) for part in ("--config-dir", str(folder / str(number)))
+        part for number in range(len(job.spec.config_dirs)) for part in ("--config-dir", str(folder / str(number)))
     ]
     return ["--config-path", str(folder / "conf"), *config_dirs, *job.overrides]
 
@@ -241,10 +241,10 @@ def freeze_presets(job: Job) -> None:
     Raises:
         ConfigError: If they cannot be written.
     """
-    folder = job.run.dir / PRESETS
+    folder = job.spec.dir / PRESETS
     with as_config_error("run.dir"):
         if folder.exists():
             shutil.rmtree(folder)
         shutil.copytree(conf_dir(), folder / "conf")
-        for number, config_dir in enumerate(job.run.config_dirs):
+        for number, config_dir in enumerate(job.spec.config_dirs):
             shutil.copytree(config_dir, folder / str(number))

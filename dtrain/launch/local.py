@@ -93,18 +93,18 @@ def launch(jobs: Sequence[Job]) -> list[JobResult]:
             while waiting and pool.has_room:
                 pool.start(waiting.popleft())
             for job, result, seconds in pool.wait():
-                results[job.run.dir] = result
+                results[job.spec.dir] = result
                 if screen is not None:
                     done = int(result.code != STOPPED)
                     screen.note(f"{job.name}: {result.state} after {seconds}{_because(result)}", done)
     for job in jobs:
-        failed = results.get(job.run.dir)
+        failed = results.get(job.spec.dir)
         # A single run that was refused has explained that itself, as the last lines of its output.
         if failed is not None and failed.code == FAILED and (failed.reason or len(jobs) > 1):
-            where = job.run.dir / OUTPUT if screen else job.run.dir / "logs"
+            where = job.spec.dir / OUTPUT if screen else job.spec.dir / "logs"
             logs = f" {'Its output' if screen else 'Logs of the ranks'}: {where}" if where.exists() else ""
             sys.stderr.write(f"dtrain: error: {job.name} failed{_because(failed)}.{logs}\n")
-    return [results.get(job.run.dir, JobResult("not started", STOPPED)) for job in jobs]
+    return [results.get(job.spec.dir, JobResult("not started", STOPPED)) for job in jobs]
 
 
 def _because(result: JobResult) -> str:
@@ -221,19 +221,19 @@ class LocalStart:
     def __init__(self, job: Job, share: Share, to_file: bool, note: Callable[[str], object]) -> None:
         self.job = job
         self._note = note
-        self._stop = StopRequest(job.run.dir)
+        self._stop = StopRequest(job.spec.dir)
         self._process: subprocess.Popen[bytes] | None = None
         self._output: _Output | None = None
         self._is_left = False
-        settle_outputs(job.run.dir)
+        settle_outputs(job.spec.dir)
         if not self._takes_over():
             self._start(share, to_file)
 
     def _start(self, share: Share, to_file: bool) -> None:
         job, start = self.job, uuid.uuid4().hex
         # Of several machines, one holds the lock, so the others would not recognise their start.
-        self._judge = StatusJudge(job.run.dir, start if rendezvous_options() else None)
-        self._output = _Output(job.run.dir, start) if to_file else None
+        self._judge = StatusJudge(job.spec.dir, start if rendezvous_options() else None)
+        self._output = _Output(job.spec.dir, start) if to_file else None
         line = describe_command(job, share)
         if self._output is None:
             sys.stderr.write(line)
@@ -258,15 +258,15 @@ class LocalStart:
 
     def _takes_over(self) -> bool:
         """Takes the run over if another process trains it with the same settings; returns whether it does."""
-        judge = StatusJudge(self.job.run.dir)  # read first: the other process may end now
+        judge = StatusJudge(self.job.spec.dir)  # read first: the other process may end now
         # The processes of one run on several machines start independently of each other.
-        if not rendezvous_options() or not is_trained(self.job.run.dir, without_locks=False):
+        if not rendezvous_options() or not is_trained(self.job.spec.dir, without_locks=False):
             return False
         if not self._has_same_settings():
             return False
         self._process, self._judge = None, judge
-        settle_outputs(self.job.run.dir)
-        holder = read_holder(self.job.run.dir)
+        settle_outputs(self.job.spec.dir)
+        holder = read_holder(self.job.spec.dir)
         by = f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"
         self._note(f"{self.job.name}: already trained by another command ({by}): waiting until it ends")
         return True
@@ -288,7 +288,7 @@ class LocalStart:
             result = replace(result, reason=_error(printed)) if printed and result.code == FAILED else result
         elif self._is_left:
             return JobResult("still trained", STOPPED)
-        elif is_trained(self.job.run.dir, without_locks=False):
+        elif is_trained(self.job.spec.dir, without_locks=False):
             return None
         else:
             result = self._judge()
@@ -301,7 +301,7 @@ class LocalStart:
 
     def _has_same_settings(self) -> bool:
         try:
-            return not self.job.run.changes()
+            return not self.job.spec.changes()
         except ConfigError:  # another run has the directory by now
             return False
 

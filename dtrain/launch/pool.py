@@ -111,7 +111,7 @@ class Pool:
         self._free.remove(slot)
         self._starts[slot], self._since[slot] = start, time.monotonic()
         if self._screen is not None:
-            self._screen.note(f"{job.name}: started: {job.run.dir}")
+            self._screen.note(f"{job.name}: started: {job.spec.dir}")
         return start
 
     def wait(self) -> list[tuple[Job, JobResult, str]]:
@@ -173,7 +173,7 @@ class Screen:
         if not self._console.is_terminal or time.monotonic() - self._drawn < _REDRAW:
             return
         self._drawn = time.monotonic()
-        places = "  ".join(f"{start.job.name}: {_step(start.job.run.dir)}" for start in starts)
+        places = "  ".join(f"{start.job.name}: {_step(start.job.spec.dir)}" for start in starts)
         text = Text(
             f"{self._done} of {self._total} done, {len(starts)} running  {places}", overflow="ellipsis", no_wrap=True
         )

@@ -74,17 +74,17 @@ def search(arguments: Sequence[str], launcher_of: Callable[[Sequence[Job]], Laun
         ConfigError: If the space or a setting of the search is wrong, or its directory has another search. Then nothing
             was written.
     """
-    line = CommandLine.of(arguments)
+    line = CommandLine.parse(arguments)
     first = {key: first_value(sweep) for key, sweep in line.space.items()}
     base = line.compose(first, line.fixed)
     if base is None:  # Hydra only printed the config (--cfg, --info)
         return FINISHED
     settings = _checked(base)
-    given = base.run.config["run"]
+    given = base.spec.config["run"]
     # Without the keys of the search itself; and in a directory that the user names, the default name of a run is needed.
     trial = line.trial(first) if given["dir"] or given["name"] or base.launch.dry_run else base
     definition = {
-        "run": trial.run.name,
+        "run": trial.spec.name,
         "space": line.texts,
         **{key: getattr(settings, key) for key in ("metric", "direction", "best", "sampler", "seed", "pruner")},
     }
@@ -94,7 +94,7 @@ def search(arguments: Sequence[str], launcher_of: Callable[[Sequence[Job]], Laun
     refuse_other_search(folder, definition)
     if base.launch.dry_run:
         print(f"# a search of {settings.trials} trials in {folder}; for example:")
-        print(launcher.describe([replace(trial, run=replace(trial.run, dir=folder / trial.run.name))]), end="")
+        print(launcher.describe([replace(trial, spec=replace(trial.spec, dir=folder / trial.spec.name))]), end="")
         return FINISHED
     with search_lock(folder):
         return Search(line, settings, definition, folder, launcher, base.launch.max_running or 1).run()
@@ -123,7 +123,7 @@ def _checked(base: Job) -> SearchConfig:
         raise ConfigError(
             f"launch.search.metric: got {given.metric!r}, want a metric of the evaluations, such as eval/loss."
         )
-    if base.run.config["data"].get("eval") is None:
+    if base.spec.config["data"].get("eval") is None:
         raise ConfigError(f"launch.search.metric: {given.metric} needs an evaluation. Set data.eval.")
     improves = given.direction or _DIRECTIONS.get(direction(given.metric) or "")
     if improves is None:
@@ -151,10 +151,10 @@ def require_optuna() -> None:
 def _folder(base: Job, trial: Job, definition: Mapping[str, Any]) -> Path:
     """The directory of the search: ``run.dir``, ``runs/<run.name>``, or ``runs/<experiment>-search-<hash>``."""
     digest = hashlib.sha256(json.dumps(definition, sort_keys=True).encode()).hexdigest()[:8]
-    given = base.run.config["run"]
+    given = base.spec.config["run"]
     if given["dir"] or given["name"]:
-        return base.run.dir
-    return trial.run.dir.with_name(f"{trial.run.name.rpartition('-')[0]}-search-{digest}")
+        return base.spec.dir
+    return trial.spec.dir.with_name(f"{trial.spec.name.rpartition('-')[0]}-search-{digest}")
 
 
 # -- the search
@@ -326,18 +326,18 @@ class Search:
         try:
             with contextlib.redirect_stderr(printed):
                 job = self._line.trial(values)
-            run = replace(job.run, dir=self._folder / job.run.name)
-            job = replace(job, run=run, varied=(f"trial {trial.number}", *shown))
-            trial.set_user_attr("run", job.run.name)
-            mine = _Trial(trial.number, trial, MetricReader(job.run.dir, self._settings.metric))
+            spec = replace(job.spec, dir=self._folder / job.spec.name)
+            job = replace(job, spec=spec, varied=(f"trial {trial.number}", *shown))
+            trial.set_user_attr("run", job.spec.name)
+            mine = _Trial(trial.number, trial, MetricReader(job.spec.dir, self._settings.metric))
             mine.reported |= self._study.trials[trial.number].intermediate_values.keys()
-            if job.run.dir in self._running:
-                self._running[job.run.dir].append(mine)
+            if job.spec.dir in self._running:
+                self._running[job.spec.dir].append(mine)
             elif job.is_finished:
                 self._settle(mine)
             else:
                 self._pool.start(job)
-                self._running[job.run.dir] = [mine]
+                self._running[job.spec.dir] = [mine]
                 self._write()
         except (ConfigError, SystemExit) as error:
             message = str(error) if isinstance(error, ConfigError) else printed.getvalue()
@@ -345,7 +345,7 @@ class Search:
 
     def _prune(self, start: Start) -> None:
         """Reports new values of a running trial; stops it if the pruner says so."""
-        trials = self._running[start.job.run.dir]
+        trials = self._running[start.job.spec.dir]
         first = trials[0]
         if first.pruned or self._settings.pruner == "none" or self._pool.stopping:
             return
@@ -369,10 +369,10 @@ class Search:
 
     def _end(self, job: Job, result: JobResult, seconds: str) -> None:
         """Records the result of a run that has ended; one that was stopped stays without a result."""
-        trials = [trial for trial in self._running.pop(job.run.dir) if not trial.pruned]
+        trials = [trial for trial in self._running.pop(job.spec.dir) if not trial.pruned]
         interrupted = result.code == STOPPED or (self._pool.stopping and result.code != FINISHED)
         # Refused, because another process trains this run with other settings.
-        interrupted |= result.code != FINISHED and is_trained(job.run.dir, without_locks=False)
+        interrupted |= result.code != FINISHED and is_trained(job.spec.dir, without_locks=False)
         for trial in trials:
             if result.code == FINISHED:
                 self._settle(trial, f" after {seconds}")

@@ -44,7 +44,7 @@ class CommandLine:
     texts: dict[str, str]
 
     @classmethod
-    def of(cls, arguments: Sequence[str]) -> CommandLine:
+    def parse(cls, arguments: Sequence[str]) -> CommandLine:
         """Divides the arguments.
 
         Raises:
@@ -106,7 +106,9 @@ class CommandLine:
     def compose(self, values: Mapping[str, float | int | str], fixed: Sequence[str]) -> Job | None:
         """Composes and validates the config with these values; None if Hydra only printed something."""
         jobs: list[Job] = []
-        command_line.run(lambda composed: jobs.append(Job.of(composed)), [*self.options, *fixed, *assignments(values)])
+        command_line.run(
+            lambda composed: jobs.append(Job.from_composed(composed)), [*self.options, *fixed, *assignments(values)]
+        )
         return jobs[0] if jobs else None
 
 

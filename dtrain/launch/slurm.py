@@ -68,7 +68,7 @@ def check(jobs: Sequence[Job]) -> None:
         array_script(jobs, sweep_dir(jobs))
     for job in jobs:
         job_script(job)
-        for override in job.run.overrides:
+        for override in job.spec.overrides:
             key, _, value = override.lstrip("+").partition("=")
             if "${" not in value and without_secrets({key: value}) != {key: value}:
                 raise ConfigError(
@@ -79,7 +79,7 @@ def check(jobs: Sequence[Job]) -> None:
         return
     require_sbatch()
     for job in jobs:
-        refuse_second_job(job.run.dir)
+        refuse_second_job(job.spec.dir)
 
 
 def describe(jobs: Sequence[Job]) -> str:
@@ -194,9 +194,9 @@ def _record_lost_jobs(run_dirs: Sequence[Path], array: Path | None) -> None:
 
 def sweep_dir(jobs: Sequence[Job]) -> Path:
     """Folder for the script and the output of a job array, beside its runs. The same sweep has the same folder."""
-    directories = [str(job.run.dir) for job in jobs]
+    directories = [str(job.spec.dir) for job in jobs]
     digest = hashlib.sha256("\0".join(directories).encode()).hexdigest()[:8]
-    return jobs[0].run.dir.parent / f"sweep-{digest}"
+    return jobs[0].spec.dir.parent / f"sweep-{digest}"
 
 
 def _is_array(jobs: Sequence[Job]) -> bool:
@@ -211,7 +211,7 @@ def _write_script(job: Job) -> None:
         with replace_file(script_path(job)) as handle:
             handle.write(script)
     freeze_presets(job)
-    mark_submitted(job.run.dir, script)
+    mark_submitted(job.spec.dir, script)
 
 
 def mark_submitted(run_dir: Path, script: bytes) -> None:
@@ -228,7 +228,7 @@ def is_submitted(run_dir: Path) -> bool:
 
 def _submit(jobs: Sequence[Job]) -> list[str]:
     array = sweep_dir(jobs) / _ARRAY if _is_array(jobs) else None
-    with submission([job.run.dir for job in jobs], array) as locks:
+    with submission([job.spec.dir for job in jobs], array) as locks:
         for job in jobs:
             _write_script(job)
         return _submit_each(jobs, locks) if array is None else _submit_array(jobs, array, locks)
@@ -268,24 +268,24 @@ def _write_record(job: Job, job_id: str) -> None:
         "job": job_id,
         "submitted": time.time(),
         "host": socket.gethostname(),
-        "config_dirs": list(job.run.config_dirs),
-        "overrides": list(job.run.overrides),
-        "config": without_secrets(job.run.config),
+        "config_dirs": list(job.spec.config_dirs),
+        "overrides": list(job.spec.overrides),
+        "config": without_secrets(job.spec.config),
         "code": code_version(),
     }
-    with as_config_error("run.dir"), replace_file(job.run.dir / _RECORD) as handle:
+    with as_config_error("run.dir"), replace_file(job.spec.dir / _RECORD) as handle:
         handle.write(json.dumps(record, indent=2).encode() + b"\n")
-    write_job_id(job.run.dir, job_id)
-    if not (job.run.dir / "config.yaml").exists():  # else dtrain.train records the changes when the run resumes
+    write_job_id(job.spec.dir, job_id)
+    if not (job.spec.dir / "config.yaml").exists():  # else dtrain.train records the changes when the run resumes
         with as_config_error("run.dir"):
-            save_run(job.run)
+            save_run(job.spec)
 
 
 def _next_commands(job: Job, job_id: str) -> dict[str, str]:
-    directory = shlex.quote(str(job.run.dir))
+    directory = shlex.quote(str(job.spec.dir))
     return {
-        "run": job.run.name,
-        "directory": str(job.run.dir),
+        "run": job.spec.name,
+        "directory": str(job.spec.dir),
         "status": f"python -m dtrain.launch status {directory}",
         "log": f"python -m dtrain.launch tail {directory}",
         "stop": f"python -m dtrain.launch stop {directory}     saves, then ends",
@@ -314,10 +314,10 @@ class SlurmStart:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._judge = StatusJudge(job.run.dir)
+        self._judge = StatusJudge(job.spec.dir)
         self._asked = time.monotonic()
         self._missed = 0
-        self._stop = StopRequest(job.run.dir)
+        self._stop = StopRequest(job.spec.dir)
         self._stop_requested = self._cancelled = False
         with suppress(HasJob):
             check([job])
@@ -329,7 +329,7 @@ class SlurmStart:
             return None
         self._asked = time.monotonic()
         try:
-            job = queued_job(self.job.run.dir)
+            job = queued_job(self.job.spec.dir)
         except NoAnswer:  # then the job may still train the run
             return None
         if job is not None:
@@ -345,7 +345,7 @@ class SlurmStart:
         """Cancels a waiting job, and asks a running one to stop."""
         if not self._stop_requested:
             self._stop_requested = True
-            job = active_job(self.job.run.dir)
+            job = active_job(self.job.spec.dir)
             if job is not None and not job.has_nodes:
                 self._cancelled = True
                 subprocess.run(["scancel", job.id], check=False)
@@ -357,7 +357,7 @@ class SlurmStart:
         self._cancelled = True
         cancelled = None
         # Again if the job has ended meanwhile, and another one continues the run.
-        while (job_id := read_job_id(self.job.run.dir)) not in (None, cancelled):
+        while (job_id := read_job_id(self.job.spec.dir)) not in (None, cancelled):
             cancelled = job_id
             subprocess.run(["scancel", str(job_id)], check=False)
 

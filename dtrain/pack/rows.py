@@ -60,7 +60,7 @@ class TokenStream:
     dtype: str
 
     @staticmethod
-    def of(parts: Sequence[Path], dtype: str) -> TokenStream:
+    def from_parts(parts: Sequence[Path], dtype: str) -> TokenStream:
         """The stream in these files."""
         itemsize = np.dtype(dtype).itemsize
         return TokenStream(parts, [path.stat().st_size // itemsize for path in parts], dtype)
@@ -151,7 +151,9 @@ class BestFitRows:
     cut: int
 
     @staticmethod
-    def of(stream: TokenStream, length: int, padding: int, end_of_text: int, layouts: Sequence[Path]) -> BestFitRows:
+    def from_stream(
+        stream: TokenStream, length: int, padding: int, end_of_text: int, layouts: Sequence[Path]
+    ) -> BestFitRows:
         """The rows that these layouts describe."""
         rows, documents, cut = [0], 0, 0
         for path in layouts:

@@ -227,7 +227,7 @@ def _best_fit_rows(
     jobs = layout_jobs(stream, f"rows-{split}", length, end_of_text, command.seed)
     with progress(console, f"{split} tokens fitted", stream.tokens) as on_progress:
         layouts = dataset.compute(jobs, command.processes(stream.tokens * _WORK_PER_TOKEN), on_progress)
-    return BestFitRows.of(stream, length, padding, end_of_text, layouts)
+    return BestFitRows.from_stream(stream, length, padding, end_of_text, layouts)
 
 
 def _bytes_in(pieces: Sequence[Piece]) -> int:
@@ -276,7 +276,7 @@ class _Encoding:
         total = _bytes_in(pieces)
         with progress(console, f"{split} bytes of text", total) as on_progress:
             parts = dataset.compute(self._jobs(split, pieces), command.processes(total * _WORK_PER_BYTE), on_progress)
-        return TokenStream.of(parts, self.dtype)
+        return TokenStream.from_parts(parts, self.dtype)
 
     def _jobs(self, split: str, pieces: Sequence[Piece]) -> dict[str, Callable[[BinaryIO, OnProgress], None]]:
         """File name of each part and the job that writes it."""

@@ -78,7 +78,7 @@ class Precision:
         object.__setattr__(self, "keep_fp32", tuple(self.keep_fp32))
 
     @classmethod
-    def of(cls, precision: str | Precision) -> Precision:
+    def parse(cls, precision: str | Precision) -> Precision:
         """``precision`` itself, or the policy of that name."""
         return precision if isinstance(precision, Precision) else cls(precision)
 

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = options.out or options.runs[0] / "report.html"
     now = time.time()
     try:
-        sweep = Sweep.of(read_all(run_directories(options.runs)))
+        sweep = Sweep.from_runs(read_all(run_directories(options.runs)))
         runs = [RunData.read(history, now) for history in sweep.shown]
     except (ValueError, OSError) as error:
         return _fail(str(error))

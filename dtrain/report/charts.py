@@ -340,7 +340,7 @@ class Envelope:
     records: int
 
     @classmethod
-    def of(cls, steps: np.ndarray, values: np.ndarray, most: int) -> Envelope:
+    def from_points(cls, steps: np.ndarray, values: np.ndarray, most: int) -> Envelope:
         """Cuts a line into pieces of equally many values, unless it has at most ``2 * most`` values.
 
         Args:
@@ -361,7 +361,9 @@ class Envelope:
 
 
 def _envelope_of(run: History, name: str, runs: int) -> Envelope:
-    return Envelope.of(*run.series(name), max(_MIN_PIECES_A_LINE, min(_MAX_PIECES_A_LINE, _MAX_PIECES // runs)))
+    return Envelope.from_points(
+        *run.series(name), max(_MIN_PIECES_A_LINE, min(_MAX_PIECES_A_LINE, _MAX_PIECES // runs))
+    )
 
 
 def _line_of(line: Envelope, run: History, place: int) -> Line:

@@ -79,7 +79,7 @@ class RunData:
     @classmethod
     def read(cls, history: History, now: float) -> RunData:
         """Reads the logs, media and evaluations of a run; ``now`` is the time of the report in Unix seconds."""
-        times, path, gaps = TimeBreakdown.of(history), history.path, history.gaps
+        times, path, gaps = TimeBreakdown.from_run(history), history.path, history.gaps
         bad, hangs, messages = read_bad_samples(path, gaps), read_hangs(path, gaps), read_messages(path, gaps)
         media, evaluations = read_media(path, gaps), read_evaluations(path, gaps)
         return cls(history, times, bad, hangs, messages, media, evaluations, check_health(history, times, hangs, now))
@@ -138,7 +138,7 @@ class TimeBreakdown:
     seconds: np.ndarray
 
     @classmethod
-    def of(cls, run: History) -> TimeBreakdown | None:
+    def from_run(cls, run: History) -> TimeBreakdown | None:
         """The breakdown of a run; None if it has not recorded step times."""
         steps, clock, per_step = run.columns.in_common("step", "time", "time/step_seconds")
         waited = run.columns.in_common("time/step_seconds", "time/data_wait_fraction")[1]
@@ -216,7 +216,7 @@ def problems_of(run_dir: Path) -> str:
         run = History.read(run_dir, run_dir.name)
     except (ValueError, OSError):
         return ""
-    health = check_health(run, TimeBreakdown.of(run), read_hangs(run_dir, []), time.time())
+    health = check_health(run, TimeBreakdown.from_run(run), read_hangs(run_dir, []), time.time())
     return "; ".join(finding.text for finding in health.findings if finding.level != "ok")
 
 

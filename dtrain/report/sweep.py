@@ -55,9 +55,9 @@ class Sweep:
     selection: str
 
     @classmethod
-    def of(cls, runs: Sequence[History]) -> Sweep:
+    def from_runs(cls, runs: Sequence[History]) -> Sweep:
         """Ranks at least one run."""
-        goal = Goal.of(runs)
+        goal = Goal.from_runs(runs)
         ranked = sorted(runs, key=lambda run: goal.cost(run) if goal else 0.0)
         settings, more = varied_settings(ranked)
         names = [run.label for run in ranked]
@@ -89,7 +89,7 @@ class Goal:
         return cls(metric, mode == "max") if mode in ("max", "min") else None
 
     @classmethod
-    def of(cls, runs: Sequence[History]) -> Goal | None:
+    def from_runs(cls, runs: Sequence[History]) -> Goal | None:
         """The configured goal if all runs agree, else the first usual metric that a run has; None if there is none."""
         configured = {goal for run in runs if (goal := cls.configured(run)) and goal.best(run)}
         if len(configured) == 1:

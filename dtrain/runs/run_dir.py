@@ -31,7 +31,7 @@ from dtrain.errors import PeerFailed, as_config_error, in_brief, printable, with
 from dtrain.files import open_regular, open_to_append, replace_file, try_lock
 
 if TYPE_CHECKING:  # it imports Hydra, which the report does not need
-    from dtrain.runs.run_spec import Run
+    from dtrain.runs.run_spec import RunSpec
 
 #: ``running`` is also the state of a run that was killed: compare ``time``, or call ``is_trained``.
 STATES = ("running", "finished", "stopped", "failed")
@@ -55,19 +55,19 @@ logger = logging.getLogger("dtrain")
 # -- config, and the records of earlier starts
 
 
-def save_run(run: Run) -> None:
+def save_run(spec: RunSpec) -> None:
     """Writes ``config.yaml`` (resolved, without secrets) and ``overrides.yaml`` (the command line). On rank 0 only.
 
     Raises:
         ConfigError: If they cannot be written.
     """
-    with as_config_error(f"run.dir: {run.dir} cannot be written, choose another one"):
-        (run.dir / "logs").mkdir(parents=True, exist_ok=True)
-        for name, content in run.files().items():
+    with as_config_error(f"run.dir: {spec.dir} cannot be written, choose another one"):
+        (spec.dir / "logs").mkdir(parents=True, exist_ok=True)
+        for name, content in spec.files().items():
             text = yaml.safe_dump(content, sort_keys=False).encode()
             # Before the file is replaced: a start that is killed between the two must find a run of this user.
-            run.mark_started(name, text)
-            with replace_file(run.dir / name) as file:
+            spec.mark_started(name, text)
+            with replace_file(spec.dir / name) as file:
                 file.write(text)
 
 

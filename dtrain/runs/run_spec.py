@@ -50,7 +50,7 @@ _FOLDER = re.compile(r"""(?<![\w/.*?})\]~-])(?:~[\w.-]*|\.\.)?/(?!/)[^\s'"`,;=()
 
 
 @dataclass(frozen=True)
-class Run:
+class RunSpec:
     """A run and its directory.
 
     Attributes:
@@ -68,7 +68,7 @@ class Run:
     config_dirs: tuple[str, ...]
 
     @classmethod
-    def of(cls, composed: Composed) -> Run:
+    def from_composed(cls, composed: Composed) -> RunSpec:
         """The run that a composed config describes."""
         config = asdict(composed.cfg)
         given = config["run"]["dir"]
@@ -142,7 +142,7 @@ class Run:
             value = value.get(part) if isinstance(value, Mapping) else None
         return value
 
-    def with_values(self, values: Mapping[str, Any]) -> Run:
+    def with_values(self, values: Mapping[str, Any]) -> RunSpec:
         """The same run with other values of keys such as ``run.weights_from``; its name and overrides stay."""
         config = copy.deepcopy(self.config)
         for key, value in values.items():

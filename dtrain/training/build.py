@@ -148,7 +148,7 @@ def build_run(
         train_loader=train_data,
         eval_loader=eval_data,
         step=step,
-        checkpoints=Checkpoints.of(run_dir, cfg.checkpoint),
+        checkpoints=Checkpoints.from_config(run_dir, cfg.checkpoint),
         class_names=names,
         code=code_commits() if world.rank == 0 else {},  # git reads the checkout: once, and not while a save waits
     )

@@ -104,7 +104,7 @@ class Loop:
         stop.save_takes(lambda: self._checkpoints.seconds)
         self._metrics = StepMetrics(run, run_logger.warn, run_logger.recovered)
         self._sample_log = SampleLog(run.run_dir / "logs", run.world.rank, run.cfg.data.record_keys)
-        self._profiler = StepProfiler.of(
+        self._profiler = StepProfiler.from_config(
             run.cfg.profile, run.step.step, run.run_dir, run.world, run_logger.note, run_traffic(run)
         )
         self._to_device = DeviceCopies(run.world.device)

@@ -125,7 +125,7 @@ class Recovery:
             PeerLost: If the others continue without this process.
         """
         if self._generation == 0:
-            if self.is_on and World.of().device.type == "cuda":
+            if self.is_on and World.from_environment().device.type == "cuda":
                 raise ConfigError(
                     "parallel.recover: got true, but it works with gloo on CPUs only: NCCL may end a broken vote with wrong "
                     "sums, which the optimizer would apply. Set parallel.recover=false."
@@ -230,7 +230,7 @@ class Recovery:
             LOCAL_WORLD_SIZE=str(hosts.count(hosts[rank])),
             DTRAIN_STARTS=str(self._generation),
         )
-        return World.of(), dist.PrefixStore("group", store)
+        return World.from_environment(), dist.PrefixStore("group", store)
 
     def _store_of(self, file: Path) -> tuple[dist.Store, bool]:
         """The store of the generation whose leader wrote ``file``, and whether this process is the leader."""

@@ -131,7 +131,7 @@ class TrainStep:
         >>> from dtrain.precision import Precision
         >>> from dtrain.tasks import Classification
         >>> from dtrain.training.step import TrainStep
-        >>> world = World.of({})
+        >>> world = World.from_environment({})
         >>> model = torch.nn.Linear(4, 2).to(world.device)
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> options = {"precision": Precision("fp32"), "loss_scale": None, "nominal": 2, "schedule": lambda steps: 1.0}
@@ -272,7 +272,7 @@ class TrainStep:
             # generator state is needed in checkpoints.
             seed_generators(self.world.device, self._seed, self.step, number, self.world.rank)
             last = number == micro_batches - 1
-            with self._valid_rows.of(whole) as batch, self._sync(last), self._observed(number, batch):
+            with self._valid_rows.for_batch(whole) as batch, self._sync(last), self._observed(number, batch):
                 with profiler_label(FORWARD), autocast:
                     output = run_task(self.task, self.model, batch)
                 # Added up on the device: the vote sends one sum for the whole accumulation window.

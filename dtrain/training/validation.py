@@ -87,7 +87,7 @@ def validate(cfg: Config) -> None:
     refuse_hidden(asdict(cfg))
     found = _Problems()
     for section, remedy in _CHOICES.items():
-        with found.of(section):
+        with found.under(section):
             if getattr(cfg, section) is None:
                 raise ConfigError(f"{section} is not set. {remedy}.")
     if found.errors:
@@ -107,7 +107,7 @@ class _Problems:
         self.errors: list[ConfigError] = []
 
     @contextmanager
-    def of(self, key: str) -> Iterator[None]:
+    def under(self, key: str) -> Iterator[None]:
         """Collects the ``ConfigError``, ``ValueError`` or ``OSError`` of its block; ``key`` is put before its message."""
         try:
             with as_config_error(key):
@@ -130,86 +130,88 @@ def _check_run(cfg: Config, found: _Problems) -> Precision:
     train, parallel = cfg.train, cfg.parallel
     size = int(os.environ.get("WORLD_SIZE", "1"))
     precision = Precision("fp32", loss_scaling=False)
-    with found.of("precision"):
+    with found.under("precision"):
         precision = make_precision(cfg.precision)
-    with found.of("run.resume"):
+    with found.under("run.resume"):
         Checkpoints.check_resume(cfg.run.resume)
-    with found.of("run.max_hours"):
-        TimeLimit.of(cfg.run.max_hours, rank=1)  # ranks other than 0 do not look at the clock
-    with found.of("train.max_steps"):
+    with found.under("run.max_hours"):
+        TimeLimit.from_config(cfg.run.max_hours, rank=1)  # ranks other than 0 do not look at the clock
+    with found.under("train.max_steps"):
         check_length(train)
-    with found.of("train.log_every"):
+    with found.under("train.log_every"):
         check_intervals(train)
-    with found.of("train.global_batch_size"):
+    with found.under("train.global_batch_size"):
         RankShare.from_sizes(train.global_batch_size, None, 0, 1)
         micro = train.micro_batch_size
         # Without a launcher, the number of ranks is not known yet.
         if micro is not None and ("WORLD_SIZE" in os.environ or not 1 <= micro <= train.global_batch_size):
             RankShare.from_sizes(train.global_batch_size, micro, 0, size)
-    with found.of("train.ema_decay"):
+    with found.under("train.ema_decay"):
         if train.ema_decay is not None:
             Ema(nn.Identity(), train.ema_decay)
     for name in ("timeout_start", "timeout_step", "bucket_cap_mb"):
-        with found.of(f"parallel.{name}"):
+        with found.under(f"parallel.{name}"):
             if not getattr(parallel, name) > 0:
                 raise ConfigError(f"parallel.{name}: got {getattr(parallel, name)}, want a number above 0.")
-    with found.of("parallel"):
+    with found.under("parallel"):
         check_options(parallel, size if "WORLD_SIZE" in os.environ else None)
-    with found.of("checkpoint"):
-        Checkpoints.of(Path(), cfg.checkpoint)
+    with found.under("checkpoint"):
+        Checkpoints.from_config(Path(), cfg.checkpoint)
     for name, least in (("every_steps", 1), ("every_minutes", 0)):
-        with found.of(f"checkpoint.{name}"):
+        with found.under(f"checkpoint.{name}"):
             interval = getattr(cfg.checkpoint, name)
             if interval is not None and not interval >= least:
                 raise ConfigError(f"checkpoint.{name}: got {interval}, want at least {least}, or null.")
-    with found.of("tracker"):
+    with found.under("tracker"):
         check_tracker(cfg.tracker)
-    with found.of("tracker.artifacts"):
+    with found.under("tracker.artifacts"):
         if cfg.tracker.artifacts == "best" and cfg.checkpoint.best is None:
             raise ConfigError("tracker.artifacts=best needs checkpoint.best, such as checkpoint.best=eval/accuracy.")
-    with found.of("profile"):
-        StepProfiler.of(cfg.profile, 2**62, Path(), World(0, size, 0, size, _CPU, "gloo", launched=size > 1), print)
-    with found.of("precision.loss_scale"):
+    with found.under("profile"):
+        StepProfiler.from_config(
+            cfg.profile, 2**62, Path(), World(0, size, 0, size, _CPU, "gloo", launched=size > 1), print
+        )
+    with found.under("precision.loss_scale"):
         build_loss_scale(cfg.precision.loss_scale, Precision("fp16", loss_scaling=precision.loss_scaling), _CPU)
     return precision
 
 
 def _check_fields(cfg: Config, found: _Problems) -> tuple[Field, ...]:
-    with found.of("data.fields"):
+    with found.under("data.fields"):
         return declared_fields(cfg.data)
     return ()
 
 
 def _check_data(cfg: Config, found: _Problems) -> None:
     data = cfg.data
-    with found.of("run.seed"):
+    with found.under("run.seed"):
         Recipe(cfg.run.seed)
     for name in ("shuffle", "tail", "window"):
-        with found.of(f"data.{name}"):
+        with found.under(f"data.{name}"):
             if (value := getattr(data, name)) is not None:
                 Recipe(0, **{name: value})
-    with found.of("data.lanes"):
+    with found.under("data.lanes"):
         if not data.mixture:  # whose lanes need not divide the batch
             choose_lanes(max(cfg.train.global_batch_size, 1), data.lanes, data.shuffle)
         elif data.lanes is not None and data.lanes < 1:
             raise ConfigError(f"data.lanes: got {data.lanes}, want at least 1, or null.")
-    with found.of("data.prefetch"):
+    with found.under("data.prefetch"):
         WorkerOptions(data.prefetch, data.start_method)
-    with found.of("data.num_workers"):
+    with found.under("data.num_workers"):
         if data.num_workers != "auto":  # which would measure
             number_of_workers(data.num_workers, [])
-    with found.of("data.storage"):
+    with found.under("data.storage"):
         CachePolicy.from_config(data.storage, data.cache.dir, data.cache.max_gb)
-    with found.of("data.transfer"):
+    with found.under("data.transfer"):
         TransferOptions(data.transfer, data.on_overflow)
-    with found.of("data.max_bad"):
+    with found.under("data.max_bad"):
         Limits(data.max_bad, data.max_bad_consecutive)
-    with found.of("data.shard_size"):
+    with found.under("data.shard_size"):
         SampleIndex("", 1, data.shard_size)
     if data.mixture:
         _check_mixture(data, found)
     for split in ("train", "eval")[bool(data.mixture) :]:
-        with found.of(f"data.{split}"):
+        with found.under(f"data.{split}"):
             value = getattr(data, split)
             if split == "eval" and are_sets(value):
                 build_sets(data, build=False)
@@ -226,13 +228,13 @@ def _check_data(cfg: Config, found: _Problems) -> None:
 
 
 def _check_mixture(data: DataConfig, found: _Problems) -> None:
-    with found.of("data.mixture"):
+    with found.under("data.mixture"):
         build_mixture(data, build=False)
     for name, source in data.mixture.items():
         for key in ("shards", "augment"):
             node = source.get(key) if isinstance(source, Mapping) else None
             if isinstance(node, Mapping):
-                with found.of(f"data.mixture.{name}.{key}"):
+                with found.under(f"data.mixture.{name}.{key}"):
                     check_arguments(f"data.mixture.{name}.{key}", node)
 
 
@@ -242,7 +244,7 @@ def _check_nodes(cfg: Config, fields: tuple[Field, ...], found: _Problems) -> No
     nodes = {"task": cfg.task, "data.augment": data.augment, "data.mix": data.mix, "data.prepare": data.prepare}
     nodes |= {f"train.hooks[{number}]": hook for number, hook in enumerate(cfg.train.hooks)}
     for key, node in nodes.items():
-        with found.of(key):
+        with found.under(key):
             if node is None:
                 continue
             check_arguments(key, node)
@@ -259,7 +261,7 @@ def _check_nodes(cfg: Config, fields: tuple[Field, ...], found: _Problems) -> No
                     by_target(key, node)
             if key == "task" and targets[0].startswith("dtrain.tasks."):
                 _check_field_names(cfg.task, {field.name for field in fields})
-    with found.of("schedule"):
+    with found.under("schedule"):
         _check_schedule(cfg)
 
 
@@ -287,25 +289,25 @@ def _check_schedule(cfg: Config) -> None:
 def _check_model(cfg: Config, precision: Precision, found: _Problems) -> None:
     """Checks the model, patterns of its modules, the optimizer, and the options of the step."""
     model: nn.Module | None = None
-    with found.of("model"):
+    with found.under("model"):
         check_arguments("model", cfg.model)
         model = _model_on_meta(cfg)
     if model is not None:
-        with found.of("train"):
+        with found.under("train"):
             empty = [name for name, parameter in model.named_parameters() if not parameter.numel()]
             if empty:
                 raise ConfigError(
                     f"model: its parameter {empty[0]} has no elements. Is a width or a number of classes 0?"
                 )
             model = prepare_model(model, cfg.train, cfg.parallel, _ALONE)
-        with found.of("precision.keep_fp32"):
+        with found.under("precision.keep_fp32"):
             precision.wrap_keep_fp32(model)
-        with found.of("parallel.shard_modules"):
+        with found.under("parallel.shard_modules"):
             if cfg.parallel.shard != "none":
                 unit_names(model, cfg.parallel)
-    with found.of("optimizer"):
+    with found.under("optimizer"):
         _check_optimizer(cfg.optimizer, model)
-    with found.of("train"):
+    with found.under("train"):
         build_step(
             cfg,
             _ALONE,

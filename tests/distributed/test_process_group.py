@@ -43,7 +43,9 @@ def test_many_ranks_make_connections_when_they_are_used(ranks: int, mesh: str | 
     assert environment.get("TORCH_GLOO_LAZY_INIT") == mesh
     settle_network(environment := environment | {"TORCH_GLOO_LAZY_INIT": "0"})
     assert environment["TORCH_GLOO_LAZY_INIT"] == "0"
-    settle_network({"LOCAL_WORLD_SIZE": "8", "GLOO_SOCKET_IFNAME": "lo"})  # World.of refuses it in one line
+    settle_network(
+        {"LOCAL_WORLD_SIZE": "8", "GLOO_SOCKET_IFNAME": "lo"}
+    )  # World.from_environment refuses it in one line
 
 
 def test_the_group_is_left_after_success_and_after_failure() -> None:

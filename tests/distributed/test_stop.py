@@ -309,10 +309,10 @@ def test_a_limit_is_noticed_as_early_as_the_longest_look_and_the_save_need() -> 
 
 def test_max_hours_is_a_reason_to_stop_on_rank_zero_alone() -> None:
     environment: dict[str, str] = {}
-    first, other = (TimeLimit.of(1e-9, rank, environment) for rank in (0, 1))
+    first, other = (TimeLimit.from_config(1e-9, rank, environment) for rank in (0, 1))
     assert StopRequests(None, time_limit=first).reason == "run.max_hours=1e-09"
     assert StopRequests(None, time_limit=other).reason is None
-    assert StopRequests(None, time_limit=TimeLimit.of(1.0, 0, environment)).reason is None
+    assert StopRequests(None, time_limit=TimeLimit.from_config(1.0, 0, environment)).reason is None
 
 
 @pytest.mark.parametrize(("left", "until"), [(7200.0, 7140.0), (600.0, 540.0), (100.0, 90.0)])
@@ -322,12 +322,12 @@ def test_of_an_allocation_some_time_is_kept_for_the_end_of_the_processes(
     monkeypatch.setattr(module, "slurm_seconds_left", lambda environment: left)
     start = clock[0]
     for early, reason in ((0.001, None), (0.0, "end of the SLURM allocation")):
-        assert TimeLimit.of(None, 0, {}).reached(start + until - early) == reason
+        assert TimeLimit.from_config(None, 0, {}).reached(start + until - early) == reason
 
 
 def test_a_wrong_time_limit_is_refused() -> None:
     with refused(ConfigError, "run.max_hours", "got 0", "want"):
-        TimeLimit.of(0, 1, {})
+        TimeLimit.from_config(0, 1, {})
 
 
 @pytest.mark.parametrize(

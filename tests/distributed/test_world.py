@@ -30,7 +30,7 @@ def test_more_ranks_than_gpus_is_an_error_that_says_what_to_start() -> None:
 def test_faked_cuda_decides_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    world = World.of(TORCHRUN)
+    world = World.from_environment(TORCHRUN)
     assert (world.rank, world.size, world.local_rank, world.local_size) == (3, 8, 1, 2)
     assert world.device == torch.device("cuda", 1)
     assert "nccl" in world.backend
@@ -39,13 +39,13 @@ def test_faked_cuda_decides_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_launcher_the_world_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    world = World.of({})
+    world = World.from_environment({})
     assert (world.rank, world.size, world.launched, world.backend) == (0, 1, False, "gloo")
 
 
 def test_half_an_environment_is_an_error_that_names_the_other_half() -> None:
     with pytest.raises(ConfigError, match="LOCAL_RANK, LOCAL_WORLD_SIZE"):
-        World.of({"RANK": "0", "WORLD_SIZE": "2"})
+        World.from_environment({"RANK": "0", "WORLD_SIZE": "2"})
 
 
 # -- srun
@@ -106,7 +106,7 @@ def test_incomplete_variables_are_refused_and_not_taken_for_a_world_of_one() -> 
     environment = {name: value for name, value in TASK.items() if name != "SLURM_LOCALID"}
     join_srun(environment)
     with refused(ConfigError, "LOCAL_RANK", "WORLD_SIZE"):
-        World.of(environment)
+        World.from_environment(environment)
 
 
 def test_a_task_that_sees_one_gpu_has_it_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,9 +114,9 @@ def test_a_task_that_sees_one_gpu_has_it_to_itself(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     environment = TASK | {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}
     join_srun(environment)
-    assert str(World.of(environment).device) == "cuda:0"
+    assert str(World.from_environment(environment).device) == "cuda:0"
     with refused(ConfigError, "2 processes", "1 GPU"):
-        World.of(environment | {"TORCHELASTIC_RUN_ID": "a"})
+        World.from_environment(environment | {"TORCHELASTIC_RUN_ID": "a"})
 
 
 @pytest.mark.parametrize(

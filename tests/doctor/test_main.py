@@ -64,7 +64,7 @@ def test_an_unknown_subcommand_is_refused(capsys: pytest.CaptureFixture[str]) ->
 
 def test_tasks_of_srun_are_ranks_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[World] = []
-    monkeypatch.setattr(doctor_module, "check_machine", lambda options: seen.append(World.of()))
+    monkeypatch.setattr(doctor_module, "check_machine", lambda options: seen.append(World.from_environment()))
     names = {"JOB_ID": "7", "STEP_ID": "0", "STEP_NUM_TASKS": "4", "PROCID": "2", "LOCALID": "0", "NODEID": "2"}
     for name, value in {**names, "STEP_TASKS_PER_NODE": "1(x4)", "STEP_NODELIST": "localhost"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)

@@ -171,7 +171,7 @@ def test_a_task_gets_the_description_of_the_tokens(tmp_path: Path) -> None:
 
 
 def strategy(ranks: int, **options: Any) -> Strategy:
-    return Strategy.of(ParallelConfig(**options), ranks, ranks_per_node=2)
+    return Strategy.from_config(ParallelConfig(**options), ranks, ranks_per_node=2)
 
 
 def test_bytes_of_parts_are_those_that_a_rank_really_has(gpt: StepMemory) -> None:

@@ -67,7 +67,10 @@ def test_a_model_gets_images_in_the_memory_layout_of_its_training(tmp_path: Path
     expected = model(((pixels / 255 - mean) / std).permute(0, 3, 1, 2).contiguous())
     for channels_last in (False, True):
         description = described(
-            model={"_target_": f"{__name__}.Flat"}, input=IMAGE, rows=RowSpec.of(pixels), channels_last=channels_last
+            model={"_target_": f"{__name__}.Flat"},
+            input=IMAGE,
+            rows=RowSpec.from_rows(pixels),
+            channels_last=channels_last,
         )
         with artefact.replacing(tmp_path / str(channels_last)) as folder:
             artefact.write(folder, Program(model, IMAGE, torch.float32, channels_last).eval(), description, None)

@@ -28,7 +28,7 @@ def compared(expected: Tensor, outputs: Tensor, accuracy: float = 0.9) -> Compar
     reference: Any = SimpleNamespace(
         outputs=expected, metrics={"accuracy": 0.9}, metrics_of=lambda outputs: {"accuracy": accuracy}
     )
-    return Comparison.of(outputs, reference, CPU)
+    return Comparison.measure(outputs, reference, CPU)
 
 
 def require(
@@ -170,13 +170,13 @@ def test_modules_are_compared_in_order_of_execution_and_the_first_wrong_one_is_f
 
 
 def test_limits_follow_the_dtype_and_the_number_of_samples_unless_they_are_set() -> None:
-    assert Tolerance.of(ExportConfig(dtype="fp32"), 2000) == Tolerance(1e-3, 1e-3)
-    assert Tolerance.of(ExportConfig(dtype="fp16"), 20) == Tolerance(0.01, 0.1)
-    assert Tolerance.of(ExportConfig(tolerance=0.5, max_metric_difference=0.0), 20) == Tolerance(0.5, 0.0)
+    assert Tolerance.from_config(ExportConfig(dtype="fp32"), 2000) == Tolerance(1e-3, 1e-3)
+    assert Tolerance.from_config(ExportConfig(dtype="fp16"), 20) == Tolerance(0.01, 0.1)
+    assert Tolerance.from_config(ExportConfig(tolerance=0.5, max_metric_difference=0.0), 20) == Tolerance(0.5, 0.0)
 
 
 @pytest.mark.parametrize("key", ["tolerance", "max_metric_difference"])
 @pytest.mark.parametrize("value", [-1.0, NAN, INF])
 def test_impossible_limits_are_refused(key: str, value: float) -> None:
     with refused(ConfigError, f"export.{key}", f"got {value}", "from 0 on", "null"):
-        Tolerance.of(ExportConfig(**{key: value}), 20)
+        Tolerance.from_config(ExportConfig(**{key: value}), 20)

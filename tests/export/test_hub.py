@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
 
 def push(folder: Path, url: str = URL, message: str = "first", **options: Any) -> str:
     """Pushes as ``dtrain.export`` does."""
-    checked = Push.of(ExportConfig(push=url, **options), identity_in(folder))
+    checked = Push.from_config(ExportConfig(push=url, **options), identity_in(folder))
     assert checked is not None
     return checked.upload(folder, message)
 
@@ -116,7 +116,7 @@ def test_files_of_another_format_are_removed_and_those_of_others_stay(server: Hu
 
 def test_metadata_that_somebody_added_to_the_card_is_known_to_the_next_push(server: HubServer, folder: Path) -> None:
     server.add_model("org/name", {"README.md": b"---\nlicense: mit\nlanguage: [de]\n---\ntext"})
-    checked = Push.of(ExportConfig(push=URL), identity_in(folder))
+    checked = Push.from_config(ExportConfig(push=URL), identity_in(folder))
     assert checked is not None
     assert checked.front_matter == {"license": "mit", "language": ["de"]}
 
@@ -124,12 +124,12 @@ def test_metadata_that_somebody_added_to_the_card_is_known_to_the_next_push(serv
 def test_a_card_and_a_description_of_others_may_have_any_content(server: HubServer, folder: Path) -> None:
     ours = identity_in(folder)
     server.add_model("org/name", {"README.md": b"---\ntags: [\n---\ntext"})
-    checked = Push.of(ExportConfig(push=URL), ours)
+    checked = Push.from_config(ExportConfig(push=URL), ours)
     assert checked is not None
     assert checked.front_matter == {}
     server.add_model("org/name", {"model.json": b'{"model": 1, "source": null, "classes": []}'})
     with refused(ConfigError, "export.push", "model.json is damaged", "export.push_replace=true"):
-        Push.of(ExportConfig(push=URL), ours)
+        Push.from_config(ExportConfig(push=URL), ours)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_a_repository_that_is_not_dtrains_is_refused(server: HubServer, folder: 
 )
 def test_a_malformed_name_is_refused(url: str) -> None:
     with refused(ConfigError, "export.push", url, "hf://ORGANISATION/NAME"):
-        Push.of(ExportConfig(push=url), {})
+        Push.from_config(ExportConfig(push=url), {})
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_who_may_not_push_is_told_before_the_export(
     server.add_user(TOKEN, role=role)
     monkeypatch.setenv("HF_TOKEN", token)
     with refused(ConfigError, "export.push", url, *names) as error:
-        Push.of(ExportConfig(push=url), identity_in(folder))
+        Push.from_config(ExportConfig(push=url), identity_in(folder))
     assert server.models == {}
     assert not token or token not in str(error.value) + caplog.text
 
@@ -223,15 +223,15 @@ def test_a_permission_that_only_the_hub_knows_of_is_explained(
 def test_what_cannot_be_pushed_is_refused(server: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = identity_in(folder)
     with refused(ConfigError, "export.format", "pt2", "one format"):
-        Push.of(ExportConfig(push=URL, format=["safetensors", "pt2"]), ours)
+        Push.from_config(ExportConfig(push=URL, format=["safetensors", "pt2"]), ours)
     with refused(ConfigError, "export.push", "/home/ann/x.pt", "path of this machine"):
-        Push.of(ExportConfig(push=URL), ours | {"model": {"_target_": "m", "weights": "/home/ann/x.pt"}})
+        Push.from_config(ExportConfig(push=URL), ours | {"model": {"_target_": "m", "weights": "/home/ann/x.pt"}})
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with refused(ConfigError, "export.push", "HF_HUB_OFFLINE", "Unset"):
-        Push.of(ExportConfig(push=URL), ours)
+        Push.from_config(ExportConfig(push=URL), ours)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with refused(ConfigError, "export.push", "huggingface_hub", "pip install 'dtrain[hf]'"):
-        Push.of(ExportConfig(push=URL), ours)
+        Push.from_config(ExportConfig(push=URL), ours)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_a_push_through_xet_is_what_the_default_does(
 
 def test_a_commit_of_somebody_else_in_the_meantime_is_not_overwritten(server: HubServer, folder: Path) -> None:
     model = server.add_model("org/name", contents(folder))
-    checked = Push.of(ExportConfig(push=URL), identity_in(folder))
+    checked = Push.from_config(ExportConfig(push=URL), identity_in(folder))
     assert checked is not None
     theirs = model.add_commit("main", contents(folder) | {"README.md": b"theirs"}, "theirs")
     (folder / "README.md").write_text(f"{CARD}ours\n")

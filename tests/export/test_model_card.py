@@ -51,7 +51,7 @@ def pushed(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         ]
 
         def in_this_process(folder: Path, rows: ReferenceRows, device: torch.device) -> Comparison:
-            return Comparison.of(artefact.load(folder, device, trust=True).outputs(rows.inputs), rows, device)
+            return Comparison.measure(artefact.load(folder, device, trust=True).outputs(rows.inputs), rows, device)
 
         patch.setattr(
             pipeline, "compare", in_this_process

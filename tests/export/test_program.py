@@ -29,8 +29,8 @@ def test_an_image_file_is_decoded_as_in_evaluation(tmp_path: Path, options: dict
     loader = ShardLoader(
         [write_tar(tmp_path / "a.tar", [("s", {"jpg": payload})])], fields, global_batch_size=1, num_workers=0
     )
-    image = ImageInput.from_json(json.loads(json.dumps(asdict(ImageInput.of(parse_fields(fields)[0])))))
-    assert image == ImageInput.of(parse_fields(fields)[0])
+    image = ImageInput.from_json(json.loads(json.dumps(asdict(ImageInput.from_field(parse_fields(fields)[0])))))
+    assert image == ImageInput.from_field(parse_fields(fields)[0])
     pixels = next(loader.epoch(0))["image"][0].numpy()
     loader.close()
     np.testing.assert_array_equal(image.decode(payload), pixels)
@@ -38,7 +38,7 @@ def test_an_image_file_is_decoded_as_in_evaluation(tmp_path: Path, options: dict
 
 def test_a_custom_decoder_is_recorded() -> None:
     fields = {"jpg": {"name": "image", "role": "image", "decoder": lambda payload: np.zeros((2, 2, 3), np.uint8)}}
-    image = ImageInput.of(parse_fields(fields)[0])
+    image = ImageInput.from_field(parse_fields(fields)[0])
     assert image.own_decoder
     assert ImageInput.from_json(json.loads(json.dumps(asdict(image)))) == image
 

@@ -9,7 +9,7 @@ from dtrain.launch.job import Job, with_unique_dirs
 def compose(*arguments: str) -> list[Job]:
     """The jobs of a command line of ``dtrain.launch``, before they get unique directories."""
     jobs: list[Job] = []
-    run(lambda composed: jobs.append(Job.of(composed)), arguments)
+    run(lambda composed: jobs.append(Job.from_composed(composed)), arguments)
     return jobs
 
 

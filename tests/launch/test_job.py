@@ -17,7 +17,7 @@ from dtrain.launch.job import (
     with_unique_dirs,
 )
 from dtrain.runs.run_dir import write_status
-from dtrain.runs.run_spec import Run, recompose_if_run
+from dtrain.runs.run_spec import RunSpec, recompose_if_run
 from tests.launching.compose import compose, single, sweep
 from tests.refusals import refused
 
@@ -27,7 +27,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def started(*arguments: str) -> Run:
+def started(*arguments: str) -> RunSpec:
     """The run that ``dtrain.train`` composes."""
     return single(*arguments).run
 
@@ -45,8 +45,8 @@ def started(*arguments: str) -> Run:
 def test_the_arguments_of_a_job_compose_the_same_run(arguments: tuple[str, ...]) -> None:
     job = single("experiment=digits", *arguments)
     again = started(*job.arguments)
-    assert (again.name, again.dir) == (job.run.name, job.run.dir)
-    ours, theirs = ({key: value for key, value in run.config.items() if key != "run"} for run in (job.run, again))
+    assert (again.name, again.dir) == (job.spec.name, job.spec.dir)
+    ours, theirs = ({key: value for key, value in run.config.items() if key != "run"} for run in (job.spec, again))
     ours["launch"]["dry_run"] = False
     assert ours == theirs
 
@@ -64,21 +64,21 @@ def test_the_users_presets_are_found_from_any_directory(tmp_path: Path, monkeypa
 
 def test_jobs_of_a_sweep_have_unique_directories() -> None:
     jobs = sweep("experiment=digits", "optimizer.lr=1e-3,3e-3", "precision=fp32,bf16")
-    assert len({job.run.dir for job in jobs}) == 4
+    assert len({job.spec.dir for job in jobs}) == 4
     assert jobs[1].varied == ("optimizer.lr=0.001", "precision=bf16")
     assert jobs[1].run.dir == single("experiment=digits", "optimizer.lr=1e-3", "precision=bf16").run.dir
 
 
 def test_jobs_with_the_same_name_get_the_varied_overrides_appended(tmp_path: Path) -> None:
     seeds = sweep("experiment=digits", "run.seed=1,2")
-    assert [job.run.name for job in seeds] == [single("experiment=digits", f"run.seed={n}").run.name for n in (1, 2)]
+    assert [job.spec.name for job in seeds] == [single("experiment=digits", f"run.seed={n}").run.name for n in (1, 2)]
     workers = sweep("experiment=digits", "data.num_workers=1,2")  # which has no effect on the result
     name = single("experiment=digits").run.name
-    assert [job.run.dir for job in workers] == [tmp_path / "runs" / f"{name}-data.num_workers={n}" for n in (1, 2)]
-    assert [started(*job.arguments).dir for job in workers] == [job.run.dir for job in workers]
+    assert [job.spec.dir for job in workers] == [tmp_path / "runs" / f"{name}-data.num_workers={n}" for n in (1, 2)]
+    assert [started(*job.arguments).dir for job in workers] == [job.spec.dir for job in workers]
     assert [started(*job.arguments).name for job in workers] == [f"{name}-data.num_workers={n}" for n in (1, 2)]
     placed = sweep("experiment=digits", "run.dir=here", "data.train=/a/b,/a/c")
-    assert [job.run.dir.name for job in placed] == ["here-data.train=_a_b", "here-data.train=_a_c"]
+    assert [job.spec.dir.name for job in placed] == ["here-data.train=_a_b", "here-data.train=_a_c"]
 
 
 def test_jobs_with_the_same_overrides_are_refused() -> None:

@@ -70,7 +70,7 @@ def test_bash_passes_every_argument_unchanged(monkeypatch: pytest.MonkeyPatch, t
     job = single(*ARGUMENTS, "train.max_steps=1", "+model.note='it\\'s $HOME `x` \"quoted\"'")
     script = job_script(job).partition("set -uo pipefail")[0] + 'printf "%s\\0" "$run_dir" "${arguments[@]}"\n'
     printed = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
-    assert printed.split("\0")[:-1] == [str(job.run.dir), *frozen_arguments(job)]
+    assert printed.split("\0")[:-1] == [str(job.spec.dir), *frozen_arguments(job)]
 
 
 def test_resources_follow_from_processes_and_workers() -> None:
@@ -121,8 +121,8 @@ def test_an_array_element_runs_the_script_of_its_run(tmp_path: Path) -> None:
     assert "#SBATCH --array=0-2%2\n" in script
     assert f"#SBATCH --output={tmp_path}/50%%a/slurm-%A_%a.out\n" in script
     for number, job in enumerate(jobs):
-        job.run.dir.mkdir()
-        (job.run.dir / "job.sbatch").write_text(f"echo {number}\n")
+        job.spec.dir.mkdir()
+        (job.spec.dir / "job.sbatch").write_text(f"echo {number}\n")
         ran = subprocess.run(
             ["bash", "-c", script], env={"SLURM_ARRAY_TASK_ID": str(number)}, capture_output=True, text=True, check=True
         )
@@ -186,7 +186,7 @@ def test_a_value_cannot_add_shell_code_or_an_option(key: str, value: str | list[
     if section == "launch":
         job = replace(job, launch=replace(job.launch, **{name: value}))
     else:
-        job = replace(job, run=replace(job.run, **{name: type(getattr(job.run, name))(value)}))
+        job = replace(job, run=replace(job.spec, **{name: type(getattr(job.spec, name))(value)}))
     with refused(ConfigError, key, repr(value[0] if isinstance(value, list) else value), remedy):
         job_script(job)
 
@@ -227,16 +227,16 @@ def test_presets_edited_after_the_submission_do_not_change_the_run(tmp_path: Pat
     preset = mine / "experiment" / "e.yaml"
     preset.write_text("# @package _global_\ndefaults:\n  - digits\nrun: {seed: 7}\n")
     job = single("--config-dir", str(mine), "experiment=e", f"run.dir='{tmp_path}/my run'")
-    job.run.dir.mkdir()
+    job.spec.dir.mkdir()
     freeze_presets(job)
     preset.write_text("# @package _global_\ndefaults:\n  - digits\nrun: {seed: 8}\n")
     again = single(*frozen_arguments(job))
-    assert again.run.dir == job.run.dir
-    ours, theirs = ({key: value for key, value in run.config.items() if key != "run"} for run in (job.run, again.run))
+    assert again.run.dir == job.spec.dir
+    ours, theirs = ({key: value for key, value in run.config.items() if key != "run"} for run in (job.spec, again.run))
     assert ours == theirs
     assert again.run.config["run"]["seed"] == 7
     # The presets of dtrain are frozen, too.
-    (job.run.dir / "presets" / "conf" / "precision" / "fp32.yaml").write_text("name: bf16\n")
+    (job.spec.dir / "presets" / "conf" / "precision" / "fp32.yaml").write_text("name: bf16\n")
     assert single(*frozen_arguments(job)).run.config["precision"]["name"] == "bf16"
     freeze_presets(job)
     assert single(*frozen_arguments(job)).run.config["precision"]["name"] == "fp32"

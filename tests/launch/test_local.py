@@ -18,7 +18,7 @@ from dtrain.launch import __main__ as launch
 from dtrain.launch import local
 from dtrain.launch.job import FAILED, FINISHED, STOPPED, Job, JobResult
 from dtrain.launch.local import LocalStart
-from dtrain.runs.run_spec import Run
+from dtrain.runs.run_spec import RunSpec
 from tests.launching.compose import single
 from tests.launching.processes import rank_processes
 from tests.refusals import refused
@@ -180,7 +180,7 @@ def small_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Starts small scripts instead of trainings; their kind is ``tracker.project``."""
 
     def command(job: Job, share: local.Share, *options: str) -> list[str]:
-        return [sys.executable, "-c", _RUN, str(job.run.dir), job.run.config["tracker"]["project"]]
+        return [sys.executable, "-c", _RUN, str(job.spec.dir), job.spec.config["tracker"]["project"]]
 
     monkeypatch.setattr(local, "command", command)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -321,7 +321,7 @@ def begun(run_dir: Path) -> None:
 def test_a_run_that_outlived_its_launcher_is_taken_over(
     slow: Job, start: Callable[[], LocalStart], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_dir = slow.run.dir
+    run_dir = slow.spec.dir
     first = start()
     begun(run_dir)
     # Its launcher was killed before it moved the output into the directory of the run.
@@ -339,7 +339,7 @@ def test_a_run_that_outlived_its_launcher_is_taken_over(
 
 def test_a_run_that_was_taken_over_and_is_killed_has_failed(slow: Job, start: Callable[[], LocalStart]) -> None:
     first = start()
-    begun(slow.run.dir)
+    begun(slow.spec.dir)
     second = start()
     assert first._process is not None
     first._process.kill()
@@ -352,7 +352,7 @@ def test_of_two_starts_at_once_one_trains_and_the_other_waits_for_it(
     slow: Job, start: Callable[[], LocalStart], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = start()
-    begun(slow.run.dir)
+    begun(slow.spec.dir)
     with monkeypatch.context() as patch:
         patch.setattr(local, "is_trained", lambda run_dir, **options: False)  # as before the first one has the lock
         second = start()
@@ -360,37 +360,37 @@ def test_of_two_starts_at_once_one_trains_and_the_other_waits_for_it(
     second._process.wait()
     assert second.result() is None
     assert first.result() is None
-    (slow.run.dir / "go").touch()
+    (slow.spec.dir / "go").touch()
     assert [result_of(one).state for one in (first, second)] == ["finished"] * 2
-    log = (slow.run.dir / local.OUTPUT).read_text()
+    log = (slow.spec.dir / local.OUTPUT).read_text()
     assert "the end" in log
     assert not any(line.startswith("dtrain: error") for line in log.splitlines())
-    assert list(slow.run.dir.parent.glob(".*")) == []
+    assert list(slow.spec.dir.parent.glob(".*")) == []
 
 
 def test_a_run_that_another_command_trains_with_other_settings_is_refused(
     slow: Job, start: Callable[[], LocalStart], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start()
-    begun(slow.run.dir)
-    monkeypatch.setattr(Run, "changes", lambda run: ["train.max_steps: 3 -> 4"])
+    begun(slow.spec.dir)
+    monkeypatch.setattr(RunSpec, "changes", lambda run: ["train.max_steps: 3 -> 4"])
     result = result_of(start())
     assert (result.code, result.reason) == (FAILED, "run.dir: in use by another job")
 
 
 def test_the_second_signal_leaves_a_run_that_was_taken_over(slow: Job, start: Callable[[], LocalStart]) -> None:
     start()
-    begun(slow.run.dir)
+    begun(slow.spec.dir)
     second = start()
     second.stop()
     second.kill()
     assert result_of(second).code == STOPPED
-    assert (slow.run.dir / "STOP").exists()  # it still trains, and reads the file
+    assert (slow.spec.dir / "STOP").exists()  # it still trains, and reads the file
 
 
 def test_the_output_of_a_refused_start_is_deleted_by_the_next_one(slow: Job, start: Callable[[], LocalStart]) -> None:
-    old = slow.run.dir.with_name(f".r.{'0' * 32}.output")
-    others = [slow.run.dir.with_name(name) for name in (f".r.1.{'0' * 32}.output", ".r.mine.output")]
+    old = slow.spec.dir.with_name(f".r.{'0' * 32}.output")
+    others = [slow.spec.dir.with_name(name) for name in (f".r.1.{'0' * 32}.output", ".r.mine.output")]
     for path in (old, *others):
         path.touch()
     start()

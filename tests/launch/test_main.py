@@ -74,8 +74,8 @@ def test_a_wrong_job_refuses_the_whole_sweep_and_is_named(place: Path, capsys: p
 def finished(*arguments: str) -> Job:
     """A run that an earlier command has finished."""
     job = single("experiment=digits", *arguments)
-    save_run(job.run)
-    write_status(job.run.dir, "finished", 276)
+    save_run(job.spec)
+    write_status(job.spec.dir, "finished", 276)
     return job
 
 
@@ -86,7 +86,7 @@ def test_finished_runs_of_a_sweep_are_not_started_again(place: Path, capsys: pyt
     assert launch.main(command) == launch.FINISHED
     out, error = capsys.readouterr()
     assert [line.split()[1:] for line in out.splitlines()[1:]] == [
-        ["already", "finished", str(job.run.dir)] for job in before
+        ["already", "finished", str(job.spec.dir)] for job in before
     ]
     assert {path: path.stat().st_mtime_ns for path in place.rglob("*")} == files
     # A dry run shows those that would be started.

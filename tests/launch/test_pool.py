@@ -101,8 +101,8 @@ def test_an_error_in_the_block_stops_the_starts(jobs: list[Job]) -> None:
 
 @pytest.fixture
 def metrics(jobs: list[Job]) -> Path:
-    jobs[0].run.dir.mkdir(exist_ok=True)
-    path = jobs[0].run.dir / "metrics.jsonl"
+    jobs[0].spec.dir.mkdir(exist_ok=True)
+    path = jobs[0].spec.dir / "metrics.jsonl"
     path.unlink(missing_ok=True)
     return path
 

@@ -56,7 +56,7 @@ def test_a_job_runs_until_the_queue_does_not_have_it_twice(queue: Path, job: Job
     assert start.result() is None
     (queue / "7").unlink()
     assert start.result() is None  # a requeued job may be absent for a moment
-    write_status(job.run.dir, "finished", 3)
+    write_status(job.spec.dir, "finished", 3)
     result = start.result()
     assert result is not None
     assert result.code == FINISHED
@@ -84,10 +84,10 @@ def test_a_queue_that_does_not_answer_neither_ends_a_job_nor_allows_a_second_one
     assert [start.result() for _ in range(3)] == [None] * 3
     for ask in (slurm.refuse_second_job, slurm.queued_job):
         with refused(slurm.NoAnswer, "run.dir", "job 7", "Run the command again"):
-            ask(job.run.dir)
+            ask(job.spec.dir)
     with refused(slurm.NoAnswer, "run.dir", "job 7", "Run the command again"):
         SlurmStart(job)
-    assert slurm.active_job(job.run.dir) is None
+    assert slurm.active_job(job.spec.dir) is None
     down.unlink()
     assert start.result() is None
     assert [path.name for path in queue.iterdir()] == ["7"]
@@ -97,14 +97,14 @@ def test_a_job_that_hands_over_while_it_is_killed_is_followed(queue: Path, job: 
     start = SlurmStart(job)
     (queue / "8").write_text("PENDING (Dependency)")
     scancel = tmp_path / "bin" / "scancel"
-    scancel.write_text(f'#!/bin/sh\nrm "$QUEUE/$1"; echo 8 >"{job.run.dir}/.job"\n')
+    scancel.write_text(f'#!/bin/sh\nrm "$QUEUE/$1"; echo 8 >"{job.spec.dir}/.job"\n')
     start.kill()
     assert list(queue.iterdir()) == []
 
 
 def test_misses_of_a_job_in_the_queue_do_not_add_up(queue: Path, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     start = SlurmStart(job)
-    known = slurm.queued_job(job.run.dir)
+    known = slurm.queued_job(job.spec.dir)
     answers = iter([None, known] * 3)
     monkeypatch.setattr(slurm, "queued_job", lambda run_dir: next(answers))
     assert [start.result() for _ in range(6)] == [None] * 6
@@ -131,22 +131,22 @@ def test_of_two_submissions_at_once_one_is_refused_and_changes_nothing(queue: Pa
         first = pool.submit(slurm.launch, [job])
         while not queue.with_name("queue.begun").exists():
             time.sleep(0.01)
-        before = files(job.run.dir)
+        before = files(job.spec.dir)
         for submit in (lambda: slurm.launch([job]), lambda: SlurmStart(job), lambda: run_command("resume", job)):
-            with refused(ConfigError, "run.dir", job.run.dir, "launch status"):
+            with refused(ConfigError, "run.dir", job.spec.dir, "launch status"):
                 submit()
-        assert files(job.run.dir) == before
+        assert files(job.spec.dir) == before
         queue.with_name("queue.go").touch()
         assert first.result()[0].state == "job 7"
-    before = files(job.run.dir)
+    before = files(job.spec.dir)
     with refused(slurm.HasJob, "run.dir", "job 7", "scancel 7"):
         slurm.launch([job])
-    assert files(job.run.dir) == before
+    assert files(job.spec.dir) == before
     assert [path.name for path in queue.iterdir()] == ["7"]
 
 
 def run_command(name: str, job: Job) -> int:
-    return commands.run_command([name, str(job.run.dir)], lambda arguments: FAILED)
+    return commands.run_command([name, str(job.spec.dir)], lambda arguments: FAILED)
 
 
 def files(folder: Path) -> dict[Path, tuple[int, int]]:
@@ -167,10 +167,10 @@ def test_the_lock_of_a_submission_outlives_a_launcher_that_is_killed(queue: Path
         time.sleep(0.01)
     os.kill(launcher, signal.SIGKILL)
     os.waitpid(launcher, 0)
-    with refused(ConfigError, "run.dir", job.run.dir, "launch status"):
+    with refused(ConfigError, "run.dir", job.spec.dir, "launch status"):
         slurm.launch([job])
     queue.with_name("queue.go").touch()
-    lock = job.run.dir / ".submit.lock"
+    lock = job.spec.dir / ".submit.lock"
     with lock.open() as file:
         fcntl.flock(file, fcntl.LOCK_SH)  # until sbatch has exited
     with refused(slurm.HasJob, "run.dir", "job 7", "scancel 7"):
@@ -180,11 +180,11 @@ def test_the_lock_of_a_submission_outlives_a_launcher_that_is_killed(queue: Path
 
 def test_a_job_whose_launcher_was_killed_before_it_recorded_it_is_found(queue: Path, job: Job) -> None:
     SlurmStart(job)
-    (job.run.dir / ".job").unlink()
+    (job.spec.dir / ".job").unlink()
     with refused(slurm.HasJob, "run.dir", "job 7", "scancel 7"):
         slurm.launch([job])
-    assert slurm.read_job_id(job.run.dir) == "7"
-    (job.run.dir / ".job").unlink()
+    assert slurm.read_job_id(job.spec.dir) == "7"
+    (job.spec.dir / ".job").unlink()
     assert SlurmStart(job).result() is None
     assert [path.name for path in queue.iterdir()] == ["7"]
 
@@ -194,7 +194,7 @@ def test_an_array_whose_launcher_was_killed_before_it_recorded_it_is_found(queue
     jobs = sweep(*command)
     slurm.launch(jobs)
     for job in jobs:
-        (job.run.dir / ".job").unlink()
+        (job.spec.dir / ".job").unlink()
     with refused(slurm.HasJob, "run.dir", "job 7", "scancel 7"):
         slurm.launch(jobs)
     assert [path.name for path in queue.iterdir()] == ["7"]
@@ -206,8 +206,8 @@ def test_an_array_whose_launcher_was_killed_before_it_recorded_it_is_found(queue
 def test_a_copy_of_a_run_does_not_have_the_job_of_the_original(queue: Path, job: Job, tmp_path: Path) -> None:
     SlurmStart(job)
     (queue / "7").write_text("PENDING (JobHeldUser)")
-    copy = replace(job, run=replace(job.run, dir=tmp_path / "copy"))
-    shutil.copytree(job.run.dir, copy.run.dir)
+    copy = replace(job, run=replace(job.spec, dir=tmp_path / "copy"))
+    shutil.copytree(job.spec.dir, copy.run.dir)
     with refused(ConfigError, copy.run.dir, "nothing to stop"):
         run_command("stop", copy)
     with refused(ConfigError, copy.run.dir / "job.sbatch", "copy", "run.dir"):
@@ -215,14 +215,14 @@ def test_a_copy_of_a_run_does_not_have_the_job_of_the_original(queue: Path, job:
     assert [path.name for path in queue.iterdir()] == ["7"]
     slurm.launch([copy])
     assert [slurm.read_job_id(each.run.dir) for each in (job, copy)] == ["7", "8"]
-    (tmp_path / "link").symlink_to(job.run.dir)
+    (tmp_path / "link").symlink_to(job.spec.dir)
     assert slurm.read_job_id(tmp_path / "link") == "7"
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"--all\n", b"folder", b"pipe", b"loop"])
 def test_a_damaged_job_file_is_named(queue: Path, job: Job, content: bytes) -> None:
-    job.run.dir.mkdir()
-    path = job.run.dir / ".job"
+    job.spec.dir.mkdir()
+    path = job.spec.dir / ".job"
     if content == b"folder":
         path.mkdir()
     elif content == b"pipe":
@@ -233,27 +233,27 @@ def test_a_damaged_job_file_is_named(queue: Path, job: Job, content: bytes) -> N
         path.write_bytes(content)
     with refused(ConfigError, path, "", "delete the file"):
         slurm.launch([job])
-    assert slurm.active_job(job.run.dir) is None
+    assert slurm.active_job(job.spec.dir) is None
 
 
 def test_stop_cancels_a_waiting_job_and_asks_a_running_one(queue: Path, job: Job) -> None:
     start = SlurmStart(job)
     start.stop()
-    assert (job.run.dir / "STOP").exists()
+    assert (job.spec.dir / "STOP").exists()
     assert (queue / "7").exists()
 
-    (job.run.dir / "STOP").unlink()
+    (job.spec.dir / "STOP").unlink()
     start.stop()
-    assert not (job.run.dir / "STOP").exists()  # it is saving
-    (job.run.dir / ".lock").write_text('{"pid": 3}')  # another process had the run, and has read the file
+    assert not (job.spec.dir / "STOP").exists()  # it is saving
+    (job.spec.dir / ".lock").write_text('{"pid": 3}')  # another process had the run, and has read the file
     start.stop()
-    assert (job.run.dir / "STOP").exists()
+    assert (job.spec.dir / "STOP").exists()
 
-    (job.run.dir / "STOP").unlink()
+    (job.spec.dir / "STOP").unlink()
     (queue / "7").write_text("PENDING (Priority)")
     start = SlurmStart(job)
     start.stop()
-    assert not (job.run.dir / "STOP").exists()
+    assert not (job.spec.dir / "STOP").exists()
     assert list(queue.iterdir()) == []
     start.result()
     result = start.result()

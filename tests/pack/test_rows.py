@@ -27,7 +27,7 @@ def stored(folder: Path, *parts: list[list[int]]) -> TokenStream:
         tokens = [token for document in documents for token in (*document, END)]
         paths.append(folder / f"part-{number}")
         np.array(tokens, "<u2").tofile(paths[-1])
-    return TokenStream.of(paths, "uint16")
+    return TokenStream.from_parts(paths, "uint16")
 
 
 def fitted(folder: Path, stream: TokenStream, length: int, padding: int = 999) -> BestFitRows:
@@ -36,7 +36,7 @@ def fitted(folder: Path, stream: TokenStream, length: int, padding: int = 999) -
         layouts.append(folder / name)
         with open(layouts[-1], "wb") as file:
             job(file, lambda count: None)
-    return BestFitRows.of(stream, length, padding, END, layouts)
+    return BestFitRows.from_stream(stream, length, padding, END, layouts)
 
 
 def as_lists(rows: BestFitRows | CutRows) -> list[list[int]]:

@@ -49,11 +49,11 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch, *, bf16: bool) -> None:
 def test_each_preset_answers() -> None:
     half = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     for name in PRESETS:
-        precision = Precision.of(name)
+        precision = Precision.parse(name)
         assert precision.compute_dtype == half[name]
         assert precision.scales_gradients == (name == "fp16")
         assert precision.fp32_mode == ("tf32" if name == "tf32" else "ieee")
-        assert Precision.of(precision) is precision
+        assert Precision.parse(precision) is precision
 
 
 @pytest.mark.parametrize("name", PRESETS)

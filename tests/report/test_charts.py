@@ -24,7 +24,7 @@ NUMBERS = st.lists(st.floats(-1e6, 1e6) | st.just(float("nan")), min_size=0, max
 @given(values=NUMBERS, most=st.integers(1, 20))
 def test_every_value_lies_in_the_band_of_its_piece_and_the_extremes_are_kept(values: list[float], most: int) -> None:
     steps, array = np.arange(len(values), dtype=np.float64), np.array(values, np.float64)
-    line = Envelope.of(steps, array, most)
+    line = Envelope.from_points(steps, array, most)
     finite = [(step, value) for step, value in zip(steps, values, strict=True) if value == value]
     assert len(line.steps) <= 2 * most
     for number, start in enumerate(line.steps):
@@ -43,13 +43,13 @@ def test_every_value_lies_in_the_band_of_its_piece_and_the_extremes_are_kept(val
 def test_one_spike_among_a_hundred_thousand_records_is_seen() -> None:
     values = np.zeros(100_000)
     values[54_321] = 1e3
-    line = Envelope.of(np.arange(100_000.0), values, 300)
+    line = Envelope.from_points(np.arange(100_000.0), values, 300)
     assert len(line.steps) <= 300
     assert line.high.max() == 1e3
 
 
 def test_each_number_that_was_varied_and_is_no_seed_has_a_chart_over_its_decades(runs: list[History]) -> None:
-    sweep = Sweep.of(runs)
+    sweep = Sweep.from_runs(runs)
     (chart,) = setting_charts(sweep)
     assert chart.title == "Best eval/accuracy over optimizer.lr"
     assert chart.x_scale == "log"
@@ -60,13 +60,13 @@ def test_each_number_that_was_varied_and_is_no_seed_has_a_chart_over_its_decades
         run.label: f"run-{place}" for place, run in enumerate(sweep.shown)
     }
     assert {line.colour for line in points if not line.label} == {"soft"}
-    assert setting_charts(Sweep.of(runs[:8])) == []  # two values are no curve
+    assert setting_charts(Sweep.from_runs(runs[:8])) == []  # two values are no curve
 
 
 def test_a_setting_that_may_be_zero_is_drawn_with_its_zero(tmp_path: Path) -> None:
     decays = (0.0, 1e-4, 1e-2)
     runs = [point_of(tmp_path / str(n), {"optimizer.weight_decay": n}, [0.5 + n]) for n in decays]
-    (chart,) = setting_charts(Sweep.of(runs))
+    (chart,) = setting_charts(Sweep.from_runs(runs))
     assert (chart.x_scale, chart.x_threshold) == ("symlog", 1e-4)
 
 
@@ -76,7 +76,7 @@ def test_a_setting_that_may_be_zero_is_drawn_with_its_zero(tmp_path: Path) -> No
 )
 def test_extreme_values_are_drawn_and_written(tmp_path: Path, values: list[float]) -> None:
     runs = [point_of(tmp_path / str(n), {"optimizer.lr": n}, [n, -n]) for n in values]
-    sweep = Sweep.of(runs)
+    sweep = Sweep.from_runs(runs)
     (chart,) = setting_charts(sweep)
     json.dumps(chart.as_json(), allow_nan=False)
     assert picture(chart).startswith(b"\x89PNG")
@@ -85,7 +85,7 @@ def test_extreme_values_are_drawn_and_written(tmp_path: Path, values: list[float
 
 def test_a_key_with_a_slash_is_no_folder(tmp_path: Path) -> None:
     runs = [point_of(tmp_path / str(n), {"a/<b>.C": n}, [0.5]) for n in (1, 2, 3)]
-    (chart,) = setting_charts(Sweep.of(runs))
+    (chart,) = setting_charts(Sweep.from_runs(runs))
     assert chart.name == "setting-a-b-c"
 
 

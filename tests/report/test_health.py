@@ -78,7 +78,7 @@ def made(folder: Path) -> TimeBreakdown:
         records.append(record | ({"time/restarts": 1} if step >= 70 else {}))
         if step == 30:
             records.append({"step": step, "time": clock + 2.9, "eval/loss": 1.0})
-    times = TimeBreakdown.of(run_of(folder, records))
+    times = TimeBreakdown.from_run(run_of(folder, records))
     assert times is not None
     return times
 
@@ -93,13 +93,13 @@ def test_waiting_steps_evaluations_and_interruptions_are_separated(tmp_path: Pat
 
 def test_a_run_of_another_version_without_waits_has_its_steps(tmp_path: Path) -> None:
     records = [{k: v for k, v in record.items() if k != "time/data_wait_fraction"} for record in steady()]
-    times = TimeBreakdown.of(run_of(tmp_path, records))
+    times = TimeBreakdown.from_run(run_of(tmp_path, records))
     assert times is not None
     assert times.shares() == pytest.approx([0, 1, 0, 0], abs=1e-6)
 
 
 def test_a_run_without_step_times_has_none(tmp_path: Path) -> None:
-    assert TimeBreakdown.of(run_of(tmp_path, [{"step": 1, "time": 1.0}, {"step": 2, "time": 2.0}])) is None
+    assert TimeBreakdown.from_run(run_of(tmp_path, [{"step": 1, "time": 1.0}, {"step": 2, "time": 2.0}])) is None
 
 
 NOW = 1e9 + 70
@@ -109,7 +109,7 @@ def judged(
     folder: Path, records: list[dict[str, Any]], hangs: tuple[Hang, ...] = (), now: float = NOW, **status: Any
 ) -> Health:
     run = run_of(folder, records, **status)
-    return check_health(run, TimeBreakdown.of(run), hangs, now)
+    return check_health(run, TimeBreakdown.from_run(run), hangs, now)
 
 
 def test_a_run_without_trouble_is_healthy_and_its_limit_is_named(tmp_path: Path) -> None:

@@ -119,17 +119,17 @@ def test_a_run_without_a_config_has_no_settings_and_makes_none(tmp_path: Path) -
 def test_the_metric_of_the_best_checkpoint_is_taken_if_all_agree_else_a_usual_one(tmp_path: Path) -> None:
     one = point_of(tmp_path / "1", {"run.seed": 1}, [0.5], best="eval/accuracy")
     waits = point_of(tmp_path / "2", {"run.seed": 2}, best="eval/f1")  # nothing to compare it by yet
-    assert Goal.of([waits, one]) == Goal("eval/accuracy", largest=True)
+    assert Goal.from_runs([waits, one]) == Goal("eval/accuracy", largest=True)
     loss = run_of(tmp_path / "3", [{"step": 1, "eval/loss": 2.0, "train/loss": 1.0}])
     loss.config.update({"checkpoint.best": "train/loss", "checkpoint.best_mode": None})
-    assert Goal.of([loss]) == Goal("train/loss", largest=False)
-    assert Goal.of([loss, one]) == Goal("eval/accuracy", largest=True)
-    assert Goal.of([run_of(tmp_path / "4", steady())]) == Goal("train/loss", largest=False)
-    assert Goal.of([waits]) is None
+    assert Goal.from_runs([loss]) == Goal("train/loss", largest=False)
+    assert Goal.from_runs([loss, one]) == Goal("eval/accuracy", largest=True)
+    assert Goal.from_runs([run_of(tmp_path / "4", steady())]) == Goal("train/loss", largest=False)
+    assert Goal.from_runs([waits]) is None
     loss.config.update({"checkpoint.best": "train/loss", "checkpoint.best_mode": "max"})
-    assert Goal.of([loss]) == Goal("train/loss", largest=True)
+    assert Goal.from_runs([loss]) == Goal("train/loss", largest=True)
     loss.config.update({"checkpoint.best": "train/quality", "checkpoint.best_mode": None})
-    assert Goal.of([loss]) == Goal("eval/loss", largest=False)  # no direction, so the usual one
+    assert Goal.from_runs([loss]) == Goal("eval/loss", largest=False)  # no direction, so the usual one
 
 
 def test_the_best_value_is_finite_and_comes_with_its_step(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_the_best_value_is_finite_and_comes_with_its_step(tmp_path: Path) -> Non
 
 
 def test_the_best_come_first_and_those_without_a_result_last(runs: list[History]) -> None:
-    found = [best_of(run) for run in Sweep.of(runs).runs]
+    found = [best_of(run) for run in Sweep.from_runs(runs).runs]
     assert found == sorted(found, reverse=True)
     assert found.count(-1.0) == 3
 
@@ -150,11 +150,13 @@ def test_the_best_come_first_and_those_without_a_result_last(runs: list[History]
 def test_runs_whose_directories_dtrain_named_are_called_by_what_was_varied(tmp_path: Path) -> None:
     names = ("digits-0123abcc", "digits-0123abcd", "mine")
     varied = [{"optimizer.lr": rate, "run.seed": seed} for rate, seed in ((0.1, 1), (0.2, 1), (0.2, 2))]
-    sweep = Sweep.of([point_of(tmp_path / name, point, [0.5]) for name, point in zip(names, varied, strict=True)])
+    sweep = Sweep.from_runs(
+        [point_of(tmp_path / name, point, [0.5]) for name, point in zip(names, varied, strict=True)]
+    )
     assert [run.label for run in sweep.runs] == ["lr=0.1 seed=1", "lr=0.2 seed=1", "mine"]
     assert sweep.names == list(names)
     twice = [point_of(tmp_path / name, {"run.seed": 1}, [0.5]) for name in ("digits-0123abce", "digits-0123abcf")]
-    assert [run.label for run in Sweep.of(twice).runs] == ["digits-0123abce", "digits-0123abcf"]
+    assert [run.label for run in Sweep.from_runs(twice).runs] == ["digits-0123abce", "digits-0123abcf"]
 
 
 def test_a_run_without_a_choice_has_the_default_one(tmp_path: Path) -> None:
@@ -166,19 +168,19 @@ def test_a_run_without_a_choice_has_the_default_one(tmp_path: Path) -> None:
 
 
 def test_without_a_seed_that_was_varied_there_is_nothing_to_average(runs: list[History]) -> None:
-    assert seed_groups(Sweep.of([run for run in runs if run.label.endswith("-2")])) == []
+    assert seed_groups(Sweep.from_runs([run for run in runs if run.label.endswith("-2")])) == []
 
 
 def test_of_very_many_runs_the_best_the_middle_and_the_last_are_looked_at(tmp_path: Path) -> None:
     results = [n / 30 for n in range(30)]
     random.Random(0).shuffle(results)
     runs = [point_of(tmp_path / f"{n}", {"run.seed": n}, [result]) for n, result in enumerate(results)]
-    sweep = Sweep.of([*runs, point_of(tmp_path / "new", {"run.seed": 99})])
+    sweep = Sweep.from_runs([*runs, point_of(tmp_path / "new", {"run.seed": 99})])
     assert [best_of(run) for run in sweep.shown] == [n / 30 for n in (29, 28, 27, 26, 25, 12, 0)]
     assert sweep.selection == (
         "Curves and details are shown for 7 of 31 runs: the 5 best, the middle one and the last one by eval/accuracy."
     )
-    few = Sweep.of(runs[:8])
+    few = Sweep.from_runs(runs[:8])
     assert (few.shown, few.selection) == (few.runs, "")
 
 
@@ -190,7 +192,7 @@ def test_runs_that_differ_in_more_than_a_table_shows_are_not_averaged(tmp_path: 
     ):
         points = [{"run.seed": seed} | other for other in others for seed in (1, 2)]
         runs = [point_of(tmp_path / name / str(place), point, [0.5]) for place, point in enumerate(points)]
-        assert [group.runs for group in seed_groups(Sweep.of(runs))] == [2, 2], name
+        assert [group.runs for group in seed_groups(Sweep.from_runs(runs))] == [2, 2], name
 
 
 def test_runs_that_left_no_config_are_no_group(tmp_path: Path) -> None:
@@ -199,20 +201,20 @@ def test_runs_that_left_no_config_are_no_group(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / ".lock").touch()
         runs.append(History.read(tmp_path / name, name))
-    assert [group.runs for group in seed_groups(Sweep.of(runs))] == [2]
+    assert [group.runs for group in seed_groups(Sweep.from_runs(runs))] == [2]
 
 
 def test_seeds_are_averaged_over_finished_runs_with_a_result(runs: list[History]) -> None:
-    groups = {group.values: group for group in seed_groups(Sweep.of(runs))}
+    groups = {group.values: group for group in seed_groups(Sweep.from_runs(runs))}
     assert {values: (len(group.best), group.runs) for values, group in groups.items()} == {
         ("0.0001",): (4, 4),
         ("0.001",): (2, 4),
         ("0.01",): (3, 4),
     }
-    columns = {column.head: column.cells for column in seed_columns(Sweep.of(runs))}
+    columns = {column.head: column.cells for column in seed_columns(Sweep.from_runs(runs))}
     place = columns["lr"].index("0.001")
     results = [best_of(run) for run in runs[6:8]]
     assert float(columns["best eval/accuracy: mean"][place]) == pytest.approx(sum(results) / 2, abs=1e-4)
     assert columns["seeds finished"][place] == "2 of 4"
-    spread = next(column.cells for column in seed_columns(Sweep.of(runs)) if column.head == "range")[place]
+    spread = next(column.cells for column in seed_columns(Sweep.from_runs(runs)) if column.head == "range")[place]
     assert list(map(float, spread.split(" to "))) == pytest.approx([min(results), max(results)], abs=1e-4)

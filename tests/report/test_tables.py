@@ -18,10 +18,10 @@ def cells(sweep: Sweep) -> dict[str, dict[str, str]]:
 
 
 def test_a_row_tells_settings_results_and_state(runs: list[History]) -> None:
-    rows = cells(Sweep.of(runs))
+    rows = cells(Sweep.from_runs(runs))
     whole = rows["0.0001-2"]
     values = runs[2].series("eval/accuracy")[1].tolist()
-    heads = [column.head for column in run_columns(Sweep.of(runs)) if not column.is_detail]
+    heads = [column.head for column in run_columns(Sweep.from_runs(runs)) if not column.is_detail]
     assert heads == ["place", "state", "time", "run", "lr", "seed", "best eval/accuracy", "at step", "last train/loss"]
     assert (whole["lr"], whole["seed"], whole["restarts"], whole["state"]) == ("0.0001", "2", "2", "finished")
     assert float(whole["best eval/accuracy"]) == pytest.approx(max(values), abs=1e-4)
@@ -35,7 +35,7 @@ def test_a_row_tells_settings_results_and_state(runs: list[History]) -> None:
 
 
 def test_numbers_in_a_terminal_are_aligned_and_the_best_run_is_marked(runs: list[History]) -> None:
-    heading, *lines = sweep_text(Sweep.of(runs)).splitlines()[: 1 + len(runs)]
+    heading, *lines = sweep_text(Sweep.from_runs(runs)).splitlines()[: 1 + len(runs)]
     end = heading.index("best eval/accuracy") + len("best eval/accuracy")
     assert all(line[end - 1] in "0123456789-" and line[end] == " " for line in lines)
     assert [line[0] for line in lines] == ["*", *" " * 12]

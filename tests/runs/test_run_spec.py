@@ -8,15 +8,15 @@ import pytest
 import yaml
 
 from dtrain.command_line import run
-from dtrain.runs.run_spec import WITHOUT_EFFECT_ON_THE_RESULT, Run, _digest, recompose, refuse_hidden, take, without_secrets
+from dtrain.runs.run_spec import WITHOUT_EFFECT_ON_THE_RESULT, RunSpec, _digest, recompose, refuse_hidden, take, without_secrets
 from dtrain.errors import ConfigError
 from dtrain.runs.run_dir import save_run
 from tests.config.command_lines import compose
 from tests.refusals import refused
 
 
-def compose_run(*arguments: str) -> Run:
-    return Run.of(compose("experiment=digits", *arguments))
+def compose_run(*arguments: str) -> RunSpec:
+    return RunSpec.from_composed(compose("experiment=digits", *arguments))
 
 
 def test_the_default_name_is_the_experiment_and_a_hash_of_what_makes_the_result() -> None:
@@ -46,7 +46,7 @@ def test_the_name_does_not_depend_on_the_machine(tmp_path: Path, monkeypatch: py
         for name, value in (("DTRAIN_CACHE", "cache"), ("DTRAIN_CIFAR10", "cifar10"), ("WORLD_SIZE", None)):
             monkeypatch.setenv(name, str(tmp_path / place / value) if value else str(len(names) + 1))
         monkeypatch.chdir(tmp_path / place)
-        runs = [Run.of(compose(f"experiment={name}")) for name in ("digits", "cifar10_cpu")]
+        runs = [RunSpec.from_composed(compose(f"experiment={name}")) for name in ("digits", "cifar10_cpu")]
         assert place in runs[0].config["data"]["train"]
         names.add(tuple(run.name for run in runs))
     assert len(names) == 1
@@ -77,9 +77,9 @@ def test_a_run_with_a_directory_of_its_own_has_its_name() -> None:
 def test_what_is_saved_composes_the_same_run_again(tmp_path: Path) -> None:
     run = compose_run(f"run.dir={tmp_path}", "optimizer.lr=0.1", "precision=fp16")
     save_run(run)
-    again = Run.of(compose(*recompose([f"run.dir={tmp_path}", "--trust"])))
+    again = RunSpec.from_composed(compose(*recompose([f"run.dir={tmp_path}", "--trust"])))
     assert again.config == run.config
-    changed = Run.of(compose(*recompose([f"run.dir={tmp_path}", "precision=bf16"])))
+    changed = RunSpec.from_composed(compose(*recompose([f"run.dir={tmp_path}", "precision=bf16"])))
     assert changed.config["precision"]["name"] == "bf16"
     assert changed.config["optimizer"]["lr"] == 0.1
 
@@ -137,7 +137,7 @@ def test_a_secret_is_saved_neither_by_its_key_nor_by_its_value_and_has_to_be_giv
     save_run(run)
     assert "hunter2" not in "".join(path.read_text() for path in tmp_path.glob("*.yaml"))
     assert yaml.safe_load((tmp_path / "overrides.yaml").read_text())["overrides"][-1] == (saved or override)
-    again = Run.of(compose(*recompose([f"run.dir={tmp_path}"])))
+    again = RunSpec.from_composed(compose(*recompose([f"run.dir={tmp_path}"])))
     assert run.changes() == []
     if saved is None:
         refuse_hidden(again.config)
@@ -158,8 +158,8 @@ def test_a_secret_that_changes_is_no_change_of_the_run(tmp_path: Path) -> None:
 
 def test_how_a_start_resumes_is_not_part_of_the_saved_command_line(tmp_path: Path) -> None:
     save_run(compose_run(f"run.dir={tmp_path}", "run.resume=never"))
-    assert Run.of(compose(*recompose([f"run.dir={tmp_path}"]))).config["run"]["resume"] == "auto"
-    assert Run.of(compose(*recompose([f"run.dir={tmp_path}", "run.resume=must"]))).config["run"]["resume"] == "must"
+    assert RunSpec.from_composed(compose(*recompose([f"run.dir={tmp_path}"]))).config["run"]["resume"] == "auto"
+    assert RunSpec.from_composed(compose(*recompose([f"run.dir={tmp_path}", "run.resume=must"]))).config["run"]["resume"] == "must"
 
 
 @pytest.mark.parametrize("option", [["--cfg", "job"], ["--cfg", "job", "--resolve"], ["--info", "config"]])

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from dtrain.__main__ import UsageError, _as_typed
-from dtrain.runs.run_spec import Run, recompose, recompose_if_run, refuse_foreign_links
+from dtrain.runs.run_spec import RunSpec, recompose, recompose_if_run, refuse_foreign_links
 from dtrain.runs.trust import AS_TYPED, content_with_folders, is_marked, mark, require_harmless
 from dtrain.errors import ConfigError
 from dtrain.files import read_json
@@ -41,7 +41,7 @@ def test_a_run_of_somebody_else_needs_trust_whatever_it_says(tmp_path: Path, ove
 
 
 def test_ranks_compose_what_the_process_that_started_them_has_read(tmp_path: Path) -> None:
-    save_run(Run.of(compose("experiment=digits", f"run.dir={tmp_path / 'mine'}", "optimizer.lr=0.5")))
+    save_run(RunSpec.from_composed(compose("experiment=digits", f"run.dir={tmp_path / 'mine'}", "optimizer.lr=0.5")))
     argument = f"run.dir={tmp_path / 'mine'}"
     handed = _as_typed("train", [argument, "train.max_steps=3"])
     assert handed[-1] == AS_TYPED
@@ -55,7 +55,7 @@ def test_ranks_compose_what_the_process_that_started_them_has_read(tmp_path: Pat
 
 
 def test_options_of_evaluate_are_no_keys_of_the_saved_command_line(tmp_path: Path) -> None:
-    save_run(Run.of(compose("experiment=digits", f"run.dir={tmp_path / 'mine'}", "checkpoint=default")))
+    save_run(RunSpec.from_composed(compose("experiment=digits", f"run.dir={tmp_path / 'mine'}", "checkpoint=default")))
     handed = _as_typed("evaluate", [f"run.dir={tmp_path / 'mine'}", "checkpoint=best", "precision=fp32,bf16"])
     assert handed[0] == "checkpoint=best"
     assert {"checkpoint=default", "precision=fp32,bf16"} <= {*handed}
@@ -75,12 +75,12 @@ def test_a_directory_of_somebody_else_cannot_lead_writes_to_files_of_this_user(t
     with pytest.raises(UsageError, match="--trust"):
         _as_typed("train", ["experiment=digits", f"run.dir={folder}"])
     assert _as_typed("train", ["experiment=digits", f"run.dir={folder}", "--trust"])[-1] == AS_TYPED
-    save_run(Run.of(compose("experiment=digits", f"run.dir={folder}")))
+    save_run(RunSpec.from_composed(compose("experiment=digits", f"run.dir={folder}")))
     refuse_foreign_links(folder)  # a run of this user may have them
 
 
 def test_a_run_that_this_user_started_is_trusted_until_its_command_line_changes(tmp_path: Path) -> None:
-    run = Run.of(compose("experiment=digits", f"run.dir={tmp_path / 'mine'}", "+train.hooks=[{_target_:my.Hook}]"))
+    run = RunSpec.from_composed(compose("experiment=digits", f"run.dir={tmp_path / 'mine'}", "+train.hooks=[{_target_:my.Hook}]"))
     save_run(run)
     argument = f"run.dir={tmp_path / 'mine'}"
     assert "+train.hooks=[{_target_:my.Hook}]" in recompose([argument])
@@ -97,7 +97,7 @@ def test_a_mark_covers_the_presets_in_the_run_directory(tmp_path: Path) -> None:
     preset.parent.mkdir(parents=True)
     preset.write_text("_target_: dtrain.models.MLP\n")
     folder = str(preset.parents[1])
-    save_run(Run.of(compose("--config-dir", folder, "experiment=digits", f"run.dir={tmp_path / 'run'}")))
+    save_run(RunSpec.from_composed(compose("--config-dir", folder, "experiment=digits", f"run.dir={tmp_path / 'run'}")))
     argument = f"run.dir={tmp_path / 'run'}"
     assert folder in recompose([argument])
     preset.write_text("_target_: os.system\n")

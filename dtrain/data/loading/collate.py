@@ -216,7 +216,7 @@ class Collator:
         return ""
 
     def _augmented(self, buffers: Sequence[FieldBuffer], row: int, raw: Sequence[Any], draw: int) -> list[Any]:
-        rng, cropper, decoded = self._randomness.of(draw), self._cropper, {}
+        rng, cropper, decoded = self._randomness.generator(draw), self._cropper, {}
         for buffer, one in zip(buffers, raw, strict=True):
             name = buffer.field.name
             crop = functools.partial(cropper.crop, rng=rng) if cropper and cropper.field == name else None

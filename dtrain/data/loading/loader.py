@@ -126,7 +126,7 @@ class ShardLoader:
             parsed = parse_fields(fields or {})
             self.source = ShardSource.build(shards, parsed, rank=rank, world_size=world_size, policy=policy)
         fields_sent = self.source.fields if mix is None else mix.fields(self.source.fields)
-        self.transfer = Transfer(fields_sent, Precision.of(precision), transfer)
+        self.transfer = Transfer(fields_sent, Precision.parse(precision), transfer)
         self._augment = augment
         self._mix = mix
         self._budget = BadSampleBudget(limits)

@@ -218,7 +218,7 @@ class ShardDataset(IterableDataset[dict[str, Any]]):
             return
         randomness = Randomness()
         for key in hash64(self._recipe.seed, epoch, AUGMENTATION, samples).tolist():
-            yield randomness.of(key)
+            yield randomness.generator(key)
 
     def _read(
         self,

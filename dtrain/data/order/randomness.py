@@ -80,7 +80,7 @@ class Randomness:
         self._generator = np.random.Generator(self._philox)
         self._start: Any = self._philox.state
 
-    def of(self, key: int) -> np.random.Generator:
+    def generator(self, key: int) -> np.random.Generator:
         """The generator at the start of the numbers of ``key``, 64 bits; valid until the next call."""
         self._start["state"]["key"][0] = key
         self._philox.state = self._start

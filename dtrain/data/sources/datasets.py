@@ -417,7 +417,7 @@ class SampleReader(Reader):
 
     def _sample(self, number: int, random: int) -> Any:
         if isinstance(self._dataset, Generated):
-            return self._dataset.function(number, self._randomness.of(random))
+            return self._dataset.function(number, self._randomness.generator(random))
         if isinstance(self._dataset, (Arrays, dict)):  # which draw no random numbers
             return self._dataset[number]
         with generators_at(random):

@@ -125,7 +125,7 @@ class Checkpoints:
         self._sign = 1 if mode == "max" else -1
 
     @classmethod
-    def of(cls, run_dir: Path, cfg: CheckpointConfig) -> Checkpoints:
+    def from_config(cls, run_dir: Path, cfg: CheckpointConfig) -> Checkpoints:
         """The checkpoints in ``run_dir``, with the retention of ``cfg``."""
         return cls(run_dir / "checkpoints", cfg.keep_last, cfg.best, cfg.best_mode, cfg.keep_every)
 

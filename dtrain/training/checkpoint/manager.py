@@ -263,7 +263,7 @@ class NotSaved(OSError):
     """A checkpoint could not be written; earlier ones are unchanged."""
 
     @classmethod
-    def of(cls, step: int, error: OSError) -> NotSaved:
+    def from_error(cls, step: int, error: OSError) -> NotSaved:
         """For the checkpoint of ``step``."""
         return cls(f"the checkpoint of step {step} could not be written ({error}).")
 
@@ -326,7 +326,7 @@ class AsyncWriter:
         try:
             path = write()
         except OSError as error:
-            self._error = NotSaved.of(step, error)
+            self._error = NotSaved.from_error(step, error)
         except BaseException as error:  # noqa: BLE001 - a bug: raised in the thread that waits
             self._error = error
         else:

@@ -33,7 +33,7 @@ from dtrain.errors import ConfigError, as_config_error
 from dtrain.runs.hub import DESCRIPTION, WEIGHTS, HubModel, is_hub_url
 from dtrain.runs.records import read_records
 from dtrain.runs.run_dir import move_records_aside, status_or_none
-from dtrain.runs.run_spec import Run
+from dtrain.runs.run_spec import RunSpec
 from dtrain.training.checkpoint.checkpoints import Checkpoints, read_folder, verify_folder
 from dtrain.training.checkpoint.state import TrainState, copy_into, weight_problems
 from dtrain.training.checkpoint.tensors import StoredTensor, read_whole
@@ -62,7 +62,7 @@ class EarlierStarts:
     moved_aside: bool = False
 
     @classmethod
-    def of(cls, cfg: Config, identity: Run) -> EarlierStarts:
+    def from_config(cls, cfg: Config, spec: RunSpec) -> EarlierStarts:
         """Collective. Reads the run directory.
 
         Raises:
@@ -76,11 +76,11 @@ class EarlierStarts:
         def read() -> dict[str, Any]:
             problems: list[str] = []
             with as_config_error("run.dir"):
-                changes = identity.changes()
-                checkpoints = Checkpoints.of(identity.dir, cfg.checkpoint)
+                changes = spec.changes()
+                checkpoints = Checkpoints.from_config(spec.dir, cfg.checkpoint)
                 step, broken = checkpoints.newest_good()
-                status = status_or_none(identity.dir, problems)
-                progress = [*(f"broken checkpoint: {line}" for line in broken), *_progress(identity.dir, status)]
+                status = status_or_none(spec.dir, problems)
+                progress = [*(f"broken checkpoint: {line}" for line in broken), *_progress(spec.dir, status)]
             if mode == "never":
                 if step is not None:
                     raise ConfigError(
@@ -127,14 +127,14 @@ class EarlierStarts:
         """Whether the run was finished."""
         return self.status is not None and self.status["state"] == "finished"
 
-    def nothing_left(self, identity: Run, train: TrainConfig) -> str | None:
+    def nothing_left(self, spec: RunSpec, train: TrainConfig) -> str | None:
         """A message if this is the command that finished the run; else None."""
         if not self.finished or self.changes:
             return None
         assert self.status is not None
         keys = [key for key in ("max_steps", "max_epochs") if getattr(train, key) is not None]
         longer = " ".join(f"train.{key}=MORE" for key in keys)
-        return f"finished at step {self.status['step']} already: {identity.dir} (to train it further: run.dir=DIR {longer})"
+        return f"finished at step {self.status['step']} already: {spec.dir} (to train it further: run.dir=DIR {longer})"
 
     def last_step(self, run: TrainState) -> int:
         """The attempted step after which the restored run is finished. Marks an evaluation that is missing there as due.
@@ -186,7 +186,7 @@ def restore(run: TrainState, earlier: EarlierStarts) -> str:
     return f"new, {weights.description}"
 
 
-def pin_weights(cfg: Config, identity: Run) -> tuple[Config, Run]:
+def pin_weights(cfg: Config, spec: RunSpec) -> tuple[Config, RunSpec]:
     """Collective. The config and the run with initial weights of the hub pinned to a commit.
 
     Raises:
@@ -195,19 +195,19 @@ def pin_weights(cfg: Config, identity: Run) -> tuple[Config, Run]:
     sources = {"run.weights_from": cfg.run.weights_from, "run.warm_start.path": cfg.run.warm_start.path}
     urls = {key: url for key, url in sources.items() if url is not None and is_hub_url(url)}
     if not urls:
-        return cfg, identity
+        return cfg, spec
 
     def pinned() -> dict[str, str]:
         found = {}
         for key, url in urls.items():
-            model, saved = HubModel.parse(key, url), identity.saved_value(key)
+            model, saved = HubModel.parse(key, url), spec.saved_value(key)
             # Of a run of somebody else the commit may be any text, even an interpolation.
             is_same = isinstance(saved, str) and re.fullmatch(re.escape(f"hf://{model.name}@") + "[0-9a-f]{40}", saved)
             found[key] = saved if is_same else str(model.at_commit())
         return found
 
-    identity = identity.with_values(from_rank0(pinned))
-    return from_plain(Config, identity.config), identity
+    spec = spec.with_values(from_rank0(pinned))
+    return from_plain(Config, spec.config), spec
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class StepProfiler:
         self._steps = 0
 
     @classmethod
-    def of(
+    def from_config(
         cls,
         cfg: ProfileConfig,
         step: int,
@@ -204,10 +204,10 @@ class TraceSummary:
         """
         with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
             content = json.load(file)
-        return cls.of([event for event in content["traceEvents"] if event.get("ph") == "X"], step, parts)
+        return cls.from_events([event for event in content["traceEvents"] if event.get("ph") == "X"], step, parts)
 
     @classmethod
-    def of(cls, events: Sequence[dict[str, Any]], step: str, parts: Sequence[str]) -> TraceSummary:
+    def from_events(cls, events: Sequence[dict[str, Any]], step: str, parts: Sequence[str]) -> TraceSummary:
         """Summarises complete events (``ph: X``): host events inside a step, and all device events, which run later.
 
         Raises:

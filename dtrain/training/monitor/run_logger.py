@@ -32,7 +32,7 @@ from dtrain.errors import as_config_error, without_secrets_in
 from dtrain.precision.modules import dtype_name
 from dtrain.runs.records import Record
 from dtrain.runs.run_dir import write_status
-from dtrain.runs.run_spec import Run, without_secrets
+from dtrain.runs.run_spec import RunSpec, without_secrets
 from dtrain.tracking.sinks import NullSinks, Sinks, build_sinks
 from dtrain.training.checkpoint.state import TrainState
 from dtrain.training.monitor.communication import run_traffic
@@ -69,12 +69,12 @@ class RunLogger:
         self.media = MediaLogger(run, sinks)
 
     @classmethod
-    def open(cls, run: TrainState, identity: Run, last_step: int) -> RunLogger:
+    def open(cls, run: TrainState, spec: RunSpec, last_step: int) -> RunLogger:
         """Opens the sinks on rank 0, without the records and sample logs of steps that the restored run repeats.
 
         Args:
             run: The run, restored.
-            identity: Name, directory and config.
+            spec: Name, directory and config.
             last_step: Attempted step after which the run is finished.
 
         Raises:
@@ -87,8 +87,8 @@ class RunLogger:
             sinks = build_sinks(
                 run.cfg.tracker,
                 run.run_dir,
-                identity.name,
-                without_secrets(identity.config),
+                spec.name,
+                without_secrets(spec.config),
                 run.step.step,
                 evaluation_due=run.totals.evaluation_due,
                 total_steps=last_step,
@@ -234,22 +234,22 @@ def write_final_status(run: TrainState, state: str, reason: str | None, last_ste
         print(f"{state} at step {step}{f' ({reason})' if reason else ''}: {run.run_dir}", flush=True)
 
 
-def print_start_banner(identity: Run, run: TrainState, start: str, last_step: int, rows: Mapping[str, str]) -> None:
+def print_start_banner(spec: RunSpec, run: TrainState, start: str, last_step: int, rows: Mapping[str, str]) -> None:
     """On rank 0: prints the banner of a start.
 
     Args:
-        identity: Name and directory.
+        spec: Name and directory.
         run: The run, restored.
         start: The value of the row ``starts``.
         last_step: Attempted step after which the run is finished.
         rows: Further rows; empty ones are left out.
     """
     if run.world.rank == 0:
-        every = banner_rows(identity, run, start, last_step) | {"restarts": run.totals.interruptions(), **rows}
+        every = banner_rows(spec, run, start, last_step) | {"restarts": run.totals.interruptions(), **rows}
         print_banner("dtrain", {name: without_secrets_in(text) for name, text in every.items() if text})
 
 
-def banner_rows(identity: Run, run: TrainState, start: str, last_step: int) -> dict[str, str]:
+def banner_rows(spec: RunSpec, run: TrainState, start: str, last_step: int) -> dict[str, str]:
     """The rows that every run has; arguments as in ``print_start_banner``."""
     world, loader, cfg, optimizer = run.world, run.train_loader, run.cfg, run.optimizer
     micro, rows = loader.micro_batches_per_step, loader.rows_per_micro_batch
@@ -262,8 +262,8 @@ def banner_rows(identity: Run, run: TrainState, start: str, last_step: int) -> d
     if run.precision.compute_dtype == torch.float16 and not scaled:
         scaled = ", no loss scaling"
     return {
-        "run": identity.name,
-        "directory": str(identity.dir),
+        "run": spec.name,
+        "directory": str(spec.dir),
         "starts": start,
         "ranks": f"{world.size} on {_device_name(world)}, {world.backend.split(':')[-1]}",
         "precision": f"{run.precision.name} (autocast {dtype_name(run.precision.compute_dtype)}{scaled})",

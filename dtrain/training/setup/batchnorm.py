@@ -46,7 +46,7 @@ class ValidRows:
         if self._norms and calls_collectives(task, model, batch, precision):
             self._norms = []
 
-    def of(self, batch: Batch) -> AbstractContextManager[Batch]:
+    def for_batch(self, batch: Batch) -> AbstractContextManager[Batch]:
         """The micro-batch to train on in a block, which runs forward and backward."""
         if not self._norms or (kept := len(batch.kept_rows())) == len(batch.valid):
             return nullcontext(batch)

@@ -23,15 +23,15 @@ def draw(generator: np.random.Generator) -> list[float]:
 def test_the_numbers_of_a_key_are_those_of_a_generator_made_for_it() -> None:
     randomness = Randomness()
     for key in (0, 1, 2**63 + 5, 2**64 - 1, 1):
-        assert draw(randomness.of(key)) == draw(np.random.Generator(np.random.Philox(key=key)))
+        assert draw(randomness.generator(key)) == draw(np.random.Generator(np.random.Philox(key=key)))
 
 
 def test_what_was_drawn_for_one_key_does_not_matter_for_the_next() -> None:
     randomness = Randomness()
-    first = draw(randomness.of(7))
-    randomness.of(8).random(1001)
-    randomness.of(8).integers(0, 10, dtype=np.int32)
-    assert draw(randomness.of(7)) == first
+    first = draw(randomness.generator(7))
+    randomness.generator(8).random(1001)
+    randomness.generator(8).integers(0, 10, dtype=np.int32)
+    assert draw(randomness.generator(7)) == first
 
 
 keys = st.integers(0, 2**64 - 1)

@@ -17,7 +17,7 @@ from dtrain.distributed.process_group import process_group
 from dtrain.errors import ConfigError
 from dtrain.runs.hub import hub_errors
 from dtrain.runs.run_dir import save_run
-from dtrain.runs.run_spec import Run
+from dtrain.runs.run_spec import RunSpec
 from dtrain.training.checkpoint.resume import pin_weights, starting_weights
 from tests.hub_server import HubServer, Model, point_at, serving_hub
 from tests.ranks import RanksFailed
@@ -114,9 +114,9 @@ def test_the_weights_of_an_artefacts_folder_are_loaded(tmp_path: Path) -> None:
     assert (loaded(RunConfig(weights_from=str(tmp_path)))[0].weight == 2).all()
 
 
-def begin(run_dir: Path, url: str, key: str = "run.weights_from") -> tuple[str, Run]:
+def begin(run_dir: Path, url: str, key: str = "run.weights_from") -> tuple[str, RunSpec]:
     """What ``train`` does: pins the weights and saves the config. Returns the pinned URL, and the run."""
-    config = Run("name", run_dir, asdict(Config()), (f"{key}={url}",), ()).with_values({key: url})
+    config = RunSpec("name", run_dir, asdict(Config()), (f"{key}={url}",), ()).with_values({key: url})
     cfg, run = pin_weights(from_plain(Config, config.config), config)
     save_run(run)
     return str(attrgetter(key)(cfg)), run

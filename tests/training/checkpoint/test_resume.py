@@ -16,7 +16,7 @@ from dtrain.distributed.process_group import process_group
 from dtrain.errors import ConfigError
 from dtrain.precision.modules import dtype_name
 from dtrain.runs.run_dir import write_status
-from dtrain.runs.run_spec import Run
+from dtrain.runs.run_spec import RunSpec
 from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints
 from dtrain.training.checkpoint.resume import EarlierStarts, starting_weights
 from dtrain.training.checkpoint.state import RunTotals
@@ -55,7 +55,7 @@ class Place:
         cfg: Any = SimpleNamespace(run=RunConfig(resume=resume), checkpoint=CheckpointConfig())
         before = tree(self.run_dir)
         try:
-            return EarlierStarts.of(cfg, Run("run", self.run_dir, {}, (), ()))
+            return EarlierStarts.from_config(cfg, RunSpec("run", self.run_dir, {}, (), ()))
         finally:
             assert tree(self.run_dir) == before
 

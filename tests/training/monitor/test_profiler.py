@@ -138,7 +138,7 @@ def test_time_is_counted_inside_of_steps_once_and_for_the_innermost_operator() -
         event("aten::evaluation", 11_000, 9_000),  # between the steps
     ]
     again = [{**one, "ts": one["ts"] + 50_000} for one in step]
-    summary = TraceSummary.of(step + again, "step", ("data", "forward"))
+    summary = TraceSummary.from_events(step + again, "step", ("data", "forward"))
     assert (summary.steps, summary.step_ms, summary.parts) == (2, 10.0, {"forward": 4.0})
     assert (summary.communication_ms, summary.hidden_ms) == (3.0, 1.0)
     own = {name: (calls, ms) for name, calls, ms in summary.top}
@@ -155,7 +155,7 @@ def test_on_a_gpu_kernels_are_counted_and_nccl_is_communication() -> None:
         event("gemm", 2_000, 4_000, "kernel", 100),
         event("ncclDevKernel_AllReduce", 4_000, 8_000, "kernel", 101),  # ends behind the host's step
     ]
-    summary = TraceSummary.of(events, "step", ())
+    summary = TraceSummary.from_events(events, "step", ())
     assert summary.on_device
     assert (summary.communication_ms, summary.hidden_ms) == (8.0, 2.0)
     assert [name for name, _, _ in summary.top] == ["gemm"]

@@ -15,7 +15,7 @@ from torch import nn
 
 from dtrain.config.schema import Config, TrainConfig
 from dtrain.data import Batch, ShardLoader
-from dtrain.runs.run_spec import Run
+from dtrain.runs.run_spec import RunSpec
 from dtrain.tasks import Classification
 from dtrain.training.checkpoint.checkpoints import Checkpoints
 from dtrain.training.checkpoint.state import TrainState
@@ -152,7 +152,7 @@ def rows(
         step=train_step(model, optimizer, world=world(0, ranks), precision=precision, **options),
         checkpoints=Checkpoints(run_dir / "checkpoints"),
     )
-    return banner_rows(Run("mine", run_dir, {}, (), ()), run, "new", last_step=12)
+    return banner_rows(RunSpec("mine", run_dir, {}, (), ()), run, "new", last_step=12)
 
 
 def test_the_banner_says_what_was_derived(shards: str, tmp_path: Path) -> None:

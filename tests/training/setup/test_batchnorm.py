@@ -267,11 +267,11 @@ def test_a_column_without_an_entry_per_row_keeps_the_batch_whole_and_is_named_on
     whole = micro_batches(0, 4, masked={0})[0]
     whole["lam"] = column
     rows = ValidRows(NetWithBatchNorm())
-    with pytest.warns(UserWarning, match="'lam'.*data.tail=drop"), rows.of(whole) as got:
+    with pytest.warns(UserWarning, match="'lam'.*data.tail=drop"), rows.for_batch(whole) as got:
         assert got is whole
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with rows.of(whole) as got:
+        with rows.for_batch(whole) as got:
             assert got is whole
 
 
