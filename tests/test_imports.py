@@ -5,6 +5,7 @@ The layers are in pyproject.toml; ``lint-imports`` checks them from the command 
 
 from __future__ import annotations
 
+import ast
 import graphlib
 import itertools
 import subprocess
@@ -70,6 +71,19 @@ def test_no_module_imports_itself_through_others() -> None:
             for detail in graph.get_import_details(importer=importer, imported=imported)[:1]
         ]
         pytest.fail("\n".join(["a cycle of imports:", *lines]), pytrace=False)
+
+
+def test_only_the_config_knows_omegaconf() -> None:
+    # Everything else gets the dataclasses of the schema.
+    importers = set()
+    for path in (ROOT / "dtrain").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            if any(name.partition(".")[0] == "omegaconf" for name in names):
+                importers.add(path.relative_to(ROOT / "dtrain").as_posix())
+    outside = {path for path in importers if not path.startswith("config/")}
+    assert outside == {"completion.py"}  # it lists the keys without composing a config
 
 
 @pytest.mark.parametrize("name", NOT_LOADED)

@@ -28,6 +28,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, Node, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from dtrain.config.errors import ConfigError
 from dtrain.config.instantiate import argument_names
 
 #: Groups whose presets are the arguments of a class.
@@ -85,6 +86,8 @@ class _Loader(ConfigLoaderImpl):
         for override in self._overrides:
             _make_room(composed, override)
             _add_argument(composed, override)
+        for override in self._overrides:
+            _require_class(composed, override.key_or_group)
         for override in self._overrides:
             _allow_removal(composed, override)
         return composed
@@ -194,6 +197,19 @@ def _make_room(composed: DictConfig, override: Override) -> None:
             kept = {key: node[key] for key in _OF_HYDRA & set(node)} if keeps else {}
             OmegaConf.update(composed, path, kept, merge=False)
             OmegaConf.set_struct(OmegaConf.select(composed, path), False)
+
+
+def _require_class(composed: DictConfig, key: str) -> None:
+    """Refuses a key of a class that is not chosen.
+
+    Raises:
+        ConfigError: Names the key, and how to choose the class.
+    """
+    group, dot, _ = key.partition(".")
+    if dot and group in CLASS_GROUPS and not _is_mapping(_child(composed, group)):
+        raise ConfigError(
+            f"{key}: no {group} is chosen. Choose {group}=NAME, or set {group}._target_=package.Class, as well."
+        )
 
 
 def _add_argument(composed: DictConfig, override: Override) -> None:

@@ -20,6 +20,7 @@ PRECISIONS = "Valid: bf16, fp16, fp32, tf32"
         (["experimnt=digits"], "experimnt", "'experiment'"),
         (["experiment=digits", "optimizer.lrr=1"], "optimizer.lrr", "'lr'"),
         (["experiment=digits", "optimizer.lrr=1"], "optimizer.lrr", "Valid: _target_, amsgrad"),
+        (["data=digits", "model.width=3"], "model.width", "model=NAME"),
         # a key in the wrong group
         (["max_steps=3"], "max_steps", "Did you mean train.max_steps?"),
         (["experiment=digits", "train.lr=1"], "train.lr", "Did you mean optimizer.lr?"),
