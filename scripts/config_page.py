@@ -185,8 +185,6 @@ def _default(cfg: DictConfig, name: str) -> str:
     content = OmegaConf.to_container(cfg, resolve=False)
     assert isinstance(content, dict)
     value = content[name]
-    if value == "???":
-        return "to be set"
     if isinstance(value, dict) and "_target_" in value:
         return "a preset's"
     return f"`{_yaml(value)}`"

@@ -85,7 +85,7 @@ def test_every_command_of_a_page_that_is_not_run_is_accepted_with_its_options_an
 ) -> None:
     monkeypatch.chdir(tmp_path)
     compose_only(monkeypatch)
-    for variable in ("DTRAIN_CIFAR10", "DTRAIN_MNIST1D", "DTRAIN_TEXT"):
+    for variable in ("DTRAIN_CIFAR10", "DTRAIN_MNIST1D", "DTRAIN_TEXT", "STORAGE_TOKEN"):
         monkeypatch.setenv(variable, "somewhere")
     for name in ("mine", "old"):
         (tmp_path / "runs" / name).mkdir(parents=True)

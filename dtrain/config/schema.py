@@ -92,7 +92,7 @@ class DataConfig:
     with `tokens_per_sample` weights are shares of the tokens.
     """
 
-    train: Any = None  # training shards, or a _target_
+    train: Any = None  # training shards, or a _target_; null: those of mixture
     eval: Any = (
         None  # evaluation shards, or a _target_, or {NAME: either of them} for several sets; null: no evaluation
     )
@@ -300,7 +300,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    model: dict[str, Any] | None = None  # _target_ of a torch.nn.Module, and its arguments
+    model: dict[str, Any] | None = None  # has to be set: _target_ of a torch.nn.Module, and its arguments
     task: dict[str, Any] | None = None  # _target_ of task(model, batch) -> Output, and its arguments
     # _target_ of an optimizer, and its arguments; no_decay: patterns of parameters without weight decay
     optimizer: dict[str, Any] | None = None
