@@ -580,7 +580,8 @@ def test_a_search_of_real_runs_is_stopped_and_resumed(tmp_path: Path, digits: Pa
     assert search.trials[0].values == first.trials[0].values
     for trial in search.trials:
         steps = [
-            json.loads(line)["step"] for line in (tmp_path / "s" / trial.spec / "metrics.jsonl").read_text().splitlines()
+            json.loads(line)["step"]
+            for line in (tmp_path / "s" / trial.spec / "metrics.jsonl").read_text().splitlines()
         ]
         assert steps[-1] == 30
         assert (tmp_path / "s" / trial.spec / "logs" / "output.log").exists()
