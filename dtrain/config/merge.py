@@ -28,7 +28,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, Node, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from dtrain.config.errors import ConfigError
+from dtrain.errors import ConfigError
 from dtrain.config.instantiate import argument_names
 
 #: Groups whose presets are the arguments of a class.
