@@ -96,7 +96,7 @@ def finished_run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
     For reading only.
     """
-    from tests.runs import train_on
+    from tests.whole_runs import train_on
 
     run_dir = tmp_path_factory.mktemp("finished") / "run"
     overrides = [

@@ -13,8 +13,8 @@ from dtrain import command_line, evaluate
 from dtrain.tracking import sinks
 from tests.ranks import RanksFailed, run_ranks
 from tests.refusals import assert_refused
-from tests.runs import status, train_on
 from tests.shards import tar_bytes
+from tests.whole_runs import status, train_on
 
 pytestmark = pytest.mark.usefixtures("digits")
 

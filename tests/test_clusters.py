@@ -23,9 +23,9 @@ from dtrain.launch import local
 from dtrain.launch.job import STOPPED
 from tests.doc_commands import accepted, compose_only
 from tests.forked_python import forked_python
-from tests.launching.compose import single
+from tests.launch.compose import single
 from tests.refusals import refused
-from tests.runs import status
+from tests.whole_runs import status
 
 ROOT = Path(__file__).resolve().parents[1]
 KUBERNETES = sorted((ROOT / "examples" / "kubernetes").glob("*.yaml"))

@@ -13,8 +13,8 @@ import simplejpeg
 
 from dtrain import command_line
 from dtrain.config.compose import Composed, conf_dir
-from tests.runs import metrics, train_on, weights
 from tests.shards import write_tar
+from tests.whole_runs import metrics, train_on, weights
 
 EXPERIMENTS = sorted(path.stem for path in (conf_dir() / "experiment").glob("*.yaml"))
 

@@ -11,7 +11,7 @@ from benchmarks.fault_hook import Fault, Faults, faulty
 from dtrain.training.checkpoint.checkpoints import Checkpoints
 from tests.ranks import RanksFailed
 from tests.refusals import refused
-from tests.runs import metrics, records, status, train_on, weights
+from tests.whole_runs import metrics, records, status, train_on, weights
 
 pytestmark = pytest.mark.usefixtures("digits")
 SMALL = ("model.width=4", "data.num_workers=0", "checkpoint.best=null", "checkpoint.keep_last=9")

@@ -23,7 +23,7 @@ from dtrain.data import Batch
 from dtrain.tasks import Classification
 from dtrain.training.task import Output
 from tests.forked_python import forked_python
-from tests.runs import alive, metrics, status, train_on, weights
+from tests.whole_runs import alive, metrics, status, train_on, weights
 
 pytestmark = [pytest.mark.usefixtures("digits"), pytest.mark.slow]
 SMALL = ("tracker=none", "model.width=4", "data.num_workers=0", "checkpoint.best=null", "train.deterministic=true")

@@ -12,8 +12,8 @@ import pytest
 from benchmarks.fault_hook import faulty
 from tests.ranks import RanksFailed
 from tests.refusals import assert_refused
-from tests.runs import records, status, train_on
 from tests.shards import npy, stored_keys, vector, write_tar
+from tests.whole_runs import records, status, train_on
 
 SHARES = {"web": 0.7, "books": 0.2, "code": 0.1}
 SIZES = {"web": 300, "books": 97, "code": 23}

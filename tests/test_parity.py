@@ -17,7 +17,7 @@ from dtrain.data.digits import arrays
 from dtrain.data.order.randomness import seed_generators
 from dtrain.models import SmallCNN
 from tests.ranks import run_ranks
-from tests.runs import metrics, train_on
+from tests.whole_runs import metrics, train_on
 
 STEPS = 15
 # The digits, unshuffled, at half the preset's batch; the curve is that of two epochs.

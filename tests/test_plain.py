@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import harness
 from benchmarks.plain import compare
-from tests.runs import metrics, train_on
+from tests.whole_runs import metrics, train_on
 
 #: 200 steps of all are compared by `python -m benchmarks.plain.compare`; these take too long for a test.
 SHORTER = {"shakespeare_cpu": 40, "mnist1d_gru": 60}

@@ -13,8 +13,8 @@ from PIL import Image
 from benchmarks.fault_hook import faulty
 from dtrain.report.__main__ import main
 from tests.browser import View, view
-from tests.reporting.runs_for_tests import point_of
-from tests.runs import status, torchrun
+from tests.report.runs_for_tests import point_of
+from tests.whole_runs import status, torchrun
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600), pytest.mark.usefixtures("digits")]
 

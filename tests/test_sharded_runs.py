@@ -17,9 +17,9 @@ from dtrain.export import __main__ as export
 from dtrain.pack import __main__ as pack
 from dtrain.training.checkpoint.checkpoints import Checkpoints
 from tests.ranks import RanksFailed, run_ranks
-from tests.runs import metrics, records, status, train_on, weights
 from tests.test_evaluate import evaluated, numbers
 from tests.test_survival import keys_of_steps
+from tests.whole_runs import metrics, records, status, train_on, weights
 
 pytestmark = pytest.mark.slow
 GPT = (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import metrics, train_on
+from tests.whole_runs import metrics, train_on
 
 ROOT = Path(__file__).parents[1]
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("digits")]

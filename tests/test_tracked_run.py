@@ -21,9 +21,9 @@ from dtrain.training.evaluation import evaluate
 from dtrain.training.monitor import stragglers
 from dtrain.training.task import Evaluation
 from tests.forked_python import forked_python
-from tests.runs import records, status, torchrun, train_on
 from tests.tracking.wandb_records import records as wandb_records
 from tests.tracking.wandb_records import rows, run_of
+from tests.whole_runs import records, status, torchrun, train_on
 
 pytestmark = [pytest.mark.usefixtures("digits"), pytest.mark.slow]
 SMALL = ("experiment=digits", "model.width=4", "data.num_workers=0")

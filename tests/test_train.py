@@ -12,7 +12,7 @@ from dtrain.training.checkpoint.state import TrainState
 from dtrain.training.step import StepOutcome
 from tests.ranks import RanksFailed
 from tests.refusals import assert_refused
-from tests.runs import metrics, records, status, train_on, weights
+from tests.whole_runs import metrics, records, status, train_on, weights
 
 pytestmark = pytest.mark.usefixtures("digits")
 

@@ -12,7 +12,7 @@ from dtrain import command_line, train
 from dtrain.runs.run_spec import recompose_if_run
 from tests.ranks import RanksFailed, run_ranks
 from tests.refusals import assert_refused
-from tests.runs import QUIET, metrics, records, status, train_on, tree
+from tests.whole_runs import QUIET, metrics, records, status, train_on, tree
 
 pytestmark = pytest.mark.usefixtures("digits")
 SMALL = ("model.width=4", "checkpoint.best=null")

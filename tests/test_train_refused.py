@@ -13,7 +13,7 @@ from benchmarks.fault_hook import faulty
 from dtrain import command_line, train
 from tests.ranks import RanksFailed, run_ranks
 from tests.refusals import assert_refused
-from tests.runs import QUIET, metrics, status, train_on, tree
+from tests.whole_runs import QUIET, metrics, status, train_on, tree
 
 pytestmark = pytest.mark.usefixtures("digits")
 SMALL = ("model.width=4", "checkpoint.best=null")

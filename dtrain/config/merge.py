@@ -28,8 +28,8 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, Node, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from dtrain.errors import ConfigError
 from dtrain.config.instantiate import argument_names
+from dtrain.errors import ConfigError
 
 #: Groups whose presets are the arguments of a class.
 CLASS_GROUPS = ("model", "task", "optimizer", "schedule")

@@ -1,6 +1,6 @@
 """Exports a checkpoint as an artefact: ``python -m dtrain.export run.dir=DIR [OPTION=VALUE ...] [KEY=VALUE ...]``.
 
-``dtrain.export.pipeline`` has the phases of an export; ``dtrain.deployment`` says what an artefact is.
+``dtrain.export.pipeline`` has the phases of an export; ``dtrain.export`` says what an artefact is.
 """
 
 from __future__ import annotations

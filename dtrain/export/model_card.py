@@ -173,7 +173,7 @@ class ModelCard:
         shape = f"{image.field}: uint8 [rows, height, width, 3]" if image is not None else "the argument of the model"
         if self.description.rows is not None:
             shape = str(self.description.rows)
-        python = ["from dtrain.deployment import from_hub", "", f'model = from_hub("{self.model.name}")']
+        python = ["from dtrain.export import from_hub", "", f'model = from_hub("{self.model.name}")']
         python += [f"outputs = model.outputs(rows)  # rows: {shape}; outputs: fp32"]
         return f"{_code('bash', lines)}\n\n{_code('python', python)}"
 

@@ -29,7 +29,7 @@ def index_shards(patterns: Sequence[str], processes: int | None, console: Consol
     """Runs ``pack index PATTERN...``: indexes shards and prints a summary of their contents.
 
     Args:
-        patterns: Paths, globs and brace patterns, as ``dtrain.data.shards.expand`` takes them.
+        patterns: Paths, globs and brace patterns, as ``dtrain.data.shards.patterns.expand`` takes them.
         processes: Number of processes; None chooses it by the number of shards.
         console: Where progress, warnings and errors are shown.
 

@@ -18,7 +18,7 @@ from dtrain.distributed.process_group import process_group
 from dtrain.errors import ConfigError
 from dtrain.runs.run_dir import is_trained
 from tests.refusals import refused
-from tests.runs import tree
+from tests.whole_runs import tree
 
 HOLDER = """
 import os, sys, time

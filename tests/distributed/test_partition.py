@@ -13,7 +13,7 @@ from shutil import which
 
 import pytest
 
-from tests.runs import QUIET
+from tests.whole_runs import QUIET
 
 LIMIT = 10  # parallel.timeout_step
 NODES = {"10.99.0.1": "dtrain-a", "10.99.0.2": "dtrain-b"}

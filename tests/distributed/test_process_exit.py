@@ -13,7 +13,7 @@ import pytest
 from dtrain.distributed.process_exit import exit_unless, in_time
 from tests.forked_python import forked_python
 from tests.ranks import RanksFailed, run_ranks
-from tests.runs import alive
+from tests.whole_runs import alive
 
 WORKER = """
 import time

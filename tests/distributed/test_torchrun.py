@@ -25,7 +25,7 @@ from dtrain.errors import ConfigError, PeerFailed
 from dtrain.tasks.classification import Classification
 from dtrain.training.task import Output
 from tests.forked_python import forked_python
-from tests.runs import ROOT, status
+from tests.whole_runs import ROOT, status
 
 DTRAIN = ["torchrun", "--standalone", "-m", "dtrain.train", "experiment=digits"]
 

@@ -21,7 +21,7 @@ from dtrain.doctor.__main__ import main
 from dtrain.doctor.examination import _not_sharded, build_communicating_step, build_examined_run
 from dtrain.doctor.measure import endless_batches
 from dtrain.training import build
-from tests.diagnosis import slow
+from tests.doctor import slow
 from tests.ranks import RanksFailed, run_ranks
 
 SMALL = (

@@ -10,7 +10,7 @@ import pytest
 
 from dtrain.data import ShardLoader, WorkerOptions
 from dtrain.doctor.measure import AllReduce, _busy, endless_batches, loader_rate
-from tests.diagnosis.slow import SleepyAugmentation
+from tests.doctor.slow import SleepyAugmentation
 
 FIELDS: dict[str, Any] = {"x": {"name": "x", "role": "feature"}}
 

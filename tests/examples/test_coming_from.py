@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 from tests.doc_pages import blocks
 from tests.forked_python import forked_python
-from tests.runs import ROOT, metrics, train_on, weights
 from tests.shards import write_tar
+from tests.whole_runs import ROOT, metrics, train_on, weights
 
 FOLDER = ROOT / "examples" / "coming_from"
 PRESETS = ("--config-dir", str(FOLDER / "presets"))

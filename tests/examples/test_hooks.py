@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.ranks import RanksFailed
-from tests.runs import ROOT, metrics, records, status, train_on, weights
 from tests.tracking.wandb_records import rows
+from tests.whole_runs import ROOT, metrics, records, status, train_on, weights
 
 SMALL = ("model.width=4", "data.num_workers=0", "checkpoint.best=null", "checkpoint.keep_last=9")
 pytestmark = pytest.mark.usefixtures("digits")

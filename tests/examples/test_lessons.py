@@ -20,7 +20,7 @@ from benchmarks import autocast_table
 from dtrain.precision import CrossRankGradScaler
 from tests.forked_python import forked_python
 from tests.ranks import run_ranks
-from tests.runs import ROOT
+from tests.whole_runs import ROOT
 
 LESSONS = ROOT / "examples" / "lessons"
 PAGE = ROOT / "docs" / "mixed_precision.md"

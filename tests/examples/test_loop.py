@@ -22,7 +22,7 @@ from dtrain.precision import CrossRankGradScaler
 from examples import loop
 from tests.forked_python import forked_python
 from tests.ranks import run_ranks
-from tests.runs import ROOT
+from tests.whole_runs import ROOT
 
 pytestmark = pytest.mark.usefixtures("digits")
 

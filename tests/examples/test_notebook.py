@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import ROOT, status
+from tests.whole_runs import ROOT, status
 
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 

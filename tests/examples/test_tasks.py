@@ -10,7 +10,7 @@ import pytest
 
 from dtrain.data import ShardLoader
 from dtrain.data.writer import write_shards
-from tests.runs import ROOT, metrics, records, train_on
+from tests.whole_runs import ROOT, metrics, records, train_on
 
 OWN_TASK, IMAGE_TEXT = ROOT / "examples" / "own_task", ROOT / "examples" / "image_text"
 

@@ -13,7 +13,7 @@ from dtrain.export import artefact
 from dtrain.export.description import Description
 from dtrain.export.program import Program, RowSpec
 from dtrain.precision import Precision
-from tests.deployment.helpers import described
+from tests.export.helpers import described
 
 ROWS = RowSpec("float32", (3,))
 MIB = 16  # of a row of Costly

@@ -1,4 +1,4 @@
-"""Descriptions and small models for the tests of ``dtrain.deployment``."""
+"""Descriptions and small models for the tests of ``dtrain.export``."""
 
 from __future__ import annotations
 

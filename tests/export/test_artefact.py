@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dtrain.errors import ConfigError
 from dtrain.export import artefact
 from dtrain.export.program import Program, RowSpec
-from tests.deployment.helpers import CPU, IMAGE, described, write_linear
+from tests.export.helpers import CPU, IMAGE, described, write_linear
 from tests.refusals import refused
 from tests.toys import NormNet
 

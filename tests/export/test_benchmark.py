@@ -18,10 +18,10 @@ from dtrain.errors import ConfigError
 from dtrain.export import artefact, benchmark
 from dtrain.export.benchmark import benchmark_export, benchmark_summary, check_budget, largest_batch
 from dtrain.export.program import Program, RowSpec
-from tests.deployment.costly import MIB, MILLISECONDS, ROWS, Costly, costly_description, write_costly
-from tests.deployment.helpers import CPU, described
+from tests.export.costly import MIB, MILLISECONDS, ROWS, Costly, costly_description, write_costly
+from tests.export.helpers import CPU, described
 from tests.refusals import assert_refused, refused
-from tests.runs import ROOT
+from tests.whole_runs import ROOT
 
 
 @pytest.fixture

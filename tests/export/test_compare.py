@@ -15,7 +15,7 @@ from dtrain.errors import ConfigError
 from dtrain.export.compare import Comparison, ModuleError, Tolerance, compare_modules, require_close
 from dtrain.export.fold_cast import cast, fold, foldable
 from dtrain.export.program import Program
-from tests.deployment.helpers import CPU, described
+from tests.export.helpers import CPU, described
 from tests.refusals import refused
 
 TOLERANCE = Tolerance(outputs=0.1, metrics=0.02)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dtrain.errors import ConfigError
 from dtrain.export.fold_cast import cast, check_fits_dtype, fold, foldable, pairs_outside
-from tests.deployment.helpers import Branching
+from tests.export.helpers import Branching
 from tests.refusals import refused
 
 

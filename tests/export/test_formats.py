@@ -20,10 +20,10 @@ from dtrain.export.formats import FORMATS
 from dtrain.export.program import ImageInput, Program
 from dtrain.models import GPT, ViT
 from dtrain.precision import Precision
-from tests.deployment.helpers import CPU, IMAGE, Branching, described
+from tests.export.helpers import CPU, IMAGE, Branching, described
 from tests.refusals import refused
-from tests.runs import ROOT
 from tests.toys import NormNet
+from tests.whole_runs import ROOT
 
 #: Largest error of an output, as a fraction of the largest one.
 ERROR = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 0.05}

@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from dtrain.deployment import from_hub
 
 from dtrain import predict
 from dtrain.config.schema import ExportConfig
 from dtrain.errors import ConfigError
-from dtrain.export import artefact, hub
+from dtrain.export import artefact, from_hub, hub
 from dtrain.export.hub import Push, model_identity
-from tests.deployment.helpers import CPU, write_linear
+from tests.export.helpers import CPU, write_linear
 from tests.hub_server import HubServer, point_at, serving_hub
 from tests.ranks import run_ranks
 from tests.refusals import assert_refused, refused

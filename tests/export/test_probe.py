@@ -15,8 +15,8 @@ from dtrain.export.formats import FORMATS
 from dtrain.export.probe import PeakMemory, Probe, made_up_rows
 from dtrain.export.program import Program, RowSpec
 from dtrain.precision import Precision
-from tests.deployment.costly import MIB, write_costly
-from tests.deployment.helpers import CPU, described
+from tests.export.costly import MIB, write_costly
+from tests.export.helpers import CPU, described
 from tests.refusals import refused
 
 

@@ -14,7 +14,7 @@ from dtrain.errors import ConfigError
 from dtrain.export.reference import NotComparable, ReferenceRows, reference_rows
 from dtrain.tasks import Classification, LanguageModelling
 from dtrain.training.task import Output, Task
-from tests.deployment.helpers import CPU
+from tests.export.helpers import CPU
 from tests.refusals import refused
 
 

@@ -19,9 +19,9 @@ from dtrain.export.program import Program, RowSpec
 from dtrain.models import GPT
 from dtrain.pack import __main__ as pack
 from dtrain.predict import main
-from tests.deployment.helpers import described
+from tests.export.helpers import described
 from tests.refusals import assert_refused
-from tests.runs import train_on
+from tests.whole_runs import train_on
 
 NODE = {"_target_": "dtrain.models.GPT", "vocabulary": 257, "width": 16, "depth": 2, "heads": 2, "context": 16}
 PROMPT = "def "

@@ -23,7 +23,7 @@ from dtrain.launch.commands import COMMANDS, newest_log, status_table
 from dtrain.runs.history import History
 from dtrain.runs.run_dir import is_trained, write_status
 from tests.refusals import assert_refused
-from tests.runs import status, train_on
+from tests.whole_runs import status, train_on
 
 
 def make_run(run_dir: Path, state: str | None, config: dict[str, Any], *records: dict[str, float]) -> Path:

@@ -18,7 +18,7 @@ from dtrain.launch.job import (
 )
 from dtrain.runs.run_dir import write_status
 from dtrain.runs.run_spec import RunSpec, recompose_if_run
-from tests.launching.compose import compose, single, sweep
+from tests.launch.compose import compose, single, sweep
 from tests.refusals import refused
 
 

@@ -21,7 +21,7 @@ import pytest
 
 from dtrain.launch.job import Job
 from dtrain.launch.job_script import job_script
-from tests.launching.compose import single
+from tests.launch.compose import single
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB, RUNNING, CANCELLED = "7", "RUNNING 2 None", "COMPLETING 2 None"

@@ -12,7 +12,7 @@ import pytest
 from dtrain.errors import ConfigError
 from dtrain.launch.job import Job
 from dtrain.launch.job_script import array_script, freeze_presets, frozen_arguments, job_script, time_limit_seconds
-from tests.launching.compose import single, sweep
+from tests.launch.compose import single, sweep
 from tests.refusals import refused
 
 GOLDEN = Path(__file__).parent / "golden" / "job.sbatch"

@@ -19,10 +19,10 @@ from dtrain.launch import local
 from dtrain.launch.job import FAILED, FINISHED, STOPPED, Job, JobResult
 from dtrain.launch.local import LocalStart
 from dtrain.runs.run_spec import RunSpec
-from tests.launching.compose import single
-from tests.launching.processes import rank_processes
+from tests.launch.compose import single
+from tests.launch.processes import rank_processes
 from tests.refusals import refused
-from tests.runs import metrics, status, train_on
+from tests.whole_runs import metrics, status, train_on
 
 LONG = ("train.max_epochs=300",)  # the tests stop it long before; bounded in case that fails
 QUICK = ("experiment=digits", "tracker=none", "train.log_every=1")

@@ -10,7 +10,7 @@ from dtrain.launch import __main__ as launch
 from dtrain.launch.job import Job
 from dtrain.launch.slurm import code_version
 from dtrain.runs.run_dir import save_run, write_status
-from tests.launching.compose import single
+from tests.launch.compose import single
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 from dtrain.launch import pool
 from dtrain.launch.job import FAILED, FINISHED, STOPPED, Job, JobResult
 from dtrain.launch.pool import Pool, Screen
-from tests.launching.compose import sweep
+from tests.launch.compose import sweep
 
 
 @pytest.fixture(autouse=True)

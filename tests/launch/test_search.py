@@ -29,9 +29,9 @@ from dtrain.launch.search_journal import search_lock
 from dtrain.launch.search_space import CommandLine, distribution
 from dtrain.report.search import Search
 from dtrain.runs.run_dir import save_run, write_status
-from tests.launching.compose import single
+from tests.launch.compose import single
 from tests.refusals import assert_refused, refused
-from tests.runs import status
+from tests.whole_runs import status
 
 optuna = pytest.importorskip("optuna", reason="a search needs Optuna: pip install 'dtrain[optuna]'")
 LR = "optimizer.lr=interval(0.0,1.0)"

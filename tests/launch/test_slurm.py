@@ -17,8 +17,8 @@ import pytest
 from benchmarks.fault_hook import faulty
 from dtrain.distributed.world import first_host
 from dtrain.launch import __main__ as launch
-from tests.launching.processes import rank_processes
-from tests.launching.slurm_jobs import (
+from tests.launch.processes import rank_processes
+from tests.launch.slurm_jobs import (
     TWO_NODES,
     digits_run,
     ended,
@@ -31,7 +31,7 @@ from tests.launching.slurm_jobs import (
     submit,
     wait,
 )
-from tests.runs import metrics, records, status, torchrun, weights
+from tests.whole_runs import metrics, records, status, torchrun, weights
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("slurm", "digits")]
 

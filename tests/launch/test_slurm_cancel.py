@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching.slurm_jobs import ENDED, ended, field, output, slurm, submit, wait
+from tests.launch.slurm_jobs import ENDED, ended, field, output, slurm, submit, wait
 
 CRASHES = int(os.environ.get("DTRAIN_TEST_CRASHES", "3"))
 # A run that was killed, with a new checkpoint in each allocation, so that it always asks for another one.

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching.processes import launcher_process
-from tests.launching.slurm_jobs import digits_run, ended, field, output, paused, pausing, restarted, slurm, wait
-from tests.runs import metrics, records, status
+from tests.launch.processes import launcher_process
+from tests.launch.slurm_jobs import digits_run, ended, field, output, paused, pausing, restarted, slurm, wait
+from tests.whole_runs import metrics, records, status
 
 ROOT = Path(__file__).resolve().parents[2]
 CPUS = ("--gpus-per-node=0", "--cpus-per-task=2")

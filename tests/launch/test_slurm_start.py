@@ -18,7 +18,7 @@ from dtrain.launch import commands, slurm
 from dtrain.launch.job import FAILED, FINISHED, STOPPED, Job
 from dtrain.launch.slurm import SlurmStart
 from dtrain.runs.run_dir import write_status
-from tests.launching.compose import single, sweep
+from tests.launch.compose import single, sweep
 from tests.refusals import refused
 
 _COMMANDS = {

@@ -23,7 +23,7 @@ from dtrain.pack.__main__ import main
 from dtrain.pack.staging import StagedDataset
 from tests.forked_python import forked_python
 from tests.ranks import run_ranks
-from tests.runs import metrics, records
+from tests.whole_runs import metrics, records
 
 
 def image(path, seed, size=(6, 5)):
@@ -405,7 +405,7 @@ def test_the_printed_command_trains_in_a_shell(tmp_path, capsys):
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     assert max(line["samples"] for line in records(tmp_path / "run")) == 12

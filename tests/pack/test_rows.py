@@ -15,7 +15,7 @@ from dtrain.pack import rows as rows_module
 from dtrain.pack import text as text_module
 from dtrain.pack.__main__ import main
 from dtrain.pack.rows import BestFitRows, CutRows, TokenStream, best_fit, layout_jobs
-from tests.packing.test_text import read_rows
+from tests.pack.test_text import read_rows
 
 END = 256
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dtrain.precision import Precision
 from dtrain.precision.autocast_check import AutocastCheck
-from tests.runs import train_on
+from tests.whole_runs import train_on
 
 START = "precision: this run computes in fp32, but"
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")

@@ -18,8 +18,8 @@ from dtrain.precision.skip_diagnosis import SkipDiagnosis
 from dtrain.training import build
 from tests.forked_python import forked_python
 from tests.refusals import refused
-from tests.runs import metrics, train_on
 from tests.toys import Net, NormNet, world
+from tests.whole_runs import metrics, train_on
 
 STEPS = ("train.eval_every=4", "train.ema_decay=0.5", "checkpoint.every_steps=2", "data.num_workers=0")
 

@@ -20,8 +20,8 @@ from dtrain.precision.reduce_dtype import REDUCE_DTYPES, reduce_in
 from dtrain.training.build import wrap
 from tests.ranks import RanksFailed, run_ranks
 from tests.refusals import Refusal
-from tests.runs import metrics, train_on
 from tests.toys import Net, micro_batches, run_steps, train_step, world
+from tests.whole_runs import metrics, train_on
 
 
 class Weights(nn.Module):

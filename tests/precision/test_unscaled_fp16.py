@@ -21,7 +21,7 @@ from dtrain.tasks import textbook
 from dtrain.training.build import build_run
 from tests.config.command_lines import compose
 from tests.refusals import refused
-from tests.runs import metrics, records, train_on
+from tests.whole_runs import metrics, records, train_on
 
 UNIT = 1e-4  # of the outputs: a network whose results are small numbers
 NETWORK = (f"model._target_={__name__}.SmallOutputs", "model.widths=[10,20,1]")

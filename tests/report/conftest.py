@@ -7,7 +7,7 @@ import random
 import pytest
 
 from dtrain.runs.history import History
-from tests.reporting.runs_for_tests import point_of
+from tests.report.runs_for_tests import point_of
 
 RATES = (1e-4, 1e-3, 1e-2)
 

@@ -16,7 +16,7 @@ from dtrain.report.pictures import picture
 from dtrain.report.sweep import Sweep
 from dtrain.report.tables import run_columns, text_table
 from dtrain.runs.history import History
-from tests.reporting.runs_for_tests import best_of, point_of, run_of
+from tests.report.runs_for_tests import best_of, point_of, run_of
 
 NUMBERS = st.lists(st.floats(-1e6, 1e6) | st.just(float("nan")), min_size=0, max_size=200)
 

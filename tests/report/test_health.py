@@ -21,7 +21,7 @@ from dtrain.report.health import (
 )
 from dtrain.report.run_logs import Hang
 from dtrain.runs.history import History
-from tests.reporting.runs_for_tests import point_of, run_of, steady
+from tests.report.runs_for_tests import point_of, run_of, steady
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from dtrain.report.__main__ import main
 from dtrain.runs.history import History
 from dtrain.runs.run_dir import write_status
 from dtrain.tracking.sinks import write_media
-from tests.reporting.runs_for_tests import point_of, run_of
+from tests.report.runs_for_tests import point_of, run_of
 
 
 def make_run(folder: Path, steps: int = 40, *, state: str = "finished", fp16: bool = True, **config: Any) -> Path:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dtrain.report.sweep import Goal, Sweep, seed_groups, short_names, varied_settings
 from dtrain.report.tables import seed_columns
 from dtrain.runs.history import ABSENT, History
-from tests.reporting.runs_for_tests import best_of, point_of, run_of, steady
+from tests.report.runs_for_tests import best_of, point_of, run_of, steady
 
 KEYS = st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=3).map(".".join), max_size=8, unique=True)
 

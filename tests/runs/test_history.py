@@ -15,7 +15,7 @@ import pytest
 from dtrain.runs import history
 from dtrain.runs.history import History, as_float, differences, read_all, read_columns, run_directories
 from tests.refusals import refused
-from tests.reporting.runs_for_tests import run_of, steady
+from tests.report.runs_for_tests import run_of, steady
 
 
 def test_aliases_of_aliases_in_a_config_are_refused_and_not_unfolded(tmp_path: Path) -> None:

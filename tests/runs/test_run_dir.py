@@ -16,7 +16,7 @@ from dtrain.runs.run_dir import read_status, write_status
 from dtrain.runs import run_dir
 from dtrain.runs.run_dir import close_rank_log, failures_recorded, is_trained, move_records_aside, open_rank_log
 from tests.refusals import assert_refused, refused
-from tests.runs import status
+from tests.whole_runs import status
 
 
 def test_what_was_written_last_is_read(tmp_path):

@@ -18,8 +18,8 @@ import pytest
 from benchmarks.fault_hook import faulty
 from dtrain.config.schema import TrackerConfig
 from dtrain.tracking import build_sinks
-from tests.runs import records, torchrun
 from tests.tracking.pictures import png
+from tests.whole_runs import records, torchrun
 
 pytest.importorskip("mlflow", reason="MLflow is an extra: pip install 'dtrain[mlflow]'")
 pytest.importorskip("sqlalchemy", reason="mlflow-skinny has no local store: pip install 'dtrain[mlflow]'")

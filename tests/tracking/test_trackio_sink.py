@@ -7,8 +7,8 @@ import pytest
 from benchmarks.fault_hook import faulty
 from dtrain.config.schema import TrackerConfig
 from dtrain.tracking import build_sinks, sinks
-from tests.runs import records, torchrun
 from tests.tracking.pictures import png
+from tests.whole_runs import records, torchrun
 
 trackio = pytest.importorskip("trackio", reason="Trackio is an extra: pip install 'dtrain[trackio]'")
 SQLiteStorage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage

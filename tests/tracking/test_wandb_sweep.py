@@ -7,7 +7,7 @@ import yaml
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
 from dtrain.__main__ import main
-from tests.runs import ROOT
+from tests.whole_runs import ROOT
 
 DOCUMENT = Path(ROOT, "docs", "sweeps.md").read_text(encoding="utf-8")
 

@@ -16,7 +16,7 @@ import pytest
 from dtrain.training.breakpoints import without_breakpoints
 from tests.forked_python import forked_python
 from tests.ranks import RanksFailed
-from tests.runs import ROOT, status, train_on
+from tests.whole_runs import ROOT, status, train_on
 
 TASK = """
 from dtrain.tasks import Classification

@@ -19,7 +19,6 @@ from dtrain.training.checks import UnusedParameters, check_mean_loss, unused_par
 from dtrain.training.task import Output
 from tests.ranks import RanksFailed, run_ranks
 from tests.refusals import refused
-from tests.runs import train_on
 from tests.toys import (
     CPU,
     Net,
@@ -30,6 +29,7 @@ from tests.toys import (
     train_step,
     world,
 )
+from tests.whole_runs import train_on
 
 
 def sgd(model: nn.Module) -> torch.optim.SGD:

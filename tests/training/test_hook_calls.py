@@ -15,7 +15,7 @@ from dtrain.training.step import StepOutcome
 from dtrain.training.task import Evaluation
 from tests.ranks import RanksFailed
 from tests.refusals import assert_refused, refused
-from tests.runs import records, status, train_on
+from tests.whole_runs import records, status, train_on
 
 SMALL = ("model.width=4", "data.num_workers=0", "checkpoint.best=null", "checkpoint.keep_last=9")
 

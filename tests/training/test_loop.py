@@ -42,8 +42,8 @@ from tests.config.command_lines import compose
 from tests.fake_cuda import Collectives, on_fake_cuda
 from tests.ranks import RanksFailed, run_ranks
 from tests.refusals import assert_refused
-from tests.runs import metrics, records, status, train_on, weights
 from tests.toys import world
+from tests.whole_runs import metrics, records, status, train_on, weights
 
 # -- loop
 

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from tests.ranks import RanksFailed
 from tests.refusals import assert_refused
-from tests.runs import metrics, train_on, weights
+from tests.whole_runs import metrics, train_on, weights
 
 COUNT = 100
 

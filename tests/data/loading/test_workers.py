@@ -153,7 +153,7 @@ def test_what_is_no_number_of_workers_is_refused(tmp_path: Path, asked: Any) -> 
         make_loader(write_numbered(tmp_path, [20]), num_workers=asked)
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 IMAGES = {"x": {"name": "x", "role": "image"}}
 
 

@@ -22,7 +22,7 @@ from dtrain.training.checkpoint.resume import pin_weights, starting_weights
 from tests.hub_server import HubServer, Model, point_at, serving_hub
 from tests.ranks import RanksFailed
 from tests.refusals import refused
-from tests.runs import metrics, train_on
+from tests.whole_runs import metrics, train_on
 
 pytest.importorskip("huggingface_hub", reason="hf needs huggingface_hub: pip install 'dtrain[hf]'")
 URL = "hf://org/name"

@@ -21,8 +21,8 @@ from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints
 from dtrain.training.checkpoint.resume import EarlierStarts, starting_weights
 from dtrain.training.checkpoint.state import RunTotals
 from tests.refusals import assert_refused, refused
-from tests.runs import train_on, tree, weights
 from tests.training.checkpoints_for_tests import content
+from tests.whole_runs import train_on, tree, weights
 
 SMALL = ("model.width=4", "data.num_workers=0", "schedule=constant")
 

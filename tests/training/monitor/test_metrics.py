@@ -17,8 +17,8 @@ from dtrain.tasks import Classification
 from dtrain.training.monitor import metrics
 from dtrain.training.monitor.metrics import MetricSums, StepMetrics
 from dtrain.training.task import Output
-from tests.runs import records, status, train_on
 from tests.toys import micro_batches, world
+from tests.whole_runs import records, status, train_on
 
 # -- meter
 

@@ -15,7 +15,7 @@ from torch.profiler import profile
 from dtrain.training.monitor.profiler import TraceSummary, intersection, union
 from dtrain.training.step import PARTS, STEP
 from tests.ranks import RanksFailed
-from tests.runs import metrics, status, train_on
+from tests.whole_runs import metrics, status, train_on
 
 # -- profiler
 

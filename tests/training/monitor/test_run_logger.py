@@ -24,9 +24,9 @@ from dtrain.training.monitor.run_logger import banner_rows, write_final_status
 from dtrain.training.schedule import WarmupConstant
 from dtrain.training.task import Evaluation
 from tests.ranks import RanksFailed
-from tests.runs import metrics, train_on
 from tests.shards import VECTOR_FIELDS, write_vectors
 from tests.toys import Net, NetWithBatchNorm, train_step, world
+from tests.whole_runs import metrics, train_on
 
 # -- illustration
 

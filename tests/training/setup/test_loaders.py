@@ -28,9 +28,9 @@ from dtrain.training.setup.loaders import (
 from tests.configs import config_of
 from tests.ranks import RanksFailed, run_ranks
 from tests.refusals import assert_refused, refused
-from tests.runs import metrics, records, status, train_on
 from tests.shards import VECTOR_FIELDS, vector, write_vectors
 from tests.toys import world
+from tests.whole_runs import metrics, records, status, train_on
 
 # -- loaders
 

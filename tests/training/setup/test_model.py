@@ -21,8 +21,8 @@ from dtrain.training import build
 from dtrain.training.setup.model import CompilerLog, use_channels_last
 from tests.ranks import RanksFailed
 from tests.refusals import refused
-from tests.runs import metrics, torchrun, train_on
 from tests.toys import world
+from tests.whole_runs import metrics, torchrun, train_on
 
 # -- compiler log
 
