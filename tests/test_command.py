@@ -178,7 +178,7 @@ def test_an_entry_point_gets_its_arguments_and_gives_the_exit_code(
         seen.extend([sys.argv[1:], sys.path])
         return 3
 
-    monkeypatch.setattr(f"dtrain.{name}.main", main)
+    monkeypatch.setattr(command.entry_point(name), "main", main)
     path = ["/venv/bin", *(folder for folder in sys.path if folder)]
     monkeypatch.setattr(sys, "path", [*path])
     monkeypatch.chdir(tmp_path)

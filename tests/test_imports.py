@@ -1,6 +1,6 @@
 """Imports inside dtrain: down the layers, without cycles, and without what a command does not need.
 
-The layers are in pyproject.toml; ``lint-imports`` checks them from the command line. Imports for type checking do not count.
+The layers are in pyproject.toml; ``lint-imports`` checks them from the command line. Imports for type checking count.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ ROOT = Path(__file__).resolve().parents[1]
 NOT_LOADED = {
     "dtrain.__main__": ("hydra", "omegaconf", "torch", "numpy"),  # dtrain --help answers at once
     "dtrain.distributed.torchrun": ("hydra", "omegaconf", "torch", "numpy"),  # every torchrun on the machine loads it
-    "dtrain.report": ("hydra", "omegaconf", "wandb"),  # reads finished runs only, on any machine
+    "dtrain.report.*": ("hydra", "omegaconf", "wandb"),  # reads finished runs only, on any machine
     "dtrain.errors": ("hydra", "omegaconf", "torch"),  # loader workers import it
-    "dtrain.config.cache_dir": ("hydra", "omegaconf", "torch"),  # loader workers import it
-    "dtrain.files": ("hydra", "torch"),
+    "dtrain.files": ("hydra", "omegaconf", "torch"),  # loader workers import it
     "dtrain.runs.records": ("hydra", "torch", "wandb"),
     "dtrain.runs.run_dir": ("hydra", "torch", "wandb"),  # dtrain.report reads the status
     "dtrain.runs.history": ("hydra", "torch", "wandb"),
@@ -58,7 +57,7 @@ def test_imports_go_down_the_layers() -> None:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    graph = grimp.build_graph("dtrain", exclude_type_checking_imports=True, cache_dir=None)
+    graph = grimp.build_graph("dtrain", exclude_type_checking_imports=False, cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     try:
         graphlib.TopologicalSorter(imports).prepare()
@@ -89,7 +88,8 @@ def test_only_the_config_knows_omegaconf() -> None:
 @pytest.mark.parametrize("name", NOT_LOADED)
 def test_an_import_does_not_load_what_it_does_not_need(name: str) -> None:
     folder = ROOT.joinpath(*name.removesuffix(".*").split("."))
-    modules = [f"{name[:-2]}.{path.stem}" for path in folder.glob("[!_]*.py")] if name.endswith(".*") else [name]
+    paths = [path.relative_to(ROOT).with_suffix("") for path in folder.rglob("*.py") if path.stem != "__init__"]
+    modules = [".".join(path.parts) for path in paths] if name.endswith(".*") else [name]
     code = f"import sys, {', '.join(modules)}\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
