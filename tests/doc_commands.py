@@ -13,7 +13,6 @@ from dtrain import __main__ as dtrain
 from dtrain import command_line, evaluate
 from dtrain.__main__ import _take_nproc, entry_point
 from dtrain.completion import SHELLS
-from dtrain.config import compose
 from dtrain.doctor import __main__ as doctor
 from dtrain.launch.commands import COMMANDS
 from tests.doc_pages import ROOT
@@ -24,7 +23,9 @@ ENTRY_POINTS = sorted(name for name in dtrain.COMMANDS if name != "completion")
 def compose_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Entry points read their command lines and compose their configs, and do nothing with them."""
     run = command_line.run
-    monkeypatch.setattr(compose, "run", lambda main, argv=None, rewrite=None: run(lambda composed: None, argv, rewrite))
+    monkeypatch.setattr(
+        command_line, "run", lambda main, argv=None, rewrite=None: run(lambda composed: None, argv, rewrite)
+    )
     monkeypatch.setattr(doctor, "check_machine", lambda options: 0)
     monkeypatch.setattr(evaluate, "pull", lambda url, config: Path("no-such-artefact"))  # the hub is not asked
     for name in ENTRY_POINTS:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain import files as atomic
+from dtrain import files
 from dtrain.files import (
     create_folder,
     cut_lines,
@@ -59,7 +59,7 @@ def test_a_write_failure_keeps_the_old_content(
         raise OSError(28, "No space left on device")
 
     write(tmp_path / "name", "old")
-    monkeypatch.setattr(atomic.os, "fsync", refuse)
+    monkeypatch.setattr(files.os, "fsync", refuse)
     with pytest.raises(OSError, match="No space left"):
         write(tmp_path / "name", "new")
     monkeypatch.undo()
@@ -78,7 +78,7 @@ def test_a_folder_whose_replacement_never_gets_its_name_has_its_own_again(
         rename(source, target)
 
     write_folder(tmp_path / "name", "old")
-    monkeypatch.setattr(atomic.os, "rename", refuse_new)
+    monkeypatch.setattr(files.os, "rename", refuse_new)
     with pytest.raises(OSError, match="No space left"):
         write_folder(tmp_path / "name", "new")
     assert content(tmp_path / "name") == "old"
@@ -137,14 +137,14 @@ def test_everything_is_synced_before_it_gets_its_name_and_the_name_afterwards(
         return rename
 
     for name in ("replace", "rename"):
-        monkeypatch.setattr(atomic.os, name, named(getattr(os, name)))
+        monkeypatch.setattr(files.os, name, named(getattr(os, name)))
     fsync = os.fsync
 
     def recorded(descriptor: int) -> None:
         done.append(str(Path(os.readlink(f"/proc/self/fd/{descriptor}")).relative_to(tmp_path)))
         fsync(descriptor)
 
-    monkeypatch.setattr(atomic.os, "fsync", recorded)
+    monkeypatch.setattr(files.os, "fsync", recorded)
     write(tmp_path / "name", "text")
     staged = [".name.staged"]
     if write is write_folder:

@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from dtrain.command_line import run
 from dtrain.data.loading.batch import Batch
-from dtrain.distributed import torchrun as torchrun_errors
+from dtrain.distributed import torchrun as torchrun_module
 from dtrain.errors import ConfigError, PeerFailed
 from dtrain.tasks.classification import Classification
 from dtrain.training.task import Output
@@ -167,7 +167,7 @@ def failure(number: int, code: int, file: object = "") -> ProcessFailure:
 
 def last_message(*failures: ProcessFailure, killed: frozenset[int] = frozenset()) -> str | None:
     error = ChildFailedError("dtrain.train", {one.local_rank: one for one in failures})
-    return torchrun_errors._last_message("ChildFailedError", error, set(killed))
+    return torchrun_module._last_message("ChildFailedError", error, set(killed))
 
 
 def raising(error: Exception) -> None:
@@ -207,7 +207,7 @@ def test_the_other_ranks_say_nothing_after_the_message_of_the_one_that_failed(
     monkeypatch: pytest.MonkeyPatch, rank: Callable[[int], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", DTRAIN)
-    monkeypatch.setenv(torchrun_errors._QUIET, "1")
+    monkeypatch.setenv(torchrun_module._QUIET, "1")
     file = rank(0)
     raising(PeerFailed("rank 9 failed: a full disk"))
     assert capsys.readouterr().err == ""
@@ -224,7 +224,7 @@ def test_a_rank_that_explained_nothing_is_named(
 ) -> None:
     monkeypatch.setattr(sys, "argv", DTRAIN)
     file = rank(0)
-    torchrun_errors.record_failure("dtrain: error: another rank is gone", shown=True)
+    torchrun_module.record_failure("dtrain: error: another rank is gone", shown=True)
     message = last_message(failure(0, 1, file), failure(1, code), failure(2, -15))
     assert message is not None
     assert all(part in message for part in parts)
@@ -236,14 +236,14 @@ def test_a_rank_that_torchrun_killed_is_not_the_cause(
 ) -> None:
     monkeypatch.setattr(sys, "argv", DTRAIN)
     file = rank(0)
-    torchrun_errors.record_failure("dtrain: error: a full disk", shown=True)
+    torchrun_module.record_failure("dtrain: error: a full disk", shown=True)
     assert last_message(failure(0, 1, file), failure(1, -9), killed=frozenset({4001})) == ""
 
 
 def test_torchruns_own_report_has_the_message_too(rank: Callable[[int], Path]) -> None:
     """Without the entry point, and in the event that torchrun writes for its caller."""
     file = rank(1)
-    torchrun_errors.record_failure("dtrain: error: a full disk", shown=False)
+    torchrun_module.record_failure("dtrain: error: a full disk", shown=False)
     assert "dtrain: error: a full disk" in str(ChildFailedError("dtrain.train", {1: failure(1, 1, file)}))
     assert json.loads(file.read_text())["message"]["message"] == "dtrain: error: a full disk"
 
@@ -255,17 +255,17 @@ def test_torchruns_own_report_has_the_message_too(rank: Callable[[int], Path]) -
 def untouched(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
     """Whether nothing of this process was changed."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setenv(torchrun_errors._QUIET, "")
-    monkeypatch.delenv(torchrun_errors._QUIET)
+    monkeypatch.setenv(torchrun_module._QUIET, "")
+    monkeypatch.delenv(torchrun_module._QUIET)
     before = sys.excepthook
-    loggers = [logging.getLogger(name) for name in torchrun_errors._ANNOUNCEMENTS]
+    loggers = [logging.getLogger(name) for name in torchrun_module._ANNOUNCEMENTS]
     for logger in loggers:
         monkeypatch.setattr(logger, "filters", [])
     # Its thread keeps the frames of the main thread, and so the tensors of later tests.
-    monkeypatch.setattr(torchrun_errors, "end_if_stuck", lambda: None)
+    monkeypatch.setattr(torchrun_module, "end_if_stuck", lambda: None)
     return lambda: (
         sys.excepthook is before
-        and torchrun_errors._QUIET not in os.environ
+        and torchrun_module._QUIET not in os.environ
         and not any(logger.filters for logger in loggers)
     )
 
@@ -277,10 +277,10 @@ def test_jobs_of_other_programs_are_left_alone(
     monkeypatch: pytest.MonkeyPatch, untouched: Callable[[], bool], arguments: list[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", arguments)
-    torchrun_errors.entry_point()
+    torchrun_module.entry_point()
     assert untouched()
     monkeypatch.setattr(sys, "argv", DTRAIN)
-    torchrun_errors.entry_point()
+    torchrun_module.entry_point()
     assert not untouched()
 
 
@@ -290,7 +290,7 @@ def test_another_torchrun_shows_its_own_report(monkeypatch: pytest.MonkeyPatch, 
 
     shown: list[type[BaseException]] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.append(kind))
-    torchrun_errors.quiet_torchrun()
+    torchrun_module.quiet_torchrun()
     for kind in (ChildFailedError, ValueError):
         sys.excepthook(kind, kind(), None)
     assert shown == [ChildFailedError, ValueError]
@@ -301,13 +301,13 @@ def test_the_name_of_the_entry_point_is_no_rendezvous_backend() -> None:
         backend = "dtrain-error-messages"
 
     with pytest.raises(ValueError, match="--rdzv-backend=c10d"):
-        torchrun_errors.entry_point()(Parameters)
+        torchrun_module.entry_point()(Parameters)
 
 
 def test_torchruns_announcements_are_dropped_and_kills_are_not(
     monkeypatch: pytest.MonkeyPatch, untouched: Callable[[], bool], caplog: pytest.LogCaptureFixture
 ) -> None:
-    torchrun_errors.quiet_torchrun()
+    torchrun_module.quiet_torchrun()
     log = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     # Loggers of torch 2.9 do not propagate, those of newer ones do.
     monkeypatch.setattr(log, "propagate", False)
@@ -325,11 +325,11 @@ def test_torchruns_announcements_are_dropped_and_kills_are_not(
 def test_the_store_of_torchrun_may_have_connections_to_many_ranks() -> None:
     code = """
 import resource, sys
-from dtrain.config import torchrun_errors
+from dtrain.distributed import torchrun as torchrun_module
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
 sys.argv = ["torchrun", "-m", "dtrain.train"]
-torchrun_errors.entry_point()
+torchrun_module.entry_point()
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
 """
     subprocess.run([sys.executable, "-c", code], check=True)

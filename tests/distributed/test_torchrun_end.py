@@ -13,7 +13,7 @@ from tests.forked_python import forked_python
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 AGENT = """
 import os, subprocess, sys, threading, time
-from dtrain.config import torchrun_end
+from dtrain.distributed import torchrun_end
 torchrun_end._STUCK, torchrun_end._POLL = 0.4, 0.05
 
 def wait_in_one_call():

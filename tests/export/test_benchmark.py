@@ -166,7 +166,9 @@ def test_artefacts_with_different_rows_or_devices_are_not_measured_together(
     artefact.write(tokens, program, described(rows=RowSpec("int64", (7,))), None)
     graph.mkdir()
     described("onnx", rows=ROWS).write(graph, "")
-    monkeypatch.setattr(benchmark, "World", SimpleNamespace(of=lambda: SimpleNamespace(device=torch.device("cuda"))))
+    monkeypatch.setattr(
+        benchmark, "World", SimpleNamespace(from_environment=lambda: SimpleNamespace(device=torch.device("cuda")))
+    )
     for arguments, parts in (
         ((weights, tokens), ("float32 [rows, 3] and int64 [rows, 7]", "separately")),
         ((graph, weights), ("cpu and cuda", "onnx", "separately")),

@@ -29,7 +29,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def started(*arguments: str) -> RunSpec:
     """The run that ``dtrain.train`` composes."""
-    return single(*arguments).run
+    return single(*arguments).spec
 
 
 @pytest.mark.parametrize(
@@ -66,14 +66,14 @@ def test_jobs_of_a_sweep_have_unique_directories() -> None:
     jobs = sweep("experiment=digits", "optimizer.lr=1e-3,3e-3", "precision=fp32,bf16")
     assert len({job.spec.dir for job in jobs}) == 4
     assert jobs[1].varied == ("optimizer.lr=0.001", "precision=bf16")
-    assert jobs[1].run.dir == single("experiment=digits", "optimizer.lr=1e-3", "precision=bf16").run.dir
+    assert jobs[1].spec.dir == single("experiment=digits", "optimizer.lr=1e-3", "precision=bf16").spec.dir
 
 
 def test_jobs_with_the_same_name_get_the_varied_overrides_appended(tmp_path: Path) -> None:
     seeds = sweep("experiment=digits", "run.seed=1,2")
-    assert [job.spec.name for job in seeds] == [single("experiment=digits", f"run.seed={n}").run.name for n in (1, 2)]
+    assert [job.spec.name for job in seeds] == [single("experiment=digits", f"run.seed={n}").spec.name for n in (1, 2)]
     workers = sweep("experiment=digits", "data.num_workers=1,2")  # which has no effect on the result
-    name = single("experiment=digits").run.name
+    name = single("experiment=digits").spec.name
     assert [job.spec.dir for job in workers] == [tmp_path / "runs" / f"{name}-data.num_workers={n}" for n in (1, 2)]
     assert [started(*job.arguments).dir for job in workers] == [job.spec.dir for job in workers]
     assert [started(*job.arguments).name for job in workers] == [f"{name}-data.num_workers={n}" for n in (1, 2)]

@@ -408,7 +408,7 @@ def _cancel_at_a_random_moment(job: Job, place: Path, seed: int) -> str:
     if refuse := draw.random() < 0.5:
         (place / "refuse_requeue").touch()
     script = place / "job.sbatch"
-    script.write_text(job_script(replace(job, run=replace(job.spec, dir=cluster.run_dir))))
+    script.write_text(job_script(replace(job, spec=replace(job.spec, dir=cluster.run_dir))))
     waits = f'until [ -e "{place}/go" ]; do /bin/sleep 0.01; done; '
     process = cluster.start(waits + SAVED + KILLED, script=script)
     before_the_end = draw.random() < 0.7

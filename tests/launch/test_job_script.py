@@ -186,7 +186,7 @@ def test_a_value_cannot_add_shell_code_or_an_option(key: str, value: str | list[
     if section == "launch":
         job = replace(job, launch=replace(job.launch, **{name: value}))
     else:
-        job = replace(job, run=replace(job.spec, **{name: type(getattr(job.spec, name))(value)}))
+        job = replace(job, spec=replace(job.spec, **{name: type(getattr(job.spec, name))(value)}))
     with refused(ConfigError, key, repr(value[0] if isinstance(value, list) else value), remedy):
         job_script(job)
 

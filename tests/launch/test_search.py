@@ -131,7 +131,7 @@ def test_a_search_ends_with_a_table_and_the_command_of_the_best(
     best = max(search.trials, key=lambda trial: trial.value)
     assert search.best == best
     assert sum(line.strip().startswith("best ") for line in out.splitlines()) == 1
-    assert all((place / "s" / trial.spec / "config.yaml").exists() for trial in search.trials)
+    assert all((place / "s" / trial.run / "config.yaml").exists() for trial in search.trials)
     command = next(line for line in out.splitlines() if line.startswith("its values again:")).partition(
         "dtrain.launch "
     )[2]
@@ -157,9 +157,9 @@ def test_a_search_that_was_stopped_continues_its_trials_and_repeats_none(place: 
     search = found(place / "s")
     assert [trial.state for trial in search.trials] == ["finished"] * 5
     assert [job.spec.dir for job in started[:2]] == first[2:]
-    assert len({trial.spec for trial in search.trials}) == len(started) + 2 == 5
+    assert len({trial.run for trial in search.trials}) == len(started) + 2 == 5
     assert all(
-        len((place / "s" / trial.spec / "metrics.jsonl").read_text().splitlines()) == 5 for trial in search.trials
+        len((place / "s" / trial.run / "metrics.jsonl").read_text().splitlines()) == 5 for trial in search.trials
     )
     started.clear()
     assert run_search(LR, trials=5) == FINISHED
@@ -184,7 +184,7 @@ def test_a_pruned_trial_is_stopped_and_keeps_its_last_value(
     first, *others = found(place / "s").trials
     assert {trial.state for trial in others} == {"finished", "pruned"}
     for trial in (trial for trial in others if trial.state == "pruned"):
-        assert status(place / "s" / trial.spec)["state"] == "stopped"
+        assert status(place / "s" / trial.run)["state"] == "stopped"
         rate = float(trial.values["optimizer.lr"])
         assert rate < max(float(other.values["optimizer.lr"]) for other in (first, *others[: trial.number - 1]))
         assert trial.value == pytest.approx(rate)  # that of the first step, at which it was stopped
@@ -219,7 +219,7 @@ def test_values_that_the_config_refuses_are_a_failed_trial(place: Path, started:
 
 def test_equal_values_share_a_run(place: Path, started: list[Job]) -> None:
     assert run_search("optimizer.lr=0.1,0.2", "launch.max_running=3", trials=3) == FINISHED
-    assert len({trial.spec for trial in found(place / "s").trials}) == len(started) == 2
+    assert len({trial.run for trial in found(place / "s").trials}) == len(started) == 2
 
 
 def test_a_run_without_the_metric_is_a_failed_trial(place: Path, started: list[Job]) -> None:
@@ -580,11 +580,10 @@ def test_a_search_of_real_runs_is_stopped_and_resumed(tmp_path: Path, digits: Pa
     assert search.trials[0].values == first.trials[0].values
     for trial in search.trials:
         steps = [
-            json.loads(line)["step"]
-            for line in (tmp_path / "s" / trial.spec / "metrics.jsonl").read_text().splitlines()
+            json.loads(line)["step"] for line in (tmp_path / "s" / trial.run / "metrics.jsonl").read_text().splitlines()
         ]
         assert steps[-1] == 30
-        assert (tmp_path / "s" / trial.spec / "logs" / "output.log").exists()
+        assert (tmp_path / "s" / trial.run / "logs" / "output.log").exists()
 
 
 def _started(folder: Path) -> list[Path]:

@@ -206,7 +206,7 @@ def test_an_array_whose_launcher_was_killed_before_it_recorded_it_is_found(queue
 def test_a_copy_of_a_run_does_not_have_the_job_of_the_original(queue: Path, job: Job, tmp_path: Path) -> None:
     SlurmStart(job)
     (queue / "7").write_text("PENDING (JobHeldUser)")
-    copy = replace(job, run=replace(job.spec, dir=tmp_path / "copy"))
+    copy = replace(job, spec=replace(job.spec, dir=tmp_path / "copy"))
     shutil.copytree(job.spec.dir, copy.run.dir)
     with refused(ConfigError, copy.run.dir, "nothing to stop"):
         run_command("stop", copy)

@@ -282,7 +282,8 @@ def test_an_unreachable_server_is_reported_once_and_delays_nothing(tmp_path, hom
     script = f"""
         from pathlib import Path
         from dtrain.config.schema import TrackerConfig
-        from dtrain.tracking import build_sinks, open_rank_log, sinks, wandb_sink
+        from dtrain.runs.run_dir import open_rank_log
+        from dtrain.tracking import build_sinks, sinks, wandb_sink
         (Path({str(tmp_path)!r}) / "logs").mkdir()
         open_rank_log(Path({str(tmp_path)!r}), 0)  # the traceback is in it
         wandb_sink.TIMEOUT, sinks.OPEN_TIMEOUT = 2, 0.5

@@ -246,7 +246,7 @@ def test_shapes_stay_for_what_may_need_them(build: Callable[[], nn.Module], reas
     assert reason in fixed_shapes(model)
     assert bool(fixed_shapes(model)) == bool(reason)
     whole = micro_batches(0, 4, masked={0})[0]
-    with ValidRows(model).of(whole) as got:
+    with ValidRows(model).for_batch(whole) as got:
         assert (got is not whole) == (type(model) is NormNet and not reason)
 
 
@@ -254,7 +254,7 @@ def test_a_model_whose_norms_are_all_frozen_gets_every_row() -> None:
     model = NetWithBatchNorm()
     model[1].eval()
     whole = micro_batches(0, 4, masked={0})[0]
-    with ValidRows(model).of(whole) as got:
+    with ValidRows(model).for_batch(whole) as got:
         assert got is whole
 
 
@@ -283,7 +283,7 @@ def test_rows_that_a_hook_masks_are_cut_as_well(masked: set[int], in_place: bool
         whole.valid[3] = False
     else:
         whole.valid = whole.valid & torch.tensor([True, True, True, False])
-    with ValidRows(NetWithBatchNorm()).of(whole) as got:
+    with ValidRows(NetWithBatchNorm()).for_batch(whole) as got:
         assert got["x"].tolist() == whole["x"][whole.valid].tolist()
         assert got.valid.all()
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain.errors import ConfigError
-from dtrain.training.setup import buffers as tensor_copies
+from dtrain.training.setup import ema as module
 from dtrain.training.setup.buffers import BufferGuard
 from dtrain.training.setup.ema import Ema
 from tests.refusals import refused
@@ -157,7 +157,7 @@ def test_on_a_gpu_the_average_moves_in_chunks_that_need_little_memory(
             return result
 
     elements: list[int] = []
-    monkeypatch.setattr(tensor_copies, "_CHUNK", chunk)
+    monkeypatch.setattr(module, "_CHUNK", chunk)
     model = nn.ParameterList([torch.randn(size) for size in (3, 7, 1, 1, 12, 2)])
     ema, on_host = Ema(model, 0.9), Ema(model, 0.9)
     with torch.no_grad():
