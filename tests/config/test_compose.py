@@ -182,7 +182,7 @@ def test_a_value_that_leads_nowhere_is_refused(width: str, remedy: str, capsys: 
 
 
 def test_help_may_be_cut_by_its_reader() -> None:
-    code = "from dtrain.config.compose import run; run(print, ['--help'])"
+    code = "from dtrain.command_line import run; run(print, ['--help'])"
     done = subprocess.run(
         ["bash", "-c", f'set -o pipefail; "{sys.executable}" -c "{code}" | true'],
         capture_output=True,

@@ -137,7 +137,7 @@ def write():
     time.sleep(0.5)
     print("the checkpoint is whole")
 
-train.CLEANUP, train.compose.run = 0.1, fail
+train.CLEANUP, train.command_line.run = 0.1, fail
 threading.Thread(target=write, name="checkpoint").start()
 threading.Thread(target=time.sleep, args=(600,), name="thread of a hook").start()
 train.main()

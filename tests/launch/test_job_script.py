@@ -231,12 +231,12 @@ def test_presets_edited_after_the_submission_do_not_change_the_run(tmp_path: Pat
     freeze_presets(job)
     preset.write_text("# @package _global_\ndefaults:\n  - digits\nrun: {seed: 8}\n")
     again = single(*frozen_arguments(job))
-    assert again.run.dir == job.spec.dir
-    ours, theirs = ({key: value for key, value in run.config.items() if key != "run"} for run in (job.spec, again.run))
+    assert again.spec.dir == job.spec.dir
+    ours, theirs = ({key: value for key, value in run.config.items() if key != "run"} for run in (job.spec, again.spec))
     assert ours == theirs
-    assert again.run.config["run"]["seed"] == 7
+    assert again.spec.config["run"]["seed"] == 7
     # The presets of dtrain are frozen, too.
     (job.spec.dir / "presets" / "conf" / "precision" / "fp32.yaml").write_text("name: bf16\n")
-    assert single(*frozen_arguments(job)).run.config["precision"]["name"] == "bf16"
+    assert single(*frozen_arguments(job)).spec.config["precision"]["name"] == "bf16"
     freeze_presets(job)
-    assert single(*frozen_arguments(job)).run.config["precision"]["name"] == "fp32"
+    assert single(*frozen_arguments(job)).spec.config["precision"]["name"] == "fp32"

@@ -92,7 +92,7 @@ def test_finished_runs_of_a_sweep_are_not_started_again(place: Path, capsys: pyt
     # A dry run shows those that would be started.
     assert launch.main([*command[:2], "optimizer.lr=0.2,0.3", "launch.dry_run=true"]) == launch.FINISHED
     out, error = capsys.readouterr()
-    assert f"already finished: {before[1].run.dir}" in error
+    assert f"already finished: {before[1].spec.dir}" in error
     assert [f"optimizer.lr={lr}" in out for lr in (0.2, 0.3)] == [False, True]
 
 

@@ -207,14 +207,14 @@ def test_a_copy_of_a_run_does_not_have_the_job_of_the_original(queue: Path, job:
     SlurmStart(job)
     (queue / "7").write_text("PENDING (JobHeldUser)")
     copy = replace(job, spec=replace(job.spec, dir=tmp_path / "copy"))
-    shutil.copytree(job.spec.dir, copy.run.dir)
-    with refused(ConfigError, copy.run.dir, "nothing to stop"):
+    shutil.copytree(job.spec.dir, copy.spec.dir)
+    with refused(ConfigError, copy.spec.dir, "nothing to stop"):
         run_command("stop", copy)
-    with refused(ConfigError, copy.run.dir / "job.sbatch", "copy", "run.dir"):
+    with refused(ConfigError, copy.spec.dir / "job.sbatch", "copy", "run.dir"):
         run_command("resume", copy)
     assert [path.name for path in queue.iterdir()] == ["7"]
     slurm.launch([copy])
-    assert [slurm.read_job_id(each.run.dir) for each in (job, copy)] == ["7", "8"]
+    assert [slurm.read_job_id(each.spec.dir) for each in (job, copy)] == ["7", "8"]
     (tmp_path / "link").symlink_to(job.spec.dir)
     assert slurm.read_job_id(tmp_path / "link") == "7"
 
