@@ -1,4 +1,8 @@
-"""One line of a diagnosis, as ``dtrain.doctor`` and ``dtrain.report`` show it."""
+"""What all commands print with: banners, aligned tables, progress bars, findings and sizes.
+
+Plain lines are written with one call each: under torchrun several processes share a file, and Python's ``print`` writes text
+and newline separately.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +31,10 @@ from dtrain.errors import printable
 
 #: From harmless to severe.
 LEVELS = ("ok", "warning", "error")
+#: Called with the number of items done since the last call.
+OnProgress = Callable[[int], None]
+_SECONDS_BETWEEN_LINES = 10.0
+_UNLIMITED = 1 << 16  # columns of a table; rich would otherwise cut it to the width of the terminal
 
 
 @dataclass(frozen=True)
@@ -64,16 +72,6 @@ def size_text(nbytes: float) -> str:
     if nbytes >= 2**20:
         return f"{nbytes / 2**20:.0f} MiB"
     return f"{nbytes / 2**10:.0f} KiB" if nbytes >= 2**10 else f"{nbytes:.0f} B"
-
-
-#: Called with the number of items done since the last call.
-OnProgress = Callable[[int], None]
-
-
-_SECONDS_BETWEEN_LINES = 10.0
-
-
-_UNLIMITED = 1 << 16  # columns of a table; rich would otherwise cut it to the width of the terminal
 
 
 def print_banner(title: str, rows: Mapping[str, str], stream: TextIO | None = None) -> None:

@@ -1,11 +1,12 @@
-"""Writing files of a run directory: atomic replacement, appending, locks, and nothing through links or pipes.
+"""Files: replaced atomically, appended, locked, and read safely; and the cache folder.
 
-* New content is *staged* beside its destination as ``.NAME.staged``, synced to the disk and renamed into place. After a kill
+* New content is *staged* next to its destination as ``.NAME.staged``, synced to the disk and renamed into place. After a kill
   or a power cut, the whole old or the whole new content exists.
-* A folder cannot be renamed over another one. The old folder is first renamed to ``.NAME.replaced``, and deleted when
+* A folder cannot be renamed over an existing one. The old folder is first renamed to ``.NAME.replaced``, and deleted when
   the new one is in place. ``restore_replaced`` puts it back after a kill between the two renames.
-* A run directory may come from somebody else. So a file that is a symbolic link is replaced or refused, never written
-  through; a pipe or a device is refused, since it would block its reader or never end. Folders may be links.
+* A run directory may be a copy of an unknown origin. So a file that is a symbolic link is replaced or refused, never written
+  through; a pipe or a device is refused, since it would block its reader or never end. Folders may be links. YAML and JSON
+  are bounded in size and depth.
 * Permissions follow the umask, also for files that a library created for their owner only.
 """
 
@@ -27,6 +28,17 @@ import yaml
 
 #: Errors of a file system without locks.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+#: Largest YAML file that is read.
+MAX_BYTES = 4 << 20
+MAX_JSON_BYTES = 64 << 20  # the names of millions of classes
+_MAX_DEPTH = 50  # configs are some ten levels deep; Python's recursion ends at about a thousand
+
+
+def cache_dir() -> Path:
+    """``$DTRAIN_CACHE``, else ``$XDG_CACHE_HOME/dtrain``, else ``~/.cache/dtrain``; it may not exist."""
+    if folder := os.environ.get("DTRAIN_CACHE"):
+        return Path(folder).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dtrain"
 
 
 @contextmanager
@@ -238,23 +250,6 @@ def _finish(staged: Path) -> None:
             path.chmod(stat.S_IMODE(path.stat().st_mode) | readable)
         fsync_path(path)
     fsync_path(staged)
-
-
-def cache_dir() -> Path:
-    """``$DTRAIN_CACHE``, else ``$XDG_CACHE_HOME/dtrain``, else ``~/.cache/dtrain``; it may not exist."""
-    if folder := os.environ.get("DTRAIN_CACHE"):
-        return Path(folder).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dtrain"
-
-
-#: Of a YAML file.
-MAX_BYTES = 4 << 20
-
-
-MAX_JSON_BYTES = 64 << 20  # the names of millions of classes
-
-
-_MAX_DEPTH = 50  # configs are some ten levels deep; Python's recursion ends at about a thousand
 
 
 def parse_yaml(content: bytes) -> Any:

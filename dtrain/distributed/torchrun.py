@@ -48,6 +48,11 @@ _ANNOUNCEMENTS = {
 # -- in a rank
 
 
+def launched_rank() -> int:
+    """This process's rank as the launcher set it; 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def record_failure(message: str, shown: bool) -> None:
     """Writes the reason why this rank fails to torchrun's error file. Does nothing without torchrun.
 
@@ -180,8 +185,3 @@ def _refuse_rendezvous(parameters: Any) -> Any:
         f"--rdzv-backend={parameters.backend}: this is no rendezvous backend. It is how dtrain shortens torchrun's report of "
         "an error. Use --standalone, or --rdzv-backend=c10d."
     )
-
-
-def launched_rank() -> int:
-    """This process's rank as the launcher set it; 0 without a launcher."""
-    return int(os.environ.get("RANK", "0"))

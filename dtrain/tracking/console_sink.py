@@ -1,9 +1,6 @@
-"""Console output: the banner, the progress line of a run, and progress bars of other commands.
+"""Console output of a training: one progress line in a terminal, plain lines in a log file.
 
-* A run shows one progress line in a terminal, and plain lines in a log file. Both show the same text, made from the
-  records that also go to metrics.jsonl.
-* Plain lines are written with one call each: under torchrun several processes share a file, and Python's ``print``
-  writes text and newline separately.
+Both show the same text, made from the records that also go to metrics.jsonl.
 """
 
 from __future__ import annotations

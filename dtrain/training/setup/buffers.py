@@ -1,7 +1,4 @@
-"""Copies of a model's tensors: averaged weights (EMA), and buffers that a skipped step restores.
-
-Both work without a host sync: on a GPU ``skip`` is a tensor on the device, which they select with instead of reading it.
-"""
+"""Restores a model's buffers after a skipped step, without a host sync: on a GPU ``skip`` is a tensor that is selected with."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ from torch import Tensor, nn
 
 from dtrain.errors import ConfigError
 from dtrain.precision.skip_diagnosis import CHECKED
-from dtrain.training.setup.ema import _flat, _shapes
 
 
 class BufferGuard:
@@ -91,3 +87,11 @@ class BufferGuard:
 
     def _buffers(self) -> list[list[Tensor]]:
         return [[buffers[name] for buffers, name in places] for places in self._places.values()]
+
+
+def _shapes(lists: list[list[Tensor]]) -> list[list[torch.Size]]:
+    return [[tensor.shape for tensor in tensors] for tensors in lists]
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])

@@ -1,4 +1,4 @@
-"""The moving average of a model's weights."""
+"""The moving average of a model's weights, without a host sync: on a GPU ``skip`` is a tensor that the update selects with."""
 
 from __future__ import annotations
 
@@ -93,14 +93,6 @@ class Ema:
             before = weight.clone()
             weight.copy_(average)
             average.copy_(before)
-
-
-def _shapes(lists: list[list[Tensor]]) -> list[list[torch.Size]]:
-    return [[tensor.shape for tensor in tensors] for tensors in lists]
-
-
-def _flat(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def _chunks(averages: list[Tensor], weights: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
