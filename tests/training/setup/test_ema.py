@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtrain.training.setup import ema as module
 from dtrain.training.setup.ema import Ema
 from tests.refusals import refused
+from tests.training.setup.test_buffers import same
 
 YES, NO = torch.tensor(True), torch.tensor(False)
 
