@@ -76,7 +76,7 @@ def check_files(wheel: Path, sdist: Path, version: str) -> None:
         got = set(archive.namelist())
         metadata = Parser().parsestr(archive.read(f"{info}/METADATA").decode())
     want = {f"{info}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt")}
-    want |= {f"{info}/licenses/{name}" for name in ("LICENSE", "dtrain/reporting/uplot/LICENSE")}
+    want |= {f"{info}/licenses/{name}" for name in ("LICENSE", "dtrain/report/uplot/LICENSE")}
     for place, inside in ((ROOT / "dtrain", "dtrain"), (ROOT / "conf", "dtrain/conf")):
         files = (path for path in place.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
         want |= {f"{inside}/{path.relative_to(place).as_posix()}" for path in files}

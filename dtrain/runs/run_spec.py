@@ -27,10 +27,10 @@ from hydra.errors import HydraException
 
 from dtrain.config.compose import Composed, portable
 from dtrain.config.schema import Config
-from dtrain.runs.trust import AS_TYPED, TRUST, content_with_folders, is_marked, mark
 from dtrain.distributed.torchrun import launched_rank
 from dtrain.errors import HIDDEN, SECRET_KEY, ConfigError, as_config_error, without_secrets_in
 from dtrain.files import cache_dir, parse_yaml, read_bounded
+from dtrain.runs.trust import AS_TYPED, TRUST, content_with_folders, is_marked, mark
 
 #: Sections and keys that do not change the result of a run. They are not part of its default name, and a resumed run does not
 #: report that they changed. All other keys count, as soon as they differ from the schema's default.

@@ -15,7 +15,18 @@ from PIL import Image
 from torch import Tensor
 
 from dtrain.runs import evaluation_results
-from dtrain.runs.evaluation_results import CheckpointEvaluation, aligned, class_table, class_table_omissions, confusion_picture, evaluation_banner, explain_not_finite, per_class, side_by_side, worst_first
+from dtrain.runs.evaluation_results import (
+    CheckpointEvaluation,
+    aligned,
+    class_table,
+    class_table_omissions,
+    confusion_picture,
+    evaluation_banner,
+    explain_not_finite,
+    per_class,
+    side_by_side,
+    worst_first,
+)
 from tests.refusals import refused
 
 

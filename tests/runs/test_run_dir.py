@@ -12,9 +12,16 @@ import pytest
 
 from dtrain.distributed.lock import RunLock
 from dtrain.errors import ConfigError
-from dtrain.runs.run_dir import read_status, write_status
 from dtrain.runs import run_dir
-from dtrain.runs.run_dir import close_rank_log, failures_recorded, is_trained, move_records_aside, open_rank_log
+from dtrain.runs.run_dir import (
+    close_rank_log,
+    failures_recorded,
+    is_trained,
+    move_records_aside,
+    open_rank_log,
+    read_status,
+    write_status,
+)
 from tests.refusals import assert_refused, refused
 from tests.whole_runs import status
 

@@ -8,9 +8,17 @@ import pytest
 import yaml
 
 from dtrain.command_line import run
-from dtrain.runs.run_spec import WITHOUT_EFFECT_ON_THE_RESULT, RunSpec, _digest, recompose, refuse_hidden, take, without_secrets
 from dtrain.errors import ConfigError
 from dtrain.runs.run_dir import save_run
+from dtrain.runs.run_spec import (
+    WITHOUT_EFFECT_ON_THE_RESULT,
+    RunSpec,
+    _digest,
+    recompose,
+    refuse_hidden,
+    take,
+    without_secrets,
+)
 from tests.config.command_lines import compose
 from tests.refusals import refused
 
@@ -159,7 +167,10 @@ def test_a_secret_that_changes_is_no_change_of_the_run(tmp_path: Path) -> None:
 def test_how_a_start_resumes_is_not_part_of_the_saved_command_line(tmp_path: Path) -> None:
     save_run(compose_run(f"run.dir={tmp_path}", "run.resume=never"))
     assert RunSpec.from_composed(compose(*recompose([f"run.dir={tmp_path}"]))).config["run"]["resume"] == "auto"
-    assert RunSpec.from_composed(compose(*recompose([f"run.dir={tmp_path}", "run.resume=must"]))).config["run"]["resume"] == "must"
+    assert (
+        RunSpec.from_composed(compose(*recompose([f"run.dir={tmp_path}", "run.resume=must"]))).config["run"]["resume"]
+        == "must"
+    )
 
 
 @pytest.mark.parametrize("option", [["--cfg", "job"], ["--cfg", "job", "--resolve"], ["--info", "config"]])

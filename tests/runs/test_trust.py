@@ -12,11 +12,11 @@ import pytest
 import yaml
 
 from dtrain.__main__ import UsageError, _as_typed
-from dtrain.runs.run_spec import RunSpec, recompose, recompose_if_run, refuse_foreign_links
-from dtrain.runs.trust import AS_TYPED, content_with_folders, is_marked, mark, require_harmless
 from dtrain.errors import ConfigError
 from dtrain.files import read_json
 from dtrain.runs.run_dir import save_run
+from dtrain.runs.run_spec import RunSpec, recompose, recompose_if_run, refuse_foreign_links
+from dtrain.runs.trust import AS_TYPED, content_with_folders, is_marked, mark, require_harmless
 from tests.config.command_lines import compose
 from tests.refusals import refused
 
@@ -80,7 +80,9 @@ def test_a_directory_of_somebody_else_cannot_lead_writes_to_files_of_this_user(t
 
 
 def test_a_run_that_this_user_started_is_trusted_until_its_command_line_changes(tmp_path: Path) -> None:
-    run = RunSpec.from_composed(compose("experiment=digits", f"run.dir={tmp_path / 'mine'}", "+train.hooks=[{_target_:my.Hook}]"))
+    run = RunSpec.from_composed(
+        compose("experiment=digits", f"run.dir={tmp_path / 'mine'}", "+train.hooks=[{_target_:my.Hook}]")
+    )
     save_run(run)
     argument = f"run.dir={tmp_path / 'mine'}"
     assert "+train.hooks=[{_target_:my.Hook}]" in recompose([argument])

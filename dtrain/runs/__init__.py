@@ -1,0 +1,14 @@
+"""What a run is on disk: its name and directory, the files in it, and who wrote them.
+
+Files in reading order:
+
+* ``run_spec``: name, directory, identity and saved command line of a run.
+* ``run_dir``: config, ``status.json``, the ranks' logs, recording of failures, safe reading of run directories.
+* ``records``: the record of one logged step, and ``metrics.jsonl``.
+* ``history``: a run directory as data, for reports.
+* ``evaluation_results``: results of ``dtrain.evaluate`` as text, JSON and pictures.
+* ``trust``: which runs this user made, and what is refused of all others.
+* ``hub``: models on the Hugging Face hub, their commits and downloads.
+
+This package hands on no names: ``run_spec`` needs Hydra, which ``dtrain.report`` does not load.
+"""
