@@ -58,8 +58,8 @@ def train_on_ranks(cfg: Config, spec: RunSpec, failure: FailureRecord, recovery:
         recovery.lost_ranks(world),
     ):
         # -- checks: before hours of indexing, not after
-        of_rank0 = from_rank0(lambda: list(spec.overrides))
-        on_all_ranks(lambda: spec.require_same_overrides(of_rank0))
+        rank0_overrides = from_rank0(lambda: list(spec.overrides))
+        on_all_ranks(lambda: spec.require_same_overrides(rank0_overrides))
         from_rank0(lambda: tracker_mode(cfg.tracker))
         cfg, spec = pin_weights(cfg, spec)
         hooks = on_all_ranks(lambda: build_hooks(cfg))

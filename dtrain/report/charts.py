@@ -141,8 +141,8 @@ def run_charts(runs: Sequence[RunData]) -> dict[str, list[Chart]]:
         metrics.setdefault(name.partition("/")[0], []).append(name)
     groups: dict[str, list[Chart]] = {heading: [] for heading in _GROUPS.values()}
     groups["Speed"] += [time_chart(runs), step_time_chart(histories)]
-    for prefix, of_prefix in metrics.items():
-        charts = _metric_charts(histories, of_prefix, None if prefix in _FITTED else 0.0)
+    for prefix, prefix_histories in metrics.items():
+        charts = _metric_charts(histories, prefix_histories, None if prefix in _FITTED else 0.0)
         if prefix == "precision":
             charts.insert(0, scale_chart(histories))
         if left := [chart.title for chart in charts[_MAX_OF_A_GROUP:]]:

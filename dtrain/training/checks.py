@@ -136,8 +136,8 @@ def unused_parameters_explained(model: nn.Module) -> Iterator[None]:
             raise
         ignored = getattr(model, "parameters_to_ignore", ())
         bare: nn.Module = model.module  # type: ignore[assignment]
-        of_ddp = [name for name, p in bare.named_parameters() if p.requires_grad and name not in ignored]
-        names = [of_ddp[number] for number in map(int, found[2].split())]
+        ddp_names = [name for name, p in bare.named_parameters() if p.requires_grad and name not in ignored]
+        names = [ddp_names[number] for number in map(int, found[2].split())]
         shown = ", ".join(names[:_MOST_NAMES]) + (
             f" and {len(names) - _MOST_NAMES} more" if names[_MOST_NAMES:] else ""
         )

@@ -265,12 +265,12 @@ def by_node(changes: Sequence[Change], hosts: Sequence[str]) -> list[tuple[str, 
         group = {change.rank: change for change in changes if change.recovered is recovered}
         for host in dict.fromkeys(hosts[rank] for rank in group):
             ranks = [rank for rank, name in enumerate(hosts) if name == host]
-            of_host = [change for rank, change in group.items() if hosts[rank] == host]
-            if len(of_host) == len(ranks) > 1 and len(ranks) < len(hosts):
-                worst = max(of_host, key=lambda change: change.own)
+            host_changes = [change for rank, change in group.items() if hosts[rank] == host]
+            if len(host_changes) == len(ranks) > 1 and len(ranks) < len(hosts):
+                worst = max(host_changes, key=lambda change: change.own)
                 found.append((f"node {host} (ranks {ranks[0]} to {ranks[-1]})", worst))
             else:
-                found += [(f"rank {change.rank} on {host}", change) for change in of_host]
+                found += [(f"rank {change.rank} on {host}", change) for change in host_changes]
     return found
 
 

@@ -174,8 +174,8 @@ def corpus_beside(data: DataConfig) -> Corpus | None:
         ConfigError: If the file is not usable, or the sources of a mixture have different tokenizers, ends of text or padding,
             or the evaluation shards another tokenizer.
     """
-    of_eval = list(data.eval.values() if are_sets(data.eval) else [data.eval])
-    found = _corpora(_train_patterns(data)) or _corpora(of_eval)
+    eval_nodes = list(data.eval.values() if are_sets(data.eval) else [data.eval])
+    found = _corpora(_train_patterns(data)) or _corpora(eval_nodes)
     first = next(iter(found.values()), None)
     for file, corpus in found.items():
         assert first is not None
@@ -188,7 +188,7 @@ def corpus_beside(data: DataConfig) -> Corpus | None:
                 f"data.mixture: {first.folder} has {theirs}, {file.parent} {ours}, so a token would mean two things. Pack both "
                 "sources in the same way."
             )
-    for file, corpus in _corpora(of_eval).items():
+    for file, corpus in _corpora(eval_nodes).items():
         if first is None:
             break
         if corpus.tokenizer_identity != first.tokenizer_identity:
@@ -265,7 +265,7 @@ def build_sets(data: DataConfig, *, build: bool = True) -> EvaluationSets:
             for name, source in sources.items()
             if source.get("fields") is not None
         }
-        fields = {name: _in_the_middle(of_source) for name, of_source in own.items()}
+        fields = {name: _in_the_middle(source_fields) for name, source_fields in own.items()}
         return EvaluationSets(sets, fields=fields, missing=data.missing, shard_size=data.shard_size)
 
 

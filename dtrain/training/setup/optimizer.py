@@ -73,8 +73,8 @@ def build_optimizer(node: Any, model: nn.Module) -> torch.optim.Optimizer:
             optimizer = by_target("optimizer", node, parameters)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer: {node['_target_']} returns {type(optimizer).__name__}, want a torch Optimizer.")
-    of_torch = type(optimizer).__module__.startswith("torch.optim.")
-    if of_torch and not isinstance(optimizer, _SUPPORT_SPARSE) and (sparse := _sparse_weights(model)):
+    is_torch_optimizer = type(optimizer).__module__.startswith("torch.optim.")
+    if is_torch_optimizer and not isinstance(optimizer, _SUPPORT_SPARSE) and (sparse := _sparse_weights(model)):
         supporting = ", ".join(cls.__name__ for cls in _SUPPORT_SPARSE)
         raise ConfigError(
             f"optimizer: {node['_target_']} does not support the sparse gradients of {sparse[0]}. Build that module with "

@@ -46,9 +46,9 @@ def build_on_meta(build: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str, 
     values = {name: tensor.detach() for name, tensor in _tensors(model)}
     _replace(model, _META, _META)
     own = [f"{name} ({tensor.dtype}, {list(tensor.shape)})" for name, tensor in values.items()]
-    of_rank0 = [own]
-    dist.broadcast_object_list(of_rank0, src=0)
-    on_all_ranks(lambda: _require_same(own, of_rank0[0]))
+    rank0_tensors = [own]
+    dist.broadcast_object_list(rank0_tensors, src=0)
+    on_all_ranks(lambda: _require_same(own, rank0_tensors[0]))
     # What is built next, such as a task, may draw from the generator, which tensors on the meta device do not advance.
     state = torch.get_rng_state()
     dist.broadcast(state, src=0)
@@ -133,8 +133,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
-def _require_same(own: list[str], of_rank0: list[str]) -> None:
-    for mine, other in zip_longest(own, of_rank0, fillvalue="nothing"):
+def _require_same(own: list[str], rank0_tensors: list[str]) -> None:
+    for mine, other in zip_longest(own, rank0_tensors, fillvalue="nothing"):
         if mine != other:
             raise ConfigError(
                 f"model: this rank has built {mine} where rank 0 has built {other}. Build the same parameters and buffers on "
