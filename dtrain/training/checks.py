@@ -163,7 +163,7 @@ def check_mean_loss(task: Task, model: nn.Module, batch: Batch, precision: Preci
         device: Where generators are seeded, so that the three calls draw the same dropout.
 
     Raises:
-        ConfigError: If the sums or counts are those of such a task; names them.
+        ConfigError: If the sums or counts come from such a task; names them.
     """
     valid: Tensor = batch.valid
     rows = valid.nonzero().flatten()

@@ -2,7 +2,7 @@
 
 * ``evaluate`` runs a task over one epoch of a loader. It reads nothing from the device before the end, and adds micro-batches
   up, so its memory does not grow with their number. With several sets (``EvaluationSets``) each micro-batch is of one set, and
-  each set has sums of its own.
+  each set has its own sums.
 * ``evaluate_run`` is an evaluation during training: of the averaged weights if there are any, and interruptible by a stop
   request. The ranks agree on an interruption by an all-reduce that no rank waits for.
 * ``metric_names`` tells before the first step which metrics evaluations will have.
@@ -77,7 +77,7 @@ def evaluate_run(run: TrainState, stop: Callable[[], bool], *, stopping: bool = 
     except Interrupted:
         return None
     except NotFinite as error:
-        # What made the loss of the steps infinite makes that of the evaluation infinite: say the cause first.
+        # What made the training loss infinite makes the evaluation loss infinite too, so report the cause first.
         if skips := run.step.explain_skips():
             raise NotFinite(f"{skips}\nThis {error}", error.evaluation) from error
         raise

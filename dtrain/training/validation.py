@@ -67,9 +67,9 @@ _ALONE = World(0, 1, 0, 1, _CPU, "gloo", launched=False)
 #: What to do if a section is not set.
 _CHOICES = {
     "model": "Choose model=NAME, or set model._target_=package.Class",
-    "task": "Choose task=classification or another preset, or set task._target_=package.Class",
-    "optimizer": "Choose optimizer=adamw or another preset, or set optimizer._target_=torch.optim.RAdam",
-    "schedule": "Choose schedule=constant, cosine or another preset, or set schedule._target_=package.Class",
+    "task": "Choose task=classification or a different preset, or set task._target_=package.Class",
+    "optimizer": "Choose optimizer=adamw or a different preset, or set optimizer._target_=torch.optim.RAdam",
+    "schedule": "Choose schedule=constant, cosine or a different preset, or set schedule._target_=package.Class",
 }
 
 

@@ -95,7 +95,7 @@ def check_same_data(train: ShardLoader | None, evaluation: ShardLoader | None) -
     Otherwise they would use samples twice or never, and end an epoch at different steps.
 
     Raises:
-        ConfigError: On every rank, if the data of a rank differ from those of rank 0; names the differences.
+        ConfigError: On every rank, if a rank's data differ from rank 0's; names the differences.
     """
     own = {
         f"data.{split}": loader.index.describe()
@@ -137,10 +137,10 @@ def declared_fields(data: DataConfig) -> tuple[Field, ...]:
 
 
 def class_names(data: DataConfig) -> list[str] | None:
-    """Reads ``classes.json``, which ``dtrain.pack imagefolder`` writes beside the shards.
+    """Reads ``classes.json``, which ``dtrain.pack imagefolder`` writes next to the shards.
 
     Args:
-        data: The config. The file beside ``data.train``, or the sources of the mixture, has priority over that beside
+        data: The config. The file next to ``data.train``, or the sources of the mixture, has priority over the one next to
             ``data.eval``.
 
     Returns:
@@ -166,13 +166,13 @@ def class_names(data: DataConfig) -> list[str] | None:
 
 
 def corpus_beside(data: DataConfig) -> Corpus | None:
-    """Reads ``dataset.json``, which ``dtrain.pack text`` writes beside the shards; None without such a file of it.
+    """Reads ``dataset.json``, which ``dtrain.pack text`` writes next to the shards; None without it.
 
     The shards are found as in ``class_names``.
 
     Raises:
         ConfigError: If the file is not usable, or the sources of a mixture have different tokenizers, ends of text or padding,
-            or the evaluation shards another tokenizer.
+            or the evaluation shards a different tokenizer.
     """
     eval_nodes = list(data.eval.values() if are_sets(data.eval) else [data.eval])
     found = _corpora(_train_patterns(data)) or _corpora(eval_nodes)
@@ -202,7 +202,7 @@ def corpus_beside(data: DataConfig) -> Corpus | None:
 
 
 def _corpora(patterns: Iterable[Any]) -> dict[Path, Corpus]:
-    """The descriptions beside the shards of patterns, by file."""
+    """The descriptions next to the shards of patterns, by file."""
     found: dict[Path, Corpus] = {}
     for pattern in patterns:
         file = _file_beside(pattern, DATASET)
