@@ -165,7 +165,7 @@ def run_charts(runs: Sequence[RunData]) -> dict[str, list[Chart]]:
 
 
 def _metric_charts(runs: Sequence[History], names: Sequence[str], floor: float | None) -> list[Chart]:
-    """A chart of each metric; of one run, one chart for all metrics that differ in the source, or the evaluation set, only."""
+    """One chart per metric; in a single run, metrics that differ only by source or evaluation set share one."""
     families: dict[str, list[str]] = {}
     labels = {}
     for name in names:
