@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.config.compose import Composed, UnresolvedValue, compose, only_prints
-from dtrain.config.explain import check_arguments, options_last
+from dtrain.config.explain import check_command_line, options_last
 from dtrain.distributed.torchrun import EXIT_USAGE, launched_rank, record_failure, torchrun_is_quiet
 from dtrain.errors import (
     ConfigError,
@@ -70,7 +70,7 @@ def run(
 
     try:
         arguments = rewrite(arguments) if rewrite else arguments
-        check_arguments(arguments)
+        check_command_line(arguments)
         arguments = options_last(arguments)
         with suppress(OSError, RuntimeError):  # standard error has no file, or is closed
             faulthandler.enable()  # a crash in C code shows the Python stack of each thread

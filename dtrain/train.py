@@ -3,9 +3,8 @@
 ``--help`` lists the groups and keys. ``python -m dtrain.train`` trains in one process. The same command again resumes the run;
 ``run.dir=DIR`` alone, or with keys to change such as ``train.max_steps``, resumes the run in that directory.
 
-``train`` has four phases: checks, data and model, restore, loop. Whatever can be refused is refused in the first three, which
-change nothing in the run directory. Each decision is taken by rank 0 alone or by all ranks together, so a wrong config ends
-every rank with the same message.
+``train`` has four phases: checks, data and model, restore, loop. The first three do all validation and leave the run directory
+untouched. Rank 0 alone or all ranks together take each decision, so a wrong config ends every rank with the same message.
 """
 
 from __future__ import annotations
@@ -57,9 +56,9 @@ def train_on_ranks(cfg: Config, spec: RunSpec, failure: FailureRecord, recovery:
         run_lock(recovery.run_lock) as claim_run_dir,
         recovery.lost_ranks(world),
     ):
-        # -- checks: before hours of indexing, not after
-        of_rank0 = from_rank0(lambda: list(spec.overrides))
-        on_all_ranks(lambda: spec.require_same_overrides(of_rank0))
+        # -- checks: before the loaders, which may index shards for hours
+        rank0_overrides = from_rank0(lambda: list(spec.overrides))
+        on_all_ranks(lambda: spec.require_same_overrides(rank0_overrides))
         from_rank0(lambda: tracker_mode(cfg.tracker))
         cfg, spec = pin_weights(cfg, spec)
         hooks = on_all_ranks(lambda: build_hooks(cfg))
@@ -109,7 +108,7 @@ def train_on_ranks(cfg: Config, spec: RunSpec, failure: FailureRecord, recovery:
             run.train_loader.close()
             if run.eval_loader is not None:
                 run.eval_loader.close()
-        # The last file that a run writes: once its state is "finished", all other files are complete.
+        # Written last: once its state is "finished", all other files are complete.
         write_final_status(run, state, reason, end)
         recovery.end()
 

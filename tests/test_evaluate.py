@@ -187,7 +187,7 @@ def test_the_best_checkpoint_is_the_default_and_repeats_what_the_run_has_logged(
         (["data.eval=nowhere/*.tar"], ["data.eval", "nowhere/*.tar", "matches no file"]),
         (["data.eval=empty.tar"], ["data.eval", "empty.tar", "have no sample"]),
         (["precision=fp32,bf17"], ["precision=bf17", "Did you mean 'bf16'?"]),
-        (["model.width=9"], ["of another model", "conv1.weight has shape [8, 3, 3, 3]", "[9, 3, 3, 3]"]),
+        (["model.width=9"], ["from a different model", "conv1.weight has shape [8, 3, 3, 3]", "[9, 3, 3, 3]"]),
         (["precisoin=bf16"], ["precisoin", "'precision'"]),
     ],
 )

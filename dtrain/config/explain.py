@@ -54,7 +54,7 @@ class _HydraParser(argparse.ArgumentParser):
 hydra_utils.argparse = SimpleNamespace(**vars(argparse) | {"ArgumentParser": _HydraParser})  # type: ignore[assignment]
 
 
-def check_arguments(arguments: Sequence[str]) -> None:
+def check_command_line(arguments: Sequence[str]) -> None:
     """Checks the command line for arguments that Hydra would misunderstand.
 
     Raises:

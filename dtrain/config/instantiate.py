@@ -79,7 +79,7 @@ def by_target(key: str, node: Any, *args: Any, **kwargs: Any) -> Any:
         raise ConfigError(_failure(key, node, cause)) from cause
 
 
-def check_arguments(key: str, node: Any, **given: Any) -> None:
+def check_call(key: str, node: Any, **given: Any) -> None:
     """Checks a node as ``by_target`` does, without calling its target.
 
     Args:

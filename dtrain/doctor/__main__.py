@@ -132,11 +132,11 @@ def _environment(world: World) -> tuple[list[Finding], AllReduce | None]:
 
 def other_machines(world: World, found: list[Finding]) -> dict[str, list[Finding]]:
     """Collective. Host name to problems, for each machine except that of rank 0."""
-    of_ranks: list[tuple[str, list[Finding]]] = [("", [])] * world.size
+    all_findings: list[tuple[str, list[Finding]]] = [("", [])] * world.size
     problems = [finding for finding in found if finding.level != "ok"]
-    dist.all_gather_object(of_ranks, (socket.gethostname(), problems if world.local_rank == 0 else []))
-    host_of_rank0 = of_ranks[0][0]
-    return {host: findings for host, findings in of_ranks if host != host_of_rank0 and findings}
+    dist.all_gather_object(all_findings, (socket.gethostname(), problems if world.local_rank == 0 else []))
+    rank0_host = all_findings[0][0]
+    return {host: findings for host, findings in all_findings if host != rank0_host and findings}
 
 
 def _exit_code(findings: Sequence[Finding]) -> int:

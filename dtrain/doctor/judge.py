@@ -165,8 +165,8 @@ class Facts:
 
 def advise(bottleneck: Bottleneck, facts: Facts) -> list[str]:
     """Recommended changes, in descending order of the gain; each line names the numbers that it is based on."""
-    of_part = {"data": _data, "communication": _communication, "saves": _saves, "cores": _cores}
-    lines = [line for part in bottleneck.worthwhile() for line in of_part[part](facts)]
+    advice_by_part = {"data": _data, "communication": _communication, "saves": _saves, "cores": _cores}
+    lines = [line for part in bottleneck.worthwhile() for line in advice_by_part[part](facts)]
     if bottleneck.part == "model":
         lines += _model(facts)
     if bottleneck.part == "balanced":

@@ -244,10 +244,10 @@ def examine_precisions(device: torch.device) -> list[Finding]:
 def ranks_agree(world: World) -> Finding:
     """Collective. Whether all ranks have the same versions of dtrain, torch and Python."""
     versions = f"dtrain {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-    of_ranks: list[tuple[str, str]] = [("", "")] * world.size
-    dist.all_gather_object(of_ranks, (socket.gethostname(), versions))
-    others = {f"rank {rank} ({host})": text for rank, (host, text) in enumerate(of_ranks) if text != of_ranks[0][1]}
-    hosts = len({host for host, _ in of_ranks})
+    by_rank: list[tuple[str, str]] = [("", "")] * world.size
+    dist.all_gather_object(by_rank, (socket.gethostname(), versions))
+    others = {f"rank {rank} ({host})": text for rank, (host, text) in enumerate(by_rank) if text != by_rank[0][1]}
+    hosts = len({host for host, _ in by_rank})
     if not others:
         return Finding(
             "ranks",
@@ -256,7 +256,7 @@ def ranks_agree(world: World) -> Finding:
     rank, text = next(iter(others.items()))
     return Finding(
         "ranks",
-        f"{len(others)} of {world.size} have other versions: rank 0 has {of_ranks[0][1]}; {rank} has {text}",
+        f"{len(others)} of {world.size} have other versions: rank 0 has {by_rank[0][1]}; {rank} has {text}",
         "error",
         "Use the same environment on all machines",
     )

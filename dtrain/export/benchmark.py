@@ -1,6 +1,6 @@
 """Latency, throughput and memory of artefacts compared with fp32; the largest batch within a budget; ``dtrain.export measure``.
 
-* Each artefact runs in a process of its own, a *probe*. Probes take turns for several *rounds*, so that a slowdown of the
+* Each artefact runs in its own process, a *probe*. Probes take turns for several *rounds*, so that a slowdown of the
   machine affects all of them. A ratio is the median over the rounds of the ratios within a round.
 * The *latency* is the time of a call, from rows in host memory to fp32 outputs on the device, including normalisation and
   casts. The first call of a batch size does not count.

@@ -1,4 +1,4 @@
-"""Runs one artefact in a process of its own, which loads it from disk and reports outputs, call times and peak memory.
+"""Runs one artefact in its own process, which loads it from disk and reports outputs, call times and peak memory.
 
 * ``Probe`` is the parent's side: it starts the process and sends requests. The process holds nothing but the artefact, so its
   peak memory is that of the artefact. It computes only on request, so several probes can take turns on one device.

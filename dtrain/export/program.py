@@ -1,7 +1,7 @@
 """The program of an artefact: a module that maps rows as the loader makes them to fp32 outputs, preprocessing included.
 
 * A *program* normalises images in fp32 and then casts them; other floats are only cast. All storage formats therefore take the
-  same rows, and callers need no preprocessing of their own.
+  same rows, and callers need not preprocess.
 * ``RowSpec`` is the dtype and shape of its input rows.
 * ``ImageInput`` is the preprocessing of one image field, from the bytes of a file to the pixels that the loader makes.
 """

@@ -404,7 +404,7 @@ class Search:
 
     def _finish(self) -> int:
         """Prints the table and what to do next; returns the exit code."""
-        shown = record.Search.read(self._folder, [])
+        shown = record.SearchRecord.read(self._folder, [])
         assert shown is not None
         print(text_table(shown.columns), end="")
         print(f"\n{shown.summary}.")

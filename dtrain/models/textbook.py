@@ -1,7 +1,7 @@
 """Networks of well-known tutorials, for runs that are compared with published results (docs/proof.md).
 
 ``ResidualMLP``, ``ConvNet1d`` and ``GRUClassifier`` are the networks of MNIST-1D (Greydanus and Kobak, "Scaling down deep
-learning with MNIST-1D", 2024); ``LeNet`` is that of PyTorch's CIFAR-10 tutorial. All use torch's default initialisation.
+learning with MNIST-1D", 2024); ``LeNet`` is from PyTorch's CIFAR-10 tutorial. All use torch's default initialisation.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ class Agreement:
 
     @property
     def has_own_group(self) -> bool:
-        """Whether it is another group than the default one."""
+        """Whether it is not the default group."""
         return self._group is not None
 
     @property
@@ -206,7 +206,7 @@ class Vote:
         self.payload = torch.empty(0)
 
     def add(self, values: Sequence[Tensor | float]) -> None:
-        """Adds the values of a micro-batch to those of its accumulation window.
+        """Adds the values of a micro-batch to the sums of its accumulation window.
 
         Args:
             values: Loss sum and count, then sum and count of each metric: numbers, or tensors of shape ``[]``.

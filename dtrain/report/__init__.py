@@ -2,7 +2,7 @@
 
 The files in reading order:
 
-* ``run_logs`` reads the files beside metrics: bad samples, hangs, messages, media, evaluation results.
+* ``run_logs`` reads the files next to the metrics: bad samples, hangs, messages, media, evaluation results.
 * ``health`` joins them with the metrics into ``RunData``: state, time breakdown, and whether the run is healthy.
 * ``sweep`` compares several runs: settings that differ, ranking, groups over seeds.
 * ``style``, ``tables`` and ``charts`` make formatted text, tables, and charts as data.
@@ -10,6 +10,6 @@ The files in reading order:
 * ``pictures`` draws the charts as PNG files, with matplotlib.
 * ``search`` makes the section about an Optuna search.
 
-A run directory may come from somebody else. Only regular files of a bounded size are read, only verified PNG data is embedded,
+A run directory may come from another user. Only regular files of a bounded size are read, only verified PNG data is embedded,
 and everything is escaped. The page runs its own two scripts only, and loads nothing.
 """

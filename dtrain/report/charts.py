@@ -141,8 +141,8 @@ def run_charts(runs: Sequence[RunData]) -> dict[str, list[Chart]]:
         metrics.setdefault(name.partition("/")[0], []).append(name)
     groups: dict[str, list[Chart]] = {heading: [] for heading in _GROUPS.values()}
     groups["Speed"] += [time_chart(runs), step_time_chart(histories)]
-    for prefix, of_prefix in metrics.items():
-        charts = _metric_charts(histories, of_prefix, None if prefix in _FITTED else 0.0)
+    for prefix, prefix_histories in metrics.items():
+        charts = _metric_charts(histories, prefix_histories, None if prefix in _FITTED else 0.0)
         if prefix == "precision":
             charts.insert(0, scale_chart(histories))
         if left := [chart.title for chart in charts[_MAX_OF_A_GROUP:]]:
@@ -165,7 +165,7 @@ def run_charts(runs: Sequence[RunData]) -> dict[str, list[Chart]]:
 
 
 def _metric_charts(runs: Sequence[History], names: Sequence[str], floor: float | None) -> list[Chart]:
-    """A chart of each metric; of one run, one chart for all metrics that differ in the source, or the evaluation set, only."""
+    """One chart per metric; in a single run, metrics that differ only by source or evaluation set share one."""
     families: dict[str, list[str]] = {}
     labels = {}
     for name in names:

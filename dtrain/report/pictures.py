@@ -62,7 +62,7 @@ def picture(chart: Chart) -> bytes:
 
 
 def _draw_lines(chart: Chart, figure: Figure) -> list[Any]:
-    """Returns what the legend names."""
+    """Returns the legend handles."""
     axes = figure.add_subplot()
     axes.grid(color=_colour("line"), linewidth=0.6)
     axes.set_xlabel(printable(chart.x_label))

@@ -1,6 +1,6 @@
-"""Reads the files of a run directory beside metrics: bad samples, hangs, log messages, media and evaluation results.
+"""Reads the files of a run directory other than metrics: bad samples, hangs, log messages, media and evaluation results.
 
-All of these files may come from somebody else. Only regular files are read, up to a limit, and only PNG data that Pillow has
+All of these files may come from another user. Only regular files are read, up to a limit, and only PNG data that Pillow has
 verified reaches the page. Each reader appends to ``gaps`` a sentence about each file that it could not read or left out.
 """
 

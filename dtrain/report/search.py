@@ -52,7 +52,7 @@ class Trial:
 
 
 @dataclass(frozen=True, eq=False)
-class Search:
+class SearchRecord:
     """A search.
 
     Attributes:
@@ -72,7 +72,7 @@ class Search:
     importance: dict[str, float]
 
     @classmethod
-    def read(cls, path: Path, gaps: list[str]) -> Search | None:
+    def read(cls, path: Path, gaps: list[str]) -> SearchRecord | None:
         """The search in a directory; None if there is none. Appends a sentence to ``gaps`` if its file is damaged."""
         if not (path / FILE).exists() or not may_be_read(path / FILE, gaps, "", _MAX_BYTES):
             return None
@@ -180,12 +180,12 @@ class Search:
         )
 
 
-def read_searches(paths: Sequence[Path], gaps: list[str]) -> list[Search]:
+def read_searches(paths: Sequence[Path], gaps: list[str]) -> list[SearchRecord]:
     """The searches in these directories, or right below them."""
     folders: dict[Path, None] = {}  # a set that keeps the order
     for path in paths:
         folders |= dict.fromkeys([path, *(file.parent for file in sorted(path.glob(f"*/{FILE}")))])
-    return [search for folder in folders if (search := Search.read(folder, gaps)) is not None]
+    return [search for folder in folders if (search := SearchRecord.read(folder, gaps)) is not None]
 
 
 def _text(value: float | str) -> str:

@@ -2,7 +2,7 @@
 
 * With one rank it works as always, and ``dtrain.distributed.hang`` does not limit the time at its prompt. The debugger's ``q``
   ends the run with one line.
-* With several ranks it raises: each would stop at a prompt of its own, and only some have the terminal.
+* With several ranks it raises: each rank would stop at its own prompt, and only some have the terminal.
 * In dtrain's own calls of a task, on copies of a batch, it does nothing.
 """
 
@@ -50,7 +50,7 @@ def breakpoints(ranks: int) -> Iterator[None]:
 
 
 def without_breakpoints() -> Any:
-    """A context manager in which ``breakpoint()`` does nothing, whatever PYTHONBREAKPOINT says."""
+    """A context manager in which ``breakpoint()`` does nothing, regardless of PYTHONBREAKPOINT."""
     return _hook(lambda *args, **kwargs: None)
 
 

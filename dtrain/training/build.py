@@ -1,7 +1,8 @@
 """Builds a run from its config: ``build_run`` connects data, model, optimizer and step.
 
 ``dtrain.train``, ``dtrain.doctor`` and ``dtrain.doctor numerics`` call ``build_run``, ``dtrain.evaluate`` calls
-``build_for_evaluation``, and ``dtrain.export`` calls ``build_model``. They share the function that builds a part.
+``build_for_evaluation``, and ``dtrain.export`` calls ``build_model``. Each part is built by one function, which all of them
+use.
 
 The order matters:
 
@@ -83,15 +84,15 @@ def build_run(
         prepared: False leaves out ``prepare_model``, for tools that observe single modules.
         data_ranks: In one process: load the data and scale the loss as one of this many ranks would. None: the world's size.
         with_eval_data: False builds no evaluation loader.
-        alone: True builds a step without DDP and without a vote among the ranks, see ``build_step``, and shards nothing.
-        schedule: Used instead of that of the config.
-        max_consecutive_skips: Used instead of that of the config.
+        alone: Build a single-process step: no DDP, no vote, no sharding.
+        schedule: Replaces the config's schedule.
+        max_consecutive_skips: Replaces the config's limit.
 
     Returns:
         The run, and warnings about the precision on this device.
 
     Raises:
-        ConfigError: On every rank, if any part of the config cannot work.
+        ConfigError: On every rank, if a part of the config is invalid.
     """
     data_world = world if data_ranks is None else replace(world, size=data_ranks)
     precision, warnings = on_all_ranks(lambda: build_precision(cfg.precision, world.device))
@@ -118,7 +119,7 @@ def build_run(
         if prepared:
             model = prepare_model(model, cfg.train, cfg.parallel, world)
         precision.wrap_keep_fp32(model)
-    # After everything that changes the model; before DDP, whose names have a prefix.
+    # After all changes to the model, and before DDP, which adds a prefix to parameter names.
     with as_config_error("train.ema_decay"):
         ema = Ema(model, cfg.train.ema_decay) if cfg.train.ema_decay is not None else None
     task = on_all_ranks(lambda: build_task(cfg.task, corpus))
@@ -150,7 +151,7 @@ def build_run(
         step=step,
         checkpoints=Checkpoints.from_config(run_dir, cfg.checkpoint),
         class_names=names,
-        code=code_commits() if world.rank == 0 else {},  # git reads the checkout: once, and not while a save waits
+        code=code_commits() if world.rank == 0 else {},  # runs git: once at the start, not during each save
     )
     return run, warnings
 
@@ -168,7 +169,7 @@ def build_step(
     loss_ranks: int | None = None,
     max_consecutive_skips: int | None = None,
 ) -> TrainStep:
-    """Wraps the model in DDP and makes the optimizer step. It can be called again for the same model.
+    """Wraps the model in DDP and makes the optimizer step; may be called again for the same model.
 
     Args:
         cfg: The composed config.
@@ -179,7 +180,7 @@ def build_step(
         max_consecutive_skips: This many skipped steps in a row end the run; None: the default of ``TrainStep``.
 
     Raises:
-        ConfigError: If the parallel or loss scale options cannot work.
+        ConfigError: If the parallel or loss scale options are invalid.
     """
     return TrainStep(
         wrap(model, cfg.parallel, world, cfg.train.deterministic),
@@ -219,7 +220,7 @@ def build_for_evaluation(cfg: Config, world: World, checkpoint: Checkpoint, weig
         weights: ``ema``, ``raw``, or ``""``: the moving average if the checkpoint has one.
 
     Raises:
-        ConfigError: On every rank, if model, task or data cannot be built, or the checkpoint is of another model.
+        ConfigError: On every rank, if model, task or data cannot be built, or the checkpoint is from a different model.
     """
     precision, _ = on_all_ranks(lambda: build_precision(cfg.precision, world.device))
     loader = on_all_ranks(lambda: eval_loader(cfg, world, precision))
@@ -330,8 +331,8 @@ def check_classes(node: Any, names: Sequence[str] | None) -> None:
         number = node.get(key, None)
         if names is not None and isinstance(number, int) and number != len(names):
             raise ConfigError(
-                f"model.{key}: got {number}, but classes.json beside the shards names {len(names)} classes. Set "
-                f"model.{key}={len(names)}, or delete classes.json if its names are not those of the labels."
+                f"model.{key}: got {number}, but classes.json next to the shards names {len(names)} classes. Set "
+                f"model.{key}={len(names)}, or delete classes.json if its names do not match the labels."
             )
 
 
@@ -349,7 +350,7 @@ def check_vocabulary(node: Any, corpus: Corpus | None) -> None:
     if corpus is not None and isinstance(number, int) and number < corpus.vocab_size:
         raise ConfigError(
             f"model.vocabulary: got {number}, but the shards in {corpus.folder} have {corpus.vocab_size:,} different tokens. "
-            f"Set model.vocabulary={corpus.vocab_size}, or pack the text with another tokenizer."
+            f"Set model.vocabulary={corpus.vocab_size}, or pack the text with a different tokenizer."
         )
 
 
@@ -370,10 +371,10 @@ def takes_corpus(node: Any) -> bool:
 
 
 def prepare_model(model: nn.Module, train: TrainConfig, parallel: ParallelConfig, world: World) -> nn.Module:
-    """Applies SyncBatchNorm, activation checkpointing and ``torch.compile`` to the bare model, as far as they are set.
+    """Applies SyncBatchNorm, activation checkpointing and ``torch.compile`` to the bare model, where the config sets them.
 
     Returns:
-        The model; it is another object only if the model itself is a BatchNorm.
+        The same object, unless the model itself is a BatchNorm.
 
     Raises:
         ConfigError: If a pattern matches no module, or this device does not support an option.
@@ -388,7 +389,7 @@ def prepare_model(model: nn.Module, train: TrainConfig, parallel: ParallelConfig
 def build_schedule(node: Any, lengths: Lengths) -> Callable[[int], float]:
     """Builds the learning-rate schedule: a factor for a number of applied steps.
 
-    Durations in the config node ``schedule``, such as ``5 epochs``, become steps; ``horizon=null`` becomes that of the run.
+    Durations in the config node ``schedule``, such as ``5 epochs``, become steps; ``horizon=null`` becomes the run's length.
 
     Raises:
         ConfigError: If it cannot be built or cannot be called.

@@ -136,8 +136,8 @@ def unused_parameters_explained(model: nn.Module) -> Iterator[None]:
             raise
         ignored = getattr(model, "parameters_to_ignore", ())
         bare: nn.Module = model.module  # type: ignore[assignment]
-        of_ddp = [name for name, p in bare.named_parameters() if p.requires_grad and name not in ignored]
-        names = [of_ddp[number] for number in map(int, found[2].split())]
+        ddp_names = [name for name, p in bare.named_parameters() if p.requires_grad and name not in ignored]
+        names = [ddp_names[number] for number in map(int, found[2].split())]
         shown = ", ".join(names[:_MOST_NAMES]) + (
             f" and {len(names) - _MOST_NAMES} more" if names[_MOST_NAMES:] else ""
         )
@@ -163,7 +163,7 @@ def check_mean_loss(task: Task, model: nn.Module, batch: Batch, precision: Preci
         device: Where generators are seeded, so that the three calls draw the same dropout.
 
     Raises:
-        ConfigError: If the sums or counts are those of such a task; names them.
+        ConfigError: If the sums or counts come from such a task; names them.
     """
     valid: Tensor = batch.valid
     rows = valid.nonzero().flatten()

@@ -2,7 +2,7 @@
 
 * ``evaluate`` runs a task over one epoch of a loader. It reads nothing from the device before the end, and adds micro-batches
   up, so its memory does not grow with their number. With several sets (``EvaluationSets``) each micro-batch is of one set, and
-  each set has sums of its own.
+  each set has its own sums.
 * ``evaluate_run`` is an evaluation during training: of the averaged weights if there are any, and interruptible by a stop
   request. The ranks agree on an interruption by an all-reduce that no rank waits for.
 * ``metric_names`` tells before the first step which metrics evaluations will have.
@@ -77,7 +77,7 @@ def evaluate_run(run: TrainState, stop: Callable[[], bool], *, stopping: bool = 
     except Interrupted:
         return None
     except NotFinite as error:
-        # What made the loss of the steps infinite makes that of the evaluation infinite: say the cause first.
+        # What made the training loss infinite makes the evaluation loss infinite too, so report the cause first.
         if skips := run.step.explain_skips():
             raise NotFinite(f"{skips}\nThis {error}", error.evaluation) from error
         raise
@@ -128,9 +128,9 @@ def evaluate(
         for number, batch in enumerate(loader.epoch(epoch)):
             if stop_vote is not None and stop_vote.agreed():
                 raise Interrupted
-            of_set = sums.count(batch)
+            set_index = sums.count(batch)
             with precision.autocast(world.device.type):
-                sums.add(run_task(task, model, to_device(batch)), of_set)
+                sums.add(run_task(task, model, to_device(batch)), set_index)
             if progress is not None:
                 progress(number + 1, total)
         result = sums.over_all_ranks()
@@ -218,9 +218,9 @@ def metric_names(run: TrainState, batch: Batch, wanted: Iterable[str]) -> Metric
     said = say_to_all("metric-names", json.dumps([sorted(names), problem]), run.world, patience)
     if said is None:
         raise error or RuntimeError("another rank has not reported the names of its metrics")
-    of_ranks = [json.loads(text) for text in said]
-    every = {name for of_rank, _ in of_ranks for name in of_rank}
-    return MetricNames(tuple(sorted(every)), next((problem for _, problem in of_ranks if problem), ""))
+    by_rank = [json.loads(text) for text in said]
+    every = {name for rank_names, _ in by_rank for name in rank_names}
+    return MetricNames(tuple(sorted(every)), next((problem for _, problem in by_rank if problem), ""))
 
 
 @torch.no_grad()
@@ -235,8 +235,8 @@ def _add_names(names: set[str], wanted: Iterable[str], run: TrainState, batch: B
         with run.precision.autocast(device.type):
             # A batch of an evaluation has no sources of a mixture in training.
             output = run_task(task, model, Batch(batch.clone(), batch.sample_keys, batch.valid.clone()))
-            for of_set in range(len(sets) or 1):
-                sums.add(output, of_set)
+            for set_index in range(len(sets) or 1):
+                sums.add(output, set_index)
             result = sums.of_rows(batch.num_valid)
             names.update(result.record())
             if isinstance(task, ConcludingTask) and not names.issuperset(wanted):
@@ -294,12 +294,12 @@ class _Sums:
 
     def count(self, batch: Batch) -> int:
         """Counts the samples of a batch on the host; returns the number of its set."""
-        of_set = int(batch[SOURCE][0]) if self._sets else 0
-        self._counted[of_set][0] += batch.num_valid
-        self._counted[of_set][1] += len(batch.bad)
-        return of_set
+        set_index = int(batch[SOURCE][0]) if self._sets else 0
+        self._counted[set_index][0] += batch.num_valid
+        self._counted[set_index][1] += len(batch.bad)
+        return set_index
 
-    def add(self, output: Output, of_set: int) -> None:
+    def add(self, output: Output, set_index: int) -> None:
         """Adds the result of a micro-batch of a set."""
         tables = dict(sorted(output.tables.items()))
         if self._pairs is None:
@@ -313,7 +313,7 @@ class _Sums:
                 "tables; a sum and a count of 0 are allowed."
             )
         pairs = [(output.loss_sum, output.count), *(output.metrics[name] for name in self._names)]
-        self._pairs[of_set] += torch.stack([self._float64(value) for pair in pairs for value in pair])
+        self._pairs[set_index] += torch.stack([self._float64(value) for pair in pairs for value in pair])
         for name, table in tables.items():
             self._tables[name] += table.to(self._device)
 
@@ -341,8 +341,8 @@ class _Sums:
 
     def _evaluation(self, sums: Tensor) -> Evaluation:
         metrics = self._metrics(sums.sum(dim=0), "")
-        for name, of_set in zip(self._sets, sums, strict=False):
-            metrics |= self._metrics(of_set, f"{name}/")
+        for name, set_index in zip(self._sets, sums, strict=False):
+            metrics |= self._metrics(set_index, f"{name}/")
         return Evaluation(metrics, {name: table.cpu() for name, table in self._tables.items()})
 
     def _metrics(self, sums: Tensor, prefix: str) -> dict[str, float]:

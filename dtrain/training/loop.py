@@ -179,7 +179,7 @@ class Loop:
             if self._profiler is not None:
                 self._profiler.close()
         self._hooks.call("on_end", self._run, state)
-        wait_for_all()  # no rank records the end of the run if a hook fails on another one
+        wait_for_all()  # if a hook fails on one rank, no rank records the end of the run
         return state, reason
 
     @contextmanager
@@ -193,7 +193,7 @@ class Loop:
         """Drops the window under way after a collective failed: the run is as after its last applied step."""
         self._checkpoints.is_safe()
         self._run.step.abandon()
-        # Its record is not written, which would be collective; a series of skipped steps goes on.
+        # Its record is not written, because that is collective. The count of consecutive skips continues.
         with suppress(TooManySkips, RuntimeError):
             outcome = self._run.step.settle()
             if outcome is not None and self._timing is not None:
@@ -207,7 +207,7 @@ class Loop:
         """
         run, saves = self._run, self._checkpoints
         diverged = isinstance(error, (TooManySkips, NotFinite)) and run.step.consecutive_skips > 0
-        unsound = diverged or isinstance(error, (ReplicasDiffer, BdbQuit))  # BdbQuit: in the middle of anything
+        unsound = diverged or isinstance(error, (ReplicasDiffer, BdbQuit))  # BdbQuit may come from anywhere in a step
         if not self._may_be_saved or saves.saved_step == run.step.step or unsound or is_from_collective(error):
             return
         if self._is_accumulating if run.is_sharded else run.world.rank != 0:
@@ -228,7 +228,7 @@ class Loop:
             logger.warning("the state after step %d could not be saved", run.step.step, exc_info=True)
 
     def place(self) -> Place:
-        """The progress of this rank, for the hang detection, which calls this in another thread."""
+        """The progress of this rank. The hang detection calls this from its thread."""
         step, loaders = self._run.step, (self._run.train_loader, self._run.eval_loader)
         progress = (step.step, *(loader.samples_received for loader in loaders if loader is not None))
         return Place(step.step + 1, self._window.keys(), progress, self._checkpoints.waits_for_disk)

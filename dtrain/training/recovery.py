@@ -1,7 +1,7 @@
 """Recovery without a restart (``parallel.recover``, experimental): when a rank is lost, the others continue.
 
-* A rank is *lost* if its process or machine ends without an error of its own: the connections of the others break. A rank
-  that raises an error ends the run as usual, because the error would come again.
+* A rank is *lost* if its process or machine ends without raising an error: the connections of the others break. A rank
+  that raises an error ends the run as usual, because the error would happen again.
 * The *members* are the ranks that are left. Each has a locked file in ``<run.dir>/.recovery``; the operating system releases
   the lock of a process that has ended, so the others know whom to wait for.
 * A *generation* is one agreement on the members. The first member that creates the generation's file is its leader: it
@@ -10,9 +10,9 @@
 * The *memory* is a checkpoint in host memory. A step is applied by all ranks or by none, but a rank may be lost after some of
   the others have applied the last step. So the members compare their steps, and all take the state of one that is furthest.
 
-The run is then built anew, for other ranks, and continues after the last applied step: the loader divides the rest of the
-epoch among the members, and the global batch stays as it was. The idea of per-step recovery is that of torchft
-(https://github.com/meta-pytorch/torchft); it needs no server here, because all ranks see the run directory.
+The run is then rebuilt for the members and continues after the last applied step: the loader divides the rest of the epoch
+among them, and the global batch size does not change. Per-step recovery follows torchft
+(https://github.com/meta-pytorch/torchft), but needs no server, because all ranks see the run directory.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Recovery:
         return self._stop.reason if self._stop is not None else None
 
     def remembers(self, run: TrainState, loop: Loop, run_logger: RunLogger, stop: StopRequests) -> None:
-        """Collective. From here on, this process can continue without other ranks; the run directory exists."""
+        """Collective. Arms recovery: from now on this process survives the loss of other ranks. The run directory exists."""
         self._training, self._memory, self._stop = (run, loop, run_logger), None, stop
         if not self.is_on or self._lock is not None:
             return
@@ -178,7 +178,7 @@ class Recovery:
         # A forked loader worker would hold the lock for some seconds after this process has ended.
         os.register_at_fork(after_in_child=self._lock.close)
         try_lock(self._lock)
-        wait_for_all()  # before that, a lock that is missing would count as one of a lost rank
+        wait_for_all()  # a lock that is not taken yet would look like a lost rank
 
     def end(self) -> None:
         """On rank 0: removes the files of a run that has ended."""
@@ -193,7 +193,7 @@ class Recovery:
         return job
 
     def _remember(self) -> None:
-        if self._training is None:  # lost again before the training went on
+        if self._training is None:  # another rank was lost before training continued
             return
         (run, loop, run_logger), self._training = self._training, None
         loop.abandon()

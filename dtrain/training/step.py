@@ -31,8 +31,8 @@ In plain code, with the method of ``TrainStep`` that contains each part::
   last micro-batch.
 * The *vote* is one all-reduce of control data, also of stop and save requests. From the same sums every rank takes the same
   decision: update the parameters, or *skip* the step.
-* *Nominal* is the global batch size, and ``count`` the number of valid rows in the global batch. One multiplication makes the
-  gradients those of the mean loss over all valid rows, for any split into ranks and micro-batches.
+* *Nominal* is the global batch size, and ``count`` the number of valid rows in the global batch. One multiplication turns
+  the gradients into gradients of the mean loss over all valid rows, for any split into ranks and micro-batches.
 * With a fused optimizer on a GPU the decision stays on the device. The host queues the step and reads the result of the vote
   one step later, in ``settle``. It waits for the result instead of polling, so that all ranks read it at the same step.
 """
@@ -88,12 +88,12 @@ _profiling = False
 
 
 def profiler_label(name: str) -> AbstractContextManager[object]:
-    """Labels the block as a part of a step while a profile is taken; else it costs about 100 nanoseconds."""
+    """Labels the block as a part of a step while a profile is taken; otherwise costs about 100 ns."""
     return torch.autograd.profiler.record_function(name) if _profiling else _no_label
 
 
 def switch_labels(on: bool) -> None:
-    """For the profiler: begins or ends the labelling."""
+    """Turns labels on or off, for the profiler."""
     global _profiling
     _profiling = on
 
@@ -254,14 +254,14 @@ class TrainStep:
 
         Raises:
             WrongOutput: If the task does not return an ``Output``.
-            RuntimeError: If the window has another number of micro-batches, or its last backward was not averaged.
+            RuntimeError: If the window has a different number of micro-batches, so that no backward averaged over the ranks.
         """
         # A skipped step must also restore BatchNorm's running statistics, which the forward changes.
         self._buffers.save()
         self._is_open = True
         if self._sharded is not None:
             self._sharded.begin()
-        # Entering a disabled autocast takes 6 us; it matters only within another one, of a hand-written loop.
+        # Entering a disabled autocast takes 6 us, and matters only inside an enabled one, in a hand-written loop.
         casts = self.precision.compute_dtype != torch.float32 or torch.is_autocast_enabled(self.world.device.type)
         autocast = self._autocast if casts else nullcontext()
         done = 0
@@ -293,7 +293,7 @@ class TrainStep:
         """Reads the vote of the last step; waits for the device if necessary.
 
         Returns:
-            The outcome; None if there is no step whose outcome was not read yet.
+            The outcome; None if there is no unsettled step.
 
         Raises:
             TooManySkips: On every rank, after too many skipped steps in a row.
@@ -308,7 +308,7 @@ class TrainStep:
         # After a skip the next steps are observed, to name the module and the samples with the first non-finite value.
         self._diagnosis.follow(self.consecutive_skips)
         lr = float(self.optimizer.param_groups[0]["lr"])
-        # The norm in the vote is that of the gradient of scale * sum / nominal; the outcome has that of the mean loss.
+        # The vote has the gradient norm of scale * sum / nominal; the outcome has the gradient norm of the mean loss.
         mean = self._nominal / stats.count / stats.loss_scale if stats.count else 0.0
         outcome = StepOutcome(self.step, self.applied_steps, lr, stats.grad_norm * mean, stats)
         if self.consecutive_skips >= self._max_skips:
@@ -390,12 +390,12 @@ class TrainStep:
             self._buffers.restore(torch.ones((), dtype=torch.bool, device=self.world.device))
         self._is_open = self._unapplied = False
         if self.model is not self.bare_model:
-            # Its connections close when nothing refers to the process group any more, wherever this step is still known.
+            # Drop every reference to the process group, so that its connections close.
             vars(self.model).clear()
             self.model = self.bare_model
 
     def explain_skips(self) -> str:
-        """Collective. How many steps were skipped, why, and what to do, equal on all ranks; "" if none was."""
+        """Collective. How many steps were skipped, why, and the remedy, equal on all ranks; "" if none was."""
         skipped = self.step - self.applied_steps
         if not skipped:
             return ""

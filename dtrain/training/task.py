@@ -36,7 +36,7 @@ class Output:
             over micro-batches and ranks. Training ignores them: leave them out where ``model.training`` is true.
 
     Raises:
-        WrongOutput: If ``loss_sum`` or a table has another type, dtype or shape.
+        WrongOutput: If ``loss_sum`` or a table has the wrong type, dtype or shape.
     """
 
     loss_sum: Tensor
@@ -203,7 +203,7 @@ def png(pixels: np.ndarray) -> bytes:
 def copy_of_task(task: Task) -> Task:
     """A copy for a call that must leave no trace in a task that keeps something of each call, such as a queue or counter.
 
-    Parameters, such as those of a teacher, are not copied. A task that cannot be copied is returned as it is.
+    Parameters, such as a teacher's, are not copied. A task that cannot be copied is returned itself.
     """
     modules = [it for it in (task, *getattr(task, "__dict__", {}).values()) if isinstance(it, nn.Module)]
     try:

@@ -20,7 +20,7 @@ import torch
 from hydra.utils import get_object
 from torch import nn
 
-from dtrain.config.instantiate import argument_defaults, by_target, check_arguments, nodes_with_target
+from dtrain.config.instantiate import argument_defaults, by_target, check_call, nodes_with_target
 from dtrain.config.schema import Config, DataConfig
 from dtrain.data.fields.field import Field
 from dtrain.data.loading.batch import TransferOptions
@@ -67,9 +67,9 @@ _ALONE = World(0, 1, 0, 1, _CPU, "gloo", launched=False)
 #: What to do if a section is not set.
 _CHOICES = {
     "model": "Choose model=NAME, or set model._target_=package.Class",
-    "task": "Choose task=classification or another preset, or set task._target_=package.Class",
-    "optimizer": "Choose optimizer=adamw or another preset, or set optimizer._target_=torch.optim.RAdam",
-    "schedule": "Choose schedule=constant, cosine or another preset, or set schedule._target_=package.Class",
+    "task": "Choose task=classification or a different preset, or set task._target_=package.Class",
+    "optimizer": "Choose optimizer=adamw or a different preset, or set optimizer._target_=torch.optim.RAdam",
+    "schedule": "Choose schedule=constant, cosine or a different preset, or set schedule._target_=package.Class",
 }
 
 
@@ -215,11 +215,11 @@ def _check_data(cfg: Config, found: _Problems) -> None:
             value = getattr(data, split)
             if split == "eval" and are_sets(value):
                 build_sets(data, build=False)
-                for name, of_set in value.items():
-                    if isinstance(of_set, Mapping):
-                        check_arguments(f"data.eval.{name}", of_set)
+                for name, set_node in value.items():
+                    if isinstance(set_node, Mapping):
+                        check_call(f"data.eval.{name}", set_node)
             elif isinstance(value, Mapping):
-                check_arguments(f"data.{split}", value)
+                check_call(f"data.{split}", value)
             elif (value is not None or split == "train") and not are_patterns(value):
                 raise ConfigError(
                     f"data.{split}: got {value!r}, want shards such as 'data.{split}=\"shards/{{000..009}}.tar\"', a list of "
@@ -235,7 +235,7 @@ def _check_mixture(data: DataConfig, found: _Problems) -> None:
             node = source.get(key) if isinstance(source, Mapping) else None
             if isinstance(node, Mapping):
                 with found.under(f"data.mixture.{name}.{key}"):
-                    check_arguments(f"data.mixture.{name}.{key}", node)
+                    check_call(f"data.mixture.{name}.{key}", node)
 
 
 def _check_nodes(cfg: Config, fields: tuple[Field, ...], found: _Problems) -> None:
@@ -247,7 +247,7 @@ def _check_nodes(cfg: Config, fields: tuple[Field, ...], found: _Problems) -> No
         with found.under(key):
             if node is None:
                 continue
-            check_arguments(key, node)
+            check_call(key, node)
             targets = [str(inner["_target_"]) for _, inner in nodes_with_target(key, node)]
             if key != "data.prepare" and all(target.startswith("dtrain.") for target in targets):
                 if key == "data.mix":
@@ -283,14 +283,14 @@ def _check_schedule(cfg: Config) -> None:
     if horizon is not None and horizon > 0 and (steps_per_epoch or "epoch" not in str(cfg.schedule)):
         build_schedule(cfg.schedule, Lengths(horizon, steps_per_epoch, max(train.global_batch_size, 1)))
     else:
-        check_arguments("schedule", Lengths(1, 1, 1).in_steps(cfg.schedule), horizon=1)
+        check_call("schedule", Lengths(1, 1, 1).in_steps(cfg.schedule), horizon=1)
 
 
 def _check_model(cfg: Config, precision: Precision, found: _Problems) -> None:
     """Checks the model, patterns of its modules, the optimizer, and the options of the step."""
     model: nn.Module | None = None
     with found.under("model"):
-        check_arguments("model", cfg.model)
+        check_call("model", cfg.model)
         model = _model_on_meta(cfg)
     if model is not None:
         with found.under("train"):
@@ -340,7 +340,7 @@ def _model_on_meta(cfg: Config) -> nn.Module | None:
 
 
 def _check_optimizer(node: Any, model: nn.Module | None) -> None:
-    check_arguments("optimizer", _without(node, "no_decay"), params=None, model=None)
+    check_call("optimizer", _without(node, "no_decay"), params=None, model=None)
     for name, default in argument_defaults(node["_target_"]).items():
         if type(default) in (int, float) and isinstance(node.get(name), str):
             raise ConfigError(f"optimizer.{name}: got {node[name]!r}, want a number such as {default:g}.")

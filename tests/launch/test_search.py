@@ -27,7 +27,7 @@ from dtrain.launch.pool import Screen
 from dtrain.launch.search import MetricReader
 from dtrain.launch.search_journal import search_lock
 from dtrain.launch.search_space import CommandLine, distribution
-from dtrain.report.search import Search
+from dtrain.report.search import SearchRecord
 from dtrain.runs.run_dir import save_run, write_status
 from tests.launch.compose import single
 from tests.refusals import assert_refused, refused
@@ -109,8 +109,8 @@ def run_search(*arguments: str, trials: int = 4, to: str = "s", metric: str = "e
     return launch.main([*BASE, *settings, *arguments])
 
 
-def found(folder: Path) -> Search:
-    search = Search.read(folder, gaps := [])
+def found(folder: Path) -> SearchRecord:
+    search = SearchRecord.read(folder, gaps := [])
     assert search is not None, gaps
     return search
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dtrain.doctor import __main__ as doctor
 from dtrain.models import SmallCNN
 from dtrain.precision.audit import Report
-from dtrain.precision.audit.operation_ranges import BACKWARD, OperationRange, Place
+from dtrain.precision.audit.operation_ranges import BACKWARD, OperationRange, OperationSite
 from dtrain.precision.audit.summary import flushed, modules_to_keep, overflows, summary
 from tests.precision.audits import audited, source_line
 
@@ -37,7 +37,7 @@ class Large(nn.Linear):
             self.weight.copy_(torch.arange(1.0, 15.0)[:, None].expand(14, 4) / 4)
 
 
-def found_at(report: Report, where: str) -> tuple[Place, OperationRange]:
+def found_at(report: Report, where: str) -> tuple[OperationSite, OperationRange]:
     return next((place, found) for place, found in report.operations.items() if place.where == where)
 
 
@@ -47,7 +47,7 @@ def test_an_exp_inside_a_forward_that_overflows_in_fp16_is_named_with_its_line(p
     report = audited(model, torch.ones(2, 4), precision, loss=lambda out: out.float().sum())
     where = source_line(NaiveSoftmax.forward, "# powers")
     place, found = overflows(report, FP16)[0]
-    assert place == Place("1", "exp", where)
+    assert place == OperationSite("1", "exp", where)
     assert found.inputs.smallest == 1.0
     assert found.inputs.largest == 14.0
     assert found.outputs.largest == pytest.approx(torch.tensor(14.0).exp().item(), rel=1e-2)
@@ -86,7 +86,7 @@ def test_an_operation_that_overwrites_its_input_is_the_origin_too() -> None:
         nn.Sequential(Large(), InPlace()), torch.ones(2, 4), "fp16", loss=lambda out: out.float().sum() * 0
     )
     place, found = overflows(report, FP16)[0]
-    assert place == Place("1", "exp_", source_line(InPlace.forward, "# in place"))
+    assert place == OperationSite("1", "exp_", source_line(InPlace.forward, "# in place"))
     assert found.inputs.largest == 14.0
 
 

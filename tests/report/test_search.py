@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dtrain.report import __main__ as report
-from dtrain.report.search import FILE, Search, read_searches
+from dtrain.report.search import FILE, SearchRecord, read_searches
 from dtrain.report.tables import text_table
 from dtrain.runs.run_dir import write_status
 
@@ -43,8 +43,8 @@ def write(path: Path, direction: str = "maximize", trials: list[dict[str, Any]] 
     return path
 
 
-def read(path: Path) -> Search:
-    search = Search.read(path, gaps := [])
+def read(path: Path) -> SearchRecord:
+    search = SearchRecord.read(path, gaps := [])
     assert search is not None
     assert gaps == []
     return search

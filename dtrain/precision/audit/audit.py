@@ -20,7 +20,7 @@ from torch import nn
 
 from dtrain.precision.audit.lint import Lint
 from dtrain.precision.audit.module_stack import MODEL, TASK, ModuleStack, PrecisionFinding
-from dtrain.precision.audit.operation_ranges import OperationRange, OperationRanges, Place, to_json
+from dtrain.precision.audit.operation_ranges import OperationRange, OperationRanges, OperationSite, to_json
 from dtrain.precision.audit.recorders import (
     Magnitudes,
     OperationRecorder,
@@ -184,7 +184,7 @@ class Report:
     device: str
     modules: list[ModuleReport] = field(default_factory=list)
     findings: Counter[PrecisionFinding] = field(default_factory=Counter)
-    operations: dict[Place, OperationRange] = field(default_factory=dict)
+    operations: dict[OperationSite, OperationRange] = field(default_factory=dict)
     scripted: tuple[str, ...] = ()
 
     @property

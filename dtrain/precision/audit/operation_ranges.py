@@ -52,7 +52,7 @@ class Extent:
 
 
 @dataclass(frozen=True)
-class Place:
+class OperationSite:
     """An operation in the code.
 
     Attributes:
@@ -106,7 +106,7 @@ class OperationRanges:
     """
 
     def __init__(self, stack: ModuleStack) -> None:
-        self.places: dict[Place, OperationRange] = {}
+        self.places: dict[OperationSite, OperationRange] = {}
         self._stack = stack
         self._backward_of = ""
 
@@ -165,10 +165,12 @@ class OperationRanges:
 
     def _at(self, owner: str, func: Any, where: str) -> OperationRange:
         name = operator_name(func)
-        return self.places.setdefault(Place(owner, "cast" if name == "_to_copy" else name, where), OperationRange())
+        return self.places.setdefault(
+            OperationSite(owner, "cast" if name == "_to_copy" else name, where), OperationRange()
+        )
 
 
-def to_json(place: Place, found: OperationRange) -> dict[str, Any]:
+def to_json(place: OperationSite, found: OperationRange) -> dict[str, Any]:
     """An operation as plain data."""
     return {
         "module": place.owner,

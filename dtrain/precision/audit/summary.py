@@ -24,7 +24,7 @@ from rich.text import Text
 
 from dtrain.precision.audit.audit import ModuleReport, Report
 from dtrain.precision.audit.module_stack import MODEL, TASK, PrecisionFinding
-from dtrain.precision.audit.operation_ranges import BACKWARD, SIXTEEN_BIT, OperationRange, Place
+from dtrain.precision.audit.operation_ranges import BACKWARD, SIXTEEN_BIT, OperationRange, OperationSite
 from dtrain.precision.audit.recorders import Magnitudes
 from dtrain.precision.modules import dtype_name, first_names
 
@@ -204,7 +204,7 @@ def modules_to_keep(report: Report, dtype: torch.dtype) -> list[Keep]:
     return [one for one in keep if not any(one.name.startswith(f"{name}.") for name in names)]
 
 
-def overflows(report: Report, dtype: torch.dtype) -> list[tuple[Place, OperationRange]]:
+def overflows(report: Report, dtype: torch.dtype) -> list[tuple[OperationSite, OperationRange]]:
     """The operations of the forward that overflow in ``dtype``, in their order; without any, those of the backward.
 
     Args:
@@ -225,7 +225,7 @@ def overflows(report: Report, dtype: torch.dtype) -> list[tuple[Place, Operation
     ]
 
 
-def flushed(report: Report, dtype: torch.dtype) -> list[tuple[Place, OperationRange]]:
+def flushed(report: Report, dtype: torch.dtype) -> list[tuple[OperationSite, OperationRange]]:
     """The operations of which ``dtype`` would make at least ``FLUSHED`` of the results zero, most first; see ``overflows``."""
     places = [
         (place, found)
@@ -425,13 +425,13 @@ def _cause(report: Report) -> str:
     return f"{_described(place)} overflows, because the loss scale is too large for these gradients: see the line 'loss scale'"
 
 
-def _described(place: Place) -> str:
+def _described(place: OperationSite) -> str:
     if place.where == BACKWARD:
         return f"{place.operation} in the backward of {place.owner}"
     return f"{place.operation}{f', {place.where}' if place.where else ''}, in {place.owner}"
 
 
-def _overflow(place: Place, found: OperationRange, dtype: torch.dtype) -> str:
+def _overflow(place: OperationSite, found: OperationRange, dtype: torch.dtype) -> str:
     name = dtype_name(dtype)
     smallest, largest = found.inputs.smallest, found.inputs.largest
     inputs = f"from inputs {magnitude(smallest)} .. {magnitude(largest)}" if largest else "from zeros"
@@ -441,7 +441,7 @@ def _overflow(place: Place, found: OperationRange, dtype: torch.dtype) -> str:
     return f"{_described(place)}: {results} {inputs}; the largest {name} number is {torch.finfo(dtype).max:g}"
 
 
-def _flushed(place: Place, found: OperationRange, dtype: torch.dtype) -> str:
+def _flushed(place: OperationSite, found: OperationRange, dtype: torch.dtype) -> str:
     results = f"{magnitude(found.outputs.smallest)} .. {magnitude(found.outputs.largest)}"
     return f"{_described(place)}: {percent(found.lost_share(dtype))} of results {results} become zero"
 
@@ -451,7 +451,7 @@ def _listed(advice: str, lines: list[str]) -> str:
     return "\n".join([advice, *lines[:_LINES], *([f"and {rest} more; --json FILE lists all"] if rest > 0 else [])])
 
 
-def _is_low(place: Place, found: OperationRange, report: Report) -> bool:
+def _is_low(place: OperationSite, found: OperationRange, report: Report) -> bool:
     """Whether an operation computes in 16 bits, or might in a lower precision than that of the run."""
     if report.compute_dtype.itemsize == 2:
         return any(dtype.itemsize == 2 for dtype in found.dtypes)

@@ -10,7 +10,7 @@
 * ``saved.json`` has the step of the last save, 0 before the first one. Without any checkpoint it tells a run that was killed
   before its first save from one whose checkpoints were lost.
 * Only regular files (and links to them) are read, and only if they have the size that the manifest says: a checkpoint may
-  come from somebody else.
+  come from another user.
 
 Rank 0 writes, and chooses the checkpoint to read. Every rank reads it. Of a sharded checkpoint each rank writes its own file,
 into the folder that rank 0 has staged and renames.
@@ -201,7 +201,7 @@ class Checkpoints:
             OSError: If it cannot be made.
         """
         self._tidy()
-        # A name of its own for each save: a process of an earlier start may still be writing, on a machine that was lost.
+        # A new name for each save: a process of an earlier start may still be writing, on a machine that was lost.
         staged = self.directory / f".step-{step:09d}.{uuid.uuid4().hex}.staged"
         staged.mkdir()
         return staged
@@ -226,7 +226,7 @@ class Checkpoints:
             )
         path = staged / rank_file(world.rank, world.size)
         write_parts(path, checkpoint.tensors)  # type: ignore[arg-type]
-        fsync_path(path)  # on the machine that wrote it: rank 0 cannot sync what another one has not sent yet
+        fsync_path(path)  # on the machine that wrote it: rank 0 cannot sync another machine's cached writes
         return _size_and_hash(path)
 
     def complete(self, step: int, staged: Path, checkpoint: Checkpoint, entries: Sequence[dict[str, Any]]) -> Path:
@@ -314,7 +314,7 @@ class Checkpoints:
         """Reads a checkpoint without verifying checksums; call ``verify`` on one rank before.
 
         Raises:
-            BadCheckpoint: If it cannot be read or is of another format.
+            BadCheckpoint: If it cannot be read or has an unknown format.
         """
         return read_folder(self.path(step))
 
@@ -370,7 +370,7 @@ def verify_folder(folder: Path) -> None:
     """Compares the size and SHA-256 of each file of a checkpoint with its manifest, and its content with its name.
 
     Raises:
-        BadCheckpoint: If a file is missing or differs, names it; or if the folder was saved as another step.
+        BadCheckpoint: If a file is missing or differs, names it; or if the folder was saved as a different step.
     """
     manifest = _manifest(folder)
 
@@ -399,7 +399,7 @@ def read_folder(folder: Path) -> Checkpoint:
     """Reads the checkpoint in a folder of any name, without verifying checksums.
 
     Raises:
-        BadCheckpoint: If it cannot be read, is of another format, or lacks a part of a tensor; names these tensors.
+        BadCheckpoint: If it cannot be read, has an unknown format, or lacks a part of a tensor; names these tensors.
     """
     state = _state(folder)
     version = state.get("format")
@@ -504,13 +504,13 @@ def _read_json(path: Path, most: int | None = None) -> Any:
 
 
 def _step_of(folder: Path) -> int | None:
-    """The step in the name of a checkpoint's folder; None if it has another name."""
+    """The step in the name of a checkpoint's folder; None if it is not such a name."""
     match = _NAME.match(folder.name)
     return int(match[1] or match[2]) if match else None
 
 
 def _compare(path: Path, expected: Mapping[str, Any]) -> None:
-    """Raises a ``ValueError`` if a file has another size or content than the manifest says."""
+    """Raises a ``ValueError`` if a file's size or content differs from the manifest."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
     if size != expected["size"]:  # before reading it, which would take long for a file of any size

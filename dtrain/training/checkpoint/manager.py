@@ -79,7 +79,7 @@ class CheckpointManager:
         return self._every_minutes is not None and time.monotonic() - self._saved_at > 60 * self._every_minutes
 
     def is_best(self, metrics: dict[str, float]) -> bool:
-        """Collective. Whether ``checkpoint.best`` is set and this evaluation is better than that of every checkpoint.
+        """Collective. Whether ``checkpoint.best`` is set and this evaluation is better than every checkpoint's.
 
         Args:
             metrics: Metrics of an evaluation, named as in metrics.jsonl; empty without one.
@@ -292,7 +292,7 @@ class AsyncWriter:
 
         Args:
             step: Attempted step after which the checkpoint was taken.
-            write: Writes a copy that nobody changes. Returns the checkpoint's folder, or None if another rank completes it.
+            write: Writes a copy of the state. Returns the checkpoint's folder, or None if another rank completes it.
 
         Raises:
             NotSaved: If the previous write failed and ``wait`` has not reported it; no new write is started.

@@ -1,13 +1,13 @@
 """Where a start of a run begins, and where it ends: the newest checkpoint, weights of another run, and the number of steps.
 
-* All functions but ``EarlierStarts.prepare`` only read. Whatever they refuse leaves the run directory as it is.
+* All functions but ``EarlierStarts.prepare`` only read, so a refused start leaves the run directory untouched.
 * A run *shows progress* if its status, metrics or sample logs have a step. Without a whole checkpoint it is refused, unless
   none was ever saved: a run that was killed before its first save begins again at step 0 by itself.
 * A run that is *finished* is not started again by the command that finished it. A longer one extends it. A command that asks
   for fewer steps than the run has done is refused.
 * Initial weights of the Hugging Face hub are *pinned*: the first start finds the commit of the revision and saves it in
   ``config.yaml``. Later starts of the same command use this commit.
-* ``run.weights_from`` is for the same model: all names and shapes must be equal. ``run.warm_start`` is for another model:
+* ``run.weights_from`` is for the same model: all names and shapes must be equal. ``run.warm_start`` is for a different model:
   ``rename`` rewrites names, ``skip`` leaves out names, and the rest must fit. Only a parameter that ``skip`` names keeps its
   initialisation. Only weights are loaded, the moving average if there is one; everything else starts from the beginning.
 """
@@ -66,7 +66,7 @@ class EarlierStarts:
         """Collective. Reads the run directory.
 
         Raises:
-            ConfigError: On every rank, if the directory has another run, or ``run.resume`` does not allow what there is, or
+            ConfigError: On every rank, if the directory has a different run, or ``run.resume`` does not allow what there is, or
                 there is no whole checkpoint although the run shows progress.
         """
         mode = cfg.run.resume
@@ -155,7 +155,7 @@ class EarlierStarts:
         if end == step and self.finished:
             raise ConfigError(
                 f"run.dir: the run in {run.run_dir} is finished: {reached} ends it at step {step}. So these changes would have "
-                f"no effect:\n{_listed(self.changes)}  Increase {' and '.join(keys)} to train it further, or use another "
+                f"no effect:\n{_listed(self.changes)}  Increase {' and '.join(keys)} to train it further, or use a new "
                 "run.dir for another run."
             )
         if end == step and self.checkpoint is not None:
@@ -201,7 +201,7 @@ def pin_weights(cfg: Config, spec: RunSpec) -> tuple[Config, RunSpec]:
         found = {}
         for key, url in urls.items():
             model, saved = HubModel.parse(key, url), spec.saved_value(key)
-            # Of a run of somebody else the commit may be any text, even an interpolation.
+            # A run of another user may have any text as its commit, even an interpolation.
             is_same = isinstance(saved, str) and re.fullmatch(re.escape(f"hf://{model.name}@") + "[0-9a-f]{40}", saved)
             found[key] = saved if is_same else str(model.at_commit())
         return found
@@ -230,7 +230,7 @@ class StartingWeights:
         """
         own = module.state_dict()
         finite = [name for name in self.tensors if _is_finite(own[name])]
-        copy_into(module, self.tensors)  # missing names are those of run.warm_start.skip
+        copy_into(module, self.tensors)  # only names in run.warm_start.skip are missing
         if wrong := [name for name in finite if not _is_finite(own[name])]:
             raise ConfigError(
                 f"the run would start {self.description}, of which {', '.join(wrong[:3])} "
@@ -269,7 +269,7 @@ def _download(model: HubModel) -> Path:
 
 
 def _find(key: str, path: Path) -> Path:
-    """The checkpoint's folder of a path, verified; or the file that the path is, or that of the weights of an artefact."""
+    """The verified checkpoint folder of a path; or the file itself; or the weights file of an artefact."""
     if path.is_file():
         return path
     if (path / DESCRIPTION).is_file() and (path / WEIGHTS).is_file():

@@ -3,8 +3,8 @@
 * ``TrainState`` has the objects of a run. ``checkpoint`` copies their state to the host, ``restore`` loads it.
 * ``RunTotals`` are counts and times over all starts of the run.
 * Model and optimizer state are stored by parameter name, so they do not depend on the order of parameters. Hyper-parameters
-  stay those of the config.
-* In a sharded run each rank copies and restores only the parts that it holds. A checkpoint of a run with another number of
+  stay as the config sets them.
+* In a sharded run each rank copies and restores only the parts that it holds. A checkpoint of a run with a different number of
   ranks, sharded or not, can be restored, because any part can be read from it.
 """
 
@@ -180,7 +180,7 @@ class TrainState:
         """Loads a checkpoint; every rank calls it.
 
         Raises:
-            ConfigError: If it is from another model, optimizer or dataset; names the differences.
+            ConfigError: If it is from a different model, optimizer or dataset; names the differences.
         """
         state = checkpoint.state
         # The loader first: it compares the dataset's fingerprint, before any tensor is changed.
@@ -307,7 +307,7 @@ def load_module(module: nn.Module, tensors: Mapping[str, Tensor | StoredTensor],
     """
     if problems := weight_problems(module, tensors):
         raise ConfigError(
-            f"{source} is of another model: {problems}. Use the model config that it was saved with, or another run.dir."
+            f"{source} is from a different model: {problems}. Use the model config that it was saved with, or another run.dir."
         )
     copy_into(module, tensors)
 
@@ -387,7 +387,7 @@ def load_weights(module: nn.Module, checkpoint: Checkpoint, weights: str) -> str
         The loaded weights: ``ema`` or ``raw``.
 
     Raises:
-        ConfigError: If the checkpoint has no such weights, or they are of another model.
+        ConfigError: If the checkpoint has no such weights, or they are from a different model.
     """
     if weights not in ("", "ema", "raw"):
         raise ConfigError(f"weights: got {weights!r}, want ema or raw.")
@@ -421,7 +421,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple
                     raise ConfigError(
                         f"optimizer: {type(optimizer).__name__} keeps {place} as a plain tensor of shape {list(value.shape)}, "
                         "which may differ between the ranks of a sharded run, so it cannot be saved. Use parallel=ddp, or "
-                        "another optimizer."
+                        "a different optimizer."
                     )
                 tensors[place] = value
             else:
@@ -455,7 +455,7 @@ def load_optimizer(
     values: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Restores an optimizer from ``optimizer_state`` and ``changed_groups``; hyper-parameters stay those of the config.
+    """Restores an optimizer from ``optimizer_state`` and ``changed_groups``; hyper-parameters stay as the config sets them.
 
     Raises:
         ConfigError: If the state is of parameters or groups that this optimizer does not have, or an option is on that was
@@ -496,7 +496,7 @@ def _state_of(parameter: Tensor, place: str, saved: Tensor | StoredTensor) -> Te
     if len(saved.shape) and is_dtensor(parameter):
         raise ConfigError(
             f"the checkpoint's optimizer has {place} of shape {list(saved.shape)}, but the parameter has "
-            f"{list(parameter.shape)}, so it cannot be divided among the ranks. Use parallel=ddp, or another optimizer."
+            f"{list(parameter.shape)}, so it cannot be divided among the ranks. Use parallel=ddp, or a different optimizer."
         )
     return saved[...]
 
@@ -540,5 +540,5 @@ def _plain(optimizer: torch.optim.Optimizer, place: str, value: Any) -> Any:
         return value
     raise ConfigError(
         f"optimizer: {type(optimizer).__name__} keeps {place} as {type(value).__name__}. A checkpoint holds tensors, "
-        "numbers, strings and null, so this optimizer could not be restored. Use another one."
+        "numbers, strings and null, so this optimizer could not be restored. Use a different one."
     )

@@ -4,12 +4,12 @@
   parts that it holds. Of a part that several ranks hold, one of them, chosen by the tensor's name, writes it.
 * A *whole* file has all tensors of one group, such as ``model.safetensors``. A *rank's* file, such as
   ``rank-00001-of-00004.safetensors``, has parts of all groups, named ``model.<name>``.
-* ``StoredTensor`` reads any box of a tensor from files of either kind, and only this box. So a run may be resumed with another
-  number of ranks, sharded or not, and no rank ever holds a whole sharded model.
+* ``StoredTensor`` reads any box of a tensor from files of either kind, and only this box. So a run may be resumed with a
+  different number of ranks, sharded or not, and no rank ever holds a whole sharded model.
 
 A rank's file has the format of PyTorch's distributed checkpoints in safetensors: ``HuggingFaceStorageReader`` of
-``torch.distributed.checkpoint`` reads it. Its writer is not used: it has everything that the rank writes in memory twice more,
-and its save is a collective of all ranks, which a thread would run beside those of the training loop.
+``torch.distributed.checkpoint`` reads it. Its writer is not used: it holds two more copies of what the rank writes in memory,
+and its save is a collective, which a thread would run concurrently with the collectives of the training loop.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def like(target: Tensor, values: Tensor) -> Tensor:
 
 
 def written_by(name: str, tensor: Tensor, world: World) -> bool:
-    """Whether this rank writes its part of a tensor, rather than another rank that holds the same part.
+    """Whether this rank, of all ranks that hold the same part of a tensor, writes it.
 
     Args:
         name: Decides which of them it is.

@@ -1,6 +1,6 @@
 """The collectives of a step and the bytes that they send, for DDP, FSDP and HSDP.
 
-* The *size* of a collective is that of the whole tensor: each value counts once, padding included.
+* The *size* of a collective is the size of the whole tensor: each value counts once, padding included.
 * What a rank *sends* is ``(n - 1) / n`` of that size in an all-gather, a reduce-scatter or a broadcast over n ranks, and twice
   as much in an all-reduce, which is a reduce-scatter and an all-gather. Rings send this much, and no algorithm sends less
   (Patarasuk and Yuan 2009). For a broadcast it is the mean over the ranks.
@@ -221,7 +221,7 @@ def sharded_traffic(
         ranks: Number of ranks that share one copy of the model.
         world_size: Number of all ranks.
         micro_batches: Micro-batches in a step.
-        buffers: Bytes of the buffers, of which all ranks get those of rank 0.
+        buffers: Bytes of the buffers, which rank 0 broadcasts.
         backend: With gloo, which has no reduce-scatter, torch calls an all-reduce instead.
         metrics: Number of metrics of the task, which are in the vote.
     """

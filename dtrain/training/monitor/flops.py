@@ -23,7 +23,7 @@ from dtrain.training.setup.buffers import BufferGuard
 from dtrain.training.setup.model import is_compiled
 from dtrain.training.task import Task
 
-_BACKWARD = 2  # forwards: one for the gradients of the activations, one for those of the weights
+_BACKWARD = 2  # forwards: one for the activation gradients, one for the weight gradients
 
 
 def flops_per_row(task: Task, model: nn.Module, batch: Batch, precision: Precision, device: torch.device) -> float:

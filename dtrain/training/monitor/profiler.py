@@ -154,7 +154,7 @@ class StepProfiler:
         with replace_file(path.with_name(path.name.removesuffix(".json.gz") + ".txt")) as file:
             file.write(f"{page}\n".encode())
         logger.info("profile of %s", page)
-        self._note(f"profile of {title}: {path} (https://ui.perfetto.dev opens it), and a summary beside it")
+        self._note(f"profile of {title}: {path} (https://ui.perfetto.dev opens it), with a summary next to it")
 
     def _stop(self) -> profile:
         stopped, self._profile = self._profile, None

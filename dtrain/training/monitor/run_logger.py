@@ -139,7 +139,7 @@ class RunLogger:
         self._sinks.alert(text)
 
     def recovered(self, text: str) -> None:
-        """Shows and logs that something needs no action any more."""
+        """Reports that an earlier warning has cleared."""
         logger.info(text)
         self._sinks.note(text)
 

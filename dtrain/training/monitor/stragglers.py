@@ -127,7 +127,7 @@ class StragglerReport:
         self._steps += 1
 
     def exchange(self, step: int) -> dict[str, float | int]:
-        """Collective, without a wait. Reads the last exchange, and starts another if ``EVERY`` steps have passed.
+        """Collective, but does not wait. Reads the last exchange, and starts the next one after ``EVERY`` steps.
 
         Args:
             step: Attempted steps, equal on all ranks.
@@ -251,26 +251,26 @@ class SlowRanks:
 
 
 def by_node(changes: Sequence[Change], hosts: Sequence[str]) -> list[tuple[str, Change]]:
-    """Joins the changes of a node of which all ranks have changed.
+    """Merges the changes of all ranks of a node into one.
 
     Args:
         changes: Changes of one exchange.
         hosts: Host name of each rank.
 
     Returns:
-        ``rank 3 on n07`` with its change, or ``node n07 (ranks 0 to 3)`` with that of its slowest rank.
+        ``rank 3 on n07`` with its change, or ``node n07 (ranks 0 to 3)`` with its slowest rank's change.
     """
     found = []
     for recovered in (False, True):
         group = {change.rank: change for change in changes if change.recovered is recovered}
         for host in dict.fromkeys(hosts[rank] for rank in group):
             ranks = [rank for rank, name in enumerate(hosts) if name == host]
-            of_host = [change for rank, change in group.items() if hosts[rank] == host]
-            if len(of_host) == len(ranks) > 1 and len(ranks) < len(hosts):
-                worst = max(of_host, key=lambda change: change.own)
+            host_changes = [change for rank, change in group.items() if hosts[rank] == host]
+            if len(host_changes) == len(ranks) > 1 and len(ranks) < len(hosts):
+                worst = max(host_changes, key=lambda change: change.own)
                 found.append((f"node {host} (ranks {ranks[0]} to {ranks[-1]})", worst))
             else:
-                found += [(f"rank {change.rank} on {host}", change) for change in of_host]
+                found += [(f"rank {change.rank} on {host}", change) for change in host_changes]
     return found
 
 

@@ -1,12 +1,12 @@
 """Keeps masked rows out of BatchNorm's statistics in training.
 
-* A micro-batch with masked rows is cut to its valid rows. So a rank's statistics are those of its samples, as in a loop that
-  has no masked rows.
+* A micro-batch with masked rows is cut to its valid rows. So a rank's statistics describe only its samples, as in a
+  loop without masked rows.
 * BatchNorm cannot normalise fewer than two rows, and every rank must run forward and backward. So a micro-batch with fewer
   valid rows is not cut, and running statistics are restored after it.
 * A micro-batch stays whole, with a warning, if it has a column without one entry per row, as a hook may add.
-* *Fixed shapes*: micro-batches are left as they are for compiled models and ScriptModules, which may have been made for one
-  shape, for SyncBatchNorm, whose running statistics are equal on all ranks, and for a task that calls collectives, as a
+* *Fixed shapes*: micro-batches are not cut for compiled models and ScriptModules, which may accept one shape only; for
+  SyncBatchNorm, whose running statistics are equal on all ranks; and for a task that calls collectives, such as a
   contrastive one that gathers the rows of all ranks.
 """
 

@@ -22,7 +22,7 @@ class BufferGuard:
         model: The bare model.
 
     Raises:
-        ConfigError: By ``not_finite`` and ``restore``, if a buffer has another shape than in ``save``; names it.
+        ConfigError: By ``not_finite`` and ``restore``, if a buffer's shape has changed since ``save``; names it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -47,7 +47,7 @@ class BufferGuard:
     def not_finite(self) -> Tensor | None:
         """Whether a value that was finite in ``save`` is infinite or NaN now: bool, shape ``[]``, on the device.
 
-        Values that were not finite before, such as those of an attention mask, do not count. None: there is nothing to check.
+        Values that were not finite before, such as in an attention mask, do not count. None: there is nothing to check.
         """
         found, lists = None, self._checked_buffers()
         with torch.no_grad():

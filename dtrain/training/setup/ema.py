@@ -59,8 +59,8 @@ class Ema:
         self._weights = [local_part(parameter.detach()) for parameter in self._model.parameters()]
 
     def _update_on_device(self, skip: Tensor) -> None:
-        # A multiplication by 0 instead of a branch: reading `skip` would make the host wait for the device. The differences
-        # need memory of their own, in chunks much less than that of the model.
+        # A multiplication by 0 instead of a branch: reading `skip` would make the host wait for the device. Chunks keep the
+        # temporary differences much smaller than the model.
         amount = skip.logical_not().to(torch.float32) * (1 - self.decay)
         for averages, weights in self._chunks:
             change = torch._foreach_sub(weights, averages)
@@ -69,10 +69,10 @@ class Ema:
 
     @contextmanager
     def swapped_in(self) -> Iterator[nn.Module]:
-        """The model, whose parameters are the averages inside the block: to evaluate them, to save them or to load them.
+        """Inside the block the model's parameters are the averages, to evaluate, save or load them.
 
-        They are exchanged in place, so that compiled code, tied weights and shards work as always. Buffers stay. Inside
-        another such block, as in a hook that is called during an evaluation, nothing is exchanged.
+        They are exchanged in place, so compiled code, tied weights and shards keep working. Buffers do not change. A nested
+        block, such as in a hook that is called during an evaluation, exchanges nothing.
         """
         if self._is_swapped_in:
             yield self._model
@@ -96,7 +96,7 @@ class Ema:
 
 
 def _chunks(averages: list[Tensor], weights: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Cuts two lists of tensors alike, so that a part has at most ``_CHUNK`` elements; a larger tensor is a part of its own."""
+    """Cuts two lists of tensors alike into parts of at most ``_CHUNK`` elements; a larger tensor is one part."""
     first, elements = 0, 0
     for number, average in enumerate(averages):
         if number > first and elements + average.numel() > _CHUNK:

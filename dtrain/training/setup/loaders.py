@@ -95,7 +95,7 @@ def check_same_data(train: ShardLoader | None, evaluation: ShardLoader | None) -
     Otherwise they would use samples twice or never, and end an epoch at different steps.
 
     Raises:
-        ConfigError: On every rank, if the data of a rank differ from those of rank 0; names the differences.
+        ConfigError: On every rank, if a rank's data differ from rank 0's; names the differences.
     """
     own = {
         f"data.{split}": loader.index.describe()
@@ -137,10 +137,10 @@ def declared_fields(data: DataConfig) -> tuple[Field, ...]:
 
 
 def class_names(data: DataConfig) -> list[str] | None:
-    """Reads ``classes.json``, which ``dtrain.pack imagefolder`` writes beside the shards.
+    """Reads ``classes.json``, which ``dtrain.pack imagefolder`` writes next to the shards.
 
     Args:
-        data: The config. The file beside ``data.train``, or the sources of the mixture, has priority over that beside
+        data: The config. The file next to ``data.train``, or the sources of the mixture, has priority over the one next to
             ``data.eval``.
 
     Returns:
@@ -166,16 +166,16 @@ def class_names(data: DataConfig) -> list[str] | None:
 
 
 def corpus_beside(data: DataConfig) -> Corpus | None:
-    """Reads ``dataset.json``, which ``dtrain.pack text`` writes beside the shards; None without such a file of it.
+    """Reads ``dataset.json``, which ``dtrain.pack text`` writes next to the shards; None without it.
 
     The shards are found as in ``class_names``.
 
     Raises:
         ConfigError: If the file is not usable, or the sources of a mixture have different tokenizers, ends of text or padding,
-            or the evaluation shards another tokenizer.
+            or the evaluation shards a different tokenizer.
     """
-    of_eval = list(data.eval.values() if are_sets(data.eval) else [data.eval])
-    found = _corpora(_train_patterns(data)) or _corpora(of_eval)
+    eval_nodes = list(data.eval.values() if are_sets(data.eval) else [data.eval])
+    found = _corpora(_train_patterns(data)) or _corpora(eval_nodes)
     first = next(iter(found.values()), None)
     for file, corpus in found.items():
         assert first is not None
@@ -188,7 +188,7 @@ def corpus_beside(data: DataConfig) -> Corpus | None:
                 f"data.mixture: {first.folder} has {theirs}, {file.parent} {ours}, so a token would mean two things. Pack both "
                 "sources in the same way."
             )
-    for file, corpus in _corpora(of_eval).items():
+    for file, corpus in _corpora(eval_nodes).items():
         if first is None:
             break
         if corpus.tokenizer_identity != first.tokenizer_identity:
@@ -202,7 +202,7 @@ def corpus_beside(data: DataConfig) -> Corpus | None:
 
 
 def _corpora(patterns: Iterable[Any]) -> dict[Path, Corpus]:
-    """The descriptions beside the shards of patterns, by file."""
+    """The descriptions next to the shards of patterns, by file."""
     found: dict[Path, Corpus] = {}
     for pattern in patterns:
         file = _file_beside(pattern, DATASET)
@@ -265,7 +265,7 @@ def build_sets(data: DataConfig, *, build: bool = True) -> EvaluationSets:
             for name, source in sources.items()
             if source.get("fields") is not None
         }
-        fields = {name: _in_the_middle(of_source) for name, of_source in own.items()}
+        fields = {name: _in_the_middle(source_fields) for name, source_fields in own.items()}
         return EvaluationSets(sets, fields=fields, missing=data.missing, shard_size=data.shard_size)
 
 

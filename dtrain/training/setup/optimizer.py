@@ -36,7 +36,7 @@ def build_optimizer(node: Any, model: nn.Module) -> torch.optim.Optimizer:
     if str(node["_target_"]).endswith("ZeroRedundancyOptimizer"):
         raise ConfigError(
             f"optimizer: {node['_target_']} divides its state among the ranks, which checkpoints and the vote do not support. "
-            "Set parallel=fsdp, which divides parameters and gradients as well, and another optimizer."
+            "Set parallel=fsdp, which divides parameters and gradients as well, and a different optimizer."
         )
     node = dict(node)
     no_decay = node.pop("no_decay", None)
@@ -73,8 +73,8 @@ def build_optimizer(node: Any, model: nn.Module) -> torch.optim.Optimizer:
             optimizer = by_target("optimizer", node, parameters)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer: {node['_target_']} returns {type(optimizer).__name__}, want a torch Optimizer.")
-    of_torch = type(optimizer).__module__.startswith("torch.optim.")
-    if of_torch and not isinstance(optimizer, _SUPPORT_SPARSE) and (sparse := _sparse_weights(model)):
+    is_torch_optimizer = type(optimizer).__module__.startswith("torch.optim.")
+    if is_torch_optimizer and not isinstance(optimizer, _SUPPORT_SPARSE) and (sparse := _sparse_weights(model)):
         supporting = ", ".join(cls.__name__ for cls in _SUPPORT_SPARSE)
         raise ConfigError(
             f"optimizer: {node['_target_']} does not support the sparse gradients of {sparse[0]}. Build that module with "
@@ -99,15 +99,15 @@ def _options_for_parts(node: Any, model: nn.Module, fused: dict[str, bool]) -> d
         try:
             optimizer.step()
             if isinstance(optimizer, torch.optim.Adafactor):
-                # That of torch 2.9 does a step, but with the means of a part in place of those of the parameter.
+                # In torch 2.9 the step runs, but takes the means over a part instead of the whole parameter.
                 raise NotImplementedError("it needs the means of whole rows and columns")
         except (RuntimeError, NotImplementedError, TypeError, AssertionError) as error:
             reason = str(error).partition("\n")[0]
         else:
             return options
     raise ConfigError(
-        f"optimizer: {node['_target_']} cannot update a parameter that is divided among the ranks ({reason}). Use another one, "
-        "such as optimizer=adamw, or set parallel=ddp."
+        f"optimizer: {node['_target_']} cannot update a parameter that is divided among the ranks ({reason}). Use a "
+        "different one, such as optimizer=adamw, or set parallel=ddp."
     )
 
 

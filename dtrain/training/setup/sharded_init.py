@@ -1,12 +1,12 @@
 """Initial values of a sharded model: rank 0 builds the model, the other ranks receive their parts of it.
 
 1. ``build_on_meta``: rank 0 builds the model in host memory; the others build it on the meta device, which gives a tensor its
-   shape but no memory. Rank 0 then keeps the values beside the model, so that the model is on the meta device on all ranks.
+   shape but no memory. Rank 0 then keeps the values separately, so that the model is on the meta device on all ranks.
 2. The caller changes the model in place and shards it.
 3. ``fill`` allocates the parts of each rank, and broadcasts one tensor after the other.
 
 A model whose code reads values, or keeps tensors that are neither parameters nor buffers, cannot be built on the meta device.
-Then every rank builds it in host memory. In both cases all values are those that rank 0 has built, as with DDP.
+Then every rank builds it in host memory. In both cases all ranks use rank 0's values, as with DDP.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def build_on_meta(build: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str, 
         The model, and on rank 0 the values of its parameters and buffers by name; {} on the others.
 
     Raises:
-        ConfigError: On all ranks, if ``build`` raised it, or the model of a rank has other tensors than that of rank 0.
+        ConfigError: On all ranks, if ``build`` raised it, or a rank's model has different tensors than rank 0's.
     """
     model = on_all_ranks(build if dist.get_rank() == 0 else lambda: _without_memory(build))
     values = {name: tensor.detach() for name, tensor in _tensors(model)}
     _replace(model, _META, _META)
     own = [f"{name} ({tensor.dtype}, {list(tensor.shape)})" for name, tensor in values.items()]
-    of_rank0 = [own]
-    dist.broadcast_object_list(of_rank0, src=0)
-    on_all_ranks(lambda: _require_same(own, of_rank0[0]))
+    rank0_tensors = [own]
+    dist.broadcast_object_list(rank0_tensors, src=0)
+    on_all_ranks(lambda: _require_same(own, rank0_tensors[0]))
     # What is built next, such as a task, may draw from the generator, which tensors on the meta device do not advance.
     state = torch.get_rng_state()
     dist.broadcast(state, src=0)
@@ -133,8 +133,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
-def _require_same(own: list[str], of_rank0: list[str]) -> None:
-    for mine, other in zip_longest(own, of_rank0, fillvalue="nothing"):
+def _require_same(own: list[str], rank0_tensors: list[str]) -> None:
+    for mine, other in zip_longest(own, rank0_tensors, fillvalue="nothing"):
         if mine != other:
             raise ConfigError(
                 f"model: this rank has built {mine} where rank 0 has built {other}. Build the same parameters and buffers on "

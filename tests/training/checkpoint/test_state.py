@@ -278,7 +278,7 @@ def test_weights_of_another_model_are_refused_before_anything_is_copied() -> Non
     with pytest.raises(ConfigError) as raised:
         load_module(model, tensors, "the checkpoint")
     for part in (
-        "the checkpoint is of another model",
+        "the checkpoint is from a different model",
         "frozen is missing",
         "head.weight is unknown to this model",
         "conv.bias has shape [5], the model has [4]",
