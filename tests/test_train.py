@@ -117,7 +117,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, capfd: pytest.
     (tmp_path / "b" / "other" / "step-000000001").rename(tmp_path / "b" / "checkpoints" / "step-000000001")
     with pytest.raises(RanksFailed):
         train_on(2, tmp_path / "b", "train.max_steps=2", "model.width=16")
-    assert "another model" in capfd.readouterr().err
+    assert "a different model" in capfd.readouterr().err
 
 
 def test_a_wrapped_model_is_refused_with_the_reason(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

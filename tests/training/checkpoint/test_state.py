@@ -564,7 +564,7 @@ def test_another_data_set_is_refused(shards: str, tmp_path: Path) -> None:
 def test_another_model_is_refused(shards: str, tmp_path: Path) -> None:
     before = start(shards, tmp_path, Setting())
     go_on(before, 1)
-    with refused(ConfigError, "another model", "is missing"):
+    with refused(ConfigError, "a different model", "is missing"):
         restored(shards, tmp_path, before, Setting(model=NetWithBatchNorm))
 
 
