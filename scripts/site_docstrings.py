@@ -15,6 +15,8 @@ _REPOSITORY = "https://github.com/dtrain-developers/dtrain/blob/main"
 _NAME = re.compile(r"``([A-Za-z_][\w.]*)((?:\(\))?)``")
 # "Looked up::" and an indented block is a block of code in reStructuredText; Markdown needs a single colon.
 _COLONS = re.compile(r"(?<=\w)::$", re.MULTILINE)
+# griffe knows blocks of ``>>>`` in a section of this name.
+_EXAMPLE = re.compile(r"^Example:$", re.MULTILINE)
 
 
 class Links(griffe.Extension):
@@ -32,7 +34,7 @@ class Links(griffe.Extension):
 
     def _visit(self, place: griffe.Object, exported: dict[str, str]) -> None:
         if place.docstring is not None:
-            text = _COLONS.sub(":", place.docstring.value)
+            text = _EXAMPLE.sub("Examples:", _COLONS.sub(":", place.docstring.value))
             text = _NAME.sub(lambda match: _link(match[1], match[2], place, exported), text)
             if place.is_class or place.is_function:
                 lines = f"#L{place.lineno}-L{place.endlineno}"

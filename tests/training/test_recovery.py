@@ -64,5 +64,5 @@ def test_the_other_ranks_continue_after_one_is_killed(
     codes = [rank.returncode for rank in job.ranks]
     assert codes == [-9 if rank in victims else 0 for rank in range(3)]
     assert difference(tmp_path / "run", tmp_path / "undisturbed") < TOLERANCE
-    assert job.spec.status["restarts"] == len(victims)
+    assert job.run.status["restarts"] == len(victims)
     assert not (tmp_path / "run" / ".recovery").exists()
