@@ -44,8 +44,8 @@ from dtrain.precision import Precision
 from dtrain.runs import evaluation_results
 from dtrain.runs.evaluation_results import CheckpointEvaluation, aligned
 from dtrain.runs.hub import is_hub_url
-from dtrain.runs.run_spec import RunSpec, recompose, refuse_hidden, take, without_secrets
-from dtrain.runs.trust import TRUST, is_marked, require_harmless
+from dtrain.runs.run_spec import RunSpec, config_without_secrets, recompose, refuse_hidden, take
+from dtrain.runs.trust import TRUST, is_own, require_harmless
 from dtrain.training.build import EvaluationParts, build_for_evaluation, build_precision, build_task
 from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints
 from dtrain.training.evaluation import evaluate
@@ -215,7 +215,7 @@ def recompose_artefact(folder: Path, arguments: Sequence[str], presets: Path) ->
             for parent in parents:
                 section = section.setdefault(parent, {})
             section[name] = plain
-    if TRUST not in arguments and not is_marked(text, artefact.MARKS):
+    if TRUST not in arguments and not is_own(text, artefact.MARKS):
         for first, node in config.items():
             require_harmless(node, path, first)
     preset = presets / "artefact" / "config.yaml"
@@ -254,7 +254,7 @@ def evaluate_parts(
             result = error.evaluation
     seconds = time.monotonic() - started
     parts.loader.close()
-    config = without_secrets(RunSpec.from_composed(composed).config)
+    config = config_without_secrets(RunSpec.from_composed(composed).config)
     return CheckpointEvaluation(
         checkpoint=path,
         weights=parts.weights,

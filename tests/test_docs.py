@@ -26,7 +26,7 @@ from dtrain.doctor import __main__ as doctor
 from dtrain.export import __main__ as export
 from dtrain.launch.commands import COMMANDS
 from dtrain.precision.policy import ROLES
-from dtrain.runs.trust import mark
+from dtrain.runs.trust import mark_as_own
 from tests.doc_commands import ENTRY_POINTS, accepted, call, compose_only, user_presets
 from tests.doc_keys import GROUPS, check_code, is_key
 from tests.doc_pages import (
@@ -91,7 +91,7 @@ def test_every_command_of_a_page_that_is_not_run_is_accepted_with_its_options_an
         (tmp_path / "runs" / name).mkdir(parents=True)
         content = b"{overrides: [experiment=digits], config_dirs: []}"
         (tmp_path / "runs" / name / "overrides.yaml").write_bytes(content)
-        mark(content, "started")
+        mark_as_own(content, "started")
     user_presets(tmp_path)
     for words in commands(page):
         if tuple(words) not in SEEN:

@@ -25,7 +25,7 @@ from dtrain.export.program import Program
 from dtrain.files import replace_folder
 from dtrain.precision import Precision
 from dtrain.runs.hub import sha256
-from dtrain.runs.trust import is_marked, mark, require_harmless
+from dtrain.runs.trust import is_own, mark_as_own, require_harmless
 
 REPORT = "report.json"
 #: The run's config for other people; the model card of ``export.push``.
@@ -89,7 +89,7 @@ def load(folder: Path, device: torch.device | None, *, trust: bool = False) -> A
         raise ConfigError(f"{path} cannot be read ({error}). Export the run again.") from error
     if found != expected:
         raise ConfigError(f"{path} has SHA-256 {found}, {DESCRIPTION} says {expected}. Export the run again.")
-    if not trust and not is_marked(content, MARKS):
+    if not trust and not is_own(content, MARKS):
         _require_harmless(folder, description)
     if device is None:
         device = form.runs_on(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -176,7 +176,7 @@ def mark_trusted(folder: Path) -> None:
     """Marks an artefact as exported by this user, so that ``load`` does not need ``trust``; needs a writable cache."""
     for path in (folder / DESCRIPTION, folder / CONFIG):
         if path.exists():
-            mark(path.read_bytes(), MARKS)
+            mark_as_own(path.read_bytes(), MARKS)
 
 
 def _require_harmless(folder: Path, description: Description) -> None:

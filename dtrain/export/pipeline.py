@@ -41,7 +41,7 @@ from dtrain.export.program import Program, RowSpec
 from dtrain.export.reference import Reference
 from dtrain.precision import Precision
 from dtrain.precision.modules import refuse_scripted
-from dtrain.runs.run_spec import RunSpec, without_secrets
+from dtrain.runs.run_spec import RunSpec, config_without_secrets
 from dtrain.training import build
 from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints
 from dtrain.training.checkpoint.state import load_weights
@@ -119,7 +119,7 @@ def _check(composed: Composed, samples: str) -> _Plan:
     classes, tokenizer = class_names(cfg.data), _tokenizer(cfg)
     if not samples.isdecimal():
         raise ConfigError(f"samples: got {samples!r}, want a number of rows; 0 for no comparison.")
-    model, task = without_secrets(spec.config["model"]), spec.config["task"].get("_target_")
+    model, task = config_without_secrets(spec.config["model"]), spec.config["task"].get("_target_")
     push = Push.from_config(cfg.export, model_identity(model, task, classes, tokenizer.identity if tokenizer else None))
     return _Plan(
         cfg, spec, world, precision, destinations, int(samples), classes, tokenizer, model=model, task=task, push=push

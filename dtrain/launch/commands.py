@@ -151,7 +151,7 @@ def _last_value(run: History, metric: str) -> str:
     return f"{run.last(metric):.4g}" if run.has(metric) else ""
 
 
-def tail(directories: Sequence[Path]) -> int:
+def follow_log(directories: Sequence[Path]) -> int:
     """Prints the newest lines of a run as its console shows them, follows them until the run ends, and says how it ended."""
     if len(directories) != 1:
         raise ConfigError(f"tail: got {len(directories)} directories, want one.")
@@ -291,7 +291,7 @@ def _trains(script: Path, run_dir: Path) -> bool:
 
 COMMANDS: dict[str, Callable[[Sequence[Path], Launch], int]] = {
     "status": lambda directories, launch: status(directories),
-    "tail": lambda directories, launch: tail(directories),
+    "tail": lambda directories, launch: follow_log(directories),
     "stop": lambda directories, launch: stop(directories),
     "resume": resume,
 }

@@ -116,12 +116,12 @@ def max_running(job: Job) -> int:
     return job.launch.max_running or 1
 
 
-def processes(job: Job, share: Share) -> int:
+def processes(job: Job, share: MachineShare) -> int:
     """Number of processes: ``launch.processes_per_node``, by default one for each GPU, or one without GPUs."""
     return job.launch.processes_per_node or len(share.gpus) or 1
 
 
-def command(job: Job, share: Share, *options: str) -> list[str]:
+def command(job: Job, share: MachineShare, *options: str) -> list[str]:
     """The torchrun command of a job, with the current Python interpreter and further options of torchrun."""
     return [
         *(sys.executable, "-m", "torch.distributed.run", *rendezvous_options()),
@@ -132,7 +132,7 @@ def command(job: Job, share: Share, *options: str) -> list[str]:
     ]
 
 
-def describe_command(job: Job, share: Share) -> str:
+def describe_command(job: Job, share: MachineShare) -> str:
     """The line of a shell that starts a job."""
     return f"OMP_NUM_THREADS={_threads(job, share)} {shlex.join(command(job, share))}\n"
 
@@ -141,7 +141,7 @@ def describe_command(job: Job, share: Share) -> str:
 
 
 @dataclass(frozen=True)
-class Share:
+class MachineShare:
     """The part of this machine that one of several runs uses.
 
     Attributes:
@@ -173,7 +173,7 @@ class Share:
             os.sched_setaffinity(0, before)
 
 
-def shares(number: int) -> list[Share]:
+def shares(number: int) -> list[MachineShare]:
     """Divides the cores and GPUs that this process may use into ``number`` equal shares.
 
     With fewer cores than shares, each share has all cores. With fewer GPUs than shares, no share has a GPU.
@@ -182,7 +182,7 @@ def shares(number: int) -> list[Share]:
     cores, gpus = tuple(sorted(affinity)), _gpus()
     several = len(cores) >= number
     return [
-        Share(
+        MachineShare(
             cores[place * len(cores) // number : (place + 1) * len(cores) // number] if several else cores,
             tuple(gpus[place * (len(gpus) // number) :][: len(gpus) // number]),
             number == 1,
@@ -218,7 +218,7 @@ class LocalStart:
         note: Called with a message if the run is taken over.
     """
 
-    def __init__(self, job: Job, share: Share, to_file: bool, note: Callable[[str], object]) -> None:
+    def __init__(self, job: Job, share: MachineShare, to_file: bool, note: Callable[[str], object]) -> None:
         self.job = job
         self._note = note
         self._stop = StopRequest(job.spec.dir)
@@ -229,7 +229,7 @@ class LocalStart:
         if not self._takes_over():
             self._start(share, to_file)
 
-    def _start(self, share: Share, to_file: bool) -> None:
+    def _start(self, share: MachineShare, to_file: bool) -> None:
         job, start = self.job, uuid.uuid4().hex
         # Of several machines, one holds the lock, so the others would not recognise their start.
         self._judge = StatusJudge(job.spec.dir, start if rendezvous_options() else None)
@@ -384,6 +384,6 @@ def _tee(processes: int) -> list[str]:
     return [f"--tee={ranks}"] if ranks else []
 
 
-def _threads(job: Job, share: Share) -> str:
+def _threads(job: Job, share: MachineShare) -> str:
     """``OMP_NUM_THREADS`` of each process: as in the environment, else cores / processes. torchrun would set 1."""
     return os.environ.get("OMP_NUM_THREADS") or str(max(1, len(share.cores) // processes(job, share)))

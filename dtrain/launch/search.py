@@ -97,7 +97,7 @@ def search(arguments: Sequence[str], launcher_of: Callable[[Sequence[Job]], Laun
         print(launcher.describe([replace(trial, spec=replace(trial.spec, dir=folder / trial.spec.name))]), end="")
         return FINISHED
     with search_lock(folder):
-        return Search(line, settings, definition, folder, launcher, base.launch.max_running or 1).run()
+        return SearchRun(line, settings, definition, folder, launcher, base.launch.max_running or 1).run()
 
 
 # -- the settings
@@ -178,7 +178,7 @@ class _Trial:
     pruned: bool = False
 
 
-class Search:
+class SearchRun:
     """Runs the trials of a search until there are enough.
 
     Args:

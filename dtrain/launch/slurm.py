@@ -44,8 +44,8 @@ from dtrain.launch.job_script import (
 )
 from dtrain.launch.pool import Screen
 from dtrain.runs.run_dir import git_output, save_run
-from dtrain.runs.run_spec import without_secrets
-from dtrain.runs.trust import content_with_folders, is_marked, mark
+from dtrain.runs.run_spec import config_without_secrets
+from dtrain.runs.trust import content_with_folders, is_own, mark_as_own
 
 SECONDS_BETWEEN_SQUEUE = 10.0
 # Times in a row that squeue must not show a job before it counts as ended: other nodes see its last files a little later.
@@ -70,7 +70,7 @@ def check(jobs: Sequence[Job]) -> None:
         job_script(job)
         for override in job.spec.overrides:
             key, _, value = override.lstrip("+").partition("=")
-            if "${" not in value and without_secrets({key: value}) != {key: value}:
+            if "${" not in value and config_without_secrets({key: value}) != {key: value}:
                 raise ConfigError(
                     f"{key}: its value would be written into the batch script. Put it into an environment variable, "
                     f"which the job inherits, and set '{key}=${{oc.env:NAME}}'."
@@ -217,13 +217,13 @@ def _write_script(job: Job) -> None:
 def mark_submitted(run_dir: Path, script: bytes) -> None:
     """Remembers that this user wrote a batch script and the presets that it composes."""
     with as_config_error("run.dir"):
-        mark(content_with_folders(script, [run_dir / PRESETS]), _MARKS)
+        mark_as_own(content_with_folders(script, [run_dir / PRESETS]), _MARKS)
 
 
 def is_submitted(run_dir: Path) -> bool:
     """Whether ``mark_submitted`` was called for the batch script and the presets in a run directory."""
     with as_config_error("run.dir"):
-        return is_marked(content_with_folders((run_dir / SCRIPT).read_bytes(), [run_dir / PRESETS]), _MARKS)
+        return is_own(content_with_folders((run_dir / SCRIPT).read_bytes(), [run_dir / PRESETS]), _MARKS)
 
 
 def _submit(jobs: Sequence[Job]) -> list[str]:
@@ -270,7 +270,7 @@ def _write_record(job: Job, job_id: str) -> None:
         "host": socket.gethostname(),
         "config_dirs": list(job.spec.config_dirs),
         "overrides": list(job.spec.overrides),
-        "config": without_secrets(job.spec.config),
+        "config": config_without_secrets(job.spec.config),
         "code": code_version(),
     }
     with as_config_error("run.dir"), replace_file(job.spec.dir / _RECORD) as handle:

@@ -18,7 +18,7 @@ from dtrain.data.shards import shard_index
 from dtrain.data.shards.shard_file import redacted
 from dtrain.data.shards.tar import ShardError
 from dtrain.errors import printable
-from dtrain.pack.pool import OnProgress, run
+from dtrain.pack.pool import OnProgress, run_jobs
 
 # Starting another process takes about as long as indexing this many shards.
 _SHARDS_PER_PROCESS = 64
@@ -46,7 +46,7 @@ def index_shards(patterns: Sequence[str], processes: int | None, console: Consol
     samples, payload, damaged, members = 0, 0, 0, Counter[str]()
     jobs = (partial(_index, paths[first : first + _SHARDS_PER_JOB]) for first in range(0, len(paths), _SHARDS_PER_JOB))
     with progress(console, "shards", len(paths)) as on_progress:
-        contents = (content for results in run(jobs, processes, on_progress) for content in results)
+        contents = (content for results in run_jobs(jobs, processes, on_progress) for content in results)
         for path, content in zip(paths, contents, strict=True):
             samples += content.samples
             payload += content.payload

@@ -33,7 +33,9 @@ class _Cancelled(Exception):
     """Another job failed, or the user interrupted the command."""
 
 
-def run(jobs: Iterable[Callable[[OnProgress], _Result]], processes: int, on_progress: OnProgress) -> Iterator[_Result]:
+def run_jobs(
+    jobs: Iterable[Callable[[OnProgress], _Result]], processes: int, on_progress: OnProgress
+) -> Iterator[_Result]:
     """Runs jobs.
 
     Args:

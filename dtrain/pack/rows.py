@@ -31,7 +31,7 @@ _WINDOW_TOKENS = 1 << 25
 _READ_TOKENS = 1 << 23
 
 
-class Rows(Protocol):
+class SplitRows(Protocol):
     """The rows of a split."""
 
     @property
@@ -104,13 +104,13 @@ class CutRows:
         return max(self.stream.tokens - 1, 0) // self.length
 
     def read(self, start: int, stop: int) -> Iterator[bytes]:
-        """See ``Rows.read``."""
+        """See ``SplitRows.read``."""
         tokens = self.stream.read(start * self.length, stop * self.length + 1)
         for first in range(0, (stop - start) * self.length, self.length):
             yield tokens[first : first + self.length + 1].tobytes()
 
     def waste(self, end_of_text: int | None) -> str:
-        """See ``Rows.waste``."""
+        """See ``SplitRows.waste``."""
         unused = f"unused tokens: {self.stream.tokens - 1 - self.count * self.length:,}"
         if end_of_text is None:
             return unused
@@ -170,7 +170,7 @@ class BestFitRows:
         return int(self.begins[-1])
 
     def read(self, start: int, stop: int) -> Iterator[bytes]:
-        """See ``Rows.read``."""
+        """See ``SplitRows.read``."""
         itemsize = np.dtype(self.stream.dtype).itemsize
         padding = np.full(self.length, self.padding, np.dtype(self.stream.dtype).newbyteorder("<")).tobytes()
         for path, (begin, end) in zip(self.layouts, pairwise(self.begins.tolist()), strict=True):
@@ -192,7 +192,7 @@ class BestFitRows:
                 yield b"".join([before, *(content[at : at + size] for at, size in pieces), padding[used:]])
 
     def waste(self, end_of_text: int | None) -> str:
-        """See ``Rows.waste``."""
+        """See ``SplitRows.waste``."""
         targets = self.count * self.length
         padding = f"padding: {(targets - self.stream.tokens) / targets:.2%} of the targets"
         return f"{padding}, documents cut: {_share(self.cut, self.documents)}"

@@ -29,7 +29,7 @@ import numpy as np
 from dtrain.data.shards.shard_index import load_or_build
 from dtrain.data.writer import Sample, check_prefix, refuse_mixing, shard_name, write_shard
 from dtrain.files import fsync_path, replace_file, try_lock
-from dtrain.pack.pool import OnProgress, run
+from dtrain.pack.pool import OnProgress, run_jobs
 
 _FOLDER, _PLAN, _LOCK, _PUBLISHING = ".packing", "plan.json", "lock", "publishing"
 _OWN_FILES = (_PLAN, _LOCK, _PUBLISHING)
@@ -116,7 +116,7 @@ class StagedDataset:
         on_progress(sum(ranges[name][1] - ranges[name][0] for name in set(names) - set(missing)))
         jobs = (partial(_write, self.folder / name, make_producer(*ranges[name]), skip_bad) for name in missing)
         with _disk_full_explained(self.destination):
-            for skipped in run(jobs, min(processes, max(len(missing), 1)), on_progress):
+            for skipped in run_jobs(jobs, min(processes, max(len(missing), 1)), on_progress):
                 for line in skipped:
                     on_skip(line)
         self._shards.extend(names)
@@ -143,7 +143,7 @@ class StagedDataset:
             partial(_compute, path, job) for path, job in zip(paths, jobs.values(), strict=True) if not path.exists()
         ]
         with _disk_full_explained(self.destination):
-            for _ in run(missing, min(processes, max(len(missing), 1)), on_progress):
+            for _ in run_jobs(missing, min(processes, max(len(missing), 1)), on_progress):
                 pass
         return paths
 

@@ -42,7 +42,7 @@ from dtrain.pack.documents import (
     split_into_pieces,
 )
 from dtrain.pack.pool import OnProgress
-from dtrain.pack.rows import BestFitRows, CutRows, Rows, TokenStream, layout_jobs
+from dtrain.pack.rows import BestFitRows, CutRows, SplitRows, TokenStream, layout_jobs
 from dtrain.pack.staging import OnBadFile, SampleProducer, StagedDataset, Written, staged
 
 #: Extension of a row in a shard.
@@ -133,7 +133,7 @@ def pack_text(options: Namespace, console: Console) -> None:
     with staged(destination, pieces, plan) as dataset:
         for split, its_pieces in pieces.items():
             stream = encoding.run(command, dataset, split, its_pieces, console)
-            rows: Rows = CutRows(stream, length)
+            rows: SplitRows = CutRows(stream, length)
             if padding is not None and tokenizer.end_of_text is not None:
                 rows = _best_fit_rows(command, dataset, split, stream, length, padding, tokenizer.end_of_text, console)
             if not rows.count:
@@ -320,11 +320,11 @@ class _Encoding:
             )
 
 
-def _row_reader(rows: Rows, start: int, stop: int) -> SampleProducer:
+def _row_reader(rows: SplitRows, start: int, stop: int) -> SampleProducer:
     return partial(_read_rows, rows, start, stop)
 
 
-def _read_rows(rows: Rows, start: int, stop: int, on_bad_file: OnBadFile) -> Iterator[Sample]:
+def _read_rows(rows: SplitRows, start: int, stop: int, on_bad_file: OnBadFile) -> Iterator[Sample]:
     """The samples of one shard, rows ``start`` to ``stop``; the key of a sample is the number of its row."""
     for number, row in enumerate(rows.read(start, stop), start):
         yield {"__key__": f"{number:09d}", EXTENSION: row}

@@ -30,7 +30,7 @@ from dtrain.config.schema import Config
 from dtrain.distributed.torchrun import launched_rank
 from dtrain.errors import HIDDEN, SECRET_KEY, ConfigError, as_config_error, without_secrets_in
 from dtrain.files import cache_dir, parse_yaml, read_bounded
-from dtrain.runs.trust import AS_TYPED, TRUST, content_with_folders, is_marked, mark
+from dtrain.runs.trust import AS_TYPED, TRUST, content_with_folders, is_own, mark_as_own
 
 #: Sections and keys that do not change the result of a run. They are not part of its default name, and a resumed run does not
 #: report that they changed. All other keys count, as soon as they differ from the schema's default.
@@ -104,7 +104,7 @@ class RunSpec:
         """Name and content of ``config.yaml`` (resolved) and ``overrides.yaml`` (the command line), without secrets."""
         overrides = [_without_secrets(override) for override in self.overrides]
         return {
-            _CONFIG: without_secrets(self.config),
+            _CONFIG: config_without_secrets(self.config),
             _OVERRIDES: {"overrides": overrides, "config_dirs": list(self.config_dirs)},
         }
 
@@ -115,7 +115,7 @@ class RunSpec:
         """
         saved = {key: self.saved_value(key) for key in ("run.weights_from", "run.warm_start.path")}
         config = self.with_values({key: value for key, value in saved.items() if value is not None}).config
-        return {key: without_folders(value) for key, value in _with_effect(without_secrets(config)).items()}
+        return {key: without_folders(value) for key, value in _with_effect(config_without_secrets(config)).items()}
 
     def command(self) -> list[str]:
         """What was typed to start the run in the directory, for other people as in ``published``; [] if that is not known."""
@@ -170,7 +170,7 @@ class RunSpec:
     def mark_started(self, name: str, content: bytes) -> None:
         """Remembers that this user writes ``overrides.yaml``, so that ``recompose`` does not need ``--trust``."""
         if name == _OVERRIDES:
-            mark(_composed_content(self.dir, content, self.config_dirs), _MARKS)
+            mark_as_own(_composed_content(self.dir, content, self.config_dirs), _MARKS)
 
 
 def take(arguments: Sequence[str], **defaults: str) -> tuple[dict[str, str], list[str]]:
@@ -193,7 +193,7 @@ def take(arguments: Sequence[str], **defaults: str) -> tuple[dict[str, str], lis
     return options, rest
 
 
-def is_run(directory: str) -> bool:
+def has_command_line(directory: str) -> bool:
     """Whether a directory, as written on the command line, has a run."""
     return (_as_typed(directory) / _OVERRIDES).exists()
 
@@ -259,7 +259,7 @@ def chooses_what_to_train(arguments: Sequence[str]) -> bool:
 
 def _uses_saved_command(arguments: Sequence[str]) -> bool:
     directory = run_dir_of(arguments)
-    return directory is not None and not chooses_what_to_train(arguments) and is_run(str(directory))
+    return directory is not None and not chooses_what_to_train(arguments) and has_command_line(str(directory))
 
 
 def _saved_command(directory: Path) -> tuple[bytes, list[str], list[str]]:
@@ -278,7 +278,7 @@ def _saved_command(directory: Path) -> tuple[bytes, list[str], list[str]]:
 def _is_own(directory: Path, content: bytes, overrides: Sequence[str], config_dirs: Sequence[str]) -> bool:
     """Whether a run has this user's mark; arguments as ``_saved_command`` returns them."""
     with as_config_error(f"run.dir: {directory} cannot be read"):
-        return is_marked(_composed_content(directory, content, config_dirs), _MARKS)
+        return is_own(_composed_content(directory, content, config_dirs), _MARKS)
 
 
 def _require_own(directory: Path, content: bytes, overrides: Sequence[str], config_dirs: Sequence[str]) -> None:
@@ -300,7 +300,7 @@ def refuse_foreign_links(directory: Path) -> None:
     with as_config_error(f"run.dir: {directory} cannot be read"):
         links = sorted(it for it in directory.iterdir() if it.is_symlink()) if directory.is_dir() else []
         links = [it for it in links if directory.resolve() not in it.resolve().parents]  # Optuna's lock is such a link
-    if links and not (is_run(str(directory)) and _is_own(directory, *_saved_command(directory))):
+    if links and not (has_command_line(str(directory)) and _is_own(directory, *_saved_command(directory))):
         raise ConfigError(
             f"run.dir: {links[0]} is a link, so dtrain would write to {links[0].resolve()}, and you have not started a run in "
             f"{directory} with this cache ({cache_dir()}). If you trust whoever made the link, add {TRUST}."
@@ -335,7 +335,7 @@ def _as_typed(directory: str) -> Path:
     return Path(directory.strip("'\"").replace("\\'", "'")).expanduser()
 
 
-def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
+def config_without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
     """A copy without secrets: texts under keys such as ``api_key``, ``password``, ``token`` or ``auth``, and those in texts."""
     return {str(key): _clean(value, _is_secret(str(key))) for key, value in config.items()}
 

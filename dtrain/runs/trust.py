@@ -37,7 +37,7 @@ _PACKAGES = (
 )
 
 
-def mark(content: bytes, kind: str) -> None:
+def mark_as_own(content: bytes, kind: str) -> None:
     """Marks the content of files as written by this user; without effect if the cache cannot be written.
 
     Args:
@@ -51,7 +51,7 @@ def mark(content: bytes, kind: str) -> None:
         file.touch()
 
 
-def is_marked(content: bytes, kind: str) -> bool:
+def is_own(content: bytes, kind: str) -> bool:
     """Whether this user called ``mark`` with this content."""
     file = _mark(content, kind)
     with suppress(OSError):

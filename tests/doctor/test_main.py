@@ -17,7 +17,7 @@ from dtrain.doctor import __main__ as doctor_module
 from dtrain.doctor.__main__ import main
 from dtrain.errors import ConfigError
 from dtrain.runs.run_spec import recompose_if_run
-from dtrain.runs.trust import mark
+from dtrain.runs.trust import mark_as_own
 from tests.ranks import run_ranks
 from tests.refusals import refused
 
@@ -89,7 +89,7 @@ def test_the_config_of_a_run_is_read_unless_another_is_given(
 ) -> None:
     overrides = b"overrides: [experiment=digits, train.max_steps=7]\nconfig_dirs: []\n"
     (tmp_path / "overrides.yaml").write_bytes(overrides)
-    mark(overrides, "started")
+    mark_as_own(overrides, "started")
     given = [argument.replace("RUN", str(tmp_path)).replace("NEW", str(tmp_path / "new")) for argument in typed]
     want = [argument.replace("RUN", str(tmp_path)).replace("NEW", str(tmp_path / "new")) for argument in composed]
     assert recompose_if_run(given) == want

@@ -179,7 +179,7 @@ status({"waits": "stopped", "fails": "failed"}.get(kind, "finished"), "it burst"
 def small_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Starts small scripts instead of trainings; their kind is ``tracker.project``."""
 
-    def command(job: Job, share: local.Share, *options: str) -> list[str]:
+    def command(job: Job, share: local.MachineShare, *options: str) -> list[str]:
         return [sys.executable, "-c", _RUN, str(job.spec.dir), job.spec.config["tracker"]["project"]]
 
     monkeypatch.setattr(local, "command", command)
@@ -277,7 +277,7 @@ def test_a_run_gets_the_gpus_of_its_share(tmp_path: Path, monkeypatch: pytest.Mo
     environments: list[dict[str, str]] = []
     monkeypatch.setattr(subprocess, "Popen", lambda *arguments, env, **options: environments.append(env))
     for gpus, is_all in ((("GPU-c", "GPU-d"), False), (("0", "1", "2", "3"), True)):
-        share = local.Share((0,), gpus, is_all)
+        share = local.MachineShare((0,), gpus, is_all)
         LocalStart(single("experiment=digits", f"run.dir={tmp_path / 'r'}"), share, to_file=False, note=print)
     assert [environment.get("CUDA_VISIBLE_DEVICES") for environment in environments] == ["GPU-c,GPU-d", None]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.pack.pool import run
+from dtrain.pack.pool import run_jobs
 from tests.refusals import refused
 
 
@@ -31,14 +31,14 @@ def kill_itself(on_progress):
 def test_results_are_in_order_and_all_progress_is_reported(processes):
     reported = []
     jobs = (partial(square, number) for number in range(20))
-    assert list(run(jobs, processes, reported.append)) == [number * number for number in range(20)]
+    assert list(run_jobs(jobs, processes, reported.append)) == [number * number for number in range(20)]
     assert sum(reported) == sum(range(20))
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_first_error_in_order_is_raised(processes):
     jobs = [partial(square, 1), partial(fail, 2), partial(fail, 3), *(partial(square, n) for n in range(9))]
-    results = run(jobs, processes, lambda count: None)
+    results = run_jobs(jobs, processes, lambda count: None)
     assert next(results) == 1
     with pytest.raises(ValueError, match="job 2"):
         next(results)
@@ -61,26 +61,26 @@ def fail_after(path, on_progress):
 def test_after_an_error_the_other_jobs_are_cancelled(tmp_path):
     jobs = [partial(fail_after, tmp_path / "begun"), partial(work_until_cancelled, tmp_path / "begun")]
     with pytest.raises(ValueError, match="job 1"):
-        list(run(jobs, 2, lambda count: None))
+        list(run_jobs(jobs, 2, lambda count: None))
     assert not (tmp_path / "begun.finished").exists()
 
 
 def test_a_killed_worker_is_an_error_with_a_remedy():
     with refused(ChildProcessError, key="--processes", remedy="Run the same command again"):
-        list(run([kill_itself], 2, lambda count: None))
+        list(run_jobs([kill_itself], 2, lambda count: None))
 
 
 BEGIN = """
 import os, time
 from functools import partial
-from dtrain.pack.pool import run
+from dtrain.pack.pool import run_jobs
 
 def job(on_progress):
     print(os.getpid(), flush=True)
     time.sleep(600)
 
 if __name__ == "__main__":
-    list(run([job, job], 2, lambda count: None))
+    list(run_jobs([job, job], 2, lambda count: None))
 """
 
 

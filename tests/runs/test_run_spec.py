@@ -14,10 +14,10 @@ from dtrain.runs.run_spec import (
     WITHOUT_EFFECT_ON_THE_RESULT,
     RunSpec,
     _digest,
+    config_without_secrets,
     recompose,
     refuse_hidden,
     take,
-    without_secrets,
 )
 from tests.config.command_lines import compose
 from tests.refusals import refused
@@ -114,7 +114,7 @@ def test_no_secret_reaches_the_run_directory(tmp_path: Path) -> None:
     save_run(run)
     written = "".join(path.read_text() for path in tmp_path.glob("*.yaml"))
     assert "hunter" not in written
-    assert without_secrets({"a": {"password": "x", "tokens_per_batch": 3}, "auth": ["me", 5, {"b": "x"}]}) == {
+    assert config_without_secrets({"a": {"password": "x", "tokens_per_batch": 3}, "auth": ["me", 5, {"b": "x"}]}) == {
         "a": {"password": "<hidden>", "tokens_per_batch": 3},
         "auth": ["<hidden>", 5, {"b": "<hidden>"}],
     }

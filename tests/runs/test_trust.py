@@ -16,7 +16,7 @@ from dtrain.errors import ConfigError
 from dtrain.files import read_json
 from dtrain.runs.run_dir import save_run
 from dtrain.runs.run_spec import RunSpec, recompose, recompose_if_run, refuse_foreign_links
-from dtrain.runs.trust import AS_TYPED, content_with_folders, is_marked, mark, require_harmless
+from dtrain.runs.trust import AS_TYPED, content_with_folders, is_own, mark_as_own, require_harmless
 from tests.config.command_lines import compose
 from tests.refusals import refused
 
@@ -171,14 +171,14 @@ def test_classes_of_torch_and_dtrain_need_no_trust(tmp_path: Path) -> None:
 
 def test_marks_need_a_cache_that_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = b"overrides: []"
-    assert not is_marked(content, "started")
-    mark(content, "started")
-    assert is_marked(content, "started")
-    assert not is_marked(content, "exported")
+    assert not is_own(content, "started")
+    mark_as_own(content, "started")
+    assert is_own(content, "started")
+    assert not is_own(content, "exported")
     (tmp_path / "file").touch()
     monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "file" / "cache"))
-    mark(content, "started")
-    assert not is_marked(content, "started")
+    mark_as_own(content, "started")
+    assert not is_own(content, "started")
 
 
 def test_json_of_somebody_else_is_bounded(tmp_path: Path) -> None:
@@ -203,18 +203,18 @@ def test_marks_of_a_cache_that_several_people_use_are_of_this_user_alone(tmp_pat
     cache = tmp_path / "cache"
     cache.mkdir(mode=0o777)
     monkeypatch.setenv("DTRAIN_CACHE", str(cache))
-    mark(b"mine", "started")
+    mark_as_own(b"mine", "started")
     (folder,) = cache.iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert is_marked(b"mine", "started")
+    assert is_own(b"mine", "started")
     folder.chmod(0o770)  # somebody else may have put the mark there
-    assert not is_marked(b"mine", "started")
+    assert not is_own(b"mine", "started")
     folder.chmod(0o700)
     folder.rename(tmp_path / "theirs")
     folder.symlink_to(tmp_path / "theirs")
-    assert not is_marked(b"mine", "started")
+    assert not is_own(b"mine", "started")
     another = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: another)
     folder.unlink()
     (tmp_path / "theirs").rename(cache / f"started-{another}")
-    assert not is_marked(b"mine", "started")  # another user's folder in the place of this user's
+    assert not is_own(b"mine", "started")  # another user's folder in the place of this user's

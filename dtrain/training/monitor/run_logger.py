@@ -32,7 +32,7 @@ from dtrain.errors import as_config_error, without_secrets_in
 from dtrain.precision.modules import dtype_name
 from dtrain.runs.records import Record
 from dtrain.runs.run_dir import write_status
-from dtrain.runs.run_spec import RunSpec, without_secrets
+from dtrain.runs.run_spec import RunSpec, config_without_secrets
 from dtrain.tracking.sinks import NullSinks, Sinks, build_sinks
 from dtrain.training.checkpoint.state import TrainState
 from dtrain.training.monitor.communication import run_traffic
@@ -88,7 +88,7 @@ class RunLogger:
                 run.cfg.tracker,
                 run.run_dir,
                 spec.name,
-                without_secrets(spec.config),
+                config_without_secrets(spec.config),
                 run.step.step,
                 evaluation_due=run.totals.evaluation_due,
                 total_steps=last_step,
