@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -124,7 +125,10 @@ def test_a_rank_that_is_slow_is_named_in_the_record_after_and_once_on_the_consol
     assert 0.5 < message[5]["time/straggler_seconds"] < 1.5
     output = capfd.readouterr().out
     assert output.count("is slower than the other ranks") == 1, output
-    assert f"WARNING: rank 1 on {socket.gethostname()} is slower than the other ranks since step 4 (" in output
+    # On a busy machine a step before or after may be the first that is counted.
+    assert re.search(
+        rf"WARNING: rank 1 on {socket.gethostname()} is slower than the other ranks since step [345] \(", output
+    ), output
 
 
 def test_the_picture_of_an_image_fitting_is_whole_whatever_the_number_of_ranks(tmp_path: Path) -> None:
