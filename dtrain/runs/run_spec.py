@@ -102,11 +102,16 @@ class RunSpec:
 
     def files(self) -> dict[str, dict[str, Any]]:
         """Name and content of ``config.yaml`` (resolved) and ``overrides.yaml`` (the command line), without secrets."""
+        return {_CONFIG: config_without_secrets(self.config), _OVERRIDES: self.command_line()}
+
+    def command_line(self) -> dict[str, Any]:
+        """The content of ``overrides.yaml``: what was typed, without secrets."""
         overrides = [_without_secrets(override) for override in self.overrides]
-        return {
-            _CONFIG: config_without_secrets(self.config),
-            _OVERRIDES: {"overrides": overrides, "config_dirs": list(self.config_dirs)},
-        }
+        return {"overrides": overrides, "config_dirs": list(self.config_dirs)}
+
+    def with_effect(self) -> dict[str, Any]:
+        """The config without keys that have no effect on the result, and without secrets."""
+        return _with_effect(config_without_secrets(self.config))
 
     def published(self) -> dict[str, Any]:
         """The config for other people: without secrets, keys without effect on the result, and folders of this machine.

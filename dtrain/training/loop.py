@@ -198,6 +198,7 @@ class Loop:
             outcome = self._run.step.settle()
             if outcome is not None and self._timing is not None:
                 self._metrics.add(outcome, self._timing)
+                self._run_logger.step(outcome)
 
     def _save_before_failing(self, error: Exception) -> None:
         """Saves the state after the last applied step before an error ends the run, unless the state may be unsound.
@@ -222,6 +223,7 @@ class Loop:
                 )
                 sound &= said is not None and len({*said}) == 1
             if sound:
+                self._run_logger.write_steps()
                 saves.save_before_failing(self._evaluated if self._evaluated_step == run.step.step else {})
                 self._run_logger.note(f"saved after step {run.step.step}; the same command continues there")
         except Exception:  # the error that ends the run is the one to show
@@ -316,6 +318,7 @@ class Loop:
         if outcome is None or timing is None:
             return
         self._metrics.add(outcome, timing)
+        self._run_logger.step(outcome)
         stats = outcome.stats
         self._stopping |= stats.stop > 0
         self._save_requested |= stats.save > 0
@@ -380,6 +383,7 @@ class Loop:
 
     def _save(self, metrics: dict[str, float], *, final: bool) -> None:
         self._settle()  # the outcome changes counters that are part of the checkpoint
+        self._run_logger.write_steps()  # a resumed run does not repeat them
         with self._clock_stopped(), self._not_to_be_saved():
             self._checkpoints.save(metrics, final=final)
             self._save_requested = False
@@ -397,6 +401,7 @@ class Loop:
         self._settle()
         if self._unlogged is not None:
             self._log(self._unlogged)
+        self._run_logger.write_steps()
         self._metrics.end()
         if self._run.step.step and not self._run.step.applied_steps:
             self._run_logger.note(f"Nothing was learned: {self._run.step.explain_skips()}")

@@ -19,6 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
 
+import numpy as np
+
 from dtrain.data.augment import Augment
 from dtrain.data.fields.parse import parse_fields
 from dtrain.data.loading.batch import Batch, Transfer, TransferOptions
@@ -28,7 +30,7 @@ from dtrain.data.mixing import Mix
 from dtrain.data.order.epoch_order import DEFAULT_WINDOW, Layout, Recipe, choose_lanes
 from dtrain.data.order.index import Index
 from dtrain.data.order.mixture_position import MixturePosition
-from dtrain.data.order.position import Position
+from dtrain.data.order.position import Position, Uses
 from dtrain.data.shards.node_cache import CachePolicy
 from dtrain.data.sources.datasets import SampleSource
 from dtrain.data.sources.mixture import EvaluationSets, Mixture, MixtureSource
@@ -280,6 +282,34 @@ class ShardLoader:
     def state_dict(self) -> dict[str, Any]:
         """The committed position, equal on all ranks; valid for any number of ranks and workers and any batch size."""
         return self._position.state_dict()
+
+    def segment(self) -> dict[str, Any]:
+        """From which the order of all samples after the committed position follows, with the data; JSON values.
+
+        ``settings`` are those of later epochs; ``state`` is ``state_dict()``. {} for a stream, whose order is its own.
+        """
+        return {"settings": self._position.settings(), "state": self._position.state_dict()}
+
+    def uses(self, segment: Mapping[str, Any], samples: np.ndarray, steps: int) -> Uses:
+        """Where the first ``steps`` steps of a segment of a run on these data use samples; see ``segment``.
+
+        Args:
+            segment: What ``segment()`` returned when it began.
+            samples: Sample numbers, int64, shape ``[n]``.
+            steps: Steps of the segment.
+
+        Raises:
+            ValueError: If the data have changed; names the difference.
+        """
+        return self._position.at_segment(segment).find(samples, steps)
+
+    def samples_of(self, segment: Mapping[str, Any], step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Epoch and sample of each slot of the global batch, ``step`` steps after a segment began; -1 where it is masked.
+
+        Raises:
+            ValueError: If the data have changed; names the difference.
+        """
+        return self._position.at_segment(segment).samples_of(step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Moves to the position that ``state`` describes.

@@ -106,6 +106,10 @@ class StreamLoader(ShardLoader):
         """The committed position, and the division of the stream that it needs in the middle of an epoch."""
         return super().state_dict() | {"stream": self._division()}
 
+    def segment(self) -> dict[str, Any]:
+        """{}: the order is the dataset's own."""
+        return {}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As ``ShardLoader.load_state_dict``; in the middle of an epoch, also refuses another division of the stream."""
         saved = state.get("stream", {})

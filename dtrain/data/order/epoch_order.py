@@ -27,7 +27,7 @@ from functools import cached_property
 
 import numpy as np
 
-from dtrain.data.order.randomness import hash64, permute
+from dtrain.data.order.randomness import hash64, permute, unpermute
 
 SHUFFLES = ("window", "full", "none")
 TAILS = ("pad", "drop")
@@ -145,6 +145,27 @@ class EpochOrder:
         """
         return self._samples(self._places(steps, slots))
 
+    def find(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The inverse of ``locate``, for the steps of all layouts.
+
+        Args:
+            samples: Sample numbers, int64, shape ``[n]``, each in ``[0, num_samples)``.
+
+        Returns:
+            Step of the epoch and slot, int64, shape ``[n]`` each; -1 for a sample that the epoch leaves out (``tail="drop"``).
+        """
+        place = self._line.find(np.asarray(samples, np.int64))
+        steps, slots = np.full(place.shape, -1, np.int64), np.full(place.shape, -1, np.int64)
+        left, first = np.arange(len(place)), 0
+        for cut, rest in zip(self._cuts, (*self._cuts[1:], None), strict=True):
+            step, slot = cut.find(place)
+            used = step < (cut.layout.steps if rest is not None else cut.num_steps(self.recipe.tail))
+            steps[left[used]], slots[left[used]] = first + step[used], slot[used]
+            first += cut.layout.steps
+            if rest is not None:
+                left, place = left[~used], rest.inner(place[~used])
+        return steps, slots
+
     def partners(self, steps: np.ndarray | int, slots: np.ndarray) -> np.ndarray:
         """The partner of each sample of ``locate`` for mixup and cutmix; arguments, result and errors as in ``locate``.
 
@@ -241,6 +262,20 @@ class EpochLine:
         samples: np.ndarray = self._first_sample[shard] + place - self._starts[shard]
         return samples
 
+    def find(self, samples: np.ndarray) -> np.ndarray:
+        """The place of the line, before the shuffle, of each sample."""
+        line = np.argsort(self._shards)  # the permuted shards in stored order
+        # A shard without samples begins where the next one does: the last of equal ones has the sample.
+        number = np.searchsorted(self._first_sample[line], samples, side="right") - 1
+        shard = line[number]
+        place: np.ndarray = self._starts[shard] + samples - self._first_sample[shard]
+        if self._shuffle == "none":
+            return place
+        start, size = self.permutations(place, self.lane_of(place))
+        key = hash64(self.key.astype(np.int64), start) if self._shuffle == "window" else self.key
+        unshuffled: np.ndarray = start + unpermute(place - start, size, key)
+        return unshuffled
+
     def lane_of(self, place: np.ndarray) -> np.ndarray:
         """The lane that contains each place."""
         return np.searchsorted(self.bounds, place, side="right") - 1
@@ -331,6 +366,18 @@ class _Cut:
         lane = slots // self._per_lane
         place = self._bounds(lane) + steps * self._per_lane + slots % self._per_lane
         return np.where((slots >= 0) & (place < self._bounds(lane + 1)), place, -1)
+
+    def find(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The step, if there are enough of them, and the slot that draw places on this line."""
+        lane = np.searchsorted(self._bounds(np.arange(self.layout.lanes + 1)), place, side="right") - 1
+        step, in_lane = np.divmod(place - self._bounds(lane), self._per_lane)
+        return step, lane * self._per_lane + in_lane
+
+    def inner(self, place: np.ndarray) -> np.ndarray:
+        """The inverse of ``outer``: places on this line of places on the previous one that are left."""
+        piece = np.searchsorted(self.starts, place, side="right") - 1
+        inner: np.ndarray = self.offsets[piece] + place - self.starts[piece]
+        return inner
 
     def outer(self, place: np.ndarray) -> np.ndarray:
         """The same places on the previous line."""

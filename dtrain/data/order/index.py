@@ -31,6 +31,14 @@ class Index(ABC):
         """``<shard>/<key>`` of each of these samples."""
 
     @abstractmethod
+    def find(self, key: str) -> np.ndarray:
+        """The samples with a key, with or without the names before it; int64, shape ``[n]``, empty if there is none."""
+
+    @abstractmethod
+    def find_shard(self, name: str) -> np.ndarray:
+        """The samples of a shard; int64, shape ``[n]``, empty if there is no such shard."""
+
+    @abstractmethod
     def describe(self) -> dict[str, Any]:
         """The identity of the source for a checkpoint: a few numbers and the fingerprint."""
 

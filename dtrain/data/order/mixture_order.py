@@ -30,6 +30,7 @@ Schedule = tuple[tuple[int, float], ...]
 MOST_OFF = 4
 # Epochs of a source whose lines are kept; the shards of an epoch are permuted once for all its positions.
 _KEPT_LINES = 4
+_LOCATED_TOGETHER = 2**20  # positions, of which each takes about 100 bytes meanwhile
 
 
 class Deal:
@@ -93,6 +94,15 @@ class Deal:
                 low = middle + 1
             else:
                 high = middle
+        return low
+
+    def steps_of(self, source: int, draws: np.ndarray, end: int) -> np.ndarray:
+        """The step in which ``source`` gives each sample, by how many it gave before; all before step ``end``."""
+        low, high = np.full(draws.shape, self.step), np.full(draws.shape, end - 1)
+        while (low < high).any():
+            middle = (low + high) // 2
+            later = self.at(middle + 1)[:, source] <= draws
+            low, high = np.where(later, middle + 1, low), np.where(later, high, middle)
         return low
 
 
@@ -259,6 +269,23 @@ class MixedSources:
         numbers: np.ndarray = epoch * self.first_samples[-1] + samples
         return numbers
 
+    def draws(self, source: int, epoch: int, samples: np.ndarray) -> np.ndarray:
+        """How many samples a source gives, over all its epochs, before it gives each of these.
+
+        Args:
+            source: Number of the source.
+            epoch: Epoch of the source.
+            samples: Numbers of its samples, int64, shape ``[n]``.
+        """
+        line = self._line(source, epoch)
+        place = line.find(samples)
+        lane = line.lane_of(place)
+        turns, whole = place - self._bounds[source, lane], int(self._whole_turns[source])
+        in_whole_turn = turns * self.lanes + self._turns[lane]
+        in_last_turn = whole * self.lanes + self._last_turns[source, lane]
+        draws: np.ndarray = epoch * self.sizes[source] + np.where(turns < whole, in_whole_turn, in_last_turn)
+        return draws
+
     def shards_ahead(self, drawn: np.ndarray, lanes: np.ndarray, most: int) -> np.ndarray:
         """Up to ``most`` shards that these lanes read next, those of all sources in turn; see ``EpochOrder.shards_ahead``.
 
@@ -364,6 +391,24 @@ class MixtureOrder:
     def partners(self, steps: np.ndarray | int, slots: np.ndarray) -> np.ndarray:
         """The partner of each sample of ``locate``, of the same epoch of the same source; see ``EpochOrder.partners``."""
         return self._located(steps, slots, beside=True)
+
+    def slots(self, steps: np.ndarray, source: int, epoch: int, samples: np.ndarray) -> np.ndarray:
+        """The slot of each sample in the step that uses it.
+
+        Args:
+            steps: int64, shape ``[n]``.
+            source: Number of the source.
+            epoch: Epoch of the source.
+            samples: Numbers of its samples, int64, shape ``[n]``.
+        """
+        wanted = epoch * self._sources.first_samples[-1] + self._sources.first_samples[source] + samples
+        slots, together = np.arange(self._batch), max(1, _LOCATED_TOGETHER // self._batch)
+        found = np.empty(len(steps), np.int64)
+        for first in range(0, len(steps), together):
+            part = slice(first, first + together)
+            located = self.locate(steps[part, np.newaxis], slots)
+            found[part] = (located == wanted[part, np.newaxis]).argmax(axis=1)
+        return found
 
     def shards_ahead(self, step: int, slots: np.ndarray, most: int) -> np.ndarray:
         """Up to ``most`` shards that these slots read from ``step`` on; shards are counted over all sources."""

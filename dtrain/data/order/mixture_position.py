@@ -18,6 +18,7 @@ import numpy as np
 from dtrain.data.order.epoch_order import Layout, Recipe
 from dtrain.data.order.index import Index
 from dtrain.data.order.mixture_order import MOST_OFF, Deal, MixedSources, MixtureOrder, Schedule
+from dtrain.data.order.position import Uses
 
 #: Lanes of each source, if ``lanes`` is not given. They need not divide the global batch size.
 DEFAULT_LANES = 64
@@ -93,6 +94,7 @@ class MixturePosition:
             raise ValueError(f"data.lanes: got {lanes}, want at least 1, or null for {DEFAULT_LANES}.")
         self._names, self._indexes, self._plan, self._seeds = tuple(names), tuple(indexes), plan, tuple(seeds)
         self._default_window, self._default_lanes = default_window, lanes is None
+        self._numbers = np.cumsum([0, *(index.num_samples for index in indexes)])[:-1]  # first sample of each source
         self._use(recipe, lanes or DEFAULT_LANES)
         self._begin_deal(self._zero)
         self.begin(0)
@@ -147,29 +149,73 @@ class MixturePosition:
         known = max(epoch, self._base.epoch)  # an epoch before the base had at least one step
         return self._start(known) - self.order.start - self.step - (known - epoch)
 
+    def settings(self) -> dict[str, Any]:
+        """As ``Position.settings``."""
+        plan = {
+            "global_batch_size": self._plan.global_batch_size,
+            "weights": self._by_name([[list(point) for point in points] for points in self._plan.weights]),
+            "epoch_of": self._names[self._plan.epoch_of],
+        }
+        recipe = self.recipe
+        return {"shuffle": recipe.shuffle, "window": recipe.window, "lanes": self.layout.lanes, "plan": plan}
+
+    def at_segment(self, segment: Mapping[str, Any]) -> MixturePosition:
+        """As ``Position.at_segment``."""
+        settings, state = segment["settings"], segment["state"]
+        # The deal rounds by the order of the sources, which may have been a different one.
+        order = [self._names.index(name) for name in state["sources"] if name in self._names]
+        names = [self._names[number] for number in order]
+        indexes, seeds = [self._indexes[number] for number in order], [self._seeds[number] for number in order]
+        saved = settings["plan"]
+        weights = tuple(tuple((step, weight) for step, weight in saved["weights"][name]) for name in names)
+        plan = Plan(saved["global_batch_size"], weights, names.index(saved["epoch_of"]))
+        recipe = Recipe(self.recipe.seed, settings["shuffle"], settings["window"])
+        position = MixturePosition(names, indexes, plan, recipe, seeds, lanes=settings["lanes"])
+        position._numbers = self._numbers[order]
+        position.load_state_dict(state)
+        return position
+
+    def find(self, samples: np.ndarray, steps: int) -> Uses:
+        """As ``Position.find``; samples are counted over all sources in the order of the mixture."""
+        begin, sizes = self.order.start + self.step, self._sources.sizes
+        order = MixtureOrder(self._sources, self._deal, self._plan.global_batch_size, 0, begin + steps, 0)
+        drawn = self._deal.at(np.array([begin, begin + steps]))
+        found = Uses.none()
+        for source, (first, size) in enumerate(zip(self._numbers.tolist(), sizes.tolist(), strict=True)):
+            asked = np.flatnonzero((samples >= first) & (samples < first + size))
+            low, high = drawn[:, source].tolist()
+            epochs = range(low // size, -(-high // size)) if asked.size else range(0)
+            for epoch in epochs:
+                draws = self._sources.draws(source, epoch, samples[asked] - first)
+                use = np.flatnonzero((draws >= low) & (draws < high))
+                step = self._deal.steps_of(source, draws[use], begin + steps)
+                slot = order.slots(step, source, epoch, samples[asked[use]] - first)
+                found = found.with_more(asked[use], np.full(len(use), epoch), step - begin, slot)
+        return found
+
+    def samples_of(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """As ``Position.samples_of``."""
+        at, batch = self.order.start + self.step + step, self._plan.global_batch_size
+        located = MixtureOrder(self._sources, self._deal, batch, 0, at + 1, 0).locate(at, np.arange(batch))
+        epochs, samples = np.divmod(located, self._sources.first_samples[-1])
+        source = np.searchsorted(self._sources.first_samples, samples, side="right") - 1
+        return epochs, samples - self._sources.first_samples[source] + self._numbers[source]
+
     def state_dict(self) -> dict[str, Any]:
         """The state, as values that JSON can hold.
 
         ``position`` counts the committed samples of ``epoch``, ``epoch_steps`` its committed steps, ``steps`` those of the
         run, and ``drawn`` the samples of each source. ``plan`` and ``base`` are ``Plan`` and ``Base``.
         """
-        return {
+        return self.settings() | {
             "version": _VERSION,
             "sources": self._by_name([index.describe() for index in self._indexes]),
             "seed": self.recipe.seed,
-            "shuffle": self.recipe.shuffle,
-            "window": self.recipe.window,
-            "lanes": self.layout.lanes,
             "epoch": self.epoch,
             "position": self.samples,
             "epoch_steps": self.step,
             "steps": self.order.start + self.step,
             "drawn": self.drawn(),
-            "plan": {
-                "global_batch_size": self._plan.global_batch_size,
-                "weights": self._by_name([[list(point) for point in points] for points in self._plan.weights]),
-                "epoch_of": self._names[self._plan.epoch_of],
-            },
             "base": asdict(self._base) | {"drawn": self._by_name(self._base.drawn)},
         }
 

@@ -13,13 +13,42 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from dtrain.data.order.epoch_order import EpochOrder, Layout, Recipe, choose_lanes
 from dtrain.data.order.index import Index
 
 _VERSION = 2
+
+
+@dataclass(frozen=True)
+class Uses:
+    """Uses of some samples, int64, shape ``[uses]`` each.
+
+    Attributes:
+        sample: Which of the samples that were asked for.
+        epoch: Epoch of the data; of a mixture, that of the sample's source.
+        step: Steps after the position that come before it.
+        slot: Slot of the global batch.
+    """
+
+    sample: np.ndarray
+    epoch: np.ndarray
+    step: np.ndarray
+    slot: np.ndarray
+
+    @classmethod
+    def none(cls) -> Uses:
+        """No use."""
+        return cls(*(np.zeros(0, np.int64) for _ in range(4)))
+
+    def with_more(self, *columns: np.ndarray) -> Uses:
+        """These and further uses, in the order of the attributes."""
+        mine = (self.sample, self.epoch, self.step, self.slot)
+        return Uses(*(np.concatenate(pair) for pair in zip(mine, columns, strict=True)))
 
 
 class Position:
@@ -90,6 +119,52 @@ class Position:
         if self.step == order.num_steps:
             self.begin(self.epoch + 1)
         return used
+
+    def settings(self) -> dict[str, Any]:
+        """What the order of later steps depends on besides the data, the seed and the state, as values that JSON can hold."""
+        recipe, layout = self.recipe, self.layout
+        order = {"shuffle": recipe.shuffle, "window": recipe.window, "tail": recipe.tail}
+        return order | {"global_batch_size": layout.global_batch_size, "lanes": layout.lanes}
+
+    def at_segment(self, segment: Mapping[str, Any]) -> Position:
+        """The position at which a segment of a run on these data began; see ``ShardLoader.segment``.
+
+        Raises:
+            ValueError: If its data or seed are different ones.
+        """
+        settings, state = segment["settings"], segment["state"]
+        recipe = Recipe(self.recipe.seed, settings["shuffle"], settings["window"], settings["tail"])
+        position = Position(self._index, recipe, Layout(settings["global_batch_size"], settings["lanes"]))
+        position.load_state_dict(state)
+        return position
+
+    def find(self, samples: np.ndarray, steps: int) -> Uses:
+        """Where the next steps use samples.
+
+        Args:
+            samples: Sample numbers, int64, shape ``[n]``.
+            steps: Number of steps after the committed ones.
+        """
+        found = Uses.none()
+        epoch, order, before = self.epoch, self.order, -self.step
+        while before < steps:
+            step, slot = order.find(samples)
+            use = np.flatnonzero((step >= max(0, -before)) & (step < steps - before))
+            found = found.with_more(use, np.full(len(use), epoch), before + step[use], slot[use])
+            before += order.num_steps
+            epoch += 1
+            order = EpochOrder(self._index.counts, self.recipe, epoch, [self.layout])
+        return found
+
+    def samples_of(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Epoch and sample of each slot of a step, ``step`` steps after the committed ones, int64; -1 where it is masked."""
+        epoch, order, in_epoch = self.epoch, self.order, self.step + step
+        while in_epoch >= order.num_steps:
+            in_epoch -= order.num_steps
+            epoch += 1
+            order = EpochOrder(self._index.counts, self.recipe, epoch, [self.layout])
+        samples = order.locate(in_epoch, np.arange(order.layouts[-1].global_batch_size))
+        return np.full(len(samples), epoch), samples
 
     def state_dict(self) -> dict[str, Any]:
         """The state, as values that JSON can hold.

@@ -5,8 +5,8 @@
   network with cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): the domain is written
   row by row into a table that is about as wide as high; in turn, each row is rotated by a hash of the column and each
   column by a hash of the row; the few cells of the table outside the domain are skipped. Each index is mapped on its
-  own, so place 1,999,999,999 costs as much as place 0. numpy's ``Generator.permutation`` is not used, because it
-  promises no stable result between versions, and a run must find its order again after an upgrade.
+  own, so place 1,999,999,999 costs as much as place 0. ``unpermute`` is the inverse. numpy's ``Generator.permutation``
+  is not used, because it promises no stable result between versions, and a run must find its order again after an upgrade.
 * ``Randomness`` is one sample's generator: Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011),
   set to a key. Neighbouring keys give independent numbers, so none have to be drawn and thrown away.
 * ``generators_at`` seeds the global generators of Python, numpy and torch with a key, for code that draws from them.
@@ -70,6 +70,20 @@ def permute(index: np.ndarray, size: np.ndarray | int, key: np.ndarray | int) ->
         place[outside] = _network(place[outside], rows[outside], columns[outside], key[outside])
         outside = outside[place[outside] >= size[outside].astype(_U64)]
     return place.astype(np.int64)
+
+
+def unpermute(place: np.ndarray, size: np.ndarray | int, key: np.ndarray | int) -> np.ndarray:
+    """The inverse of ``permute``: ``unpermute(permute(index, size, key), size, key)`` is ``index``; arguments as there."""
+    place = np.asarray(place, np.int64)
+    size = np.broadcast_to(np.asarray(size, np.int64), place.shape)
+    key = np.broadcast_to(np.asarray(key, _U64), place.shape)
+    rows, columns = _table(size)
+    index = _inverse_network(place.astype(_U64), rows, columns, key)
+    outside = np.flatnonzero(index >= size.astype(_U64))
+    while outside.size:
+        index[outside] = _inverse_network(index[outside], rows[outside], columns[outside], key[outside])
+        outside = outside[index[outside] >= size[outside].astype(_U64)]
+    return index.astype(np.int64)
 
 
 class Randomness:
@@ -153,11 +167,24 @@ def _network(cell: np.ndarray, rows: np.ndarray, columns: np.ndarray, key: np.nd
     return place
 
 
-def _shift(place: np.ndarray, length: np.ndarray, by: np.ndarray) -> np.ndarray:
+def _inverse_network(cell: np.ndarray, rows: np.ndarray, columns: np.ndarray, key: np.ndarray) -> np.ndarray:
+    row = cell // columns
+    column = cell - row * columns
+    with np.errstate(over="ignore"):
+        for half_round in reversed(range(0, _HALF_ROUNDS, 2)):
+            column = _shift(column, columns, _mix(row + (key + _U64((half_round + 1) * _GOLDEN & _MASK))), back=True)
+            row = _shift(row, rows, _mix(column + (key + _U64(half_round * _GOLDEN & _MASK))), back=True)
+    index: np.ndarray = row * columns + column
+    return index
+
+
+def _shift(place: np.ndarray, length: np.ndarray, by: np.ndarray, back: bool = False) -> np.ndarray:
     """``place`` rotated in a ring of ``length`` by a random share of it, taken from 64 random bits; overwrites ``by``."""
     by >>= _U64(32)
     by *= length
     by >>= _U64(32)
+    if back:
+        np.subtract(length, by, out=by)
     by += place
     shifted: np.ndarray = np.minimum(by, by - length)  # the difference of a smaller one wraps to a huge number
     return shifted

@@ -162,6 +162,30 @@ class DatasetIndex(Index):
         names, raw = self.names, self._keys
         return [f"{names[shard]}/{decode_name(raw[start:end])}" for shard, start, end in spans]
 
+    def find(self, key: str) -> np.ndarray:
+        """The sample of ``<shard>/<key>``; without the name of a shard, the samples of all shards that have this key."""
+        parts = key.split("/")
+        for end in range(1, len(parts)):  # both names may have slashes
+            samples = self.find_shard("/".join(parts[:end]))
+            if samples.size:
+                return self._with_key(int(samples[0]), len(samples), "/".join(parts[end:]))
+        return self._with_key(0, self.num_samples, key)
+
+    def find_shard(self, name: str) -> np.ndarray:
+        """The samples of the shard with this name or path."""
+        for number, (own, path) in enumerate(zip(self.names, self.shards, strict=True)):
+            if name in (own, path):
+                return np.arange(self.starts[number], self.starts[number + 1])
+        return np.zeros(0, np.int64)
+
+    def _with_key(self, first: int, number: int, key: str) -> np.ndarray:
+        """Those of ``number`` samples from ``first`` on whose own key this is."""
+        wanted = key.encode("utf-8", "surrogateescape")
+        starts = self._arrays["key_starts"][first : first + number + 1]
+        same_length = np.flatnonzero(np.diff(starts) == len(wanted))
+        found = [n for n in same_length.tolist() if bytes(self._keys[starts[n] : starts[n + 1]]) == wanted]
+        return first + np.array(found, np.int64)
+
     def describe(self) -> dict[str, Any]:
         """The identity of the dataset for a checkpoint: a few numbers and the fingerprints."""
         return {

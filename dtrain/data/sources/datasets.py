@@ -263,6 +263,16 @@ class SampleIndex(Index):
         """``<name>/<number>`` of each of these samples."""
         return [f"{self.name}/{sample}" for sample in samples.tolist()]
 
+    def find(self, key: str) -> np.ndarray:
+        """The sample of ``<name>/<number>`` or ``<number>``."""
+        number = key.removeprefix(f"{self.name}/")
+        known = number.isdecimal() and int(number) < self.num_samples
+        return np.array([int(number)] if known else [], np.int64)
+
+    def find_shard(self, name: str) -> np.ndarray:
+        """Empty: there are no files."""
+        return np.zeros(0, np.int64)
+
     def describe(self) -> dict[str, Any]:
         """The identity of the dataset for a checkpoint."""
         return {

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -281,6 +281,20 @@ class MixtureIndex(Index):
         return [
             f"{self.names[number]}/{self.indexes[number].keys(np.array([sample]))[0]}" for number, sample in of_each
         ]
+
+    def find(self, key: str) -> np.ndarray:
+        """The samples of ``<source>/<shard>/<key>``; without the name of a source, those of all sources."""
+        return self._of_sources(key, lambda index, rest: index.find(rest))
+
+    def find_shard(self, name: str) -> np.ndarray:
+        """The samples of ``<source>/<shard>``; without the name of a source, those of all sources."""
+        return self._of_sources(name, lambda index, rest: index.find_shard(rest))
+
+    def _of_sources(self, name: str, find: Callable[[Index, str], np.ndarray]) -> np.ndarray:
+        found = [np.zeros(0, np.int64)]
+        for source, index, first in zip(self.names, self.indexes, self.first_samples.tolist(), strict=False):
+            found.append(first + find(index, name.removeprefix(f"{source}/")))
+        return np.concatenate(found)
 
     def describe(self) -> dict[str, Any]:
         """The identity of all sources."""

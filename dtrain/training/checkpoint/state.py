@@ -58,6 +58,7 @@ class TrainState:
         step: Executes optimizer steps; has the model, task, optimizer, EMA, precision and ranks.
         checkpoints: Where the run is saved.
         totals: Counts and times over all starts.
+        segments: The segments of all steps, oldest first; see ``dtrain.runs.starts``.
         class_names: The name of each label, if the data have a ``classes.json``.
         code: Git checkouts and their commits, for the checkpoints of rank 0.
         ended_early: The reason given to ``end_early``; None without.
@@ -70,6 +71,7 @@ class TrainState:
     step: TrainStep
     checkpoints: Checkpoints
     totals: RunTotals = field(default_factory=lambda: RunTotals())
+    segments: list[dict[str, Any]] = field(default_factory=list)
     class_names: list[str] | None = None
     code: dict[str, str] = field(default_factory=dict)
     ended_early: str | None = field(default=None, init=False)
@@ -159,6 +161,7 @@ class TrainState:
             "optimizer_groups": changed_groups(self.optimizer, self._initial_groups),
             "loss_scale": scale.state_dict() if scale is not None else None,
             "loader": self.train_loader.state_dict(),
+            "segments": self.segments,
             "progress": asdict(self.totals),
             "metrics": metrics,
             "environment": self._environment() if self.world.rank == 0 else {},
@@ -168,11 +171,10 @@ class TrainState:
 
     def _environment(self) -> dict[str, Any]:
         """Ranks, device and commits of the code, for those who read the checkpoint."""
-        cuda = self.world.device.type == "cuda"
         return {
             "ranks": self.world.size,
             "ranks_of_a_machine": self.world.local_size,
-            "device": torch.cuda.get_device_name(self.world.device) if cuda else f"CPU ({platform.machine()})",
+            "device": device_kind(self.world.device),
             "code": self.code,
         }
 
@@ -206,6 +208,23 @@ class TrainState:
             )
         self.step.load_state_dict(state["counters"])
         self.totals = RunTotals(**state["progress"])
+        self.segments = state.get("segments", [])
+
+    def begin_segment(self) -> dict[str, Any]:
+        """The segment of the steps of this start, which is appended to ``segments`` if it does not continue the last one."""
+        segment = {
+            "step": self.step.step,
+            "ranks": self.world.size,
+            "micro_batch": self.train_loader.rows_per_micro_batch,
+            **self.train_loader.segment(),
+        }
+
+        def continues(last: dict[str, Any]) -> bool:
+            return all(last.get(key) == segment.get(key) for key in ("ranks", "micro_batch", "settings"))
+
+        earlier = [each for each in self.segments if each["step"] < self.step.step]
+        self.segments = earlier if earlier and continues(earlier[-1]) else [*earlier, segment]
+        return segment
 
 
 @dataclass
@@ -270,6 +289,13 @@ class RunTotals:
             "down_seconds": round(self.down_seconds, 3),
             "trained_seconds": round(self.seconds, 3),
         }
+
+
+def device_kind(device: torch.device) -> str:
+    """The name of a GPU; of a CPU its architecture and the instruction set that torch uses, which decide how it rounds."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})"
 
 
 def host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import copy
 import logging
+import platform
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from dtrain import __version__
 from dtrain.config.directions import direction
 from dtrain.config.schema import CheckpointConfig
 from dtrain.console import print_banner, until_reader_leaves
@@ -33,13 +36,15 @@ from dtrain.precision.modules import dtype_name
 from dtrain.runs.records import Record
 from dtrain.runs.run_dir import write_status
 from dtrain.runs.run_spec import RunSpec, config_without_secrets
+from dtrain.runs.starts import STEPS, Start, StepLog, record_start
 from dtrain.tracking.sinks import NullSinks, Sinks, build_sinks
-from dtrain.training.checkpoint.state import TrainState
+from dtrain.training.checkpoint.state import TrainState, device_kind
 from dtrain.training.monitor.communication import run_traffic
 from dtrain.training.schedule import cut_short, schedule_horizon
 from dtrain.training.setup.batchnorm import fixed_shapes
 from dtrain.training.setup.loaders import eval_loader
 from dtrain.training.setup.model import CompilerLog
+from dtrain.training.step import StepOutcome
 from dtrain.training.task import Evaluation, IllustratingTask
 
 #: Least time between two drawings.
@@ -55,22 +60,26 @@ class RunLogger:
         run: The run.
         last_step: Attempted step after which the run is finished.
         sinks: Destinations of records and notes.
+        steps: Destination of the votes of all steps; None on ranks other than 0.
 
     Attributes:
         media: Makes media after evaluations.
     """
 
-    def __init__(self, run: TrainState, last_step: int, sinks: Sinks | NullSinks) -> None:
+    def __init__(self, run: TrainState, last_step: int, sinks: Sinks | NullSinks, steps: StepLog | None = None) -> None:
         self._run = run
         self._last_step = last_step
         self._sinks = sinks
+        self._steps = steps
         self._status_at = float("-inf")
         self._compiler = CompilerLog(run.model, self.note)
         self.media = MediaLogger(run, sinks)
 
     @classmethod
     def open(cls, run: TrainState, spec: RunSpec, last_step: int) -> RunLogger:
-        """Opens the sinks on rank 0, without the records and sample logs of steps that the restored run repeats.
+        """Begins the segment of this start. Records the start and opens the sinks on rank 0.
+
+        Records and sample logs of steps that the restored run repeats are cut.
 
         Args:
             run: The run, restored.
@@ -78,11 +87,15 @@ class RunLogger:
             last_step: Attempted step after which the run is finished.
 
         Raises:
-            ConfigError: If a sink cannot be opened.
+            ConfigError: If a sink cannot be opened, or the start not recorded.
         """
+        segment = run.begin_segment()
         if run.world.rank != 0:
             return cls(run, last_step, NullSinks())
         truncate_sample_logs(run.run_dir / "logs", run.step.step)
+        with as_config_error("run.dir"):
+            record_start(run.run_dir, describe_start(run, spec, segment))
+            steps = StepLog(run.run_dir, run.step.step)
         with as_config_error("tracker"):
             sinks = build_sinks(
                 run.cfg.tracker,
@@ -93,11 +106,28 @@ class RunLogger:
                 evaluation_due=run.totals.evaluation_due,
                 total_steps=last_step,
             )
-        return cls(run, last_step, sinks)
+        return cls(run, last_step, sinks, steps)
+
+    def step(self, outcome: StepOutcome) -> None:
+        """Takes the vote of every step, in their order; ``write_steps`` writes them."""
+        if self._steps is not None:
+            it = outcome.stats
+            lr, scale = outcome.lr, it.loss_scale
+            self._steps.add(outcome.step, it.applied, it.loss_sum, it.count, outcome.grad_norm, lr, scale)
+
+    def write_steps(self) -> None:
+        """Writes the votes of the steps so far; a failed write becomes a warning, and the next call writes them."""
+        if self._steps is None:
+            return
+        try:
+            self._steps.write()
+        except OSError as error:
+            self.warn(f"{STEPS} could not be written ({error}).")
 
     def record_step(self, record: Record) -> None:
         """Logs the record of a step and messages of the compiler, and updates the status if it is old."""
         self.record(record)
+        self.write_steps()
         self.status(at_most_every=_STATUS_EVERY)
         self._compiler.report()
 
@@ -149,6 +179,7 @@ class RunLogger:
 
     def finish(self, state: str, reason: str | None) -> None:
         """Ends the sinks with the final state of the run: ``finished``, ``stopped`` or ``failed``."""
+        self.write_steps()
         self._sinks.finish(state, reason)
 
 
@@ -213,6 +244,29 @@ class MediaLogger:
                 yield batch.to(run.world.device)
         finally:
             loader.close()
+
+
+def describe_start(run: TrainState, spec: RunSpec, segment: Mapping[str, Any]) -> Start:
+    """The record of a start on this device.
+
+    Args:
+        run: The run, restored.
+        spec: Its command line and config.
+        segment: The segment that begins.
+    """
+    return Start(
+        step=run.step.step,
+        time=time.time(),
+        **spec.command_line(),
+        config=spec.with_effect(),
+        ranks=run.world.size,
+        micro_batch=run.train_loader.rows_per_micro_batch,
+        device=device_kind(run.world.device),
+        threads=torch.get_num_threads(),
+        versions={"dtrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        code=run.code,
+        segment=segment,
+    )
 
 
 def write_final_status(run: TrainState, state: str, reason: str | None, last_step: int) -> None:

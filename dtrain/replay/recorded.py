@@ -1,0 +1,104 @@
+"""The records of a run that replay and trace read: starts, segments, votes, bad samples and metrics.
+
+Each is read once, from a directory in which the run may be training.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dtrain.errors import ConfigError
+from dtrain.runs.records import read_records
+from dtrain.runs.run_dir import bounded_lines, plain_files, status_or_none
+from dtrain.runs.starts import Start, read_starts, read_votes, segments_of
+from dtrain.training.checkpoint.checkpoints import BadCheckpoint, Checkpoints
+
+NO_STARTS = (
+    "this run has no starts.jsonl, because an earlier version of dtrain made it: only its last start is known, from the "
+    "oldest checkpoint of that start on"
+)
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A run directory.
+
+    Attributes:
+        dir: The directory.
+        starts: Its starts; [] for a run of an earlier version.
+        votes: ``steps.bin``, see ``dtrain.runs.starts.read_votes``.
+        checkpoints: Its checkpoints.
+        saved: The state of its newest checkpoint that can be read; {} without one.
+    """
+
+    dir: Path
+    starts: Sequence[Start]
+    votes: np.ndarray
+    checkpoints: Checkpoints
+    saved: dict[str, Any]
+
+    @classmethod
+    def read(cls, run_dir: Path) -> RecordedRun:
+        """Reads a run directory.
+
+        Raises:
+            ConfigError: If it has no run.
+        """
+        if not (run_dir / "overrides.yaml").exists():
+            raise ConfigError(
+                f"run.dir: {run_dir} is not a run directory (it has no overrides.yaml). Name that of a run."
+            )
+        checkpoints = Checkpoints(run_dir / "checkpoints")
+        saved: dict[str, Any] = {}
+        for step in reversed(checkpoints.steps()):
+            with suppress(BadCheckpoint):
+                saved = checkpoints.load(step).state
+                break
+        return cls(run_dir, read_starts(run_dir), read_votes(run_dir), checkpoints, saved)
+
+    @property
+    def last_step(self) -> int:
+        """The last step that the records say was done."""
+        votes = self.votes["step"][-1] if len(self.votes) else 0
+        status = (status_or_none(self.dir) or {}).get("step", 0)
+        return int(max(votes, status, self.checkpoints.recorded() or 0, self.saved.get("step", 0)))
+
+    def segments(self) -> list[dict[str, Any]]:
+        """The segments of the run, oldest first; [] for a run of an earlier version."""
+        return segments_of(self.starts, self.saved.get("segments", []))
+
+    def bad_samples(self) -> dict[int, set[str]]:
+        """Step to the keys of the samples that could not be read in it, on any rank."""
+        found: defaultdict[int, set[str]] = defaultdict(set)
+        for line in self._lines("bad"):
+            found[line["step"]].add(line["key"])
+        return dict(found)
+
+    def masked(self) -> set[tuple[int, str]]:
+        """Epoch (of the source) and key of every sample that could not be read."""
+        return {(line["epoch"], line["key"]) for line in self._lines("bad") if "epoch" in line}
+
+    def windows(self) -> Iterator[tuple[int, int, dict[str, float]]]:
+        """Of each record of metrics.jsonl about steps: the step before its first, its last step, and the record."""
+        before = 0
+        for record in read_records(self.dir / "metrics.jsonl"):
+            if "train/loss" in record or "precision/skipped_steps" in record:
+                yield before, int(record["step"]), dict(record)
+                before = int(record["step"])
+
+    def _lines(self, kind: str) -> Iterator[dict[str, Any]]:
+        for path in plain_files(self.dir / "logs", f"{kind}-rank-*.jsonl", []):
+            with path.open("rb") as file:
+                for text in bounded_lines(file):
+                    with suppress(ValueError, RecursionError):
+                        line = json.loads(text)
+                        if isinstance(line, dict) and isinstance(line.get("step"), int) and "key" in line:
+                            yield line
