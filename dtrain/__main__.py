@@ -1,7 +1,7 @@
 """``dtrain COMMAND ...``: the entry points as one console command; also ``python -m dtrain``.
 
 * ``dtrain X ...`` does what ``python -m dtrain.X ...`` does, in this process and with the same exit code.
-* ``dtrain train``, ``evaluate`` and ``doctor`` also start torchrun, on this machine, if there are to be several processes:
+* ``dtrain train``, ``evaluate``, ``doctor`` and ``replay`` also start torchrun, on this machine, if there are to be several processes:
   ``--nproc N``, by default one process for each GPU, or one on a CPU.
 * ``dtrain --help`` and ``--version`` import neither torch nor Hydra.
 """
@@ -25,11 +25,14 @@ COMMANDS = {
     "pack": "write tar shards, or index existing ones",
     "launch": "start runs and sweeps on this machine or with SLURM; their status, logs, stop and resume",
     "report": "show runs as one HTML page",
+    "replay": "recompute steps of a run and compare them with its records",
+    "trace": "show which steps of a run used a sample",
     "doctor": "check this machine, and find what limits a run on it",
     "completion": "print the completion script of a shell: bash, zsh or fish",
 }
 _ON_SEVERAL_PROCESSES = ("train", "evaluate", "doctor")
 _WITHOUT_TARGETS = ("pack", "report")
+_MODULES = {"trace": "replay.trace"}  # where the module is not named as the command
 EXIT_USAGE = 2
 
 USAGE = f"""dtrain {__version__}: distributed PyTorch training from plain tar shards
@@ -41,8 +44,9 @@ Usage
 Commands
 {os.linesep.join(f"  {name:12}{meaning}" for name, meaning in COMMANDS.items())}
 
-With train, evaluate and doctor
-  --nproc N   number of processes on this machine, which torchrun starts (default: one for each GPU, or one on a CPU)
+With train, evaluate, doctor and replay
+  --nproc N   number of processes on this machine, which torchrun starts (default: one for each GPU, or one on a CPU; with
+              replay as many as the run had)
 
 Example
   dtrain train --nproc 2 experiment=digits precision=bf16
@@ -100,7 +104,8 @@ def _run(name: str, arguments: Sequence[str]) -> int:
 
 
 def entry_point(name: str) -> ModuleType:
-    """The module that ``python -m dtrain.NAME`` runs: ``dtrain.NAME``, or its ``__main__`` if that is a package."""
+    """The module of a command: ``dtrain.NAME``, or its ``__main__`` if that is a package."""
+    name = _MODULES.get(name, name)
     found = importlib.util.find_spec(f"dtrain.{name}")
     is_package = found is not None and found.submodule_search_locations is not None
     return importlib.import_module(f"dtrain.{name}.__main__" if is_package else f"dtrain.{name}")

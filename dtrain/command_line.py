@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dtrain.config.compose import Composed, UnresolvedValue, compose, only_prints
 from dtrain.config.explain import check_command_line, options_last
@@ -34,6 +34,7 @@ from dtrain.errors import (
 )
 from dtrain.runs.trust import AS_TYPED, TRUST
 
+T = TypeVar("T")
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 
@@ -94,6 +95,23 @@ def run(
         if last_line := getattr(failures[0], "last_line", ""):  # of a run that had started
             sys.stderr.write(f"{last_line}\n")
         raise SystemExit(EXIT_FAILED) from None
+
+
+def call(function: Callable[[], T]) -> T:
+    """Calls a function that composes configs itself, and returns its result; errors are shown as by ``run``.
+
+    Raises:
+        SystemExit: If it raised; the code is 2 for a ``ConfigError``.
+    """
+    escape_on_stdout()
+    try:
+        return function()
+    except KeyboardInterrupt:
+        _show_text("dtrain: interrupted", launched_rank() == 0)
+        raise SystemExit(EXIT_INTERRUPTED) from None
+    except Exception as error:  # noqa: BLE001 - shown
+        _show(error)
+        raise SystemExit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED) from None
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:

@@ -31,9 +31,9 @@ SUBCOMMANDS = {
     "export": ("measure",),
     "doctor": ("memory", "numerics"),
 }
-WITH_KEYS = ("train", "evaluate", "export", "launch", "doctor", "doctor memory", "doctor numerics")
+WITH_KEYS = ("train", "evaluate", "export", "launch", "doctor", "doctor memory", "doctor numerics", "replay", "trace")
 _OF_HYDRA = ("--help", "--multirun", "--config-dir", "--cfg", "--info")
-_NPROC = ("train", "evaluate", "doctor")
+_NPROC = ("train", "evaluate", "doctor", "replay")
 
 
 def completion_script(

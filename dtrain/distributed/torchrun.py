@@ -30,7 +30,7 @@ from typing import Any
 
 from dtrain.distributed.torchrun_end import end_if_stuck
 
-_MODULES = {"dtrain", *(f"dtrain.{name}" for name in ("train", "evaluate", "export", "doctor"))}
+_MODULES = {"dtrain", *(f"dtrain.{name}" for name in ("train", "evaluate", "export", "doctor", "replay"))}
 _KEY = "dtrain"  # of our part of the error file
 _QUIET = "DTRAIN_TORCHRUN_QUIET"  # set in the environment of the ranks
 EXIT_USAGE = 2  # argparse and ``compose`` have explained it, on every rank or on rank 0

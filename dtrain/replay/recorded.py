@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, as_config_error
+from dtrain.files import parse_yaml, read_bounded
 from dtrain.runs.records import read_records
 from dtrain.runs.run_dir import bounded_lines, plain_files, status_or_none
 from dtrain.runs.starts import Start, read_starts, read_votes, segments_of
@@ -33,10 +34,11 @@ class RecordedRun:
 
     Attributes:
         dir: The directory.
-        starts: Its starts; [] for a run of an earlier version.
+        starts: Its starts; of a run of an earlier version one, the last, without config and segment.
         votes: ``steps.bin``, see ``dtrain.runs.starts.read_votes``.
         checkpoints: Its checkpoints.
         saved: The state of its newest checkpoint that can be read; {} without one.
+        unusable: Steps of checkpoints that turned out to be broken or deleted.
     """
 
     dir: Path
@@ -44,6 +46,7 @@ class RecordedRun:
     votes: np.ndarray
     checkpoints: Checkpoints
     saved: dict[str, Any]
+    unusable: set[int] = field(default_factory=set)
 
     @classmethod
     def read(cls, run_dir: Path) -> RecordedRun:
@@ -62,7 +65,8 @@ class RecordedRun:
             with suppress(BadCheckpoint):
                 saved = checkpoints.load(step).state
                 break
-        return cls(run_dir, read_starts(run_dir), read_votes(run_dir), checkpoints, saved)
+        starts = read_starts(run_dir) or [_last_start(run_dir, checkpoints, saved)]
+        return cls(run_dir, starts, read_votes(run_dir), checkpoints, saved)
 
     @property
     def last_step(self) -> int:
@@ -70,6 +74,11 @@ class RecordedRun:
         votes = self.votes["step"][-1] if len(self.votes) else 0
         status = (status_or_none(self.dir) or {}).get("step", 0)
         return int(max(votes, status, self.checkpoints.recorded() or 0, self.saved.get("step", 0)))
+
+    @property
+    def has_starts(self) -> bool:
+        """False for a run of an earlier version."""
+        return bool(self.starts[0].config)
 
     def segments(self) -> list[dict[str, Any]]:
         """The segments of the run, oldest first; [] for a run of an earlier version."""
@@ -102,3 +111,26 @@ class RecordedRun:
                         line = json.loads(text)
                         if isinstance(line, dict) and isinstance(line.get("step"), int) and "key" in line:
                             yield line
+
+
+def _last_start(run_dir: Path, checkpoints: Checkpoints, saved: Mapping[str, Any]) -> Start:
+    """What the checkpoints and ``overrides.yaml`` say about the last start of a run without ``starts.jsonl``."""
+    environment, restarts = saved.get("environment", {}), saved.get("progress", {}).get("restarts", 0)
+    first = 0
+    if restarts:
+        states = [checkpoints.load(step).state for step in checkpoints.steps()]
+        first = min(state["step"] for state in states if state["progress"]["restarts"] == restarts)
+    with as_config_error(f"run.dir: {run_dir / 'overrides.yaml'} cannot be read"):
+        command = parse_yaml(read_bounded(run_dir / "overrides.yaml"))
+    return Start(
+        step=first,
+        time=0.0,
+        overrides=command["overrides"],
+        config_dirs=command["config_dirs"],
+        config={},
+        ranks=environment.get("ranks", 1),
+        micro_batch=0,
+        device=environment.get("device", ""),
+        threads=0,
+        versions=saved.get("versions", {}),
+    )

@@ -167,20 +167,9 @@ def trace_loader(cfg: Config) -> ShardLoader:
 def _without_starts(run: RecordedRun, loader: ShardLoader) -> list[dict[str, Any]]:
     """The segment of the last start of a run without ``starts.jsonl``."""
     print(f"note: {NO_STARTS}", file=sys.stderr)
-    restarts = run.saved.get("progress", {}).get("restarts")
-    for step in run.checkpoints.steps():
-        state = run.checkpoints.load(step).state
-        if state["progress"]["restarts"] != restarts:
-            continue
-        begun = (
-            {"step": 0, "state": loader.segment()["state"]}
-            if not restarts
-            else {"step": step, "state": state["loader"]}
-        )
-        return [{**begun, "ranks": state["environment"]["ranks"], "settings": loader.segment()["settings"]}]
-    raise ConfigError(
-        f"run.dir: {run.dir} has neither starts.jsonl nor a checkpoint, so nothing is known about its order."
-    )
+    start, fresh = run.starts[0], loader.segment()
+    state = run.checkpoints.load(start.step).state["loader"] if start.step else fresh["state"]
+    return [{"step": start.step, "state": state, "ranks": start.ranks, "settings": fresh["settings"]}]
 
 
 def find_samples(loader: ShardLoader, keys: Sequence[str], shard: str | None) -> np.ndarray:

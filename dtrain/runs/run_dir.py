@@ -65,11 +65,16 @@ def save_run(spec: RunSpec) -> None:
     with as_config_error(f"run.dir: {spec.dir} cannot be written, choose another one"):
         (spec.dir / "logs").mkdir(parents=True, exist_ok=True)
         for name, content in spec.files().items():
-            text = yaml.safe_dump(content, sort_keys=False).encode()
+            text = file_content(content)
             # Before the file is replaced: a start that is killed between the two must find a run of this user.
             spec.mark_started(name, text)
             with replace_file(spec.dir / name) as file:
                 file.write(text)
+
+
+def file_content(content: dict[str, Any]) -> bytes:
+    """The bytes of ``config.yaml`` or ``overrides.yaml``."""
+    return yaml.safe_dump(content, sort_keys=False).encode()
 
 
 def move_records_aside(run_dir: Path) -> Path:

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from dtrain.config.schema import Config
 from dtrain.distributed.torchrun import launched_rank
 from dtrain.errors import HIDDEN, SECRET_KEY, ConfigError, as_config_error, without_secrets_in
 from dtrain.files import cache_dir, parse_yaml, read_bounded
+from dtrain.runs.run_dir import file_content
 from dtrain.runs.trust import AS_TYPED, TRUST, content_with_folders, is_own, mark_as_own
 
 #: Sections and keys that do not change the result of a run. They are not part of its default name, and a resumed run does not
@@ -178,6 +179,11 @@ class RunSpec:
             mark_as_own(_composed_content(self.dir, content, self.config_dirs), _MARKS)
 
 
+def changed_keys(before: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """What differs between two configs of ``RunSpec.with_effect``, such as ``train.max_steps: 50 -> 100``."""
+    return list(_differences(before, config, _defaults()))
+
+
 def take(arguments: Sequence[str], **defaults: str) -> tuple[dict[str, str], list[str]]:
     """Separates an entry point's own ``key=value`` options from the other arguments.
 
@@ -229,8 +235,36 @@ def recompose(arguments: Sequence[str]) -> list[str]:
     content, overrides, config_dirs = _saved_command(path.parent)
     if not trusted:
         _require_own(path.parent, content, overrides, config_dirs)
+    return _with_saved(overrides, config_dirs, arguments, {*new, "run.resume"})
+
+
+def recompose_start(
+    directory: Path, saved: Mapping[str, Sequence[str]], arguments: Sequence[str], *, left_out: Collection[str] = ()
+) -> list[str]:
+    """The command line of one start of a run, with ``arguments`` applied on top, as ``recompose``.
+
+    Args:
+        directory: The run's directory.
+        saved: ``overrides`` and ``config_dirs`` of the start; they are trusted as ``overrides.yaml`` was when it had them.
+        arguments: What was typed now.
+        left_out: Further keys of the start that are not used.
+
+    Raises:
+        ConfigError: If the run is not trusted.
+    """
+    overrides, config_dirs = list(saved["overrides"]), list(saved["config_dirs"])
+    if TRUST not in arguments:
+        content = file_content({"overrides": overrides, "config_dirs": config_dirs})
+        _require_own(directory, content, overrides, config_dirs)
+    typed = [argument for argument in arguments if argument != TRUST]
+    keys = {argument.partition("=")[0] for argument in typed}
+    return _with_saved(overrides, config_dirs, typed, {*keys, "run.resume", *left_out})
+
+
+def _with_saved(
+    overrides: Sequence[str], config_dirs: Sequence[str], arguments: Sequence[str], left_out: Collection[str]
+) -> list[str]:
     # How a start resumes is not part of the run.
-    left_out = {*new, "run.resume"}
     old = [it for it in overrides if it.partition("=")[0] not in left_out]
     folders = [part for folder in config_dirs for part in ("--config-dir", str(folder))]
     return [*folders, *old, *arguments]

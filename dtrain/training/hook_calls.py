@@ -58,6 +58,11 @@ class Hooks:
         self.banner_rows = {"hooks": ", ".join(type(hook).__name__ for hook in hooks.values())} if hooks else {}
         self.metrics = [(name, metric) for name, hook in hooks.items() for metric in getattr(hook, "reads_metrics", ())]
 
+    @property
+    def read_evaluations(self) -> bool:
+        """Whether a hook has ``on_evaluation``."""
+        return bool(self._methods["on_evaluation"])
+
     def call(self, method: str, run: TrainState, *result: Any) -> None:
         """Calls ``method`` of every hook that has it; see the module's docstring for the arguments.
 

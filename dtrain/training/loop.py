@@ -81,24 +81,30 @@ class Loop:
         run_logger: Writes records, status and notes.
         stop: Stop requests of this rank.
         hooks: User code to call; its ``on_start`` has been called.
+        checkpoints: Saves the run; None: as the config says.
 
     Raises:
         ConfigError: If ``train.log_every``, ``train.eval_every`` or a limit of bad samples is impossible.
     """
 
     def __init__(
-        self, run: TrainState, last_step: int, run_logger: RunLogger, stop: StopRequests, hooks: Hooks | None = None
+        self,
+        run: TrainState,
+        last_step: int,
+        run_logger: RunLogger,
+        stop: StopRequests,
+        hooks: Hooks | None = None,
+        checkpoints: CheckpointManager | None = None,
     ) -> None:
         self._log_every = run.cfg.train.log_every
         self._eval_every = run.cfg.train.eval_every
-        self._save_every = run.cfg.checkpoint.every_steps
         self._record_keys = run.cfg.data.record_keys
         check_intervals(run.cfg.train)
         self._run = run
         self._last_step = last_step
         self._run_logger = run_logger
         self._hooks = hooks or Hooks()
-        self._checkpoints = CheckpointManager(run, run_logger)
+        self._checkpoints = checkpoints or CheckpointManager(run, run_logger)
         self._stop = stop
         # A time limit must leave room for the final checkpoint, whose duration is known from the earlier ones.
         stop.save_takes(lambda: self._checkpoints.seconds)
@@ -349,7 +355,7 @@ class Loop:
             metrics = evaluation.record() if evaluation is not None else {}
             improved = self._checkpoints.is_best(metrics)
             last = self._is_last()  # a hook may have ended the run in the evaluation
-        if due or last or improved or self._save_requested or (self._save_every and step % self._save_every == 0):
+        if due or last or improved or self._save_requested or self._checkpoints.is_due_after(step):
             self._save(metrics, final=last)
         if evaluation is not None:
             with self._clock_stopped():
@@ -359,9 +365,9 @@ class Loop:
         """The result; None without evaluation data, or if a stop request interrupted it, which makes it due."""
         run, totals = self._run, self._run.totals
         totals.evaluation_due = False
+        self._settle()  # without evaluation data too, so that hooks are called at the same point of a step
         if run.eval_loader is None:
             return None
-        self._settle()
         totals.evaluation_due = True  # until it has ended
         with self._clock_stopped():
             result = evaluate_run(run, lambda: self._stop.reason is not None, stopping=self._stopping)

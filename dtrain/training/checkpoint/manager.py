@@ -78,6 +78,11 @@ class CheckpointManager:
         """Whether ``checkpoint.every_minutes`` have passed on rank 0; the other ranks learn it from the vote."""
         return self._every_minutes is not None and time.monotonic() - self._saved_at > 60 * self._every_minutes
 
+    def is_due_after(self, step: int) -> bool:
+        """Whether ``checkpoint.every_steps`` demands a checkpoint after this step."""
+        every = self._run.cfg.checkpoint.every_steps
+        return bool(every and step % every == 0)
+
     def is_best(self, metrics: dict[str, float]) -> bool:
         """Collective. Whether ``checkpoint.best`` is set and this evaluation is better than every checkpoint's.
 

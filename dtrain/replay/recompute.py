@@ -1,0 +1,279 @@
+"""Recomputes a part of a run in memory: dtrain's own build, restore and loop, with an end and without a place to write to.
+
+* The ``run.dir`` of the recomputed run is a temporary folder, so that hooks and logs write there, and trackers are off.
+* Where the loop saves, ``ComparedCheckpoints`` compares the state with the recorded checkpoint of that step, and ends the run
+  after the last step of the part.
+* Samples that could not be read in the run are masked again. One that cannot be read now, but could then, is an error.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor
+
+from dtrain.config.schema import Config
+from dtrain.data.loading.as_recorded import mask_as_recorded
+from dtrain.distributed.collectives import broadcast_buffers, from_rank0, on_all_ranks
+from dtrain.distributed.hang import HangWatch
+from dtrain.distributed.stop import StopRequests
+from dtrain.distributed.world import World
+from dtrain.errors import ConfigError, Explained
+from dtrain.replay.plan import Part
+from dtrain.replay.recorded import RecordedRun
+from dtrain.runs.starts import VOTE
+from dtrain.tracking.sinks import NullSinks
+from dtrain.training.build import build_run
+from dtrain.training.checkpoint.checkpoints import BadCheckpoint, Checkpoint, Checkpoints
+from dtrain.training.checkpoint.manager import CheckpointManager
+from dtrain.training.checkpoint.resume import EarlierStarts, restore
+from dtrain.training.checkpoint.state import TrainState
+from dtrain.training.checkpoint.tensors import Part as TensorPart
+from dtrain.training.checkpoint.tensors import StoredTensor
+from dtrain.training.hook_calls import build_hooks
+from dtrain.training.loop import Loop
+from dtrain.training.monitor.run_logger import RunLogger
+from dtrain.training.step import StepOutcome
+
+_END = "the last step to recompute"
+# Parts of the state that are compared; the others are times, versions and the results of evaluations.
+_COMPARED = ("counters", "optimizer", "loss_scale", "loader")
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """The result of a part, equal on all ranks.
+
+    Attributes:
+        votes: ``VOTE``, of the steps of the part.
+        checkpoints: Step of a recorded checkpoint to the names of its tensors and states that differ.
+        ended: Why it ended before the last step of the part; "" if it did not.
+    """
+
+    votes: np.ndarray
+    checkpoints: Mapping[int, list[str]] = field(default_factory=dict)
+    ended: str = ""
+
+
+class CheckpointGone(Exception):
+    """A checkpoint was deleted, or is broken.
+
+    Args:
+        step: Its step.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"the checkpoint of step {step} cannot be read")
+        self.step = step
+
+
+def recompute(
+    cfg: Config,
+    part: Part,
+    run: RecordedRun,
+    world: World,
+    watch: HangWatch,
+    folder: Path,
+    *,
+    keep: bool,
+    on_step: Callable[[int], None] = lambda steps: None,
+) -> Recomputed:
+    """Collective. Recomputes the steps of a part.
+
+    Args:
+        cfg: The config of the part's start, with the changes of the command line.
+        part: The part.
+        run: The records.
+        world: The ranks.
+        watch: Detects hangs.
+        folder: A temporary folder, which all ranks see.
+        keep: Whether to save the state after the last step in it, for the next part.
+        on_step: Called with 1 after every step.
+
+    Raises:
+        CheckpointGone: On every rank, if the checkpoint that the part begins from cannot be read.
+        ConfigError: On every rank, if a config or the data do not fit the records.
+    """
+    cfg = _without_effects(cfg)
+    hooks = on_all_ranks(lambda: build_hooks(cfg))
+    state, _ = build_run(cfg, folder / "run", world, with_eval_data=hooks.read_evaluations)
+    if not state.train_loader.segment():
+        raise ConfigError(
+            "data.train is a stream, which can only be read from its beginning: its steps cannot be recomputed. Write it to "
+            "shards (dtrain.pack) to be able to replay a run."
+        )
+    if part.from_before:
+        begin = Checkpoints(folder / "state")
+        on_all_ranks(lambda: state.restore(begin.load(part.after)))
+    elif part.after:
+        _restore(state, run, part.after)
+    else:
+        restore(state, EarlierStarts())
+    mask_as_recorded(state.train_loader, run.masked())
+
+    from_rank0(lambda: (folder / "run" / "logs").mkdir(parents=True, exist_ok=True))
+    logger = _VoteLog(state, part, {step: len(keys) for step, keys in run.bad_samples().items()}, on_step)
+    manager = ComparedCheckpoints(state, logger, part.last, run, folder / "state" if keep else None)
+    try:
+        with StopRequests(None, stuck=watch.declare) as stop:
+            hooks.call("on_start", state)
+            loop = Loop(state, max(state.last_step, part.last), logger, stop, hooks, manager)
+            with watch.following(loop.place, folder / "run" / "logs"):
+                _, reason = loop.run()
+    finally:
+        state.train_loader.close()
+        if state.eval_loader is not None:
+            state.eval_loader.close()
+    ended = "" if reason == _END or state.step.step >= part.last else reason or "the run ended"
+    return Recomputed(logger.votes(), manager.different, ended)
+
+
+def _without_effects(cfg: Config) -> Config:
+    """The config without what a replay must not do; none of it changes the result."""
+    cfg = copy.deepcopy(cfg)
+    cfg.tracker.name, cfg.tracker.media, cfg.profile.steps, cfg.data.record_keys = "none", False, None, False
+    cfg.checkpoint.every_minutes = cfg.run.max_hours = None
+    return cfg
+
+
+def _restore(state: TrainState, run: RecordedRun, step: int) -> None:
+    def load() -> str:
+        try:
+            state.restore(run.checkpoints.load(step))
+        except (BadCheckpoint, OSError, SafetensorError) as error:
+            return str(error)
+        return ""
+
+    def verified() -> bool:
+        with suppress(BadCheckpoint, OSError):
+            run.checkpoints.verify(step)
+            return True
+        return False
+
+    failed = [""] * state.world.size
+    if from_rank0(verified):
+        dist.all_gather_object(failed, on_all_ranks(load))
+    if any(failed) or state.step.step != step:
+        raise CheckpointGone(step)
+
+
+class _VoteLog(RunLogger):
+    """Keeps the votes of the steps, on every rank; writes nothing."""
+
+    def __init__(self, run: TrainState, part: Part, bad: Mapping[int, int], on_step: Callable[[int], None]) -> None:
+        super().__init__(run, part.last, NullSinks())
+        self._bad, self._on_step = bad, on_step
+        self._votes: list[tuple[float, ...]] = []
+
+    def votes(self) -> np.ndarray:
+        """``VOTE``, shape ``[steps]``."""
+        return np.array(self._votes, VOTE)
+
+    def step(self, outcome: StepOutcome) -> None:
+        it = outcome.stats
+        self._votes.append(
+            (outcome.step, it.applied, it.loss_sum, it.count, outcome.grad_norm, outcome.lr, it.loss_scale)
+        )
+        self._on_step(1)
+        if it.bad != (then := self._bad.get(outcome.step, 0)):
+            raise Explained(
+                f"step {outcome.step}: {it.bad} samples cannot be read, in the run it was {then}. They are named above, or in "
+                "logs/bad-rank-*.jsonl of the run. Make the data readable as they were."
+            )
+
+    def status(self, *, at_most_every: float = 0.0) -> None:
+        pass
+
+
+class ComparedCheckpoints(CheckpointManager):
+    """Compares the state with recorded checkpoints where a run would save.
+
+    Args:
+        run: The recomputed run.
+        listener: As for ``CheckpointManager``.
+        last: Step after which the run ends.
+        recorded: The records.
+        folder: Where the state after the last step is saved; None: nowhere.
+
+    Attributes:
+        different: Step of a compared checkpoint to the names of tensors and states that differ, on any rank.
+    """
+
+    def __init__(
+        self, run: TrainState, listener: RunLogger, last: int, recorded: RecordedRun, folder: Path | None
+    ) -> None:
+        super().__init__(run, listener)
+        self._last, self._recorded, self._keeps = last, recorded, folder is not None
+        if folder is not None:
+            run.checkpoints = Checkpoints(folder)
+        steps = from_rank0(recorded.checkpoints.steps)
+        self._recorded_steps = {step for step in steps if step > run.step.step}
+        self.different: dict[int, list[str]] = {}
+
+    def is_due_after(self, step: int) -> bool:
+        return step == self._last or step in self._recorded_steps or super().is_due_after(step)
+
+    def is_best(self, metrics: dict[str, float]) -> bool:
+        return False
+
+    def save(self, metrics: dict[str, float], *, final: bool) -> None:
+        step = self._run.step.step
+        broadcast_buffers(self._run.model)  # as a save does
+        if step in self._recorded_steps:
+            names: list[str] | None = []
+            if self._run.is_sharded or self._run.world.rank == 0:
+                names = _different(self._run.checkpoint({}), self._recorded, step)
+            all_names: list[list[str] | None] = [None] * self._run.world.size
+            dist.all_gather_object(all_names, names)
+            if None not in all_names:
+                self.different[step] = sorted({name for each in all_names for name in each or ()})
+        if step >= self._last:
+            if self._keeps:
+                super().save(metrics, final=True)
+            self._run.end_early(_END)
+        self._saved_step = step
+
+    def save_before_failing(self, metrics: dict[str, float]) -> None:
+        pass
+
+
+def _different(own: Checkpoint, run: RecordedRun, step: int) -> list[str] | None:
+    """Names of what differs on this rank; None if the recorded checkpoint cannot be read any more."""
+    try:
+        recorded = run.checkpoints.load(step)
+        saved = json.loads(json.dumps({key: own.state[key] for key in _COMPARED}))
+        names = [key for key in _COMPARED if saved[key] != recorded.state.get(key)]
+        for group, tensors in own.tensors.items():
+            stored = recorded.tensors.get(group, {})
+            names += [f"{group}.{name}" for name, tensor in tensors.items() if not _is_equal(tensor, stored.get(name))]
+    except (BadCheckpoint, OSError, SafetensorError):
+        return None
+    return names
+
+
+def _is_equal(own: Tensor | TensorPart | StoredTensor, recorded: Any) -> bool:
+    """Whether all bits of a tensor, or of a rank's part of it, are those of the recorded one."""
+    if not isinstance(recorded, StoredTensor):
+        return False
+    if isinstance(own, TensorPart):
+        box = tuple(slice(first, first + n) for first, n in zip(own.offset, own.values.shape, strict=True))
+        return own.shape == tuple(recorded.shape) and _bits(own.values, recorded[box])
+    assert isinstance(own, Tensor)
+    return own.shape == recorded.shape and _bits(own, recorded[...])
+
+
+def _bits(one: Tensor, other: Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    raw = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    return torch.equal(*raw)
