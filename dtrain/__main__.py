@@ -1,8 +1,8 @@
 """``dtrain COMMAND ...``: the entry points as one console command; also ``python -m dtrain``.
 
 * ``dtrain X ...`` does what ``python -m dtrain.X ...`` does, in this process and with the same exit code.
-* ``dtrain train``, ``evaluate``, ``doctor`` and ``replay`` also start torchrun, on this machine, if there are to be several processes:
-  ``--nproc N``, by default one process for each GPU, or one on a CPU.
+* ``dtrain train``, ``evaluate`` and ``doctor`` also start torchrun, on this machine, if there are to be several processes:
+  ``--nproc N``, by default one process for each GPU, or one on a CPU. ``dtrain replay`` starts as many as the run had.
 * ``dtrain --help`` and ``--version`` import neither torch nor Hydra.
 """
 

@@ -278,6 +278,11 @@ def parse_yaml(content: bytes) -> Any:
     return document
 
 
+def yaml_bytes(content: dict[str, Any]) -> bytes:
+    """Plain data as YAML, in the order of their keys."""
+    return yaml.safe_dump(content, sort_keys=False).encode()
+
+
 def read_json(path: Path) -> Any:
     """The plain data of a JSON file of at most 64 MiB.
 

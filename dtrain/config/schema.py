@@ -47,6 +47,10 @@ class RunConfig:
     resume: str = "auto"
     weights_from: str | None = None  # initial weights of a new run: a path as in warm_start; all names must match
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    # DIR@STEP: begin with the state of a different run after a step, 0 for its initial state. Without an experiment the command
+    # line of DIR is used, except for its name, directory and launcher
+    fork: str | None = None
+    fork_data: str = "keep"  # keep: continue in the same data | restart: from epoch 0, also of different data
 
 
 @dataclass

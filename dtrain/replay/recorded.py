@@ -82,7 +82,8 @@ class RecordedRun:
 
     def segments(self) -> list[dict[str, Any]]:
         """The segments of the run, oldest first; [] for a run of an earlier version."""
-        return segments_of(self.starts, self.saved.get("segments", []))
+        saved = [] if self.starts[0].fork.get("data") == "restart" else self.saved.get("segments", [])
+        return segments_of(self.starts, saved)
 
     def bad_samples(self) -> dict[int, set[str]]:
         """Step to the keys of the samples that could not be read in it, on any rank."""

@@ -25,10 +25,8 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import yaml
-
 from dtrain.errors import PeerFailed, as_config_error, in_brief, printable, without_secrets_in
-from dtrain.files import open_regular, open_to_append, replace_file, try_lock
+from dtrain.files import open_regular, open_to_append, replace_file, try_lock, yaml_bytes
 
 if TYPE_CHECKING:  # it imports Hydra, which the report does not need
     from dtrain.runs.run_spec import RunSpec
@@ -65,16 +63,11 @@ def save_run(spec: RunSpec) -> None:
     with as_config_error(f"run.dir: {spec.dir} cannot be written, choose another one"):
         (spec.dir / "logs").mkdir(parents=True, exist_ok=True)
         for name, content in spec.files().items():
-            text = file_content(content)
+            text = yaml_bytes(content)
             # Before the file is replaced: a start that is killed between the two must find a run of this user.
             spec.mark_started(name, text)
             with replace_file(spec.dir / name) as file:
                 file.write(text)
-
-
-def file_content(content: dict[str, Any]) -> bytes:
-    """The bytes of ``config.yaml`` or ``overrides.yaml``."""
-    return yaml.safe_dump(content, sort_keys=False).encode()
 
 
 def move_records_aside(run_dir: Path) -> Path:

@@ -29,8 +29,7 @@ from dtrain.config.compose import Composed, portable
 from dtrain.config.schema import Config
 from dtrain.distributed.torchrun import launched_rank
 from dtrain.errors import HIDDEN, SECRET_KEY, ConfigError, as_config_error, without_secrets_in
-from dtrain.files import cache_dir, parse_yaml, read_bounded
-from dtrain.runs.run_dir import file_content
+from dtrain.files import cache_dir, parse_yaml, read_bounded, yaml_bytes
 from dtrain.runs.trust import AS_TYPED, TRUST, content_with_folders, is_own, mark_as_own
 
 #: Sections and keys that do not change the result of a run. They are not part of its default name, and a resumed run does not
@@ -254,7 +253,7 @@ def recompose_start(
     """
     overrides, config_dirs = list(saved["overrides"]), list(saved["config_dirs"])
     if TRUST not in arguments:
-        content = file_content({"overrides": overrides, "config_dirs": config_dirs})
+        content = yaml_bytes({"overrides": overrides, "config_dirs": config_dirs})
         _require_own(directory, content, overrides, config_dirs)
     typed = [argument for argument in arguments if argument != TRUST]
     keys = {argument.partition("=")[0] for argument in typed}
@@ -285,9 +284,36 @@ def recompose_if_run(arguments: list[str]) -> list[str]:
         ConfigError: If ``run.dir`` is the only argument and has no run, or as ``recompose``.
     """
     typed = [argument for argument in arguments if argument != TRUST]
+    if (fork := _fork_without_choice(typed)) is not None:
+        return _recompose_fork(fork, arguments)
     if AS_TYPED in typed or _uses_saved_command(typed) or (len(typed) == 1 and run_dir_of(typed) is not None):
         return recompose(arguments)
     return typed
+
+
+def _fork_without_choice(typed: Sequence[str]) -> Path | None:
+    """The directory that ``run.fork`` names, if its command line is the base of a new run."""
+    forks = [argument.partition("=")[2] for argument in typed if argument.startswith("run.fork=")]
+    if not forks or AS_TYPED in typed or chooses_what_to_train(typed) or _uses_saved_command(typed):
+        return None
+    return _as_typed(forks[-1].strip("'\"").rpartition("@")[0])
+
+
+def _recompose_fork(directory: Path, arguments: Sequence[str]) -> list[str]:
+    """The command line of a fork: that of a run without its name, directory and launcher, and what was typed."""
+    if not has_command_line(str(directory)):
+        raise ConfigError(
+            f"run.fork: {directory} is not a run directory (it has no {_OVERRIDES}). Give DIR@STEP, such as runs/digits@200."
+        )
+    _, overrides, config_dirs = _saved_command(directory)
+    left_out = [key for key in (it.partition("=")[0] for it in overrides) if _is_of_one_run(key.lstrip("+~"))]
+    return recompose_start(
+        directory, {"overrides": overrides, "config_dirs": config_dirs}, arguments, left_out=left_out
+    )
+
+
+def _is_of_one_run(key: str) -> bool:
+    return key in ("run.name", "run.dir", "run.fork", "run.fork_data", "run.max_hours") or key.split(".")[0] == "launch"
 
 
 def chooses_what_to_train(arguments: Sequence[str]) -> bool:

@@ -15,7 +15,7 @@ import json
 import os
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,11 @@ def record_start(run_dir: Path, start: Start) -> None:
     Raises:
         OSError: On a write failure; the file is unchanged.
     """
-    kept = [each for each in read_starts(run_dir) if each.step < start.step]
+    starts = read_starts(run_dir)
+    kept = [each for each in starts if each.step < start.step]
+    # A fork that was resumed at its first step is still one.
+    fork = next((each.fork for each in starts if each.step == start.step and each.fork), start.fork)
+    start = replace(start, fork=start.fork or fork)
     with replace_file(run_dir / STARTS) as file:
         for each in (*kept, start):
             file.write(json.dumps(asdict(each), default=str).encode() + b"\n")

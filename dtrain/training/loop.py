@@ -148,6 +148,8 @@ class Loop:
         epoch_ended = True  # no iterator is open
         try:
             with self._out_of_memory_explained(), unused_parameters_explained(step.model):
+                if self._run.forked:
+                    self._save({}, final=True)  # resuming the fork needs nothing of the other run
                 if self._run.totals.evaluation_due:
                     self._evaluate_and_save(epoch_ended)
                     # The save has set the time-out of later steps, and the first step of this start is still to come.

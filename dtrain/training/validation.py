@@ -47,6 +47,7 @@ from dtrain.training.build import (
     takes_corpus,
 )
 from dtrain.training.checkpoint.checkpoints import Checkpoints
+from dtrain.training.checkpoint.fork import Fork
 from dtrain.training.loop import check_intervals
 from dtrain.training.monitor.profiler import StepProfiler
 from dtrain.training.schedule import Lengths, check_length
@@ -134,6 +135,7 @@ def _check_run(cfg: Config, found: _Problems) -> Precision:
         precision = make_precision(cfg.precision)
     with found.under("run.resume"):
         Checkpoints.check_resume(cfg.run.resume)
+        Fork.parse(cfg.run)
     with found.under("run.max_hours"):
         TimeLimit.from_config(cfg.run.max_hours, rank=1)  # ranks other than 0 do not look at the clock
     with found.under("train.max_steps"):

@@ -35,6 +35,7 @@ from dtrain.runs.records import read_records
 from dtrain.runs.run_dir import move_records_aside, status_or_none
 from dtrain.runs.run_spec import RunSpec
 from dtrain.training.checkpoint.checkpoints import Checkpoints, read_folder, verify_folder
+from dtrain.training.checkpoint.fork import fork_of
 from dtrain.training.checkpoint.state import TrainState, copy_into, weight_problems
 from dtrain.training.checkpoint.tensors import StoredTensor, read_whole
 from dtrain.training.schedule import step_limits
@@ -147,6 +148,10 @@ class EarlierStarts:
         end = min(limits.values())
         keys = [key for key, limit in limits.items() if limit == end]
         reached = " and ".join(f"{key}={getattr(train, key.removeprefix('train.'))}" for key in keys)
+        if run.forked and end <= step:
+            raise ConfigError(
+                f"{reached}: the fork begins after step {step}, so nothing is left to train. Increase {' and '.join(keys)}."
+            )
         if end < step:
             raise ConfigError(
                 f"{reached}: the run in {run.run_dir} has done {step} steps already, and this would end it after {end}. "
@@ -167,8 +172,9 @@ def restore(run: TrainState, earlier: EarlierStarts) -> str:
     """Collective. Restores the run from the first of these that exists; returns a description for the banner.
 
     1. Its own newest good checkpoint.
-    2. Weights of another run (``run.weights_from``, ``run.warm_start``).
-    3. Nothing: the model keeps its initialisation.
+    2. The checkpoint of a different run (``run.fork``).
+    3. Weights of a different run (``run.weights_from``, ``run.warm_start``).
+    4. Nothing: the model keeps its initialisation.
 
     Raises:
         ConfigError: On every rank, if the checkpoint or the weights do not fit the model.
@@ -177,6 +183,8 @@ def restore(run: TrainState, earlier: EarlierStarts) -> str:
         step = earlier.checkpoint
         on_all_ranks(lambda: run.restore(run.checkpoints.load(step)))
         return f"after step {run.step.step}, from {run.checkpoints.path(step)}"
+    if (fork := fork_of(run.cfg.run, run.cfg.optimizer)) is not None:
+        return fork.restore(run)
     if (weights := starting_weights(run.cfg.run, run.model)) is None:
         return "new"
     on_all_ranks(lambda: weights.load(run.model))

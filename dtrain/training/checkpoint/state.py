@@ -26,7 +26,7 @@ from dtrain.config.schema import Config
 from dtrain.data import ShardLoader
 from dtrain.distributed.sharding import is_dtensor, is_sharded, local_part, own_range, reshard
 from dtrain.distributed.world import World
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, as_config_error
 from dtrain.precision import Precision
 from dtrain.precision.modules import dtype_name
 from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints
@@ -61,6 +61,7 @@ class TrainState:
         segments: The segments of all steps, oldest first; see ``dtrain.runs.starts``.
         class_names: The name of each label, if the data have a ``classes.json``.
         code: Git checkouts and their commits, for the checkpoints of rank 0.
+        forked: Where this start has branched off, see ``Fork``; {} if it has not.
         ended_early: The reason given to ``end_early``; None without.
     """
 
@@ -74,6 +75,7 @@ class TrainState:
     segments: list[dict[str, Any]] = field(default_factory=list)
     class_names: list[str] | None = None
     code: dict[str, str] = field(default_factory=dict)
+    forked: dict[str, Any] = field(default_factory=dict)
     ended_early: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -178,18 +180,21 @@ class TrainState:
             "code": self.code,
         }
 
-    def restore(self, checkpoint: Checkpoint) -> None:
+    def restore(self, checkpoint: Checkpoint, *, with_data: bool = True) -> None:
         """Loads a checkpoint; every rank calls it.
+
+        Args:
+            checkpoint: The checkpoint.
+            with_data: Whether the training data continue at its position.
 
         Raises:
             ConfigError: If it is from a different model, optimizer or dataset; names the differences.
         """
         state = checkpoint.state
         # The loader first: it compares the dataset's fingerprint, before any tensor is changed.
-        try:
-            self.train_loader.load_state_dict(state["loader"])
-        except ValueError as error:
-            raise ConfigError(f"data: {error}") from error
+        if with_data:
+            with as_config_error("data"):
+                self.train_loader.load_state_dict(state["loader"])
         load_module(self.model, checkpoint.stored("model"), "the checkpoint")
         tensors = checkpoint.stored("optimizer")
         load_optimizer(self.optimizer, self.model, tensors, state["optimizer"], state["optimizer_groups"])

@@ -266,6 +266,7 @@ def describe_start(run: TrainState, spec: RunSpec, segment: Mapping[str, Any]) -
         versions={"dtrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
         code=run.code,
         segment=segment,
+        fork=run.forked,
     )
 
 
