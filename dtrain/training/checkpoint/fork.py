@@ -55,8 +55,8 @@ class Fork:
         found = re.fullmatch(r"(.+)@(\d+)", run.fork)
         if found is None:
             raise ConfigError(
-                f"run.fork: got {run.fork!r}, want DIR@STEP, such as runs/digits@200: the directory of a run, and the step of a "
-                "checkpoint in it, or 0."
+                f"run.fork: got {run.fork!r}, want DIR@STEP, such as runs/digits@200: the directory of a run, and a step of "
+                "which it has a checkpoint, or 0."
             )
         return cls(str(Path(found[1]).expanduser().absolute()), int(found[2]), run.fork_data)
 
@@ -80,9 +80,14 @@ class Fork:
                 f"run.fork: {directory} was itself forked, from {origin.get('dir')}@{origin.get('step')}, so it has no step 0. "
                 "Name a checkpoint of it, or fork that run."
             )
+        steps = self._checkpoints.steps()
+        if self.step and self.step not in steps:
+            raise ConfigError(
+                f"run.fork: {directory} has no checkpoint of step {self.step}, but of {', '.join(map(str, steps)) or 'none'}. "
+                "Name one of them, or 0 for the initial state."
+            )
         if self.step:
-            with as_config_error("run.fork"):
-                self._checkpoints.choose(str(self.step))
+            self._checkpoints.verify(self.step)
         with as_config_error(f"run.fork: {directory / 'config.yaml'} cannot be read"):
             saved = parse_yaml(read_bounded(directory / "config.yaml"))
         theirs = (saved.get("optimizer") or {}).get("_target_") if isinstance(saved, Mapping) else None
