@@ -113,7 +113,7 @@ def printable(text: str, keep: str = "") -> str:
     """The text with a question mark for each control or invisible character, which could command a terminal.
 
     Args:
-        text: The text, such as a name in a file of somebody else.
+        text: The text, such as a name in a file of another user.
         keep: Characters that stay. Without ``"\\n"`` the result is one line.
     """
     return "".join(character if character.isprintable() or character in keep else "?" for character in text)

@@ -65,7 +65,7 @@ Options
   weights=ema|raw                averaged or raw weights (default: ema if the checkpoint has it)
   precision=NAME[,NAME ...]      one precision or several: precision=fp32,bf16,fp16 (default: that of the run)
   out=DIR2                       folder for the result as JSON and a picture (default: DIR/evaluations)
-  --trust                        use a run that somebody else started: its saved command line can run any code
+  --trust                        use a run that another user started: its saved command line can run any code
   KEY=VALUE                      any key of the config, such as 'data.eval="shards/val-*.tar"'
 """
 
@@ -187,7 +187,7 @@ def recompose_artefact(folder: Path, arguments: Sequence[str], presets: Path) ->
             such as ``jpg;png`` of ``data.fields``.
 
     Raises:
-        ConfigError: If the artefact has no config, or one of somebody else that names other code than dtrain's and torch's.
+        ConfigError: If the artefact has no config, or one of another user that names other code than dtrain's and torch's.
     """
     path = folder / artefact.CONFIG
     typed = {argument.partition("=")[0] for argument in arguments}

@@ -76,7 +76,7 @@ def replace_folder(folder: Path, filled: Path | None = None) -> Iterator[Path]:
 
     Args:
         folder: The destination; its parent folder exists. A symbolic link is replaced, not followed.
-        filled: Use this folder beside it, which exists, instead of an empty one. It is deleted after an error too.
+        filled: Use this folder next to it, which exists, instead of an empty one. It is deleted after an error too.
 
     Yields:
         The staged folder.
@@ -190,7 +190,7 @@ def try_lock(file: IO[Any], *, shared: bool = False, without_locks: bool = True)
 
 
 def cut_lines(path: Path, is_kept: Callable[[bytes], bool]) -> int:
-    """Moves lines of a file to the end of ``cut-NAME`` beside it.
+    """Moves lines of a file to the end of ``cut-NAME`` next to it.
 
     The cut lines are synced before the file is replaced. A kill between the two leaves them in both files.
 

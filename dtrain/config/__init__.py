@@ -8,8 +8,8 @@ In reading order:
 * ``explain``: clear messages for the errors that Hydra raises.
 * ``torchrun_errors``: what torchrun shows when a rank fails; ``torchrun_end``: it ends though it has lost the other machines.
 * ``run``: the run's name, its directory and saved config, which configs may resume it, and its command line.
-* ``trust``: which files this user wrote, and what is used of those that somebody else wrote.
-* ``bounded_files``: YAML and JSON files that somebody else may have written.
+* ``trust``: which files this user wrote, and what is used of those that another user wrote.
+* ``bounded_files``: YAML and JSON files that another user may have written.
 * ``directions``: whether a larger or a smaller value of a metric is better.
 * ``instantiate``: objects from ``_target_`` nodes.
 * ``errors``: errors that are shown without a traceback.

@@ -122,7 +122,7 @@ def portable(node: DictConfig) -> dict[str, Any]:
 
 
 def conf_dir() -> Path:
-    """The folder of the config groups: inside the package when installed from a wheel, beside it in a checkout."""
+    """The folder of the config groups: inside the package when installed from a wheel, next to it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "conf"
     return inside if inside.is_dir() else package.parent / "conf"
@@ -132,7 +132,7 @@ def _register_resolvers(*, as_written: bool = False) -> None:
     """Registers the resolvers of ``conf/``.
 
     ``${dtrain.env:A,B}`` is the first set variable, ``${dtrain.cache:NAME}`` a path in the cache, and ``${dtrain.classes:N}``
-    the number of names in the file classes.json beside ``data.train`` or a source of the mixture, or N without such a file.
+    the number of names in the file classes.json next to ``data.train`` or a source of the mixture, or N without such a file.
     """
     resolvers: dict[str, Callable[..., str]] = {
         "dtrain.env": _first_of_environment,

@@ -51,7 +51,7 @@ def prepare(directory: str | None = None) -> None:
             write_shards(samples, staged, prefix=split, shards=_SHARDS[split])
     if not _is_whole(folder):
         raise FileExistsError(
-            f"{folder} exists with other content than the digits shards. Delete it or choose another folder."
+            f"{folder} exists with other content than the digits shards. Delete it or choose a different folder."
         )
 
 

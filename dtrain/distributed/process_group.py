@@ -159,7 +159,7 @@ def set_timeout(seconds: float) -> None:
 
 
 def keep_group(group: dist.ProcessGroup) -> None:
-    """Keeps a group of several ranks, which somebody else made, until this process has left all groups."""
+    """Keeps a group of several ranks, which another user made, until this process has left all groups."""
     if group.size() > 1 and not any(group is kept for kept in _groups):
         _groups.append(group)
 

@@ -67,7 +67,7 @@ class Job:
         """The job of a composed config.
 
         Raises:
-            ConfigError: If the config has nothing to train or a wrong value, or ``run.dir`` holds another run.
+            ConfigError: If the config has nothing to train or a wrong value, or ``run.dir`` holds a different run.
         """
         require_choice(composed)
         launch = composed.cfg.launch

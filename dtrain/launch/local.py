@@ -320,7 +320,7 @@ class LocalStart:
 
 
 class _Output:
-    """The output of one start: beside the run directory until the run is accepted, then ``logs/output.log`` in it.
+    """The output of one start: next to the run directory until the run is accepted, then ``logs/output.log`` in it.
 
     A refused run must not leave anything in its directory, nor create it. The processes of the start inherit the lock on the
     file, so that the file of a start that has ended can be told from one that is written.

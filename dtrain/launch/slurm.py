@@ -193,7 +193,7 @@ def _record_lost_jobs(run_dirs: Sequence[Path], array: Path | None) -> None:
 
 
 def sweep_dir(jobs: Sequence[Job]) -> Path:
-    """Folder for the script and the output of a job array, beside its runs. The same sweep has the same folder."""
+    """Folder for the script and the output of a job array, next to its runs. The same sweep has the same folder."""
     directories = [str(job.spec.dir) for job in jobs]
     digest = hashlib.sha256("\0".join(directories).encode()).hexdigest()[:8]
     return jobs[0].spec.dir.parent / f"sweep-{digest}"

@@ -202,7 +202,7 @@ def _add_index(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "index",
         help="build the indexes of shards",
-        description="Writes the index of each shard, with the position of every field, beside the shard, or into the cache "
+        description="Writes the index of each shard, with the position of every field, next to the shard, or into the cache "
         "if the folder is read-only. Training builds missing indexes when it starts; existing indexes make it start "
         "faster.",
         epilog="example: python -m dtrain.pack index 'shards/train-{000000..000099}.tar'",

@@ -4,7 +4,7 @@
   named ``prefix``.
 * *Bounds* are the positions where shards begin, int64, shape ``[shards + 1]``: shard ``n`` has the samples ``bounds[n]`` to
   ``bounds[n + 1]``. Sizes are bytes in the tar file, with headers and padding.
-* The *preset* is a Hydra config beside the shards, so that users do not have to type ``data.fields`` on a command line.
+* The *preset* is a Hydra config next to the shards, so that users do not have to type ``data.fields`` on a command line.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def pack_images(options: Namespace, console: Console) -> None:
     resizing = _resizing(options)
     source, destination = options.source, command.destination
     if destination.resolve().is_relative_to(source.resolve()):
-        raise ValueError(f"{destination} is inside {source} and would be read as a class. Choose another DST.")
+        raise ValueError(f"{destination} is inside {source} and would be read as a class. Choose a different DST.")
     with closing(_scan(source, command, options.seed, _stored_classes(destination))) as folder:
         images = {split: f"{len(listing)} ({listing.digest()})" for split, listing in folder.splits.items()}
         plan = command.plan(command="imagefolder", images=images, verify=options.verify)
@@ -263,7 +263,7 @@ def _scan(source: Path, command: PackCommand, seed: int, classes: list[str] | No
             if folder.name not in labels:
                 raise ValueError(
                     f"{folder}: there is no class {folder.name!r} among {', '.join(labels)}, which were packed into the same "
-                    "DST before. Rename the folder, or choose another DST."
+                    "DST before. Rename the folder, or choose a different DST."
                 )
             _list_class(result, split, folder, labels[folder.name], on_bad_file, shares, seed)
     empty = [split for split, listing in result.splits.items() if not len(listing)]
@@ -288,7 +288,7 @@ def _split_folders(source: Path, on_bad_file: OnBadFile) -> dict[str, Path]:
         )
     for path in _visible(source):
         if not path.is_dir():
-            on_bad_file(path, "is beside the folders of the splits")
+            on_bad_file(path, "is next to the folders of the splits")
     return {name: source / name for name in SPLITS if source / name in splits}
 
 
@@ -306,7 +306,7 @@ def _class_folders(root: Path, on_bad_file: OnBadFile) -> list[Path]:
         if path.is_dir():
             folders.append(path)
         else:
-            on_bad_file(path, "is beside the folders of the classes")
+            on_bad_file(path, "is next to the folders of the classes")
     if not folders:
         raise ValueError(f"{root} has no folder. Expected one folder of images for each class.")
     return folders
@@ -435,5 +435,5 @@ def _stored_classes(destination: Path) -> list[str] | None:
         return None
     classes = json.loads(path.read_text("utf-8"))
     if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
-        raise ValueError(f"{path} is not a list of class names. Delete it, or choose another DST.")
+        raise ValueError(f"{path} is not a list of class names. Delete it, or choose a different DST.")
     return classes

@@ -148,7 +148,7 @@ class StagedDataset:
         return paths
 
     def publish(self, extra_files: Mapping[str, bytes]) -> None:
-        """Moves the shards to the destination and writes further files beside them.
+        """Moves the shards to the destination and writes further files next to them.
 
         Args:
             extra_files: File name to content.
@@ -272,7 +272,7 @@ def _digest(plan: Mapping[str, Any]) -> str:
 
 
 def is_published(destination: Path, file: str) -> bool:
-    """Whether a command has finished that writes this file beside its shards."""
+    """Whether a command has finished that writes this file next to its shards."""
     return (destination / file).exists() and not (destination / _FOLDER / _PUBLISHING).exists()
 
 

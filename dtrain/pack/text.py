@@ -185,7 +185,9 @@ def _check(options: Namespace, command: PackCommand, patterns: Mapping[str, obje
         raise ValueError(f"--length {options.length}: want at least 1 token.")
     for source in options.sources:
         if os.path.isdir(source) and options.destination.resolve().is_relative_to(Path(source).resolve()):
-            raise ValueError(f"{options.destination} is inside {source} and would be read as text. Choose another DST.")
+            raise ValueError(
+                f"{options.destination} is inside {source} and would be read as text. Choose a different DST."
+            )
     check_shares(command.prefix, command.shares)
     for name in patterns:
         if name in (command.prefix, *command.shares):
@@ -241,13 +243,13 @@ def _stored_description(destination: Path, facts: Mapping[str, Any]) -> dict[str
         return {}
     stored = json.loads(path.read_text("utf-8"))
     if not isinstance(stored, dict) or not isinstance(stored.get("splits"), dict):
-        raise ValueError(f"{path} does not describe a dataset of tokens. Choose another DST.")
+        raise ValueError(f"{path} does not describe a dataset of tokens. Choose a different DST.")
     other = [
         f"{name} {stored.get(name)!r}, not {value!r}" for name, value in facts.items() if stored.get(name) != value
     ]
     if other:
         raise ValueError(
-            f"{path} describes another dataset: {', '.join(other)}. Choose another DST, or the same options; --tokenizer "
+            f"{path} describes a different dataset: {', '.join(other)}. Choose a different DST, or the same options; --tokenizer "
             f"vocabulary:{destination} is the tokenizer of these shards."
         )
     return stored

@@ -4,7 +4,7 @@
 * A *column* is one metric over the records that have it, as arrays.
 * A *gap* is a sentence about a missing or damaged file, instead of an error.
 
-A run directory may belong to somebody else. Only regular files of a plausible size are read, YAML is limited to what dtrain
+A run directory may belong to another user. Only regular files of a plausible size are read, YAML is limited to what dtrain
 writes, and no content can raise an error. Nothing here is used to resume a run.
 """
 

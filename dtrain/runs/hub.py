@@ -214,7 +214,7 @@ def _explained(error: Exception, files: tuple[str, ...]) -> str:
     if status == 403:
         return f": this token does not have the permission (HTTP 403). {LOGIN} with one that has it."
     if status == 412:
-        return " has a new commit of somebody else since this export began (HTTP 412). Look at it, and start again."
+        return " has a new commit of another user since this export began (HTTP 412). Look at it, and start again."
     if status is not None:
         return f": the hub refuses (HTTP {status}): {_reason(cause)}."
     if isinstance(error, ValueError):

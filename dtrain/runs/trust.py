@@ -1,4 +1,4 @@
-"""Which files this user's dtrain wrote, and what is used of those that somebody else wrote.
+"""Which files this user's dtrain wrote, and what is used of those that another user wrote.
 
 A saved command line can name any function by ``_target_``, and an interpolation can read the environment. So nothing of a
 run directory is composed unless this user wrote it, or typed ``--trust``.
@@ -78,7 +78,7 @@ def content_with_folders(content: bytes, folders: Sequence[Path]) -> bytes:
 
 
 def require_harmless(node: Any, place: Path, key: str) -> None:
-    """Refuses a config of somebody else that could run other code than that of torch and dtrain, or read the environment.
+    """Refuses a config of another user that could run other code than that of torch and dtrain, or read the environment.
 
     Args:
         node: Plain data.

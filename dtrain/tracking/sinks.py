@@ -396,7 +396,7 @@ def write_media(folder: Path, step: int, name: str, content: bytes | str) -> Pat
             "dtrain.training.task.png converts an array."
         )
     if isinstance(content, bytes) and not content.startswith(_PNG):
-        raise ValueError(f"media {name!r}: got bytes that begin with {content[:8]!r}, want those of a PNG file.")
+        raise ValueError(f"media {name!r}: got bytes that begin with {content[:8]!r}, want a PNG file.")
     suffix, data = ("txt", content.encode()) if isinstance(content, str) else ("png", content)
     path = folder / name / f"step-{step:09d}.{suffix}"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -412,7 +412,7 @@ def media_files(folder: Path) -> list[MediaFile]:
 
 
 def cut_media_after(folder: Path, step: int) -> None:
-    """Moves media of later steps, which a resumed run is about to repeat, to ``cut-media/`` beside ``folder``."""
+    """Moves media of later steps, which a resumed run is about to repeat, to ``cut-media/`` next to ``folder``."""
     for at, name, path in media_files(folder):
         if at > step:
             cut = folder.with_name(f"cut-{folder.name}") / name

@@ -143,7 +143,7 @@ def test_names_with_the_same_key_get_unique_keys(tmp_path):
 BAD = {
     "cat/notes.txt": (b"text", "its name is not that of an image"),
     "cat/Makefile": (b"all:", "its name is not that of an image"),
-    "stray.png": (b"", "is beside the folders of the classes"),
+    "stray.png": (b"", "is next to the folders of the classes"),
     "dog/broken.png": (b"no image", "not a readable image"),
     "dog/empty.jpg": (b"", "not a readable image"),
 }
@@ -189,7 +189,7 @@ def test_labels_agree_between_splits_packed_by_several_commands(source, tmp_path
     assert pack(tmp_path / "more", tmp_path / "dst", "--prefix", "test") == 1
     error = capsys.readouterr().err
     assert "no class 'fox' among cat, dog, eel" in error
-    assert "choose another DST" in error
+    assert "choose a different DST" in error
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_labels_agree_between_splits_packed_by_several_commands(source, tmp_path
             ["SRC/none", "DST"],
             ("SRC/none", "is not a folder", "one folder of images for each class"),
         ),
-        (lambda source: None, ["SRC/cat", "DST"], ("SRC/cat/", "beside the folders of the classes", "--bad skip")),
+        (lambda source: None, ["SRC/cat", "DST"], ("SRC/cat/", "next to the folders of the classes", "--bad skip")),
         (lambda source: (source / "empty").mkdir(), ["SRC/empty", "DST"], ("SRC/empty", "Expected one folder")),
         (lambda source: (source / "a" / "b").mkdir(parents=True), ["SRC/a", "DST"], ("'train'", "Add images")),
         (lambda source: None, ["SRC", "SRC/dst"], ("SRC/dst", "Choose another")),

@@ -163,7 +163,7 @@ class Field:
                 f"{self.role!r}. For masks or depth set a decoder; role: bytes returns the file's bytes."
             )
         if self.role == "image" and kind not in ("image", "array", "custom", *MEDIA):
-            raise ValueError(f"field {self.name!r}: role image, but .{self.ext} holds {kind}. Use another role.")
+            raise ValueError(f"field {self.name!r}: role image, but .{self.ext} holds {kind}. Use a different role.")
         default = {option.name: option.default for option in dataclasses.fields(self)}
         for option, roles in ROLES_OF_OPTIONS.items():
             if self.role not in roles and getattr(self, option) != default[option]:
@@ -265,7 +265,7 @@ class Field:
             )
         if self.role in MEDIA and self.kind not in (self.role, "array", "custom"):
             raise ValueError(
-                f"field {self.name!r}: role {self.role}, but .{self.ext} holds {self.kind}. Use another role."
+                f"field {self.name!r}: role {self.role}, but .{self.ext} holds {self.kind}. Use a different role."
             )
         if self.clip not in CLIPS:
             raise ValueError(f"field {self.name!r}: clip {self.clip!r} is unknown, want one of {', '.join(CLIPS)}.")
@@ -304,7 +304,7 @@ class Field:
             if tokenizer_of(self.tokenizer).end_of_text is None:
                 raise ValueError(
                     f"tokenizer {self.tokenizer!r} has no end-of-text token, which ends the text of a row. Pack its text with "
-                    "--end-of-text, or choose another tokenizer."
+                    "--end-of-text, or choose a different tokenizer."
                 )
         except (ValueError, OSError, ModuleNotFoundError) as error:
             raise ValueError(f"field {self.name!r}: {error}") from error

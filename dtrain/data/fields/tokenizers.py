@@ -1,6 +1,6 @@
 """Tokenizers: bytes and characters, which need no package, and the vocabularies of tiktoken and of Hugging Face's tokenizers.
 
-* The *vocabulary file*, ``vocabulary.json`` beside the shards of a text, describes a tokenizer completely, so that prompts are
+* The *vocabulary file*, ``vocabulary.json`` next to the shards of a text, describes a tokenizer completely, so that prompts are
   encoded and tokens decoded without the file that the tokenizer was made from.
 * *Special tokens*, such as the end of text, are not part of any text: ``encode`` reads their names as plain text, and
   ``decode`` leaves them out.
@@ -217,7 +217,7 @@ class Tokenizer:
 
 
 class Corpus:
-    """What the files beside the shards of a text say about its tokens; read without the package of the tokenizer.
+    """What the files next to the shards of a text say about its tokens; read without the package of the tokenizer.
 
     Args:
         folder: The folder of the shards.

@@ -174,7 +174,7 @@ class ShardDataset(IterableDataset[dict[str, Any]]):
         changed = [f"{name} {state[name]} -> {own[name]}" for name in own if name in fixed and state[name] != own[name]]
         if changed:
             raise ValueError(
-                f"the state belongs to another order of samples: {', '.join(changed)}. Resume with the saved values, or use "
+                f"the state belongs to a different order of samples: {', '.join(changed)}. Resume with the saved values, or use "
                 "ShardLoader, whose state fits any number of ranks and workers."
             )
         self.set_epoch(int(state["epoch"]))

@@ -134,7 +134,7 @@ def _expand_url(url: str) -> list[str]:
 
 
 def _glob(pattern: str) -> list[str]:
-    # Index files of dtrain beside the shards would match `folder/*`.
+    # Index files of dtrain next to the shards would match `folder/*`.
     found = glob.iglob(pattern, recursive=True)
     return sorted(path for path in found if not path.endswith(".idx") and not os.path.isdir(path))
 

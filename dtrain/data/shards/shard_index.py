@@ -3,8 +3,8 @@
 * A *member* is a regular file of the tar whose name has a key and an extension.
 * A *sample* is a run of adjacent members with equal keys. Members are grouped exactly as webdataset groups them.
 * An index is *fresh* while the shard has the stamp that is stored in the index.
-* It is stored beside the shard (``x.tar.idx``), or in the cache directory where that is not possible. The index of a
-  URL is read from beside it, but only written to the cache. An uploaded index beside a URL is fresh if the sizes and the
+* It is stored next to the shard (``x.tar.idx``), or in the cache directory where that is not possible. The index of a
+  URL is read from next to it, but only written to the cache. An uploaded index next to a URL is fresh if the sizes and the
   last header agree; modification times mean nothing after an upload.
 * It is replaced atomically, so that any number of processes may build the same index at once.
 * Its *digest* is a hash of the samples' keys, extensions and member sizes, in stored order. It tells a shard that was packed
@@ -180,7 +180,7 @@ def index_tar(path: str) -> ShardIndex:
 
 
 def write_index(index: ShardIndex) -> Path:
-    """Stores an index beside its shard if that is possible, else in the cache; returns the path of the index.
+    """Stores an index next to its shard if that is possible, else in the cache; returns the path of the index.
 
     Raises:
         OSError: If neither place can be written.
@@ -365,7 +365,7 @@ def _index_copy(path: str, stamp: Stamp, policy: CachePolicy, evict: bool) -> Sh
 
 
 def _uploaded(url: str, stamp: Stamp) -> ShardIndex | None:
-    """The index stored beside a URL; None if there is no fresh one."""
+    """The index stored next to a URL; None if there is no fresh one."""
     if "?" in url:  # a signature is valid for one file
         return None
     try:
