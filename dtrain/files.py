@@ -76,7 +76,7 @@ def replace_folder(folder: Path, filled: Path | None = None) -> Iterator[Path]:
 
     Args:
         folder: The destination; its parent folder exists. A symbolic link is replaced, not followed.
-        filled: Use this folder next to it, which exists, instead of an empty one. It is deleted after an error too.
+        filled: An existing folder next to it to use instead of an empty one. It is deleted after an error too.
 
     Yields:
         The staged folder.
@@ -156,7 +156,7 @@ def remove(path: Path) -> None:
 
 
 def open_to_append(path: Path) -> BinaryIO:
-    """Opens a regular file for writing at its end; creates it if it does not exist. Its folder exists.
+    """Opens a regular file for appending; creates it if it does not exist. Its folder exists.
 
     Raises:
         OSError: On a failure; also if it is a symbolic link or not a regular file.
@@ -176,7 +176,7 @@ def try_lock(file: IO[Any], *, shared: bool = False, without_locks: bool = True)
         Whether this process holds the lock.
 
     Raises:
-        OSError: If locking fails for another reason than these.
+        OSError: If locking fails for any other reason.
     """
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -295,7 +295,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_bounded(path: Path, most: int = MAX_BYTES) -> bytes:
-    """The bytes of a file that is to be parsed; of one with more than ``most`` only one more, so that the caller refuses it.
+    """The bytes of a file to parse, at most ``most + 1`` of them, so that the caller can refuse a larger file.
 
     Raises:
         OSError: As ``open_regular``.

@@ -128,7 +128,7 @@ class RunLock:
                     self.release()
                     raise ConfigError(
                         f"run.dir: another job has started a run in {self._dir} just now. The same command again resumes that "
-                        "run once it has ended; for a run of its own use a different run.dir."
+                        "run once it has ended; for a separate run use a different run.dir."
                     )
             assert self._file is not None
             since = time.strftime("%Y-%m-%d %H:%M:%S")

@@ -31,7 +31,7 @@ from dtrain.pack.text import FITS, LONG_DOCUMENTS, pack_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the subcommand of a command line, by default that in ``sys.argv``; returns the exit code."""
+    """Runs the subcommand of a command line, ``sys.argv`` by default; returns the exit code."""
     options = _parser().parse_args(arguments)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
@@ -124,7 +124,7 @@ def _add_arrays(commands: _Commands[argparse.ArgumentParser]) -> None:
         action="append",
         default=[],
         metavar="NAME=ARRAY",
-        help="pack only the arrays named so, and rename them; may be repeated",
+        help="pack only the arrays named here, and rename them; may be repeated",
     )
     parser.add_argument(
         "--dtype",
@@ -159,8 +159,8 @@ def _add_text(commands: _Commands[argparse.ArgumentParser]) -> None:
         "--tokenizer",
         default="bytes",
         metavar="SPEC",
-        help="bytes (default; 257 tokens), characters (those of the text), tiktoken:NAME, tokenizers:FILE (a tokenizer.json), "
-        "or vocabulary:FOLDER (that of other shards)",
+        help="bytes (default; 257 tokens), characters (of the text), tiktoken:NAME, tokenizers:FILE (a tokenizer.json), "
+        "or vocabulary:FOLDER (of other shards)",
     )
     parser.add_argument(
         "--length", type=int, required=True, metavar="N", help="number of inputs and of targets in a row"

@@ -53,9 +53,9 @@ _CLASSES = "classes.json"
 _SAME_FORMAT = {"jpeg": "jpg", "tiff": "tif"}
 # Besides hidden files: what Windows and macOS put into folders and archives of photos.
 _OF_THE_SYSTEM = ("thumbs.db", "desktop.ini", "icon\r", "__macosx")
-# Images whose size is read, to decide whether the preset resizes them. Of more, so many are read, evenly spread.
+# The sizes of at most this many images, evenly spread, decide whether the preset resizes them.
 _MEASURED = 5_000
-# Size to which images of different sizes are resized, at most: that of most published models.
+# Largest size to which images of different sizes are resized: the input size of most published models.
 _LARGEST_DEFAULT = 224
 # First part of the names of files in the staging folder with the number of resized images in a shard.
 _COUNTS = ".resized-"
@@ -146,7 +146,7 @@ def _write_preset(destination: Path, folder: _ImageFolder, resizing: Resizing | 
         )
     else:
         note = f"images have {smallest[0]} x {smallest[1]} pixels"
-        if stored or len(folder) > _MEASURED:  # images that were not measured may have another size
+        if stored or len(folder) > _MEASURED:  # images that were not measured may have a different size
             image["size"] = list(smallest)
     extensions = folder.extensions.union(*(ext.split(";") for ext in stored.get("fields", {}) if ext != "cls"))
     label = {"name": "label", "role": "label"}
@@ -241,7 +241,7 @@ class _ImageFolder:
 
 
 def _scan(source: Path, command: PackCommand, seed: int, classes: list[str] | None) -> _ImageFolder:
-    """Lists the images in the order of their names; ``classes`` are those of an earlier command with the same DST."""
+    """Lists the images in the order of their names; ``classes`` come from an earlier command with the same DST."""
     on_bad_file, prefix, shares = command.on_bad_file, command.prefix, command.shares
     if not source.is_dir():
         raise FileNotFoundError(
@@ -345,7 +345,7 @@ def _entries(result: _ImageFolder, folder: Path, label: int, on_bad_file: OnBadF
     keys: set[str] = set()
     for path in _files(result, folder):
         if KINDS.get(_extension(path)) != "image":
-            on_bad_file(Path(path), "its name is not that of an image")
+            on_bad_file(Path(path), "its name is not an image's")
             continue
         below, name = os.path.split(os.path.relpath(path, folder.parent))
         # In a shard the key ends at the first dot, so dots are replaced. Keys that would be equal then get a number.
@@ -401,7 +401,7 @@ def _image_reader(
 def _read_images(
     entries: Sequence[_Entry], verify: bool, resizing: Resizing | None, counts_path: Path, on_bad_file: OnBadFile
 ) -> Iterator[Sample]:
-    """The samples of one shard; files that are no images are reported, all others copied unchanged or resized.
+    """The samples of one shard; files that are not images are reported, all others copied unchanged or resized.
 
     With ``resizing``, stores at ``counts_path`` how many images were resized, and their bytes.
     """

@@ -184,7 +184,7 @@ def config_rows(runs: Sequence[History]) -> Rows:
 
 
 def _evaluation_metrics(sweep: Sweep) -> list[str]:
-    """Evaluation metrics of any run, that of the goal first."""
+    """Evaluation metrics of any run, the goal's first."""
     names = dict.fromkeys(
         name for run in sweep.runs for name in run.names("eval/") if name.rpartition("/")[2] not in _COUNTS
     )

@@ -50,7 +50,7 @@ class CheckpointArtifacts:
         self._last: StagedCheckpoint | None = None
 
     def saved(self, path: Path, step: int, is_best: bool) -> None:
-        """A checkpoint was written; called before the next one can be.
+        """Called when a checkpoint was written, before the next one can be.
 
         Raises:
             OSError: If it cannot be staged.
@@ -66,7 +66,7 @@ class CheckpointArtifacts:
         self._last = staged
 
     def finish(self) -> None:
-        """No checkpoint follows."""
+        """Called when no further checkpoint follows."""
         if self._last is not None:
             self._put(self._last)
         self._last = None

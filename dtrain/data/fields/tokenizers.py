@@ -140,7 +140,7 @@ class Tokenizer:
         Args:
             text: The text, or a piece of a longer one.
             before: The text that precedes a piece, as far as its tokens may depend on it.
-            after: The text that follows. The pieces of a text together have the tokens of the whole, each the tokens that
+            after: The text that follows. Together the pieces of a text give the tokens of the whole; each gives those that
                 begin in it.
 
         Raises:
@@ -228,7 +228,7 @@ class Corpus:
         bytes_per_token: Average number of bytes of text per token; None: tokens are bytes.
     """
 
-    # No dataclass: Hydra would make a mapping of an argument that is one.
+    # Not a dataclass: Hydra would convert an argument that is one to a mapping.
     def __init__(
         self,
         folder: Path,
