@@ -28,7 +28,8 @@ _SHORTEST_SECRET = 8
 _URL_SECRET = re.compile(
     r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)|(?<=[?&])([\w-]*(?:sig|signature|token|key|secret|password)=)[^&\s'\"]+", re.I
 )
-# `name=value`, `"name": "value"`, and `Authorization: Basic value`. A number, a truth value or an interpolation is no secret.
+# `name=value`, `"name": "value"`, and `Authorization: Basic value`. A number, a truth value or an interpolation is not a
+# secret.
 _NAMED_SECRET = re.compile(
     rf"""((?:[\w-]*{_SECRET_NAME}(?:=|["']\s?:\s?)|authorization:\s)\\?["']?(?:(?:basic|bearer|token)\s)?)"""
     r"""(?!(?:true|false|none|null|[-+\d.e]+|\$\{.*?|<hidden>.*?)(?:[\s"',;&})\]]|$))([^\s"',;&})\]\\]+)""",

@@ -259,7 +259,7 @@ def parse_yaml(content: bytes) -> Any:
         content: The document, UTF-8, of at most 4 MiB.
 
     Raises:
-        ValueError: If it is larger, no YAML, has aliases or tags, or is nested too deeply. The message is one line.
+        ValueError: If it is larger, is not YAML, has aliases or tags, or is nested too deeply. The message is one line.
 
     Example:
         >>> parse_yaml(b"overrides: [train.max_steps=5]")
@@ -282,8 +282,8 @@ def read_json(path: Path) -> Any:
     """The plain data of a JSON file of at most 64 MiB.
 
     Raises:
-        OSError: If it cannot be read, or is no regular file.
-        ValueError: If it is larger, no JSON, or nested too deeply. The message is one line.
+        OSError: If it cannot be read, or is not a regular file.
+        ValueError: If it is larger, is not JSON, or is nested too deeply. The message is one line.
     """
     content = read_bounded(path, MAX_JSON_BYTES)
     if len(content) > MAX_JSON_BYTES:

@@ -84,7 +84,7 @@ def rank_classes(model: Artefact, files: Sequence[str], top: int, batch_size: in
         batch_size: Files of one forward. If images keep their own size, they are predicted one by one.
 
     Raises:
-        ConfigError: If the model does not take images, or takes those of a custom decoder; or its outputs are not
+        ConfigError: If the model does not take images, or takes images from a custom decoder; or its outputs are not
             ``[rows, classes]`` with at least two classes.
     """
     image = model.description.input

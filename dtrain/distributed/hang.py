@@ -12,7 +12,7 @@
   the main thread waits for it in C code; so the watch ends the process.
 * With one rank, time at the prompt of a debugger does not count: nobody waits for it.
 * A process whose C code never releases the interpreter lock is ended by ``exit_if_lock_is_held``. No thread can end a call that
-  the kernel does not interrupt, such as one to a dead disk or driver.
+  the kernel does not interrupt, such as one that waits for a failed disk or driver.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class HangWatch:
                 self.declare(f"nothing has moved for {limit:g} s")
 
     def _limit_lock(self, seconds: float) -> None:
-        if self._world.size > 1:  # a process on its own waits for nobody, and may be suspended for any time
+        if self._world.size > 1:  # a single process waits for no other, and may be suspended for any time
             exit_if_lock_is_held(seconds + _LOCK_HELD)
 
     def _store_answers(self) -> bool:

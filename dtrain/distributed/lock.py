@@ -99,7 +99,7 @@ class RunLock:
         self.claimed = False
 
     def acquire(self) -> None:
-        """Locks the directory if it has a lock file, as every run has that was started, and is not locked. Writes nothing.
+        """Locks the directory if it has a lock file (as every started run has) and is not locked yet. Writes nothing.
 
         Raises:
             ConfigError: If another job still holds the lock after the wait, naming its process, host and start; or if the

@@ -42,7 +42,7 @@ def exit_now(code: int, message: str = "", *, shown: bool = True) -> None:
         message: The reason, for torchrun; ``""`` if the caller has shown it.
         shown: Whether the caller has shown it.
     """
-    exit_within(_WRITER_SECONDS, code)  # also if a disk or a pipe accepts nothing below
+    exit_within(_WRITER_SECONDS, code)  # also if a write below blocks
     record_failure(message, shown)
     deadline = time.monotonic() + _WRITER_SECONDS
     for thread in threading.enumerate():
@@ -70,7 +70,7 @@ def exit_unless(done: threading.Event, seconds: float, message: str) -> None:
 
     def end() -> None:
         if not done.wait(seconds):
-            exit_within(_WRITER_SECONDS, 1)  # also if standard error accepts nothing
+            exit_within(_WRITER_SECONDS, 1)  # also if writing to standard error blocks
             sys.stderr.write(f"{message}\n")
             exit_now(1, message)
 
@@ -95,7 +95,7 @@ def exit_without_threads(seconds: float, code: int) -> None:
         sys.stderr.write(
             f"dtrain: these threads have not ended in {seconds:g} s, the process ends: {', '.join(left)}\n"
         )
-        exit_within(_WRITER_SECONDS, code)  # also if a stream accepts nothing
+        exit_within(_WRITER_SECONDS, code)  # also if writing to a stream blocks
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):
                 stream.flush()

@@ -111,7 +111,7 @@ def process_group(
         with _joining(world, timeout):
             _wait_until_all_joined(world, limit)
             if os.environ.get("TORCH_GLOO_LAZY_INIT") == "1" and world.size > 1:
-                # A rank notices the end of those only that it has a connection to, and waits for others (gloo issue 520).
+                # A rank only notices the end of ranks that it has a connection to, and waits for others (gloo issue 520).
                 dist.all_reduce(torch.zeros(1))
         yield world
     except RankLost:

@@ -230,7 +230,7 @@ def own_range(tensor: Tensor) -> tuple[slice, ...]:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
-    # A part without elements begins behind the end.
+    # An empty part begins past the end.
     return tuple(slice(min(at, size), at + n) for at, n, size in zip(offset, shape, tensor.shape, strict=True))
 
 
@@ -377,8 +377,8 @@ def _mesh(parallel: ParallelConfig, world: World) -> DeviceMesh:
         if len(set(sizes)) > 1 or world.size % size:
             found = " or ".join(map(str, sorted(set(sizes))))
             raise ConfigError(
-                f"parallel.shard_size: got null, and the machines have {found} ranks, which are no groups of equal size among "
-                f"the {world.size} ranks. Set it to the number of ranks of a group."
+                f"parallel.shard_size: got null, and the machines have {found} ranks, which do not form groups of equal size "
+                f"among the {world.size} ranks. Set it to the number of ranks of a group."
             )
     mesh = init_device_mesh(world.device.type, (world.size // size, size), mesh_dim_names=("replicate", "shard"))
     for group in mesh.get_all_groups():

@@ -66,7 +66,7 @@ class ShardReads:
         Raises:
             ConfigError: On every rank, if a shard cannot be read.
         """
-        if isinstance(source, MixtureSource):  # the one with the most samples stands for all
+        if isinstance(source, MixtureSource):  # the source with the most samples stands for all
             source = max(source.sources, key=lambda one: one.index.num_samples)
         if not isinstance(source, ShardSource):
             return None

@@ -150,7 +150,7 @@ def _usage_of_copies(step: StepMemory, strategy: Strategy, micro_batches: int) -
         if micro_batches == 1:  # gradients come while activations go
             activations = max(step.with_gradients - gradients, 0)
     else:
-        # DDP's buckets exist all the time. Gradients are views of them, or exist besides.
+        # DDP's buckets exist all the time. Gradients are views of them, or separate tensors.
         parallel = strategy.parallel
         accumulates_outside = micro_batches > 1 and (parallel.find_unused_parameters or parallel.static_graph)
         lasting += gradients * (accumulates_outside or not parallel.gradient_as_bucket_view)

@@ -3,7 +3,7 @@
 * The tokenizer of the training is part of the artefact (``vocabulary.json``).
 * A model with a method ``generate``, such as ``dtrain.models.GPT``, is called through it: it keeps keys and values, so that
   each new token costs a forward of one token.
-* A traced program takes rows of one length only. The text is filled up at its end, which a causal model does not see, and each
+* A traced program takes rows of one length only. The text is padded at its end, which a causal model does not see, and each
   token costs a forward of the whole row.
 """
 

@@ -104,7 +104,7 @@ class Job:
     @property
     def overrides(self) -> list[str]:
         """``arguments`` without ``--config-dir``."""
-        # This process has composed all of it, so a rank must not compose what the run directory has by then.
+        # This process has composed all of it, so a rank must not read the run directory, which may have changed by then.
         forwarded = [override for override in self.spec.overrides if _key(override) not in _NOT_FORWARDED]
         is_whole = chooses_what_to_train(forwarded) and not self.trusted
         return [*forwarded, assignment("run.dir", str(self.spec.dir)), *([] if is_whole else [AS_TYPED])]

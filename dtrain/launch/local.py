@@ -281,7 +281,7 @@ class LocalStart:
                 return None
             self._torchrun_logs.cleanup()
             printed = self._output.close() if self._output else ""
-            # A start was refused because another one was faster.
+            # The start may have been refused because another one was faster.
             if not self._judge.has_status and self._takes_over():
                 return None
             result = self._judge()

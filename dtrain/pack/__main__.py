@@ -7,7 +7,7 @@
     python -m dtrain.pack digits                                   the data of experiment=digits
 
 The same input gives the same bytes for any number of processes. Shards appear when all of them are written, and the same
-command resumes after an interruption; after its end it writes nothing, and says so. Errors of the input are one line
+command resumes after an interruption; once it has finished, it writes nothing, and says so. Errors of the input are one line
 without a traceback. Exit code: 0 on success, 1 on an error, 2 for wrong usage, 130 after Ctrl-C.
 """
 

@@ -1,6 +1,6 @@
 """Everything that a report shows of one run: its state, where its time went, whether it is healthy, and what limits it.
 
-* The *state* is such as ``finished``, ``killed`` or ``queued``. ``dtrain.launch status`` shows the same states.
+* The *state* is for example ``finished``, ``killed`` or ``queued``. ``dtrain.launch status`` shows the same states.
 * The *time breakdown* splits the time between records into waiting for data, the rest of the step, evaluating and saving, and
   interruptions.
 * The *health* is a list of findings; its level is the worst of them.

@@ -89,7 +89,7 @@ def checkpoint_artifact(run_id: str, checkpoint: StagedCheckpoint) -> tuple[wand
     """
     artifact = wandb.Artifact(f"checkpoint-{run_id}", type="model", metadata={"step": checkpoint.step})
     for file in sorted(checkpoint.folder.resolve().iterdir()):
-        # Nobody changes these files, so wandb needs no copy of its own.
+        # These files do not change, so wandb needs no copy.
         artifact.add_file(str(file), policy="immutable", skip_cache=True)
     return artifact, ["latest", f"step-{checkpoint.step}", *(["best"] if checkpoint.is_best else [])]
 

@@ -84,7 +84,7 @@ def decode_media(field: Field, recording: Any, at: float, crop: Callable[[int, i
         Audio: fp32, ``[channels, length]``, NaN where it is padded. Video: uint8, ``[num_frames, 3, height, width]``.
 
     Raises:
-        Unreadable: If it is no such recording.
+        Unreadable: If it is not such a recording.
     """
     is_file = isinstance(recording, (bytes, bytearray, memoryview))
     if not is_file and not isinstance(recording, (np.ndarray, Tensor)):

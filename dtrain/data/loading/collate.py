@@ -4,7 +4,7 @@
   gets real samples.
 * The values of a sample depend on (seed, epoch, sample) only, not on the worker that reads it or on its neighbours.
 * There are two ways to fill a micro-batch, with equal results. The *fast path* (``_fill_fast``) reads and decodes many
-  samples at once, without keys and messages. Everything that it cannot do, it leaves to the *careful path*
+  samples at once, without keys and messages. What it cannot do is left to the *careful path*
   (``_fill``), one sample at a time, which decides whether a sample is bad and says why.
 * A ``FieldBuffer`` (``field_buffer``) holds one field of all rows.
 """

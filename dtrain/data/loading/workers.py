@@ -55,7 +55,7 @@ from dtrain.errors import Explained
 READY_EVERY = 0.02
 _TIMED = 3  # micro-batches, as long as they take less than
 _TIMED_SECONDS = 0.5
-# The banner does not remark on this many workers, or fewer.
+# Up to this many workers, the banner does not compare them with the cores.
 _FEW_WORKERS = 2
 # A stop request is sent to the whole process group. Workers ignore it: the trainer still needs them to finish its step.
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)

@@ -102,7 +102,7 @@ class HttpRanges:
         headers = {**options.pop("headers", {}), "Accept-Encoding": "identity", **headers}
         answer = await session.get(self._files.encode_url(self._url), headers=headers, **options)
         try:
-            if answer.status != 416:  # the range begins behind the end of the file: its size says that it changed
+            if answer.status != 416:  # the range begins past the end of the file: its size says that it changed
                 answer.raise_for_status()
             self.compare(answer.headers, _start_and_total(answer)[1])
             if answer.status == 416:

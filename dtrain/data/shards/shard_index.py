@@ -7,9 +7,9 @@
   read from both places, but only written to the cache. An uploaded index next to a URL is fresh if the sizes and the last
   header agree; modification times mean nothing after an upload.
 * It is replaced atomically, so that any number of processes may build the same index at once.
-* Its *digest* is a hash of the samples' keys, extensions and member sizes, in stored order. It tells a shard that was packed
-  again from the old one, even if both have the same name, size and number of samples. An index that was stored before there
-  were digests gets its digest when it is loaded.
+* Its *digest* is a hash of the samples' keys, extensions and member sizes, in stored order. It distinguishes a shard that was
+  packed again from the old one, even if both have the same name, size and number of samples. An index that was stored before
+  there were digests gets its digest when it is loaded.
 
 Everything is in arrays, because a shard can have millions of samples. Keys are bytes, and become text as in
 ``tarfile``: UTF-8, undecodable bytes as lone surrogates. The file format is safetensors (a header and plain aligned
@@ -381,7 +381,7 @@ def _uploaded(url: str, stamp: Stamp) -> ShardIndex | None:
 
 
 def _has_last_header(url: str, index: ShardIndex) -> bool:
-    """Whether the shard has its last header where the index expects it; a different shard of equal size hardly has."""
+    """Whether the shard has its last header where the index expects it; a different shard of equal size is unlikely to."""
     if not len(index.member_offset):
         return False
     last = int(index.member_offset.argmax())

@@ -110,7 +110,7 @@ def _walk(
                 raise _cut_short(path, offset, header)
         if header == _ZEROS:
             if extended is not None:
-                raise ShardError(path, extended, "an extended header with no member behind it", COPY_AGAIN)
+                raise ShardError(path, extended, "an extended header with no member after it", COPY_AGAIN)
             _check_end(path, file, offset)
             return
         headers += 1

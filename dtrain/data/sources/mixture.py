@@ -74,7 +74,7 @@ class _Sources:
         for name in values or {}:
             if name not in self._sources:
                 raise ValueError(
-                    f"{self._key}: {option} names {name!r}, which is no source. {nearest(name, self.names)}"
+                    f"{self._key}: {option} names {name!r}, which is not a source. {nearest(name, self.names)}"
                 )
         return dict(values or {})
 
@@ -170,7 +170,7 @@ class Mixture(_Sources):
         epoch_of = self.names[0] if epoch_of is None else epoch_of
         if epoch_of not in self.names:
             raise ValueError(
-                f"data.epoch_of: {epoch_of!r} is no source of the mixture. {nearest(epoch_of, self.names)}"
+                f"data.epoch_of: {epoch_of!r} is not a source of the mixture. {nearest(epoch_of, self.names)}"
             )
         given = self._all_or_none("weights", weights)
         tokens = self._all_or_none("tokens_per_sample", tokens_per_sample)

@@ -60,7 +60,7 @@ class RandomOffsetSource(ShardSource):
     def _check_consecutive(self, source: ShardSource) -> None:
         description = Path(self.index.shards[0]).parent / _DATASET
         stored: object = None
-        with suppress(ValueError, OSError):  # written by a different tool, or behind a URL
+        with suppress(ValueError, OSError):  # written by a different tool, or at a URL
             stored = read_json(description)
         if isinstance(stored, dict) and stored.get("fit") == "best":
             raise ValueError(

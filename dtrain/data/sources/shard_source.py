@@ -6,7 +6,7 @@
 * Shards in place are read with positioned reads, not memory-mapped: truncating a mapped file kills the process with a
   bus error, while a short read is an exception that names the shard. Copies are mapped, because they never change.
 * The size and time of open files are compared with the index every two seconds and at each epoch: a file that is overwritten
-  stays open, and its new values need not be bad samples.
+  stays open, and its new bytes may be readable samples.
 * The ``Prefetcher`` of each worker copies the shards that its rank needs next. Its errors are ignored: reading the
   shard raises the same error with the name of a sample, and a shard that is never read need not end the run.
 """
