@@ -3,7 +3,8 @@
     python examples/lessons/checkerboard.py [--out FOLDER] [--steps N]
 
 A network learns the brightness of a checkerboard's pixels from their coordinates, from 2,048 random pixels in each step, and
-then draws all 512x512 pixels. Parameters stay fp32; autocast computes the layers in 16 bits. The printed memory is for one forward and backward of all pixels.
+then draws all 512x512 pixels. Parameters stay fp32; autocast computes the layers in 16 bits. The printed
+memory is for one forward and backward of all pixels.
 """
 
 from __future__ import annotations
