@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(name: str, arguments: Sequence[str]) -> int:
     """``python -m dtrain.NAME ARGUMENTS`` in this process."""
     # _target_ imports the user's classes from the current folder. `python -m` searches it first; here it is searched last, so
-    # that a file numpy.py in somebody else's run or artefact is not executed by a command that only reads.
+    # that a file numpy.py in another user's run or artefact is not executed by a command that only reads.
     is_safe = getattr(sys.flags, "safe_path", False) or name in _WITHOUT_TARGETS
     if (here := os.getcwd()) not in sys.path and "" not in sys.path and not is_safe:
         sys.path.append(here)

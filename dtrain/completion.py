@@ -2,8 +2,8 @@
 
 A script contains all words, so that completing starts no Python: importing Hydra and composing a config, as Hydra's own
 completion does for each key press, takes a second. Options are taken from the ``--help`` of each command, groups and presets
-from ``conf/``, keys from the schema and the presets. A script has to be printed again after an update; presets of
-``--config-dir`` are not in it.
+from ``conf/``, keys from the schema and the presets. Print the script again after an update. Presets of ``--config-dir`` are
+not in it.
 
 A key is completed part by part, at dots and ``=``, so that the list of candidates stays short.
 """
@@ -72,7 +72,7 @@ def _listed(called: str, entry_point: Callable[[str], ModuleType]) -> list[str]:
             entry_point(command).main()
     finally:
         sys.argv = argv
-    # Without the options of other programs: of torchrun, and those in quotes and lists.
+    # Skips options of other programs: torchrun's, and options in quotes and lists.
     text = "\n".join(line for line in shown.getvalue().splitlines() if "torchrun" not in line)
     options = {"--help", *re.findall(r"""(?<![\w"',-])--[a-z][\w-]*""", text)}
     own_keys = re.findall(r"^ {2}([a-z]+=)", text, re.MULTILINE)  # those with a dot are keys of the config

@@ -1,4 +1,4 @@
-"""What all commands print with: banners, aligned tables, progress bars, findings and sizes.
+"""Output of all commands: banners, aligned tables, progress bars, findings and sizes.
 
 Plain lines are written with one call each: under torchrun several processes share a file, and Python's ``print`` writes text
 and newline separately.

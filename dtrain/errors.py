@@ -19,8 +19,8 @@ _SECRET_NAME = (
     r"(?:(?:pass(?:word|wd|phrase)|secret|credential|cookie|(?:api|access|account|private|secret|signing)[_-]?key)s?"
     r"|auth(?:orization)?|token)"
 )
-#: Matches the end of names of keys and environment variables whose values are secret if they are text. ``tokens`` are usually
-#: those of a language model.
+#: Matches the end of names of keys and environment variables whose values are secret if they are text. ``tokens`` usually
+#: belong to a language model.
 SECRET_KEY = re.compile(f"{_SECRET_NAME}$", re.IGNORECASE)
 # A shorter value of the environment may be an ordinary word of other texts.
 _SHORTEST_SECRET = 8
@@ -28,7 +28,8 @@ _SHORTEST_SECRET = 8
 _URL_SECRET = re.compile(
     r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)|(?<=[?&])([\w-]*(?:sig|signature|token|key|secret|password)=)[^&\s'\"]+", re.I
 )
-# `name=value`, `"name": "value"`, and `Authorization: Basic value`. A number, a truth value or an interpolation is no secret.
+# `name=value`, `"name": "value"`, and `Authorization: Basic value`. A number, a truth value or an interpolation is not a
+# secret.
 _NAMED_SECRET = re.compile(
     rf"""((?:[\w-]*{_SECRET_NAME}(?:=|["']\s?:\s?)|authorization:\s)\\?["']?(?:(?:basic|bearer|token)\s)?)"""
     r"""(?!(?:true|false|none|null|[-+\d.e]+|\$\{.*?|<hidden>.*?)(?:[\s"',;&})\]]|$))([^\s"',;&})\]\\]+)""",
@@ -48,17 +49,17 @@ class ConfigError(ValueError):
 class Explained(Exception):
     """An error that the user can correct and that only one rank may have, such as a full disk or a batch of bad samples.
 
-    The message is complete, as that of a ``ConfigError``. The first rank with the error shows it; the others end with
+    The message is complete, as in a ``ConfigError``. The first rank with the error shows it; the others end with
     one line.
     """
 
 
 class PeerFailed(RuntimeError):
-    """This rank ends because another one failed first and has published its error."""
+    """This rank ends because another rank failed first and has published its error."""
 
 
 class PeerLost(Explained, RuntimeError):
-    """This rank ends because another one is gone and no rank has published an error."""
+    """This rank ends because another rank is gone and no rank has published an error."""
 
 
 class RankLost(PeerLost):
@@ -110,10 +111,10 @@ def as_config_error(what: str) -> Iterator[None]:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """The text with a question mark for each control or invisible character, which could command a terminal.
+    """The text with a question mark for each control or invisible character, which could control a terminal.
 
     Args:
-        text: The text, such as a name in a file of somebody else.
+        text: The text, such as a name in another user's file.
         keep: Characters that stay. Without ``"\\n"`` the result is one line.
     """
     return "".join(character if character.isprintable() or character in keep else "?" for character in text)

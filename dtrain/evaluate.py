@@ -1,7 +1,7 @@
 """``torchrun -m dtrain.evaluate run.dir=DIR [checkpoint=best|latest|STEP] [weights=ema|raw] [precision=fp32,bf16] ...``
 
 Evaluates a checkpoint of a run on its evaluation data, or on ``data.eval=...``: each sample once, with the same result for any
-number of ranks. The config is that of the run, with the overrides of the command line. With several precisions it evaluates the
+number of ranks. It uses the run's config with the overrides of the command line. With several precisions it evaluates the
 same weights in each, and prints the results side by side.
 
 ``artefact=DIR data.eval=...``, or ``artefact=hf://ORGANISATION/NAME[@REVISION]``, evaluates an artefact of ``dtrain.export`` in
@@ -63,14 +63,14 @@ Options
   artefact=DIR                   a safetensors artefact in place of a run, or hf://ORG/NAME[@REVISION] of the Hugging Face hub
   checkpoint=best|latest|STEP    which checkpoint (default: best if the run keeps one, else latest)
   weights=ema|raw                averaged or raw weights (default: ema if the checkpoint has it)
-  precision=NAME[,NAME ...]      one precision or several: precision=fp32,bf16,fp16 (default: that of the run)
+  precision=NAME[,NAME ...]      one precision or several: precision=fp32,bf16,fp16 (default: the run's)
   out=DIR2                       folder for the result as JSON and a picture (default: DIR/evaluations)
-  --trust                        use a run that somebody else started: its saved command line can run any code
+  --trust                        use a run that another user started: its saved command line can run any code
   KEY=VALUE                      any key of the config, such as 'data.eval="shards/val-*.tar"'
 """
 
 
-# Keys of the config in an artefact that an evaluation depends on. The model is that of its model.json.
+# Keys of the config in an artefact that an evaluation depends on. The model comes from its model.json.
 _OF_ARTEFACT = (
     *("task", "data.eval", "data.fields", "data.mixture", "data.missing", "data.image_size", "data.max_bad"),
     *("data.transfer", "data.on_overflow", "train.global_batch_size", "train.micro_batch_size", "train.channels_last"),
@@ -129,7 +129,9 @@ def run_artefact_evaluation(composed: compose.Composed, folder: Path, name: str,
     cfg: Config = composed.cfg
     with process_group(cfg.parallel.timeout_start) as world, HangWatch(world, cfg.parallel):
         if not cfg.data.eval:
-            raise ConfigError("data.eval is not set, and that of the artefact is on another machine. Set data.eval=...")
+            raise ConfigError(
+                "data.eval is not set, and the artefact's own is on a different machine. Set data.eval=..."
+            )
         expected = from_rank0(lambda: artefact.read_description(folder)[1])
 
         def load() -> artefact.Artefact:
@@ -187,7 +189,7 @@ def recompose_artefact(folder: Path, arguments: Sequence[str], presets: Path) ->
             such as ``jpg;png`` of ``data.fields``.
 
     Raises:
-        ConfigError: If the artefact has no config, or one of somebody else that names other code than dtrain's and torch's.
+        ConfigError: If the artefact has no config, or another user's config names code outside dtrain and torch.
     """
     path = folder / artefact.CONFIG
     typed = {argument.partition("=")[0] for argument in arguments}
@@ -207,7 +209,7 @@ def recompose_artefact(folder: Path, arguments: Sequence[str], presets: Path) ->
         plain: Any = content
         for part in key.split("."):
             plain = plain.get(part) if isinstance(plain, Mapping) else None
-        # A path in it was on another machine.
+        # Its paths belong to a different machine.
         is_elsewhere = key == "data.eval" and not str(plain).startswith("hf://")
         if plain not in (None, {}, []) and key not in typed and not is_elsewhere:
             *parents, name = key.split(".")
@@ -231,7 +233,7 @@ def evaluate_checkpoint(
     """Collective. Evaluates the checkpoint at ``path`` in the precision ``name`` of one config.
 
     Raises:
-        ConfigError: On every rank, if model, task or data cannot be built, or the checkpoint is of another model.
+        ConfigError: On every rank, if model, task or data cannot be built, or the checkpoint belongs to a different model.
     """
     config = RunSpec.from_composed(composed).config
     refuse_hidden({section: config[section] for section in ("data", "model")})
@@ -369,7 +371,7 @@ def main_of_artefact(options: Mapping[str, str], arguments: list[str]) -> None:
             raise ConfigError(
                 f"{ignored[0]}: an artefact has one set of weights. Leave out either this option or artefact=."
             )
-        # Every process asks the hub; only one of a machine downloads, and the others wait for its lock.
+        # Every process asks the hub; only one per machine downloads; the others wait for its lock.
         folders.append(pull(place, config=True) if is_hub_url(place) else Path(place))
         return recompose_artefact(folders[0], arguments, Path(presets))
 

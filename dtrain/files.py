@@ -76,7 +76,7 @@ def replace_folder(folder: Path, filled: Path | None = None) -> Iterator[Path]:
 
     Args:
         folder: The destination; its parent folder exists. A symbolic link is replaced, not followed.
-        filled: Use this folder beside it, which exists, instead of an empty one. It is deleted after an error too.
+        filled: An existing folder next to it to use instead of an empty one. It is deleted after an error too.
 
     Yields:
         The staged folder.
@@ -156,7 +156,7 @@ def remove(path: Path) -> None:
 
 
 def open_to_append(path: Path) -> BinaryIO:
-    """Opens a regular file for writing at its end; creates it if it does not exist. Its folder exists.
+    """Opens a regular file for appending; creates it if it does not exist. Its folder exists.
 
     Raises:
         OSError: On a failure; also if it is a symbolic link or not a regular file.
@@ -176,7 +176,7 @@ def try_lock(file: IO[Any], *, shared: bool = False, without_locks: bool = True)
         Whether this process holds the lock.
 
     Raises:
-        OSError: If locking fails for another reason than these.
+        OSError: If locking fails for any other reason.
     """
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -190,7 +190,7 @@ def try_lock(file: IO[Any], *, shared: bool = False, without_locks: bool = True)
 
 
 def cut_lines(path: Path, is_kept: Callable[[bytes], bool]) -> int:
-    """Moves lines of a file to the end of ``cut-NAME`` beside it.
+    """Moves lines of a file to the end of ``cut-NAME`` next to it.
 
     The cut lines are synced before the file is replaced. A kill between the two leaves them in both files.
 
@@ -259,7 +259,7 @@ def parse_yaml(content: bytes) -> Any:
         content: The document, UTF-8, of at most 4 MiB.
 
     Raises:
-        ValueError: If it is larger, no YAML, has aliases or tags, or is nested too deeply. The message is one line.
+        ValueError: If it is larger, is not YAML, has aliases or tags, or is nested too deeply. The message is one line.
 
     Example:
         >>> parse_yaml(b"overrides: [train.max_steps=5]")
@@ -287,8 +287,8 @@ def read_json(path: Path) -> Any:
     """The plain data of a JSON file of at most 64 MiB.
 
     Raises:
-        OSError: If it cannot be read, or is no regular file.
-        ValueError: If it is larger, no JSON, or nested too deeply. The message is one line.
+        OSError: If it cannot be read, or is not a regular file.
+        ValueError: If it is larger, is not JSON, or is nested too deeply. The message is one line.
     """
     content = read_bounded(path, MAX_JSON_BYTES)
     if len(content) > MAX_JSON_BYTES:
@@ -300,7 +300,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_bounded(path: Path, most: int = MAX_BYTES) -> bytes:
-    """The bytes of a file that is to be parsed; of one with more than ``most`` only one more, so that the caller refuses it.
+    """The bytes of a file to parse, at most ``most + 1`` of them, so that the caller can refuse a larger file.
 
     Raises:
         OSError: As ``open_regular``.

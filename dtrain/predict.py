@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def rank_classes(model: Artefact, files: Sequence[str], top: int, batch_size: int) -> Iterator[Ranking]:
-    """Predicts files in their order.
+    """Predicts files, in order.
 
     Args:
         model: The artefact.
@@ -84,7 +84,7 @@ def rank_classes(model: Artefact, files: Sequence[str], top: int, batch_size: in
         batch_size: Files of one forward. If images keep their own size, they are predicted one by one.
 
     Raises:
-        ConfigError: If the model does not take images, or takes those of a custom decoder; or its outputs are not
+        ConfigError: If the model does not take images, or takes images from a custom decoder; or its outputs are not
             ``[rows, classes]`` with at least two classes.
     """
     image = model.description.input
@@ -173,7 +173,7 @@ def _print_ranking(ranking: Ranking, as_json: bool) -> None:
 def _print_text(options: argparse.Namespace, folder: Path, model: Artefact) -> None:
     sampling = Sampling(options.tokens, options.temperature, options.top_k or None, options.seed)
     text = continue_text(folder, model, options.prompt, sampling)
-    if sys.stdout.isatty() and not options.json:  # a model may have learned sequences that command a terminal
+    if sys.stdout.isatty() and not options.json:  # a model may have learned sequences that control a terminal
         text = printable(text, keep="\n\t")
     print(json.dumps({"prompt": options.prompt, "text": text}) if options.json else text, flush=True)
 
@@ -205,9 +205,13 @@ def _parser() -> argparse.ArgumentParser:
         help="0: the most probable token; 1: as trained (default)",
     )
     parser.add_argument(
-        "--top-k", type=int, default=40, metavar="K", help="draw from the K most probable tokens (default: 40; 0: all)"
+        "--top-k",
+        type=int,
+        default=40,
+        metavar="K",
+        help="sample from the K most probable tokens (default: 40; 0: all)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the draws (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the sampling (default: 0)")
     parser.add_argument(
         "--top",
         type=_positive,

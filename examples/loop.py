@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node=2 examples/loop.py --precision fp16 --out runs/loop
 
 Trains a small CNN on scikit-learn's digits with DDP, on GPUs or on a CPU. The same command again resumes in the middle of the
-epoch, on the same or another number of processes.
+epoch, on the same or a different number of processes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def train(precision: str, out: Path, epochs: int, save_every: int) -> None:
     """Trains on this rank; the process group exists."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
-    torch.manual_seed(0)  # equal initial weights; DDP would copy those of rank 0 in any case
+    torch.manual_seed(0)  # equal initial weights; DDP would copy rank 0's in any case
     model = DistributedDataParallel(SmallCNN(width=16).to(device))  # parameters stay fp32 in every precision
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     # bf16 has the range of fp32, so only fp16 needs scaling. Disabled, every method passes its argument through: scale()
@@ -55,7 +55,7 @@ def train(precision: str, out: Path, epochs: int, save_every: int) -> None:
 
     while loader.position[0] < epochs:
         batches = loader.epoch(loader.position[0])  # the rest of the epoch, after a resume
-        # The number of steps is known in advance and equal on all ranks, so that no rank waits for another one for ever.
+        # The number of steps is known in advance and equal on all ranks, so no rank waits forever for another rank.
         for _ in range(loader.steps_left):
             window = [next(batches).to(device) for _ in range(loader.micro_batches_per_step)]
             loss = train_step(model, optimizer, scaler, window, DTYPES[precision])
@@ -153,7 +153,7 @@ def load(
         moments.setdefault(int(number), {})[name] = tensors[f"{kind}.{number}.{name}"]
     optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
     scaler.load_state_dict(state["scaler"])  # collective: all ranks continue with the same scale
-    loader.load_state_dict(state["loader"])  # refused if the shards are others than those of the checkpoint
+    loader.load_state_dict(state["loader"])  # refused if the shards differ from the checkpoint's
     return int(state["step"])
 
 

@@ -18,7 +18,7 @@ options=(
   # --account=project # EDIT
 )
 processes=2                           # EDIT: the GPUs above
-python=${VENV:-$PWD/.venv}/bin/python # EDIT: the environment of scripts/quickstart.sh, or another
+python=${VENV:-$PWD/.venv}/bin/python # EDIT: the environment of scripts/quickstart.sh, or a different one
 (($#)) || set -- experiment=digits    # EDIT
 
 # The shell of salloc stays open when its allocation ends; srun would then only print that the job id is invalid.

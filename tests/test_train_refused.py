@@ -34,15 +34,15 @@ REFUSED = [
 ]
 #: Those that only a finished run of 2 steps refuses.
 REFUSED_BY_A_FINISHED_RUN = [
-    (["run.seed=1"], ["another run", "run.seed: 0 -> 1"]),
-    (["model.width=8"], ["another run", "model.width: 4 -> 8"]),
-    (["train.max_steps=1"], ["train.max_steps=1", "has done 2 steps", "another run.dir"]),
+    (["run.seed=1"], ["run.dir", "run.seed: 0 -> 1"]),
+    (["model.width=8"], ["run.dir", "model.width: 4 -> 8"]),
+    (["train.max_steps=1"], ["train.max_steps=1", "has done 2 steps", "run.dir"]),
     (
         ["optimizer.lr=0.5"],
         ["is finished", "optimizer.lr: 0.003 -> 0.5", "Increase train.max_steps", "new run.dir"],
     ),
     (["train.global_batch_size=32"], ["is finished", "train.global_batch_size: 64 -> 32"]),
-    (["run.resume=never"], ["run.resume=never", "step 2", "another run.dir"]),
+    (["run.resume=never"], ["run.resume=never", "step 2", "run.dir"]),
 ]
 
 

@@ -44,7 +44,7 @@ _PRINTING = ("--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i", "--v
 
 
 class UnresolvedValue(ConfigError):
-    """An interpolation of the config leads nowhere, or its value has the wrong type."""
+    """An interpolation of the config refers to no key, or its value has the wrong type."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Composed:
         overrides: The overrides of the command line, in their order.
         experiment: The chosen experiment; None without one.
         config_dirs: Folders given with ``--config-dir``, absolute.
-        trusted: Whether ``--trust`` was typed, or the process that started this one decides about that.
+        trusted: Whether ``--trust`` was typed, or the parent process decides about trust.
     """
 
     cfg: schema.Config
@@ -74,7 +74,7 @@ def only_prints(arguments: Sequence[str]) -> bool:
 
 
 def require_choice(composed: Composed) -> None:
-    """Refuses a config without data or model, such as that of an empty command line.
+    """Refuses a config without data or model, such as an empty command line gives.
 
     Raises:
         ConfigError: Lists the experiments.
@@ -106,7 +106,7 @@ def resolved(node: DictConfig) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0].removeprefix("ConfigError raised while resolving interpolation: ")
         if missing := re.match(r"Interpolation key '(.*)' not found", reason):
-            reason = f"${{{missing[1]}}} leads to no key. Correct it, or set {missing[1]}=..."
+            reason = f"${{{missing[1]}}} refers to no key. Correct it, or set {missing[1]}=..."
         raise UnresolvedValue(f"{error.full_key or 'config'}: {reason}") from error
     assert isinstance(container, dict)
     return {str(key): value for key, value in container.items()}
@@ -122,7 +122,7 @@ def portable(node: DictConfig) -> dict[str, Any]:
 
 
 def conf_dir() -> Path:
-    """The folder of the config groups: inside the package when installed from a wheel, beside it in a checkout."""
+    """The folder of the config groups: inside the package when installed from a wheel, next to it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "conf"
     return inside if inside.is_dir() else package.parent / "conf"
@@ -132,7 +132,7 @@ def _register_resolvers(*, as_written: bool = False) -> None:
     """Registers the resolvers of ``conf/``.
 
     ``${dtrain.env:A,B}`` is the first set variable, ``${dtrain.cache:NAME}`` a path in the cache, and ``${dtrain.classes:N}``
-    the number of names in the file classes.json beside ``data.train`` or a source of the mixture, or N without such a file.
+    the number of names in the file classes.json next to ``data.train`` or a source of the mixture, or N without such a file.
     """
     resolvers: dict[str, Callable[..., str]] = {
         "dtrain.env": _first_of_environment,
@@ -178,10 +178,10 @@ def compose(job: Callable[[Composed], None], arguments: list[str], *, trusted: b
     Args:
         job: Must not raise.
         arguments: The command line, options last (``explain.options_last``).
-        trusted: Is handed on as ``Composed.trusted``.
+        trusted: Passed on as ``Composed.trusted``.
 
     Raises:
-        UnresolvedValue: If an interpolation leads nowhere.
+        UnresolvedValue: If an interpolation refers to no key.
         ConfigError: If the config is wrong.
     """
     refused: list[ConfigError] = []

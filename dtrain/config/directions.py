@@ -1,4 +1,4 @@
-"""Whether a larger or a smaller value of a metric is the better one: for checkpoints, searches, reports and hooks."""
+"""Whether a larger or a smaller value of a metric is better: for checkpoints, searches, reports and hooks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MAX = frozenset({
     *("ndcg", "precision", "psnr", "r2", "recall", "rouge", "ssim"),
     "first_to_second", "second_to_first",  # shares of right pairs in dtrain.tasks.Contrastive
 })  # fmt: skip
-#: Words that turn the direction of another one, or make it another quantity, such as neg_mse, accuracy_drop and loss_std.
+#: Words that reverse another word's direction, or make it a different quantity, such as neg_mse, accuracy_drop and loss_std.
 _TURNING = frozenset({
     *("neg", "negative", "negated", "minus", "inv", "inverse", "reciprocal", "drop", "gap", "delta", "improvement"),
     *("reduction", "saved", "free", "std", "var"),

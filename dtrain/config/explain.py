@@ -2,7 +2,7 @@
 
 The mistakes that users make, in the order of this file:
 
-1. An argument that cannot be parsed, or that Hydra would misunderstand: an option for a key (``--precision=bf16``), or a
+1. An argument that cannot be parsed, or that Hydra would misunderstand: an option instead of a key (``--precision=bf16``), or a
    pattern that the shell has expanded to several values of one key. A preset that is not YAML.
 2. A preset that does not exist, or lacks its ``# @package _global_``.
 3. A misspelt key.
@@ -44,7 +44,7 @@ _QUOTE = "quote it twice: 'data.train=\"shards/{000..009}.tar\"'"
 
 
 class _HydraParser(argparse.ArgumentParser):
-    """Accepts the help text of Hydra 1.3 that is no string, which Python 3.14 refuses where an option is declared."""
+    """Accepts the help text of Hydra 1.3 that is not a string, which Python 3.14 refuses where an option is declared."""
 
     def _check_help(self, action: argparse.Action) -> None:
         pass
@@ -196,7 +196,7 @@ def _explain_key(error: Exception, preset: str | None, arguments: Sequence[str],
 
 
 def _no_such_key(key: str, arguments: Sequence[str], folders: Sequence[Path]) -> str:
-    """Suggests a key beside the given one, or one of a similar name elsewhere."""
+    """Suggests a key in the same section, or a key of a similar name elsewhere."""
     parent, _, name = key.rpartition(".")
     chosen = _chosen(arguments, folders)
     keys = sorted(_all_keys(OmegaConf.to_container(chosen, resolve=False)), key=_depth)
@@ -209,7 +209,7 @@ def _no_such_key(key: str, arguments: Sequence[str], folders: Sequence[Path]) ->
     beside += known - {"params"}  # the caller gives it
     adding = f" To add it, write +{key}=..." if free_form and not known else ""
     if not difflib.get_close_matches(name, beside, cutoff=0.75):
-        elsewhere = {path.rpartition(".")[2]: path for path in reversed(keys)}  # the least deep one counts
+        elsewhere = {path.rpartition(".")[2]: path for path in reversed(keys)}  # the shallowest one counts
         if close := difflib.get_close_matches(name, elsewhere, n=1, cutoff=1.0 if free_form else 0.7):
             return f"{message} Did you mean {elsewhere[close[0]]}?"
     adding = adding if parent else _own_value(name)

@@ -1,8 +1,8 @@
 """Builds the object that a node of the config names by ``_target_``, with Hydra's ``instantiate``.
 
-Nodes are plain data, because the config was resolved when it was composed. The arguments of every target are compared with its
-signature first, those of nested targets too. Whatever fails, also inside the target's own code, becomes a ``ConfigError`` that
-names the key, the target and the values.
+Nodes are plain data, because the config was resolved when it was composed. The arguments of every target,
+nested targets included, are compared with its signature first. Any failure, even inside the target's own code, becomes a
+``ConfigError`` that names the key, the target and the values.
 """
 
 from __future__ import annotations

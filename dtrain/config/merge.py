@@ -1,13 +1,13 @@
-"""How presets and the command line are merged: a node of another class replaces the earlier node.
+"""How presets and the command line are merged: a node of a different class replaces the earlier node.
 
 Hydra merges mappings key by key, so the arguments of a preset's class would reach the class that a user names instead. Here
 
-* a mapping with another ``_target_`` replaces the earlier mapping of the same key, also one inside of a node;
+* a mapping with a different ``_target_`` replaces the earlier mapping of the same key, also inside a node;
 * ``data.fields`` replaces the earlier fields if each of its fields has a name; otherwise it changes single options of them;
   likewise ``data.mixture`` if each of its sources has shards;
 * ``model=NAME`` on the command line replaces what presets say about ``model``; the same for ``task``, ``optimizer`` and
   ``schedule``;
-* another task removes the metric of ``checkpoint.best`` that a preset has set before for its own task, unless it is a loss.
+* a different task removes the metric of ``checkpoint.best`` that a preset has set before for its own task, unless it is a loss.
 
 An argument that the class of a node takes by name can be set without ``+``, also if the presets leave it out.
 
@@ -35,7 +35,7 @@ from dtrain.errors import ConfigError
 CLASS_GROUPS = ("model", "task", "optimizer", "schedule")
 #: Mappings that replace earlier ones if each of their entries has this key.
 _WHOLE = {"data.fields": "name", "data.mixture": "shards"}
-#: Keys of this mapping are names of the user's.
+#: Keys of this mapping are names that the user chooses.
 _NAMES = "run.warm_start.rename"
 _SETS = "data.eval"  # a mapping without a class is several sets, which replace a dataset by its class
 _OF_HYDRA = {"_partial_", "_recursive_", "_convert_"}  # say how a node is built, not what its class takes
@@ -96,10 +96,10 @@ class _Loader(ConfigLoaderImpl):
         return self._loaded.pop() if self._loaded else super()._load_single_config(default, repo)
 
     def _remove_replaced_groups(self, defaults: Any, configs: Sequence[DictConfig], repo: Any) -> bool:
-        """Removes what presets say about a class group of which the command line chooses another option or class.
+        """Removes what presets say about a class group for which the command line chooses a different option or class.
 
         Returns:
-            Whether the command line chooses another task than the presets.
+            Whether the command line chooses a different task than the presets.
         """
         chosen = {
             override.key_or_group: override.value()
@@ -132,7 +132,7 @@ def _replacing(node: DictConfig, path: str = "") -> Iterator[str]:
 
 
 def _remove_other(configs: Sequence[DictConfig], path: str, new: DictConfig) -> None:
-    """Removes the mapping at a path from earlier configs, if the one that they make has another class."""
+    """Removes the mapping at a path from earlier configs, if the mapping that they compose has a different class."""
     found = [(config, node) for config in configs if _is_mapping(node := _select(config, path))]
     targets = [target for _, node in found if (target := _target(node)) is not None]
     if path in _WHOLE or (targets and targets[-1] != _target(new)):
@@ -151,7 +151,7 @@ def _remove_best_of_other_task(configs: Sequence[DictConfig], target: Any) -> No
 
 
 def _names_other_task(overrides: Sequence[Override], target: Any) -> bool:
-    """Whether the command line names another class than ``target`` as the task."""
+    """Whether the command line names a different class than ``target`` as the task."""
     for override in overrides:
         if not override.is_delete() and not override.is_sweep_override():
             value = override.value()

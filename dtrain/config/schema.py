@@ -57,8 +57,8 @@ class RunConfig:
 class TrainConfig:
     """The training loop. `max_steps` and the `*_every` keys count attempted optimizer steps."""
 
-    global_batch_size: int = 64  # samples of one optimizer step, over all ranks
-    micro_batch_size: int | None = None  # samples of one forward on one rank; null: a rank's share of the global batch
+    global_batch_size: int = 64  # samples per optimizer step, over all ranks
+    micro_batch_size: int | None = None  # samples per forward pass on one rank; null: its share of the global batch
     max_steps: int | None = None  # the first of max_steps and max_epochs ends the run; null: no limit
     # null: no limit. The schedule is laid out over max_epochs, also if max_steps ends the run before; else over max_steps
     max_epochs: int | None = None
@@ -92,16 +92,16 @@ class DataConfig:
     dict or tuple of arrays, or a `dtrain.data.Generated`.
 
     `mixture` is `{NAME: {shards: ..., weight: ...}}`: `shards` as `train`; `weight`, a number or points `[[step, number],
-    ...]`, is 1 by default; `fields` and `augment` (`none`: no augmentation) replace those of `data` for this source; and
-    with `tokens_per_sample` weights are shares of the tokens.
+    ...]`, is 1 by default; `fields` and `augment` (`none`: no augmentation) replace `data.fields` and `data.augment` for this
+    source; and with `tokens_per_sample` weights are shares of the tokens.
     """
 
-    train: Any = None  # training shards, or a _target_; null: those of mixture
+    train: Any = None  # training shards, or a _target_; null: the shards of mixture
     eval: Any = (
         None  # evaluation shards, or a _target_, or {NAME: either of them} for several sets; null: no evaluation
     )
     mixture: dict[str, Any] = field(default_factory=dict)  # several sources instead of train, see above
-    epoch_of: str | None = None  # the source whose epochs are those of the mixture; null: the first
+    epoch_of: str | None = None  # the source whose epochs count as the mixture's; null: the first
     # a field that a source of the mixture lacks: refuse | mask: zeros, and false in the field has_NAME
     missing: str = "refuse"
     fields: dict[str, Any] = field(default_factory=dict)  # by extension of the members: name, role, size, mean, std
@@ -167,15 +167,15 @@ class ParallelConfig:
     shard: str = "none"
     # sharded: patterns of modules whose parameters are gathered together, such as [blocks.*]; null: the repeated blocks
     shard_modules: list[str] | None = None
-    shard_size: int | None = None  # hybrid: ranks that hold one copy of the model together; null: those of a machine
+    shard_size: int | None = None  # hybrid: ranks that share one copy of the model; null: the ranks of one machine
     # sharded: dtype in which parameters are gathered: fp32: as with DDP | compute: half the bytes in bf16 and fp16, but all
-    # parameters are rounded to it, those of normalisation layers too
+    # parameters are rounded to it, also in normalisation layers
     gather_dtype: str = "fp32"
     # sharded: when gradients are reduced: window: after the last micro-batch | micro_batch: after each, which needs less memory
     reduce_after: str = "window"
     offload: bool = False  # sharded: parameters, gradients and optimizer state in host memory; GPUs only, slow
-    timeout_start: float = 600.0  # seconds without progress before the first step is done that count as a hang
-    timeout_step: float = 300.0  # seconds without progress after the first step that count as a hang
+    timeout_start: float = 600.0  # seconds without progress that count as a hang, until the first step is done
+    timeout_step: float = 300.0  # seconds without progress that count as a hang, after the first step
     bucket_cap_mb: int = 25  # DDP: size of the buckets in which gradients are reduced
     find_unused_parameters: bool = False  # DDP: needed if a step does not use all parameters
     static_graph: bool = False  # DDP: every step uses the same parameters
@@ -235,7 +235,7 @@ class SearchConfig:
     # maximize | minimize; null: by the name of the metric
     direction: str | None = None
     best: bool = False  # the objective of a run is its best value; false: its last value
-    sampler: str = "tpe"  # tpe: values near those of good runs | random
+    sampler: str = "tpe"  # tpe: values near the good runs' | random
     seed: int = 0  # of the sampler
     # median: stop a run that is worse than the median of the others at its step | halving: successive halving | none
     pruner: str = "none"
@@ -254,7 +254,7 @@ class LaunchConfig:
     # among them. slurm: a sweep is then one job array
     max_running: int | None = None
     search: SearchConfig = field(default_factory=SearchConfig)
-    # start with fewer nodes, at least so many, if the others are not free; the global batch stays the same
+    # start with fewer nodes, at least this many, if the others are not free; the global batch stays the same
     min_nodes: int | None = None
     time: str = "01:00:00"  # of one allocation, not of the run
     partition: str | None = None  # null: the cluster's default
@@ -281,7 +281,7 @@ class ExportConfig:
     tolerance: float | None = None
     # allowed difference of accuracy, loss and other metrics from fp32; null: the dtype's default
     max_metric_difference: float | None = None
-    measure: bool = True  # measure time and memory, beside those of the same weights in fp32
+    measure: bool = True  # measure time and memory, compared with the same weights in fp32
     batch: list[int] = field(default_factory=lambda: [1, 32])  # batch sizes to measure
     max_latency_ms: float | None = None  # also find the largest batch within this latency
     max_memory_gib: float | None = None  # and within this memory
@@ -291,10 +291,10 @@ class ExportConfig:
         None  # a model on the Hugging Face hub to publish the artefact to: hf://ORG/NAME[@BRANCH]; null: none
     )
     private: bool = (
-        True  # a repository that export.push creates is seen by its owners only; an existing one keeps its visibility
+        True  # a new repository of export.push is visible to its owners only; an existing one does not change
     )
     license: str | None = None  # in the model card of export.push, such as apache-2.0; null: left out
-    push_replace: bool = False  # export.push replaces all files of a repository that has another model
+    push_replace: bool = False  # export.push replaces all files of a repository that has a different model
 
 
 @dataclass

@@ -212,7 +212,7 @@ class ColorJitter:
 
     The augmentation of Howard ("Some improvements on deep convolutional neural network based image classification",
     2013) with the arguments of torchvision's class of this name. As in NVIDIA DALI's ``ColorTwist``, all four changes
-    are one affine map of the colours, an eighth of the time of torchvision's. Results differ from torchvision's in two
+    are one affine map of the colours, in an eighth of torchvision's time. Results differ from torchvision's in two
     ways: values are clipped once at the end instead of after each change, and hue is rotated at constant luma in YIQ
     instead of HSV. For torchvision's own results use ``TorchvisionTransform``.
 
@@ -256,7 +256,7 @@ class TorchvisionTransform:
     restored afterwards, so that the result still depends on (seed, epoch, sample) only.
 
     Args:
-        transform: Called with a uint8 tensor ``[3, height, width]``; returns another of any height and width. Leave out
+        transform: Called with a uint8 tensor ``[3, height, width]``; returns one of any height and width. Leave out
             ``ToDtype`` and ``Normalize``: images are transferred as uint8 and normalised on the device.
         field: Name of the image.
 
@@ -276,7 +276,7 @@ class TorchvisionTransform:
         """The sample with its image, uint8 ``[height, width, 3]``, replaced by a new array.
 
         Raises:
-            DataError: If the transform returns anything else than uint8 ``[3, height, width]``.
+            DataError: If the transform returns anything but uint8 ``[3, height, width]``.
         """
         image = torch.from_numpy(np.array(image_of(sample, self.field))).permute(2, 0, 1)
         seed = int(rng.integers(2**63))

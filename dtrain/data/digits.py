@@ -28,7 +28,7 @@ def shard_dir() -> str:
 def prepare(directory: str | None = None) -> None:
     """Writes ``train-{000000..000007}.tar`` and ``test-{000000..000001}.tar`` (png, cls) unless they exist.
 
-    Any number of processes may do this at once: each writes a folder of its own, and the first one to finish is kept.
+    Any number of processes may do this at once: each writes its own folder, and the first one to finish is kept.
 
     Args:
         directory: The folder; None: ``shard_dir()``.
@@ -51,7 +51,7 @@ def prepare(directory: str | None = None) -> None:
             write_shards(samples, staged, prefix=split, shards=_SHARDS[split])
     if not _is_whole(folder):
         raise FileExistsError(
-            f"{folder} exists with other content than the digits shards. Delete it or choose another folder."
+            f"{folder} exists and is not the folder of the digits shards. Delete it or choose a different folder."
         )
 
 

@@ -163,7 +163,7 @@ class Mixtures:
     """The mixtures of one micro-batch.
 
     Attributes:
-        samples: Samples to read: those of the rows, then partners that are in no row, int64, shape ``[rows + others]``.
+        samples: Samples to read: first those in the rows, then partners that are in no row, int64, shape ``[rows + others]``.
     """
 
     def __init__(

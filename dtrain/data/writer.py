@@ -160,8 +160,8 @@ def refuse_mixing(folder: Path, prefix: str) -> None:
     old = sorted(folder.glob(f"{prefix}-*.tar"))
     if old:
         raise FileExistsError(
-            f"{folder} has {len(old)} shards of that name already, such as {old[0].name}. Delete them or choose "
-            "another folder."
+            f"{folder} already has {len(old)} shard{'s' * (len(old) > 1)} of that name, such as {old[0].name}. Delete "
+            "them or choose a different folder."
         )
 
 

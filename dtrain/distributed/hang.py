@@ -11,8 +11,8 @@
 * A rank whose peer has failed ends by itself where the collective breaks, as on gloo. A kernel of NCCL does not break, and
   the main thread waits for it in C code; so the watch ends the process.
 * With one rank, time at the prompt of a debugger does not count: nobody waits for it.
-* A process whose C code never releases the interpreter lock is ended by ``exit_if_lock_is_held``. What no thread can
-  end is a call that the kernel does not interrupt, such as that of a dead disk or driver.
+* A process whose C code never releases the interpreter lock is ended by ``exit_if_lock_is_held``. No thread can end a call that
+  the kernel does not interrupt, such as one that waits for a failed disk or driver.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from dtrain.files import open_to_append
 _HUNG, _SUMMARY = "dtrain/hang", "dtrain/hang/summary"
 # Seconds:
 _LONGEST_POLL = 1.0
-_GRACE = 2.0  # for a rank to end by itself after another one has failed
+_GRACE = 2.0  # for a rank to end by itself after another rank has failed
 _STORE_LOST = 15.0  # without an answer of the store; a rank that waits for the disk of rank 0 hangs from then on
 _REPORT_TIMEOUT = 3.0  # a rank whose C code holds the interpreter lock cannot answer
 _END = 20.0  # for a report and for background writers: a slow disk or tracker must not keep a process
@@ -77,12 +77,12 @@ class Place:
 
 
 class HangWatch:
-    """Watches this process inside its ``with`` block, which is inside that of ``process_group``.
+    """Watches this process inside its ``with`` block, which is inside the block of ``process_group``.
 
     Args:
         world: The ranks.
         cfg: ``timeout_start`` and ``timeout_step`` limit the seconds without progress until, and after, the first step.
-        failed: Called with one line before the process ends because of a hang or of another rank.
+        failed: Called with one line before the process ends because of a hang or a failure of another rank.
     """
 
     def __init__(self, world: World, cfg: ParallelConfig, failed: Callable[[str], None] = lambda text: None) -> None:
@@ -182,7 +182,7 @@ class HangWatch:
                 self.declare(f"nothing has moved for {limit:g} s")
 
     def _limit_lock(self, seconds: float) -> None:
-        if self._world.size > 1:  # a process on its own waits for nobody, and may be suspended for any time
+        if self._world.size > 1:  # a single process waits for no other, and may be suspended for any time
             exit_if_lock_is_held(seconds + _LOCK_HELD)
 
     def _store_answers(self) -> bool:
@@ -253,7 +253,7 @@ class HangWatch:
         return f"{text}: {'; '.join(lines)}"
 
     def _wait_for(self, keys: list[str], seconds: float) -> list[str | None]:
-        """The values of ``keys``, as soon as all exist or the time is over; None for those that do not."""
+        """The values of ``keys``, as soon as all exist or the time is over; None for keys that do not."""
         values: list[str | None] = [None] * len(keys)
         deadline = time.monotonic() + seconds
         with suppress(StoreLost):

@@ -99,7 +99,7 @@ class RunLock:
         self.claimed = False
 
     def acquire(self) -> None:
-        """Locks the directory if it has a lock file, as every run has that was started, and is not locked. Writes nothing.
+        """Locks the directory if it has a lock file (as every started run has) and is not locked yet. Writes nothing.
 
         Raises:
             ConfigError: If another job still holds the lock after the wait, naming its process, host and start; or if the
@@ -128,7 +128,7 @@ class RunLock:
                     self.release()
                     raise ConfigError(
                         f"run.dir: another job has started a run in {self._dir} just now. The same command again resumes that "
-                        "run once it has ended; for a run of its own use another run.dir."
+                        "run once it has ended; for a separate run use a different run.dir."
                     )
             assert self._file is not None
             since = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -149,7 +149,7 @@ class RunLock:
 
     @contextmanager
     def _writable(self) -> Iterator[None]:
-        with as_config_error(f"run.dir: {self._dir} cannot be written, choose another one"):
+        with as_config_error(f"run.dir: {self._dir} cannot be written, choose a different one"):
             yield
 
     def _content(self) -> object:
@@ -177,7 +177,7 @@ class RunLock:
                     # A job that has not started to train yet holds the lock, but the file still names the job before it.
                     raise ConfigError(
                         f"run.dir: {self._dir} is in use by another job (last start: {process}, {holder.get('since')}). "
-                        "Wait for it, stop it, or use another run.dir."
+                        "Wait for it, stop it, or use a different run.dir."
                     ) from None
                 if not is_noted:
                     self._note(f"waiting for another job to leave {self._dir} (last start: {process})")

@@ -42,7 +42,7 @@ def exit_now(code: int, message: str = "", *, shown: bool = True) -> None:
         message: The reason, for torchrun; ``""`` if the caller has shown it.
         shown: Whether the caller has shown it.
     """
-    exit_within(_WRITER_SECONDS, code)  # also if a disk or a pipe accepts nothing below
+    exit_within(_WRITER_SECONDS, code)  # also if a write below blocks
     record_failure(message, shown)
     deadline = time.monotonic() + _WRITER_SECONDS
     for thread in threading.enumerate():
@@ -55,7 +55,7 @@ def exit_now(code: int, message: str = "", *, shown: bool = True) -> None:
 
 
 def exit_within(seconds: float, code: int) -> None:
-    """Ends this process after ``seconds``, whatever its other threads do until then."""
+    """Ends this process after ``seconds``, regardless of its other threads."""
 
     def end() -> None:
         time.sleep(seconds)
@@ -70,7 +70,7 @@ def exit_unless(done: threading.Event, seconds: float, message: str) -> None:
 
     def end() -> None:
         if not done.wait(seconds):
-            exit_within(_WRITER_SECONDS, 1)  # also if standard error accepts nothing
+            exit_within(_WRITER_SECONDS, 1)  # also if writing to standard error blocks
             sys.stderr.write(f"{message}\n")
             exit_now(1, message)
 
@@ -79,7 +79,7 @@ def exit_unless(done: threading.Event, seconds: float, message: str) -> None:
 
 
 def exit_without_threads(seconds: float, code: int) -> None:
-    """Ends this process with ``code`` after ``seconds``, for which the interpreter waits for threads that are no daemons.
+    """Ends this process with ``code`` after ``seconds``, during which the interpreter waits for threads that are not daemons.
 
     A thread of user code that never ends would keep a failed process, and its GPU, for ever. A checkpoint is written before.
     """
@@ -95,7 +95,7 @@ def exit_without_threads(seconds: float, code: int) -> None:
         sys.stderr.write(
             f"dtrain: these threads have not ended in {seconds:g} s, the process ends: {', '.join(left)}\n"
         )
-        exit_within(_WRITER_SECONDS, code)  # also if a stream accepts nothing
+        exit_within(_WRITER_SECONDS, code)  # also if writing to a stream blocks
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):
                 stream.flush()
@@ -120,7 +120,7 @@ def in_time(function: Callable[[], T], seconds: float) -> T:
 
     Raises:
         TimeoutError: If it takes longer; the argument is the thread.
-        Exception: That of ``function``.
+        Exception: Whatever ``function`` raises.
     """
     results: list[T] = []
     errors: list[Exception] = []
@@ -175,7 +175,7 @@ def exit_with_parent(pid: int) -> None:
     """Makes this process end within seconds after process ``pid`` has ended, even if that was before this call.
 
     torch's own watchdog of a loader worker watches the process that is the parent when the watchdog starts. If the trainer
-    is killed while it starts workers, that is another process, and the workers would never end.
+    is killed while it starts workers, that is a different process, and the workers would never end.
     """
     threading.Thread(target=_exit_after, args=(pid,), name="exit with parent", daemon=True).start()
 
@@ -197,7 +197,7 @@ def _exit_after(pid: int) -> None:
 def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except OSError:  # it has ended, or its number belongs to a process of another user by now
+    except OSError:  # it has ended, or its number now belongs to another user's process
         return False
     # A process stays a zombie until its parent reads its exit code, and process 1 of some containers never does.
     try:

@@ -1,8 +1,7 @@
 """The process group of a run: joined once, and left cleanly whether the run succeeds or fails.
 
 * Errors: a rank that fails publishes its error in the group's store before it closes its connections. The other ranks,
-  whose collectives break, read the store and end with one line. So the only traceback is that of the rank that failed
-  first.
+  whose collectives break, read the store and end with one line. So only the rank that failed first shows a traceback.
 * Time-outs: a collective may take ``parallel.timeout_start`` until the first step is done, while files are indexed and
   kernels are compiled, and ``parallel.timeout_step`` afterwards, each ``BACKSTOP`` seconds longer: ``HangWatch`` comes
   first, because it reports where each rank waits.
@@ -81,7 +80,7 @@ def process_group(
 
     Args:
         timeout: Seconds that a collective may take, until ``set_timeout`` changes it.
-        join: Returns this rank's world and a store that all its ranks see, or None for those of the launcher.
+        join: Returns this rank's world and a store that all its ranks see, or None to use the launcher's.
 
     Yields:
         This rank's world.
@@ -112,7 +111,7 @@ def process_group(
         with _joining(world, timeout):
             _wait_until_all_joined(world, limit)
             if os.environ.get("TORCH_GLOO_LAZY_INIT") == "1" and world.size > 1:
-                # A rank notices the end of those only that it has a connection to, and waits for others (gloo issue 520).
+                # A rank only notices the end of ranks that it has a connection to, and waits for others (gloo issue 520).
                 dist.all_reduce(torch.zeros(1))
         yield world
     except RankLost:
@@ -154,12 +153,12 @@ def set_timeout(seconds: float) -> None:
     """Sets how long a collective may take from now on; it ends ``BACKSTOP`` seconds later."""
     # torch 2.15 has made the function public, and warns of its former name.
     set_timeout_of = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout
-    for group in list(c10d._world.pg_map):  # the default group, and those of a hybrid mesh
+    for group in list(c10d._world.pg_map):  # the default group, and the groups of a hybrid mesh
         set_timeout_of(timedelta(seconds=seconds + BACKSTOP), group)
 
 
 def keep_group(group: dist.ProcessGroup) -> None:
-    """Keeps a group of several ranks, which somebody else made, until this process has left all groups."""
+    """Keeps a group of several ranks, which other code made, until this process has left all groups."""
     if group.size() > 1 and not any(group is kept for kept in _groups):
         _groups.append(group)
 
@@ -226,7 +225,7 @@ def is_lost_rank(error: BaseException, world: World) -> bool:
 
 
 def _published_because_of(error: BaseException, world: World) -> str | None:
-    """The error of the rank that failed first; waits for it if this one's is that of a collective."""
+    """The error of the rank that failed first; waits for it if this rank's error comes from a collective."""
     deadline = time.monotonic() + (_WAIT_FOR_ERROR if is_from_collective(error) and world.size > 1 else 0)
     while (first := published_failure()) is None and time.monotonic() < deadline:
         time.sleep(0.05)

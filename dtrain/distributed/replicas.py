@@ -20,7 +20,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicasDiffer(ConfigError):
-    """The parameters of the ranks have drifted apart, so no rank's state is that of the run."""
+    """The parameters of the ranks have drifted apart, so no rank's state is the run's state."""
 
 
 @torch.no_grad()

@@ -5,9 +5,9 @@
 * A *part* (torch: local shard) of a parameter is a range of its first dimension. Gradients, optimizer state and averaged
   weights have the same parts. Parameters are ``DTensor`` objects, whose ``to_local()`` is the part of this rank.
 * The *copies* of a gradient are the ranks that hold the same numbers: all ranks with DDP, one with ``shard=full``, one per
-  group with ``shard=hybrid``. The norm of all gradients is that of the sum over ranks of ``|part|^2 / copies``.
+  group with ``shard=hybrid``. The squared norm of all gradients is the sum over ranks of ``|part|^2 / copies``.
 
-Autocast casts, as it does with DDP, so parameters are gathered in fp32 by default and the losses equal those of DDP.
+Autocast casts, as it does with DDP, so parameters are gathered in fp32 by default and the losses equal DDP's.
 
 torch.distributed.fsdp takes 0.7 s to import, so only sharded runs import it.
 """
@@ -118,7 +118,7 @@ def shard_model(
         model: The bare model, equal on all ranks.
         parallel: The config; ``shard`` is not ``none``.
         world: The ranks.
-        compute_dtype: That of the run's precision, for ``gather_dtype=compute``.
+        compute_dtype: The compute dtype of the run's precision, for ``gather_dtype=compute``.
         kept: Names of modules that compute in fp32, whose parameters are then gathered in fp32.
 
     Returns:
@@ -169,7 +169,7 @@ def unit_names(model: nn.Module, parallel: ParallelConfig) -> list[str]:
     key = "parallel.shard_modules"
     if (found := already_sharded(model)) is not None:
         raise ConfigError(
-            f"parallel.shard={parallel.shard}: {found}, and dtrain would shard it a second time. Build the plain model; "
+            f"parallel.shard={parallel.shard}: {found}, and dtrain would shard it again. Build the plain model; "
             f"{key} decides how it is sharded."
         )
     modules = dict(model.named_modules())
@@ -230,7 +230,7 @@ def own_range(tensor: Tensor) -> tuple[slice, ...]:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
-    # A part without elements begins behind the end.
+    # An empty part begins past the end.
     return tuple(slice(min(at, size), at + n) for at, n, size in zip(offset, shape, tensor.shape, strict=True))
 
 
@@ -244,7 +244,7 @@ def copies_of(parameter: Tensor, ranks: int) -> int:
 
 
 def small_part(model: nn.Module) -> nn.Parameter:
-    """A small parameter with a gradient, sharded as those of ``model`` are: for a trial step of an optimizer."""
+    """A small parameter with a gradient, sharded like those of ``model``: for a trial step of an optimizer."""
     from torch.distributed.tensor import DTensor
 
     like: Any = next(parameter for parameter in model.parameters() if is_dtensor(parameter))
@@ -274,7 +274,7 @@ class ShardedWindow:
         self._units: list[Any] = [module for module in model.modules() if is_sharded(module)]
         self._reduce_each = reduce_each
         self._syncs = True
-        # By place, because a forward may assign another tensor.
+        # By place, because a forward may assign a different tensor.
         self._buffers = [
             (module._buffers, name)
             for module in model.modules()
@@ -377,8 +377,8 @@ def _mesh(parallel: ParallelConfig, world: World) -> DeviceMesh:
         if len(set(sizes)) > 1 or world.size % size:
             found = " or ".join(map(str, sorted(set(sizes))))
             raise ConfigError(
-                f"parallel.shard_size: got null, and the machines have {found} ranks, which are no groups of equal size among "
-                f"the {world.size} ranks. Set it to the number of ranks of a group."
+                f"parallel.shard_size: got null, and the machines have {found} ranks, which do not form groups of equal size "
+                f"among the {world.size} ranks. Set it to the number of ranks of a group."
             )
     mesh = init_device_mesh(world.device.type, (world.size // size, size), mesh_dim_names=("replicate", "shard"))
     for group in mesh.get_all_groups():
@@ -447,5 +447,5 @@ def _check_parameters(model: nn.Module, units: Sequence[str]) -> None:
             if dtype != parameter.dtype:
                 raise ConfigError(
                     f"parallel.shard_modules: {before} ({dtype}) and {name} ({parameter.dtype}) are in one unit, which can "
-                    f"hold one dtype. Make the module of one of them a unit of its own."
+                    f"hold one dtype. Make the module of one of them a separate unit."
                 )

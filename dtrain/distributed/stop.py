@@ -1,7 +1,7 @@
 """Requests to stop: signals, a STOP file and time limits. The ranks agree when to stop, in the vote of a step.
 
-* A signal handler only sets a flag: a save or a collective inside a handler would interrupt the training thread in the
-  middle of another one.
+* A signal handler only sets a flag: a save or a collective inside a handler would interrupt the training thread in the middle
+  of another save or collective.
 * Some time after SIGTERM, torchrun sends SIGKILL. A rank that does not reach the next vote reports where it waits before
   that. (torchrun sends SIGTERM also to the peers of a failed rank; ``HangWatch`` ends them.)
 * A time limit (``run.max_hours``, the end of the SLURM allocation) requests a stop before it is reached. Time

@@ -1,6 +1,6 @@
 """The store of the ranks: rendezvous, and the error of the rank that failed first.
 
-* The *store* is a key-value server (``TCPStore``) on one machine, usually that of rank 0. torch's client (2.9-2.13) has no
+* The *store* is a key-value server (``TCPStore``) on one machine, usually rank 0's. torch's client (2.9-2.13) has no
   time limit for most of its calls: if that machine is lost, or the network to it, a call returns when TCP gives up, after a
   quarter of an hour.
   ``GroupStore`` makes each call in a thread that it abandons, so that every call ends in time.
@@ -55,7 +55,7 @@ class GroupStore:
     """
 
     def __init__(self, store: dist.Store, world: World) -> None:
-        # A connection of its own: a connection serves one call at a time, and the main thread may hang in one.
+        # Its own connection: a connection serves one call at a time, and the main thread may hang in one.
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
         self._late: threading.Thread | None = None
         self._answered = time.monotonic()
@@ -85,12 +85,12 @@ class GroupStore:
 
     @property
     def is_open(self) -> bool:
-        """Whether this process is in the process group still."""
+        """Whether this process is still in the process group."""
         return _group_store is self
 
     @property
     def silent_for(self) -> float:
-        """Seconds since the store has answered."""
+        """Seconds since the last answer of the store."""
         return time.monotonic() - self._answered
 
     def read(self, *keys: str) -> list[str | None]:
@@ -113,7 +113,7 @@ _group_store: GroupStore | None = None
 
 
 def open_group_store(store: dist.Store, world: World) -> None:
-    """Makes ``store`` that of this process until ``close_group_store``."""
+    """Makes ``store`` the store of this process until ``close_group_store``."""
     global _group_store
     _group_store = GroupStore(store, world)
 
@@ -131,11 +131,11 @@ def group_store() -> GroupStore:
 
 
 def say_to_all(key: str, text: str, world: World, seconds: float) -> list[str] | None:
-    """Every rank says a text and reads those of all ranks, without a collective of torch.
+    """Every rank publishes a text and reads the texts of all ranks, without a collective of torch.
 
     Args:
         key: Not used before in this process group.
-        text: What this rank says.
+        text: What this rank publishes.
         world: The ranks.
         seconds: How long to wait for the others.
 
@@ -224,9 +224,9 @@ def fresh_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
 
 
 def _answer_all(store: dist.Store, attempt: dist.Store, name: str, world_size: int, timeout: timedelta) -> None:
-    """Answers all names of the list, those of an earlier attempt too, until every rank of this attempt has arrived.
+    """Answers all names of the list, also of an earlier attempt, until every rank of this attempt has arrived.
 
-    One call a poll reads the list, so that the work grows with the number of ranks and not with the time they need to arrive.
+    Each poll reads the list in one call, so the work grows with the number of ranks, not with the time they need to arrive.
     """
     answered = 0
     deadline = time.monotonic() + timeout.total_seconds()

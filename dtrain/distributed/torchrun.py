@@ -106,7 +106,7 @@ def quiet_torchrun() -> None:
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
             text = _last_message(kind.__name__, error, killed_by_torchrun)
-        except Exception:  # noqa: BLE001 - another version of torchrun: its own report is better than none
+        except Exception:  # noqa: BLE001 - a different version of torchrun: its own report is better than none
             previous(kind, error, trace)
             return
         if text is None:
@@ -122,7 +122,7 @@ def quiet_torchrun() -> None:
 
 
 def allow_open_files() -> None:
-    """Raises this process's limit of open files as far as it may be: torchrun's store has two connections to each rank."""
+    """Raises this process's limit of open files as far as possible: torchrun's store has two connections to each rank."""
     with suppress(OSError, ValueError):  # macOS has no limit, but does not accept that as a limit
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -161,7 +161,7 @@ def _explain_end(rank: int, code: int, pid: int) -> str:
 
 
 _REMEDIES: dict[int, str] = {
-    signal.SIGKILL: "If nobody has killed it, the memory of this machine was used up: see dmesg.",
+    signal.SIGKILL: "If nobody has killed it, this machine ran out of memory: see dmesg.",
     signal.SIGBUS: "If it is a full /dev/shm, use fewer workers or a larger one (docker: --shm-size=8g).",
     signal.SIGSEGV: "The stack of its threads is above.",
 }
@@ -182,6 +182,6 @@ def _hides_output(arguments: Sequence[str]) -> bool:
 
 def _refuse_rendezvous(parameters: Any) -> Any:
     raise ValueError(
-        f"--rdzv-backend={parameters.backend}: this is no rendezvous backend. It is how dtrain shortens torchrun's report of "
+        f"--rdzv-backend={parameters.backend}: not a rendezvous backend. It is how dtrain shortens torchrun's report of "
         "an error. Use --standalone, or --rdzv-backend=c10d."
     )

@@ -1,6 +1,6 @@
 """Ends torchrun on a machine that has lost the others: without this it keeps its node for a quarter of an hour.
 
-torchrun asks the store of the job, which is on one of the machines, all the time and before it ends. torch's calls have no time
+torchrun asks the store of the job, which is on one of the machines, continuously and before it ends. torch's calls have no time
 limit (2.9 to 2.13): if that machine or the network to it is lost, a call returns when TCP gives up. The ranks have ended long
 before (``dtrain.distributed.hang``).
 
@@ -37,7 +37,7 @@ def main_frame() -> FrameType | None:
     if ident is None:
         return None
     # A garbage collection inside sys._current_frames can deadlock the process: github.com/python/cpython/issues/106883,
-    # mended in later patch releases only.
+    # fixed in later patch releases only.
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -54,7 +54,7 @@ def _watch() -> None:
         frame = main_frame()
         is_training = any(_is_rank(child) for child in _children())
         had_ranks |= is_training
-        # The frame itself is kept: another call at the same place has another one.
+        # The frame itself is kept: another call at the same place has a different one.
         if is_training or not had_ranks or last is None or frame is not last[0] or frame.f_lasti != last[1]:
             since = time.monotonic()
             last = (frame, frame.f_lasti) if frame is not None else None

@@ -32,7 +32,7 @@ class World:
     Attributes:
         rank: This process, in ``[0, size)``.
         size: Number of processes.
-        local_rank: This process among those of its machine.
+        local_rank: Number of this process on its machine.
         local_size: Number of processes of this machine.
         device: Where this rank computes.
         backend: For ``torch.distributed``: ``gloo`` on CPUs; on GPUs NCCL, and gloo for tensors in host memory.
@@ -74,7 +74,7 @@ def choose_device(local_rank: int, local_size: int, gpus: int) -> tuple[torch.de
     """One GPU per rank and NCCL where there are GPUs, else the CPU and gloo.
 
     Args:
-        local_rank: This process among those of its machine.
+        local_rank: Number of this process on its machine.
         local_size: Number of processes of this machine.
         gpus: Number of GPUs that this process sees.
 

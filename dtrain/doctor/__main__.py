@@ -131,7 +131,7 @@ def _environment(world: World) -> tuple[list[Finding], AllReduce | None]:
 
 
 def other_machines(world: World, found: list[Finding]) -> dict[str, list[Finding]]:
-    """Collective. Host name to problems, for each machine except that of rank 0."""
+    """Collective. Host name to problems, for each machine except rank 0's."""
     all_findings: list[tuple[str, list[Finding]]] = [("", [])] * world.size
     problems = [finding for finding in found if finding.level != "ok"]
     dist.all_gather_object(all_findings, (socket.gethostname(), problems if world.local_rank == 0 else []))

@@ -66,7 +66,7 @@ class ShardReads:
         Raises:
             ConfigError: On every rank, if a shard cannot be read.
         """
-        if isinstance(source, MixtureSource):  # the one with the most samples stands for all
+        if isinstance(source, MixtureSource):  # the source with the most samples stands for all
             source = max(source.sources, key=lambda one: one.index.num_samples)
         if not isinstance(source, ShardSource):
             return None
@@ -185,7 +185,7 @@ def writable_folder(run_dir: Path) -> Path:
     Raises:
         ConfigError: If it cannot be written.
     """
-    with as_config_error(f"run.dir: {run_dir} cannot be written, choose another one"):
+    with as_config_error(f"run.dir: {run_dir} cannot be written, choose a different one"):
         folder = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
         with tempfile.TemporaryFile(dir=folder):
             return folder

@@ -207,7 +207,7 @@ def _memory_needed(cfg: Config, world: World) -> Finding:
             )
         except ConfigError:
             raise
-        except Exception as error:  # noqa: BLE001 - errors of model and task are those of the step, which runs next
+        except Exception as error:  # noqa: BLE001 - errors of model and task are raised again by the step, which runs next
             return asdict(Finding("memory", f"not known in advance ({type(error).__name__}: {error})"))
         return asdict(plan.finding())
 
@@ -337,13 +337,13 @@ def _not_sharded(parallel: ParallelConfig, ranks: int) -> Iterator[Finding]:
 
 
 def _parts(facts: Facts, rate: LoaderRate, rows: int) -> Iterator[Finding]:
-    """Findings about each part alone, and about loader and step together; ``rate`` is that of rank 0."""
+    """Findings about each part alone, and about loader and step together; ``rate`` is rank 0's."""
     times = facts.times
 
     def speed(seconds: float) -> str:
-        return f"{rows / seconds:,.0f} samples/s, {1e3 * seconds:,.1f} ms a step"
+        return f"{rows / seconds:,.0f} samples/s, {1e3 * seconds:,.1f} ms per step"
 
-    workers = f"{facts.workers} workers for each rank" if facts.workers else "no workers"
+    workers = f"{facts.workers} worker{'s' * (facts.workers > 1)} for each rank" if facts.workers else "no workers"
     busy = f", busy {rate.busy:.0%} of the time" if rate.busy is not None else ""
     bad = f"; {rate.bad} bad samples on rank 0" if rate.bad else ""
     yield Finding("loader alone", f"{speed(times.data)} ({workers}{busy}){bad}")

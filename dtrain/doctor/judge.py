@@ -123,7 +123,7 @@ class Facts:
     """The basis of the advice.
 
     Attributes:
-        times: Times of the parts. Other times are also those of one optimizer step, unless stated otherwise.
+        times: Times of the parts. All times are per optimizer step, unless stated otherwise.
         ranks: Number of ranks.
         cores: Cores of this machine for each of its ranks.
         device: ``cpu`` or ``cuda``.
@@ -137,7 +137,7 @@ class Facts:
         gradient_bytes: Bytes of the gradients that the ranks reduce.
         reduce_seconds: Seconds to reduce them without overlap; 0 with one rank.
         reduce_dtype: Dtype in which they are reduced.
-        unevenness: Time of the slowest rank without communication, divided by that of the fastest.
+        unevenness: Time of the slowest rank without communication, divided by the time of the fastest.
         write_seconds: Seconds to write a checkpoint.
         save_interval: Seconds of training between two checkpoints.
         memory: Fraction of the device memory that was used at most; None on a CPU.
@@ -344,5 +344,5 @@ def check_checkpoint_folder(folder: Path, nbytes: int, count: int) -> Iterator[F
             "checkpoints",
             f"{count} checkpoints of {size_text(nbytes)} need more than the {size_text(free)} free in {folder}",
             "error",
-            "Free some space, decrease checkpoint.keep_last, or set another run.dir",
+            "Free some space, decrease checkpoint.keep_last, or set a different run.dir",
         )

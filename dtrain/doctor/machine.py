@@ -230,7 +230,7 @@ def examine_precisions(device: torch.device) -> list[Finding]:
         try:
             messages = Precision(name).apply(device)
         except ConfigError as error:
-            findings.append(Finding(subject, str(error), "error", "Choose another precision on this machine"))
+            findings.append(Finding(subject, str(error), "error", "Choose a different precision on this machine"))
             continue
         findings += [Finding(subject, message.removeprefix(f"{subject}: "), "warning") for message in messages]
         if not messages:

@@ -1,7 +1,7 @@
 """Duration of a loader's samples, of an optimizer step and of an all-reduce.
 
 * All ranks run the same number of steps, which follows from the slowest rank's first steps.
-* Variants of a step that are compared are timed alternately, because the speed of a machine varies over seconds.
+* Variants of a step that are compared are timed alternately, because the speed of a machine varies within seconds.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class LoaderRate:
 
 
 def endless_batches(loader: ShardLoader) -> Iterator[Batch]:
-    """The micro-batches of a rank in the order of training, epoch after epoch."""
+    """The micro-batches of a rank in the order of training, over all epochs."""
     while True:
         epoch, _ = loader.position
         batches = iter(loader)

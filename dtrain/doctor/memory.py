@@ -3,9 +3,9 @@
     python -m dtrain.doctor memory experiment=bytes_gpt [ranks=8] [ranks_per_node=8] [device_memory=80GB] [key=value ...]
 
 * A *strategy* is how the ranks share the model: ``ddp``, ``fsdp`` or ``hsdp``, with its options.
-* The memory of a step is that of parameters, gradients, optimizer state and averaged weights, which follow from their shapes,
-  and of activations, which are measured (``step_memory``). *Working* memory is what communication needs: parameters that FSDP
-  has gathered, and messages in another dtype.
+* A step needs memory for parameters, gradients, optimizer state and averaged weights, which follow from their shapes, and for
+  activations, which are measured (``step_memory``). *Working* memory is what communication needs: parameters that FSDP has
+  gathered, and messages in a different dtype.
 * A strategy *fits* if it needs at most nine tenths of the device. The rest is for what torch's tensors do not show: CUDA's
   context, NCCL, libraries, and gaps between tensors.
 
@@ -150,7 +150,7 @@ def _usage_of_copies(step: StepMemory, strategy: Strategy, micro_batches: int) -
         if micro_batches == 1:  # gradients come while activations go
             activations = max(step.with_gradients - gradients, 0)
     else:
-        # DDP's buckets exist all the time. Gradients are views of them, or exist besides.
+        # DDP's buckets exist all the time. Gradients are views of them, or separate tensors.
         parallel = strategy.parallel
         accumulates_outside = micro_batches > 1 and (parallel.find_unused_parameters or parallel.static_graph)
         lasting += gradients * (accumulates_outside or not parallel.gradient_as_bucket_view)
@@ -240,14 +240,14 @@ class MemoryPlan:
         device: The device whose kernels are assumed.
         loader: The training loader of one of the ranks; its first micro-batch is read.
         ranks: Number of ranks.
-        ranks_per_node: Ranks of a machine; with ``hsdp`` they share a copy, unless ``parallel.shard_size`` is set.
+        ranks_per_node: Ranks per machine; with ``hsdp`` they share a copy, unless ``parallel.shard_size`` is set.
         capacity: Bytes of a device; None: unknown.
 
     Attributes:
         step: The measurement.
         rows: Rows of a micro-batch.
         micro_batches: Micro-batches in a step.
-        needs: Strategies and their memory; the first one is that of the config.
+        needs: Strategies and their memory, the config's first.
 
     Raises:
         ConfigError: If a part of the run cannot be built.
@@ -286,7 +286,7 @@ class MemoryPlan:
         return self.capacity is None or need.total <= USABLE * self.capacity
 
     def _strategies(self) -> Iterator[Strategy]:
-        """The strategy of the config, then the others, those that send fewer bytes first."""
+        """The strategy of the config, then the others by the bytes that they send, fewest first."""
         own = replace(self._cfg.parallel)
         if own.shard == "none":  # as build.wrap
             own.find_unused_parameters |= self._cfg.train.deterministic
@@ -474,7 +474,7 @@ def show(plan: MemoryPlan, precision: Precision, ranks: int) -> None:
         device = f"{size_text(plan.capacity)}, of which {USABLE:.0%} may be used"
     rows = {
         "model": f"{numbers:,} parameters, {precision.name}",
-        "step": f"{ranks} ranks x {plan.micro_batches} micro-batches x {plan.rows} rows",
+        "step": f"{ranks} rank{'s' * (ranks != 1)} x {plan.micro_batches} micro-batches x {plan.rows} rows",
         "measured": f"on {'tensors without data' if step.is_fake else 'a real step'}, with the kernels of this device",
         "device": device,
     }
@@ -490,7 +490,7 @@ def parse_size(text: str) -> int | None:
     """Bytes of a size as makers of GPUs write it: ``80GB`` and ``80GiB`` are both 80 times 2^30. None for ``""``.
 
     Raises:
-        ConfigError: If it is no size.
+        ConfigError: If it is not a size.
     """
     if not text:
         return None

@@ -116,7 +116,7 @@ def measure_step(cfg: Config, precision: Precision, device: torch.device, batch:
             if cfg.train.channels_last:
                 use_channels_last(model)
             return _measure(cfg, precision, device, model, fake_batch, is_fake=True)
-    except Exception:  # noqa: BLE001 - whatever does not work on fake tensors
+    except Exception:  # noqa: BLE001 - anything that does not work on fake tensors
         # If something is wrong with the run itself, this raises its error.
         model = build_model(cfg.model, device, cfg.train.channels_last)
         return _measure(cfg, precision, device, model, batch, is_fake=False)
@@ -213,12 +213,12 @@ class Allocations(TorchDispatchMode):
 
     Args:
         known: Tensors that exist and do not count.
-        weights: Those of them whose casts are weight casts.
+        weights: The tensors among ``known`` whose casts are weight casts.
 
     Attributes:
-        peak: Largest sum of the bytes of storages, without those of gradients (``forget``).
+        peak: Largest sum of the bytes of storages, without gradients (``forget``).
         peak_without_casts: The same without weight casts.
-        peak_with_gradients: The same as ``peak`` with those of gradients.
+        peak_with_gradients: The same with gradients.
     """
 
     def __init__(self, known: Iterable[Tensor] = (), weights: Iterable[Tensor] = ()) -> None:

@@ -36,14 +36,14 @@ Options
   export.max_memory_gib=X        also find the largest batch that takes at most X GiB
   export.fold=false              keep BatchNorm, so that a training can start from the weights (run.weights_from)
   export.push=hf://ORG/NAME      also publish the artefact with a model card on the Hugging Face hub; ORG/NAME@BRANCH for a
-                                 branch. The token is HF_TOKEN, or that of `hf auth login`; needs the extra dtrain[hf]
+                                 branch. The token is HF_TOKEN, or comes from `hf auth login`; needs the extra dtrain[hf]
   export.private=false           a repository that the push creates is public (default: private)
   export.license=NAME            licence in the model card, such as apache-2.0
-  export.push_replace=true       replace a repository that has another model
+  export.push_replace=true       replace a repository that has a different model
   checkpoint=best|latest|STEP    which checkpoint (default: best if the run keeps one, else latest)
   weights=ema|raw                moving average or raw weights (default: ema if the run has one)
   samples=N                      rows of data.eval for the comparison with fp32 (default: 512; 0: no comparison)
-  --trust                        use a run that somebody else started: its saved command line can run any code
+  --trust                        use a run that another user started: its saved command line can run any code
   KEY=VALUE                      any key of the config, such as 'precision.keep_fp32=[head]' or data.eval=null
 """
 OPTIONS = {"checkpoint": "", "weights": "", "samples": "512"}

@@ -60,7 +60,7 @@ class Artefact:
                 cast to its dtype.
 
         Raises:
-            ConfigError: If a traced program was exported for rows of another dtype or shape.
+            ConfigError: If a traced program was exported for rows of a different dtype or shape.
         """
         if FORMATS[self.description.stored_as].traced and self.description.rows is not None:
             rows = self.description.rows.checked(rows)
@@ -74,7 +74,7 @@ def load(folder: Path, device: torch.device | None, *, trust: bool = False) -> A
         folder: The artefact.
         device: Device to load it on; None for a GPU if there is one and the format runs on it, else the CPU.
         trust: Also load artefacts of other users that may run any code: programs that hold code, and models with a
-            ``_target_`` that is no class of torch.nn, torch.optim or dtrain.
+            ``_target_`` that is not a class of torch.nn, torch.optim or dtrain.
 
     Raises:
         ConfigError: If the folder is not an artefact, its files do not match each other, it needs ``trust``, its
@@ -101,7 +101,7 @@ def read_description(folder: Path) -> tuple[Description, str]:
     """Reads ``model.json``: the description, and the expected SHA-256 of the model's file.
 
     Raises:
-        ConfigError: If the folder is not an artefact, or its ``model.json`` is damaged or of another version.
+        ConfigError: If the folder is not an artefact, or its ``model.json`` is damaged or of a different version.
     """
     return _read(folder)[:2]
 
@@ -168,7 +168,7 @@ def replacing(out: Path) -> Iterator[Path]:
             yield staged
     except OSError as error:
         raise ConfigError(
-            f"export.out: {out} cannot be written ({error}). Free some space or set another export.out."
+            f"export.out: {out} cannot be written ({error}). Free some space or set a different export.out."
         ) from error
 
 

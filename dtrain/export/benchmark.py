@@ -5,8 +5,8 @@
 * The *latency* is the time of a call, from rows in host memory to fp32 outputs on the device, including normalisation and
   casts. The first call of a batch size does not count.
 * *Memory* is defined in ``dtrain.export.probe``: weights, rows, and everything that a call allocates.
-* The *budget* is ``export.max_latency_ms`` and ``export.max_memory_gib``. If one is set, the export also searches the largest
-  batch within it.
+* The *budget* is ``export.max_latency_ms`` and ``export.max_memory_gib``. If one is set, the export also searches for the
+  largest batch within it.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def benchmark_summary(cost: Mapping[str, Any] | None) -> dict[str, str]:
 
 
 def largest_batch(limit_of: Callable[[int], str | None]) -> tuple[int, str]:
-    """Searches the largest batch: doubles until a limit is exceeded, then bisects to within 1/32.
+    """Searches for the largest batch: doubles until a limit is exceeded, then bisects to within 1/32.
 
     Args:
         limit_of: Maps a number of rows to the limit that it exceeds, or to None. If a batch exceeds a limit, all larger ones
@@ -274,7 +274,7 @@ class _Timing:
         }
 
     def ratios(self, base: _Timing) -> dict[str, float | None] | None:
-        """Each figure as a multiple of that of ``base``; None if one of the two ran out of memory."""
+        """Each figure as a multiple of ``base``'s; None if one of the two ran out of memory."""
         if self.out_of_memory is not None or base.out_of_memory is not None:
             return None
         latency = median(median(own) / median(other) for own, other in zip(self.rounds, base.rounds, strict=True))

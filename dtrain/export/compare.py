@@ -1,7 +1,7 @@
 """Compares an artefact with its fp32 model, and refuses it if they differ by more than the tolerance.
 
-* The reference is the output of the trained model before folding and casting. The artefact runs in a process of its own that
-  loads it from disk, as a user will.
+* The reference is the output of the trained model before folding and casting. The artefact runs in its own process, which loads
+  it from disk, as a user will.
 * ``Tolerance`` limits the error of each output and the difference of each metric.
 * If the artefact is refused, both models run in this process with hooks on every module. Their ``ModuleError`` list shows which
   module is the first beyond the tolerance.
@@ -30,7 +30,7 @@ from dtrain.export.program import Program
 from dtrain.export.reference import ReferenceRows
 
 # Default limits of the output error: ten units in the last place of fp16 and bf16 (ResNet-9, 18, 50 and GPT reach two). The
-# fp32 limit allows for kernels that sum in another order than those of the training; they reach 6e-7.
+# fp32 limit allows for kernels that sum in a different order than in training; they reach 6e-7.
 _OUTPUTS = {"fp32": 1e-3, "fp16": 0.01, "bf16": 0.08}
 _METRICS = {"fp32": 0.001, "fp16": 0.01, "bf16": 0.02}
 # Two samples may change their class without exceeding the default limit of a metric.
@@ -91,7 +91,7 @@ class Comparison:
 
     @classmethod
     def measure(cls, outputs: Tensor, reference: ReferenceRows, device: torch.device) -> Comparison:
-        """Compares outputs of an artefact that ran on ``device``, fp32 ``[rows, ...]``, with those of the fp32 model.
+        """Compares outputs of an artefact that ran on ``device``, fp32 ``[rows, ...]``, with the fp32 model's.
 
         Raises:
             ConfigError: If the shapes differ.
@@ -99,7 +99,7 @@ class Comparison:
         expected = reference.outputs
         if outputs.shape != expected.shape:
             raise ConfigError(
-                f"export: the artefact's outputs are {list(outputs.shape)}, those of the fp32 model {list(expected.shape)}. "
+                f"export: the artefact's outputs are {list(outputs.shape)}, the fp32 model's are {list(expected.shape)}. "
                 "Does the shape of the model's output depend on its dtype? Use export.dtype=fp32."
             )
         agreement = None
@@ -118,7 +118,7 @@ class Comparison:
         """One line for each exceeded limit; if outputs overflow, only their number."""
         if overflows := int(self.errors.isinf().sum()):
             return [
-                f"{overflows} of {self.errors.numel()} outputs are not finite although those of the fp32 model are: an "
+                f"{overflows} of {self.errors.numel()} outputs are not finite although the fp32 model's are: an "
                 "activation overflows the dtype"
             ]
         lines = []
@@ -162,7 +162,7 @@ class Comparison:
 
 
 def compare(folder: Path, reference: ReferenceRows, device: torch.device) -> Comparison:
-    """Runs an artefact on ``device``, in a process of its own, and compares its outputs with fp32.
+    """Runs an artefact on ``device``, in its own process, and compares its outputs with fp32.
 
     Raises:
         ConfigError: If the artefact cannot be loaded or fails.

@@ -64,7 +64,7 @@ class Description:
         }
 
     def write(self, folder: Path, sha256: str) -> None:
-        """Writes ``model.json``; ``sha256`` is that of the model's file.
+        """Writes ``model.json``; ``sha256`` is the hash of the model's file.
 
         Raises:
             OSError: On a write failure.
@@ -79,7 +79,7 @@ class Description:
         It does not check whether the storage format exists; ``artefact.read_description`` does.
 
         Raises:
-            ConfigError: If the folder is not an artefact, or its ``model.json`` is damaged or of another version.
+            ConfigError: If the folder is not an artefact, or its ``model.json`` is damaged or of a different version.
         """
         path = folder / DESCRIPTION
         if not path.is_file():

@@ -3,7 +3,7 @@
 * *Folding* merges a BatchNorm, which in eval mode only scales and shifts each channel, into the convolution before it.
   ``foldable`` finds the *pairs* in the traced graph once, at export. Artefacts store the pairs by name, so that a freshly
   built model is folded without being traced.
-* *Casting* changes the dtype of all weights except those of modules that stay in fp32 (``precision.keep_fp32``). Such a
+* *Casting* changes the dtype of all weights except in modules that stay in fp32 (``precision.keep_fp32``). Such a
   module takes and returns fp32; every other module with weights casts its inputs to their dtype, so that the output of an
   fp32 head is not rounded.
 """
@@ -100,7 +100,7 @@ def check_fits_dtype(
         model: In fp32.
         dtype: Dtype to which it will be cast.
         keep_fp32: Names of the modules that stay in fp32.
-        folded: Name of a convolution to that of the BatchNorm that was folded into it.
+        folded: Name of a convolution to the name of the BatchNorm that was folded into it.
 
     Returns:
         Name of a tensor to the number of its values that become zero, if there are any.
@@ -117,8 +117,8 @@ def check_fits_dtype(
         usable = finite.all() if isinstance(tensor, nn.Parameter) else not tensor.isnan().any()
         if not usable:
             raise ConfigError(
-                f"export: {name}{origin} holds {int((~finite).sum())} values that are not finite in fp32. Export another "
-                "checkpoint (checkpoint=STEP, weights=raw)."
+                f"export: {name}{origin} holds {int((~finite).sum())} values that are not finite in fp32. Export a "
+                "different checkpoint (checkpoint=STEP, weights=raw)."
             )
         rounded = tensor.to(dtype)
         if not rounded[finite].isfinite().all():

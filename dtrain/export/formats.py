@@ -75,7 +75,7 @@ class Format(ABC):
         return device
 
     def versions(self) -> dict[str, str]:
-        """Versions to record in ``model.json``, other than those of dtrain and torch."""
+        """Versions to record in ``model.json``, besides dtrain's and torch's."""
         return {}
 
     @abstractmethod
@@ -200,7 +200,7 @@ class AotInductor(Format):
 
     def check(self, dtype: str) -> None:
         """As ``Format.check``: looks for a C++ compiler."""
-        # Imported here because it takes a second.
+        # Imported here because importing it takes a second.
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler
 
@@ -249,7 +249,7 @@ class Onnx(Format):
 
     # The native opset of torch's exporter, which may silently fail to convert to others.
     _OPSET: ClassVar[int] = 18
-    # A protocol buffer has at most 2 GiB, and the graph needs some of it beside the weights.
+    # A protocol buffer has at most 2 GiB, and the graph needs some of it in addition to the weights.
     _MAX_BYTES: ClassVar[int] = 2**31 - 2**24
     _INPUT: ClassVar[str] = "rows"
     _OUTPUT: ClassVar[str] = "outputs"

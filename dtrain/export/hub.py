@@ -2,11 +2,11 @@
 
 * A *push* is one commit: everything is uploaded before, and is invisible until the commit. So a push that fails leaves the
   repository as it was; if the push had to create it, it stays empty, and the next push uses it.
-* What can be refused (name, token, permission, a repository of another model) is refused before the export starts.
-* Two artefacts are of *the same model* if they have the same architecture, task, class names and tokenizer. A repository with
-  another model, or with anything that is not dtrain's, is only replaced with ``export.push_replace=true``.
+* What can be refused (name, token, permission, a repository of a different model) is refused before the export starts.
+* Two artefacts are of *the same model* if they have the same architecture, task, class names and tokenizer. A repository with a
+  different model, or with anything that is not dtrain's, is only replaced with ``export.push_replace=true``.
 * A *pull* reads ``model.json`` first, and then the files that it names, see ``dtrain.runs.hub``. What is pulled is loaded under
-  the same rules as any artefact of other people (``artefact``).
+  the same rules as any artefact of other users (``artefact``).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def pull(url: str, *, config: bool = False) -> Path:
         Its folder in the cache of huggingface_hub; the name of the folder is the commit.
 
     Raises:
-        ConfigError: If it cannot be downloaded, is no artefact of dtrain, or is damaged.
+        ConfigError: If it cannot be downloaded, is not an artefact of dtrain, or is damaged.
     """
     model = HubModel.parse("artefact", url).at_commit()
     folder = model.download(DESCRIPTION).parent
@@ -123,7 +123,7 @@ class Push:
 
         Raises:
             ConfigError: If the name is wrong, the package or a token is missing, the token may not write there, the repository
-                has another model, or the model's config names a path of this machine.
+                has a different model, or the model's config names a path of this machine.
         """
         if cfg.push is None:
             return None
@@ -154,7 +154,7 @@ class Push:
             The commit as ``hf://ORGANISATION/NAME@COMMIT``, with a remark if the repository was up to date.
 
         Raises:
-            ConfigError: If the connection fails, or somebody else has pushed since the export began.
+            ConfigError: If the connection fails, or the repository has a new commit since the export began.
         """
         note = f"Nothing was published. The artefact is complete in {folder}; the same command again pushes it."
         with hub_errors(self._what, note=note):
@@ -224,7 +224,7 @@ class Push:
                 self.front_matter = metadata_load(card) or {}
 
     def _require_same_model(self, ours: Mapping[str, Any]) -> None:
-        remedy = "Push to another name, or set export.push_replace=true to replace all of its files."
+        remedy = "Push to a different name, or set export.push_replace=true to replace all of its files."
         foreign = self.remote - {_OF_THE_HUB, CARD}
         if self.replace or not foreign:
             return
@@ -240,7 +240,7 @@ class Push:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{self._what} exists, and its {DESCRIPTION} is damaged ({error}). {remedy}") from error
         if theirs != ours:
-            raise ConfigError(f"{self._what} has another model: {_difference(theirs, ours)}. {remedy}")
+            raise ConfigError(f"{self._what} has a different model: {_difference(theirs, ours)}. {remedy}")
 
     def _create(self) -> None:
         """Creates the repository and the branch, if they do not exist."""

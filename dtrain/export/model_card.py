@@ -1,7 +1,7 @@
 """The model card of an artefact: ``README.md`` with the metadata of the Hugging Face hub, written from the run.
 
 It says what the model is, what it was trained on and how, how good it is in fp32 and as exported, and the commands to use it
-and to train it again. It contains no secret and no folder of this machine, and depends on nothing but the run and the artefact,
+and to train it again. It contains no secret and no folder of this machine, and depends only on the run and the artefact,
 so the same export writes the same card.
 """
 
@@ -28,7 +28,7 @@ _PIPELINES = {"Classification": "image-classification", "LanguageModelling": "te
 _DATASETS = "hf://datasets/"
 _COUNTS = ("samples", "bad_samples")
 _FACTS = ("property", "value")
-#: Keys of the front matter that a push writes; others that somebody has added stay.
+#: Keys of the front matter that a push writes; keys that users have added stay.
 _OWN_KEYS = ("library_name", "pipeline_tag", "tags", "datasets", "model-index")
 
 

@@ -1,6 +1,6 @@
 """One export, from the options to the published artefact, in six phases.
 
-1. *Check*: the options, and the repository of a push. Whatever can be refused without the model is refused here.
+1. *Check*: the options, and the repository of a push. Everything that can be checked without the model is checked here.
 2. *Load*: the trained model in fp32, and its outputs on rows of the evaluation set.
 3. *Fold and cast*: BatchNorm is merged into convolutions, the weights become ``export.dtype``.
 4. *Write*: model, ``model.json`` and the run's config, into a staged folder.
@@ -140,7 +140,7 @@ def _destinations(cfg: Config, spec: RunSpec) -> dict[str, Path]:
     elif (out / DESCRIPTION).exists():
         raise ConfigError(
             f"export.out: {out} is an artefact, but export.format={wanted} needs a folder that holds several. Set export.out "
-            "to another folder."
+            "to a different folder."
         )
     else:
         destinations = {stored_as: out / stored_as for stored_as in formats}

@@ -1,7 +1,7 @@
 """Runs one artefact in its own process, which loads it from disk and reports outputs, call times and peak memory.
 
-* ``Probe`` is the parent's side: it starts the process and sends requests. The process holds nothing but the artefact, so its
-  peak memory is that of the artefact. It computes only on request, so several probes can take turns on one device.
+* ``Probe`` is the parent's side: it starts the process and sends requests. The process holds only the artefact, so its peak
+  memory is the artefact's. It computes only on request, so several probes can take turns on one device.
 * ``python -m dtrain.export.probe ARTEFACT DEVICE [--trust]`` is the process. It prints ``{"threads"}`` when the artefact is
   loaded. Requests and replies are lines of JSON: ``{"batch", "seconds"}`` is answered by ``{"calls", "peak_bytes"}`` or
   ``{"out_of_memory"}``; ``{"inputs", "outputs"}``, paths of safetensors files, by ``{}``.
@@ -118,9 +118,7 @@ class Probe:
         self._errors.seek(0)
         output = "".join(f"    {line}\n" for line in self._errors.read().strip().splitlines()[-8:])
         end = f"was killed by signal {-code}, perhaps out of memory" if code < 0 else f"ended with code {code}"
-        raise ConfigError(
-            f"export: {self._folder} fails{request} in a process of its own, which {end}.\n{output}".rstrip()
-        )
+        raise ConfigError(f"export: {self._folder} fails{request} in its own process, which {end}.\n{output}".rstrip())
 
 
 def made_up_rows(spec: RowSpec, batch: int) -> Tensor:

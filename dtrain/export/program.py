@@ -96,7 +96,7 @@ class RowSpec:
         """Reads ``dataclasses.asdict`` of a specification back.
 
         Raises:
-            ValueError: If ``value`` has another form.
+            ValueError: If ``value`` has a different form.
         """
         try:
             spec = cls(str(value["dtype"]), tuple(int(length) for length in value["shape"]))
@@ -170,7 +170,7 @@ class ImageInput:
         """Reads ``dataclasses.asdict`` of an image input back.
 
         Raises:
-            ValueError: If ``value`` has another form, or an option is impossible.
+            ValueError: If ``value`` has a different form, or an option is impossible.
         """
         try:
             options = {option: value[option] for option in ("size", "mean", "std", "exif", "shorter_side")}

@@ -101,7 +101,7 @@ class ReferenceRows:
         image: The image field that the model takes; None if it takes something else.
         inputs: On the CPU: images, uint8 ``[rows, height, width, 3]``, or the model's argument.
         outputs: On the CPU, fp32, ``[rows, ...]``.
-        metrics: Metrics of the fp32 model on these rows: ``loss`` and those of the task.
+        metrics: Metrics of the fp32 model on these rows: ``loss`` and the task's.
         task: The task.
         batches: The same rows with all fields.
         device: Device on which the task runs.
@@ -145,7 +145,7 @@ def reference_rows(
         limit: Largest number of rows.
 
     Raises:
-        NotComparable: If the task does not call the model once a batch, with one tensor, or the model does not return one
+        NotComparable: If the task does not call the model once per batch, with one tensor, or the model does not return one
             tensor with as many rows.
         ConfigError: If the evaluation set has no readable sample, or a metric is not finite.
     """
@@ -172,7 +172,7 @@ def reference_rows(
             break
     if not inputs:
         raise ConfigError(
-            "data.eval: no sample could be read. Set another data.eval, or data.eval=null to export without the comparison."
+            "data.eval: no sample could be read. Set a different data.eval, or data.eval=null to export without comparison."
         )
     shapes = {tuple(part.shape[1:]) for part in inputs}
     if len(shapes) > 1 or len(names) > 1:
@@ -181,7 +181,7 @@ def reference_rows(
     if bad := [f"{name} {value}" for name, value in metrics.items() if not math.isfinite(value)]:
         raise ConfigError(
             f"export: the fp32 model's {', '.join(bad)} on {sum(map(len, inputs))} rows of data.eval is not finite. Export "
-            "another checkpoint (checkpoint=STEP, weights=raw), or set another data.eval."
+            "a different checkpoint (checkpoint=STEP, weights=raw), or set a different data.eval."
         )
     name = names.pop()
     image = ImageInput.from_field(images[name], (inputs[0].shape[1], inputs[0].shape[2])) if name is not None else None
@@ -218,7 +218,7 @@ class _StandIn(nn.Module):
 def _single_call(recorder: _Recorder, rows: int) -> tuple[Tensor, Tensor]:
     """Argument and output of the only call."""
     if len(recorder.calls) != 1:
-        raise NotComparable(f"the task calls it {len(recorder.calls)} times a batch")
+        raise NotComparable(f"the task calls it {len(recorder.calls)} times per batch")
     args, kwargs, output = recorder.calls[0]
     if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
         raise NotComparable(f"the task calls it with {len(args) + len(kwargs)} arguments, not with one tensor")

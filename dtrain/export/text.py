@@ -3,7 +3,7 @@
 * The tokenizer of the training is part of the artefact (``vocabulary.json``).
 * A model with a method ``generate``, such as ``dtrain.models.GPT``, is called through it: it keeps keys and values, so that
   each new token costs a forward of one token.
-* A traced program takes rows of one length only. The text is filled up at its end, which a causal model does not see, and each
+* A traced program takes rows of one length only. The text is padded at its end, which a causal model does not see, and each
   token costs a forward of the whole row.
 """
 
@@ -50,7 +50,7 @@ def continue_text(folder: Path, model: Artefact, prompt: str, sampling: Sampling
         sampling: How tokens are drawn.
 
     Raises:
-        ConfigError: If the artefact is not that of a language model, its tokenizer cannot be used, or the prompt is longer than
+        ConfigError: If the artefact is not a language model, its tokenizer cannot be used, or the prompt is longer than
             the model's context.
     """
     tokenizer = _tokenizer(folder, model)
@@ -80,7 +80,7 @@ def _tokenizer(folder: Path, model: Artefact) -> Tokenizer:
     if expected is None:
         raise ConfigError(
             f"{folder} has no tokenizer, so it cannot continue a text: the model is not a language model, or the {VOCABULARY} "
-            "beside its training shards was not there when it was exported. Export the run again with data.train=SHARDS."
+            "next to its training shards was not there when it was exported. Export the run again with data.train=SHARDS."
         )
     with as_config_error(str(folder)):
         tokenizer = Tokenizer.load(folder)

@@ -1,12 +1,13 @@
 """``python -m dtrain.launch [--multirun] launch=local|slurm experiment=NAME [key=value ...]``: starts runs.
 
-The config is that of ``dtrain.train``. ``launch=local`` returns 0 when the run is finished, 75 when it was stopped and can
-be resumed, another code on failure; ``launch=slurm`` returns 0 when the job is submitted. ``launch.dry_run=true`` prints
-the commands or scripts and starts nothing.
+It takes the config of ``dtrain.train``. ``launch=local`` returns 0 when the run is finished, 75 when it was stopped and can be
+resumed, a different code on failure; ``launch=slurm`` returns 0 when the job is submitted. ``launch.dry_run=true`` prints the
+commands or scripts and starts nothing.
 
 * A *sweep*, ``--multirun optimizer.lr=1e-3,3e-3``, has a run for each combination of values: on this machine
   ``launch.max_running`` at a time, on SLURM as one job each, or as a job array.
-* A *search*, ``launch.search.trials=20 optimizer.lr=interval(1e-4,1e-1)``, has a run for each values that Optuna suggests.
+* A *search*, ``launch.search.trials=20 optimizer.lr=interval(1e-4,1e-1)``, has a run for each set of values that Optuna
+  suggests.
 
 A run that was finished before is not started again. ``python -m dtrain.launch status|tail|stop|resume DIR`` is for runs that
 were started.
@@ -45,7 +46,7 @@ USAGE = """Usage
   python -m dtrain.launch [--multirun] launch=local|slurm experiment=NAME [KEY=VALUE ...]
 
   --multirun                        one run for each combination of values: optimizer.lr=1e-3,3e-3 run.seed=1,2
-  launch.max_running=N              so many runs at a time; local: each has its share of the cores and GPUs
+  launch.max_running=N              this many runs at a time; local: each has its share of the cores and GPUs
   launch.dry_run=true               print the commands or scripts, and exit
   launch.processes_per_node=N       local: default one for each GPU; slurm: default 1
   KEY=VALUE                         any key of the config; `python -m dtrain.train --help` lists them
@@ -82,7 +83,7 @@ Exit codes: 0 finished (slurm: submitted), 75 stopped and resumable, other codes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line, by default that in ``sys.argv``; returns the exit code."""
+    """Runs the command line, ``sys.argv`` by default; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if {"--help", "-h"} & set(arguments):
         print(USAGE)

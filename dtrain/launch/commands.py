@@ -262,8 +262,8 @@ def resume(directories: Sequence[Path], launch: Launch, *, trusted: bool = False
                 )
             if not _trains(script, run_dir):
                 raise ConfigError(
-                    f"{script}: this batch script trains another directory, because {run_dir} is a copy of that run. Start the "
-                    "copy with the command line of the run and its own run.dir."
+                    f"{script}: this batch script trains a different directory, because {run_dir} is a copy of that run. Start "
+                    "the copy with the command line of the run and its own run.dir."
                 )
             slurm.require_sbatch()
             with slurm.submission([run_dir]) as locks:

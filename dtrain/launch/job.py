@@ -67,7 +67,7 @@ class Job:
         """The job of a composed config.
 
         Raises:
-            ConfigError: If the config has nothing to train or a wrong value, or ``run.dir`` holds another run.
+            ConfigError: If the config has nothing to train or a wrong value, or ``run.dir`` holds a different run.
         """
         require_choice(composed)
         launch = composed.cfg.launch
@@ -104,7 +104,7 @@ class Job:
     @property
     def overrides(self) -> list[str]:
         """``arguments`` without ``--config-dir``."""
-        # This process has composed all of it, so a rank must not compose what the run directory has by then.
+        # This process has composed all of it, so a rank must not read the run directory, which may have changed by then.
         forwarded = [override for override in self.spec.overrides if _key(override) not in _NOT_FORWARDED]
         is_whole = chooses_what_to_train(forwarded) and not self.trusted
         return [*forwarded, assignment("run.dir", str(self.spec.dir)), *([] if is_whole else [AS_TYPED])]
@@ -182,7 +182,7 @@ class JobResult:
     Attributes:
         state: ``finished``, ``already finished``, ``stopped``, ``failed``, ``not started``, or ``job 123`` for a submitted
             SLURM job.
-        code: Exit code: 0 finished or submitted, 75 stopped, another code on failure.
+        code: Exit code: 0 finished or submitted, 75 stopped, a different code on failure.
         reason: Why it failed; None if it did not, or ended before its first step, after it printed the reason itself.
     """
 
@@ -199,8 +199,8 @@ class StatusJudge:
 
     Args:
         run_dir: The run directory.
-        start: Id of the start, which its processes write into the run's lock. Then a status of another start does not count
-            either. None: that of any start counts.
+        start: Id of the start, which its processes write into the run's lock. Then a status of a different start does not count
+            either. None: the status of any start counts.
     """
 
     def __init__(self, run_dir: Path, start: str | None = None) -> None:
@@ -268,7 +268,7 @@ class StopRequest:
 
 
 def exit_code(results: Sequence[JobResult]) -> int:
-    """Exit code of a sweep: that of a failed job if there is one, else 75 if a job was stopped, else 0."""
+    """Exit code of a sweep: the code of a failed job if there is one, else 75 if a job was stopped, else 0."""
     codes = {result.code for result in results}
     failures = sorted(codes - {FINISHED, STOPPED})
     return failures[0] if failures else max(codes, default=FINISHED)

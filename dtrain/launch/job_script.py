@@ -87,7 +87,7 @@ def array_script(jobs: Sequence[Job], folder: Path) -> str:
             differing = sorted(set(resources[0]) ^ set(other))
             raise ConfigError(
                 f"launch.max_running: all runs of a job array need the same resources, but these differ in "
-                f"{', '.join(differing)}. Remove launch.max_running; then each run is a job of its own."
+                f"{', '.join(differing)}. Remove launch.max_running; then each run is a separate job."
             )
     array = f"--array=0-{len(jobs) - 1}%{jobs[0].launch.max_running}"
     return (

@@ -5,7 +5,7 @@
   save and exit by themselves, and then torchrun exits, too.
 * With ``launch.max_running`` a run has a *share* of the cores and GPUs of this machine, and writes its output to
   ``logs/output.log`` instead of the terminal.
-* A run that another process already trains is *taken over*: nothing is started, and the result is that of the other process.
+* A run that another process already trains is *taken over*: nothing is started, and the result is the other process's.
   It may have been started by a launcher that was killed, or by one that runs at the same time.
 """
 
@@ -281,7 +281,7 @@ class LocalStart:
                 return None
             self._torchrun_logs.cleanup()
             printed = self._output.close() if self._output else ""
-            # A start that another one forestalled was refused.
+            # The start may have been refused because another one was faster.
             if not self._judge.has_status and self._takes_over():
                 return None
             result = self._judge()
@@ -302,7 +302,7 @@ class LocalStart:
     def _has_same_settings(self) -> bool:
         try:
             return not self.job.spec.changes()
-        except ConfigError:  # another run has the directory by now
+        except ConfigError:  # a different run has the directory by now
             return False
 
     def stop(self) -> None:
@@ -320,7 +320,7 @@ class LocalStart:
 
 
 class _Output:
-    """The output of one start: beside the run directory until the run is accepted, then ``logs/output.log`` in it.
+    """The output of one start: next to the run directory until the run is accepted, then ``logs/output.log`` in it.
 
     A refused run must not leave anything in its directory, nor create it. The processes of the start inherit the lock on the
     file, so that the file of a start that has ended can be told from one that is written.

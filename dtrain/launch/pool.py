@@ -152,7 +152,7 @@ class Screen:
 
     Args:
         total: Number of runs.
-        done: Number of them that an earlier command has done.
+        done: Number of runs that an earlier command has finished.
     """
 
     def __init__(self, total: int, done: int = 0) -> None:

@@ -71,7 +71,7 @@ def search(arguments: Sequence[str], launcher_of: Callable[[Sequence[Job]], Laun
         launcher_of: The launcher of a job.
 
     Raises:
-        ConfigError: If the space or a setting of the search is wrong, or its directory has another search. Then nothing
+        ConfigError: If the space or a setting of the search is wrong, or its directory has a different search. Then nothing
             was written.
     """
     line = CommandLine.parse(arguments)
@@ -184,7 +184,7 @@ class SearchRun:
     Args:
         line: The command line.
         settings: The checked settings.
-        definition: What makes it another search if it differs.
+        definition: What identifies the search; any difference makes it a different one.
         folder: Directory of the search, locked.
         launcher: Starts the runs.
         running: How many run at a time.
@@ -225,7 +225,7 @@ class SearchRun:
         if waiting or self._study.trials:
             ended = len(self._study.trials) - len(waiting)
             self._screen.note(
-                f"the search in {self._folder} continues: {ended} trials have ended, {len(waiting)} go on"
+                f"the search in {self._folder} continues: {ended} trials have ended, {len(waiting)} continue"
             )
         else:
             self._screen.note(f"search of {self._total} trials in {self._folder}")
@@ -257,7 +257,7 @@ class SearchRun:
     def _ask(self, study: Any) -> Any:
         """The next trial of a study."""
         number = len(study.trials)
-        # A sampler of its own for each trial: the state of a generator would be lost when the search is stopped.
+        # A new sampler for each trial: the state of a generator would be lost when the search is stopped.
         seed = int(np.random.SeedSequence([self._settings.seed, number]).generate_state(1)[0])
         samplers = self._optuna.samplers
         with warnings.catch_warnings():
@@ -371,7 +371,7 @@ class SearchRun:
         """Records the result of a run that has ended; one that was stopped stays without a result."""
         trials = [trial for trial in self._running.pop(job.spec.dir) if not trial.pruned]
         interrupted = result.code == STOPPED or (self._pool.stopping and result.code != FINISHED)
-        # Refused, because another process trains this run with other settings.
+        # Refused, because another process trains this run with different settings.
         interrupted |= result.code != FINISHED and is_trained(job.spec.dir, without_locks=False)
         for trial in trials:
             if result.code == FINISHED:

@@ -28,12 +28,12 @@ _STALE = 5.0  # seconds; a write takes milliseconds
 
 @contextmanager
 def search_lock(folder: Path) -> Iterator[None]:
-    """Makes the directory of a search and locks it against a second process."""
-    with as_config_error(f"run.dir: {folder} cannot be written, choose another one"):
+    """Makes the directory of a search and locks it against other processes."""
+    with as_config_error(f"run.dir: {folder} cannot be written, choose a different one"):
         folder.mkdir(parents=True, exist_ok=True)
         file = open_to_append(folder / _LOCK)
     with file:
-        with as_config_error(f"run.dir: {folder} cannot be locked, choose another one"):
+        with as_config_error(f"run.dir: {folder} cannot be locked, choose a different one"):
             is_locked = try_lock(file)
         if not is_locked:
             raise ConfigError(f"run.dir: another process runs the search in {folder}. Wait for it, or stop it.")
@@ -64,7 +64,7 @@ def open_study(folder: Path, definition: Mapping[str, Any], direction: str, prun
 
 
 def refuse_other_search(folder: Path, definition: Mapping[str, Any]) -> None:
-    """Refuses a directory whose search has another definition. Writes nothing.
+    """Refuses a directory whose search has a different definition. Writes nothing.
 
     Raises:
         ConfigError: Names what differs; also if the files are damaged.
@@ -77,13 +77,13 @@ def refuse_other_search(folder: Path, definition: Mapping[str, Any]) -> None:
             f"    {key}: {json.dumps(saved.get(key))} -> {json.dumps(definition[key])}\n" for key in differing
         )
         raise ConfigError(
-            f"run.dir: {folder} holds another search. It differs in\n{lines}  Set another run.dir (or run.name), or go back to "
-            "the values on the left."
+            f"run.dir: {folder} holds a different search. It differs in\n{lines}  Set a different run.dir (or run.name), or go "
+            "back to the values on the left."
         )
 
 
 def _saved_definition(folder: Path) -> Mapping[str, Any] | None:
-    """The definition in the journal; without one, that in search.json; None in a directory without a search."""
+    """The definition in the journal, else in search.json; None in a directory without a search."""
     import optuna
 
     with _readable(folder / _JOURNAL):
@@ -111,7 +111,7 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except Exception as error:  # Optuna checks nothing in its journal, so any error may come
         raise ConfigError(
-            f"run.dir: {path} cannot be read ({type(error).__name__}: {error}). Restore it, or use another run.dir."
+            f"run.dir: {path} cannot be read ({type(error).__name__}: {error}). Restore it, or use a different run.dir."
         ) from error
 
 

@@ -32,7 +32,7 @@ class CommandLine:
     """A command line, divided into what is searched and what is the same in all trials.
 
     Attributes:
-        options: Those of Hydra, such as ``--config-dir``, with their values.
+        options: Hydra's options, such as ``--config-dir``, with their values.
         fixed: The other overrides.
         space: Key, as typed (perhaps with ``+``), to its values.
         texts: Key without ``+`` to the values as typed.
@@ -89,7 +89,7 @@ class CommandLine:
         return [word for word, name in names if name not in _NOT_OF_A_TRIAL and not name.startswith("launch.search.")]
 
     def require_possible(self, key: str, value: Any, folder: Path) -> None:
-        """Refuses a value of a trial that was not searched: the journal of somebody else can have any text there.
+        """Refuses a value of a trial that was not searched: another user's journal can have any text there.
 
         The value becomes a part of a command line, which can run any code. A number cannot.
 
@@ -100,7 +100,7 @@ class CommandLine:
         if not (value in _choices(sweep) if isinstance(sweep, ChoiceSweep) else isinstance(value, (int, float))):
             raise ConfigError(
                 f"run.dir: the search in {folder} has a trial with {key}={value!r}, which is none of the values to search. Use "
-                "another run.dir."
+                "a different run.dir."
             )
 
     def compose(self, values: Mapping[str, float | int | str], fixed: Sequence[str]) -> Job | None:

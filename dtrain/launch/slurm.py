@@ -193,7 +193,7 @@ def _record_lost_jobs(run_dirs: Sequence[Path], array: Path | None) -> None:
 
 
 def sweep_dir(jobs: Sequence[Job]) -> Path:
-    """Folder for the script and the output of a job array, beside its runs. The same sweep has the same folder."""
+    """Folder for the script and the output of a job array, next to its runs. The same sweep has the same folder."""
     directories = [str(job.spec.dir) for job in jobs]
     digest = hashlib.sha256("\0".join(directories).encode()).hexdigest()[:8]
     return jobs[0].spec.dir.parent / f"sweep-{digest}"
@@ -356,7 +356,7 @@ class SlurmStart:
         """Cancels the job."""
         self._cancelled = True
         cancelled = None
-        # Again if the job has ended meanwhile, and another one continues the run.
+        # Repeated if the job has ended meanwhile and a new one continues the run.
         while (job_id := read_job_id(self.job.spec.dir)) not in (None, cancelled):
             cancelled = job_id
             subprocess.run(["scancel", str(job_id)], check=False)
@@ -414,7 +414,7 @@ def queued_job(run_dir: Path) -> SlurmJob | None:
 
 
 def _squeue(run_dir: Path, format: str, which: str, job_id: str = "") -> str:
-    """The output of squeue; empty for a job that SLURM has forgotten."""
+    """The output of squeue; empty for a job that SLURM no longer lists."""
     try:
         done = subprocess.run(
             ["squeue", "--noheader", format, which],

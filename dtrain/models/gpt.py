@@ -1,6 +1,6 @@
 """Decoder-only transformer for tokens, and generation with it.
 
-* The defaults are rotary positions, LayerNorm and GELU. Options make it GPT-2's model (``model=gpt2``) or one as in current
+* The defaults are rotary positions, LayerNorm and GELU. Options make it GPT-2's model (``model=gpt2``) or similar to current
   language models (``model=gpt_modern``).
 * *Documents* are texts that share a row. With their numbers the model treats each as if it were alone: tokens attend to
   their own document only, and positions restart in each.
@@ -194,7 +194,7 @@ class GPT(nn.Module):
             )
         sampler = Sampler(temperature, top_k, seed, tokens.device)
         caches: list[KeyValueCache] | None = None
-        # Each length would be compiled on its own.
+        # Each length would be compiled separately.
         is_compiled = any(getattr(module, "_compiled_call_impl", None) is not None for module in self.modules())
         with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
             for _ in range(count):

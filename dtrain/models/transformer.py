@@ -170,7 +170,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention. The arguments are those of ``Block``."""
+    """Multi-head attention. It takes the arguments of ``Block``."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class Attention(nn.Module):
         self._causal = causal
         self._heads, self._kv_heads, self._channels = heads, kv_heads, width // heads
         self._dropout = dropout
-        # Queries, keys and values in this order, as in GPT-2; each has its heads one after another.
+        # Queries, keys and values in this order, as in GPT-2; each has its heads one after the other.
         self.qkv = nn.Linear(width, (heads + 2 * kv_heads) * self._channels, bias=bias)
         self.out = nn.Linear(width, width, bias=bias)
         self.query_norm = RMSNorm(self._channels) if qk_norm else None
@@ -219,7 +219,7 @@ class Attention(nn.Module):
             mask: Which keys each query attends to: bool ``[rows, 1, tokens, tokens]``, or a ``BlockMask``. None: those up to
                 the query if the attention is causal, else all.
             positions: Position of each token for rotary positions, int64 ``[tokens]`` or ``[rows, tokens]``. None: 0, 1, ...
-            cache: Keys and values of earlier tokens, to which those of ``tokens`` are appended. Several tokens only
+            cache: Keys and values of earlier tokens; those of ``tokens`` are appended to it. Several tokens only
                 follow an empty cache.
         """
         rows, length, _ = tokens.shape
@@ -250,7 +250,7 @@ class Attention(nn.Module):
                 value,
                 attn_mask=mask,
                 dropout_p=self._dropout if self.training else 0.0,
-                # One token attends to all in the cache.
+                # A single token attends to all in the cache.
                 is_causal=self._causal and mask is None and length > 1,
             )
         return self.out(mixed.transpose(1, 2).flatten(2))
@@ -264,7 +264,7 @@ class KeyValueCache:
         self._values: Tensor | None = None
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds ``[rows, heads, tokens, channels]`` each; returns those of all tokens."""
+        """Adds ``[rows, heads, tokens, channels]`` each; returns the keys and values of all tokens."""
         if self._keys is not None and self._values is not None:
             keys, values = torch.cat([self._keys, keys], dim=2), torch.cat([self._values, values], dim=2)
         self._keys, self._values = keys, values
@@ -281,7 +281,7 @@ class Rotary(nn.Module):
         super().__init__()
         frequencies = 10_000.0 ** -(torch.arange(0, channels, 2) / channels)
         angles = torch.arange(context)[:, None] * frequencies
-        # Not persistent: weights must load into a model with another context length.
+        # Not persistent: weights must load into a model with a different context length.
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 

@@ -21,7 +21,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     Muon's updates are scaled to the size of AdamW's (Liu et al. 2025, "Muon is scalable for LLM training").
 
     Args:
-        model: The model. Muon trains its trainable matrices except those of ``nn.Embedding``.
+        model: The model. Muon trains its trainable matrices except in ``nn.Embedding``.
         lr: Learning rate.
         weight_decay: Weight decay of parameters with at least two dimensions; the others have none.
         momentum: Momentum of Muon.

@@ -2,7 +2,7 @@
 
 Files in reading order:
 
-* ``command``: parts of all packing commands: splits, shard sizes, the preset that is written beside the shards.
+* ``command``: parts of all packing commands: splits, shard sizes, the preset that is written next to the shards.
 * ``staging``: a dataset while it is packed; interrupted commands resume, and shards appear only when all are written.
 * ``pool``: jobs on several processes.
 * ``images``, ``arrays``, ``text``: one file for each kind of source. ``resizing``: smaller images, for ``--max-side``.

@@ -7,7 +7,7 @@
     python -m dtrain.pack digits                                   the data of experiment=digits
 
 The same input gives the same bytes for any number of processes. Shards appear when all of them are written, and the same
-command resumes after an interruption; after its end it writes nothing, and says so. Errors of the input are one line
+command resumes after an interruption; once it has finished, it writes nothing, and says so. Errors of the input are one line
 without a traceback. Exit code: 0 on success, 1 on an error, 2 for wrong usage, 130 after Ctrl-C.
 """
 
@@ -31,7 +31,7 @@ from dtrain.pack.text import FITS, LONG_DOCUMENTS, pack_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the subcommand of a command line, by default that in ``sys.argv``; returns the exit code."""
+    """Runs the subcommand of a command line, ``sys.argv`` by default; returns the exit code."""
     options = _parser().parse_args(arguments)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
@@ -124,7 +124,7 @@ def _add_arrays(commands: _Commands[argparse.ArgumentParser]) -> None:
         action="append",
         default=[],
         metavar="NAME=ARRAY",
-        help="pack only the arrays named so, and rename them; may be repeated",
+        help="pack only the arrays named here, and rename them; may be repeated",
     )
     parser.add_argument(
         "--dtype",
@@ -159,8 +159,8 @@ def _add_text(commands: _Commands[argparse.ArgumentParser]) -> None:
         "--tokenizer",
         default="bytes",
         metavar="SPEC",
-        help="bytes (default; 257 tokens), characters (those of the text), tiktoken:NAME, tokenizers:FILE (a tokenizer.json), "
-        "or vocabulary:FOLDER (that of other shards)",
+        help="bytes (default; 257 tokens), characters (of the text), tiktoken:NAME, tokenizers:FILE (a tokenizer.json), "
+        "or vocabulary:FOLDER (of other shards)",
     )
     parser.add_argument(
         "--length", type=int, required=True, metavar="N", help="number of inputs and of targets in a row"
@@ -202,7 +202,7 @@ def _add_index(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "index",
         help="build the indexes of shards",
-        description="Writes the index of each shard, with the position of every field, beside the shard, or into the cache "
+        description="Writes the index of each shard, with the position of every field, next to the shard, or into the cache "
         "if the folder is read-only. Training builds missing indexes when it starts; existing indexes make it start "
         "faster.",
         epilog="example: python -m dtrain.pack index 'shards/train-{000000..000099}.tar'",

@@ -42,7 +42,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _NPY_HEADER = 128
 # Float arrays of these names are targets; others are features.
 _TARGETS = ("y", "target", "targets")
-# Labels with more values are probably no classes.
+# Labels with more values are probably not classes.
 _MOST_CLASSES = 10_000
 # Height and width that the model small_cnn needs.
 _SMALLEST_IMAGE = 8
@@ -161,7 +161,7 @@ def _find_arrays(files: Sequence[Path], chosen: Mapping[str, str]) -> list[_Foun
     extensions: dict[str, str] = {}
     for name in named:
         if not _is_field_name(name) or name.lower() in extensions:
-            other = f" beside {extensions[name.lower()]!r}" if name.lower() in extensions else ""
+            other = f" next to {extensions[name.lower()]!r}" if name.lower() in extensions else ""
             raise ValueError(
                 f"array {name!r} cannot be the name of a field in a shard{other}. Choose a name of lower-case letters and "
                 f"digits: --field x={name}."

@@ -4,7 +4,7 @@
   named ``prefix``.
 * *Bounds* are the positions where shards begin, int64, shape ``[shards + 1]``: shard ``n`` has the samples ``bounds[n]`` to
   ``bounds[n + 1]``. Sizes are bytes in the tar file, with headers and padding.
-* The *preset* is a Hydra config beside the shards, so that users do not have to type ``data.fields`` on a command line.
+* The *preset* is a Hydra config next to the shards, so that users do not have to type ``data.fields`` on a command line.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def _cumulative(sizes: list[int]) -> np.ndarray:
 
 
 def tar_bytes(payload: np.ndarray | int) -> np.ndarray | int:
-    """Size of a tar member with a payload of so many bytes: header, payload and padding."""
+    """Size of a tar member with a payload of this many bytes: header, payload and padding."""
     return _TAR_BLOCK + -(-payload // _TAR_BLOCK) * _TAR_BLOCK
 
 
@@ -209,7 +209,7 @@ def check_shares(prefix: str, shares: Mapping[str, float]) -> None:
 
 def permutation(count: int, seed: int | list[int]) -> np.ndarray:
     """The numbers below ``count`` in random order, int64, shape ``[count]``."""
-    # RandomState, because its sequence is the same in all numpy versions; that of default_rng may change.
+    # RandomState, because its sequence is the same in all numpy versions; the one of default_rng may change.
     return np.random.RandomState(seed).permutation(count)
 
 

@@ -97,7 +97,7 @@ class Piece:
         A byte order mark is left out.
 
         Raises:
-            ValueError: If the file has changed since it was checked, and is no text any more.
+            ValueError: If the file has changed since it was checked, and is no longer text.
         """
         if self.json_key is None:
             yield _bytes(self).decode("utf-8-sig" if self.start == 0 else "utf-8"), self.ends
@@ -118,7 +118,7 @@ def find_files(
     Args:
         sources: Paths and globs.
         json_key: Key of the text in each line of a ``.jsonl`` file.
-        on_bad_file: Called for every file that is no text.
+        on_bad_file: Called for every file that is not text.
         excluded: Real paths of files to leave out.
 
     Returns:
@@ -178,7 +178,7 @@ def _paths(source: str) -> Iterator[tuple[str, str]]:
 
 
 def _checked(file: TextFile) -> TextFile:
-    """The file with its counts; a ``ValueError`` says why it is no text."""
+    """The file with its counts; a ``ValueError`` says why it is not text."""
     documents = empty = text_bytes = 0
     for piece in _pieces(file, 0, file.size):
         content = _bytes(piece)

@@ -53,9 +53,9 @@ _CLASSES = "classes.json"
 _SAME_FORMAT = {"jpeg": "jpg", "tiff": "tif"}
 # Besides hidden files: what Windows and macOS put into folders and archives of photos.
 _OF_THE_SYSTEM = ("thumbs.db", "desktop.ini", "icon\r", "__macosx")
-# Images whose size is read, to decide whether the preset resizes them. Of more, so many are read, evenly spread.
+# The sizes of at most this many images, evenly spread, decide whether the preset resizes them.
 _MEASURED = 5_000
-# Size to which images of different sizes are resized, at most: that of most published models.
+# Largest size to which images of different sizes are resized: the input size of most published models.
 _LARGEST_DEFAULT = 224
 # First part of the names of files in the staging folder with the number of resized images in a shard.
 _COUNTS = ".resized-"
@@ -74,7 +74,7 @@ def pack_images(options: Namespace, console: Console) -> None:
     resizing = _resizing(options)
     source, destination = options.source, command.destination
     if destination.resolve().is_relative_to(source.resolve()):
-        raise ValueError(f"{destination} is inside {source} and would be read as a class. Choose another DST.")
+        raise ValueError(f"{destination} is inside {source} and would be read as a class. Choose a different DST.")
     with closing(_scan(source, command, options.seed, _stored_classes(destination))) as folder:
         images = {split: f"{len(listing)} ({listing.digest()})" for split, listing in folder.splits.items()}
         plan = command.plan(command="imagefolder", images=images, verify=options.verify)
@@ -146,7 +146,7 @@ def _write_preset(destination: Path, folder: _ImageFolder, resizing: Resizing | 
         )
     else:
         note = f"images have {smallest[0]} x {smallest[1]} pixels"
-        if stored or len(folder) > _MEASURED:  # images that were not measured may have another size
+        if stored or len(folder) > _MEASURED:  # images that were not measured may have a different size
             image["size"] = list(smallest)
     extensions = folder.extensions.union(*(ext.split(";") for ext in stored.get("fields", {}) if ext != "cls"))
     label = {"name": "label", "role": "label"}
@@ -241,7 +241,7 @@ class _ImageFolder:
 
 
 def _scan(source: Path, command: PackCommand, seed: int, classes: list[str] | None) -> _ImageFolder:
-    """Lists the images in the order of their names; ``classes`` are those of an earlier command with the same DST."""
+    """Lists the images in the order of their names; ``classes`` come from an earlier command with the same DST."""
     on_bad_file, prefix, shares = command.on_bad_file, command.prefix, command.shares
     if not source.is_dir():
         raise FileNotFoundError(
@@ -263,7 +263,7 @@ def _scan(source: Path, command: PackCommand, seed: int, classes: list[str] | No
             if folder.name not in labels:
                 raise ValueError(
                     f"{folder}: there is no class {folder.name!r} among {', '.join(labels)}, which were packed into the same "
-                    "DST before. Rename the folder, or choose another DST."
+                    "DST before. Rename the folder, or choose a different DST."
                 )
             _list_class(result, split, folder, labels[folder.name], on_bad_file, shares, seed)
     empty = [split for split, listing in result.splits.items() if not len(listing)]
@@ -288,7 +288,7 @@ def _split_folders(source: Path, on_bad_file: OnBadFile) -> dict[str, Path]:
         )
     for path in _visible(source):
         if not path.is_dir():
-            on_bad_file(path, "is beside the folders of the splits")
+            on_bad_file(path, "is next to the folders of the splits")
     return {name: source / name for name in SPLITS if source / name in splits}
 
 
@@ -306,7 +306,7 @@ def _class_folders(root: Path, on_bad_file: OnBadFile) -> list[Path]:
         if path.is_dir():
             folders.append(path)
         else:
-            on_bad_file(path, "is beside the folders of the classes")
+            on_bad_file(path, "is next to the folders of the classes")
     if not folders:
         raise ValueError(f"{root} has no folder. Expected one folder of images for each class.")
     return folders
@@ -345,7 +345,7 @@ def _entries(result: _ImageFolder, folder: Path, label: int, on_bad_file: OnBadF
     keys: set[str] = set()
     for path in _files(result, folder):
         if KINDS.get(_extension(path)) != "image":
-            on_bad_file(Path(path), "its name is not that of an image")
+            on_bad_file(Path(path), "its name is not an image's")
             continue
         below, name = os.path.split(os.path.relpath(path, folder.parent))
         # In a shard the key ends at the first dot, so dots are replaced. Keys that would be equal then get a number.
@@ -401,7 +401,7 @@ def _image_reader(
 def _read_images(
     entries: Sequence[_Entry], verify: bool, resizing: Resizing | None, counts_path: Path, on_bad_file: OnBadFile
 ) -> Iterator[Sample]:
-    """The samples of one shard; files that are no images are reported, all others copied unchanged or resized.
+    """The samples of one shard; files that are not images are reported, all others copied unchanged or resized.
 
     With ``resizing``, stores at ``counts_path`` how many images were resized, and their bytes.
     """
@@ -435,5 +435,5 @@ def _stored_classes(destination: Path) -> list[str] | None:
         return None
     classes = json.loads(path.read_text("utf-8"))
     if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
-        raise ValueError(f"{path} is not a list of class names. Delete it, or choose another DST.")
+        raise ValueError(f"{path} is not a list of class names. Delete it, or choose a different DST.")
     return classes

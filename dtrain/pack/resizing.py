@@ -56,7 +56,7 @@ class Resizing:
         """The image file to pack and its extension, ``jpg`` or ``png``; None if the file is packed unchanged.
 
         Raises:
-            SampleError: If the file is no image, too large, or of a kind without a fixed range of values.
+            SampleError: If the file is not an image, is too large, or of a kind without a fixed range of values.
         """
         before = check_image(payload, exif=True)
         after = self.size(*before)

@@ -7,7 +7,7 @@
   the first is a target once. The tokens after the last complete row are dropped.
 * *Best-fit* rows hold whole documents and, at their end, padding. Every token of the stream is a target once: a row begins with
   the token before its first document, which is the end of text. A document longer than a row is cut; its pieces of ``length``
-  tokens fill rows of their own, which begin with the token before the piece, and the last piece is fitted as a document is.
+  tokens fill separate rows, which begin with the token before the piece, and the last piece is fitted like a document.
 * Best-fit rows are laid out one *window* after the other, a few parts each: so memory does not grow with the size of the
   stream, and several processes work at once. The *layout* of a window says which pieces of the stream are in which row.
 """
@@ -138,7 +138,7 @@ class BestFitRows:
         layouts: The file of each window.
         begins: First row of each window, and the number of rows, int64, shape ``[windows + 1]``.
         documents: Number of documents.
-        cut: Number of those that are longer than a row.
+        cut: Number of documents that are longer than a row.
     """
 
     stream: TokenStream
@@ -234,7 +234,7 @@ def _write_layout(
     """Lays out the documents of the parts within ``bounds``.
 
     Writes ``first``, the first piece of each row and the number of pieces; ``starts`` and ``sizes`` of the pieces in the
-    stream; and the numbers of documents and of those that are longer than a row.
+    stream; and the numbers of documents and of documents longer than a row.
     """
     all_ends = [bounds[:1]]
     stop = int(bounds[-1])

@@ -3,7 +3,7 @@
 * The *plan* is everything that determines the bytes of the shards: sources, seed, shard sizes. It is stored before the
   first shard is written.
 * The *staging folder* is the hidden folder ``.packing`` in the destination. Each shard is written there together with its
-  index. A command with the same plan resumes there; a command with another plan is refused with the differences.
+  index. A command with the same plan resumes there; a command with a different plan is refused with the differences.
 * *Publishing* moves the shards and indexes from the staging folder to the destination. A marker file is written before
   the first move, so that an interrupted move is completed by the next command.
 * The *record* ``.packed.json`` in the destination holds, for the plan of each finished command, the sizes of its shards. It
@@ -148,7 +148,7 @@ class StagedDataset:
         return paths
 
     def publish(self, extra_files: Mapping[str, bytes]) -> None:
-        """Moves the shards to the destination and writes further files beside them.
+        """Moves the shards to the destination and writes further files next to them.
 
         Args:
             extra_files: File name to content.
@@ -206,7 +206,7 @@ def staged(destination: Path, prefixes: Iterable[str], plan: Mapping[str, Any]) 
         plan: Everything that determines the bytes of the shards; values that JSON can store.
 
     Raises:
-        FileExistsError: If the destination has shards of these names, the staging folder belongs to another plan, or
+        FileExistsError: If the destination has shards of these names, the staging folder belongs to a different plan, or
             another process packs into the same destination.
     """
     for prefix in prefixes:
@@ -245,7 +245,7 @@ def is_finished(destination: Path, plan: Mapping[str, Any], skip_bad: bool) -> b
         skip_bad: Whether a command that skipped bad files counts.
 
     Raises:
-        FileExistsError: If the staging folder belongs to another plan, or another process packs into the same destination.
+        FileExistsError: If the staging folder belongs to a different plan, or another process packs into the same destination.
     """
     record = _records(destination).get(_digest(plan))
     if record is None or (record["skipped"] and not skip_bad):
@@ -272,7 +272,7 @@ def _digest(plan: Mapping[str, Any]) -> str:
 
 
 def is_published(destination: Path, file: str) -> bool:
-    """Whether a command has finished that writes this file beside its shards."""
+    """Whether a command has finished that writes this file next to its shards."""
     return (destination / file).exists() and not (destination / _FOLDER / _PUBLISHING).exists()
 
 

@@ -52,7 +52,7 @@ def _sources() -> list[str]:
     sources = [pattern for pattern in patterns if glob.glob(pattern, recursive=True)]
     if not sources:
         raise FileNotFoundError(
-            f"{library} has no source files. Install a Python with its standard library, or pack another text: python -m "
+            f"{library} has no source files. Install a Python with its standard library, or pack a different text: python -m "
             "dtrain.pack text SRC DST --length N."
         )
     return sources

@@ -1,7 +1,7 @@
 """``python -m dtrain.pack text``: text files as shards of token rows for a language model.
 
 Documents are found and assigned to splits (``documents``), encoded by several processes into the stream of each split, and
-laid into rows (``rows``), which are written to shards. Beside the shards are ``vocabulary.json``, the tokenizer, and
+laid into rows (``rows``), which are written to shards. Next to the shards are ``vocabulary.json``, the tokenizer, and
 ``dataset.json``, which describes the rows.
 """
 
@@ -101,7 +101,7 @@ def pack_text(options: Namespace, console: Console) -> None:
             f"tokenizer {options.tokenizer!r} has no end-of-text token, which separates documents ({documents:,}). "
             f"{remedy}: --end-of-text '<|endoftext|>'."
         )
-    # Outside the vocabulary, so that it stays that of the tokenizer.
+    # Outside the vocabulary, so that this stays the tokenizer's.
     padding = tokenizer.vocab_size if best else None
     dtype = tokenizer.dtype if padding is None else "uint16" if padding < 1 << 16 else "uint32"
     facts = {
@@ -148,7 +148,7 @@ def pack_text(options: Namespace, console: Console) -> None:
             targets = stream.tokens if best else its.samples * length
             splits[split] = {"shards": its.shards, "samples": its.samples, "tokens": targets}
             waste.append(f"{split}: {rows.waste(tokenizer.end_of_text)}")
-        is_bytes = tokenizer.identity == "bytes"  # of which each is counted
+        is_bytes = tokenizer.identity == "bytes"  # each of which is counted
         bytes_per_token = None if is_bytes else sum(file.text_bytes for file in files) / tokens
         # Of several commands the first one's: it packed the training text.
         description = {**facts, "row": length + 1, "bytes_per_token": bytes_per_token, **stored, "splits": splits}
@@ -185,7 +185,9 @@ def _check(options: Namespace, command: PackCommand, patterns: Mapping[str, obje
         raise ValueError(f"--length {options.length}: want at least 1 token.")
     for source in options.sources:
         if os.path.isdir(source) and options.destination.resolve().is_relative_to(Path(source).resolve()):
-            raise ValueError(f"{options.destination} is inside {source} and would be read as text. Choose another DST.")
+            raise ValueError(
+                f"{options.destination} is inside {source} and would be read as text. Choose a different DST."
+            )
     check_shares(command.prefix, command.shares)
     for name in patterns:
         if name in (command.prefix, *command.shares):
@@ -241,14 +243,14 @@ def _stored_description(destination: Path, facts: Mapping[str, Any]) -> dict[str
         return {}
     stored = json.loads(path.read_text("utf-8"))
     if not isinstance(stored, dict) or not isinstance(stored.get("splits"), dict):
-        raise ValueError(f"{path} does not describe a dataset of tokens. Choose another DST.")
+        raise ValueError(f"{path} does not describe a dataset of tokens. Choose a different DST.")
     other = [
         f"{name} {stored.get(name)!r}, not {value!r}" for name, value in facts.items() if stored.get(name) != value
     ]
     if other:
         raise ValueError(
-            f"{path} describes another dataset: {', '.join(other)}. Choose another DST, or the same options; --tokenizer "
-            f"vocabulary:{destination} is the tokenizer of these shards."
+            f"{path} describes a different dataset: {', '.join(other)}. Choose a different DST, or the same options; "
+            f"--tokenizer vocabulary:{destination} is the tokenizer of these shards."
         )
     return stored
 

@@ -1,6 +1,6 @@
 """FLOPs of one operator: matrix products, convolutions, attention and recurrent layers, two per multiply-add.
 
-The formulas are those of ``torch.utils.flop_counter``, and those below for operators that it lacks. All other operators have
+The formulas come from ``torch.utils.flop_counter``, and from below for operators that it lacks. All other operators have
 none, because memory bandwidth limits them.
 """
 

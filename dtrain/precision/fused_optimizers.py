@@ -23,7 +23,7 @@ def prefill_momentum(optimizer: torch.optim.Optimizer) -> bool:
     """Gives fused SGD a zero momentum buffer for every gradient that has none yet.
 
     torch's fused SGD allocates its momentum buffers without initialising them and lets the kernel fill them in the first
-    step. If that step is skipped on the device, the second one would train on whatever the memory held.
+    step. If that step is skipped on the device, the second one would train on arbitrary contents of the memory.
 
     A first step from zeros equals torch's first step (``0 * momentum + gradient``), except with dampening, which torch
     applies from the second step on.

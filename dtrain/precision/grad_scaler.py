@@ -48,7 +48,7 @@ class CrossRankGradScaler:
     """``torch.amp.GradScaler`` whose ranks agree on which steps to skip.
 
     ``step`` and ``load_state_dict`` are collective over ``process_group``. With a fused optimizer the host never waits for
-    the device: the optimizer's kernel reads the decision. With other optimizers it waits for one number a step.
+    the device: the optimizer's kernel reads the decision. With other optimizers it waits for one number per step.
 
     Every rank steps equally often. A rank that has run out of inputs scales a zero and steps without gradients.
 
@@ -129,7 +129,7 @@ class CrossRankGradScaler:
                 "CrossRankGradScaler: it has a process_group, which cannot be pickled. Save state_dict(), and load it into a "
                 "scaler that was made with the group of the new process"
             )
-        # On the host, as before the first scale(): the process that unpickles it may have another device.
+        # On the host, as before the first scale(): the process that unpickles it may have a different device.
         loss_scale = copy.copy(self._loss_scale)
         loss_scale.to(torch.device("cpu"))
         own = {"_loss_scale": loss_scale, "_placed": False}
@@ -169,8 +169,8 @@ class CrossRankGradScaler:
 
         Raises:
             RuntimeError: If called twice for one optimizer since the last ``update``, or after its ``step``.
-            ValueError: If a parameter is fp16, is listed twice, shares its gradient with another one, or is updated inside
-                the backward pass; or if the optimizer's ``step`` expects a scaler.
+            ValueError: If a parameter is fp16, is listed twice, shares its gradient with another parameter, or is updated
+                inside the backward pass; or if the optimizer's ``step`` expects a scaler.
         """
         if not self._enabled:
             return
@@ -299,7 +299,7 @@ class CrossRankGradScaler:
         A scale outside ``[min_scale, max_scale]`` is clamped with a warning. Does nothing when disabled.
 
         Raises:
-            ValueError: On every rank, if rank 0's state is not that of a scaler.
+            ValueError: On every rank, if rank 0's state is not a scaler's state.
             RuntimeError: If not every rank takes part.
         """
         if not self._enabled:

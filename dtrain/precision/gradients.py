@@ -106,17 +106,17 @@ def refuse_shared_gradients(optimizer: torch.optim.Optimizer) -> None:
     for _, name, other in _sharing_gradients(optimizer):
         raise ValueError(
             f"{name} and {other} have the same gradient tensor, which would be divided by the loss scale twice. "
-            "Give each parameter a gradient of its own (p.grad = gradient.clone()), or share the parameter"
+            "Give each parameter its own gradient (p.grad = gradient.clone()), or share the parameter"
         )
 
 
 def with_shared_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The parameters whose gradient is the memory of an earlier one's, as that of ``b`` in ``a.view(n) + b.view(n)``."""
+    """The parameters whose gradient shares the memory of an earlier one's, as ``b``'s does in ``a.view(n) + b.view(n)``."""
     return [parameter for parameter, _, _ in _sharing_gradients(optimizer)]
 
 
 def _sharing_gradients(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, str, str]]:
-    """Each such parameter, its name by number, and that of the earlier one."""
+    """Each such parameter, its name by number, and the name of the earlier one."""
     seen: dict[tuple[int, int], str] = {}
     for group_number, group in enumerate(optimizer.param_groups):
         for number, parameter in enumerate(group["params"]):

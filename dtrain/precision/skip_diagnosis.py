@@ -7,7 +7,7 @@
 * A *finding* is a text about the first micro-batch of this rank that has a non-finite value. It is computed only for the
   message that ends a run and for the log line of the third skip.
 
-The parameter hooks see this rank's own gradients. After the all-reduce all ranks have the same infinities, whichever rank
+The parameter hooks see this rank's own gradients. After the all-reduce all ranks have the same infinities, no matter which rank
 they came from.
 """
 
@@ -48,7 +48,7 @@ class SkipDiagnosis:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._handles: list[RemovableHandle] = []
-        self._seen: list[_MicroBatch] = []  # those of the last two accumulation windows
+        self._seen: list[_MicroBatch] = []  # in the last two accumulation windows
         self._current: _MicroBatch | None = None
         self._gathered: set[int] = set()  # ids of the gathered parameters that have a hook
 

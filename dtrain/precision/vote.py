@@ -1,4 +1,4 @@
-"""The vote: one all-reduce of control data a step, after which every rank takes the same decision.
+"""The vote: one all-reduce of control data per step, after which every rank takes the same decision.
 
 * The *payload* is the float64 vector that the ranks sum: overflow flag, loss scale, squared gradient norm, loss sum and
   count, sums and counts of the metrics, and values from the host (stop and save requests, sample counts, bytes).
@@ -171,7 +171,7 @@ class Agreement:
         """Collective. Replaces ``payload`` by its sum over the ranks, in place. Needs a process group."""
         group = self._group or dist.group.WORLD
         assert group is not None, "no process group"
-        # The method that dist.all_reduce() calls. On gloo the Python around it takes 15 to 20 us of CPU time a step (51
+        # The method that dist.all_reduce() calls. On gloo the Python around it takes 15 to 20 us of CPU time per step (51
         # against 71 us on 2 ranks, torch 2.13), more than all other arithmetic of the vote.
         group.allreduce([payload]).wait()
 
@@ -182,7 +182,7 @@ def make_vote(device: torch.device, world_size: int) -> Vote:
 
 
 class Vote:
-    """The vote of one rank, step after step, with its arithmetic on the device.
+    """The vote of one rank in every step, with its arithmetic on the device.
 
     Per step: ``add()`` for each micro-batch, ``overflow()``, ``all_reduce()``, ``decide()``; later ``step_stats()``.
 
@@ -273,8 +273,8 @@ class Vote:
         overflow, _, _, square, _, count, *_ = self.payload.unbind()
         overflowed = overflow > 0
         skip = overflowed | (count == 0)
-        # The gradients are those of scale * loss sum / nominal; wanted is that of loss sum / count. In a skip the count
-        # may be 0, and the 1 only avoids an infinity.
+        # The backward took the gradient of scale * loss sum / nominal; wanted is the gradient of loss sum / count. In a skip
+        # the count may be 0, and the 1 only avoids an infinity.
         coefficient = nominal / count.masked_fill(skip, 1) / scale
         if clip_norm is not None:
             # 1e-6 as in torch.nn.utils.clip_grad_norm_.
@@ -330,7 +330,7 @@ class _HostCopy:
 class _HostVote(Vote):
     """``Vote`` in Python floats: the same operations in the same order, so the same bits.
 
-    Kept beside the tensor version because reading a CPU tensor is free, while each small tensor operation takes about a
+    Kept next to the tensor version because reading a CPU tensor is free, while each small tensor operation takes about a
     microsecond: in a world of one a vote takes 8 us instead of 98, and a step of a small MLP 180 us less (torch 2.13).
     """
 

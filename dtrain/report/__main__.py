@@ -59,12 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with replace_file(out) as file:
             file.write(page)
         if options.png is not None:
-            from dtrain.report.pictures import write_charts  # here because matplotlib takes half a second
+            from dtrain.report.pictures import write_charts  # here because importing matplotlib takes half a second
 
             searched = [chart for section in sections for chart in section.charts]
             write_charts([*searched, *setting_charts(sweep), *chain(*run_charts(runs).values())], options.png)
     except OSError as error:
-        return _fail(f"{error}. Choose another place: --out FILE for the page, --png FOLDER for the charts.")
+        return _fail(f"{error}. Choose a different place: --out FILE for the page, --png FOLDER for the charts.")
     for line in (*gap_lines(sweep.runs), *damaged):
         print(f"report: {printable(line)}", file=sys.stderr)
     with until_reader_leaves():

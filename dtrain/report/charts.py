@@ -38,7 +38,7 @@ _TITLES = {
     "memory/max_allocated_gib": "Peak memory of rank 0's GPU (GiB)",
     "memory/max_resident_gib": "Peak memory of rank 0's process (GiB)",
 }
-_USUAL = tuple(_TITLES)[:5]  # the page names those that no run has
+_USUAL = tuple(_TITLES)[:5]  # the page names the ones that no run has
 _FITTED = ("train", "eval")  # prefixes whose y axis is fitted to the data; the others start at zero
 # Counts, and metrics that are part of another chart.
 _NOT_DRAWN = re.compile(
@@ -330,7 +330,7 @@ class Envelope:
         low: Smallest value of each piece, float64, shape ``[k]``.
         mean: Mean of each piece, float64, shape ``[k]``.
         high: Largest value of each piece, float64, shape ``[k]``.
-        records: Values in a piece; 1 if each value is a piece of its own.
+        records: Values in a piece; 1 if each value is its own piece.
     """
 
     steps: np.ndarray

@@ -1,6 +1,6 @@
 """Everything that a report shows of one run: its state, where its time went, whether it is healthy, and what limits it.
 
-* The *state* is such as ``finished``, ``killed`` or ``queued``. ``dtrain.launch status`` shows the same states.
+* The *state* is for example ``finished``, ``killed`` or ``queued``. ``dtrain.launch status`` shows the same states.
 * The *time breakdown* splits the time between records into waiting for data, the rest of the step, evaluating and saving, and
   interruptions.
 * The *health* is a list of findings; its level is the worst of them.
@@ -282,7 +282,7 @@ def _check_time(times: TimeBreakdown | None) -> Iterator[Finding]:
     if times is None:
         yield Finding("time", "no step times were logged, so what limits the speed is unknown")
         return
-    total = times.seconds[:INTERRUPTED].sum(axis=1)  # interruptions have a check of their own
+    total = times.seconds[:INTERRUPTED].sum(axis=1)  # interruptions have their own check
     waiting, stepping, pausing = total / total.sum()
     per_step = total[:PAUSING].sum() / max(times.steps[-1], 1.0)
     if waiting > _MUCH_WAITING:
@@ -297,7 +297,7 @@ def _check_time(times: TimeBreakdown | None) -> Iterator[Finding]:
         f"{format_percent(waiting)} waiting for data",
         f"{format_percent(pausing)} evaluating and saving",
     )
-    yield Finding("time", f"speed limited by {limit} ({', '.join(parts)}; {format_duration(per_step)} a step)")
+    yield Finding("time", f"speed limited by {limit} ({', '.join(parts)}; {format_duration(per_step)} per step)")
 
 
 def _check_stragglers(run: History) -> Iterator[Finding]:
@@ -311,7 +311,7 @@ def _check_stragglers(run: History) -> Iterator[Finding]:
     late = float(np.median(behind[known & (ranks == slowest)]))
     # If ranks are slow by chance, the slowest one changes from record to record.
     if often > 0.5 and np.isfinite(step).any() and late > _MUCH_SLOWER * np.nanmedian(step):
-        text = f"rank {slowest:.0f} is slower than the others by {format_duration(late)} a step"
+        text = f"rank {slowest:.0f} is slower than the others by {format_duration(late)} per step"
         remedy = "Look for another process on its cores or GPU, a throttled device, or a slow disk."
         yield Finding("ranks", f"{text} (in {format_percent(often)} of the records)", "warning", remedy)
     else:
@@ -326,7 +326,7 @@ def _check_step_times(run: History) -> Iterator[Finding]:
         return
     median, late = float(np.median(medians[known])), float(np.median(slow[known]))
     if late > _UNEVEN * median > 0:
-        text = f"step times vary: 5 % of the steps take more than {format_duration(late)}, the median "
+        text = f"step times vary: 5 % of the steps take more than {format_duration(late)}, the median takes "
         remedy = "Profile a few steps (profile.steps) to see where the slow ones spend their time."
         yield Finding("steps", f"{text}{format_duration(median)}", "warning", remedy)
 

@@ -66,7 +66,7 @@ def report_page(runs: Sequence[RunData], sweep: Sweep, now: float, sections: Seq
     """The page as HTML.
 
     Args:
-        runs: The runs with curves and details: those of ``sweep.shown``.
+        runs: The runs with curves and details, ``sweep.shown``.
         sweep: All runs, at least one.
         now: Unix seconds of the report.
         sections: Further sections.

@@ -174,7 +174,7 @@ def read_media(run_dir: Path, gaps: list[str]) -> list[Medium]:
         steps = sorted((int(match[1]), path) for path in files if (match := _MEDIUM.match(path.name)))
         names += bool(steps)
         if names > _MAX_MEDIA_NAMES:
-            gaps.append(f"pictures and texts: only those of the first {_MAX_MEDIA_NAMES} names are shown")
+            gaps.append(f"pictures and texts: only the first {_MAX_MEDIA_NAMES} names are shown")
             break
         for step, path in steps[-_MEDIA_PER_NAME:]:
             medium = _read_text(path, name, step) if path.suffix == ".txt" else _read_picture(path, name, step, room)

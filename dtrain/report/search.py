@@ -1,7 +1,7 @@
 """The Optuna searches of ``dtrain.launch``: their trials as a table, and a chart of the objective.
 
 A *search* is a directory with a ``search.json`` and the runs of its *trials* in it. ``dtrain.launch`` replaces the file
-whenever a trial changes its state, so that reading a search does not need Optuna. The file may come from somebody else: it is
+whenever a trial changes its state, so that reading a search does not need Optuna. The file may come from another user: it is
 read like all files of a run directory, and no content can raise an error.
 """
 
@@ -39,7 +39,7 @@ class Trial:
         state: One of ``STATES``.
         value: The objective; of a pruned trial its last value. NaN without one.
         values: Key to the value that was tried: a number, or a text of the command line.
-        run: Directory of its run, relative to that of the search; ``""`` if it was refused.
+        run: Directory of its run, relative to the search's directory; ``""`` if it was refused.
         reason: Why it failed, or ``""``.
     """
 

@@ -2,7 +2,7 @@
 
 Charts name the colours of ``THEME``; the page has each as a CSS variable, so that it follows the light or dark theme of the
 browser. The colours of the runs suit colour-blind readers (Okabe and Ito 2008), without yellow, which is invisible on white.
-The colours of the parts of the time are others, so that no part looks like a run.
+The parts of the time have different colours, so that no part looks like a run.
 
 The formatting functions accept any number: a damaged file must not make a report fail.
 """

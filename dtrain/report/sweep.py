@@ -3,7 +3,7 @@
 * A *setting* is a config key that differs between runs. A group choice such as ``precision=bf16`` stands for all keys that it
   sets.
 * The *goal* is the metric that ranks the runs, and whether larger is better.
-* A *seed group* is a group of runs that differ in no other keys than those ending in ``seed``.
+* A *seed group* is a group of runs that differ only in keys that end in ``seed``.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def varied_settings(runs: Sequence[History]) -> tuple[list[Setting], list[Settin
         if key not in overridden and not key.startswith(ignored)
     }
     differing = overridden | derived
-    # All derived keys or none: some of the many keys that another experiment sets would be arbitrary ones.
+    # All derived keys or none: some of the many keys that a different experiment sets would be arbitrary ones.
     keys = list(overridden if overridden and len(differing) > _MAX_SETTINGS else differing)[:_MAX_SETTINGS]
     names = short_names(keys)
     return (

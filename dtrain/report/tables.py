@@ -27,7 +27,7 @@ from dtrain.report.sweep import Goal, Setting, Sweep, seed_groups, value_text
 from dtrain.runs.history import ABSENT, History, as_float, differences
 
 _MAX_METRICS, _MAX_OVERRIDES, _MAX_VALUE = 4, 100, 300
-_MAX_SETTINGS = 4  # that are no details
+_MAX_SETTINGS = 4  # that are not details
 _COUNTS = ("samples", "bad_samples")  # not results
 
 Rows = dict[str, list[str]]
@@ -184,7 +184,7 @@ def config_rows(runs: Sequence[History]) -> Rows:
 
 
 def _evaluation_metrics(sweep: Sweep) -> list[str]:
-    """Evaluation metrics of any run, that of the goal first."""
+    """Evaluation metrics of any run, the goal's first."""
     names = dict.fromkeys(
         name for run in sweep.runs for name in run.names("eval/") if name.rpartition("/")[2] not in _COUNTS
     )

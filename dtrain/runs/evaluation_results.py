@@ -135,7 +135,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _is_count(name: str) -> bool:
-    """Also of a set: ``web/samples``."""
+    """Whether a metric is a count, also of a set: ``web/samples``."""
     return name.rpartition("/")[2] in _COUNTS
 
 

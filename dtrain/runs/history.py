@@ -4,7 +4,7 @@
 * A *column* is one metric over the records that have it, as arrays.
 * A *gap* is a sentence about a missing or damaged file, instead of an error.
 
-A run directory may belong to somebody else. Only regular files of a plausible size are read, YAML is limited to what dtrain
+A run directory may belong to another user. Only regular files of a plausible size are read, YAML is limited to what dtrain
 writes, and no content can raise an error. Nothing here is used to resume a run.
 """
 
@@ -34,7 +34,7 @@ _METRICS, _CONFIG, _OVERRIDES, _STATUS = "metrics.jsonl", "config.yaml", "overri
 _FIRST_FILES = (".lock", ".job", "logs/torchrun")  # a queued run, or one that failed early, has nothing else
 _DIRECTORY_DEPTH = 4  # levels searched for runs, as in sweeps/lr=0.1/seed=2
 _MAX_BYTES = 200_000  # a config of dtrain has a few thousand bytes
-_PARALLEL_BYTES = 50_000_000  # of metrics.jsonl; one process reads so many in half a second
+_PARALLEL_BYTES = 50_000_000  # of metrics.jsonl; one process reads this many in half a second
 _BLOCK = 2_000  # records parsed at a time: few enough to stay in the processor's caches
 _BLOCK_BYTES = 2**24  # limits a block where the lines are long
 _MAX_ABS = 1e100  # larger values count as not finite: float32 ends at 1e38, and sums must not overflow
@@ -146,7 +146,7 @@ def differences(runs: Sequence[History]) -> dict[str, list[Any]]:
     """Config keys that differ between runs, except ``run.dir``, sorted, with each run's value or ``ABSENT``."""
     keys = sorted({key for run in runs for key in run.config} - {"run.dir"})
     values = {key: [run.config.get(key, ABSENT) for run in runs] for key in keys}
-    # An empty list, such as train.hooks, does not differ from its absence in a run of another version.
+    # An empty list, such as train.hooks, does not differ from its absence in a run of a different version.
     compared = {key: [ABSENT if value in ([], {}) else value for value in row] for key, row in values.items()}
     return {key: row for key, row in values.items() if any(value != compared[key][0] for value in compared[key])}
 

@@ -4,7 +4,7 @@
 * A revision is resolved to a *commit* once. Everything is then read at this commit, so a branch that moves changes nothing.
 * Only files that are asked for by name are downloaded, into the cache of huggingface_hub (``HF_HOME``). Without a network, or
   with ``HF_HUB_OFFLINE=1``, they are read from there. Pickled weights are never downloaded.
-* The token is that of huggingface_hub: ``HF_TOKEN``, or the one that ``hf auth login`` stored. It is never part of a config.
+* The token comes from huggingface_hub: ``HF_TOKEN``, or what ``hf auth login`` stored. It is never part of a config.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOGIN = "Set HF_TOKEN, or run `hf auth login`"
 _NAME = r"[A-Za-z0-9](?:[\w.-]*\w)?"
 _URL = re.compile(rf"hf://(?!(?:datasets|spaces|buckets|kernels)/)(?P<name>{_NAME}/{_NAME})(?:@(?P<revision>[^@\s]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# Packages whose errors are about the hub or the way to it; they have no common base class.
+# Packages whose errors are about the hub or the connection to it; they have no common base class.
 _PACKAGES = ("huggingface_hub", "hf_xet", "httpx", "httpx2", "httpcore", "httpcore2")
 
 
@@ -55,7 +55,7 @@ class HubModel:
         """Reads ``hf://ORGANISATION/NAME[@REVISION]``; ``key`` is where it was written.
 
         Raises:
-            ConfigError: If it has another form.
+            ConfigError: If it has a different form.
         """
         found = _URL.fullmatch(url)
         # huggingface_hub makes a path in its cache of the name and the revision.
@@ -69,7 +69,7 @@ class HubModel:
         return f"hf://{self.name}" + (f"@{self.revision}" if self.revision is not None else "")
 
     def at_commit(self) -> HubModel:
-        """The same model at the commit that its revision is now; without a network that of the last download.
+        """The same model at the current commit of its revision; without a network, at the commit of the last download.
 
         Raises:
             ConfigError: If there is no such model or revision, it has no weights that dtrain can read, or the hub cannot be
@@ -81,7 +81,7 @@ class HubModel:
         return replace(self, revision=path.parent.name)
 
     def download(self, file: str) -> Path:
-        """The path of one of the model's files in the cache, where the other downloads of this commit are as well.
+        """The path of one of the model's files in the cache, next to the other downloads of this commit.
 
         Raises:
             ConfigError: As ``at_commit``, or if the model has no such file.
@@ -201,7 +201,7 @@ def _explained(error: Exception, files: tuple[str, ...]) -> str:
     if isinstance(cause, errors.EntryNotFoundError):
         return (
             f" has no {' and no '.join(files)}, so it is not an artefact of dtrain.export, and has no weights in safetensors; "
-            "pickled weights are never loaded. Name another model or revision."
+            "pickled weights are never loaded. Name a different model or revision."
         )
     if isinstance(cause, errors.RepositoryNotFoundError):
         return (
@@ -214,7 +214,7 @@ def _explained(error: Exception, files: tuple[str, ...]) -> str:
     if status == 403:
         return f": this token does not have the permission (HTTP 403). {LOGIN} with one that has it."
     if status == 412:
-        return " has a new commit of somebody else since this export began (HTTP 412). Look at it, and start again."
+        return " has a new commit since this export began (HTTP 412). Look at it, and start again."
     if status is not None:
         return f": the hub refuses (HTTP {status}): {_reason(cause)}."
     if isinstance(error, ValueError):

@@ -60,7 +60,7 @@ def save_run(spec: RunSpec) -> None:
     Raises:
         ConfigError: If they cannot be written.
     """
-    with as_config_error(f"run.dir: {spec.dir} cannot be written, choose another one"):
+    with as_config_error(f"run.dir: {spec.dir} cannot be written, choose a different one"):
         (spec.dir / "logs").mkdir(parents=True, exist_ok=True)
         for name, content in spec.files().items():
             text = yaml_bytes(content)

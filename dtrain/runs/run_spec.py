@@ -44,7 +44,7 @@ WITHOUT_EFFECT_ON_THE_RESULT = (
 )
 _CONFIG, _OVERRIDES = "config.yaml", "overrides.yaml"
 _MARKS = "started"
-_RESTORE = "Restore it, or use another run.dir."
+_RESTORE = "Restore it, or use a different run.dir."
 # A path from the root, from a home or from a folder above, but not the rest of a URL or of a relative path.
 _FOLDER = re.compile(r"""(?<![\w/.*?})\]~-])(?:~[\w.-]*|\.\.)?/(?!/)[^\s'"`,;=()|&]*""")
 
@@ -94,9 +94,9 @@ class RunSpec:
         forbidden = list(_differences(_identity(saved), _identity(ours)))
         if forbidden:
             raise ConfigError(
-                f"run.dir: {self.dir} holds another run. It differs in\n"
+                f"run.dir: {self.dir} holds a different run. It differs in\n"
                 + "".join(f"    {line}\n" for line in forbidden)
-                + "  Set another run.dir (or run.name), or go back to the values on the left."
+                + "  Set a different run.dir (or run.name), or go back to the values on the left."
             )
         return list(_differences(_with_effect(saved), _with_effect(ours), _defaults()))
 
@@ -330,7 +330,7 @@ def _uses_saved_command(arguments: Sequence[str]) -> bool:
 def _saved_command(directory: Path) -> tuple[bytes, list[str], list[str]]:
     """``overrides.yaml`` of a run: its bytes, the overrides, and the folders of presets."""
     path = directory / _OVERRIDES
-    with as_config_error(f"{path} cannot be read; restore it, or use another run.dir"):
+    with as_config_error(f"{path} cannot be read; restore it, or use a different run.dir"):
         content = read_bounded(path)
     saved = _parsed(path, content)
     lists = [saved.get(key) for key in ("overrides", "config_dirs")]
@@ -380,7 +380,7 @@ def _composed_content(directory: Path, content: bytes, config_dirs: Sequence[str
 
 def _mapping(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file of a run directory."""
-    with as_config_error(f"{path} cannot be read; restore it, or use another run.dir"):
+    with as_config_error(f"{path} cannot be read; restore it, or use a different run.dir"):
         content = read_bounded(path)
     return _parsed(path, content)
 

@@ -1,4 +1,4 @@
-"""Which files this user's dtrain wrote, and what is used of those that somebody else wrote.
+"""Which files this user's dtrain wrote, and what is used of another user's files.
 
 A saved command line can name any function by ``_target_``, and an interpolation can read the environment. So nothing of a
 run directory is composed unless this user wrote it, or typed ``--trust``.
@@ -78,7 +78,7 @@ def content_with_folders(content: bytes, folders: Sequence[Path]) -> bytes:
 
 
 def require_harmless(node: Any, place: Path, key: str) -> None:
-    """Refuses a config of somebody else that could run other code than that of torch and dtrain, or read the environment.
+    """Refuses another user's config that could run code outside torch and dtrain, or read the environment.
 
     Args:
         node: Plain data.
@@ -111,7 +111,7 @@ def _require_known_class(target: str, place: Path, key: str) -> None:
     # By its own module too: a package also has the names that it imports, such as dtrain.models.mlp.torch.
     if not (isinstance(found, type) and f"{found.__module__}.".startswith(_PACKAGES)):
         raise _refused(
-            place, f"{key} is {target}, which is no class of torch.nn, torch.optim, or dtrain's models and tasks"
+            place, f"{key} is {target}, which is not a class of torch.nn, torch.optim, or dtrain's models and tasks"
         )
 
 

@@ -10,7 +10,7 @@ from dtrain.data.fields.field import DataError
 from dtrain.tasks.losses import softmax_cross_entropy
 from dtrain.training.task import Output
 
-#: No confusion matrix for more classes: it has classes^2 entries and is added to in each micro-batch.
+#: No confusion matrix for more classes: it has classes^2 entries and is updated in each micro-batch.
 MOST_CLASSES = 2048
 
 

@@ -2,8 +2,8 @@
 
 * A *pair* is a row: two inputs that belong together. The other rows of all ranks are its *negatives*.
 * The loss of a row is the mean of two cross-entropies: its image against the texts of all ranks, its text against all images.
-* The gather is differentiable: its backward adds up the gradients that all ranks have for the embeddings of one rank. So the
-  gradient is that of the loss of the global batch, for any number of ranks.
+* The gather is differentiable: its backward adds up the gradients that all ranks have for the embeddings of one rank. So this
+  is the gradient of the loss of the global batch, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Contrastive:
     normalised, and the scale of their similarities (the inverse temperature), ``[]``: ``log_scale.exp()`` of a parameter, which
     CLIP initialises to ``log(1 / 0.07)``.
 
-    With gradient accumulation the negatives are those of one micro-batch on all ranks, not of the whole global batch: leave
+    With gradient accumulation the negatives come from one micro-batch on all ranks, not from the whole global batch: leave
     ``train.micro_batch_size`` at null where memory allows.
 
     Args:
@@ -63,7 +63,7 @@ class Contrastive:
             first, second = F.normalize(first.float(), dim=1), F.normalize(second.float(), dim=1)
             all_first, all_second = _gather(torch.stack([first, second], dim=1)).unbind(dim=1)
             scale = scale.float().clamp(max=self._max_scale)
-            # A masked row is no negative of others.
+            # A masked row is not a negative of other rows.
             masked = ~_gather(valid.float()).bool()
             to_second = (scale * first @ all_second.T).masked_fill(masked, -math.inf)
             to_first = (scale * second @ all_first.T).masked_fill(masked, -math.inf)

@@ -25,7 +25,7 @@ from dtrain.distributed.sharding import is_dtensor
 from dtrain.tasks.losses import softmax_cross_entropy
 from dtrain.training.task import Output
 
-_BYTES = 256  # tokens below it are bytes if the text was not encoded with another tokenizer
+_BYTES = 256  # tokens below it are bytes if the text was not encoded with a different tokenizer
 #: Values of ``task.documents``.
 DOCUMENTS = ("none", "mask")
 logger = logging.getLogger("dtrain")
@@ -38,11 +38,11 @@ class LanguageModelling:
         tokens: Name of the field with rows of ``length + 1`` tokens, an integer dtype, as ``dtrain.pack text`` writes.
         ignore: Token, such as padding, that is excluded from loss and count. It may be outside the vocabulary if only such
             tokens follow it in a row. None: the padding of the shards, if they have one.
-        bytes_per_token: Average number of bytes of text per token. None: that of the shards; if the tokens are bytes, they are
+        bytes_per_token: Average number of bytes of text per token. None: the shards' value; if the tokens are bytes, they are
             counted, and tokens from 256 on count as no bytes.
         documents: ``none``, or ``mask``: no token attends to another document, and positions restart in each; the model is
             called as ``model(tokens, documents=numbers)``, see ``dtrain.models.GPT``.
-        end_of_text: The token between documents. None: that of the shards.
+        end_of_text: The token between documents. None: the shards' token.
         sample: Prompt that the model continues after each evaluation; the text is logged and kept with the run. An empty prompt
             begins a document. None: off.
         sample_tokens: Number of tokens to generate.
@@ -233,6 +233,6 @@ def _require_vocabulary(tokens: Tensor, model: nn.Module, batch: Batch, failure:
         row, position = wrong[0].tolist()
         raise DataError(
             f"task: sample {batch.sample_keys[row]!r} has the token {int(tokens[row, position])} at position {position}, the "
-            f"model has a vocabulary of {vocabulary:,}, 0 to {vocabulary - 1}. Set model.vocabulary to that of the tokenizer, "
+            f"model has a vocabulary of {vocabulary:,}, 0 to {vocabulary - 1}. Set model.vocabulary to the tokenizer's size, "
             "or pack the text with the tokenizer of the model."
         ) from failure

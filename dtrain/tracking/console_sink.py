@@ -89,7 +89,7 @@ class PlainLines:
 
 
 class ProgressLine:
-    """A progress bar with the newest record beside it, on one line.
+    """A progress bar with the newest record next to it, on one line.
 
     Evaluations and notes are printed above it, an evaluation below the training metrics of its step. At the end the bar is
     replaced by the last training metrics.

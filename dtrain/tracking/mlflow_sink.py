@@ -1,6 +1,6 @@
 """MLflow as a sink: one MLflow run over all restarts, with each record once.
 
-* The *run id* is kept in ``<run.dir>/mlflow/run.json``; every start uses it. If MLflow does not have that run (another
+* The *run id* is kept in ``<run.dir>/mlflow/run.json``; every start uses it. If MLflow does not have that run (a different
   server, or it was deleted), a new one is created and gets the records of all starts.
 * The newest record that MLflow has is read from its run. Later ones are sent from metrics.jsonl and the media folder; a
   step that a resumed run repeats is not sent again.
@@ -36,7 +36,7 @@ from dtrain.files import replace_file
 from dtrain.runs.records import Mark, MediaFile, Record, finite_metrics, has_evaluation, mark, send_earlier
 from dtrain.tracking.provenance import provenance
 
-# MLflow sends usage statistics from its import on, and waits for several minutes for a server that is away.
+# MLflow sends usage statistics from its import on, and waits several minutes for a server that does not answer.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
@@ -47,9 +47,9 @@ from mlflow.tracking import MlflowClient, get_tracking_uri
 if TYPE_CHECKING:
     from dtrain.config.schema import TrackerConfig
 
-#: Seconds between two attempts to reach a server that is away.
+#: Seconds between two attempts to reach a server that does not answer.
 RETRY_SECONDS = 5.0
-#: Seconds without a change after which nobody is creating a database any more.
+#: After this many seconds without a change, no process is creating the database any more.
 ABANDONED_SECONDS = 5.0
 _AWAY = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "DEADLINE_EXCEEDED", "REQUEST_LIMIT_EXCEEDED")
 _GONE = "RESOURCE_DOES_NOT_EXIST"
@@ -148,7 +148,7 @@ class MlflowSink:
             run = None
         if run is None or run.info.lifecycle_stage != "active":
             self._note(
-                f"mlflow: run {run_id} of the earlier start is not in this store (deleted, or another store); a new run begins."
+                f"mlflow: run {run_id} of the earlier start is not here (deleted, or a different store); a new run begins."
             )
             return None
         self._ask(lambda: self._client.update_run(run_id, status="RUNNING"))
@@ -166,14 +166,14 @@ class MlflowSink:
         try:
             return self._ask(create)
         except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another run has created the experiment in this moment
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another run has created the experiment at this moment
                 raise
             return self._ask(create)
 
     def _describe(self, config: dict[str, Any]) -> Mark:
         """Sends config and provenance. Returns the mark of the newest record that MLflow has."""
         data = self._ask(lambda: self._client.get_run(self.run_id)).data
-        # MLflow refuses to change a parameter. The file config.yaml is that of the newest start.
+        # MLflow refuses to change a parameter. The file config.yaml comes from the newest start.
         new = {_name(key): value[:_LONGEST_VALUE] for key, value in _flat(config)}
         params = (Param(key, value) for key, value in new.items() if key not in data.params)
         for some in _pieces(params, _MOST_PARAMS):
@@ -186,7 +186,7 @@ class MlflowSink:
         return max(newest, default=(-1, False))
 
     def _upload(self, upload: Callable[[], object]) -> None:
-        """Uploads an artifact. Artifacts may have a store of their own, so an error does not end the sink."""
+        """Uploads an artifact. Artifacts may have their own store, so an error does not end the sink."""
         try:
             upload()
         except Exception as error:  # noqa: BLE001 - of the clients of S3, Azure and others
@@ -232,7 +232,7 @@ def _client(uri: str, note: Callable[[str], None]) -> MlflowClient:
     database = make_url(uri).database
     if not database or database == ":memory:" or database.startswith("file:"):
         return MlflowClient(uri)
-    path = Path(database).resolve()  # of a link, which would be replaced
+    path = Path(database).resolve()  # follows a link, which would otherwise be replaced
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with file_lock(path.with_name(f"{path.name}.lock")):

@@ -2,8 +2,8 @@
 
 * A *sink* takes records, one per logged step, and *media*: pictures and texts that were written to files.
 * Rank 0 has ``Sinks``; the other ranks have ``NullSinks``, which do nothing.
-* Trackers (wandb, TensorBoard, MLflow, Trackio) are *slow sinks*: each runs in a thread of its own, and the training only
-  puts records into a bounded queue. An error ends the thread and not the run.
+* Trackers (wandb, TensorBoard, MLflow, Trackio) are *slow sinks*: each runs in its own thread, and the training only puts
+  records into a bounded queue. An error ends the thread, not the run.
 * A sink that fails is reported once and does not affect the others.
 """
 
@@ -47,7 +47,7 @@ _ALIASES: dict[str, tuple[str, ...]] = {"none": (), "both": ("wandb", "tensorboa
 OPEN_TIMEOUT, FINISH_TIMEOUT, FINISH_TIMEOUT_AFTER_FAILURE = 5.0, 65.0, 10.0
 #: Largest number of records in the queue of a slow sink; further ones are dropped. metrics.jsonl has them.
 QUEUE_SIZE = 10_000
-_LONGEST_REASON = 500  # characters of an error on the console; the log file has the whole
+_LONGEST_REASON = 500  # characters of an error on the console; the log file has all of it
 ARTIFACTS = ("none", "best", "last", "all")
 WANDB_MODES = ("online", "offline", "disabled")
 _WANDB_SYNONYMS = {"run": "online", "dryrun": "offline"}  # that wandb accepts in WANDB_MODE
@@ -155,7 +155,7 @@ class Sinks:
             if not self._finished:
                 if self._artifacts is not None:
                     self._artifacts.finish()
-                # At the same time: the process must not wait for a minute for each tracker.
+                # At the same time: the process must not wait a minute for each tracker.
                 ends = [threading.Thread(target=self._end, args=(sink, state, reason)) for sink in self._others]
                 for end in ends:
                     end.start()
@@ -396,7 +396,7 @@ def write_media(folder: Path, step: int, name: str, content: bytes | str) -> Pat
             "dtrain.training.task.png converts an array."
         )
     if isinstance(content, bytes) and not content.startswith(_PNG):
-        raise ValueError(f"media {name!r}: got bytes that begin with {content[:8]!r}, want those of a PNG file.")
+        raise ValueError(f"media {name!r}: got bytes that begin with {content[:8]!r}, want a PNG file.")
     suffix, data = ("txt", content.encode()) if isinstance(content, str) else ("png", content)
     path = folder / name / f"step-{step:09d}.{suffix}"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -412,7 +412,7 @@ def media_files(folder: Path) -> list[MediaFile]:
 
 
 def cut_media_after(folder: Path, step: int) -> None:
-    """Moves media of later steps, which a resumed run is about to repeat, to ``cut-media/`` beside ``folder``."""
+    """Moves media of later steps, which a resumed run is about to repeat, to ``cut-media/`` next to ``folder``."""
     for at, name, path in media_files(folder):
         if at > step:
             cut = folder.with_name(f"cut-{folder.name}") / name
@@ -520,7 +520,7 @@ def wandb_logged_in(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def wandb_server(environ: Mapping[str, str] = os.environ) -> str:
-    """The server's URL: WANDB_BASE_URL, or that of ``wandb login --host``, or wandb's own."""
+    """The server's URL: WANDB_BASE_URL, else the host of ``wandb login --host``, else wandb's own."""
     if url := environ.get("WANDB_BASE_URL"):
         return url.rstrip("/")
     settings = configparser.ConfigParser(interpolation=None)

@@ -16,7 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from dtrain.runs.records import Record
 
-_FLUSH_SECONDS = 10  # a killed run loses at most so much here
+_FLUSH_SECONDS = 10  # a killed run loses at most this much here
 
 
 class TensorBoardSink:
@@ -60,5 +60,5 @@ class TensorBoardSink:
         self._writer.close()
 
     def _text(self, name: str, text: str, step: int) -> None:
-        # TensorBoard renders texts as Markdown; indentation makes them code blocks, which are shown as they are.
+        # TensorBoard renders texts as Markdown; indentation makes them code blocks, which are shown unchanged.
         self._writer.add_text(name, "".join(f"    {line}\n" for line in text.splitlines()), step)

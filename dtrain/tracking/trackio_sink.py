@@ -1,10 +1,10 @@
 """Trackio as a sink: one Trackio run over all restarts, with each record once.
 
-* Trackio resumes a run by its name, so each run directory has a name of its own: the run's name and four random hexadecimal
+* Trackio resumes a run by its name, so each run directory has its own name: the run's name and four random hexadecimal
   digits, kept in ``<run.dir>/trackio/run-name``.
-* The newest record that Trackio has is read from its database; of a server it is the newest step. Later ones are sent from
+* The newest record that Trackio has is read from its database; a server only reports its step. Later ones are sent from
   metrics.jsonl and the media folder; a step that a resumed run repeats is not sent again.
-* Trackio writes and sends in a thread of its own, which reports errors as warnings of Python.
+* Trackio writes and sends in its own thread, which reports errors as warnings of Python.
 
 The sink may block and raise; ``BackgroundSink`` keeps that away from the training.
 """
@@ -68,7 +68,7 @@ class TrackioSink:
             config=config | {"provenance": provenance(Path.cwd())},
             resume="allow",
             embed=False,
-            auto_log_gpu=False,  # the metrics of dtrain have the memory
+            auto_log_gpu=False,  # dtrain's metrics include the memory
             auto_log_cpu=False,
         )
         self._sent = self._newest()
@@ -105,7 +105,7 @@ class TrackioSink:
 
     def _newest(self) -> Mark:
         """The mark of the newest record that Trackio has."""
-        if self._run.url is not None:  # a server tells no more than the step
+        if self._run.url is not None:  # a server only reports the step
             return self._run._next_step - 1, False
         rows = SQLiteStorage.get_logs(self._run.project, self.name, run_id=self._run.id)
         return max(((int(row["step"]), has_evaluation(row)) for row in rows), default=(-1, False))
@@ -121,5 +121,5 @@ def _kept_name(path: Path, run_name: str) -> str:
 
 
 def _code_block(text: str) -> str:
-    """A text that Markdown shows as it is."""
+    """A text that Markdown shows unchanged."""
     return "".join(f"    {line}\n" for line in text.splitlines())

@@ -50,7 +50,7 @@ class CheckpointArtifacts:
         self._last: StagedCheckpoint | None = None
 
     def saved(self, path: Path, step: int, is_best: bool) -> None:
-        """A checkpoint was written; called before the next one can be.
+        """Called when a checkpoint was written, before the next one can be.
 
         Raises:
             OSError: If it cannot be staged.
@@ -66,7 +66,7 @@ class CheckpointArtifacts:
         self._last = staged
 
     def finish(self) -> None:
-        """No checkpoint follows."""
+        """Called when no further checkpoint follows."""
         if self._last is not None:
             self._put(self._last)
         self._last = None
@@ -89,7 +89,7 @@ def checkpoint_artifact(run_id: str, checkpoint: StagedCheckpoint) -> tuple[wand
     """
     artifact = wandb.Artifact(f"checkpoint-{run_id}", type="model", metadata={"step": checkpoint.step})
     for file in sorted(checkpoint.folder.resolve().iterdir()):
-        # Nobody changes these files, so wandb needs no copy of its own.
+        # These files do not change, so wandb needs no copy.
         artifact.add_file(str(file), policy="immutable", skip_cache=True)
     return artifact, ["latest", f"step-{checkpoint.step}", *(["best"] if checkpoint.is_best else [])]
 

@@ -154,7 +154,7 @@ def tear_down() -> None:
 
 
 def _run_id(folder: Path) -> str:
-    """The id in ``folder``; if there is none, that of the sweep whose agent has started this process, or a generated one."""
+    """The id in ``folder``; else the id that the agent of a sweep gave this process; else a generated one."""
     path = folder / "run-id"
     if not path.exists():
         of_sweep = os.environ.get("WANDB_RUN_ID") if "WANDB_SWEEP_ID" in os.environ else None

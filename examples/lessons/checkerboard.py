@@ -3,8 +3,8 @@
     python examples/lessons/checkerboard.py [--out FOLDER] [--steps N]
 
 A network learns the brightness of a checkerboard's pixels from their coordinates, from 2,048 random pixels in each step, and
-then draws all 512x512 pixels. Parameters stay fp32; autocast computes the layers in 16 bits. The printed memory is that of one
-forward and backward of all pixels.
+then draws all 512x512 pixels. Parameters stay fp32; autocast computes the layers in 16 bits. The printed
+memory is for one forward and backward of all pixels.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def resident(field: str = "VmRSS") -> float:
 
 
 def main(out: Path, steps: int) -> None:
-    """Trains each precision in a process of its own, so that each has its own peak of memory; prints and draws."""
+    """Trains each precision in a separate process, so that each has its own memory peak; prints and draws the results."""
     pictures = {"target\n512x512 pixels": board()[1].reshape(SIZE, SIZE).numpy()}
     print(" " * 6 + "".join(f"{column:>22}" for column in COLUMNS))
     for precision in DTYPES:

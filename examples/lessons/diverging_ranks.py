@@ -3,7 +3,7 @@
     python examples/lessons/diverging_ranks.py [--out FOLDER]
 
 Starts two processes. Each owns the parameters of one layer, as ZeRO and FSDP divide them: gradients are averaged over the
-ranks, each rank updates its own layer and sends it to the other one. In four steps a gradient of rank 1's layer overflows.
+ranks, each rank updates its own layer and sends it to the other rank. In four steps a gradient of rank 1's layer overflows.
 First every rank has its own ``torch.amp.GradScaler``, then dtrain's ``CrossRankGradScaler``.
 """
 

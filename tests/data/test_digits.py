@@ -110,7 +110,7 @@ def _race(barrier, target):
 
 def test_somebody_elses_folder_is_left_alone(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="other content"):
+    with pytest.raises(FileExistsError, match="Delete it"):
         digits.prepare(str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 

@@ -70,7 +70,7 @@ def test_a_second_job_is_refused_with_the_process_that_holds_the_lock(
     notes: list[str] = []
     before = tree(tmp_path)
     try:
-        with refused(ConfigError, "run.dir", f"process {process.pid}", "use another run.dir"):
+        with refused(ConfigError, "run.dir", f"process {process.pid}", "use a different run.dir"):
             RunLock(tmp_path, notes.append).acquire()
         assert len(notes) == 1
         assert tree(tmp_path) == before
@@ -106,7 +106,7 @@ def test_a_start_waits_longer_for_another_host_and_says_once_what_it_waits_for(
     monkeypatch.undo()
     monkeypatch.setattr(lock, "time", clock)
     notes: list[str] = []
-    with refused(ConfigError, "run.dir", f"process {os.getpid()} on {host}", "use another run.dir"):
+    with refused(ConfigError, "run.dir", f"process {os.getpid()} on {host}", "use a different run.dir"):
         RunLock(tmp_path, notes.append).acquire()
     holder.release()
     assert waits <= clock.now <= waits + 1
@@ -150,23 +150,23 @@ def test_of_two_jobs_that_start_the_same_new_run_the_second_is_refused(tmp_path:
     first.claim()
     (tmp_path / "config.yaml").touch()
     first.release()
-    with refused(ConfigError, "run.dir", str(tmp_path), "another run.dir"):
+    with refused(ConfigError, "run.dir", str(tmp_path), "a different run.dir"):
         second.claim()
 
 
 def test_a_directory_that_cannot_be_written_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    with refused(ConfigError, "run.dir", "file", "choose another one"):
+    with refused(ConfigError, "run.dir", "file", "choose a different one"):
         RunLock(tmp_path / "file" / "run", print).acquire()
     claimed(tmp_path).release()
     before = tree(tmp_path)
-    with monkeypatch.context() as patch, refused(ConfigError, "run.dir", tmp_path, "choose another one"):
+    with monkeypatch.context() as patch, refused(ConfigError, "run.dir", tmp_path, "choose a different one"):
         patch.setattr(os, "access", lambda path, mode: False)  # a read-only file system
         RunLock(tmp_path, print).acquire()
     assert tree(tmp_path) == before
     if os.getuid():  # root may write everywhere
         (tmp_path / "locked").mkdir(mode=0o555)
-        with refused(ConfigError, "run.dir", "locked", "choose another one"):
+        with refused(ConfigError, "run.dir", "locked", "choose a different one"):
             RunLock(tmp_path / "locked" / "run", print).acquire()
 
 
@@ -212,5 +212,5 @@ def test_a_file_system_without_locks_is_used_with_a_note(tmp_path: Path, monkeyp
     assert str(os.getpid()) in (tmp_path / ".lock").read_text()
     assert len(notes) == 1
     refuse(errno.EIO)
-    with refused(ConfigError, "run.dir", os.strerror(errno.EIO), "choose another one"):
+    with refused(ConfigError, "run.dir", os.strerror(errno.EIO), "choose a different one"):
         RunLock(tmp_path, notes.append).acquire()

@@ -171,7 +171,7 @@ def test_ranks_hold_parts_and_a_model_is_not_sharded_twice() -> None:
         model = Pair()
         shard_model(model, FULL, world(rank, 2))
         assert is_sharded(model)
-        with refused(ConfigError, "parallel.shard=full", "FSDPPair", "second time"):
+        with refused(ConfigError, "parallel.shard=full", "FSDPPair", "sharded already"):
             unit_names(model, FULL)
         mesh = init_device_mesh("cpu", (2,))
         by_others = Pair()

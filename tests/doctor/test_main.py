@@ -123,4 +123,4 @@ def test_a_run_directory_that_cannot_be_written_is_an_error_before_measuring(
         return ended.value.code
 
     assert run_ranks(1, rank, init=False) == [1]
-    assert f"run.dir: {in_the_way / 'run'} cannot be written, choose another one" in capfd.readouterr().err
+    assert f"run.dir: {in_the_way / 'run'} cannot be written, choose a different one" in capfd.readouterr().err

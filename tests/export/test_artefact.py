@@ -86,7 +86,7 @@ def test_after_a_write_failure_the_old_artefact_is_unchanged_and_nothing_is_left
     out = write_linear(tmp_path / "out")
     with (
         file_size_limit(100_000),
-        refused(ConfigError, "export.out", str(out), "cannot be written", "another export.out"),
+        refused(ConfigError, "export.out", str(out), "cannot be written", "a different export.out"),
     ):
         write_linear(out, stored_as, width=300)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -149,7 +149,7 @@ def test_a_repository_of_another_model_is_replaced_only_if_asked_to(
     theirs = json.loads((folder / "model.json").read_text()) | change
     model = server.add_model("org/name", {"model.json": json.dumps(theirs).encode(), "old.txt": b""})
     before = dict(model.branches)
-    with refused(ConfigError, "export.push", "another model", "export.push_replace=true", *names):
+    with refused(ConfigError, "export.push", "a different model", "export.push_replace=true", *names):
         push(folder)
     assert model.branches == before
     push(folder, push_replace=True)

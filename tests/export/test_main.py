@@ -194,7 +194,7 @@ def test_the_default_folder_is_in_the_run_and_a_second_export_replaces_the_first
     assert not [path for path in own_run.iterdir() if path.name.startswith(".export")]
     code, text = run_export(own_run, "export.format=[safetensors,pt2]")
     assert code != 0
-    for part in ("export.out", str(own_run / "export"), "is an artefact", "another folder"):
+    for part in ("export.out", str(own_run / "export"), "is an artefact", "a different folder"):
         assert part in text
 
 

@@ -132,7 +132,7 @@ def test_a_secret_in_an_override_is_refused(
 
 def test_the_directory_of_another_run_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "config.yaml").write_text("run: {seed: 1}\n")
-    assert "holds another run" in error_message(capsys, "experiment=digits", f"run.dir={place}")
+    assert "holds a different run" in error_message(capsys, "experiment=digits", f"run.dir={place}")
 
 
 def test_an_empty_command_lists_the_experiments(capsys: pytest.CaptureFixture[str]) -> None:

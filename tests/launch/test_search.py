@@ -346,7 +346,7 @@ def test_a_search_in_the_directory_of_another_is_refused(place: Path, started: l
     before = (place / "s" / "search.json").read_text()
     assert run_search("optimizer.lr=interval(0,2)", trials=1) == FAILED
     error = capsys.readouterr().err
-    assert f"run.dir: {place / 's'} holds another search" in error
+    assert f"run.dir: {place / 's'} holds a different search" in error
     assert '"interval(0.0,1.0)"} -> {"optimizer.lr": "interval(0,2)"}' in error
     assert (place / "s" / "search.json").read_text() == before
 
@@ -488,7 +488,7 @@ def test_a_damaged_file_of_a_search_is_refused(
         assert code == FINISHED
         return
     assert code == FAILED
-    assert_refused(capsys.readouterr().err, "run.dir", place / "s", "another run.dir")
+    assert_refused(capsys.readouterr().err, "run.dir", place / "s", "a different run.dir")
     assert started == []
     assert (place / "s" / name).read_bytes() == content
 
@@ -525,7 +525,7 @@ def test_a_journal_of_somebody_else_cannot_add_texts_to_the_command_line(
     journal.write_text("".join(f"{json.dumps(line)}\n" for line in lines if "values" not in line))
     started.clear()
     assert run_search(searched, trials=1) == FAILED
-    assert_refused(capsys.readouterr().err, "run.dir", place / "s", "another run.dir", "optimizer.lr", repr(text))
+    assert_refused(capsys.readouterr().err, "run.dir", place / "s", "a different run.dir", "optimizer.lr", repr(text))
     assert started == []
 
 

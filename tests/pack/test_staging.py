@@ -163,7 +163,7 @@ def test_a_finished_dataset_of_another_command_or_input_is_refused(command, tmp_
     assert main([*command, *options, str(destination)]) == 1
     error = capsys.readouterr().err
     assert "already" in error
-    assert "Delete them or choose another folder" in error
+    assert "Delete them" in error
     assert content(destination) == before
 
 

@@ -117,7 +117,7 @@ def test_a_file_that_is_not_utf8_is_an_error_or_skipped(texts, tmp_path, capsys)
         (["SRC", "DST", "--length", "0"], ("--length 0", "at least 1")),
         (["SRC", "DST", "--length", "100000"], ("100,001", "shorter --length")),
         (["SRC/none", "DST", "--length", "4"], ("SRC/none", "Give files, folders")),
-        (["SRC", "SRC/dst", "--length", "4"], ("SRC/dst", "Choose another")),
+        (["SRC", "SRC/dst", "--length", "4"], ("SRC/dst", "Choose a different")),
         (["SRC", "DST", "--length", "4", "--val", "0.01", "--val-by", "document"], ("'val'", "--val-by tail")),
         (["SRC", "DST", "--length", "4", "--val", "2"], ("'val': 2.0", "sum to less than 1")),
         (["SRC", "DST", "--length", "4", "--tokenizer", "words"], ("tokenizer 'words'", "want bytes")),

@@ -116,7 +116,7 @@ def test_a_run_without_trouble_is_healthy_and_its_limit_is_named(tmp_path: Path)
     found = judged(tmp_path, steady())
     assert found.word == "healthy"
     assert found.line == (
-        "speed limited by model and device (95 % step, 5 % waiting for data, 0 % evaluating and saving; 1.25 s a step)"
+        "speed limited by model and device (95 % step, 5 % waiting for data, 0 % evaluating and saving; 1.25 s per step)"
     )
 
 
@@ -126,7 +126,10 @@ def test_a_run_without_trouble_is_healthy_and_its_limit_is_named(tmp_path: Path)
         ({"time/data_wait_fraction": 0.41}, "waits for data 41 % of the time"),
         ({"time/data_wait_fraction": 0.8}, "speed limited by data loading"),
         ({"precision/skipped_steps": 6}, "12 % of steps skipped (6 of 50)"),
-        ({"time/slowest_rank": 3, "time/straggler_seconds": 0.4}, "rank 3 is slower than the others by 400 ms a step"),
+        (
+            {"time/slowest_rank": 3, "time/straggler_seconds": 0.4},
+            "rank 3 is slower than the others by 400 ms per step",
+        ),
         ({"data/bad_samples": 32}, "32 bad samples left out (1 %)"),
         ({"train/loss": None}, "50 of 50 logged losses were not finite"),
         ({"time/step_seconds_p50": 0.1, "time/step_seconds_p95": 0.5}, "5 % of the steps take more than 500 ms"),

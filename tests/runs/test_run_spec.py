@@ -95,7 +95,7 @@ def test_what_is_saved_composes_the_same_run_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("other", ["model.width=8", "task.label_smoothing=0.1", "optimizer=sgd", "run.seed=1"])
 def test_another_run_s_directory_is_refused_with_the_difference(tmp_path: Path, other: str) -> None:
     save_run(compose_run(f"run.dir={tmp_path}"))
-    with pytest.raises(ConfigError, match="another run") as raised:
+    with pytest.raises(ConfigError, match=r"run\.dir") as raised:
         compose_run(f"run.dir={tmp_path}", other).changes()
     assert " -> " in str(raised.value)
 

@@ -136,7 +136,7 @@ def test_a_saved_command_line_that_dtrain_did_not_write_is_one_message(
     tmp_path: Path, content: bytes, names: list[str]
 ) -> None:
     (tmp_path / "overrides.yaml").write_bytes(content)
-    with refused(ConfigError, tmp_path / "overrides.yaml", *names, "another run.dir"):
+    with refused(ConfigError, tmp_path / "overrides.yaml", *names, "run.dir"):
         recompose([f"run.dir={tmp_path}", "--trust"])
 
 

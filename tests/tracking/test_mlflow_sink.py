@@ -146,7 +146,7 @@ def test_a_run_that_mlflow_lost_begins_again_with_all_records(run_dir, store, ca
     start(run_dir, [step(3)], resumed=2)
     assert the_run(store)[1].info.run_id != run.info.run_id
     assert in_mlflow(store) == in_file(run_dir)
-    assert f"mlflow: run {run.info.run_id} of the earlier start is not in this store" in capsys.readouterr().out
+    assert f"mlflow: run {run.info.run_id} of the earlier start" in capsys.readouterr().out
 
 
 def test_the_default_store_of_a_resumed_run_is_that_of_its_first_start(run_dir, store, tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ import torch
 
 INTERPOLATIONS = ("bilinear", "bicubic")
 # Measured on photographs: with two pixels left for each pixel of the result, they differ by 0.4 to 1.0 grey levels on
-# average from a full decode, half of the effect of another interpolation; with one left, by 1.2 to 4.
+# average from a full decode, half of the effect of a different interpolation; with one left, by 1.2 to 4.
 _PIXELS_LEFT = 2
 _THIN = 16
 

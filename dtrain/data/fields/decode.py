@@ -5,7 +5,7 @@
 * Every image file becomes uint8 RGB ``[height, width, 3]``. The format is recognised by the first bytes, never by the
   extension, and the size in the header is checked before anything is decompressed.
 * JPEG is decoded by libjpeg-turbo (simplejpeg), directly into the batch where the size fits. Pillow decodes every other
-  format, and files that libjpeg-turbo rejects or warns of.
+  format, and files that libjpeg-turbo rejects or warns about.
 * A crop is chosen between header and pixels, so that a large JPEG need not be decoded at full size.
 """
 
@@ -137,7 +137,7 @@ def tokens_of(field: Field, text: Any) -> np.ndarray:
     """The tokens of a text, int64, ``[field.length]``: cut, followed by the end-of-text token, padded with -1.
 
     Raises:
-        SampleError: If ``text`` is no string.
+        SampleError: If ``text`` is not a string.
     """
     assert field.tokenizer is not None
     assert field.length is not None

@@ -100,7 +100,7 @@ class Field:
             images of fine textures, because a crop begins at a whole pixel of the reduced image.
         dtype: The member is a row of numbers without any header, little-endian, of this type (``RAW_DTYPES``), such as
             tokens of a language model. They keep their type on the way to the device.
-        length: With ``dtype``: how many numbers each row has; a member of another length is a bad sample. None accepts
+        length: With ``dtype``: how many numbers each row has; a member of a different length is a bad sample. None accepts
             any length. With ``tokenizer``: tokens of a row; required. With the role audio: samples of a row, cut from a
             longer recording (``clip``); a shorter one is padded with zeros, and the batch then also has ``<name>_mask``,
             bool ``[rows, length]``, false where a row is padded. None keeps all; they must then be equally long.
@@ -110,12 +110,12 @@ class Field:
         tokenizer: ``bytes``, ``tiktoken:NAME``, ``tokenizers:FILE`` or ``vocabulary:FOLDER`` (of the shards of a text); turns
             the role text into tokens, int64 ``[length]``: the text, cut to ``length - 1`` tokens, its end-of-text token, and
             padding (0). The batch then also has ``<name>_mask``, bool ``[rows, length]``, false where a row is padded.
-        sample_rate: Samples a second that audio is resampled to; None keeps its own.
+        sample_rate: Samples per second that audio is resampled to; None keeps its own.
         channels: 1 mixes audio down to mono, 2 gives stereo, both as FFmpeg does (left and right are added with a weight of
             0.71 each); None keeps its own.
         num_frames: Frames of a video; required. A video that is too short repeats its last frame.
-        stride: Every how many frames one is taken; 1 takes neighbours.
-        fps: In place of ``stride``: frames a second, by the times of the frames in the file.
+        stride: Distance between the frames that are taken; 1 takes neighbours.
+        fps: In place of ``stride``: frames per second, by the times of the frames in the file.
         clip: Which part of a recording is taken: ``"middle"``; or ``"random"``, drawn for each (seed, epoch, sample), in
             training only: ``data.eval`` always takes the middle.
 
@@ -163,7 +163,7 @@ class Field:
                 f"{self.role!r}. For masks or depth set a decoder; role: bytes returns the file's bytes."
             )
         if self.role == "image" and kind not in ("image", "array", "custom", *MEDIA):
-            raise ValueError(f"field {self.name!r}: role image, but .{self.ext} holds {kind}. Use another role.")
+            raise ValueError(f"field {self.name!r}: role image, but .{self.ext} holds {kind}. Use a different role.")
         default = {option.name: option.default for option in dataclasses.fields(self)}
         for option, roles in ROLES_OF_OPTIONS.items():
             if self.role not in roles and getattr(self, option) != default[option]:
@@ -177,7 +177,7 @@ class Field:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names in the batch: the field's own, and that of its mask if its rows are padded: tokens, and audio of a length."""
+        """Names in the batch: its own, and its mask's if its rows are padded (tokens, and audio with a length)."""
         padded = self.tokenizer is not None or (self.role == "audio" and self.length is not None)
         return (self.name, f"{self.name}_mask") if padded else (self.name,)
 
@@ -254,7 +254,7 @@ class Field:
             )
         if not all(self.key.split(".")):
             raise ValueError(
-                f"field {self.name!r}: key {self.key!r} is no path. Write names with dots: key: meta.label."
+                f"field {self.name!r}: key {self.key!r} is not a path. Write names with dots: key: meta.label."
             )
 
     def _check_media(self) -> None:
@@ -265,7 +265,7 @@ class Field:
             )
         if self.role in MEDIA and self.kind not in (self.role, "array", "custom"):
             raise ValueError(
-                f"field {self.name!r}: role {self.role}, but .{self.ext} holds {self.kind}. Use another role."
+                f"field {self.name!r}: role {self.role}, but .{self.ext} holds {self.kind}. Use a different role."
             )
         if self.clip not in CLIPS:
             raise ValueError(f"field {self.name!r}: clip {self.clip!r} is unknown, want one of {', '.join(CLIPS)}.")
@@ -304,7 +304,7 @@ class Field:
             if tokenizer_of(self.tokenizer).end_of_text is None:
                 raise ValueError(
                     f"tokenizer {self.tokenizer!r} has no end-of-text token, which ends the text of a row. Pack its text with "
-                    "--end-of-text, or choose another tokenizer."
+                    "--end-of-text, or choose a different tokenizer."
                 )
         except (ValueError, OSError, ModuleNotFoundError) as error:
             raise ValueError(f"field {self.name!r}: {error}") from error
@@ -315,7 +315,7 @@ class Field:
         if self.dtype not in RAW_DTYPES:
             raise ValueError(f"field {self.name!r}: dtype {self.dtype!r} is unknown. {nearest(self.dtype, RAW_DTYPES)}")
         if self.decoder is not None or self.role in ("image", "text", "bytes", *MEDIA):
-            other = "a decoder of its own" if self.decoder is not None else f"role {self.role!r}"
+            other = "its own decoder" if self.decoder is not None else f"role {self.role!r}"
             raise ValueError(
                 f"field {self.name!r} has dtype {self.dtype}, raw numbers, and {other}. Remove one of them."
             )

@@ -1,12 +1,13 @@
 """Audio and video files: the part of a recording that a sample gets, decoded by torchcodec (the extra ``media``).
 
-* A *recording* is an audio or video file, or a decoded array of a decoder or dataset of the user's own.
+* A *recording* is an audio or video file, or a decoded array from the user's own decoder or dataset.
 * A *part* is what a batch holds of it: ``length`` audio samples, or ``num_frames`` frames. Only that part is decoded.
 * ``at`` says where the part lies: 0.5 in the middle, as in evaluation; with ``clip: random`` it is drawn for each (seed,
   epoch, sample), from 0 up to 1. Rank and worker do not matter.
 * Audio is fp32 in [-1, 1], ``[channels, length]``. Padding is NaN until the batch is built, which replaces it by zeros and a
   mask (``audio_and_mask``): so an augmentation can tell padding from silence.
-* Video is uint8 RGB, ``[num_frames, 3, height, width]``. It is transferred so, and normalised on the device as images are.
+* Video is uint8 RGB, ``[num_frames, 3, height, width]``. It is transferred in this form, and normalised on the device like
+  images.
 
 torchcodec reads the bytes in memory with FFmpeg's libraries; nothing is written to a disk, and no program is started.
 """
@@ -83,7 +84,7 @@ def decode_media(field: Field, recording: Any, at: float, crop: Callable[[int, i
         Audio: fp32, ``[channels, length]``, NaN where it is padded. Video: uint8, ``[num_frames, 3, height, width]``.
 
     Raises:
-        Unreadable: If it is no such recording.
+        Unreadable: If it is not such a recording.
     """
     is_file = isinstance(recording, (bytes, bytearray, memoryview))
     if not is_file and not isinstance(recording, (np.ndarray, Tensor)):
@@ -95,7 +96,7 @@ def decode_media(field: Field, recording: Any, at: float, crop: Callable[[int, i
         frames = _read_video(field, bytes(recording), at) if is_file else _part_of_video(field, recording, at)
     except Unreadable:
         raise
-    except (RuntimeError, ValueError, IndexError) as error:  # those of torchcodec for damaged files
+    except (RuntimeError, ValueError, IndexError) as error:  # raised by torchcodec for damaged files
         reason = _source_place.sub("", str(error)).strip().splitlines() or [type(error).__name__]
         raise Unreadable(f"not readable {field.role} ({len(recording)} bytes): {reason[0]}") from error
     return np.ascontiguousarray((frames if crop is None else _cut(frames, crop)).numpy())

@@ -1,6 +1,6 @@
 """Tokenizers: bytes and characters, which need no package, and the vocabularies of tiktoken and of Hugging Face's tokenizers.
 
-* The *vocabulary file*, ``vocabulary.json`` beside the shards of a text, describes a tokenizer completely, so that prompts are
+* The *vocabulary file*, ``vocabulary.json`` next to the shards of a text, describes a tokenizer completely, so that prompts are
   encoded and tokens decoded without the file that the tokenizer was made from.
 * *Special tokens*, such as the end of text, are not part of any text: ``encode`` reads their names as plain text, and
   ``decode`` leaves them out.
@@ -140,7 +140,7 @@ class Tokenizer:
         Args:
             text: The text, or a piece of a longer one.
             before: The text that precedes a piece, as far as its tokens may depend on it.
-            after: The text that follows. The pieces of a text together have the tokens of the whole, each the tokens that
+            after: The text that follows. Together the pieces of a text give the tokens of the whole; each gives those that
                 begin in it.
 
         Raises:
@@ -217,7 +217,7 @@ class Tokenizer:
 
 
 class Corpus:
-    """What the files beside the shards of a text say about its tokens; read without the package of the tokenizer.
+    """What the files next to the shards of a text say about its tokens; read without the package of the tokenizer.
 
     Args:
         folder: The folder of the shards.
@@ -228,7 +228,7 @@ class Corpus:
         bytes_per_token: Average number of bytes of text per token; None: tokens are bytes.
     """
 
-    # No dataclass: Hydra would make a mapping of an argument that is one.
+    # Not a dataclass: Hydra would convert an argument that is one to a mapping.
     def __init__(
         self,
         folder: Path,

@@ -5,7 +5,7 @@
   directly into shared memory; everything else keeps the dtype it is stored in.
 * *Arrival* (``arrived``) is the conversion on the device: images become ``[rows, 3, height, width]`` (channels_last by
   default), normalised in fp32 and cast last. Normalising in bf16 instead would lose two grey levels and shift the mean.
-* *Device copies* run on a CUDA stream of their own, so that they overlap with compute.
+* *Device copies* run on their own CUDA stream, so that they overlap with compute.
 
 The precision policy chooses the dtypes; this module applies them to the fields.
 """
@@ -80,7 +80,7 @@ class Batch(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         raise NoSuchField(
             f"the batch has no field {name!r}; it has {', '.join(map(repr, self)) or 'none'}. Give a field this name in "
-            "data.fields (such as data.fields.jpg.name), or configure the task to use another field."
+            "data.fields (such as data.fields.jpg.name), or configure the task to use a different field."
         )
 
     def valid_for(self, *names: str) -> Tensor:
@@ -313,7 +313,7 @@ class Transfer:
         return lines
 
     def dtype(self, name: str, own: torch.dtype) -> torch.dtype:
-        """The transfer dtype of a field whose values have dtype ``own``: that of its role for floats, else ``own``."""
+        """The transfer dtype of a field whose values have dtype ``own``: the dtype of its role for floats, else ``own``."""
         wanted = self._dtypes[name]
         return wanted if wanted is not None and own.is_floating_point else own
 
@@ -394,7 +394,7 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class DeviceCopies:
-    """``batch.to(device)``, with the copy on a CUDA stream of its own; on a CPU nothing is copied.
+    """``batch.to(device)``, with the copy on its own CUDA stream; on a CPU nothing is copied.
 
     A copy that is queued on the compute stream waits for all kernels before it. On its own stream it starts at once,
     while the GPU still computes the previous step. That requires page-locked memory (``WorkerOptions(pin_memory=True)``)

@@ -4,7 +4,7 @@
   gets real samples.
 * The values of a sample depend on (seed, epoch, sample) only, not on the worker that reads it or on its neighbours.
 * There are two ways to fill a micro-batch, with equal results. The *fast path* (``_fill_fast``) reads and decodes many
-  samples at once, without keys and messages. Whatever it cannot do, for any reason, it leaves to the *careful path*
+  samples at once, without keys and messages. What it cannot do is left to the *careful path*
   (``_fill``), one sample at a time, which decides whether a sample is bad and says why.
 * A ``FieldBuffer`` (``field_buffer``) holds one field of all rows.
 """
@@ -132,8 +132,8 @@ class Collator:
         try:
             return buffers, *self._fill(buffers, epoch, samples, left, draws, rows)
         except DataError:
-            # Values do not fit each other, perhaps because the fast path took the shapes from a bad sample. If it is
-            # the fault of good ones, this raises the error again.
+            # Values do not fit each other, perhaps because the fast path took the shapes from a bad sample. If good ones are
+            # the cause, this raises the error again.
             buffers = self._buffers(samples)
             return buffers, *self._fill(buffers, epoch, samples, order.tolist(), draws, rows)
 
@@ -193,7 +193,8 @@ class Collator:
         """Writes one sample to a row; returns the reason if the sample is bad, else nothing.
 
         Raises:
-            Exception: Any error of an augmentation, a decoder or a dataset. These do not know the sample, so a note names it.
+            Exception: Any error of an augmentation, a decoder or a dataset. These errors do not know the sample, so a note
+                names it.
         """
         try:
             raw = self._reader.fetch(epoch, sample)

@@ -70,7 +70,7 @@ class FieldBuffer:
         return self._decode(self.field, raw, self.target(row), crop, at)
 
     def decode_apart(self, raw: Any, crop: Callable[[int, int], Crop] | None, at: float) -> Any:
-        """The same in memory of its own."""
+        """As ``decode``, but in new memory."""
         # A JPEG of the size of earlier rows is decoded without reading its header first.
         out = np.empty(self._shape, np.uint8) if self._shape and self.field.role == "image" else None
         return self._decode(self.field, raw, out, crop, at)

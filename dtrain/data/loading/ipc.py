@@ -3,9 +3,9 @@
 * A small tensor is sent *inline*: as bytes in the message.
 * A large one lies in a *slot*: shared memory that a worker creates, sends once and uses again. To create, map and fault in
   the pages of new shared memory for each batch takes several times as long as to write the batch.
-* A slot is *busy* from the moment its tensor is sent until the trainer has dropped the last tensor in its memory. So a
-  batch that is kept stays as it is. A worker never waits for a slot: it creates another one.
-* With ``MAX_SLOTS`` of them, all busy, it sends the tensor inline or as a *file*: in shared memory of its own, as torch does.
+* A slot is *busy* from the moment its tensor is sent until the trainer has dropped the last tensor in its memory. So a batch
+  that is kept does not change. A worker never waits for a slot: it creates a new one.
+* With ``MAX_SLOTS`` of them, all busy, it sends the tensor inline or as a *file*: in its own shared memory, as torch does.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ MIN_SLOT_BYTES = 1 << 16
 #: Without a free slot, tensors of fewer bytes are sent inline, which costs no more than a file, and the number of open
 #: files is limited.
 MIN_FILE_BYTES = 1 << 19
-#: Slots of a worker. Batches that it has built ahead need ``prefetch`` of them for each large field, those in use a few more.
+#: Slots of a worker. Batches that it has built ahead need ``prefetch`` of them for each large field; batches in use need a few
+#: more.
 MAX_SLOTS = 32
 _NOT_PICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 
@@ -112,7 +113,7 @@ class Slots:
         workers: Number of workers.
 
     Raises:
-        SharedMemoryFull: If there is no space for one byte a slot.
+        SharedMemoryFull: If there is no space for one byte per slot.
     """
 
     def __init__(self, workers: int) -> None:
@@ -231,7 +232,7 @@ class WorkerSlots:
 
 
 class _InSlot:
-    """A tensor in a slot, as it is pickled."""
+    """The pickled form of a tensor in a slot."""
 
     def __init__(self, place: tuple[str, int], slot: _Slot, tensor: Tensor, busy: np.ndarray) -> None:
         self._place = place

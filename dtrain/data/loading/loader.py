@@ -258,7 +258,7 @@ class ShardLoader:
         return self._position.steps_until(epoch)
 
     def samples_by_source(self, steps_ahead: int = 0) -> dict[str, int]:
-        """Samples of each source of a mixture, over all its epochs, once so many more steps are committed; {} without one."""
+        """Samples of each source of a mixture, over all its epochs, ``steps_ahead`` steps from now; {} without one."""
         return self._position.drawn(steps_ahead) if isinstance(self._position, MixturePosition) else {}
 
     def commit(self) -> int:
@@ -314,8 +314,8 @@ class ShardLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Moves to the position that ``state`` describes.
 
-        The current epoch is finished in the order in which it began. If the global batch size differs, its rest is cut
-        anew; every sample is still used once.
+        The current epoch is finished in the order in which it began. If the global batch size differs, the rest of it is
+        divided anew; every sample is still used once.
 
         Raises:
             RuntimeError: If an iterator of this loader is open.
@@ -337,7 +337,7 @@ class ShardLoader:
 
     def _open_stream(self) -> WorkerStream:
         position = self._position
-        start, counted = (position.epoch, position.step), copy(position)  # the position of the loader moves on
+        start, counted = (position.epoch, position.step), copy(position)  # the position of the loader advances
         return WorkerStream(self._micro_batches(), self._loading, start, counted.steps_of, self.micro_batches_per_step)
 
     def _end_stream(self) -> None:
@@ -353,7 +353,7 @@ class ShardLoader:
         stream = self._stream
         if stream is None or not stream.is_open or iterator is not self._open_iterator():
             raise RuntimeError(
-                "this iterator of the loader is invalid: the loader was closed, another iterator was opened, or a worker "
+                "this iterator of the loader is invalid: the loader was closed, a newer iterator was opened, or a worker "
                 "failed. Call epoch() again, which continues at the committed position."
             )
         batch = stream.take()

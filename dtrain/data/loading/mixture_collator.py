@@ -1,6 +1,6 @@
 """Micro-batches of several sources: the rows of each are built by its own ``Collator``, and put together.
 
-* Decoding, augmentation and mixup are therefore those of a loader over that source alone.
+* Decoding, augmentation and mixup are therefore the same as in a loader over that source alone.
 * A field that some sources lack is *masked* (``data.missing=mask``): its rows are zeros (or empty), and the batch has a mask,
   bool, shape ``[rows]``, under the name ``has_<field>``.
 * A batch has the field ``source``, the number of the source of each row, int64, shape ``[rows]``.
@@ -31,7 +31,7 @@ _SPARE = 100  # samples of a source that are tried for the shapes of rows withou
 def collator_of(
     source: Source, transfer: Transfer, augment: Augment | None, seed: int, mix: Mix | None
 ) -> Collator | MixtureCollator:
-    """What builds the micro-batches of a source in one worker; arguments as those of ``Collator``."""
+    """What builds the micro-batches of a source in one worker; the arguments are the same as for ``Collator``."""
     if not isinstance(source, MixtureSource):
         return Collator(source, transfer, augment, seed, mix)
     of_each = zip(source.names, source.sources, source.seeds(seed), strict=True)
@@ -63,7 +63,7 @@ class MixtureCollator:
         spare: Callable[[], Iterable[int]],
         partners: np.ndarray | None = None,
     ) -> Batch:
-        """One micro-batch; as ``Collator.build``, but samples and partners are those of ``MixtureOrder.locate``.
+        """One micro-batch; as ``Collator.build``, but samples and partners come from ``MixtureOrder.locate``.
 
         Args:
             epoch: Not used: each sample has the epoch of its source.

@@ -43,15 +43,15 @@ class ShardDataset(IterableDataset[dict[str, Any]]):
     """Samples of one rank from ``.tar`` shards; over all ranks and workers, each sample of an epoch exactly once.
 
     A sample is a dict of its fields by name, and ``__key__``, ``<shard>/<key>``. An image is a uint8 array ``[height, width,
-    3]``, a label an int, an array an array of its own dtype; DataLoader converts arrays to tensors.
+    3]``, a label is an int, and an array keeps its dtype; DataLoader converts arrays to tensors.
 
     Args:
         shards: Paths or URLs; each may be a brace pattern (``train-{00000..00009}.tar``) or a glob.
         fields: Extension to ``{"name": ..., "role": ..., **options}``, as for ``ShardLoader``.
         seed: Seed of the order and of every augmentation.
         shuffle: ``"window"`` (shards permuted, samples permuted within windows of 8 shards), ``"full"`` or ``"none"``.
-        rank: This process, in ``[0, world_size)``. None: that of ``torch.distributed`` if it is initialised, else 0.
-        world_size: Number of processes. None: that of ``torch.distributed`` if it is initialised, else 1.
+        rank: This process, in ``[0, world_size)``. None: from ``torch.distributed`` if it is initialised, else 0.
+        world_size: Number of processes. None: from ``torch.distributed`` if it is initialised, else 1.
         augment: ``augment(sample, rng) -> sample`` on the dict of fields, called where the sample is read, with a generator
             that depends on (seed, epoch, sample) only.
 
@@ -161,7 +161,7 @@ class ShardDataset(IterableDataset[dict[str, Any]]):
         """The next iterator continues after the samples that ``state`` counts.
 
         Raises:
-            ValueError: If the data, the order, or the number of ranks or workers is another one; names the difference.
+            ValueError: If the data, the order, or the number of ranks or workers differs; names the difference.
         """
         own = self.state_dict()
         if missing := sorted(own.keys() - state.keys()):
@@ -174,8 +174,8 @@ class ShardDataset(IterableDataset[dict[str, Any]]):
         changed = [f"{name} {state[name]} -> {own[name]}" for name in own if name in fixed and state[name] != own[name]]
         if changed:
             raise ValueError(
-                f"the state belongs to another order of samples: {', '.join(changed)}. Resume with the saved values, or use "
-                "ShardLoader, whose state fits any number of ranks and workers."
+                f"the state belongs to a different order of samples: {', '.join(changed)}. Resume with the saved values, or "
+                "use ShardLoader, whose state fits any number of ranks and workers."
             )
         self.set_epoch(int(state["epoch"]))
         self._yielded = self._resume_from = int(state["yielded"])
@@ -271,7 +271,7 @@ def _fetched(reader: Reader, epoch: int, samples: np.ndarray) -> Iterator[Sequen
 def _rank_and_size(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if (rank is None) != (world_size is None):
         raise ValueError(
-            f"rank={rank}, world_size={world_size}: give both, or neither to take those of torch.distributed."
+            f"rank={rank}, world_size={world_size}: give both, or neither to take them from torch.distributed."
         )
     if rank is None or world_size is None:
         # Here, not in a worker: a worker process has no process group.

@@ -3,7 +3,7 @@
 * A ``Stream`` is an iterable with a declared length, which fixes the number of steps of an epoch on all ranks.
 * The stream is *divided* among ranks and workers by ``Stream``, or by the dataset itself. Each worker builds micro-batches
   from its part (``_WorkerPart``); the incomplete ones at the ends of the parts are joined (``_RankPart``).
-* Transfer dtypes, masked rows, augmentation and the commit of a step are those of ``ShardLoader``. The order is the
+* Transfer dtypes, masked rows, augmentation and the commit of a step work as in ``ShardLoader``. The order is the
   dataset's own: samples cannot be read by index, so a run resumes in the middle of an epoch by reading and dropping the
   samples before, and only with the same numbers of ranks, workers, rows and micro-batches. Shards have none of these limits.
 """
@@ -38,7 +38,7 @@ class Stream:
         length: Samples of an epoch, over all ranks.
         divided: True if the dataset divides itself: each worker of each rank then gets its part, as from a webdataset
             pipeline with ``split_by_node`` and ``split_by_worker``, or from a Hugging Face dataset after
-            ``split_dataset_by_node``. Otherwise each worker reads all samples and drops those of the others.
+            ``split_dataset_by_node``. Otherwise each worker reads all samples and drops the samples of the others.
         endless: True if the dataset never ends; each worker stops after its share of ``length``.
 
     Raises:
@@ -97,7 +97,7 @@ class StreamLoader(ShardLoader):
         _refuse_options(options)
         name = type(stream.dataset).__name__
         index = SampleIndex(name, stream.length, shard_size=stream.length)
-        # Each worker puts the samples of a micro-batch into this dict, and builds it as that of a map-style dataset.
+        # Each worker puts the samples of a micro-batch into this dict, and builds the micro-batch as from a map-style dataset.
         source = _StreamSource({}, index, value_fields(fields), tuple(fields))
         self._stream_of_samples = stream
         super().__init__(source, **options)
@@ -111,14 +111,14 @@ class StreamLoader(ShardLoader):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As ``ShardLoader.load_state_dict``; in the middle of an epoch, also refuses another division of the stream."""
+        """As ``ShardLoader.load_state_dict``; in the middle of an epoch, also refuses a different division of the stream."""
         saved = state.get("stream", {})
         changed = [
             f"{name} {saved.get(name)} -> {now}" for name, now in self._division().items() if saved.get(name) != now
         ]
         if changed and state.get("position"):
             raise ValueError(
-                f"a stream resumes in the middle of an epoch only as it began: {', '.join(changed)}. Resume with the saved "
+                f"a stream resumes within an epoch only with the same values: {', '.join(changed)}. Resume with the saved "
                 "values, or write the samples to shards, which resume with any number of ranks and workers."
             )
         super().load_state_dict(state)
@@ -191,7 +191,7 @@ class _WorkerPart(IterableDataset[Batch]):
 
 
 class _RankPart:
-    """The micro-batches of a rank, epoch after epoch; it has the methods of ``WorkerStream`` that the loader calls.
+    """The micro-batches of a rank over all epochs; it has the methods of ``WorkerStream`` that the loader calls.
 
     Workers start anew with every epoch, because their parts do not end together.
     """
@@ -293,7 +293,7 @@ class _RankPart:
         batch.rows.index = self._index
         self._received += int(batch.valid.sum()) + len(batch.bad)
         if self._received > (most := self._allowed[1]):
-            self._refuse("goes on", most)
+            self._refuse("continues", most)
         return batch
 
     def _check_end(self) -> None:

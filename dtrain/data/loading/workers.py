@@ -55,7 +55,7 @@ from dtrain.errors import Explained
 READY_EVERY = 0.02
 _TIMED = 3  # micro-batches, as long as they take less than
 _TIMED_SECONDS = 0.5
-# This many workers are never worth a remark.
+# Up to this many workers, the banner does not compare them with the cores.
 _FEW_WORKERS = 2
 # A stop request is sent to the whole process group. Workers ignore it: the trainer still needs them to finish its step.
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -69,7 +69,7 @@ _KILL_SECONDS = 1.0
 _SELF_EXPLANATORY = (Explained, ValueError)
 # Positions that are computed at once: a single one costs as much as a thousand in one call.
 _LOCATED_TOGETHER = 4096
-# Samples of the dataset that are tried, after those of the global batch, to find the shapes of a micro-batch without
+# Samples of the dataset that are tried, after the global batch, to find the shapes of a micro-batch without
 # any good sample.
 _SPARE = 100
 
@@ -260,8 +260,8 @@ def explain_ended(workers: Sequence[Any]) -> str:
 
 
 _REMEDIES: dict[int, str] = {
-    signal.SIGKILL: "If nobody has killed it, the memory of this machine, or that granted to the job or container, was used "
-    "up: see dmesg. Use fewer data.num_workers, a smaller data.prefetch or train.micro_batch_size, or request more memory.",
+    signal.SIGKILL: "If nobody has killed it, this machine, or the job or container, has run out of memory "
+    "(see dmesg). Use fewer data.num_workers, a smaller data.prefetch or train.micro_batch_size, or request more memory.",
     signal.SIGSEGV: "A library that decodes or augments samples crashed: PYTHONFAULTHANDLER=1 prints where.",
 }
 
@@ -315,7 +315,7 @@ def _signals_blocked(loading: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _ends_with_this_thread(loading: Mapping[str, Any]) -> bool:
-    """Whether the kernel may end a worker with the thread that starts it: the main thread, or that of the fork server."""
+    """Whether the kernel may end a worker with the thread that starts it: the main thread, or the fork server's."""
     method = loading["multiprocessing_context"] if loading["num_workers"] else None
     is_main = threading.current_thread() is threading.main_thread()
     return is_main or (method or multiprocessing.get_start_method()) == "forkserver"
@@ -395,7 +395,7 @@ class RankShare:
 
 
 class MicroBatches(IterableDataset[Batch]):
-    """The micro-batches of one rank from a position on, epoch after epoch without end; iterated in each worker."""
+    """The micro-batches of one rank from a position on, over epochs without end; iterated in each worker."""
 
     def __init__(
         self,
@@ -449,7 +449,7 @@ class MicroBatches(IterableDataset[Batch]):
             yield from zip(steps.tolist(), samples, partners, strict=True)
 
     def _shards_ahead(self, epoch: int, order: EpochOrder | MixtureOrder, step: int, most: int) -> np.ndarray:
-        """The shards that this rank reads from a step on, and those of the first shuffle windows of the next epoch."""
+        """The shards that this rank reads from a step on, and in the first shuffle windows of the next epoch."""
         slots = self._share.slots(np.arange(self._share.micro_batches_per_step))
         slots = slots[slots >= 0]
         shards = order.shards_ahead(step, slots, most)
@@ -462,7 +462,7 @@ class MicroBatches(IterableDataset[Batch]):
         return np.concatenate([shards, following.order.shards_ahead(0, slots, wanted)])
 
     def _shards_at_once(self, order: EpochOrder | MixtureOrder) -> int | None:
-        """The shards that this rank reads at a time, those of one shuffle window of each of its lanes; None for any."""
+        """How many shards this rank reads at a time: one shuffle window of each of its lanes; None for any number."""
         recipe, lanes = order.recipe, order.layouts[-1].lanes
         if recipe.shuffle == "full":
             return None
@@ -474,7 +474,7 @@ class MicroBatches(IterableDataset[Batch]):
         return len(own_lanes) * (recipe.window if recipe.shuffle == "window" else 1)
 
     def _spare(self, order: EpochOrder | MixtureOrder, step: int) -> list[int]:
-        """Samples to take shapes from: those of the same global batch, then the first ones of the dataset."""
+        """Samples to take shapes from: the same global batch, then the first samples of the dataset."""
         samples = order.locate(step, np.arange(self._share.global_batch_size))
         return [*samples[samples >= 0].tolist(), *range(min(_SPARE, self._source.index.num_samples))]
 

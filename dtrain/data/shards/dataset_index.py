@@ -69,7 +69,7 @@ class DatasetIndex(Index):
 
     labels: ClassVar = {"num_shards": "shards", "num_samples": "samples", "bytes": "bytes"}
     other_difference = (
-        "as many shards, samples and bytes, but other shard names, another order, or samples in other shards."
+        "as many shards, samples and bytes, but different shard names or order, or samples in different shards."
     )
 
     def __init__(
@@ -201,7 +201,7 @@ class DatasetIndex(Index):
         if other.get("shards_fingerprint") == self.shards_fingerprint and other["fingerprint"] != self.fingerprint:
             return (
                 "shards of the same names, sizes and sample counts, but other keys or member sizes in them: they were packed "
-                "again, with other samples or in another order."
+                "again, with different samples or in a different order."
             )
         return super().difference(other)
 
@@ -315,7 +315,7 @@ class IndexBuilder:
         self._members.update(dict(zip(shard.extensions, times, strict=True)))
         if shard.doubts:
             self._doubts[place] = f"shard {redacted(shard.path)!r}: {' '.join(shard.doubts)}"
-        # Keeps the indexes of a small dataset in memory; those of a large one are loaded again in the second pass.
+        # Keeps the indexes of a small dataset in memory; a large dataset's are loaded again in the second pass.
         size = len(shard.key_bytes) + 8 * len(shard.key_starts) + 24 * len(shard.member_offset)
         if size <= self._room:
             self._room -= size
@@ -372,7 +372,7 @@ def write_memmaps(
     Args:
         folder: Where the files are written.
         shapes: Final shape of each array.
-        pieces: Rows to append to the arrays. The dtype of an array is that of its first piece.
+        pieces: Rows to append to the arrays. An array gets the dtype of its first piece.
 
     Raises:
         OSError: On a write failure.

@@ -1,11 +1,11 @@
 """Byte ranges of a file over HTTP; every answer is compared with the file that was opened.
 
-* fsspec reads whatever comes with a good status. A file that is replaced between two requests, or a proxy that answers a
+* fsspec accepts every answer with a good status. A file that is replaced between two requests, or a proxy that answers a
   different range, would then give the bytes of other samples.
 * The *mark* of a file is its ETag, or the time of its last change from servers without ETags. Marks, the total size and
   the start of a range are compared in each answer. From a server that reports no mark, only the sizes are known.
-* A request has ``If-Range`` with the ETag, so a server that does not repeat the ETag in its answers sends no range of
-  another file. A *weak* ETag (``W/"..."``) may not be sent so, but is compared.
+* A request has ``If-Range`` with the ETag, so a server that does not repeat the ETag in its answers sends no range of a
+  different file. A *weak* ETag (``W/"..."``) may not be sent this way, but is compared.
 * Some servers report a mark for a HEAD request only. Their answers are ``unmarked``, and the caller asks for it again.
 """
 
@@ -54,8 +54,8 @@ class HttpRanges:
         """``size`` bytes at ``offset``, which the file had when it was opened.
 
         Raises:
-            NoRanges: If the server sends the whole file, another range, or compressed bytes.
-            FileReplaced: If the answer is from another file.
+            NoRanges: If the server sends the whole file, a different range, or compressed bytes.
+            FileReplaced: If the answer comes from a different file.
             OSError, aiohttp.ClientError, asyncio.TimeoutError: If the request fails.
         """
         data: bytes = sync(self._files.loop, self._read, offset, size)
@@ -84,7 +84,7 @@ class HttpRanges:
             if answer.status != 206 and "If-Range" in headers and "ETag" not in answer.headers:
                 raise NoRanges("the server sends the whole file, or a different one, and does not say which")
             if start != offset:
-                sent = "bytes of which it does not say the place" if start is None else f"bytes from {start} on"
+                sent = "bytes without their position" if start is None else f"bytes from {start} on"
                 raise NoRanges(
                     f"the server does not support range requests: asked from byte {offset} on, it sent {sent}"
                 )
@@ -98,11 +98,11 @@ class HttpRanges:
         """The answer to a request, which the caller closes; its body has not been read."""
         session = await self._files.set_session()
         options = dict(self._files.kwargs)
-        # Compressed bytes have other positions and another size.
+        # Compressed bytes have different positions and a different size.
         headers = {**options.pop("headers", {}), "Accept-Encoding": "identity", **headers}
         answer = await session.get(self._files.encode_url(self._url), headers=headers, **options)
         try:
-            if answer.status != 416:  # the range begins behind the end of the file: its size says that it changed
+            if answer.status != 416:  # the range begins past the end of the file: its size says that it changed
                 answer.raise_for_status()
             self.compare(answer.headers, _start_and_total(answer)[1])
             if answer.status == 416:
@@ -113,10 +113,10 @@ class HttpRanges:
         return answer
 
     def compare(self, found: Mapping[str, Any], size: int | None) -> None:
-        """Compares size and marks, in headers or in details from ``files``, with those of the file that was opened.
+        """Compares size and marks, in headers or in details from ``files``, with the file that was opened.
 
         Raises:
-            FileReplaced: If they are of another file.
+            FileReplaced: If they belong to a different file.
         """
         self.unmarked = bool(self._marks)
         for name in _MARKS:
@@ -128,7 +128,7 @@ class HttpRanges:
                 break
         if size not in (None, self._size):
             raise FileReplaced(f"was replaced: it had {self._size} bytes and now has {size}")
-        # Some servers report more for the content than for a HEAD request. What is unmarked may be another file.
+        # Some servers report more for the content than for a HEAD request. An unmarked answer may come from a different file.
         for name in _MARKS:
             if not self.unmarked and (now := found.get(name)):
                 self._marks.setdefault(name, now)

@@ -1,8 +1,8 @@
 """Copies of shards on a local disk, shared by all processes of the node.
 
 * ``CachePolicy`` decides which shards are read through the cache: URLs, and files on network file systems.
-* The *name* of a copy is a hash of the shard's absolute path or URL and of its stamp, so that another version is
-  another copy.
+* The *name* of a copy is a hash of the shard's absolute path or URL and of its stamp, so that a different version is a
+  different copy.
 * A copy is *fetched* into a ``.part`` file, checked, synced and renamed. The fetching process holds a lock on that
   file; others wait or read in place. If it dies, the operating system releases the lock and the next process continues
   the file.
@@ -248,7 +248,7 @@ class NodeCache:
         except (CacheFull, ShardChanged):
             raise
         except OSError:
-            # The next attempt continues the file. Without a version, it could be the start of another shard.
+            # The next attempt continues the file. Without a version, it could be the start of a different shard.
             if stamp.version and os.fstat(file.fileno()).st_size:
                 target = part
             raise
@@ -266,7 +266,7 @@ class NodeCache:
         source = open_shard(path)
         try:
             check_unchanged(path, stamp, source)
-            # Without a version, the part from an earlier attempt may be of another file with the same path and size.
+            # Without a version, the part from an earlier attempt may belong to a different file with the same path and size.
             start = min(os.fstat(file.fileno()).st_size, stamp.size) if stamp.version else 0
             pieces = (source.read(at, min(_PIECE, stamp.size - at)) for at in range(start, stamp.size, _PIECE))
             try:
@@ -295,7 +295,7 @@ class NodeCache:
 
     @contextmanager
     def _write_errors(self, path: str, size: int) -> Iterator[None]:
-        """Tells failures of the cache's disk from those of the shard's storage."""
+        """Distinguishes failures of the cache's disk from failures of the shard's storage."""
         try:
             yield
         except OSError as error:

@@ -36,7 +36,7 @@ def expand(patterns: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
         patterns: One or several; ``~`` is the home folder.
 
     Returns:
-        Paths and URLs, in the order of the patterns; those of a glob are sorted.
+        Paths and URLs, in the order of the patterns; the matches of a glob are sorted.
 
     Raises:
         ValueError: If a pattern matches nothing, a shard is named twice, or samples cannot be read from it by position
@@ -134,7 +134,7 @@ def _expand_url(url: str) -> list[str]:
 
 
 def _glob(pattern: str) -> list[str]:
-    # Index files of dtrain beside the shards would match `folder/*`.
+    # Index files of dtrain next to the shards would match `folder/*`.
     found = glob.iglob(pattern, recursive=True)
     return sorted(path for path in found if not path.endswith(".idx") and not os.path.isdir(path))
 

@@ -4,7 +4,7 @@
 * A *shard file* is an open shard. It reads byte ranges and is used by one thread.
 * URLs are read through fsspec. Transient network errors are retried, with growing pauses of random length, so that many
   workers do not retry at the same time; a server may ask for a longer pause (``Retry-After``).
-* A URL of the Hugging Face hub names a branch or tag. A process reads from the commit that it is at first.
+* A URL of the Hugging Face hub names a branch or tag. A process resolves it once, and reads from that commit.
 * A URL may contain a password or a signature. Logs, hashes and names never do (``redacted``).
 """
 
@@ -36,7 +36,7 @@ _MAX_HUB_ATTEMPTS = 5
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 20.0  # seconds
 _LONGEST_RETRY_AFTER = 300.0
 _STREAM_PIECE = 1 << 20
-# Between questions whether an open file is still the same, where not every answer says it: a request each.
+# Seconds between checks that an open file is still the same, where not every answer says it: each is a request.
 _SECONDS_BETWEEN_COMPARISONS = 30.0
 # Forked workers have equal generators; the operating system's differ.
 _random = random.SystemRandom()
@@ -499,7 +499,7 @@ def _explained(url: str, error: BaseException, attempts: int) -> OSError:
         return FileNotFoundError(f"{redacted(url)} does not exist{told}. Correct its host, path or revision.")
     reason = f"HTTP {status}" if status else without_url_secrets(f"{type(error).__name__}: {error}")
     times = f" after {attempts} attempts" if attempts > 1 else ""
-    remedy = "The server refuses so many requests. " if status == 429 else ""
+    remedy = "The server limits the number of requests. " if status == 429 else ""
     if attempts > 1:
         remedy += "Start again when the server answers; a run resumes from its last checkpoint."
     return OSError(f"{redacted(url)} cannot be read: {reason}{times}. {remedy}".rstrip())

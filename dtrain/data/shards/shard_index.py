@@ -3,13 +3,13 @@
 * A *member* is a regular file of the tar whose name has a key and an extension.
 * A *sample* is a run of adjacent members with equal keys. Members are grouped exactly as webdataset groups them.
 * An index is *fresh* while the shard has the stamp that is stored in the index.
-* It is stored beside the shard (``x.tar.idx``), or in the cache directory where that is not possible. The index of a
-  URL is read from beside it, but only written to the cache. An uploaded index beside a URL is fresh if the sizes and the
-  last header agree; modification times mean nothing after an upload.
+* It is stored next to the shard (``x.tar.idx``), or in the cache directory where that is not possible. The index of a URL is
+  read from both places, but only written to the cache. An uploaded index next to a URL is fresh if the sizes and the last
+  header agree; modification times mean nothing after an upload.
 * It is replaced atomically, so that any number of processes may build the same index at once.
-* Its *digest* is a hash of the samples' keys, extensions and member sizes, in stored order. It tells a shard that was packed
-  again from the old one, even if both have the same name, size and number of samples. An index that was stored before there
-  were digests gets its digest when it is loaded.
+* Its *digest* is a hash of the samples' keys, extensions and member sizes, in stored order. It distinguishes a shard that was
+  packed again from the old one, even if both have the same name, size and number of samples. An index that was stored before
+  there were digests gets its digest when it is loaded.
 
 Everything is in arrays, because a shard can have millions of samples. Keys are bytes, and become text as in
 ``tarfile``: UTF-8, undecodable bytes as lone surrogates. The file format is safetensors (a header and plain aligned
@@ -180,7 +180,7 @@ def index_tar(path: str) -> ShardIndex:
 
 
 def write_index(index: ShardIndex) -> Path:
-    """Stores an index beside its shard if that is possible, else in the cache; returns the path of the index.
+    """Stores an index next to its shard if that is possible, else in the cache; returns the path of the index.
 
     Raises:
         OSError: If neither place can be written.
@@ -285,7 +285,9 @@ def _check_extensions(index: ShardIndex) -> None:
             f"{_member_name(index, second)!r} occurs twice in its sample (first at byte "
             f"{index.member_offset[first]}; upper and lower case are equal)"
         )
-        raise ShardError(index.path, int(index.member_offset[second]), problem, "Give one of them another extension.")
+        raise ShardError(
+            index.path, int(index.member_offset[second]), problem, "Give one of them a different extension."
+        )
 
 
 def _dotted_names(index: ShardIndex) -> list[str]:
@@ -365,7 +367,7 @@ def _index_copy(path: str, stamp: Stamp, policy: CachePolicy, evict: bool) -> Sh
 
 
 def _uploaded(url: str, stamp: Stamp) -> ShardIndex | None:
-    """The index stored beside a URL; None if there is no fresh one."""
+    """The index stored next to a URL; None if there is no fresh one."""
     if "?" in url:  # a signature is valid for one file
         return None
     try:
@@ -379,7 +381,7 @@ def _uploaded(url: str, stamp: Stamp) -> ShardIndex | None:
 
 
 def _has_last_header(url: str, index: ShardIndex) -> bool:
-    """Whether the shard has its last header where the index expects it; another shard of equal size hardly has."""
+    """Whether the shard has its last header where the index expects it; a different shard of equal size is unlikely to."""
     if not len(index.member_offset):
         return False
     last = int(index.member_offset.argmax())

@@ -110,7 +110,7 @@ def _walk(
                 raise _cut_short(path, offset, header)
         if header == _ZEROS:
             if extended is not None:
-                raise ShardError(path, extended, "an extended header with no member behind it", COPY_AGAIN)
+                raise ShardError(path, extended, "an extended header with no member after it", COPY_AGAIN)
             _check_end(path, file, offset)
             return
         headers += 1
@@ -199,7 +199,7 @@ def _verify(path: str, headers: list[tuple[int, bytes]]) -> None:
     usual = (digits < 8).all(axis=1) & ((blocks[:, 154] == 0) | (blocks[:, 154] == ord(" ")))
     right = usual & (digits @ 8 ** np.arange(5, -1, -1) == sums)
     for place in np.flatnonzero(~right).tolist():
-        # Another notation, or the sum of signed bytes as on some old systems; otherwise the checksum is wrong.
+        # A different notation, or the sum of signed bytes as on some old systems; otherwise the checksum is wrong.
         offset, header = headers[place]
         signed_sum = int(sums[place]) - 256 * sum(byte > 127 for byte in header[:148] + header[156:])
         if _number(header[148:156]) not in (int(sums[place]), signed_sum):
@@ -296,7 +296,7 @@ class ShardError(ValueError):
 
 
 def no_header(path: str, offset: int, header: bytes) -> ShardError:
-    """The error for bytes that are not a header; at the start of a shard, the error may name another file format."""
+    """The error for bytes that are not a header; at the start of a shard, the error may name a different file format."""
     if offset:
         return ShardError(path, offset, "no tar header, or one whose checksum is wrong", COPY_AGAIN)
     if not header:
@@ -305,4 +305,4 @@ def no_header(path: str, offset: int, header: bytes) -> ShardError:
         if header.lstrip().startswith(magic):
             begins = f": it begins with {header[:40]!r}" if magic == b"<" else ""
             return ShardError(path, 0, problem + begins, remedy)
-    return ShardError(path, 0, f"no tar: it starts with {header[:16]!r}", COPY_AGAIN)
+    return ShardError(path, 0, f"not a tar: it starts with {header[:16]!r}", COPY_AGAIN)

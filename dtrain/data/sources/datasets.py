@@ -33,7 +33,7 @@ from dtrain.data.sources.source import Reader, Source
 
 # Rows of an array in its fingerprint: enough to distinguish datasets, and cheap for large ones.
 _HASHED_ROWS = 64
-# The order keeps a few numbers for each shard; this many take milliseconds an epoch.
+# The order keeps a few numbers for each shard; this many take milliseconds per epoch.
 _MAX_SHARDS = 2**16
 _CHANNELS = (1, 3, 4)
 # Not uint64: a single number of it may not fit into the int64 of a batch.
@@ -334,7 +334,7 @@ def value_of(
 
 
 def unchanged(value: Any) -> Any:
-    """The decoder of a field that has none of its own: returns the value unchanged."""
+    """The decoder of a field that has none: returns the value unchanged."""
     return value
 
 
@@ -435,7 +435,7 @@ class SampleReader(Reader):
 
 
 def _is_regular(field: Field, array: Any) -> bool:
-    """Whether a batch of rows of an array is made of them as they are, all at once."""
+    """Whether a batch of rows of an array takes them unchanged, all at once."""
     if type(array) is Tensor:
         usable = array.device.type == "cpu" and array.layout == torch.strided
     else:

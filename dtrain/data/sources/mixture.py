@@ -1,6 +1,6 @@
 """Several sources in one loader: ``Mixture`` for training, ``EvaluationSets`` for evaluation.
 
-* A *source* has shards (or a dataset), a weight, and, if it needs them, fields and an augmentation of its own. Which samples
+* A *source* has shards (or a dataset), a weight, and, if it needs them, its own fields and augmentation. Which samples
   of it come when is decided in ``mixture_order``.
 * A ``MixtureSource`` has the fields of all its sources. A field that some of them lack is refused, or masked.
 * Workers build the rows of a batch as in ``mixture_collator``.
@@ -41,7 +41,7 @@ _COMMON = ("role", "size", "mean", "std", "dtype", "length", "tokenizer")
 
 
 class _Sources:
-    """Named sources; arguments as those of ``Mixture``."""
+    """Named sources; the arguments are the same as for ``Mixture``."""
 
     _key = "data.mixture"
 
@@ -74,7 +74,7 @@ class _Sources:
         for name in values or {}:
             if name not in self._sources:
                 raise ValueError(
-                    f"{self._key}: {option} names {name!r}, which is no source. {nearest(name, self.names)}"
+                    f"{self._key}: {option} names {name!r}, which is not a source. {nearest(name, self.names)}"
                 )
         return dict(values or {})
 
@@ -86,7 +86,7 @@ class _Sources:
         world_size: int = 1,
         policy: CachePolicy | None = None,
     ) -> MixtureSource:
-        """Finds and indexes all sources; arguments as those of ``ShardSource.build``.
+        """Finds and indexes all sources; the arguments are the same as for ``ShardSource.build``.
 
         Raises:
             ValueError: If a source has no samples, or the fields of two sources do not fit each other; names them.
@@ -131,14 +131,14 @@ class Mixture(_Sources):
         weights: Name to weight; the share of a source is its weight divided by the sum of all. A list of ``[step, weight]``
             is a schedule over the steps of the run: shares change linearly from step to step, and jump where a step is given
             twice. None: all are equal.
-        epoch_of: The source whose epochs are those of the mixture; None: the first. If it is smaller than its share of a
+        epoch_of: The source whose epochs count as the mixture's; None: the first. If it is smaller than its share of a
             global batch, an epoch of the mixture is as many of its epochs as fill one.
-        fields: Name to the fields of a source, where they are not those of the loader.
-        augment: Name to the augmentation of a source, where it is not that of the loader; None for no augmentation.
-        missing: What happens if a source lacks fields of another one: ``"refuse"``, or ``"mask"``.
+        fields: Name to the fields of a source, where they differ from the loader's.
+        augment: Name to the augmentation of a source, where it differs from the loader's; None for no augmentation.
+        missing: What happens if a source lacks fields of another source: ``"refuse"``, or ``"mask"``.
         tokens_per_sample: Average number of tokens of a sample, for all sources or none: weights then are shares of the
             tokens instead of the samples.
-        shard_size: Of sources that are datasets, see ``ShardLoader.over``.
+        shard_size: For sources that are datasets, see ``ShardLoader.over``.
 
     Raises:
         ValueError: If a weight, a name or an option is impossible; names it.
@@ -170,7 +170,7 @@ class Mixture(_Sources):
         epoch_of = self.names[0] if epoch_of is None else epoch_of
         if epoch_of not in self.names:
             raise ValueError(
-                f"data.epoch_of: {epoch_of!r} is no source of the mixture. {nearest(epoch_of, self.names)}"
+                f"data.epoch_of: {epoch_of!r} is not a source of the mixture. {nearest(epoch_of, self.names)}"
             )
         given = self._all_or_none("weights", weights)
         tokens = self._all_or_none("tokens_per_sample", tokens_per_sample)
@@ -187,7 +187,7 @@ class Mixture(_Sources):
         self._deal = tuple(schedules), first
         if schedules[first][-1][1] == 0:
             raise ValueError(
-                f"data.epoch_of: the weight of {epoch_of!r} is 0 in the end, so its epoch would never end. Name another source."
+                f"data.epoch_of: the weight of {epoch_of!r} is 0 in the end, so its epoch never ends. Name a different source."
             )
 
     def _all_or_none(self, option: str, values: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -200,11 +200,11 @@ class Mixture(_Sources):
 
 
 class EvaluationSets(_Sources):
-    """Sources that are evaluated one after the other, each in stored order and with metrics of its own, for ``ShardLoader``.
+    """Sources that are evaluated one after the other, each in stored order and with its own metrics, for ``ShardLoader``.
 
     Args:
         sources: Name to shards or dataset, as for ``Mixture``.
-        fields: Name to the fields of a source, where they are not those of the loader.
+        fields: Name to the fields of a source, where they differ from the loader's.
         missing: As for ``Mixture``.
         shard_size: As for ``Mixture``.
     """
@@ -354,7 +354,9 @@ class MixtureSource(Source):
             )
         columns = {column for field in self.fields for column in field.columns}
         if taken := sorted(columns & {SOURCE, *(f"has_{name}" for name in self.optional)}):
-            raise ValueError(f"data.fields: the name {taken[0]!r} is taken in a mixture. Give the field another name.")
+            raise ValueError(
+                f"data.fields: the name {taken[0]!r} is taken in a mixture. Give the field a different name."
+            )
         self.index: MixtureIndex = MixtureIndex(self.names, [source.index for source in sources])
 
     def _all_fields(self) -> tuple[Field, ...]:
@@ -423,9 +425,9 @@ class MixtureSource(Source):
 
 
 class _SetsOrder:
-    """The order of ``EvaluationSets``: all steps of the first set, then those of the second one, and so on.
+    """The order of ``EvaluationSets``: all steps of the first set, then all steps of the second one, and so on.
 
-    Methods as those of ``MixtureOrder``; the last step of each set is filled up with masked rows.
+    It has the methods of ``MixtureOrder``; the last step of each set is filled up with masked rows.
     """
 
     first_step = 0

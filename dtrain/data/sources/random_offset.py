@@ -3,7 +3,7 @@
 * The *stream* of a shard is its rows, joined: as ``dtrain.pack text --fit cut`` writes them, the first token of a row is the
   last token of the row before, so R rows of N + 1 tokens are a stream of R * N + 1 tokens.
 * Sample *n* of an epoch is N + 1 tokens of the stream of its shard. Where they begin is drawn uniformly for (seed, epoch, *n*),
-  so it depends neither on ranks nor on workers. Numbers, order and epochs of samples are those of the stored rows.
+  so it depends neither on ranks nor on workers. Numbers, order and epochs of samples are the same as for the stored rows.
 
 This is how nanoGPT draws its batches, but an epoch has as many samples as there are rows, and each shard provides its share.
 """
@@ -60,7 +60,7 @@ class RandomOffsetSource(ShardSource):
     def _check_consecutive(self, source: ShardSource) -> None:
         description = Path(self.index.shards[0]).parent / _DATASET
         stored: object = None
-        with suppress(ValueError, OSError):  # written by another tool, or far away
+        with suppress(ValueError, OSError):  # written by a different tool, or at a URL
             stored = read_json(description)
         if isinstance(stored, dict) and stored.get("fit") == "best":
             raise ValueError(

@@ -6,7 +6,7 @@
 * Shards in place are read with positioned reads, not memory-mapped: truncating a mapped file kills the process with a
   bus error, while a short read is an exception that names the shard. Copies are mapped, because they never change.
 * The size and time of open files are compared with the index every two seconds and at each epoch: a file that is overwritten
-  stays open, and its new values need not be bad samples.
+  stays open, and its new bytes may be readable samples.
 * The ``Prefetcher`` of each worker copies the shards that its rank needs next. Its errors are ignored: reading the
   shard raises the same error with the name of a sample, and a shard that is never read need not end the run.
 """
@@ -167,7 +167,7 @@ class ShardSampleReader(Reader):
     def fetch_all(self, epoch: int, samples: np.ndarray) -> Iterator[tuple[Sequence[int], list[list[Any]]]]:
         """The bytes of each member; shards that are read in place over the network are left to ``fetch``."""
         index = self._index
-        # One look-up for all: numpy's cost for a single number is that of many.
+        # One look-up for all: in numpy a single number costs as much as many.
         shards, offsets, sizes = index.shards_of(samples), index.offsets[samples], index.sizes[samples]
         starts, lengths = joint_reads(offsets, sizes)
         positions = np.flatnonzero((starts >= 0) & (lengths > 0) & (lengths <= MAX_MEMBER_BYTES))
@@ -465,7 +465,7 @@ def joint_reads(offsets: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.
 
 
 class Prefetcher:
-    """Copies shards into the node cache, in threads of its own, until it is closed.
+    """Copies shards into the node cache, in its own threads, until it is closed.
 
     It fetches no more ahead than this process's part of the cache, so that processes do not remove copies that others
     are about to read.
@@ -500,7 +500,7 @@ class Prefetcher:
         return len(wanted)
 
     def resume(self) -> None:
-        """Goes on after everything in the cache was in use."""
+        """Continues after everything in the cache was in use."""
         with self._changed:
             self._paused = False
             self._changed.notify_all()

@@ -102,7 +102,8 @@ class Reader(ABC):
         return
 
     def share_files(self, readers: int) -> None:
-        """Called once if so many readers are open in one process, so that together they stay below its limit of open files."""
+        """Called once if ``readers`` of them are open in one process, so that together they stay below its limit of open
+        files."""
         return
 
     def close(self) -> None:

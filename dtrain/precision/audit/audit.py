@@ -252,7 +252,7 @@ def _restored(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        # torch refuses to assign a tensor of another dtype to `data` while the gradient has the old one.
+        # torch refuses to assign a tensor of a different dtype to `data` while the gradient has the old one.
         for parameter, _ in gradients:
             parameter.grad = None
         for tensor, data in originals:

@@ -6,9 +6,9 @@
   infinity; as a mask of a whole row it gives NaN.
 * *Fixed*: a cast or a new tensor whose 16-bit dtype is written in the code, in every precision of the run.
 * *Raised*: a cast of 16-bit values to fp32 in a module that returns fp32.
-* *In place*: ``tensor.data = ...`` with another dtype, or ``module.half()``, which change the weights for good.
-* *Naive*: the logarithm of a softmax or sigmoid, which is that of zero for confident predictions; a softmax written as ``exp``
-  and a division, which overflows for inputs above 11 in fp16. They are sought in the task as well.
+* *In place*: ``tensor.data = ...`` with a different dtype, or ``module.half()``, which change the weights for good.
+* *Naive*: the logarithm of a softmax or sigmoid, which is the logarithm of zero for confident predictions; a softmax written as
+  ``exp`` and a division, which overflows for inputs above 11 in fp16. They are sought in the task as well.
 
 Constants are not reported in a module that casts to fp32 itself: its author knows the ranges. *Fixed* places are taken from
 the fp32 pass, in which ``x.to(other.dtype)`` does nothing; all others from the pass in the configured precision.
@@ -225,7 +225,7 @@ def _casts(func: Any, args: Sequence[Any]) -> bool:
 
 
 def _changes_dtype_in_place(func: Any, args: Sequence[Any]) -> bool:
-    """Whether a call is ``tensor.data = other`` with another dtype, which is also how ``Module.to`` works."""
+    """Whether a call is ``tensor.data = other`` with a different dtype, which is also how ``Module.to`` works."""
     return bool(func == torch.Tensor.data.__set__ and args[0].dtype != args[1].dtype)  # type: ignore[attr-defined]
 
 

@@ -2,8 +2,8 @@
 
 * The *owner* of an operation is the innermost module in whose forward it runs. ``(model)`` is the outermost module, ``(task)``
   the code around it, such as the loss. Forward hooks on the bare model maintain the stack of running modules.
-* Only operations inside ``forward()`` have an owner. Those of the backward, of recomputations for activation checkpointing,
-  and of other hooks have none.
+* Only operations inside ``forward()`` have an owner. Operations of the backward, of recomputations for activation
+  checkpointing, and of other hooks have none.
 * *Operators* are observed below autograd and autocast, in the dtypes in which they really run. *Work* is an operator that
   computes floating-point values; the others only move data.
 """
@@ -72,7 +72,7 @@ class Frame:
     Attributes:
         owner: Name of the module.
         products: Results of its matrix products and convolutions, with their versions at that time. The references keep
-            their memory from being reused until the module returns, so that it can be compared with that of an output.
+            their memory from being reused until the module returns, so that it can be compared with the memory of an output.
         casts_up: Whether the module's own code has cast a tensor to fp32.
         raised: The places where it cast 16-bit values to fp32.
     """
@@ -160,7 +160,7 @@ class ModuleStack:
 
         with ExitStack() as hooks:
             if self.scripted:
-                # A ScriptModule refuses hooks of its own; hooks on all modules are called for it.
+                # A ScriptModule refuses hooks on itself; hooks on all modules are called for it.
                 hooks.callback(register_module_forward_pre_hook(self._of_scripted(begin_hooks, enter)).remove)
                 hooks.callback(register_module_forward_hook(self._of_scripted(begin_hooks, leave)).remove)
             for module in self.names:
@@ -176,7 +176,7 @@ class ModuleStack:
             yield
 
     def parameters(self, module: nn.Module) -> Iterator[nn.Parameter]:
-        """The parameters of a module of ``names``, without those of its submodules in ``names``."""
+        """The parameters of a module of ``names``, without the parameters of its submodules in ``names``."""
         return module.parameters(recurse=isinstance(module, torch.jit.ScriptModule))
 
     def _of_scripted(self, *hooks: Callable[..., None]) -> Callable[..., None]:

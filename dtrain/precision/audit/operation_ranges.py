@@ -43,7 +43,7 @@ class Extent:
     largest: float = 0.0
 
     def include(self, other: Extent) -> None:
-        """Extends this range by another one."""
+        """Extends this range by another range."""
         self.smallest, self.largest = min(self.smallest, other.smallest), max(self.largest, other.largest)
 
     def to_json(self) -> list[float] | None:
@@ -111,7 +111,7 @@ class OperationRanges:
         self._backward_of = ""
 
     def backward_reached(self, owner: str) -> None:
-        """Called with the gradient of a module's output: the next operations of the backward are those of this module."""
+        """Called with the gradient of a module's output: the next operations of the backward belong to this module."""
         self._backward_of = owner
 
     def configured(self, func: Any, args: Any, inputs: list[Tensor], out: Any) -> None:

@@ -1,17 +1,17 @@
 """Records what each module does in its forward and backward: dtypes, FLOPs, and the range of its values.
 
 * ``OperationRecorder`` observes a pass in the configured precision. The *compute dtype* of a matrix product or convolution is
-  that of its operands, after autocast; of any other operation that of its result. It reports *promoted* operations (the
-  result is fp32 because one operand is, while another has 16 bits) and *products* (matrix products and convolutions in
+  the dtype of its operands, after autocast; of any other operation, the dtype of its result. It reports *promoted* operations
+  (the result is fp32 because one operand is, while another has 16 bits) and *products* (matrix products and convolutions in
   fp32), in the model's forward only: a loss belongs in fp32.
 * ``RangeRecorder`` observes a pass in fp32. *Activations* of a module are its floating-point outputs and the results of the
   matrix products and convolutions inside it: what a 16-bit run would hold in 16 bits. *Operands* are the inputs of those,
-  weights included, which autocast casts down first. *Gradients* are those of the module's outputs and of its own parameters,
-  before anything is accumulated.
+  weights included, which autocast casts down first. *Gradients* are taken with respect to the module's outputs and its own
+  parameters, before anything is accumulated.
 * ``Magnitudes`` sums up values. A value is *lost* if a cast to 16 bits makes it zero, *subnormal* if it keeps fewer bits than
   the other values of the dtype, and it *overflows* if it becomes infinite. All three are counted by casting fp32 values.
   Shares are shares of the finite values other than zero: zeros (of a ReLU, of a masked row) are not at risk. A histogram
-  over powers of two shows what a loss scale would change, without another pass.
+  over powers of two shows what a loss scale would change, without one more pass.
 """
 
 from __future__ import annotations

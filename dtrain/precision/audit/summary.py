@@ -28,7 +28,7 @@ from dtrain.precision.audit.operation_ranges import BACKWARD, SIXTEEN_BIT, Opera
 from dtrain.precision.audit.recorders import Magnitudes
 from dtrain.precision.modules import dtype_name, first_names
 
-#: How much larger than the largest measured gradient those of other batches and later steps may be.
+#: How much larger than the largest measured gradient the gradients of other batches and later steps may be.
 HEADROOM = 8.0
 #: Smallest share of results flushed to zero that is reported.
 FLUSHED = 0.01
@@ -67,13 +67,15 @@ _OVERFLOW = (
     "compute it in fp32 (x.float()), or in a stable form: softmax, log_softmax, logsumexp, cross_entropy, logsigmoid, "
     "binary_cross_entropy_with_logits"
 )
-_FLUSHED = "harmless in a softmax; what divides by these results, or takes their logarithm, needs fp32 or a stable form"
+_FLUSHED = (
+    "harmless in a softmax; code that divides by these results, or takes their logarithm, needs fp32 or a stable form"
+)
 # Most lines per kind of finding, and most modules per line.
 _LINES, _NAMED = 8, 3
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a name that is a number, as in nn.Sequential
 _EFFECTS = {"lost": ("lost", "yellow"), "subnormal": ("subn.", ""), "overflow": ("overfl.", "bold red")}
 _LEGEND = """zero: share of all values. lost, subn., overfl.: shares of the other values that a cast to 16 bits makes zero,
-subnormal (fewer bits) or infinite. Gradients are those of a module's outputs and of its own parameters.
+subnormal (fewer bits) or infinite. Gradients are taken with respect to a module's outputs and its own parameters.
 """
 
 
@@ -205,13 +207,13 @@ def modules_to_keep(report: Report, dtype: torch.dtype) -> list[Keep]:
 
 
 def overflows(report: Report, dtype: torch.dtype) -> list[tuple[OperationSite, OperationRange]]:
-    """The operations of the forward that overflow in ``dtype``, in their order; without any, those of the backward.
+    """The operations of the forward that overflow in ``dtype``, in their order; without any, the operations of the backward.
 
     Args:
         report: The report. Of a run in 16 bits, only operations that computed in 16 bits are considered.
         dtype: ``torch.float16`` or ``torch.bfloat16``.
     """
-    # Numbers that are written in the code, such as -1e9, are findings of their own, with another remedy.
+    # Numbers that are written in the code, such as -1e9, are separate findings, with a different remedy.
     constants = {finding.where for finding in report.findings if finding.kind == "constant"}
     # After an overflow in the forward, what the backward computes means nothing.
     spoilt = any(found.overflowed for place, found in report.operations.items() if place.where != BACKWARD)
@@ -452,7 +454,7 @@ def _listed(advice: str, lines: list[str]) -> str:
 
 
 def _is_low(place: OperationSite, found: OperationRange, report: Report) -> bool:
-    """Whether an operation computes in 16 bits, or might in a lower precision than that of the run."""
+    """Whether an operation computes in 16 bits, or might in a lower precision than the run's."""
     if report.compute_dtype.itemsize == 2:
         return any(dtype.itemsize == 2 for dtype in found.dtypes)
     # Autocast computes losses in fp32, and so do modules that are kept in it.

@@ -86,7 +86,7 @@ class EarlierStarts:
                 if step is not None:
                     raise ConfigError(
                         f"run.resume=never, but {checkpoints.directory} has a checkpoint of step {step}. Leave run.resume out "
-                        "to resume, or use another run.dir for a new run."
+                        "to resume, or use a different run.dir for a new run."
                     )
                 return asdict(cls(moved_aside=bool(progress)))
             earlier = cls(
@@ -117,7 +117,7 @@ class EarlierStarts:
             on_all_ranks(run.checkpoints.require_visible)
 
     def _prepare(self, run: TrainState) -> None:
-        with as_config_error(f"run.dir: {run.run_dir} cannot be written, choose another one"):
+        with as_config_error(f"run.dir: {run.run_dir} cannot be written, choose a different one"):
             if self.moved_aside:
                 folder = move_records_aside(run.run_dir)
                 print(f"run.resume=never: the records of earlier starts are in {folder}", flush=True)
@@ -155,7 +155,7 @@ class EarlierStarts:
         if end < step:
             raise ConfigError(
                 f"{reached}: the run in {run.run_dir} has done {step} steps already, and this would end it after {end}. "
-                f"Increase {' and '.join(keys)} to train it further. For a shorter run use another run.dir."
+                f"Increase {' and '.join(keys)} to train it further. For a shorter run use a different run.dir."
             )
         if end == step and self.finished:
             raise ConfigError(
@@ -407,7 +407,7 @@ def _without_checkpoint(what: str, checkpoints: Checkpoints, found: Sequence[str
     return (
         f"{what} {checkpoints.directory} has no checkpoint to resume from{last}:\n"
         f"{_listed(found or ['there is none'])}  Restore the checkpoints; or add run.resume=never to begin again at step 0, "
-        "which moves all records of the run aside; or use another run.dir."
+        "which moves all records of the run aside; or use a different run.dir."
     )
 
 

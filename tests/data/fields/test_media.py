@@ -246,7 +246,7 @@ def test_files_imply_their_role_and_their_bytes_may_be_read() -> None:
         ("wav", {"clip": "start"}, ["clip", "'start'", "middle, random"]),
         ("wav", {"size": 8}, ["size", "role image or video", "'audio'"]),
         ("jpg", {"clip": "random"}, ["clip", "role audio or video", "'image'"]),
-        ("txt", {"role": "audio"}, ["role audio", ".txt holds text", "another role"]),
+        ("txt", {"role": "audio"}, ["role audio", ".txt holds text", "a different role"]),
         ("bin", {"role": "audio", "dtype": "int16"}, ["dtype int16", "role 'audio'", "Remove one"]),
         ("json", {"role": "audio", "key": "a"}, ["key 'a'", "role 'audio'"]),
     ],

@@ -153,7 +153,7 @@ def test_another_division_is_refused_in_the_middle_of_an_epoch_only(other: dict[
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(("count", "what"), [(49, "ended"), (47, "ended"), (51, "goes on"), (80, "goes on")])
+@pytest.mark.parametrize(("count", "what"), [(49, "ended"), (47, "ended"), (51, "continues"), (80, "continues")])
 def test_a_stream_of_another_length_is_refused(count: int, what: str, workers: int) -> None:
     one = loader(count, 8, workers=workers, length=50)
     with refused(DataError, what, "50", "length"):

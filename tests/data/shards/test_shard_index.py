@@ -369,7 +369,7 @@ def test_of_two_sizes_of_a_member_the_first_counts() -> None:
 
 def test_extended_header_without_a_member_is_an_error() -> None:
     info = tarfile.TarInfo("é" * 150)
-    with pytest.raises(ShardError, match="no member behind it"):
+    with pytest.raises(ShardError, match="no member after it"):
         walked(info.tobuf(tarfile.PAX_FORMAT)[:1024] + bytes(1024))
 
 

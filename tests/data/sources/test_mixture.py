@@ -363,7 +363,7 @@ TWO = {"a": numbers(0, 4), "b": numbers(4, 4)}
             "above 0",
         ),
         Refusal(lambda: Mixture(TWO, epoch_of="c"), "data.epoch_of", "'c'", "Valid: a, b"),
-        Refusal(lambda: Mixture(TWO, {"a": 0, "b": 1}), "data.epoch_of", "'a'", "another source"),
+        Refusal(lambda: Mixture(TWO, {"a": 0, "b": 1}), "data.epoch_of", "'a'", "Name a different source"),
         Refusal(lambda: Mixture(TWO, missing="zeros"), "data.missing", "'zeros'", "mask"),
         Refusal(lambda: Mixture(TWO, augment={"c": None}), "augment", "'c'", "Valid: a, b"),
         Refusal(lambda: Mixture(TWO, tokens_per_sample={"a": 5}), "tokens_per_sample", "lacks b", "none"),
@@ -383,7 +383,7 @@ TWO = {"a": numbers(0, 4), "b": numbers(4, 4)}
             lambda: make(TWO, fields={name: {"x": {"name": "source", "role": "id"}} for name in TWO}),
             "data.fields",
             "'source'",
-            "another name",
+            "a different name",
         ),
         Refusal(
             lambda: make({**TWO, "c": "nowhere/*.tar"}, fields={"c": LABEL}), "data.mixture.c", "nowhere", "no file"

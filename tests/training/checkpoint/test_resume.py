@@ -70,7 +70,7 @@ class Place:
             (self.run_dir / "logs" / "keys-rank-00001.jsonl").write_text('{"step": 3, "keys": []}\n')
 
 
-REMEDIES = ("Restore the checkpoints", "run.resume=never", "another run.dir")
+REMEDIES = ("Restore the checkpoints", "run.resume=never", "run.dir")
 
 
 @pytest.fixture
