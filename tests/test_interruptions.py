@@ -199,8 +199,8 @@ def test_a_node_that_leaves_shrinks_the_world_and_the_run_goes_on(tmp_path: Path
         print(f"a node leaves until the others train on: {time.monotonic() - left:.1f} s")
         (tmp_path / "STOP").touch()
         output = first.communicate(timeout=250)[0]
-    assert "2 ranks x 1 micro-batches x 32 rows" in output
-    assert "global batch  64 = 1 ranks x 1 micro-batches x 64 rows" in output
+    assert "2 ranks x 1 micro-batch x 32 rows" in output
+    assert "global batch  64 = 1 rank x 1 micro-batch x 64 rows" in output
     assert status(tmp_path)["state"] == "stopped"
 
 

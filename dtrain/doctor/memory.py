@@ -474,7 +474,7 @@ def show(plan: MemoryPlan, precision: Precision, ranks: int) -> None:
         device = f"{size_text(plan.capacity)}, of which {USABLE:.0%} may be used"
     rows = {
         "model": f"{numbers:,} parameters, {precision.name}",
-        "step": f"{ranks} rank{'s' * (ranks != 1)} x {plan.micro_batches} micro-batches x {plan.rows} rows",
+        "step": f"{ranks} rank{'s' * (ranks != 1)} x {plan.micro_batches} micro-batch{'es' * (plan.micro_batches != 1)} x {plan.rows} rows",
         "measured": f"on {'tensors without data' if step.is_fake else 'a real step'}, with the kernels of this device",
         "device": device,
     }

@@ -275,7 +275,7 @@ def test_the_command_shows_a_line_for_each_strategy_and_what_to_change(tmp_path:
         [line] = [line for line in text.splitlines() if line.startswith(f"{name} ")]
         assert line.endswith("does not fit")
         assert f" {need['total'] / 2**20:.2f} " in line
-    assert "4 ranks x 1 micro-batches x 16 rows" in text
+    assert "4 ranks x 1 micro-batch x 16 rows" in text
     [advice] = found["advice"]
     assert advice.startswith("Nothing fits: ")
     assert f"-> {advice}" in text
