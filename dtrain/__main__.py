@@ -125,8 +125,7 @@ def _run_torchrun(name: str, processes: int, arguments: Sequence[str]) -> int:
     """
     from torch.distributed.run import main as torchrun
 
-    from dtrain.distributed.torchrun import quiet_torchrun
-    from dtrain.distributed.torchrun_end import end_if_stuck
+    from dtrain.distributed.torchrun import prepare_torchrun
     from dtrain.distributed.world import process_cpu_count, rendezvous_options
 
     # torchrun would set 1, and print a warning of five lines.
@@ -134,8 +133,7 @@ def _run_torchrun(name: str, processes: int, arguments: Sequence[str]) -> int:
     # -m dtrain, not -m dtrain.NAME, so that Ctrl-C shows no traceback while the ranks are still importing torch.
     options = [*rendezvous_options(), f"--nproc-per-node={processes}"]
     sys.argv = ["torchrun", *options, "-m", "dtrain", name, *arguments]
-    quiet_torchrun()
-    end_if_stuck()
+    prepare_torchrun()
     torchrun()
     return 0
 

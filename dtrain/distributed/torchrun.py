@@ -33,7 +33,7 @@ from dtrain.distributed.torchrun_end import end_if_stuck
 _MODULES = {"dtrain", *(f"dtrain.{name}" for name in ("train", "evaluate", "export", "doctor"))}
 _KEY = "dtrain"  # of our part of the error file
 _QUIET = "DTRAIN_TORCHRUN_QUIET"  # set in the environment of the ranks
-EXIT_USAGE = 2  # argparse and ``compose`` have explained it, on every rank or on rank 0
+EXIT_USAGE = 2  # argparse and ``command_line`` have explained it, on every rank or on rank 0
 
 _ELASTIC = "torch.distributed.elastic"
 _UNABLE = "Unable to shutdown process"
@@ -83,10 +83,15 @@ def torchrun_is_quiet() -> bool:
 def entry_point() -> Callable[[Any], Any]:
     """Called by torchrun as the entry point ``torchrun.handlers``; returns a backend that cannot be used."""
     if _is_job_of_dtrain(sys.argv[1:]):
-        quiet_torchrun()
-        allow_open_files()
-        end_if_stuck()
+        prepare_torchrun()
     return _refuse_rendezvous
+
+
+def prepare_torchrun() -> None:
+    """Makes this process, a torchrun, end with dtrain's messages, accept many ranks, and not wait for lost machines."""
+    quiet_torchrun()
+    allow_open_files()
+    end_if_stuck()
 
 
 def quiet_torchrun() -> None:
