@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import re
@@ -246,6 +247,20 @@ def test_every_page_is_reached_from_the_readme_or_the_front_page_of_the_site() -
         targets = {(page.parent / link.partition("#")[0]).resolve() for link in links(page) if "://" not in link}
         new |= {target for target in targets if target.suffix == ".md" and target.exists()} - reached
     assert set(PAGES) <= reached
+
+
+# -- docstrings of packages
+
+
+@pytest.mark.parametrize(
+    "package", sorted((ROOT / "dtrain").glob("*/**/__init__.py")), ids=lambda init: init.parent.name
+)
+def test_the_reading_list_of_a_package_has_its_files(package: Path) -> None:
+    docstring = ast.get_docstring(ast.parse(package.read_text())) or ""
+    reading_list = re.split(r"[Ff]iles:|reading\s+order", docstring, maxsplit=1)[-1]
+    files = [path for path in package.parent.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+    modules = {path.stem for path in files if not path.stem.startswith("__")}
+    assert set(re.findall(r"``([a-z][a-z_0-9]*)``", reading_list)) == modules
 
 
 # -- docs/config.md
