@@ -3,8 +3,8 @@
 * A *job* is a picklable callable. It gets ``on_progress`` and calls it with the amount of work done since the last call.
 * Worker processes exit when their parent process exits, even if the parent was killed: otherwise an old worker could
   write to the same files as a new one.
-* If a job fails, the remaining jobs stop at their next call of ``on_progress``, and ``run`` raises the exception of the
-  first failed job.
+* If a job fails, the remaining jobs stop at their next call of ``on_progress``, and ``run_jobs`` raises the exception of
+  the first failed job.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class CutRows:
 
 @dataclass(frozen=True)
 class BestFitRows:
-    """Rows of whole documents; made by ``of`` from layouts that ``layout_jobs`` wrote.
+    """Rows of whole documents; made by ``from_stream`` from layouts that ``layout_jobs`` wrote.
 
     Attributes:
         stream: The stream; documents do not continue from one part into the next.

@@ -52,7 +52,7 @@ def mark_as_own(content: bytes, kind: str) -> None:
 
 
 def is_own(content: bytes, kind: str) -> bool:
-    """Whether this user called ``mark`` with this content."""
+    """Whether this user called ``mark_as_own`` with this content."""
     file = _mark(content, kind)
     with suppress(OSError):
         folder = file.parent.lstat()  # several people may use one cache

@@ -1,7 +1,7 @@
 """``ShardDataset``: single samples of tar shards for an ordinary ``torch.utils.data.DataLoader``.
 
-* A *rank* has its own lanes of the epoch's order (see ``order``), so it reads about its share of the shards. The lengths of
-  two ranks differ by at most one sample.
+* A *rank* has its own lanes of the epoch's order (see ``order.epoch_order``), so it reads about its share of the shards. The
+  lengths of two ranks differ by at most one sample.
 * Worker *w* of *n* yields the samples *w*, *w* + *n*, ... of its rank. With ``batch_size=None``, DataLoader takes samples from
   its workers in turn, so their sequence is the same for any number of workers.
 * The *state* belongs to one worker of one rank, which is what torchdata's ``StatefulDataLoader`` saves. It resumes with the
