@@ -239,6 +239,21 @@ def test_links_and_pictures_of_a_page_lead_somewhere(page: Path) -> None:
     assert dead == []
 
 
+@by_page
+def test_paths_that_links_and_comments_show_are_what_they_mean(page: Path) -> None:
+    wrong = []
+    for text, link in re.findall(r"\[([^\]\n]+)\]\(([^)\s]+)\)", page.read_text()):
+        shown = text.strip("`").replace("\\", "")
+        target = (page.parent / link.partition("#")[0]).resolve()
+        is_path = re.fullmatch(r"[\w./-]+(?:/[\w./-]*|\.(?:py|md))", shown) and "://" not in link
+        if is_path and f"/{shown.rstrip('/')}/" not in f"{target}/":
+            wrong.append(f"[{text}]({link})")
+    for block in blocks(page):
+        paths = re.findall(r"\b(?:tests|examples|benchmarks|scripts)/[\w./-]*", block.reason or "")
+        wrong += [f"{block}: {path}" for path in paths if not (ROOT / path).exists()]
+    assert wrong == []
+
+
 def test_every_page_is_reached_from_the_readme_or_the_front_page_of_the_site() -> None:
     reached, new = set(), {ROOT / "README.md", ROOT / "docs" / "index.md"}
     while new:
