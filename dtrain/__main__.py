@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from dtrain import __version__
+from dtrain.errors import EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, nearest, printable
 
 COMMANDS = {
     "train": "train a model; the same command again resumes the run",
@@ -30,7 +31,6 @@ COMMANDS = {
 }
 _ON_SEVERAL_PROCESSES = ("train", "evaluate", "doctor")
 _WITHOUT_TARGETS = ("pack", "report")
-EXIT_USAGE = 2
 
 USAGE = f"""dtrain {__version__}: distributed PyTorch training from plain tar shards
 
@@ -75,14 +75,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return _run_torchrun(name, processes, _as_typed(name, rest))
         return _run(name, rest)
     except UsageError as error:
-        from dtrain.errors import printable
-
         print(f"dtrain: error: {printable(str(error), keep=chr(10))}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print("dtrain: interrupted", file=sys.stderr)
-        return 130
+        return EXIT_INTERRUPTED
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
@@ -140,7 +138,6 @@ def _run_torchrun(name: str, processes: int, arguments: Sequence[str]) -> int:
 
 def _as_typed(name: str, arguments: Sequence[str]) -> list[str]:
     """The whole command line for the ranks: what is read from a run directory, and whether to trust it, is decided here."""
-    from dtrain.errors import ConfigError
     from dtrain.runs.run_spec import recompose_if_run, refuse_foreign_links, run_dir_of, take
     from dtrain.runs.trust import AS_TYPED, TRUST
 
@@ -228,8 +225,6 @@ def _print_completion(arguments: Sequence[str]) -> int:
 
 
 def _no_such_command(name: str) -> str:
-    from dtrain.errors import nearest
-
     if "=" in name:
         return f"{name}: a command comes first, such as: dtrain train {name}"
     return f"there is no command {name!r}. {nearest(name, COMMANDS)}"

@@ -11,6 +11,8 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+#: Exit codes of all commands: a wrong command line or config, as from argparse; Ctrl-C, as from a shell.
+EXIT_USAGE, EXIT_INTERRUPTED = 2, 130
 _STARTS_WITH_KEY = re.compile(
     r"(run|train|data|model|task|optimizer|schedule|precision|parallel|checkpoint)\.[\w.;]+:? "
 )

@@ -20,8 +20,8 @@ from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from typing import Any, TypeVar
 
-#: Called with the amount of work done since the last call.
-OnProgress = Callable[[int], None]
+from dtrain.console import OnProgress
+
 _Result = TypeVar("_Result")
 
 _SECONDS_BETWEEN_UPDATES = 0.2

@@ -23,8 +23,8 @@ from typing import BinaryIO, Protocol
 
 import numpy as np
 
+from dtrain.console import OnProgress
 from dtrain.pack.command import permutation
-from dtrain.pack.pool import OnProgress
 
 # A window holds enough documents to fill nearly every row, and its tokens fit into the memory of every process.
 _WINDOW_TOKENS = 1 << 25
