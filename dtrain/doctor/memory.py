@@ -443,12 +443,7 @@ def main(arguments: Sequence[str]) -> int:
     def job(composed: Composed) -> None:
         compose.require_choice(composed)
         cfg = composed.cfg
-        processes = World.from_environment().size
-        if processes > 1:
-            raise ConfigError(
-                f"doctor memory: got {processes} processes, want one. Start it with `python -m`, without torchrun; "
-                f"ranks={processes} is for {processes} ranks."
-            )
+        World.of_one_process("doctor memory", " ranks=N computes the memory of N ranks.")
         with process_group(cfg.parallel.timeout_start) as world:
             gpus = torch.cuda.device_count() if world.device.type == "cuda" else 1
             per_node = _count("ranks_per_node", chosen["ranks_per_node"]) or cfg.launch.processes_per_node or gpus

@@ -85,12 +85,7 @@ def audit(cfg: Config, steps: int, ranks: int = 1) -> tuple[Report, list[StepOut
     Raises:
         ConfigError: If the config is wrong, or the command was started with several processes.
     """
-    processes = World.from_environment().size
-    if processes > 1:
-        raise ConfigError(
-            f"doctor numerics: got {processes} processes, want one. Start it with `python -m`, without torchrun; "
-            f"ranks={processes} measures one of {processes} ranks."
-        )
+    World.of_one_process("doctor numerics", " ranks=N measures one of N ranks.")
     with process_group(cfg.parallel.timeout_start) as world:
         # Not prepared: the audit's hooks need modules that are neither compiled nor recomputed.
         run, warnings = build_run(
