@@ -273,7 +273,7 @@ def _write(folder: Path, stored_as: str, plan: _Plan, trained: _Trained, exporte
             "weights": trained.weights,
             "trained_in": plan.cfg.precision.name,
             "task": plan.task,
-            "metrics": trained.checkpoint.state.get("metrics", {}),
+            "metrics": trained.checkpoint.state["metrics"],
         },
         versions={"dtrain": __version__, "torch": torch.__version__, **form.versions()},
         channels_last=plan.cfg.train.channels_last,
