@@ -30,7 +30,7 @@ from dtrain.precision.audit.summary import (
     summary,
 )
 from tests.config.command_lines import compose
-from tests.precision.audits import audited, findings, source_line
+from tests.precision.audit.audits import audited, findings, source_line
 from tests.refusals import assert_refused
 
 CPU = torch.device("cpu")
