@@ -1,9 +1,20 @@
 """dtrain: distributed PyTorch training from plain tar shards.
 
-* ``dtrain.data``: every sample of an epoch exactly once, in an order that does not depend on ranks or workers.
-* ``dtrain.precision``: one key determines transfer dtypes, autocast, gradient scaling and the dtype of exports.
-* ``dtrain.training``: the loop, one optimizer step, checkpoints.
-* ``python -m dtrain.train``: from a Hydra config to a trained model.
+Start at ``train.py``, which is a run on one page. The layers, each of which imports only from those below it:
+
+* ``__main__``: the console command.
+* ``completion``: its completion scripts.
+* ``train``, ``evaluate``, ``predict``: entry points that run a model.
+* ``export``, ``doctor``, ``launch``, ``replay``, ``tasks``: models for inference; what limits a run; starting runs; recomputing
+  steps; losses and metrics.
+* ``training``, ``report``, ``pack``: the loop, one optimizer step, checkpoints; runs as an HTML page; writing shards.
+* ``data``, ``tracking``: every sample of an epoch exactly once, for any number of ranks and workers; trackers.
+* ``command_line``: calls an entry point with its config, and shows its errors.
+* ``runs``: a run on disk: its name, its directory, and whose it is.
+* ``precision``, ``distributed``: dtypes, loss scaling and skipped steps; how ranks start, agree, stop and fail together.
+* ``config``, ``models``, ``optimizers``: all keys, and objects from ``_target_``; reference models; further optimizers.
+* ``files``, ``console``: atomic and bounded access to files; what commands print with.
+* ``errors``: errors that are shown without a traceback.
 """
 
 __version__ = "0.1.0"

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from dtrain import __version__
+from dtrain.errors import EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, nearest, printable
 
 COMMANDS = {
     "train": "train a model; the same command again resumes the run",
@@ -33,7 +34,6 @@ COMMANDS = {
 _ON_SEVERAL_PROCESSES = ("train", "evaluate", "doctor")
 _WITHOUT_TARGETS = ("pack", "report")
 _MODULES = {"trace": "replay.trace"}  # where the module is not named as the command
-EXIT_USAGE = 2
 
 USAGE = f"""dtrain {__version__}: distributed PyTorch training from plain tar shards
 
@@ -79,14 +79,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return _run_torchrun(name, processes, _as_typed(name, rest))
         return _run(name, rest)
     except UsageError as error:
-        from dtrain.errors import printable
-
         print(f"dtrain: error: {printable(str(error), keep=chr(10))}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print("dtrain: interrupted", file=sys.stderr)
-        return 130
+        return EXIT_INTERRUPTED
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
@@ -115,7 +113,7 @@ def _prints_config(arguments: Sequence[str]) -> bool:
     """Prints what ``--help``, ``--cfg`` and the like ask for, if they do, without torch, whose import takes a second."""
     from dtrain import command_line
     from dtrain.config import compose
-    from dtrain.runs.run_spec import recompose_if_run
+    from dtrain.runs.recompose import recompose_if_run
 
     if not compose.only_prints(arguments):
         return False
@@ -130,8 +128,7 @@ def _run_torchrun(name: str, processes: int, arguments: Sequence[str]) -> int:
     """
     from torch.distributed.run import main as torchrun
 
-    from dtrain.distributed.torchrun import quiet_torchrun
-    from dtrain.distributed.torchrun_end import end_if_stuck
+    from dtrain.distributed.torchrun import prepare_torchrun
     from dtrain.distributed.world import process_cpu_count, rendezvous_options
 
     # torchrun would set 1, and print a warning of five lines.
@@ -139,16 +136,14 @@ def _run_torchrun(name: str, processes: int, arguments: Sequence[str]) -> int:
     # -m dtrain, not -m dtrain.NAME, so that Ctrl-C shows no traceback while the ranks are still importing torch.
     options = [*rendezvous_options(), f"--nproc-per-node={processes}"]
     sys.argv = ["torchrun", *options, "-m", "dtrain", name, *arguments]
-    quiet_torchrun()
-    end_if_stuck()
+    prepare_torchrun()
     torchrun()
     return 0
 
 
 def _as_typed(name: str, arguments: Sequence[str]) -> list[str]:
     """The whole command line for the ranks: what is read from a run directory, and whether to trust it, is decided here."""
-    from dtrain.errors import ConfigError
-    from dtrain.runs.run_spec import recompose_if_run, refuse_foreign_links, run_dir_of, take
+    from dtrain.runs.recompose import recompose_if_run, refuse_foreign_links, run_dir_of, take
     from dtrain.runs.trust import AS_TYPED, TRUST
 
     if (directory := run_dir_of(arguments)) is None:
@@ -235,8 +230,6 @@ def _print_completion(arguments: Sequence[str]) -> int:
 
 
 def _no_such_command(name: str) -> str:
-    from dtrain.errors import nearest
-
     if "=" in name:
         return f"{name}: a command comes first, such as: dtrain train {name}"
     return f"there is no command {name!r}. {nearest(name, COMMANDS)}"

@@ -22,8 +22,10 @@ from typing import Any, TypeVar
 
 from dtrain.config.compose import Composed, UnresolvedValue, compose, only_prints
 from dtrain.config.explain import check_command_line, options_last
-from dtrain.distributed.torchrun import EXIT_USAGE, launched_rank, record_failure, torchrun_is_quiet
+from dtrain.distributed.torchrun import launched_rank, record_failure, torchrun_is_quiet
 from dtrain.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
     ConfigError,
     Explained,
     PeerFailed,
@@ -36,7 +38,6 @@ from dtrain.runs.trust import AS_TYPED, TRUST
 
 T = TypeVar("T")
 EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
 
 
 def run(

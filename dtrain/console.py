@@ -31,7 +31,7 @@ from dtrain.errors import printable
 
 #: From harmless to severe.
 LEVELS = ("ok", "warning", "error")
-#: Called with the number of items done since the last call.
+#: Called with the amount of work done since the last call.
 OnProgress = Callable[[int], None]
 _SECONDS_BETWEEN_LINES = 10.0
 _UNLIMITED = 1 << 16  # columns of a table; rich would otherwise cut it to the width of the terminal

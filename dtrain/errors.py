@@ -11,6 +11,8 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+#: Exit codes of all commands: a wrong command line or config, as from argparse; Ctrl-C, as from a shell.
+EXIT_USAGE, EXIT_INTERRUPTED = 2, 130
 _STARTS_WITH_KEY = re.compile(
     r"(run|train|data|model|task|optimizer|schedule|precision|parallel|checkpoint)\.[\w.;]+:? "
 )
@@ -22,6 +24,7 @@ _SECRET_NAME = (
 #: Matches the end of names of keys and environment variables whose values are secret if they are text. ``tokens`` usually
 #: belong to a language model.
 SECRET_KEY = re.compile(f"{_SECRET_NAME}$", re.IGNORECASE)
+_MOST_SHOWN = 20  # valid names in a message
 # A shorter value of the environment may be an ordinary word of other texts.
 _SHORTEST_SECRET = 8
 # user:password@ of a URL, and the value of a signature or token in its query
@@ -76,12 +79,13 @@ def hide_secret(key: str, value: str) -> str:
     return HIDDEN if SECRET_KEY.search(key) else without_secrets_in(value)
 
 
-def nearest(name: str, valid: Iterable[str], most: int = 20) -> str:
+def nearest(name: str, valid: Iterable[str]) -> str:
     """``Did you mean 'a'? Valid: a, b, c.``"""
     names = sorted(set(valid))
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     guess = f"Did you mean {close[0]!r}? " if close else ""
-    shown = ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    more = len(names) - _MOST_SHOWN
+    shown = ", ".join(names[:_MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
     return f"{guess}Valid: {shown or 'none'}."
 
 

@@ -44,7 +44,8 @@ from dtrain.precision import Precision
 from dtrain.runs import evaluation_results
 from dtrain.runs.evaluation_results import CheckpointEvaluation, aligned
 from dtrain.runs.hub import is_hub_url
-from dtrain.runs.run_spec import RunSpec, config_without_secrets, recompose, refuse_hidden, take
+from dtrain.runs.recompose import recompose, take
+from dtrain.runs.run_spec import RunSpec, config_without_secrets, refuse_hidden
 from dtrain.runs.trust import TRUST, is_own, require_harmless
 from dtrain.training.build import EvaluationParts, build_for_evaluation, build_precision, build_task
 from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints

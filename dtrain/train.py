@@ -20,8 +20,9 @@ from dtrain.distributed.process_group import process_group, settle_network
 from dtrain.distributed.stop import StopRequests, TimeLimit
 from dtrain.distributed.torchrun import launched_rank
 from dtrain.distributed.world import join_srun
+from dtrain.runs.recompose import recompose_if_run, refuse_foreign_links
 from dtrain.runs.run_dir import FailureRecord, failures_recorded, open_rank_log, save_run
-from dtrain.runs.run_spec import RunSpec, recompose_if_run, refuse_foreign_links
+from dtrain.runs.run_spec import RunSpec
 from dtrain.tracking import sends_alerts, tracker_mode
 from dtrain.training.breakpoints import breakpoints
 from dtrain.training.build import build_run
@@ -81,7 +82,7 @@ def train_on_ranks(cfg: Config, spec: RunSpec, failure: FailureRecord, recovery:
         claim_run_dir()
         earlier.prepare(run)
         from_rank0(lambda: save_run(spec))
-        failure.starts(world.rank, lambda: run.step.step, run.totals.times)
+        failure.run_started(world.rank, lambda: run.step.step, run.totals.times)
         on_all_ranks(lambda: open_rank_log(spec.dir, world.rank))
         run_logger = on_all_ranks(lambda: RunLogger.open(run, spec, end))
         print_start_banner(spec, run, start, end, {"time limit": str(time_limit)} | hooks.banner_rows)
@@ -95,7 +96,7 @@ def train_on_ranks(cfg: Config, spec: RunSpec, failure: FailureRecord, recovery:
             ) as stop:
                 hooks.call("on_start", run)
                 loop = Loop(run, end, run_logger, stop, hooks)
-                recovery.remembers(run, loop, run_logger, stop)
+                recovery.arm(run, loop, run_logger, stop)
                 with watch.following(loop.place, spec.dir / "logs"), recovery.lost_ranks(world):
                     state, reason = loop.run()
             if world.rank == 0 and sends_alerts(cfg.tracker):

@@ -29,9 +29,8 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The command lines of torchrun, which is not started."""
     calls: list[list[str]] = []
     monkeypatch.setattr("torch.distributed.run.main", lambda: calls.append(sys.argv))
-    monkeypatch.setattr("dtrain.distributed.torchrun.quiet_torchrun", lambda: None)
     # Its thread keeps the frames of the main thread, and so the tensors of later tests.
-    monkeypatch.setattr("dtrain.distributed.torchrun_end.end_if_stuck", lambda: None)
+    monkeypatch.setattr("dtrain.distributed.torchrun.prepare_torchrun", lambda: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return calls
 

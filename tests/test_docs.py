@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import re
@@ -238,6 +239,21 @@ def test_links_and_pictures_of_a_page_lead_somewhere(page: Path) -> None:
     assert dead == []
 
 
+@by_page
+def test_paths_that_links_and_comments_show_are_what_they_mean(page: Path) -> None:
+    wrong = []
+    for text, link in re.findall(r"\[([^\]\n]+)\]\(([^)\s]+)\)", page.read_text()):
+        shown = text.strip("`").replace("\\", "")
+        target = (page.parent / link.partition("#")[0]).resolve()
+        is_path = re.fullmatch(r"[\w./-]+(?:/[\w./-]*|\.(?:py|md))", shown) and "://" not in link
+        if is_path and f"/{shown.rstrip('/')}/" not in f"{target}/":
+            wrong.append(f"[{text}]({link})")
+    for block in blocks(page):
+        paths = re.findall(r"\b(?:tests|examples|benchmarks|scripts)/[\w./-]*", block.reason or "")
+        wrong += [f"{block}: {path}" for path in paths if not (ROOT / path).exists()]
+    assert wrong == []
+
+
 def test_every_page_is_reached_from_the_readme_or_the_front_page_of_the_site() -> None:
     reached, new = set(), {ROOT / "README.md", ROOT / "docs" / "index.md"}
     while new:
@@ -246,6 +262,18 @@ def test_every_page_is_reached_from_the_readme_or_the_front_page_of_the_site() -
         targets = {(page.parent / link.partition("#")[0]).resolve() for link in links(page) if "://" not in link}
         new |= {target for target in targets if target.suffix == ".md" and target.exists()} - reached
     assert set(PAGES) <= reached
+
+
+# -- docstrings of packages
+
+
+@pytest.mark.parametrize("package", sorted((ROOT / "dtrain").glob("**/__init__.py")), ids=lambda init: init.parent.name)
+def test_the_reading_list_of_a_package_has_its_files(package: Path) -> None:
+    docstring = ast.get_docstring(ast.parse(package.read_text())) or ""
+    reading_list = re.split(r"[Ff]iles:|reading\s+order", docstring, maxsplit=1)[-1]
+    files = [path for path in package.parent.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+    modules = {path.stem for path in files if not path.stem.startswith("__")}
+    assert set(re.findall(r"``([a-z][a-z_0-9]*)``", reading_list)) == modules
 
 
 # -- docs/config.md

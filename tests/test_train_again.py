@@ -9,7 +9,7 @@ import yaml
 
 from benchmarks.fault_hook import faulty
 from dtrain import command_line, train
-from dtrain.runs.run_spec import recompose_if_run
+from dtrain.runs.recompose import recompose_if_run
 from tests.ranks import RanksFailed, run_ranks
 from tests.refusals import assert_refused
 from tests.whole_runs import QUIET, metrics, records, status, train_on, tree

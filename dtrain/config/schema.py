@@ -29,9 +29,8 @@ class WarmStartConfig:
     # prefixes of names: there -> here; the first match counts; each * is one part of a name, such as a number
     rename: dict[str, str] = field(default_factory=dict)
     skip: list[str] = field(default_factory=list)  # patterns (fnmatch) of names that are left out, after renaming
-    transpose: list[str] = field(
-        default_factory=list
-    )  # patterns of names of matrices stored transposed, after renaming
+    # patterns of names of matrices stored transposed, after renaming
+    transpose: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -97,9 +96,8 @@ class DataConfig:
     """
 
     train: Any = None  # training shards, or a _target_; null: the shards of mixture
-    eval: Any = (
-        None  # evaluation shards, or a _target_, or {NAME: either of them} for several sets; null: no evaluation
-    )
+    # evaluation shards, or a _target_, or {NAME: either of them} for several sets; null: no evaluation
+    eval: Any = None
     mixture: dict[str, Any] = field(default_factory=dict)  # several sources instead of train, see above
     epoch_of: str | None = None  # the source whose epochs count as the mixture's; null: the first
     # a field that a source of the mixture lacks: refuse | mask: zeros, and false in the field has_NAME
@@ -287,12 +285,10 @@ class ExportConfig:
     max_memory_gib: float | None = None  # and within this memory
     # merge BatchNorm into convolutions; false: keep it, so that a training can start from the weights (run.weights_from)
     fold: bool = True
-    push: str | None = (
-        None  # a model on the Hugging Face hub to publish the artefact to: hf://ORG/NAME[@BRANCH]; null: none
-    )
-    private: bool = (
-        True  # a new repository of export.push is visible to its owners only; an existing one does not change
-    )
+    # a model on the Hugging Face hub to publish the artefact to: hf://ORG/NAME[@BRANCH]; null: none
+    push: str | None = None
+    # a new repository of export.push is visible to its owners only; an existing one does not change
+    private: bool = True
     license: str | None = None  # in the model card of export.push, such as apache-2.0; null: left out
     push_replace: bool = False  # export.push replaces all files of a repository that has a different model
 

@@ -11,4 +11,6 @@ In reading order:
 * ``stop``: requests to stop: signals, the STOP file, time limits.
 * ``hang``: detects a run that makes no progress, reports where each rank waits, and ends the peers of a failed rank.
 * ``process_exit``: ends a process with its parent, or from a thread; calls that can be abandoned.
+* ``replicas``: finds ranks whose parameters are not equal.
+* ``torchrun``: what torchrun shows when a rank fails; ``torchrun_end``: ends a torchrun that has lost the other machines.
 """

@@ -10,7 +10,7 @@ that waits for torchrun's end, and no change to the command. Everything here tha
 is needed: with a version that works differently, or without the entry point (a checkout that is only on ``PYTHONPATH``),
 torchrun's own report is shown, and contains the message too.
 
-Imports nothing of dtrain or torch: the torchrun process of every job on the machine loads this file.
+Imports nothing heavy: the torchrun process of every job on the machine loads this file.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from types import TracebackType
 from typing import Any
 
 from dtrain.distributed.torchrun_end import end_if_stuck
+from dtrain.errors import EXIT_USAGE
 
 _MODULES = {"dtrain", *(f"dtrain.{name}" for name in ("train", "evaluate", "export", "doctor", "replay"))}
 _KEY = "dtrain"  # of our part of the error file
 _QUIET = "DTRAIN_TORCHRUN_QUIET"  # set in the environment of the ranks
-EXIT_USAGE = 2  # argparse and ``compose`` have explained it, on every rank or on rank 0
 
 _ELASTIC = "torch.distributed.elastic"
 _UNABLE = "Unable to shutdown process"
@@ -83,10 +83,15 @@ def torchrun_is_quiet() -> bool:
 def entry_point() -> Callable[[Any], Any]:
     """Called by torchrun as the entry point ``torchrun.handlers``; returns a backend that cannot be used."""
     if _is_job_of_dtrain(sys.argv[1:]):
-        quiet_torchrun()
-        allow_open_files()
-        end_if_stuck()
+        prepare_torchrun()
     return _refuse_rendezvous
+
+
+def prepare_torchrun() -> None:
+    """Makes this process, a torchrun, end with dtrain's messages, accept many ranks, and not wait for lost machines."""
+    quiet_torchrun()
+    allow_open_files()
+    end_if_stuck()
 
 
 def quiet_torchrun() -> None:
@@ -149,6 +154,7 @@ def _last_message(kind: str, error: Any, killed_by_torchrun: set[int]) -> str | 
     if recorded:  # the other ranks failed before rank 0 did, and torchrun ended it
         return str(min(recorded, key=lambda one: not one["shown"])["message"])
     rank, first = error.get_first_failure()
+    # argparse and ``command_line`` have explained wrong usage, on every rank or on rank 0.
     return "" if first.exitcode == EXIT_USAGE else _explain_end(rank, first.exitcode, first.pid)
 
 

@@ -69,6 +69,24 @@ class World:
         device, backend = choose_device(*place, gpus)
         return cls(rank, size, local_rank, local_size, device, backend, bool(present))
 
+    @classmethod
+    def of_one_process(cls, command: str, hint: str = "") -> World:
+        """The world of a command that runs in one process.
+
+        Args:
+            command: Its name, for the message.
+            hint: What else the user may want.
+
+        Raises:
+            ConfigError: If a launcher started several processes, or as ``from_environment``.
+        """
+        world = cls.from_environment()
+        if world.size > 1:
+            raise ConfigError(
+                f"{command}: got {world.size} processes, want one. Start it with `python -m`, without torchrun.{hint}"
+            )
+        return world
+
 
 def choose_device(local_rank: int, local_size: int, gpus: int) -> tuple[torch.device, str]:
     """One GPU per rank and NCCL where there are GPUs, else the CPU and gloo.

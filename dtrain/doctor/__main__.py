@@ -35,7 +35,8 @@ from dtrain.distributed.world import World, join_srun
 from dtrain.doctor.machine import examine_machine, examine_precisions, ranks_agree
 from dtrain.doctor.measure import AllReduce
 from dtrain.errors import ConfigError
-from dtrain.runs.run_spec import RunSpec, recompose_if_run
+from dtrain.runs.recompose import recompose_if_run
+from dtrain.runs.run_spec import RunSpec
 
 _JOIN_TIMEOUT = 60.0  # seconds, without a config
 

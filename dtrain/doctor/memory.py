@@ -38,7 +38,7 @@ from dtrain.doctor.step_memory import StepMemory, measure_step
 from dtrain.errors import ConfigError
 from dtrain.precision import Precision
 from dtrain.precision.reduce_dtype import REDUCE_DTYPES, reduced_dtype
-from dtrain.runs.run_spec import recompose_if_run, take
+from dtrain.runs.recompose import recompose_if_run, take
 from dtrain.training.build import build_precision
 from dtrain.training.monitor.communication import (
     Traffic,
@@ -443,12 +443,7 @@ def main(arguments: Sequence[str]) -> int:
     def job(composed: Composed) -> None:
         compose.require_choice(composed)
         cfg = composed.cfg
-        processes = World.from_environment().size
-        if processes > 1:
-            raise ConfigError(
-                f"doctor memory: got {processes} processes, want one. Start it with `python -m`, without torchrun; "
-                f"ranks={processes} is for {processes} ranks."
-            )
+        World.of_one_process("doctor memory", " ranks=N computes the memory of N ranks.")
         with process_group(cfg.parallel.timeout_start) as world:
             gpus = torch.cuda.device_count() if world.device.type == "cuda" else 1
             per_node = _count("ranks_per_node", chosen["ranks_per_node"]) or cfg.launch.processes_per_node or gpus
@@ -474,7 +469,8 @@ def show(plan: MemoryPlan, precision: Precision, ranks: int) -> None:
         device = f"{size_text(plan.capacity)}, of which {USABLE:.0%} may be used"
     rows = {
         "model": f"{numbers:,} parameters, {precision.name}",
-        "step": f"{ranks} rank{'s' * (ranks != 1)} x {plan.micro_batches} micro-batch{'es' * (plan.micro_batches != 1)} x {plan.rows} rows",
+        "step": f"{ranks} rank{'s' * (ranks != 1)} x {plan.micro_batches} micro-batch{'es' * (plan.micro_batches != 1)} x "
+        f"{plan.rows} rows",
         "measured": f"on {'tensors without data' if step.is_fake else 'a real step'}, with the kernels of this device",
         "device": device,
     }

@@ -33,7 +33,7 @@ from dtrain.doctor.measure import endless_batches
 from dtrain.errors import ConfigError
 from dtrain.precision.audit import NumericsAudit, Report
 from dtrain.precision.audit.summary import advice, code_findings, print_tables, summary
-from dtrain.runs.run_spec import recompose_if_run, take
+from dtrain.runs.recompose import recompose_if_run, take
 from dtrain.training.build import build_run
 from dtrain.training.step import StepOutcome
 
@@ -85,12 +85,7 @@ def audit(cfg: Config, steps: int, ranks: int = 1) -> tuple[Report, list[StepOut
     Raises:
         ConfigError: If the config is wrong, or the command was started with several processes.
     """
-    processes = World.from_environment().size
-    if processes > 1:
-        raise ConfigError(
-            f"doctor numerics: got {processes} processes, want one. Start it with `python -m`, without torchrun; "
-            f"ranks={processes} measures one of {processes} ranks."
-        )
+    World.of_one_process("doctor numerics", " ranks=N measures one of N ranks.")
     with process_group(cfg.parallel.timeout_start) as world:
         # Not prepared: the audit's hooks need modules that are neither compiled nor recomputed.
         run, warnings = build_run(

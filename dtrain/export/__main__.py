@@ -11,7 +11,7 @@ from dtrain import command_line
 from dtrain.errors import ConfigError
 from dtrain.export import benchmark
 from dtrain.export.pipeline import export
-from dtrain.runs.run_spec import recompose, take
+from dtrain.runs.recompose import recompose, take
 
 USAGE = """Usage
   python -m dtrain.export run.dir=DIR [OPTION=VALUE ...] [KEY=VALUE ...]

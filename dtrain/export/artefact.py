@@ -3,7 +3,7 @@
 An artefact is a folder that is either complete or absent. Loading one may run code: a safetensors artefact builds its model
 by ``_target_``, and torch programs hold code. Without ``trust``, two kinds of artefacts are loaded:
 
-* those that this user exported: their ``model.json``, which holds the SHA-256 of the model, has a mark (``config.trust``).
+* those that this user exported: their ``model.json``, which holds the SHA-256 of the model, has a mark (``runs.trust``).
 * *harmless* ones: a graph without code, or a model that is built only of classes of torch.nn, torch.optim and dtrain.
 """
 

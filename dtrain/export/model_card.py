@@ -226,7 +226,7 @@ class ModelCard:
         return rows
 
     def _data_rows(self) -> list[tuple[str, ...]]:
-        data, index = self.config["data"], (self.state.get("loader") or {}).get("data") or {}
+        data, index = self.config["data"], self.state["loader"].get("data", {})  # a mixture has several
         rows: list[tuple[str, ...]] = [_FACTS]
         sources = {"training data": data.get("mixture") or data.get("train"), "evaluation data": data.get("eval")}
         rows += [(name, _literal(_inline(source))) for name, source in sources.items() if source]
@@ -239,15 +239,14 @@ class ModelCard:
 
     def _training_rows(self) -> list[tuple[str, ...]]:
         train, state, source = self.config["train"], self.state, self.description.source
-        counters, progress = state.get("counters") or {}, state.get("progress") or {}
-        done = state.get("environment") or {}
-        versions = {**(state.get("versions") or {}), "exported with dtrain": self.description.versions.get("dtrain")}
-        hours = progress.get("seconds", 0.0) / 3600
-        code = ", ".join(f"{name} {commit}" for name, commit in (done.get("code") or {}).items())
+        counters, progress, done = state["counters"], state["progress"], state["environment"]
+        versions = {**state["versions"], "exported with dtrain": self.description.versions.get("dtrain")}
+        hours = progress["seconds"] / 3600
+        code = ", ".join(f"{name} {commit}" for name, commit in done["code"].items())
         rows = {
             "run": _literal(source.get("run")),
-            "steps": f"{source.get('checkpoint_step'):,}, {counters.get('applied_steps', '?')} of them applied",
-            "samples": f"{progress.get('samples', 0):,}",
+            "steps": f"{source.get('checkpoint_step'):,}, {counters['applied_steps']} of them applied",
+            "samples": f"{progress['samples']:,}",
             "weights of": "the moving average" if source.get("weights") == "ema" else "the last step",
             "global batch": f"{train['global_batch_size']:,}",
             "optimizer": _literal(_inline(self.config["optimizer"])),
@@ -257,10 +256,10 @@ class ModelCard:
             "initial weights": _literal(
                 self.config["run"].get("weights_from") or self.config["run"]["warm_start"].get("path") or ""
             ),
-            "hardware": f"{done['ranks']} x {done['device']}" if done else "",
+            "hardware": f"{done['ranks']} x {done['device']}",
             "time": f"{hours:.2f} hours of training"
             if hours >= 0.1
-            else f"{progress.get('seconds', 0.0):.0f} seconds of training",
+            else f"{progress['seconds']:.0f} seconds of training",
             "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
             "code": _literal(code) if code else "",
         }
@@ -268,8 +267,8 @@ class ModelCard:
 
     def _train_command(self) -> list[str]:
         """What was typed, with paths of this machine reduced to names, and the number of processes."""
-        done = self.state.get("environment") or {}
-        ranks, local = done.get("ranks", 1), done.get("ranks_of_a_machine", 1)
+        done = self.state["environment"]
+        ranks, local = done["ranks"], done["ranks_of_a_machine"]
         start = "dtrain train" if ranks == 1 else f"dtrain train --nproc {ranks}"
         if ranks > local:
             start = f"torchrun --nnodes={ranks // local} --nproc-per-node={local} --rdzv-endpoint=HOST:29500 -m dtrain.train"

@@ -105,12 +105,7 @@ class _Plan:
 def _check(composed: Composed, samples: str) -> _Plan:
     cfg: Config = composed.cfg
     spec = RunSpec.from_composed(composed)
-    world = World.from_environment()
-    if world.size > 1:
-        raise ConfigError(
-            f"dtrain.export runs in one process, but torchrun started {world.size}. Use python -m dtrain.export, or "
-            "--nproc-per-node=1."
-        )
+    world = World.of_one_process("dtrain.export")
     if cfg.export.dtype not in DTYPES:
         raise ConfigError(f"export.dtype: got {cfg.export.dtype!r}, want one of {', '.join(DTYPES)}.")
     precision = Precision(cfg.export.dtype, tuple(cfg.precision.keep_fp32))
@@ -278,7 +273,7 @@ def _write(folder: Path, stored_as: str, plan: _Plan, trained: _Trained, exporte
             "weights": trained.weights,
             "trained_in": plan.cfg.precision.name,
             "task": plan.task,
-            "metrics": trained.checkpoint.state.get("metrics", {}),
+            "metrics": trained.checkpoint.state["metrics"],
         },
         versions={"dtrain": __version__, "torch": torch.__version__, **form.versions()},
         channels_last=plan.cfg.train.channels_last,

@@ -14,5 +14,5 @@ Files in reading order:
 * ``slurm``: submits jobs, and asks SLURM about them.
 * ``search_space``: the keys of a search, and the values to choose from; ``search_journal``: its files; ``search``: searches
   with Optuna.
-* ``commands``: ``status``, ``tail``, ``stop`` and ``resume``.
+* ``commands``: the commands status, tail, stop and resume.
 """

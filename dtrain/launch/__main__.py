@@ -38,7 +38,7 @@ from dtrain.launch.job import (
     with_unique_dirs,
 )
 from dtrain.launch.search import Launcher, is_search, search
-from dtrain.runs.run_spec import recompose_if_run
+from dtrain.runs.recompose import recompose_if_run
 
 LAUNCHERS: dict[str, Launcher] = {"local": local, "slurm": slurm}
 _SWEEP_DIR = "hydra.sweep.dir"

@@ -23,9 +23,9 @@ from dtrain.report.health import last_activity, run_state, run_state_with_reason
 from dtrain.report.sweep import varied_settings
 from dtrain.report.tables import Column, setting_column, text_table
 from dtrain.runs.history import History, read_all, run_directories
+from dtrain.runs.recompose import recompose
 from dtrain.runs.records import parse_record
 from dtrain.runs.run_dir import is_trained, status_or_none
-from dtrain.runs.run_spec import recompose
 from dtrain.runs.trust import TRUST
 from dtrain.tracking.console_sink import PlainLines
 

@@ -22,8 +22,9 @@ from dtrain.config.schema import LaunchConfig
 from dtrain.distributed.lock import read_holder
 from dtrain.errors import ConfigError, printable
 from dtrain.report.tables import Column, text_table
+from dtrain.runs.recompose import chooses_what_to_train, refuse_foreign_links
 from dtrain.runs.run_dir import status_or_none
-from dtrain.runs.run_spec import RunSpec, chooses_what_to_train, refuse_foreign_links
+from dtrain.runs.run_spec import RunSpec
 from dtrain.runs.trust import AS_TYPED
 from dtrain.training.validation import validate
 

@@ -38,7 +38,7 @@ from dtrain.launch.job import FAILED, FINISHED, STOPPED, Job, JobResult
 from dtrain.launch.pool import Pool, Screen, Start
 from dtrain.launch.search_journal import open_study, refuse_other_search, search_lock
 from dtrain.launch.search_space import TRIALS, CommandLine, assignments, distribution, first_value
-from dtrain.report import search as record
+from dtrain.report.search import FILE, SearchRecord
 from dtrain.report.tables import text_table
 from dtrain.runs.history import as_float
 from dtrain.runs.run_dir import is_trained
@@ -404,7 +404,7 @@ class SearchRun:
 
     def _finish(self) -> int:
         """Prints the table and what to do next; returns the exit code."""
-        shown = record.SearchRecord.read(self._folder, [])
+        shown = SearchRecord.read(self._folder, [])
         assert shown is not None
         print(text_table(shown.columns), end="")
         print(f"\n{shown.summary}.")
@@ -446,7 +446,7 @@ class SearchRun:
             for trial in self._study.get_trials(deepcopy=False)
         ]
         content = {"definition": self._definition, "trials": trials, "importance": self._importance()}
-        with as_config_error("run.dir"), replace_file(self._folder / record.FILE) as file:
+        with as_config_error("run.dir"), replace_file(self._folder / FILE) as file:
             file.write(json.dumps(content, indent=1).encode() + b"\n")
 
     def _importance(self) -> dict[str, float]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from dtrain.errors import ConfigError, as_config_error
 from dtrain.files import open_to_append, try_lock
-from dtrain.report import search as record
+from dtrain.report.search import FILE
 
 _JOURNAL, _LOCK, _STUDY, _DEFINITION = "journal.log", ".search.lock", "dtrain", "definition"
 _STALE = 5.0  # seconds; a write takes milliseconds
@@ -92,7 +92,7 @@ def _saved_definition(folder: Path) -> Mapping[str, Any] | None:
                 study = optuna.load_study(study_name=_STUDY, storage=_storage(folder / _JOURNAL))
                 if _DEFINITION in study.user_attrs:
                     return dict(study.user_attrs[_DEFINITION])
-    path = folder / record.FILE
+    path = folder / FILE
     with _readable(path):
         return dict(json.loads(path.read_text(encoding="utf-8"))[_DEFINITION]) if path.exists() else None
 

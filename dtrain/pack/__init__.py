@@ -8,5 +8,5 @@ Files in reading order:
 * ``images``, ``arrays``, ``text``: one file for each kind of source. ``resizing``: smaller images, for ``--max-side``.
   ``documents``: finds texts and assigns them to splits; ``rows``: rows of tokens.
 * ``indexing``: ``pack index``.
-* ``standard_library``: a text corpus that every machine has, for examples and tests.
+* ``shakespeare``: writes Tiny Shakespeare; ``standard_library``: a text corpus that every machine has, for examples and tests.
 """

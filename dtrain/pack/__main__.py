@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.console import Console
 
 from dtrain.data import digits
-from dtrain.errors import printable
+from dtrain.errors import EXIT_INTERRUPTED, printable
 from dtrain.pack.arrays import pack_arrays
 from dtrain.pack.documents import VAL_BY
 from dtrain.pack.images import pack_images
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         console.print("pack: interrupted. Run the same command again to continue.")
-        return 130
+        return EXIT_INTERRUPTED
     return 0
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from dtrain.console import progress
+from dtrain.console import OnProgress, progress
 from dtrain.data.writer import Sample
 from dtrain.pack.command import (
     PackCommand,
@@ -34,7 +34,6 @@ from dtrain.pack.command import (
     tar_bytes,
     write_preset,
 )
-from dtrain.pack.pool import OnProgress
 from dtrain.pack.staging import OnBadFile, SampleProducer, staged
 
 #: Values of ``--dtype``.

@@ -12,13 +12,13 @@ from functools import partial
 import numpy as np
 from rich.console import Console
 
-from dtrain.console import progress
-from dtrain.data.shards import patterns as shards
+from dtrain.console import OnProgress, progress
 from dtrain.data.shards import shard_index
+from dtrain.data.shards.patterns import expand
 from dtrain.data.shards.shard_file import redacted
 from dtrain.data.shards.tar import ShardError
 from dtrain.errors import printable
-from dtrain.pack.pool import OnProgress, run_jobs
+from dtrain.pack.pool import run_jobs
 
 # Starting another process takes about as long as indexing this many shards.
 _SHARDS_PER_PROCESS = 64
@@ -37,7 +37,7 @@ def index_shards(patterns: Sequence[str], processes: int | None, console: Consol
         ValueError: If a pattern matches nothing, or shards are damaged; raised after all shards were read.
         OSError: If a shard cannot be read.
     """
-    paths = shards.expand(patterns)
+    paths = expand(patterns)
     if processes is None:
         processes = min(os.cpu_count() or 1, -(-len(paths) // _SHARDS_PER_PROCESS))
     if processes < 1:

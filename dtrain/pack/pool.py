@@ -3,8 +3,8 @@
 * A *job* is a picklable callable. It gets ``on_progress`` and calls it with the amount of work done since the last call.
 * Worker processes exit when their parent process exits, even if the parent was killed: otherwise an old worker could
   write to the same files as a new one.
-* If a job fails, the remaining jobs stop at their next call of ``on_progress``, and ``run`` raises the exception of the
-  first failed job.
+* If a job fails, the remaining jobs stop at their next call of ``on_progress``, and ``run_jobs`` raises the exception of
+  the first failed job.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from typing import Any, TypeVar
 
-#: Called with the amount of work done since the last call.
-OnProgress = Callable[[int], None]
+from dtrain.console import OnProgress
+
 _Result = TypeVar("_Result")
 
 _SECONDS_BETWEEN_UPDATES = 0.2

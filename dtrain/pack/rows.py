@@ -23,8 +23,8 @@ from typing import BinaryIO, Protocol
 
 import numpy as np
 
+from dtrain.console import OnProgress
 from dtrain.pack.command import permutation
-from dtrain.pack.pool import OnProgress
 
 # A window holds enough documents to fill nearly every row, and its tokens fit into the memory of every process.
 _WINDOW_TOKENS = 1 << 25
@@ -128,7 +128,7 @@ class CutRows:
 
 @dataclass(frozen=True)
 class BestFitRows:
-    """Rows of whole documents; made by ``of`` from layouts that ``layout_jobs`` wrote.
+    """Rows of whole documents; made by ``from_stream`` from layouts that ``layout_jobs`` wrote.
 
     Attributes:
         stream: The stream; documents do not continue from one part into the next.

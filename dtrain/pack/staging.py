@@ -26,10 +26,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from dtrain.console import OnProgress
 from dtrain.data.shards.shard_index import load_or_build
 from dtrain.data.writer import Sample, check_prefix, refuse_mixing, shard_name, write_shard
 from dtrain.files import fsync_path, replace_file, try_lock
-from dtrain.pack.pool import OnProgress, run_jobs
+from dtrain.pack.pool import run_jobs
 
 _FOLDER, _PLAN, _LOCK, _PUBLISHING = ".packing", "plan.json", "lock", "publishing"
 _OWN_FILES = (_PLAN, _LOCK, _PUBLISHING)

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from rich.console import Console
 
-from dtrain.console import progress
+from dtrain.console import OnProgress, progress
 from dtrain.data.fields.tokenizers import VOCABULARY, Tokenizer
 from dtrain.data.writer import Sample
 from dtrain.errors import printable
@@ -41,7 +41,6 @@ from dtrain.pack.documents import (
     pieces_of,
     split_into_pieces,
 )
-from dtrain.pack.pool import OnProgress
 from dtrain.pack.rows import BestFitRows, CutRows, SplitRows, TokenStream, layout_jobs
 from dtrain.pack.staging import OnBadFile, SampleProducer, StagedDataset, Written, staged
 

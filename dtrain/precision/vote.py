@@ -59,7 +59,7 @@ class StepStats:
     """The summed payload of a step as numbers, equal on all ranks.
 
     Attributes:
-        overflow: Number of ranks whose loss, count or gradients were not finite.
+        overflowed_ranks: Number of ranks whose loss, count or gradients were not finite.
         grad_norm: Norm of all gradients, still multiplied by the loss scale. Gradients that all ranks share count once.
             NaN if any rank overflowed.
         loss_scale: Loss scale of the gradients.
@@ -73,7 +73,7 @@ class StepStats:
         bytes: Bytes of the batches that the loaders of all ranks delivered.
     """
 
-    overflow: int
+    overflowed_ranks: int
     grad_norm: float
     loss_scale: float
     loss_sum: float
@@ -87,8 +87,8 @@ class StepStats:
 
     @property
     def applied(self) -> bool:
-        """Whether the step updates the parameters: no rank overflowed, and there was at least one valid row."""
-        return self.overflow == 0 and self.count > 0
+        """Whether the step updates the parameters: no rank overflowed, and the count is positive."""
+        return not _skips(self.overflowed_ranks, self.count)
 
 
 def step_stats(payload: Sequence[float], world_size: int, metrics: Sequence[str]) -> StepStats:
@@ -111,7 +111,7 @@ def step_stats(payload: Sequence[float], world_size: int, metrics: Sequence[str]
         )
     pairs = payload[_HEAD:-_HOST]
     return StepStats(
-        overflow=int(overflow),
+        overflowed_ranks=int(overflow),
         grad_norm=sqrt(square) if not overflow else nan,
         loss_scale=scale / world_size,
         loss_sum=loss_sum,
@@ -123,6 +123,12 @@ def step_stats(payload: Sequence[float], world_size: int, metrics: Sequence[str]
         bad=int(bad),
         bytes=nbytes,
     )
+
+
+def _skips(overflowed_ranks: Any, count: Any) -> Any:
+    """Whether no rank updates its parameters: a bool for numbers, a bool tensor for tensors."""
+    # A negative count comes from a wrong task. It would turn the gradients around.
+    return (overflowed_ranks > 0) | (count <= 0)
 
 
 def equal_scales(ranks: int, total: Any, squares: Any) -> Any:
@@ -271,15 +277,14 @@ class Vote:
             clip_norm: Largest norm of the gradient of the mean loss; None does not clip.
         """
         overflow, _, _, square, _, count, *_ = self.payload.unbind()
-        overflowed = overflow > 0
-        skip = overflowed | (count == 0)
+        skip = _skips(overflow, count)
         # The backward took the gradient of scale * loss sum / nominal; wanted is the gradient of loss sum / count. In a skip
         # the count may be 0, and the 1 only avoids an infinity.
         coefficient = nominal / count.masked_fill(skip, 1) / scale
         if clip_norm is not None:
             # 1e-6 as in torch.nn.utils.clip_grad_norm_.
             coefficient = coefficient * (clip_norm / (square.sqrt() * coefficient + 1e-6)).clamp(max=1)
-        return Decision(skip, overflowed, coefficient.float())
+        return Decision(skip, overflow > 0, coefficient.float())
 
     def step_stats(self, metrics: Sequence[str]) -> StepStats:
         """The summed payload as numbers; waits until it has arrived on the host.
@@ -376,13 +381,12 @@ class _HostVote(Vote):
 
     def decide(self, scale: Tensor, nominal: int, clip_norm: float | None) -> Decision:
         overflow, _, _, square, _, count, *_ = self.numbers
-        overflowed = overflow > 0
-        skip = overflowed or count == 0
+        skip = _skips(overflow, count)
         coefficient = nominal / (1 if skip else count) / scale.item()
         if clip_norm is not None:
             coefficient *= min(1.0, clip_norm / (sqrt(square) * coefficient + 1e-6))
         factor = torch.scalar_tensor(coefficient, dtype=torch.float32) if coefficient != 1 else None
-        return Decision(self._bools[skip], self._bools[overflowed], factor)
+        return Decision(self._bools[skip], self._bools[overflow > 0], factor)
 
     def step_stats(self, metrics: Sequence[str]) -> StepStats:
         return step_stats(self.numbers, self._world_size, metrics)

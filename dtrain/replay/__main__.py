@@ -49,7 +49,8 @@ from dtrain.replay.compare import (
 from dtrain.replay.plan import OPTIONS, Part, Request, plan, ranks_of
 from dtrain.replay.recompute import CheckpointGone, recompute
 from dtrain.replay.recorded import NO_STARTS, RecordedRun
-from dtrain.runs.run_spec import RunSpec, changed_keys, recompose_start, run_dir_of, take
+from dtrain.runs.recompose import recompose_start, run_dir_of, take
+from dtrain.runs.run_spec import RunSpec, changed_keys
 from dtrain.runs.starts import Start
 from dtrain.runs.trust import TRUST
 from dtrain.training.checkpoint.state import device_kind

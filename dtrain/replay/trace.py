@@ -30,7 +30,7 @@ from dtrain.data import ShardLoader
 from dtrain.distributed.world import World
 from dtrain.errors import ConfigError, as_config_error, printable
 from dtrain.replay.recorded import NO_STARTS, RecordedRun
-from dtrain.runs.run_spec import recompose, run_dir_of
+from dtrain.runs.recompose import recompose, run_dir_of
 from dtrain.training.build import make_precision
 from dtrain.training.setup.loaders import train_loader
 

@@ -33,6 +33,7 @@ THEME = {
     **{"time-2": ("#6f7f2a", "#a5b553"), "time-3": ("#7a3b2e", "#b9705f")},
 }
 _MAX_DECIMALS = 6
+_MOST_JOINED = 8  # items of a list in a sentence
 
 
 def run_dashes(number: int) -> tuple[int, ...]:
@@ -96,9 +97,10 @@ def count_of(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def join_some(items: Sequence[str], most: int = 8) -> str:
+def join_some(items: Sequence[str]) -> str:
     """``a, b and 3 more``."""
-    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
+    more = len(items) - _MOST_JOINED
+    return ", ".join(items[:_MOST_JOINED]) + (f" and {more} more" if more > 0 else "")
 
 
 def shorten(text: str, most: int = 400) -> str:

@@ -2,9 +2,11 @@
 
 Files in reading order:
 
-* ``run_spec``: name, directory, identity and saved command line of a run.
+* ``run_spec``: name, directory and identity of a run.
+* ``recompose``: its saved command line, with what is typed on top.
 * ``run_dir``: config, ``status.json``, the ranks' logs, recording of failures, safe reading of run directories.
 * ``records``: the record of one logged step, and ``metrics.jsonl``.
+* ``starts``: the record of each start, and the votes of all steps, for replay and trace.
 * ``history``: a run directory as data, for reports.
 * ``evaluation_results``: results of ``dtrain.evaluate`` as text, JSON and pictures.
 * ``trust``: which runs this user made, and what is refused of all others.

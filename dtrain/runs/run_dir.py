@@ -207,7 +207,7 @@ def is_trained(run_dir: Path, *, without_locks: bool = True) -> bool:
 
 
 class FailureRecord:
-    """Writes status.json when the run fails after its start. Before ``starts`` is called it writes nothing.
+    """Writes status.json when the run fails after its start. Before ``run_started`` is called it writes nothing.
 
     Args:
         run_dir: The run's directory.
@@ -225,7 +225,7 @@ class FailureRecord:
         self._extra: Callable[[], dict[str, Any]] = dict
         self.on_failure: Callable[[str], None] = lambda reason: None
 
-    def starts(self, rank: int, step: Callable[[], int], extra: Callable[[], dict[str, Any]] = dict) -> None:
+    def run_started(self, rank: int, step: Callable[[], int], extra: Callable[[], dict[str, Any]] = dict) -> None:
         """The run starts.
 
         Args:

@@ -26,6 +26,8 @@ from dtrain.errors import ConfigError
 from dtrain.files import MAX_BYTES, cache_dir, read_bounded
 
 TRUST = "--trust"
+#: The kind of the marks of command lines that this user has started.
+STARTED = "started"
 #: For processes that dtrain starts: the arguments are the whole command line, and the process that started them decided about
 #: ``--trust``. So no command line is read from the run directory, which may have changed since then.
 AS_TYPED = "--as-typed"
@@ -52,7 +54,7 @@ def mark_as_own(content: bytes, kind: str) -> None:
 
 
 def is_own(content: bytes, kind: str) -> bool:
-    """Whether this user called ``mark`` with this content."""
+    """Whether this user called ``mark_as_own`` with this content."""
     file = _mark(content, kind)
     with suppress(OSError):
         folder = file.parent.lstat()  # several people may use one cache
@@ -75,6 +77,12 @@ def content_with_folders(content: bytes, folders: Sequence[Path]) -> bytes:
                 raise OSError(errno.EFBIG, f"has more than {MAX_BYTES:,} bytes", str(path))
     # Lengths, so that no other division into files has the same bytes.
     return content if len(parts) == 1 else b"".join(b"%d:" % len(part) + part for part in parts)
+
+
+def command_content(directory: Path, content: bytes, config_dirs: Sequence[str]) -> bytes:
+    """What a mark covers: ``overrides.yaml``, and presets that lie in the run directory, as those of a batch script."""
+    inside = [folder for folder in map(Path, config_dirs) if Path(directory).resolve() in folder.resolve().parents]
+    return content_with_folders(content, inside)
 
 
 def require_harmless(node: Any, place: Path, key: str) -> None:

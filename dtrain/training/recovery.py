@@ -166,7 +166,7 @@ class Recovery:
         """Why a stop was requested before, or while, a rank was lost; None if it was not."""
         return self._stop.reason if self._stop is not None else None
 
-    def remembers(self, run: TrainState, loop: Loop, run_logger: RunLogger, stop: StopRequests) -> None:
+    def arm(self, run: TrainState, loop: Loop, run_logger: RunLogger, stop: StopRequests) -> None:
         """Collective. Arms recovery: from now on this process survives the loss of other ranks. The run directory exists."""
         self._training, self._memory, self._stop = (run, loop, run_logger), None, stop
         if not self.is_on or self._lock is not None:

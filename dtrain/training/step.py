@@ -421,7 +421,7 @@ class TrainStep:
     def _skip_report(self, stats: StepStats) -> str:
         """Collective. The message of ``TooManySkips``, equal on all ranks."""
         streak = f"{self.consecutive_skips} steps in a row were skipped, the last one is step {self.step}: "
-        if not stats.overflow:
+        if not stats.overflowed_ranks:
             return f"{streak}none had a valid row. All samples are masked or bad: check data.train and data.fields."
         instead = ", or try precision=bf16" if self.precision.compute_dtype == torch.float16 else ""
         return (

@@ -36,7 +36,7 @@ class Output:
             over micro-batches and ranks. Training ignores them: leave them out where ``model.training`` is true.
 
     Raises:
-        WrongOutput: If ``loss_sum`` or a table has the wrong type, dtype or shape.
+        WrongOutput: If ``loss_sum`` or a table has the wrong type, dtype or shape, or ``count`` is a negative number.
     """
 
     loss_sum: Tensor
@@ -55,6 +55,9 @@ class Output:
                 f"Output.loss_sum: got {got}, want a float32 tensor of shape []. Sum the losses of the valid rows in "
                 "fp32, for example cross_entropy(logits.float(), labels, reduction='none')[batch.valid].sum()."
             )
+        # Not a tensor: reading one waits for the device.
+        if isinstance(self.count, int | float) and self.count < 0:
+            raise WrongOutput(f"Output.count: got {self.count}, want the number of valid rows (or tokens), 0 or more.")
         for name, table in self.tables.items():
             if not isinstance(table, Tensor) or table.dtype != torch.int64:
                 kind = table.dtype if isinstance(table, Tensor) else type(table).__name__

@@ -322,14 +322,23 @@ def test_torchruns_announcements_are_dropped_and_kills_are_not(
     ]
 
 
-def test_the_store_of_torchrun_may_have_connections_to_many_ranks() -> None:
-    code = """
+@pytest.mark.parametrize(
+    "start",
+    [
+        "sys.argv = ['torchrun', '-m', 'dtrain.train']; torchrun_module.entry_point()",
+        "torch.distributed.run.main = lambda: None; command.main(['train', '--nproc=2'])",
+    ],
+    ids=["torchrun", "dtrain"],
+)
+def test_the_store_of_torchrun_may_have_connections_to_many_ranks(start: str) -> None:
+    code = f"""
 import resource, sys
+import torch.distributed.run
+from dtrain import __main__ as command
 from dtrain.distributed import torchrun as torchrun_module
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-sys.argv = ["torchrun", "-m", "dtrain.train"]
-torchrun_module.entry_point()
+{start}
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,7 +16,7 @@ from dtrain.distributed.world import World
 from dtrain.doctor import __main__ as doctor_module
 from dtrain.doctor.__main__ import main
 from dtrain.errors import ConfigError
-from dtrain.runs.run_spec import recompose_if_run
+from dtrain.runs.recompose import recompose_if_run
 from dtrain.runs.trust import mark_as_own
 from tests.ranks import run_ranks
 from tests.refusals import refused

@@ -16,8 +16,9 @@ from dtrain.launch.job import (
     print_results,
     with_unique_dirs,
 )
+from dtrain.runs.recompose import recompose_if_run
 from dtrain.runs.run_dir import write_status
-from dtrain.runs.run_spec import RunSpec, recompose_if_run
+from dtrain.runs.run_spec import RunSpec
 from tests.launch.compose import compose, single, sweep
 from tests.refusals import refused
 

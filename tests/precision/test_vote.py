@@ -57,7 +57,7 @@ def by_ranks(*changes: dict[str, Any]) -> StepStats:
             ]
             stats = vote.step_stats(["m"])
             assert {bool(skip) for skip, _, _ in decisions} == {not stats.applied}
-            assert {bool(overflowed) for _, overflowed, _ in decisions} == {stats.overflow > 0}
+            assert {bool(overflowed) for _, overflowed, _ in decisions} == {stats.overflowed_ranks > 0}
             texts.append(repr((decisions, stats)))
         assert texts[0] == texts[1]
         return texts[0], asdict(stats)
@@ -85,7 +85,7 @@ def test_all_ranks_read_the_same_sums() -> None:
         {"norm": torch.tensor(2.0), "save": True},
     )
     assert stats == StepStats(
-        overflow=0,
+        overflowed_ranks=0,
         grad_norm=2.0,
         loss_scale=1.0,
         loss_sum=7.0,
@@ -143,7 +143,7 @@ def test_the_values_of_a_rank_that_overflowed_do_not_spoil_those_of_the_others(c
     ranks[culprit] |= {"overflow": torch.tensor(True), "norm": torch.tensor(value), "sums": spoilt}
     stats = by_ranks(*ranks)
     assert not stats.applied
-    assert stats.overflow == 1
+    assert stats.overflowed_ranks == 1
     assert (stats.loss_sum, stats.count, stats.metrics) == (4.0, 8.0, {"m": (2.0, 8.0)})
     assert (stats.stop, stats.samples, stats.bytes) == (1, 12, 300.0)
 
@@ -151,7 +151,7 @@ def test_the_values_of_a_rank_that_overflowed_do_not_spoil_those_of_the_others(c
 def test_two_overflows_are_one_skip() -> None:
     overflow = {"overflow": torch.tensor(True), "norm": torch.tensor(float("inf"))}
     stats = by_ranks(overflow, overflow)
-    assert stats.overflow == 2
+    assert stats.overflowed_ranks == 2
     assert not stats.applied
 
 
@@ -160,7 +160,11 @@ def test_nothing_to_learn_from_is_a_skip_without_an_overflow() -> None:
     assert by_ranks(nothing, {}).applied
     stats = by_ranks(nothing, nothing)
     assert not stats.applied
-    assert stats.overflow == 0
+    assert stats.overflowed_ranks == 0
+
+
+def test_a_negative_count_is_a_skip_for_the_decision_and_for_the_statistics() -> None:
+    assert not by_ranks({"sums": [1.0, -9.0, 0.0, 1.0]}, {}).applied
 
 
 def test_counts_are_exact_up_to_two_to_the_53() -> None:
@@ -245,7 +249,7 @@ def test_ranks_of_both_kinds_decide_alike_whatever_one_of_them_brings(window: st
     stats = by_ranks({"norm": torch.tensor(norm)}, odd | {"stop": True}, {"norm": torch.tensor(0.5)})
     assert stats.stop == 1
     overflows = {"infinite norm": 2, "square beyond float64": 2, "NaN loss": 1}  # 1e200 is infinite in fp32
-    assert stats.overflow == overflows.get(window, 0)
+    assert stats.overflowed_ranks == overflows.get(window, 0)
 
 
 def test_a_coefficient_of_one_leaves_the_gradients_alone_on_a_cpu() -> None:

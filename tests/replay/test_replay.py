@@ -171,7 +171,12 @@ SCENARIOS = {
     ],
     "ema, mixup, a batch changed in the middle of an epoch": [
         (1, "train.ema_decay=0.9", "data.mix={_target_: dtrain.data.mixing.Mix, mixup: 0.2}"),
-        (2, "train.ema_decay=0.9", "data.mix={_target_: dtrain.data.mixing.Mix, mixup: 0.2}", "train.global_batch_size=40"),
+        (
+            2,
+            "train.ema_decay=0.9",
+            "data.mix={_target_: dtrain.data.mixing.Mix, mixup: 0.2}",
+            "train.global_batch_size=40",
+        ),
         (1, "train.ema_decay=0.9", "data.mix={_target_: dtrain.data.mixing.Mix, mixup: 0.2}", "optimizer.lr=1e-4"),
     ],
     "fsdp, then ddp": [(2, "parallel=fsdp"), (3,)],

@@ -46,14 +46,14 @@ def test_lines_that_are_no_bad_samples_are_left_out(tmp_path: Path, logs: Path) 
 def test_hangs_are_read_from_what_each_rank_wrote(tmp_path: Path, logs: Path) -> None:
     for rank in (1, 0):
         (logs / f"hang-rank-{rank:05d}.txt").write_text(
-            f"2026-11-21 06:35:5{rank} rank 1: nothing has moved for 4 s\nrank {rank}, step 110: in _strike (faults.py:193)\n"
+            f"2026-11-21 06:35:5{rank} rank 1: nothing has moved for 4 s\nrank {rank}, step 110: in forward (model.py:12)\n"
             'last samples: ["a.tar/1"]\n\nThread 0x00007f1a392606c0 (most recent call first):\n  File "x.py", line 1 in wait\n'
         )
     (logs / "hang-rank-00002.txt").write_text((logs / "hang-rank-00000.txt").read_text().replace("rank 0,", "rank 2,"))
     first, second = read_hangs(tmp_path, [])
     assert first.reason == second.reason == "rank 1: nothing has moved for 4 s"
-    assert first.places == tuple(f"rank {rank}, step 110: in _strike (faults.py:193)" for rank in (0, 2))
-    assert second.places == ("rank 1, step 110: in _strike (faults.py:193)",)
+    assert first.places == tuple(f"rank {rank}, step 110: in forward (model.py:12)" for rank in (0, 2))
+    assert second.places == ("rank 1, step 110: in forward (model.py:12)",)
 
 
 def test_warnings_and_errors_come_with_the_end_of_their_traceback(tmp_path: Path, logs: Path) -> None:

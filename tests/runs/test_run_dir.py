@@ -149,7 +149,7 @@ def test_a_failure_that_the_disk_refuses_to_record_is_still_the_one_that_is_rais
 ) -> None:
     def failing() -> None:
         with failures_recorded(tmp_path / "no folder", 0) as failure:
-            failure.starts(0, lambda: 7)
+            failure.run_started(0, lambda: 7)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -159,7 +159,7 @@ def test_a_failure_that_the_disk_refuses_to_record_is_still_the_one_that_is_rais
 
 def fail_on_rank_1(run_dir: Path) -> None:
     with suppress(ZeroDivisionError), failures_recorded(run_dir, 1) as failure:
-        failure.starts(1, lambda: 7, lambda: {"restarts": 2})
+        failure.run_started(1, lambda: 7, lambda: {"restarts": 2})
         raise ZeroDivisionError
 
 
@@ -191,7 +191,7 @@ def test_the_log_of_a_rank_has_the_traceback_without_its_secrets(tmp_path: Path)
             logging.getLogger("dtrain").info("before the start")
             assert os.listdir(tmp_path) == []
             (tmp_path / "logs").mkdir()
-            failure.starts(1, lambda: 7)
+            failure.run_started(1, lambda: 7)
             open_rank_log(tmp_path, 1)
             raise OSError("no answer from https://me:hunter2@host/train.tar?token=hunter3")
 
@@ -224,7 +224,7 @@ def test_a_failure_is_told_without_the_secrets_of_its_text(tmp_path: Path, capsy
 
     def failing(rank: int) -> None:
         with failures_recorded(tmp_path, rank) as failure:
-            failure.starts(rank, lambda: 7)
+            failure.run_started(rank, lambda: 7)
             failure.on_failure = told.append
             raise OSError("no answer from https://me:hunter2@host/train.tar?token=hunter3\nnor later")
 

@@ -9,16 +9,9 @@ import yaml
 
 from dtrain.command_line import run
 from dtrain.errors import ConfigError
+from dtrain.runs.recompose import recompose, take
 from dtrain.runs.run_dir import save_run
-from dtrain.runs.run_spec import (
-    WITHOUT_EFFECT_ON_THE_RESULT,
-    RunSpec,
-    _digest,
-    config_without_secrets,
-    recompose,
-    refuse_hidden,
-    take,
-)
+from dtrain.runs.run_spec import WITHOUT_EFFECT_ON_THE_RESULT, RunSpec, _digest, config_without_secrets, refuse_hidden
 from tests.config.command_lines import compose
 from tests.refusals import refused
 

@@ -14,8 +14,9 @@ import yaml
 from dtrain.__main__ import UsageError, _as_typed
 from dtrain.errors import ConfigError
 from dtrain.files import read_json
+from dtrain.runs.recompose import recompose, recompose_if_run, refuse_foreign_links
 from dtrain.runs.run_dir import save_run
-from dtrain.runs.run_spec import RunSpec, recompose, recompose_if_run, refuse_foreign_links
+from dtrain.runs.run_spec import RunSpec
 from dtrain.runs.trust import AS_TYPED, content_with_folders, is_own, mark_as_own, require_harmless
 from tests.config.command_lines import compose
 from tests.refusals import refused

@@ -427,7 +427,7 @@ def skip_together(rank: int, ranks: int, where: str, precision: str, fused: bool
     outcomes = run_steps(step, windows, spoil)
     return Skips(
         [outcome.stats.applied for outcome in outcomes],
-        [outcome.stats.overflow for outcome in outcomes],
+        [outcome.stats.overflowed_ranks for outcome in outcomes],
         scales,
         [outcome.grad_norm for outcome in outcomes if outcome.stats.applied],
         step.state_dict(),
@@ -498,7 +498,7 @@ def test_ranks_skip_together_where_only_a_buffer_of_one_is_not_finite(fused: boo
         outcomes = run_steps(step, windows)
         return (
             [outcome.stats.applied for outcome in outcomes],
-            [outcome.stats.overflow for outcome in outcomes],
+            [outcome.stats.overflowed_ranks for outcome in outcomes],
             model.largest.tolist(),
         )
 

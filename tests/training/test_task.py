@@ -31,6 +31,11 @@ def test_a_loss_that_is_no_fp32_number_is_refused_with_what_to_do(loss: Any, mes
         Output(loss, 1)
 
 
+def test_a_negative_count_is_refused() -> None:
+    with refused(TypeError, "Output.count", "-3", "valid rows"):
+        Output(torch.zeros(()), -3)
+
+
 @pytest.mark.parametrize(
     ("table", "message"),
     [(torch.zeros(2, 2), "torch.float32"), (torch.zeros(2, dtype=torch.int32), "torch.int32"), ([1, 2], "list")],

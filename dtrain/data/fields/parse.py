@@ -1,4 +1,4 @@
-"""Reads the public ``fields`` mapping: extension to options, from a config or a call. See ``fields`` for what they mean."""
+"""Reads the public ``fields`` mapping: extension to options, from a config or a call. See ``field`` for what they mean."""
 
 from __future__ import annotations
 

@@ -32,6 +32,8 @@ from dtrain.data.sources.source import Source
 
 # Uses of (seed, epoch) need different keys: the order has 1 to 3, generated samples 5, mixing 6.
 AUGMENTATION = 4
+#: Samples of a source that are tried, to find the shapes of a micro-batch without any good sample.
+SPARE = 100
 
 
 class Collator:

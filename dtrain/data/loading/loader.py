@@ -1,13 +1,13 @@
 """``ShardLoader``: the micro-batches of one rank.
 
 * *Workers* are stateless: they know the position at which they start and compute everything after it from the order
-  (``workers``, ``order``).
+  (``workers``, ``order.epoch_order``).
 * The *position* (``position``) is the whole state of the loader in a checkpoint. ``commit()`` advances it after an
   optimizer step, and only if this rank has received all micro-batches of that step.
 * One *iterator* at a time takes micro-batches from the workers. The workers outlive it, so that a new epoch does not
   start processes again.
 
-From ``epoch()`` to a batch on the device: workers read samples (``source``), decode, augment and stack them
+From ``epoch()`` to a batch on the device: workers read samples (``sources.shard_source``), decode, augment and stack them
 (``collate``) and send the batch to this process (``batch``); ``_take`` counts bad samples; ``Batch.to`` copies the batch
 to the device and normalises images there.
 """

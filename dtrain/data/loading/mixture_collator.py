@@ -19,13 +19,11 @@ from torch import Tensor
 from dtrain.data.augment import Augment
 from dtrain.data.fields.field import DataError
 from dtrain.data.loading.batch import Batch, Transfer
-from dtrain.data.loading.collate import Collator
+from dtrain.data.loading.collate import SPARE, Collator
 from dtrain.data.loading.field_buffer import empty_column
 from dtrain.data.mixing import Mix
 from dtrain.data.sources.mixture import SOURCE, MixtureSource
 from dtrain.data.sources.source import Source
-
-_SPARE = 100  # samples of a source that are tried for the shapes of rows without any good sample
 
 
 def collator_of(
@@ -112,7 +110,7 @@ class MixtureCollator:
 
     def _spare(self, number: int) -> Callable[[], Iterable[int]]:
         size = self._index.indexes[number].num_samples
-        return lambda: range(min(_SPARE, size))
+        return lambda: range(min(SPARE, size))
 
     def _joined(self, parts: list[tuple[int, np.ndarray, Batch]], rows: int, *, masked: bool) -> Batch:
         """The rows of all parts in one batch; a row without a sample repeats a valid one."""

@@ -1,7 +1,7 @@
 """``ShardDataset``: single samples of tar shards for an ordinary ``torch.utils.data.DataLoader``.
 
-* A *rank* has its own lanes of the epoch's order (see ``order``), so it reads about its share of the shards. The lengths of
-  two ranks differ by at most one sample.
+* A *rank* has its own lanes of the epoch's order (see ``order.epoch_order``), so it reads about its share of the shards. The
+  lengths of two ranks differ by at most one sample.
 * Worker *w* of *n* yields the samples *w*, *w* + *n*, ... of its rank. With ``batch_size=None``, DataLoader takes samples from
   its workers in turn, so their sequence is the same for any number of workers.
 * The *state* belongs to one worker of one rank, which is what torchdata's ``StatefulDataLoader`` saves. It resumes with the
@@ -26,6 +26,7 @@ from dtrain.data.fields.decode import values_and_mask
 from dtrain.data.fields.field import DataError, SampleError
 from dtrain.data.fields.parse import parse_fields
 from dtrain.data.loading.collate import AUGMENTATION
+from dtrain.data.loading.workers import LOCATED_TOGETHER
 from dtrain.data.order.epoch_order import EpochOrder, Layout, Recipe
 from dtrain.data.order.randomness import Randomness, hash64
 from dtrain.data.sources.mixture import Mixture
@@ -35,8 +36,6 @@ from dtrain.data.sources.source import Reader
 _VERSION = 1
 # Several, so that neighbouring samples come from several shuffle windows.
 _LANES_PER_RANK = 8
-# Positions that are computed at once: a single one costs as much as a thousand in one call.
-_LOCATED_TOGETHER = 4096
 
 
 class ShardDataset(IterableDataset[dict[str, Any]]):
@@ -199,7 +198,7 @@ class ShardDataset(IterableDataset[dict[str, Any]]):
         """This worker's sample numbers, without the first ``skipped`` ones, in pieces: int64, shape ``[n]``."""
         worker, workers = _worker()
         order, slots = self._order(epoch), self._slots()
-        steps_together = max(1, _LOCATED_TOGETHER // self._lanes)
+        steps_together = max(1, LOCATED_TOGETHER // self._lanes)
         # Steps that lie before the first wanted sample are not computed.
         first = skipped * workers // self._lanes
         for step in range(first, order.num_steps, steps_together):

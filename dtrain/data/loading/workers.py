@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from dtrain.data.augment import Augment
 from dtrain.data.loading.batch import Batch, Transfer
-from dtrain.data.loading.collate import Collator
+from dtrain.data.loading.collate import SPARE, Collator
 from dtrain.data.loading.ipc import IpcBatch, Slots, shared_memory_is_full, use_slots
 from dtrain.data.loading.mixture_collator import MixtureCollator, collator_of
 from dtrain.data.mixing import Mix
@@ -67,11 +67,8 @@ _KILL_SECONDS = 1.0
 # Errors whose message is complete by itself. torch adds a traceback to the message of an error in a worker, which would
 # hide it in `status.json` and in the one-line report of other ranks.
 _SELF_EXPLANATORY = (Explained, ValueError)
-# Positions that are computed at once: a single one costs as much as a thousand in one call.
-_LOCATED_TOGETHER = 4096
-# Samples of the dataset that are tried, after the global batch, to find the shapes of a micro-batch without
-# any good sample.
-_SPARE = 100
+#: Positions that are computed at once: a single one costs as much as a thousand in one call.
+LOCATED_TOGETHER = 4096
 
 
 class WorkerStream:
@@ -437,7 +434,7 @@ class MicroBatches(IterableDataset[Batch]):
         self, epoch: int, order: EpochOrder | MixtureOrder, micro_batches: range, collator: Collator | MixtureCollator
     ) -> Iterator[tuple[int, np.ndarray, np.ndarray | None]]:
         """Step, samples and partners of each of these micro-batches; also passes the next shards to the collator."""
-        together = max(1, _LOCATED_TOGETHER // self._share.micro_batch_size)
+        together = max(1, LOCATED_TOGETHER // self._share.micro_batch_size)
         for first in range(0, len(micro_batches), together):
             numbers = np.array(micro_batches[first : first + together])
             steps, in_step = np.divmod(numbers, self._share.micro_batches_per_step)
@@ -476,7 +473,7 @@ class MicroBatches(IterableDataset[Batch]):
     def _spare(self, order: EpochOrder | MixtureOrder, step: int) -> list[int]:
         """Samples to take shapes from: the same global batch, then the first samples of the dataset."""
         samples = order.locate(step, np.arange(self._share.global_batch_size))
-        return [*samples[samples >= 0].tolist(), *range(min(_SPARE, self._source.index.num_samples))]
+        return [*samples[samples >= 0].tolist(), *range(min(SPARE, self._source.index.num_samples))]
 
 
 def number_of_workers(requested: int | str, micro_batches: Iterable[Any]) -> tuple[int, str]:

@@ -5,7 +5,7 @@
   micro-batches, so it is equal on all ranks.
 * The *state* is a few numbers: the data's fingerprint, the epoch, the recipe of its order, and its layouts. It resumes with
   any number of ranks and workers, and with another global batch size: the uncommitted rest of the epoch is then cut anew
-  (see ``order``), and every sample is still used once.
+  (see ``order.epoch_order``), and every sample is still used once.
 * An epoch is finished in the order in which it began. A different shuffle, shuffle window or number of lanes takes effect in
   the next epoch.
 """

@@ -41,7 +41,7 @@ logger = logging.getLogger("dtrain")
 
 
 class StepProfiler:
-    """Profiles the attempted steps ``first`` to ``last`` on this rank; make it with ``of``. Its errors end no run.
+    """Profiles the attempted steps ``first`` to ``last`` on this rank; make it with ``from_config``. Its errors end no run.
 
     The step before is profiled as well and discarded, because it includes the start of the profiler.
     """

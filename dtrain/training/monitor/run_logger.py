@@ -327,8 +327,8 @@ def banner_rows(spec: RunSpec, run: TrainState, start: str, last_step: int) -> d
         "eval data": run.eval_loader.source.summary() if run.eval_loader is not None else "none",
         "workers": f"{loader.num_workers} for each rank"
         + (f" ({loader.workers_reason})" if loader.workers_reason else ""),
-        "global batch": f"{cfg.train.global_batch_size} = {_counted(world.size, 'rank')} x {_counted(micro, 'micro-batch', 'es')} x "
-        f"{_counted(rows, 'row')}" + (f" ({masked} masked)" if masked else ""),
+        "global batch": f"{cfg.train.global_batch_size} = {_counted(world.size, 'rank')} x "
+        f"{_counted(micro, 'micro-batch', 'es')} x {_counted(rows, 'row')}" + (f" ({masked} masked)" if masked else ""),
         "steps": f"{last_step:,} ({loader.steps_per_epoch:,} an epoch), schedule over {horizon:,}"
         + (f", {cut}" if cut else ""),
         "model": f"{sum(p.numel() for p in run.model.parameters()):,} parameters, {type(optimizer).__name__}"

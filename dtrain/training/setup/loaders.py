@@ -18,8 +18,8 @@ from dtrain.data.fields.tokenizers import DATASET, Corpus
 from dtrain.data.loading.stream import Stream, StreamLoader
 from dtrain.data.mixing import Mix
 from dtrain.data.order.epoch_order import choose_lanes
-from dtrain.data.shards import patterns as shards
 from dtrain.data.shards.node_cache import CachePolicy
+from dtrain.data.shards.patterns import expand
 from dtrain.data.sources.datasets import value_fields
 from dtrain.data.sources.mixture import EvaluationSets
 from dtrain.data.sources.random_offset import RandomOffsetSource
@@ -391,7 +391,7 @@ def _file_beside(pattern: Any, name: str) -> Path | None:
         return None
     # Such files are optional, and the shards may be deleted after the training.
     with suppress(ValueError, OSError):
-        paths = shards.expand(pattern)
+        paths = expand(pattern)
         file = Path(paths[0]).parent / name
         if file.is_file():
             return file

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
 
-from dtrain.training.monitor.memory import OutOfMemory, out_of_memory_explained, state_bytes
+from dtrain.training.monitor.memory import OutOfMemory, forget_peak, out_of_memory_explained, peak, state_bytes
 
 CPU = torch.device("cpu")
 
@@ -64,3 +68,26 @@ def test_other_errors_pass_as_they_are() -> None:
         with pytest.raises(type(error)) as raised, out_of_memory_explained(lambda: 1, rows=1, share=4, device=CPU):
             raise error
         assert raised.value is error
+
+
+# -- peaks
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="only Linux forgets a peak")
+def test_a_peak_of_memory_is_seen_after_its_memory_is_given_back_and_can_be_forgotten() -> None:
+    forget_peak(CPU)
+    name, before = peak(CPU)
+    assert name == "memory/max_resident_gib"
+    block = torch.ones(1 << 26)  # a quarter of a GiB
+    del block
+    assert 0.2 < peak(CPU)[1] - before < 0.3
+    forget_peak(CPU)
+    assert peak(CPU)[1] - before < 0.1
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_process_is_not_that_of_the_one_that_started_it() -> None:
+    block = torch.ones(1 << 28)  # a GiB, held while the other process begins
+    code = "import torch; from dtrain.training.monitor.memory import peak; print(peak(torch.device('cpu'))[1])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 0.05 < float(done.stdout) < block.nbytes / 2**30

@@ -30,7 +30,8 @@ from dtrain.precision.audit.summary import (
     summary,
 )
 from tests.config.command_lines import compose
-from tests.precision.audits import audited, findings, source_line
+from tests.precision.audit.audits import audited, findings, source_line
+from tests.refusals import assert_refused
 
 CPU = torch.device("cpu")
 
@@ -601,4 +602,4 @@ def test_several_processes_are_refused(digits: Path, capsys: pytest.CaptureFixtu
         monkeypatch.setenv(name, str(value))
     with pytest.raises(SystemExit):
         doctor.main(["numerics", "experiment=digits"])
-    assert "ranks=2 measures one of 2 ranks" in capsys.readouterr().err
+    assert_refused(capsys.readouterr().err, "doctor numerics", "2 processes", "ranks=N measures one of N ranks")

@@ -15,7 +15,7 @@ from dtrain.models import GPT, CoordinateNet, ResNet, SmallCNN, ViT
 from dtrain.precision.audit import Report
 from dtrain.precision.audit.module_stack import PrecisionFinding
 from dtrain.precision.audit.summary import summary
-from tests.precision.audits import audited, findings, source_line
+from tests.precision.audit.audits import audited, findings, source_line
 
 LOWEST: Any = np.float32(-1e9)
 LINT = ("created", "constant", "fixed", "raised", "in place", "naive")
@@ -256,7 +256,7 @@ class Filled(SmallCNN):
 def test_a_run_that_fails_shows_what_was_found_before(digits: object, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["experiment=digits", "data.num_workers=0", "model.width=4", "train.global_batch_size=8", "steps=1"]
     with pytest.raises(SystemExit):
-        doctor.main(["numerics", *small, "precision=fp16", "model._target_=tests.precision.test_lint.Filled"])
+        doctor.main(["numerics", *small, "precision=fp16", "model._target_=tests.precision.audit.test_lint.Filled"])
     message = capsys.readouterr().err
     assert "numerics: found before the error" in message
     assert f"{source_line(Filled.forward, '# overflows')}, -1e+09: (model), 1 times" in message

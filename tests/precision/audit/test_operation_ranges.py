@@ -15,7 +15,7 @@ from dtrain.models import SmallCNN
 from dtrain.precision.audit import Report
 from dtrain.precision.audit.operation_ranges import BACKWARD, OperationRange, OperationSite
 from dtrain.precision.audit.summary import flushed, modules_to_keep, overflows, summary
-from tests.precision.audits import audited, source_line
+from tests.precision.audit.audits import audited, source_line
 
 FP16, BF16 = torch.float16, torch.bfloat16
 
