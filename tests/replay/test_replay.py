@@ -170,14 +170,19 @@ SCENARIOS = {
         (4, "data.augment={_target_: dtrain.data.augment.RandomCropFlip, padding: 1}", "data.num_workers=1"),
     ],
     "ema, mixup, a batch changed in the middle of an epoch": [
-        (1, "train.ema_decay=0.9", "data.mix={_target_: dtrain.data.mixing.Mix, mixup: 0.2}"),
+        (1, "train.ema_decay=0.9", "data.mix={_target_: dtrain.data.mixing.Mix, mixup_alpha: 0.2, classes: 10}"),
         (
             2,
             "train.ema_decay=0.9",
-            "data.mix={_target_: dtrain.data.mixing.Mix, mixup: 0.2}",
+            "data.mix={_target_: dtrain.data.mixing.Mix, mixup_alpha: 0.2, classes: 10}",
             "train.global_batch_size=40",
         ),
-        (1, "train.ema_decay=0.9", "data.mix={_target_: dtrain.data.mixing.Mix, mixup: 0.2}", "optimizer.lr=1e-4"),
+        (
+            1,
+            "train.ema_decay=0.9",
+            "data.mix={_target_: dtrain.data.mixing.Mix, mixup_alpha: 0.2, classes: 10}",
+            "optimizer.lr=1e-4",
+        ),
     ],
     "fsdp, then ddp": [(2, "parallel=fsdp"), (3,)],
     "hsdp": [(4, "parallel=hsdp", "parallel.shard_size=2"), (2, "parallel=fsdp")],
