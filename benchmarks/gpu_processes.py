@@ -73,8 +73,8 @@ class Bench:
         """Whether the first GPU has memory for large batches."""
         return self.gpus > 0 and torch.cuda.get_device_properties(0).total_memory > 40 * 2**30
 
-    def python(self, *arguments: str | Path, ranks: int = 1) -> None:
-        """Runs Python, under torchrun if there are several ranks.
+    def python(self, *arguments: str | Path, ranks: int = 1, **environment: str) -> None:
+        """Runs Python, under torchrun if there are several ranks; ``environment`` is added to that of this process.
 
         Raises:
             Failed: If it fails.
@@ -87,13 +87,13 @@ class Bench:
         command = harness.python(*arguments, ranks=ranks)
         self.commands.append(shlex.join(["python", *command[1:]]).replace(str(self.folder), "RUNS"))
         self.folder.mkdir(parents=True, exist_ok=True)
-        run_in_time(command, seconds=seconds, cwd=ROOT, environment={"OMP_NUM_THREADS": "1"} | os.environ)
+        run_in_time(command, seconds=seconds, cwd=ROOT, environment={"OMP_NUM_THREADS": "1"} | os.environ | environment)
 
-    def train(self, name: str, *overrides: str, ranks: int = 1) -> harness.Run:
-        """Trains in ``folder/name``; raises the errors of ``python``."""
+    def train(self, name: str, *overrides: str, ranks: int = 1, **environment: str) -> harness.Run:
+        """Trains in ``folder/name``; arguments and errors as of ``python``."""
         run = harness.Run(self.folder / name)
         words = harness.train_overrides(run.run_dir, [*overrides, "checkpoint.keep_last=1"])
-        self.python("-m", "dtrain.train", *words, ranks=ranks)
+        self.python("-m", "dtrain.train", *words, ranks=ranks, **environment)
         return run
 
 

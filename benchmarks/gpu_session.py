@@ -253,6 +253,29 @@ def step(bench: Bench) -> Iterator[Line]:
         yield {"loop": row, "us a step": statistics.median(values), "over bare": over if compare else None}
 
 
+def parity(bench: Bench) -> Iterator[Line]:
+    """Windows of a run on the CPU, recomputed on this device from the checkpoints of the run."""
+    every, window = (2, 2) if bench.quick else (100, 10)
+    steps = [f"train.max_steps={3 * every}", "train.max_epochs=null", "train.eval_every=0", "data.num_workers=1"]
+    kept = [f"checkpoint.every_steps={every}", f"checkpoint.keep_every={every}", "train.deterministic=true"]
+    run = bench.train("cpu", "experiment=checkerboard", *steps, *kept, CUDA_VISIBLE_DEVICES="")
+    for precision in ("fp32", "tf32", "bf16", "fp16"):
+        out = bench.folder / f"{precision}.json"
+        windows = ["replay.windows=3", f"replay.window={window}", "replay.tolerance=1e9", f"precision={precision}"]
+        if precision == "fp16":
+            windows.append("precision.loss_scale.init=1")  # a window is too short for the scale to adapt
+        bench.python("-m", "dtrain.replay", f"run.dir={run.run_dir}", *windows, "--nproc", "1", "--json", out)
+        replay = json.loads(out.read_text())
+        differences = [step["difference"] for step in replay["steps"] if step["difference"] is not None]
+        yield {
+            "precision": precision,
+            "steps": str(len(replay["steps"])),
+            "equal": str(sum(step["equal"] for step in replay["steps"])),
+            "median difference": statistics.median(differences),
+            "largest difference": max(differences),
+        }
+
+
 def trace(bench: Bench) -> Iterator[Line]:
     """Profiled steps on all ranks: how much communication is hidden."""
     first, last = (3, 4) if bench.quick else PROFILED
@@ -390,6 +413,7 @@ PARTS = {
     "gpt": Part(gpt, "A byte-level GPT of GPT-2 small's size, one training step", 18),
     "export": Part(export, "The CIFAR network exported", 10),
     "step": Part(step, "Time around a step (on the CPU)", 3),
+    "parity": Part(parity, "Steps of a CPU run, recomputed on this device", 5),
     "trace": Part(trace, "Communication hidden by computation", 7),
     "strategies": Part(strategies, "GPTs by strategy", 20),
     "failure": Part(failure, "A rank fails", 4),
