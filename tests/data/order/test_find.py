@@ -283,7 +283,7 @@ def test_each_segment_of_a_mixture_finds_the_uses_of_a_walk_through_it(
         data.draw(st.integers(1, 6)),
     )
     # The samples are counted over the sources as this start lists them: by name.
-    here = sources.position(5, {name: ((0, 1.0),) for name in names}, names)
+    here = sources.position(5, dict.fromkeys(names, ((0, 1.0),)), names)
     state: dict[str, Any] | None = None
     for _ in range(data.draw(st.integers(1, 3))):
         order = data.draw(st.permutations(names))
