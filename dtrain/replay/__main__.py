@@ -49,6 +49,7 @@ from dtrain.replay.compare import (
 from dtrain.replay.plan import OPTIONS, Part, Request, plan, ranks_of
 from dtrain.replay.recompute import CheckpointGone, recompute
 from dtrain.replay.recorded import NO_STARTS, RecordedRun
+from dtrain.runs.excluded import copy_of
 from dtrain.runs.recompose import recompose_start, run_dir_of, take
 from dtrain.runs.run_spec import RunSpec, changed_keys
 from dtrain.runs.starts import Start
@@ -130,6 +131,9 @@ class Replay:
             check_command_line(arguments)
             found: list[Composed] = []
             compose(found.append, options_last(arguments), trusted=TRUST in self._typed)
+            listed = start.config.get("data", {}).get("exclude")
+            if listed and not any(word.startswith("data.exclude=") for word in self._typed):
+                found[0].cfg.data.exclude = str(copy_of(self.run.dir, listed))  # its own file may have changed since
             validate(found[0].cfg)
             self._composed[number] = found[0]
         return self._composed[number]

@@ -30,6 +30,7 @@ from dtrain.data import ShardLoader
 from dtrain.distributed.world import World
 from dtrain.errors import ConfigError, as_config_error, printable
 from dtrain.replay.recorded import NO_STARTS, RecordedRun
+from dtrain.runs.excluded import copy_of, read_excluded
 from dtrain.runs.recompose import recompose, run_dir_of
 from dtrain.training.build import make_precision
 from dtrain.training.setup.loaders import train_loader
@@ -70,7 +71,7 @@ class Tracer:
 
     def __init__(self, run: RecordedRun, loader: ShardLoader) -> None:
         self._loader = loader
-        self._last = run.last_step
+        self._last, self._run_dir = run.last_step, run.dir
         self._segments = run.segments() or _without_starts(run, loader)
         self._bad = run.bad_samples()
 
@@ -110,16 +111,23 @@ class Tracer:
         segment = [each for each in self._segments if each["step"] < step][-1]
         with as_config_error("data"):
             epochs, samples = self._loader.samples_of(segment, step - 1 - int(segment["step"]))
-        slots = np.flatnonzero(samples >= 0)
+        slots = np.flatnonzero((samples >= 0) & ~np.isin(samples, self._excluded(segment)))
         found = self._placed(segment, samples[slots], epochs[slots], np.full(len(slots), step), slots)
         return sorted(use for use in found if use.key not in self._bad.get(step, ()))
 
     def _in_segment(self, segment: Mapping[str, Any], samples: np.ndarray, steps: int, after: int = 0) -> list[Use]:
+        samples = np.setdiff1d(samples, self._excluded(segment))
         with as_config_error("data"):
             uses = self._loader.uses(segment, samples, steps)
         later = np.flatnonzero(uses.step >= after)
         step = int(segment["step"]) + 1 + uses.step[later]
         return self._placed(segment, samples[uses.sample[later]], uses.epoch[later], step, uses.slot[later])
+
+    def _excluded(self, segment: Mapping[str, Any]) -> np.ndarray:
+        """Samples that ``data.exclude`` left out in a segment."""
+        if "excluded" not in segment:
+            return np.zeros(0, np.int64)
+        return find_samples(self._loader, read_excluded(copy_of(self._run_dir, segment["excluded"])), None)
 
     def _next(self, samples: np.ndarray) -> list[Use]:
         segment = self._segments[-1]
@@ -129,7 +137,7 @@ class Tracer:
             first: dict[str, Use] = {}
             for use in sorted(self._in_segment(segment, samples, done + more, after=done)):
                 first.setdefault(use.key, use)
-            if len(first) == len(samples):
+            if len(first) == len(np.setdiff1d(samples, self._excluded(segment))):
                 break
             more *= 2
         return list(first.values())
@@ -153,7 +161,7 @@ def trace_loader(cfg: Config) -> ShardLoader:
         ConfigError: If the data are a stream, or cannot be found.
     """
     cfg = copy.deepcopy(cfg)
-    cfg.data.num_workers, cfg.train.micro_batch_size = 0, None
+    cfg.data.num_workers, cfg.train.micro_batch_size, cfg.data.exclude = 0, None, None
     world = World(0, 1, 0, 1, torch.device("cpu"), "gloo", False)
     loader = train_loader(cfg, world, make_precision(cfg.precision))
     if not loader.segment():

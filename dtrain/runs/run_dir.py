@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dtrain.errors import PeerFailed, as_config_error, in_brief, printable, without_secrets_in
 from dtrain.files import open_regular, open_to_append, replace_file, try_lock, yaml_bytes
+from dtrain.runs.excluded import keep_copy
 
 if TYPE_CHECKING:  # it imports Hydra, which the report does not need
     from dtrain.runs.run_spec import RunSpec
@@ -44,7 +45,7 @@ NUMBERS = ("step", "last_step", "time", "restarts", "lost_seconds", "down_second
 # Everything that a run writes, except what belongs to the job that is running now: its lock, its output and its presets.
 _RECORDS = (
     *("config.yaml", "overrides.yaml", "status.json", "metrics.jsonl", "cut-metrics.jsonl", "report.html"),
-    *("starts.jsonl", "steps.bin"),
+    *("starts.jsonl", "steps.bin", "exclude-*.txt"),
     *("checkpoints", "media", "cut-media", "wandb", "tensorboard", "evaluations", "profile", "faults"),
     *("logs/rank-*.log", "logs/*-rank-*"),
 )
@@ -55,13 +56,15 @@ logger = logging.getLogger("dtrain")
 
 
 def save_run(spec: RunSpec) -> None:
-    """Writes ``config.yaml`` (resolved, without secrets) and ``overrides.yaml`` (the command line). On rank 0 only.
+    """On rank 0: writes ``config.yaml`` (resolved, without secrets), ``overrides.yaml`` (the command line), excluded keys.
 
     Raises:
         ConfigError: If they cannot be written.
     """
     with as_config_error(f"run.dir: {spec.dir} cannot be written, choose a different one"):
         (spec.dir / "logs").mkdir(parents=True, exist_ok=True)
+        if spec.excluded:
+            keep_copy(spec.dir, spec.excluded)
         for name, content in spec.files().items():
             text = yaml_bytes(content)
             # Before the file is replaced: a start that is killed between the two must find a run of this user.

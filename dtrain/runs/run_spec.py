@@ -30,6 +30,7 @@ from dtrain.config.schema import Config
 from dtrain.distributed.torchrun import launched_rank
 from dtrain.errors import HIDDEN, SECRET_KEY, ConfigError, as_config_error, without_secrets_in
 from dtrain.files import parse_yaml, read_bounded
+from dtrain.runs.excluded import describe, read_excluded
 from dtrain.runs.trust import STARTED, command_content, mark_as_own
 
 #: Sections and keys that do not change the result of a run. They are not part of its default name, and a resumed run does not
@@ -58,6 +59,7 @@ class RunSpec:
         config: The resolved config, secrets included.
         overrides: The command line it was composed from.
         config_dirs: Folders given with ``--config-dir``.
+        excluded: Keys in the list of ``data.exclude``.
     """
 
     name: str
@@ -65,18 +67,23 @@ class RunSpec:
     config: dict[str, Any]
     overrides: tuple[str, ...]
     config_dirs: tuple[str, ...]
+    excluded: tuple[str, ...] = ()
 
     @classmethod
     def from_composed(cls, composed: Composed) -> RunSpec:
         """The run that a composed config describes."""
         config = asdict(composed.cfg)
+        portable_config = portable(composed.node)
+        excluded = read_excluded(config["data"]["exclude"]) if config["data"]["exclude"] else []
+        if excluded:  # by what the list has, not by its path
+            portable_config["data"]["exclude"] = describe(excluded)
         given = config["run"]["dir"]
         directory = Path(os.path.abspath(Path(given).expanduser())) if given else None
         name = config["run"]["name"] or (
-            directory.name if directory else f"{composed.experiment or 'run'}-{_digest(portable(composed.node))}"
+            directory.name if directory else f"{composed.experiment or 'run'}-{_digest(portable_config)}"
         )
         directory = directory or Path("runs", name).absolute()
-        return cls(name, directory, config, composed.overrides, composed.config_dirs)
+        return cls(name, directory, config, composed.overrides, composed.config_dirs, tuple(excluded))
 
     def changes(self) -> list[str]:
         """What this config changes in an existing run, such as ``train.max_steps: 50 -> 100``; [] for a new run.
@@ -89,7 +96,7 @@ class RunSpec:
         path = self.dir / _CONFIG
         if not path.exists():
             return []
-        saved, ours = read_mapping(path), self.config
+        saved, ours = read_mapping(path), self._saved_config()
         forbidden = list(_differences(_identity(saved), _identity(ours)))
         if forbidden:
             raise ConfigError(
@@ -101,7 +108,7 @@ class RunSpec:
 
     def files(self) -> dict[str, dict[str, Any]]:
         """Name and content of ``config.yaml`` (resolved) and ``overrides.yaml`` (the command line), without secrets."""
-        return {_CONFIG: config_without_secrets(self.config), OVERRIDES: self.command_line()}
+        return {_CONFIG: self._saved_config(), OVERRIDES: self.command_line()}
 
     def command_line(self) -> dict[str, Any]:
         """The content of ``overrides.yaml``: what was typed, without secrets."""
@@ -110,7 +117,14 @@ class RunSpec:
 
     def with_effect(self) -> dict[str, Any]:
         """The config without keys that have no effect on the result, and without secrets."""
-        return _with_effect(config_without_secrets(self.config))
+        return _with_effect(self._saved_config())
+
+    def _saved_config(self) -> dict[str, Any]:
+        """The config without secrets, with a description of the excluded samples in place of the path of their list."""
+        config = config_without_secrets(self.config)
+        if self.excluded:
+            config["data"]["exclude"] = describe(self.excluded)
+        return config
 
     def published(self) -> dict[str, Any]:
         """The config for other people: without secrets, keys without effect on the result, and folders of this machine.

@@ -132,6 +132,7 @@ class ShardLoader:
         self._augment = augment
         self._mix = mix
         self._budget = BadSampleBudget(limits)
+        self._excluded = np.zeros(0, np.int64)
         self._position: Position | MixturePosition
         if isinstance(self.source, MixtureSource):
             if mix is not None:
@@ -283,6 +284,24 @@ class ShardLoader:
         """The committed position, equal on all ranks; valid for any number of ranks and workers and any batch size."""
         return self._position.state_dict()
 
+    def exclude(self, keys: Sequence[str]) -> None:
+        """Masks samples wherever they come from now on; the order of all others stays as it is.
+
+        Args:
+            keys: ``<shard>/<key>`` of each sample.
+
+        Raises:
+            ValueError: If the data have no such sample; names the first.
+        """
+        found = []
+        for key in keys:
+            found.append(self.index.find(key))
+            if not found[-1].size:
+                example = self.index.keys(np.zeros(1, np.int64))[0]
+                raise ValueError(f"{key!r} is no sample of the training data. Keys look like {example}.")
+        self._excluded = np.unique(np.concatenate([self._excluded, *found]))
+        self._end_stream()
+
     def segment(self) -> dict[str, Any]:
         """From which the order of all samples after the committed position follows, with the data; JSON values.
 
@@ -333,7 +352,9 @@ class ShardLoader:
         self._end_stream()
 
     def _micro_batches(self) -> MicroBatches:
-        return MicroBatches(self.source, self._position, self._share, self.transfer, self._augment, self._mix)
+        return MicroBatches(
+            self.source, self._position, self._share, self.transfer, self._augment, self._mix, self._excluded
+        )
 
     def _open_stream(self) -> WorkerStream:
         position = self._position

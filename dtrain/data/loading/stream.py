@@ -106,6 +106,10 @@ class StreamLoader(ShardLoader):
         """The committed position, and the division of the stream that it needs in the middle of an epoch."""
         return super().state_dict() | {"stream": self._division()}
 
+    def exclude(self, keys: Sequence[str]) -> None:
+        """Refused: samples of a stream have no keys before they are read."""
+        raise ValueError("samples of a stream cannot be excluded. Filter the stream itself, or write it to shards.")
+
     def segment(self) -> dict[str, Any]:
         """{}: the order is the dataset's own."""
         return {}

@@ -67,6 +67,7 @@ _KILL_SECONDS = 1.0
 # Errors whose message is complete by itself. torch adds a traceback to the message of an error in a worker, which would
 # hide it in `status.json` and in the one-line report of other ranks.
 _SELF_EXPLANATORY = (Explained, ValueError)
+_NOTHING = np.zeros(0, np.int64)
 #: Positions that are computed at once: a single one costs as much as a thousand in one call.
 LOCATED_TOGETHER = 4096
 
@@ -402,6 +403,7 @@ class MicroBatches(IterableDataset[Batch]):
         transfer: Transfer,
         augment: Augment | None = None,
         mix: Mix | None = None,
+        excluded: np.ndarray = _NOTHING,
     ) -> None:
         super().__init__()
         self._source = source
@@ -410,6 +412,7 @@ class MicroBatches(IterableDataset[Batch]):
         self._transfer = transfer
         self._augment = augment
         self._mix = mix
+        self._excluded = excluded  # sample numbers, ascending
 
     def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()
@@ -442,8 +445,18 @@ class MicroBatches(IterableDataset[Batch]):
             ahead = functools.partial(self._shards_ahead, epoch, order, int(steps[0]))
             collator.expect(ahead, self._shards_at_once(order))
             samples = order.locate(steps[:, np.newaxis], slots)
-            partners = [None] * len(numbers) if self._mix is None else order.partners(steps[:, np.newaxis], slots)
-            yield from zip(steps.tolist(), samples, partners, strict=True)
+            partners = None if self._mix is None else order.partners(steps[:, np.newaxis], slots)
+            if self._excluded.size:
+                if partners is not None:  # a row whose partner is left out is not mixed
+                    partners = np.where(self._is_excluded(partners), samples, partners)
+                samples = np.where(self._is_excluded(samples), -1, samples)
+            of_rows = [None] * len(numbers) if partners is None else partners
+            yield from zip(steps.tolist(), samples, of_rows, strict=True)
+
+    def _is_excluded(self, samples: Any) -> np.ndarray:
+        # Samples of a mixture are numbered anew in each epoch; -1, a masked row, is the last sample then.
+        found: np.ndarray = (samples >= 0) & np.isin(samples % self._source.index.num_samples, self._excluded)
+        return found
 
     def _shards_ahead(self, epoch: int, order: EpochOrder | MixtureOrder, step: int, most: int) -> np.ndarray:
         """The shards that this rank reads from a step on, and in the first shuffle windows of the next epoch."""
@@ -473,7 +486,9 @@ class MicroBatches(IterableDataset[Batch]):
     def _spare(self, order: EpochOrder | MixtureOrder, step: int) -> list[int]:
         """Samples to take shapes from: the same global batch, then the first samples of the dataset."""
         samples = order.locate(step, np.arange(self._share.global_batch_size))
-        return [*samples[samples >= 0].tolist(), *range(min(SPARE, self._source.index.num_samples))]
+        spare = np.concatenate([samples[samples >= 0], np.arange(min(SPARE, self._source.index.num_samples))])
+        usable: list[int] = spare[~self._is_excluded(spare)].tolist()
+        return usable or spare.tolist()
 
 
 def number_of_workers(requested: int | str, micro_batches: Iterable[Any]) -> tuple[int, str]:

@@ -3,5 +3,5 @@
 * ``state``: everything that a checkpoint holds.
 * ``tensors``: the files of its tensors. ``checkpoints``: the folder of all checkpoints of a run.
 * ``manager``: when to save; writes in the background.
-* ``resume``: what a start continues from.
+* ``resume``: what a start continues from. ``fork``: a run that begins with the state of a different run.
 """

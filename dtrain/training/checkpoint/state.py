@@ -29,6 +29,7 @@ from dtrain.distributed.world import World
 from dtrain.errors import ConfigError, as_config_error
 from dtrain.precision import Precision
 from dtrain.precision.modules import dtype_name
+from dtrain.runs.excluded import describe, read_excluded
 from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints
 from dtrain.training.checkpoint.tensors import Part, StoredTensor, like, written_by
 from dtrain.training.schedule import last_step
@@ -223,9 +224,11 @@ class TrainState:
             "micro_batch": self.train_loader.rows_per_micro_batch,
             **self.train_loader.segment(),
         }
+        if self.cfg.data.exclude is not None:
+            segment["excluded"] = describe(read_excluded(self.cfg.data.exclude))
 
         def continues(last: dict[str, Any]) -> bool:
-            return all(last.get(key) == segment.get(key) for key in ("ranks", "micro_batch", "settings"))
+            return all(last.get(key) == segment.get(key) for key in ("ranks", "micro_batch", "settings", "excluded"))
 
         earlier = [each for each in self.segments if each["step"] < self.step.step]
         self.segments = earlier if earlier and continues(earlier[-1]) else [*earlier, segment]
@@ -241,6 +244,7 @@ class RunTotals:
         seconds: Time spent in the loop.
         skipped_steps: Attempted steps that were not applied.
         bad_samples: Samples that could not be read.
+        excluded_samples: Samples that ``data.exclude`` left out.
         evaluations: Finished evaluations.
         evaluation_due: Whether a stop interrupted the evaluation of the last step, so that it must run on resume.
         restarts: Starts that resumed an unfinished run.
@@ -252,6 +256,7 @@ class RunTotals:
     seconds: float = 0.0
     skipped_steps: int = 0
     bad_samples: int = 0
+    excluded_samples: int = 0
     evaluations: int = 0
     evaluation_due: bool = False
     restarts: int = 0

@@ -29,6 +29,7 @@ from dtrain.distributed.world import World
 from dtrain.errors import ConfigError, as_config_error, nearest
 from dtrain.files import read_json
 from dtrain.precision import Precision
+from dtrain.runs.excluded import read_excluded
 
 _CLASSES = "classes.json"
 #: Keys of a source of ``data.mixture``.
@@ -53,7 +54,7 @@ def train_loader(cfg: Config, world: World, precision: Precision) -> ShardLoader
         ConfigError: If shards, fields and sizes cannot work together.
     """
     data = cfg.data
-    return _loader(
+    loader = _loader(
         cfg,
         world,
         precision,
@@ -66,6 +67,10 @@ def train_loader(cfg: Config, world: World, precision: Precision) -> ShardLoader
         augment=by_target("data.augment", data.augment) if data.augment is not None else None,
         mix=build_mix(data.mix) if data.mix is not None else None,
     )
+    if data.exclude is not None:
+        with as_config_error("data.exclude"):
+            loader.exclude(read_excluded(data.exclude))
+    return loader
 
 
 def eval_loader(
