@@ -195,7 +195,9 @@ def test_checkpoints_and_an_early_end_have_lines_of_their_own() -> None:
 
 
 def test_the_table_has_a_line_for_each_step_and_of_a_long_replay_those_that_differ_most() -> None:
-    lines = result([step(1), step(2, None), step(3, (None, 1.0, 0.1)), step(4, now=(1.0, 1.0, 0.1))]).table().splitlines()
+    lines = (
+        result([step(1), step(2, None), step(3, (None, 1.0, 0.1)), step(4, now=(1.0, 1.0, 0.1))]).table().splitlines()
+    )
     assert [line.split()[0] for line in lines] == ["step", "1", "2", "3", "4"]
     for line, verdict in zip(lines[1:], ("equal", "no record", "not finite", "0.5"), strict=True):
         assert line.endswith(verdict)
