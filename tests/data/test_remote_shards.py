@@ -232,7 +232,7 @@ def test_workers_are_told_the_shards_of_their_rank_up_to_the_next_epochs_first(
         assert at_once == 2 * 2  # half of the lanes, with a shuffle window each
 
     monkeypatch.setattr(shard_source.ShardReader, "expect", expect)
-    monkeypatch.setattr(workers, "_LOCATED_TOGETHER", 12)
+    monkeypatch.setattr(workers, "LOCATED_TOGETHER", 12)
     paths = write_numbered(tmp_path / "data", [10] * 40)
     loader = make_loader(paths, global_batch_size=12, lanes=4, window=2, rank=1, world_size=2)
     read: list[set[int]] = []
