@@ -186,9 +186,7 @@ def test_a_checkpoint_that_cannot_be_used_leads_to_the_one_before(run: RecordedR
 
 
 @pytest.mark.parametrize(("limit", "accepted"), [("4", True), ("3", False), ("0", False)])
-def test_steps_that_are_too_far_from_a_checkpoint_are_refused(
-    run: RecordedRun, limit: str, accepted: bool
-) -> None:
+def test_steps_that_are_too_far_from_a_checkpoint_are_refused(run: RecordedRun, limit: str, accepted: bool) -> None:
     asked = request(steps="[15,20]", max_distance=limit)
     if accepted:
         assert plan(run, asked, same=True) == [Part(0, 10, 20, 15)]
