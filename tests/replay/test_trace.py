@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -321,7 +320,7 @@ def generated(batch: int) -> ShardLoader:
 
 
 @pytest.fixture
-def long_run(tmp_path: Path) -> Iterator[tuple[RecordedRun, ShardLoader]]:
+def long_run(tmp_path: Path) -> tuple[RecordedRun, ShardLoader]:
     """Two segments of a run on 10^9 samples: the second begins in the second epoch, with a different batch size."""
     first, second = generated(2**16), generated(50_000)
     segments = [{"step": 0, "ranks": 8, **first.segment()}]
@@ -337,7 +336,7 @@ def long_run(tmp_path: Path) -> Iterator[tuple[RecordedRun, ShardLoader]]:
     (tmp_path / "run" / "overrides.yaml").write_text("overrides: []\nconfig_dirs: []\n")
     run = RecordedRun.read(tmp_path / "run")
     run.saved.update(segments=segments, step=done + 700 + 30_000)
-    yield run, second
+    return run, second
 
 
 def test_a_sample_of_a_billion_is_found_and_is_where_the_order_says(long_run: tuple[RecordedRun, ShardLoader]) -> None:
