@@ -73,6 +73,8 @@ class TrainConfig:
     hooks: list[Any] = field(default_factory=list)  # own code called at fixed points: [{_target_: package.MyHook}]
     # skipped steps in a row after which the run fails; null: 50 with loss scaling, 10 without
     max_consecutive_skips: int | None = None
+    # spikes of the gradient norm: {factor: 6, window: 128, action: warn|skip}, see docs/replay.md; null: not looked for
+    spike: Any = None
 
 
 @dataclass

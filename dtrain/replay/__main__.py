@@ -46,6 +46,7 @@ from dtrain.replay.compare import (
     differences,
     reasons_for_tolerance,
 )
+from dtrain.replay.looks import RowExaminer, Shell
 from dtrain.replay.plan import OPTIONS, Part, Request, plan, ranks_of
 from dtrain.replay.recompute import CheckpointGone, recompute
 from dtrain.replay.recorded import NO_STARTS, RecordedRun
@@ -71,6 +72,10 @@ Options
   replay.window=10          steps of a window
   replay.max_distance=N     refuse if more than N steps have to be recomputed before the first one (default: any number)
   replay.tolerance=X        largest relative difference (default: 0 where bits must be equal, else 1e-4)
+  replay.samples=true       loss, gradient norm and share of the gradient of each row of the step, the largest loss first
+  replay.rows=K             with replay.samples: norms and shares for the K rows of the largest losses only, to save time
+  replay.page=FILE          with replay.samples: where to write the pictures of the rows (default: replay-RUN-step-N.html here)
+  replay.shell=true         a Python prompt within the step, before the update, on one rank
   --nproc N                 number of processes (default: the ranks that made the steps)
   --json FILE               also write all results to FILE as JSON
   --trust                   use a run that a different user started: its saved command line can run any code
@@ -174,11 +179,12 @@ class Replay:
 
 @dataclass
 class Done:
-    """What was recomputed so far."""
+    """What was recomputed so far; ``samples`` is the content of the JSON file of ``replay.samples=true``."""
 
     steps: list[StepComparison] = field(default_factory=list)
     checkpoints: dict[int, list[str]] = field(default_factory=dict)
     ended: str = ""
+    samples: dict[str, Any] | None = None
 
 
 def threads_for(start: Start) -> int:
@@ -206,13 +212,29 @@ def recompute_parts(
             torch.set_num_threads(threads_for(replay.run.starts[part.start]))
             keeps = keep if following is None else following.from_before
             on_step = advance if world.rank == 0 else lambda steps: None
-            result = recompute(cfg, part, replay.run, world, watch, folder, keep=keeps, on_step=on_step)
+            look = _look(replay, world) if following is None else None
+            result = recompute(cfg, part, replay.run, world, watch, folder, keep=keeps, on_step=on_step, look=look)
             done.steps += compare_steps(replay.run, result.votes, part.compared)
             done.checkpoints |= result.checkpoints
+            done.samples = look.found if isinstance(look, RowExaminer) else None
             if result.ended:
                 done.ended = result.ended
                 break
     return done
+
+
+def _look(replay: Replay, world: World) -> RowExaminer | Shell | None:
+    request = replay.request
+    if request.shell:
+        if world.size > 1:
+            raise ConfigError(
+                f"replay.shell=true has one prompt, and there are {world.size} ranks. Start it with --nproc 1."
+            )
+        return Shell()
+    if not request.samples:
+        return None
+    page = request.page or f"replay-{replay.run.dir.resolve().name}-step-{request.last}.html"
+    return RowExaminer(request.rows, Path(page), replay.run.dir.resolve().name)
 
 
 # -- the ranks
@@ -251,7 +273,7 @@ def replay_on_ranks(replay: Replay, json_file: Path | None) -> int:
                     wait_for_all()  # rank 0 deletes the folder
                 result = replay.finish(done, conditions)
         if world.rank == 0:
-            _show(result, json_file)
+            _show(result, json_file, done.samples)
     if result.exit_code:
         record_failure("", shown=True)
     return result.exit_code
@@ -293,8 +315,8 @@ def _announce(replay: Replay, parts: Sequence[Part], conditions: Conditions) -> 
     print(f"from {where}: {total:,} {'step' if total == 1 else 'steps'}{extra}", flush=True)
 
 
-def _show(result: Comparison, json_file: Path | None) -> None:
-    write_json(json_file, result.to_json())
+def _show(result: Comparison, json_file: Path | None, samples: Mapping[str, Any] | None) -> None:
+    write_json(json_file, samples or result.to_json())
     with until_reader_leaves():
         print(f"{result.table()}{result.last_line()}", flush=True)
 
@@ -308,6 +330,8 @@ def replay_by_hand(replay: Replay, ranks: int | None, json_file: Path | None) ->
         print(f"note: {NO_STARTS}", file=sys.stderr)
     if ranks is None and replay.request.windows:
         ranks = replay.run.starts[-1].ranks
+    if ranks is None and replay.request.shell:
+        ranks = 1
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     while True:
         parts, conditions = replay.plan(ranks, choose_device(0, 1, gpus)[0])
@@ -323,7 +347,7 @@ def replay_by_hand(replay: Replay, ranks: int | None, json_file: Path | None) ->
         if isinstance(done, int):
             return done
         result = replay.finish(done, conditions)
-        _show(result, json_file)
+        _show(result, json_file, done.samples)
         return result.exit_code
 
 
@@ -353,7 +377,7 @@ def _start_groups(replay: Replay, groups: Sequence[tuple[int, list[Part]]]) -> D
                 raise CheckpointGone(content["gone"])
             done.steps += [StepComparison(**step) for step in content["steps"]]
             done.checkpoints |= {int(step): names for step, names in content["checkpoints"].items()}
-            done.ended = content["ended"]
+            done.ended, done.samples = content["ended"], content["samples"]
             if done.ended:
                 break
     return done

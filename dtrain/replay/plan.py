@@ -25,6 +25,10 @@ OPTIONS = {
     "replay.window": "10",
     "replay.max_distance": "",
     "replay.tolerance": "",
+    "replay.samples": "false",
+    "replay.rows": "",
+    "replay.page": "",
+    "replay.shell": "false",
 }
 
 
@@ -39,6 +43,10 @@ class Request:
         window: Steps of a window.
         max_distance: Most steps between the checkpoint and ``first``; None: any number.
         tolerance: Largest relative difference; None: by the conditions.
+        samples: Whether to examine the rows of the last step.
+        rows: Rows for which parts of the gradient are computed; None: all.
+        page: File for the pictures of the rows; None: a name in the current folder.
+        shell: Whether to open a prompt within the last step.
     """
 
     first: int | None
@@ -47,6 +55,10 @@ class Request:
     window: int
     max_distance: int | None
     tolerance: float | None
+    samples: bool = False
+    rows: int | None = None
+    page: str | None = None
+    shell: bool = False
 
     @classmethod
     def parse(cls, options: dict[str, str]) -> Request:
@@ -77,7 +89,23 @@ class Request:
             raise ConfigError(f"replay.tolerance: got {options['replay.tolerance']}, want a number of at least 0.")
         windows = _number("replay.windows", options) if options["replay.windows"] else 0
         distance = _number("replay.max_distance", options, 0) if options["replay.max_distance"] else None
-        return cls(first, last, windows, _number("replay.window", options), distance, tolerance)
+        samples, shell = (_flag(key, options) for key in ("replay.samples", "replay.shell"))
+        if (samples or shell) and not options["replay.step"]:
+            raise ConfigError(
+                f"replay.{'samples' if samples else 'shell'}=true looks into one step. Name it: replay.step=N."
+            )
+        return cls(
+            first,
+            last,
+            windows,
+            _number("replay.window", options),
+            distance,
+            tolerance,
+            samples=samples,
+            rows=_number("replay.rows", options) if options["replay.rows"] else None,
+            page=options["replay.page"] or None,
+            shell=shell,
+        )
 
 
 @dataclass(frozen=True)
@@ -183,3 +211,10 @@ def _number(key: str, options: dict[str, str], least: int = 1) -> int:
     if not text.isdecimal() or int(text) < least:
         raise ConfigError(f"{key}: got {text}, want a whole number of at least {least}.")
     return int(text)
+
+
+def _flag(key: str, options: dict[str, str]) -> bool:
+    text = options[key].lower()
+    if text not in ("true", "false"):
+        raise ConfigError(f"{key}: got {options[key]}, want true or false.")
+    return text == "true"

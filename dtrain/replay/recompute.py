@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from dtrain.config.schema import Config
+from dtrain.data import Batch
 from dtrain.data.loading.as_recorded import mask_as_recorded
 from dtrain.distributed.collectives import broadcast_buffers, from_rank0, on_all_ranks
 from dtrain.distributed.hang import HangWatch
@@ -87,6 +88,7 @@ def recompute(
     *,
     keep: bool,
     on_step: Callable[[int], None] = lambda steps: None,
+    look: Look | None = None,
 ) -> Recomputed:
     """Collective. Recomputes the steps of a part.
 
@@ -99,6 +101,7 @@ def recompute(
         folder: A temporary folder, which all ranks see.
         keep: Whether to save the state after the last step in it, for the next part.
         on_step: Called with 1 after every step.
+        look: Called within the last step.
 
     Raises:
         CheckpointGone: On every rank, if the checkpoint that the part begins from cannot be read.
@@ -127,6 +130,8 @@ def recompute(
     try:
         with StopRequests(None, stuck=watch.declare) as stop:
             hooks.call("on_start", state)
+            if look is not None:
+                _look_at(state, part.last, look)
             loop = Loop(state, max(state.last_step, part.last), logger, stop, hooks, manager)
             with watch.following(loop.place, folder / "run" / "logs"):
                 _, reason = loop.run()
@@ -136,6 +141,32 @@ def recompute(
             state.eval_loader.close()
     ended = "" if reason == _END or state.step.step >= part.last else reason or "the run ended"
     return Recomputed(logger.votes(), manager.different, ended)
+
+
+class Look(Protocol):
+    """Something that looks into a step; every rank calls both methods."""
+
+    def before(self, run: TrainState, batches: list[Batch]) -> None:
+        """Before the forward of the first of this rank's micro-batches; the state must be as before when it returns."""
+
+    def after(self, run: TrainState, batches: list[Batch]) -> None:
+        """After the backward of the last one, and before the update."""
+
+
+def _look_at(state: TrainState, last: int, look: Look) -> None:
+    accumulate = state.step.accumulate
+
+    def looked_at(window: Iterable[Batch], micro_batches: int) -> None:
+        if state.step.step + 1 != last:
+            accumulate(window, micro_batches)
+            return
+        state.step.accumulate = accumulate  # type: ignore[method-assign]
+        batches = list(window)
+        look.before(state, batches)
+        accumulate(batches, micro_batches)
+        look.after(state, batches)
+
+    state.step.accumulate = looked_at  # type: ignore[method-assign, assignment]
 
 
 def _without_effects(cfg: Config) -> Config:

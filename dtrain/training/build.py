@@ -35,6 +35,7 @@ from dtrain.errors import ConfigError, as_config_error
 from dtrain.precision import Precision
 from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.reduce_dtype import REDUCE_DTYPES, reduce_in
+from dtrain.precision.spike import SpikeOptions
 from dtrain.runs.run_dir import code_commits
 from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints
 from dtrain.training.checkpoint.state import TrainState, load_weights
@@ -196,6 +197,7 @@ def build_step(
         seed=cfg.run.seed,
         max_consecutive_skips=max_consecutive_skips,
         reduce_each=cfg.parallel.reduce_after == "micro_batch",
+        spikes=SpikeOptions.parse(cfg.train.spike),
     )
 
 

@@ -54,6 +54,7 @@ from dtrain.training.task import Evaluation, NotFinite
 
 logger = logging.getLogger("dtrain")
 _MOST_NAMED_BAD = 5  # samples; all are in logs/bad-rank-*.jsonl
+_MOST_NAMED_SPIKES = 5  # all are in train/spikes
 _PATIENCE = 30.0  # seconds that a rank that fails waits for the others to fail too
 _no_warning: AbstractContextManager[None] = nullcontext()
 
@@ -122,6 +123,7 @@ class Loop:
             self._bad_samples = BadSampleBudget(limits, bad=totals.bad_samples, samples=totals.samples)
         self._last_bad: dict[str, Any] = {}
         self._named_bad: set[str] = set()
+        self._spikes = 0  # of this start
         self._timing: Timing | None = None  # of the step that is not settled yet
         self._unlogged: StepOutcome | None = None  # the last settled step, if no record includes it yet
         self._clock = time.monotonic()
@@ -331,11 +333,24 @@ class Loop:
         self._stopping |= stats.stop > 0
         self._save_requested |= stats.save > 0
         self._unlogged = outcome
+        if stats.spike:
+            self._warn_of_spike(outcome)
         self._hooks.call("on_step", self._run, outcome)
         if outcome.step % self._log_every == 0 or outcome.step == self._last_step:
             self._log(outcome)
         # Sums over all ranks, so the budget is exceeded on every rank at the same step.
         self._bad_samples.count(stats.samples, stats.bad, self._last_bad)
+
+    def _warn_of_spike(self, outcome: StepOutcome) -> None:
+        self._spikes += 1
+        if self._spikes > _MOST_NAMED_SPIKES:
+            return
+        skipped = ", so the step was skipped" if outcome.stats.skipped_spike else ""
+        command = f"dtrain replay run.dir={self._run.run_dir} replay.step={outcome.step} replay.samples=true"
+        self._run_logger.warn(
+            f"step {outcome.step}: the gradient norm {outcome.grad_norm:.4g} is a spike{skipped}. Its samples: {command}"
+            + (". Further spikes are only counted, in train/spikes." if self._spikes == _MOST_NAMED_SPIKES else "")
+        )
 
     def _log(self, outcome: StepOutcome) -> None:
         self._checkpoints.is_safe(wait=False)

@@ -9,10 +9,10 @@ In plain code, with the method of ``TrainStep`` that contains each part::
         loss_sum, count = loss_sum + output.loss_sum, count + output.count     # _add()
         (output.loss_sum * world / nominal * loss_scale).backward()            # _factor(); the last one averages: _sync()
 
-    norm = norm_of(gradients)                                                  # apply(): _gradients(), _norm()
+    norm = norm_of(gradients)                                                  # apply(): gradients(), _norm()
     overflow = not all_finite(norm, loss_sum, count, model.buffers())
     overflows, norm, loss_sum, count, *requests = all_reduce(...)              # the vote, see dtrain.precision.vote
-    skip = overflows > 0 or count == 0
+    skip = overflows > 0 or count <= 0                                         # or a spike, see dtrain.precision.spike
     coefficient = nominal / count / loss_scale
     coefficient *= min(1, clip_norm / (norm * coefficient))
     lr = base_lr * schedule(applied_steps)
@@ -43,6 +43,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +68,7 @@ from dtrain.precision.gradients import (
 from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.reduce_dtype import keeps_views
 from dtrain.precision.skip_diagnosis import SkipDiagnosis
+from dtrain.precision.spike import SpikeOptions
 from dtrain.precision.vote import StepStats, make_vote
 from dtrain.training.checks import AveragedBackward, check_loss_scale, check_model
 from dtrain.training.setup.batchnorm import ValidRows
@@ -158,6 +160,7 @@ class TrainStep:
         max_consecutive_skips: This many skipped steps in a row raise ``TooManySkips`` on every rank. None is 50 with a
             loss scale, which skips steps until it has adapted, and 10 without.
         reduce_each: With a sharded model: reduce gradients in each micro-batch, not in the last one only.
+        spikes: Finds spikes of the gradient norm, and may skip them; None does not.
 
     Attributes:
         model: The argument.
@@ -188,6 +191,7 @@ class TrainStep:
         seed: int = 0,
         max_consecutive_skips: int | None = None,
         reduce_each: bool = False,
+        spikes: SpikeOptions | None = None,
     ) -> None:
         check_model(model)
         check_loss_scale(loss_scale)
@@ -212,7 +216,7 @@ class TrainStep:
         self._clip_norm = clip_norm
         self._seed = seed
         self._max_skips = max_consecutive_skips
-        self._vote = make_vote(world.device, world.size)
+        self._vote = make_vote(world.device, world.size, spikes)
         self._scale = loss_scale.scale if loss_scale is not None else torch.ones((), device=world.device)
         self._share = torch.full((), world.size / nominal, device=world.device)
         self._autocast = precision.autocast(world.device.type)
@@ -245,12 +249,13 @@ class TrainStep:
 
     # -- one step: accumulate, settle the previous step, apply
 
-    def accumulate(self, window: Iterable[Batch], micro_batches: int) -> None:
+    def accumulate(self, window: Iterable[Batch], micro_batches: int, *, first: int = 0) -> None:
         """Forward and backward of each micro-batch of an accumulation window; the last backward averages over the ranks.
 
         Args:
             window: The micro-batches, on the device.
             micro_batches: Their number, equal on all ranks.
+            first: Number of the first one; random operations are seeded with it.
 
         Raises:
             WrongOutput: If the task does not return an ``Output``.
@@ -265,13 +270,13 @@ class TrainStep:
         casts = self.precision.compute_dtype != torch.float32 or torch.is_autocast_enabled(self.world.device.type)
         autocast = self._autocast if casts else nullcontext()
         done = 0
-        for number, whole in enumerate(window):
+        for number, whole in enumerate(window, first):
             if self._first_window and number == 0 and self.world.size > 1:
                 self._valid_rows.observe(self.task, self.bare_model, whole, self.precision)
             # Seeded from the position, not from a saved generator state: a resumed run draws the same dropout, and no
             # generator state is needed in checkpoints.
             seed_generators(self.world.device, self._seed, self.step, number, self.world.rank)
-            last = number == micro_batches - 1
+            last = number == first + micro_batches - 1
             with self._valid_rows.for_batch(whole) as batch, self._sync(last), self._observed(number, batch):
                 with profiler_label(FORWARD), autocast:
                     output = run_task(self.task, self.model, batch)
@@ -304,7 +309,8 @@ class TrainStep:
         # These sums are equal on all ranks, so every rank takes the same decisions from them.
         stats = self._vote.step_stats(self._metric_names)
         self.applied_steps += stats.applied
-        self.consecutive_skips = 0 if stats.applied else self.consecutive_skips + 1
+        if not stats.skipped_spike:  # which says nothing about overflows
+            self.consecutive_skips = 0 if stats.applied else self.consecutive_skips + 1
         # After a skip the next steps are observed, to name the module and the samples with the first non-finite value.
         self._diagnosis.follow(self.consecutive_skips)
         lr = float(self.optimizer.param_groups[0]["lr"])
@@ -338,7 +344,7 @@ class TrainStep:
                 parameter.grad = parameter.grad.clone()  # or it would be multiplied twice
 
         # -- this rank's gradients. A norm that is not finite is the overflow flag, so one pass over them gives both.
-        by_copies = self._gradients()
+        by_copies = self.gradients()
         norms = {copies: self._norm(gradients) for copies, gradients in by_copies.items()}
         overflow = self._vote.overflow(norms)
         # A running statistic may become NaN in a forward whose loss and gradients are finite.
@@ -384,11 +390,18 @@ class TrainStep:
         self.step += 1
         self._unsettled, self._is_open = True, False
 
-    def abandon(self) -> None:
-        """Drops a window that was not applied, and DDP: the bare model is as after the last applied step."""
+    def drop_window(self) -> None:
+        """Drops a window that was not applied: its gradients, sums and changes of buffers."""
         if self._is_open:
             self._buffers.restore(torch.ones((), dtype=torch.bool, device=self.world.device))
         self._is_open = self._unapplied = False
+        self._vote.drop_window()
+        self._window_counts = _WindowCounts()
+        drop_gradients(self.optimizer)
+
+    def abandon(self) -> None:
+        """Drops a window that was not applied, and DDP: the bare model is as after the last applied step."""
+        self.drop_window()
         if self.model is not self.bare_model:
             # Drop every reference to the process group, so that its connections close.
             vars(self.model).clear()
@@ -407,16 +420,19 @@ class TrainStep:
 
     # -- state
 
-    def state_dict(self) -> dict[str, int]:
-        """The counters, for a checkpoint; call ``settle`` before."""
-        return {"step": self.step, "applied_steps": self.applied_steps, "consecutive_skips": self.consecutive_skips}
+    def state_dict(self) -> dict[str, Any]:
+        """The counters, and the norms that spikes are compared with, for a checkpoint; call ``settle`` before."""
+        state = {"step": self.step, "applied_steps": self.applied_steps, "consecutive_skips": self.consecutive_skips}
+        return state if self._vote.spikes is None else {**state, "norms": self._vote.spikes.state_dict()}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Restores the counters."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the counters and norms."""
         self.step = state["step"]
         self.applied_steps = state["applied_steps"]
         self.consecutive_skips = state["consecutive_skips"]
         self._diagnosis.follow(self.consecutive_skips)
+        if self._vote.spikes is not None:
+            self._vote.spikes.load_state_dict(state.get("norms", []))
 
     def _skip_report(self, stats: StepStats) -> str:
         """Collective. The message of ``TooManySkips``, equal on all ranks."""
@@ -433,8 +449,11 @@ class TrainStep:
         """Collective. The first values that were not finite in the current series of skips."""
         return "\n".join(self._diagnosis.findings(self.world.size))
 
-    def _gradients(self) -> dict[int, list[Tensor]]:
-        """This rank's gradients, or its parts of them, by the number of ranks that hold the same numbers."""
+    def gradients(self) -> dict[int, list[Tensor]]:
+        """This rank's gradients, or its parts of them, by the number of ranks that hold the same numbers.
+
+        They are multiplied by the loss scale, and divided by the size of a full global batch instead of the count.
+        """
         parameters = parameters_of(self.optimizer)
         if not self._other_copies:
             return {self._copies: local_gradients(parameters)}

@@ -245,6 +245,8 @@ class RunTotals:
         skipped_steps: Attempted steps that were not applied.
         bad_samples: Samples that could not be read.
         excluded_samples: Samples that ``data.exclude`` left out.
+        spikes: Steps whose gradient norm was a spike (``train.spike``).
+        spike_grad_norm: Gradient norm of the last one; 0 before the first.
         evaluations: Finished evaluations.
         evaluation_due: Whether a stop interrupted the evaluation of the last step, so that it must run on resume.
         restarts: Starts that resumed an unfinished run.
@@ -257,6 +259,8 @@ class RunTotals:
     skipped_steps: int = 0
     bad_samples: int = 0
     excluded_samples: int = 0
+    spikes: int = 0
+    spike_grad_norm: float = 0.0
     evaluations: int = 0
     evaluation_due: bool = False
     restarts: int = 0

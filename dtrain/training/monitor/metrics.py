@@ -122,12 +122,18 @@ class StepMetrics:
         if self._timer is not None and outcome.step > self._first_step:  # the first one loads kernels and compiles
             self._stragglers.add(self._timer.seconds(timing.own), timing.seconds)
         totals.skipped_steps, totals.bad_samples = self._sums.skipped_steps, self._sums.bad_samples
+        if stats.spike:
+            totals.spikes, totals.spike_grad_norm = totals.spikes + 1, outcome.grad_norm
         if self._run.cfg.data.exclude is not None:  # what a step committed and no rank received
             totals.excluded_samples += timing.used - stats.samples - stats.bad
 
     def record(self, outcome: StepOutcome) -> dict[str, float | int]:
         """Collective, without a wait. The metrics of the steps since the last record, of which ``outcome`` is the last."""
         record = self._restarts | self._sums.record()
+        if self._run.cfg.train.spike is not None:
+            record["train/spikes"] = self._run.totals.spikes
+            if self._run.totals.spikes:
+                record["train/spike_grad_norm"] = self._run.totals.spike_grad_norm
         if self._run.cfg.data.exclude is not None:
             record["data/excluded_samples"] = self._run.totals.excluded_samples
         record |= {f"data/samples/{name}": n for name, n in self._run.train_loader.samples_by_source().items()}

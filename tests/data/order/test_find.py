@@ -19,7 +19,7 @@ from dtrain.data.order.randomness import permute, unpermute
 from dtrain.data.sources.datasets import SampleIndex
 
 keys = st.integers(0, 2**64 - 1)
-few = settings(deadline=None, max_examples=25)
+few = settings(deadline=None, max_examples=15)
 #: Sample, epoch, step and slot.
 Used = tuple[int, int, int, int]
 
@@ -83,7 +83,7 @@ def layouts(draw: st.DrawFn, shuffle: str) -> Layout:
     return Layout(per_lane * lanes, lanes)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(
     counts=st.lists(st.integers(0, 12), min_size=1, max_size=10).filter(any),
     recipe=recipes(),
@@ -166,7 +166,7 @@ def check_segment(
     assert rows == walked
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     recipe=recipes(),
     legs=st.lists(st.tuples(st.integers(1, 12) | st.integers(13, 60), st.integers(0, 20)), min_size=1, max_size=4),

@@ -116,7 +116,7 @@ def test_a_fork_needs_its_trunk_no_more_once_it_has_begun(trunk: Path, tmp_path:
 @pytest.mark.parametrize("step", [3, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_fork_that_was_killed_resumes_bit_for_bit(trunk: Path, tmp_path: Path, step: int) -> None:
     fork = tmp_path / "fork"
-    command = (f"run.fork={trunk}@2", faulty(f"kill@step={step}"))
+    command = (f"run.fork={trunk}@2", faulty(f"kill@step={step}", f"kill@step={step},rank=1"))
     with pytest.raises(RanksFailed):
         start(2, fork, *command)
     assert Checkpoints(fork / "checkpoints").steps()[0] == 2

@@ -1,0 +1,157 @@
+"""Spikes of the gradient norm: steps whose norm is far above those of the last steps.
+
+In plain arithmetic, with the norms of the last ``window`` finite steps::
+
+    median    = median(norms)
+    deviation = max(median(abs(norm - median) for norm in norms), 0.01 * median)
+    is_spike  = norm > median + factor * deviation
+
+* The rule looks upwards only, and is silent until the window is full.
+* Every finite norm enters the window, spikes too. So a lasting rise is accepted after half a window at most.
+* The norm is that of the gradient of the mean loss before clipping, equal on all ranks: they all take the same decision.
+
+The rule is a robust form of the one in OLMo's trainer, which uses mean and standard deviation. ``SpikeRule`` works with tensors
+and never waits for the device; ``HostSpikeRule`` does the same with Python floats, to the same bits.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtrain.errors import ConfigError, nearest
+
+_LEAST_DEVIATION = 0.01  # of the median
+
+
+@dataclass(frozen=True)
+class SpikeOptions:
+    """The settings of ``train.spike``.
+
+    Args:
+        factor: Deviations above the median from which a norm is a spike.
+        window: Number of finite steps that are compared with.
+        action: ``warn``, or ``skip``: the step is skipped on all ranks.
+
+    Raises:
+        ConfigError: If a value is impossible; names it.
+    """
+
+    factor: float = 6.0
+    window: int = 128
+    action: str = "warn"
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.factor, (int, float)) and self.factor > 0):
+            raise ConfigError(f"train.spike.factor: got {self.factor!r}, want a number above 0.")
+        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 8:
+            raise ConfigError(f"train.spike.window: got {self.window!r}, want a number of steps of at least 8.")
+        if self.action not in ("warn", "skip"):
+            raise ConfigError(f"train.spike.action: got {self.action!r}, want warn or skip.")
+
+    @classmethod
+    def parse(cls, node: Any) -> SpikeOptions | None:
+        """The options of a config node; None without one.
+
+        Raises:
+            ConfigError: If it is no mapping of these options.
+        """
+        if node is None:
+            return None
+        names = ("factor", "window", "action")
+        if not isinstance(node, Mapping):
+            raise ConfigError(f"train.spike: got {node!r}, want null or a mapping such as {{factor: 6, action: skip}}.")
+        for name in node:
+            if name not in names:
+                raise ConfigError(f"train.spike: there is no key {str(name)!r}. {nearest(str(name), names)}")
+        return cls(**node)
+
+    @property
+    def skips(self) -> bool:
+        """Whether a spike is skipped."""
+        return self.action == "skip"
+
+
+class SpikeRule:
+    """The rule with its window on a device.
+
+    Args:
+        options: The settings.
+        device: The device.
+    """
+
+    def __init__(self, options: SpikeOptions, device: torch.device) -> None:
+        self.options = options
+        self._norms = torch.zeros(options.window, dtype=torch.float64, device=device)
+        self._count = torch.zeros(1, dtype=torch.int64, device=device)  # finite steps so far
+
+    def is_spike(self, norm: Tensor, finite: Tensor) -> Tensor:
+        """Whether a norm is a spike, bool, shape ``[]``; then adds it to the window if it is finite.
+
+        Args:
+            norm: float64, shape ``[]``.
+            finite: bool, shape ``[]``: false for a step that is skipped anyway.
+        """
+        window, middle = self.options.window, self.options.window // 2
+        median = self._norms.sort().values[middle]
+        deviation = torch.maximum((self._norms - median).abs().sort().values[middle], _LEAST_DEVIATION * median)
+        spike = finite & (self._count[0] >= window) & (norm > median + self.options.factor * deviation)
+        place = self._count % window
+        self._norms.scatter_(0, place, torch.where(finite, norm, self._norms.gather(0, place)[0]).reshape(1))
+        self._count += finite
+        return spike
+
+    def state_dict(self) -> list[float]:
+        """The norms in the window, oldest first."""
+        count, norms = int(self._count), self._norms.tolist()
+        first = count % len(norms)
+        return norms[first:] + norms[:first] if count >= len(norms) else norms[:count]
+
+    def load_state_dict(self, norms: Sequence[float]) -> None:
+        """Fills the window with the last of these norms."""
+        kept = torch.tensor(list(norms)[-self.options.window :], dtype=torch.float64)
+        self._norms[: len(kept)] = kept.to(self._norms.device)
+        self._count.fill_(len(kept))
+
+
+class HostSpikeRule:
+    """``SpikeRule`` in Python floats."""
+
+    def __init__(self, options: SpikeOptions) -> None:
+        self.options = options
+        self._norms: deque[float] = deque(maxlen=options.window)
+        self._sorted: list[float] = []
+
+    def is_spike(self, norm: float, finite: bool) -> bool:
+        """As ``SpikeRule.is_spike``."""
+        if not finite:
+            return False
+        window, factor = self.options.window, self.options.factor
+        spike = False
+        if len(self._norms) == window:
+            median = self._sorted[window // 2]
+            # Sorting takes 15 us, and most norms are below this.
+            if norm > median + factor * (_LEAST_DEVIATION * median):
+                deviations = sorted([abs(each - median) for each in self._sorted])
+                spike = norm > median + factor * max(deviations[window // 2], _LEAST_DEVIATION * median)
+            oldest = self._norms[0]
+            del self._sorted[bisect_left(self._sorted, oldest)]
+        self._norms.append(norm)
+        insort(self._sorted, norm)
+        return spike
+
+    def state_dict(self) -> list[float]:
+        """As ``SpikeRule.state_dict``."""
+        return list(self._norms)
+
+    def load_state_dict(self, norms: Sequence[float]) -> None:
+        """As ``SpikeRule.load_state_dict``."""
+        self._norms.clear()
+        self._norms.extend(norms)
+        self._sorted = sorted(self._norms)
