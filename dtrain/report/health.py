@@ -32,6 +32,7 @@ from dtrain.report.run_logs import (
 from dtrain.report.style import count_of, format_duration, format_number, format_percent, shorten
 from dtrain.runs.history import History, as_float
 from dtrain.runs.run_dir import is_plain, is_trained
+from dtrain.runs.starts import STEPS, read_votes
 
 #: Rows of ``TimeBreakdown.seconds``, and their names in the same order.
 WAITING, STEPPING, PAUSING, INTERRUPTED = range(4)
@@ -44,6 +45,8 @@ _SILENT = 600.0  # seconds without a record or a status
 _MUCH_WAITING, _MUCH_PAUSING, _MUCH_INTERRUPTED = 0.1, 0.25, 0.1  # shares of the time
 # Share of the steps; number of steps, normal in fp16 until the loss scale has settled.
 _MANY_SKIPS, _FEW_SKIPS = 0.02, 5
+_MANY_SPIKES = 0.01  # share of the steps
+_MOST_VOTES = 2**30  # bytes of steps.bin, of 20 million steps
 _MANY_BAD = 0.001  # share of the samples
 _MUCH_SLOWER = 0.1  # share of the step that the slowest rank costs
 _UNEVEN = 2.0  # 95th percentile of step times over the median
@@ -193,6 +196,7 @@ def check_health(run: History, times: TimeBreakdown | None, hangs: Sequence[Hang
         *_check_state(run, now),
         *_check_loss(run),
         *_check_skips(run),
+        *_check_spikes(run),
         *_check_hangs(hangs),
         *_check_samples(run),
     ]
@@ -265,11 +269,35 @@ def _check_skips(run: History) -> Iterator[Finding]:
     if not (skipped > 0 and steps > 0):
         return
     text = f"{format_percent(skipped / steps)} of steps skipped ({skipped:,.0f} of {steps:,.0f})"
+    samples = _samples_of_last_skip(run)
     if skipped > _FEW_SKIPS and skipped / steps > _MANY_SKIPS:
         remedy = "In fp16 a lower precision.loss_scale.init or a longer growth_interval; else `dtrain.doctor numerics`."
-        yield Finding("skips", text, "warning", remedy)
+        yield Finding("skips", text, "warning", f"{remedy}{samples}")
     else:
-        yield Finding("skips", text)
+        yield Finding("skips", text, remedy=samples.strip())
+
+
+def _samples_of_last_skip(run: History) -> str:
+    """The command that shows which samples made the last skipped step; "" if the step is not known."""
+    path = run.path / STEPS
+    if not is_plain(path) or path.stat().st_size > _MOST_VOTES:
+        return ""
+    votes = read_votes(run.path)
+    skipped = votes["step"][votes["applied"] == 0]
+    if not len(skipped):
+        return ""
+    return f" Samples of the last one: `dtrain replay run.dir={run.path} replay.step={int(skipped[-1])} replay.samples=true`"
+
+
+def _check_spikes(run: History) -> Iterator[Finding]:
+    spikes, steps = run.last("train/spikes"), run.last("step")
+    if spikes > 0 and steps > 0:
+        text = (
+            f"{spikes:,.0f} spikes of the gradient norm, the last of {format_number(run.last('train/spike_grad_norm'))}"
+        )
+        level = "warning" if spikes / steps > _MANY_SPIKES else "ok"
+        remedy = "The messages of rank 0 name the first ones with a command that shows their samples."
+        yield Finding("spikes", text, level, remedy if level == "warning" else "")
 
 
 def _check_hangs(hangs: Sequence[Hang]) -> Iterator[Finding]:

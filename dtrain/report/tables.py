@@ -139,6 +139,7 @@ def number_rows(runs: Sequence[History], now: float) -> Rows:
     rows: dict[str, Callable[[History], str]] = {
         "directory": lambda run: str(run.path.resolve()),
         "state": lambda run: _state(run, now),
+        "forked from": lambda run: str(run.config.get("run.fork") or ""),
         "precision": lambda run: str(run.config.get("precision.name", "")),
         "started": lambda run: format_date(run.series("time")[1][0]) if run.has("time") else "",
         "time between first and last record": _duration,
@@ -162,7 +163,9 @@ def number_rows(runs: Sequence[History], now: float) -> Rows:
         "bytes per sample from the workers, median": lambda run: _median(run, "data/bytes_per_sample"),
         "bytes per step between ranks, median": lambda run: _median(run, "comm/bytes_per_step"),
         "skipped steps": lambda run: _last(run, "precision/skipped_steps"),
+        "spikes of the gradient norm": lambda run: _last(run, "train/spikes"),
         "bad samples": lambda run: _last(run, "data/bad_samples"),
+        "excluded samples": lambda run: _last(run, "data/excluded_samples"),
         "restarts": lambda run: _from_status(run, "restarts", format_number),
         "training repeated after restarts": lambda run: _from_status(run, "lost_seconds", format_duration),
         "not running between starts": lambda run: _from_status(run, "down_seconds", format_duration),
