@@ -15,6 +15,9 @@ from dtrain.__main__ import _take_nproc, entry_point
 from dtrain.completion import SHELLS
 from dtrain.doctor import __main__ as doctor
 from dtrain.launch.commands import COMMANDS
+from dtrain.replay import plan
+from dtrain.runs.recompose import take
+from tests.doc_keys import GROUPS, is_key
 from tests.doc_pages import ROOT
 
 ENTRY_POINTS = sorted(name for name in dtrain.COMMANDS if name != "completion")
@@ -69,6 +72,10 @@ def accepted(words: list[str], monkeypatch: pytest.MonkeyPatch) -> bool:
     name, arguments = words[at].removeprefix("dtrain."), [word.replace("$PWD/", "") for word in words[at + 1 :]]
     if name not in ENTRY_POINTS:
         return False
+    if name in ("replay", "trace"):  # which need the records of a run
+        return _names_steps_or_samples(name, arguments)
+    if any(word.startswith("run.fork=") for word in arguments):  # which needs the command line of a run
+        arguments = ["experiment=digits", *arguments]
     # An artefact is needed to compose its config, and one of the hub a network.
     arguments = ["run.dir=runs/mine" if word.startswith("artefact=") else word for word in arguments]
     arguments = [word.removeprefix("hf://") if name == "predict" else word for word in arguments]
@@ -78,6 +85,14 @@ def accepted(words: list[str], monkeypatch: pytest.MonkeyPatch) -> bool:
     # The others find nothing here that they could work on, and say so; 2 is a wrong usage.
     an_artefact = any(argument.startswith("artefact=") for argument in arguments)
     return code == 0 or (code == 1 and (an_artefact or name in ("pack", "predict", "report", "export")))
+
+
+def _names_steps_or_samples(name: str, arguments: list[str]) -> bool:
+    options, rest = take([word for word in arguments if not word.startswith("-")], **plan.OPTIONS)
+    if name == "replay":
+        plan.Request.parse(options)
+    keys = [word.partition("=")[0] for word in rest if "=" in word]
+    return "run.dir" in keys and all(key in GROUPS or is_key(key) for key in keys)
 
 
 def _has_options(words: list[str], *sources: Path) -> bool:

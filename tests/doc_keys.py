@@ -17,11 +17,12 @@ from omegaconf import OmegaConf
 from dtrain.config import instantiate
 from dtrain.config.compose import conf_dir
 from dtrain.config.schema import Config, key_types
+from dtrain.replay.plan import OPTIONS as REPLAY_OPTIONS
 from tests.doc_pages import is_placeholder
 
 PARSER = OverridesParser.create()
 #: Of commands, and no keys of the config.
-OPTIONS = {"checkpoint", "weights", "out", "samples", "steps", "ranks"}
+OPTIONS = {"checkpoint", "weights", "out", "samples", "steps", "ranks", *REPLAY_OPTIONS}
 #: Groups whose keys are the arguments of what `_target_` names.
 FREE = ("model", "task", "optimizer", "schedule")
 GROUPS = {folder.name for folder in conf_dir().iterdir() if folder.is_dir()}

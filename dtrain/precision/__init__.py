@@ -6,6 +6,7 @@ In reading order:
 * ``loss_scale``: the dynamic loss scale of fp16.
 * ``gradients``: the gradients of one rank: their list and their norm; checking and unscaling for ``grad_scaler``.
 * ``vote``: one all-reduce of control data per step, after which all ranks take the same decision.
+* ``spike``: finds steps whose gradient norm is far above those of the last steps, for the vote.
 * ``grad_scaler``: skips on all ranks alike in hand-written training loops; replaces ``torch.amp.GradScaler``.
 * ``reduce_dtype``: the dtype in which DDP reduces gradients.
 * ``skip_diagnosis``: names the module, parameter and sample that caused a series of skipped steps.

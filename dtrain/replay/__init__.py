@@ -6,6 +6,7 @@ In reading order:
 * ``trace``: ``dtrain trace``, which computes the uses of a sample from the seed and the record of the starts.
 * ``plan``: from which checkpoints a range of steps is recomputed, and with which config.
 * ``recompute``: executes a part of the plan with dtrain's own loop.
+* ``samples``: the loss of each row of a step, and its part of the gradient; ``looks``: who looks into a step, also a prompt.
 * ``compare``: differences, their tolerance, the table and the JSON file.
 * ``__main__``: ``dtrain replay``.
 

@@ -225,6 +225,9 @@ class _VoteLog(RunLogger):
     def status(self, *, at_most_every: float = 0.0) -> None:
         pass
 
+    def warn(self, text: str) -> None:
+        pass  # the run has said it
+
 
 class ComparedCheckpoints(CheckpointManager):
     """Compares the state with recorded checkpoints where a run would save.
