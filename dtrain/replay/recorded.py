@@ -5,6 +5,7 @@ Each is read once, from a directory in which the run may be training.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -118,9 +119,13 @@ def _last_start(run_dir: Path, checkpoints: Checkpoints, saved: Mapping[str, Any
     """What the checkpoints and ``overrides.yaml`` say about the last start of a run without ``starts.jsonl``."""
     environment, restarts = saved.get("environment", {}), saved.get("progress", {}).get("restarts", 0)
     first = 0
-    if restarts:
-        states = [checkpoints.load(step).state for step in checkpoints.steps()]
-        first = min(state["step"] for state in states if state["progress"]["restarts"] == restarts)
+    # Several starts may have the same number of restarts: extending a finished run is none.
+    states = [checkpoints.load(step).state for step in checkpoints.steps()]
+    if not all(_is_of_one_start(state, saved) for state in states):
+        same = itertools.takewhile(lambda state: _is_of_one_start(state, saved), reversed(states))
+        first = min((state["step"] for state in same), default=saved["step"])
+    elif restarts:
+        first = states[0]["step"]
     with as_config_error(f"run.dir: {run_dir / 'overrides.yaml'} cannot be read"):
         command = parse_yaml(read_bounded(run_dir / "overrides.yaml"))
     return Start(
@@ -135,3 +140,14 @@ def _last_start(run_dir: Path, checkpoints: Checkpoints, saved: Mapping[str, Any
         threads=0,
         versions=saved.get("versions", {}),
     )
+
+
+def _is_of_one_start(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two checkpoints may be of one start: restarts, ranks and global batch size are the same."""
+
+    def conditions(each: Mapping[str, Any]) -> list[Any]:
+        loader = each["loader"]
+        batch = loader["plan"] if "plan" in loader else loader["layouts"][-1][0]
+        return [each["progress"]["restarts"], each.get("environment", {}).get("ranks"), batch]
+
+    return conditions(state) == conditions(other)

@@ -354,7 +354,7 @@ def _identity(config: Mapping[str, Any]) -> dict[str, Any]:
         "model": config.get("model"),
         "task": config.get("task"),
         "optimizer": {"_target_": optimizer.get("_target_") if isinstance(optimizer, Mapping) else optimizer},
-        "run": {"seed": run.get("seed") if isinstance(run, Mapping) else run},
+        "run": {key: run.get(key) for key in ("seed", "fork")} if isinstance(run, Mapping) else run,
     }
 
 

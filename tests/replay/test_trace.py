@@ -185,10 +185,6 @@ def test_a_run_of_an_earlier_version_is_known_for_its_only_start_and_says_so(
     assert_refused(shown, "starts.jsonl", "last start")
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="recorded._last_start takes an extended run for one start, because an extension is no restart",
-)
 def test_a_run_of_an_earlier_version_that_was_extended_is_known_from_the_first_checkpoint_of_its_last_start(
     run_dir: Path, tmp_path: Path
 ) -> None:

@@ -115,6 +115,8 @@ class Fork:
 
         on_all_ranks(load)
         run.totals = replace(run.totals, evaluation_due=False, restarts=0, lost_seconds=0.0, down_seconds=0.0)
+        if not keeps:
+            run.segments = []  # of different data, or of steps whose order this run does not continue
         run.forked = asdict(self)
         return f"after step {self.step}, forked from {self.dir}" + ("" if keeps else ", with the data from epoch 0")
 

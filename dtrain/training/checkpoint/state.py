@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -228,7 +229,9 @@ class TrainState:
             segment["excluded"] = describe(read_excluded(self.cfg.data.exclude))
 
         def continues(last: dict[str, Any]) -> bool:
-            return all(last.get(key) == segment.get(key) for key in ("ranks", "micro_batch", "settings", "excluded"))
+            keys = ("ranks", "micro_batch", "settings", "excluded")
+            # As text, because the deal of a mixture depends on the order of its sources.
+            return json.dumps([last.get(key) for key in keys]) == json.dumps([segment.get(key) for key in keys])
 
         earlier = [each for each in self.segments if each["step"] < self.step.step]
         self.segments = earlier if earlier and continues(earlier[-1]) else [*earlier, segment]

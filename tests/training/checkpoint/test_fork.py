@@ -300,10 +300,6 @@ def test_a_fork_has_no_step_0_of_its_own(trunk: Path, tmp_path: Path, capfd: pyt
     assert_refused(message_of(capfd, tmp_path / "again", f"run.fork={fork}@0"), "run.fork", fork, f"{trunk}@2")
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a run with checkpoints ignores run.fork: it resumes after its newest one and says only what changed",
-)
 def test_a_run_that_was_no_fork_does_not_become_one(
     trunk: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -344,15 +340,9 @@ def after_steps(loader: ShardLoader, steps: int) -> dict[str, Any]:
     return state
 
 
-REORDERED = pytest.mark.xfail(
-    strict=True,
-    reason="begin_segment compares the weights of sources as dicts, whose order decides how the deal rounds",
-)
-
-
 @pytest.mark.parametrize(
     ("order", "batch", "steps"),
-    [("abc", 8, [0]), ("abc", 6, [0, 3]), pytest.param("cba", 8, [0, 3], marks=REORDERED)],
+    [("abc", 8, [0]), ("abc", 6, [0, 3]), ("cba", 8, [0, 3])],
 )
 def test_a_start_adds_a_segment_if_it_changes_the_order_of_samples(order: str, batch: int, steps: list[int]) -> None:
     first = mixed("abc")
@@ -363,10 +353,6 @@ def test_a_start_adds_a_segment_if_it_changes_the_order_of_samples(order: str, b
     assert [each["step"] for each in begin(second, 3, segments)] == steps
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="Fork.restore keeps the segments of the trunk, and begin_segment adds none if the settings are equal",
-)
 def test_a_fork_of_a_fork_that_restarted_its_data_knows_the_steps_of_the_first(trunk: Path, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     start(2, one, f"run.fork={trunk}@2", "run.fork_data=restart", "train.max_steps=4")
