@@ -42,6 +42,7 @@ from dtrain.precision import Precision
 from dtrain.precision import vote as vote_module
 from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.reduce_dtype import reduce_in
+from dtrain.precision.spike import SpikeOptions, SpikeRule
 from dtrain.tasks import Classification
 from dtrain.training import step as step_module
 from dtrain.training.evaluation import _Sums
@@ -103,9 +104,10 @@ class Event:
 class RealVote(vote_module.Vote):
     """Its page-locked memory has to be real: a numpy view of it is written to."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, device: torch.device, world_size: int, spikes: SpikeOptions | None = None) -> None:
         with unset_fake_temporarily():
-            super().__init__(*args)
+            super().__init__(device, world_size)
+        self.spikes = SpikeRule(spikes, device) if spikes is not None else None
 
 
 class Done:
@@ -151,7 +153,8 @@ def fake_cuda() -> Iterator[None]:
             (step_module, "seed_generators", lambda *place: None),
             (sharding, "_mesh", mesh_of_ranks),
             (Precision, "_require_device", lambda self, device: None),
-            (vote_module._HostCopy, "wait", lambda self: settled),
+            # A vote that looks for spikes copies one more number.
+            (vote_module._HostCopy, "wait", lambda self: settled + [0.0] * (self._payload.numel() - len(settled))),
         ]
         for owner, name, value in patches:
             if hasattr(owner, name):
@@ -223,6 +226,7 @@ def steps(
     micro_batches: int = 2,
     bucket_bytes: int | None = None,
     evaluates: bool = False,
+    spikes: SpikeOptions | None = None,
     **ddp_options: Any,
 ) -> Case:
     """A case: three steps, and an evaluation of two micro-batches with ``evaluates``."""
@@ -259,6 +263,7 @@ def steps(
             schedule=lambda applied_steps: 1.0,
             clip_norm=clip_norm,
             ema=average,
+            spikes=spikes,
         )
         copies = DeviceCopies(CUDA)
         seen: list[dict[str, Any]] = []
@@ -306,6 +311,7 @@ CASES: dict[str, Case] = {
     "bf16, no clipping, no average, 1 micro-batch": steps("bf16", clip_norm=None, ema=False, micro_batches=1),
     "fp16, no DDP": steps("fp16", parallel="none"),
     "bf16, fsdp": steps("bf16", parallel="fsdp"),
+    "fp16, spikes are skipped": steps("fp16", spikes=SpikeOptions(action="skip")),
     "fp16, foreach": steps("fp16", lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=True)),
     "fp16, one group that is not fused": steps("fp16", mixed_groups),
 }
