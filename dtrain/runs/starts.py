@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -179,11 +179,3 @@ def segments_of(starts: Sequence[Start], saved: Sequence[Mapping[str, Any]]) -> 
 def start_of(starts: Sequence[Start], step: int) -> int:
     """The number of the start that made a step; -1 if none of these did."""
     return max((number for number, start in enumerate(starts) if start.step < step), default=-1)
-
-
-def ranges(starts: Sequence[Start], after: int, last: int) -> Iterator[tuple[Start, int, int]]:
-    """The starts that made the steps ``after + 1`` to ``last``, each with the steps before and the last one of its part."""
-    for number, start in enumerate(starts):
-        end = starts[number + 1].step if number + 1 < len(starts) else last
-        if start.step < last and end > after:
-            yield start, max(start.step, after), min(end, last)
