@@ -218,7 +218,8 @@ class TrackerConfig:
     name: Any = "none"
     project: str = "dtrain"  # project of wandb and Trackio, experiment of MLflow
     entity: str | None = None  # wandb user or team; null: wandb's default
-    # of wandb: online | offline | disabled; null: WANDB_MODE, else online if logged in, else offline
+    # of wandb: online | offline | disabled; null: WANDB_MODE, else online as a sweep's agent, else as at the run's last start,
+    # else offline
     mode: str | None = None
     tags: list[str] = field(default_factory=list)  # of wandb and MLflow
     # checkpoints that wandb gets as artifacts: none | best (of checkpoint.best) | last (at the end of each start) | all
