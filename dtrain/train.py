@@ -1,6 +1,6 @@
-"""``torchrun -m dtrain.train experiment=NAME [key=value ...]``: from a config to a trained model.
+"""``dtrain train experiment=NAME [key=value ...]``: from a config to a trained model.
 
-``--help`` lists the groups and keys. ``python -m dtrain.train`` trains in one process. The same command again resumes the run;
+``--help`` lists the groups and keys. torchrun and srun start this module, too. The same command again resumes the run;
 ``run.dir=DIR`` alone, or with keys to change such as ``train.max_steps``, resumes the run in that directory.
 
 ``train`` has four phases: checks, data and model, restore, loop. The first three do all validation and leave the run directory

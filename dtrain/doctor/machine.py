@@ -116,7 +116,7 @@ def _devices(world: World) -> Iterator[Finding]:
             "ranks",
             f"1, with {gpus} GPUs",
             "ok",
-            f"To use all GPUs: torchrun --standalone --nproc-per-node={gpus} -m dtrain.train",
+            "dtrain train uses all GPUs, one process for each",
         )
     if not dist.is_gloo_available():
         yield Finding(
