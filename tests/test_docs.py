@@ -273,7 +273,7 @@ def test_the_readme_is_short_and_says_on_its_first_screen_what_was_not_measured(
 
 
 def test_one_spelling_of_commands() -> None:
-    """torchrun and ``python -m`` are for several machines and srun; docs/tour.md explains them, and elsewhere it is ``dtrain``."""
+    """torchrun and ``python -m`` are for several machines and for srun; docs/tour.md explains them."""
     spelled = re.compile(r"python3? -m dtrain\.\w+|torchrun[^|`\n]*-m dtrain")
     wrong = []
     presets = sorted(conf_dir().rglob("*.yaml"))
