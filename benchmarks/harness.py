@@ -345,7 +345,7 @@ def noise_images(number: int, size: int, classes: int, split: str = "train") -> 
 
 
 def noise_tokens(number: int, length: int, vocabulary: int, split: str = "train") -> dict[str, np.ndarray]:
-    """``tok``, uint16 ``[number, length]``, in ``[0, vocabulary)``: the field that ``python -m dtrain.pack text`` writes."""
+    """``tok``, uint16 ``[number, length]``, in ``[0, vocabulary)``: the field that ``dtrain pack text`` writes."""
     return {"tok": _generator(split).integers(vocabulary, size=(number, length), dtype=np.uint16)}
 
 

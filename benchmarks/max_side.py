@@ -2,7 +2,7 @@
 
     python -m benchmarks.max_side [--images 500x375 1600x1200] [--max-side 512 384 256] [--workers 0 2] [--rounds 5]
 
-Every row packs the same folder of JPEG files with ``python -m dtrain.pack imagefolder``: unchanged, or with
+Every row packs the same folder of JPEG files with ``dtrain pack imagefolder``: unchanged, or with
 ``--max-side``. Then its shards are loaded in batches of 64 with a random resized crop of 224x224.
 
 ``MB`` is the size of the shards, ``pack, ms a photo`` the CPU time of packing. A measurement of the loader is a process of

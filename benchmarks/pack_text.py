@@ -1,4 +1,4 @@
-"""Tokens a second that ``dtrain.pack text`` writes, beside the writers of litdata, mosaicml-streaming and webdataset.
+"""Tokens a second that ``dtrain pack text`` writes, beside the writers of litdata, mosaicml-streaming and webdataset.
 
     python -m benchmarks.pack_text [--documents 100000] [--length 1024] [--rounds 3] [--json FILE]
 
@@ -118,7 +118,7 @@ def measure(writer: str, source: str, out: str, length: int) -> dict[str, float]
 
 
 def dtrain_cut(source: str | None, out: str, length: int, fit: str = "cut") -> None:
-    """``python -m dtrain.pack text``."""
+    """``dtrain pack text``."""
     from dtrain.pack.__main__ import main as pack
 
     if source is not None:

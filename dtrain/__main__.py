@@ -149,7 +149,7 @@ def _as_typed(name: str, arguments: Sequence[str]) -> list[str]:
     if (directory := run_dir_of(arguments)) is None:
         return list(arguments)
 
-    # Options of dtrain.evaluate, of which ``checkpoint`` is a group of the config as well.
+    # Options of dtrain evaluate, of which ``checkpoint`` is a group of the config as well.
     names = dict.fromkeys(("checkpoint", "weights", "out"), "") if name == "evaluate" else {}
     options, rest = take(arguments, **names)
     try:

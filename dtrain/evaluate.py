@@ -1,10 +1,10 @@
-"""``torchrun -m dtrain.evaluate run.dir=DIR [checkpoint=best|latest|STEP] [weights=ema|raw] [precision=fp32,bf16] ...``
+"""``dtrain evaluate run.dir=DIR [checkpoint=best|latest|STEP] [weights=ema|raw] [precision=fp32,bf16] ...``
 
 Evaluates a checkpoint of a run on its evaluation data, or on ``data.eval=...``: each sample once, with the same result for any
 number of ranks. It uses the run's config with the overrides of the command line. With several precisions it evaluates the
 same weights in each, and prints the results side by side.
 
-``artefact=DIR data.eval=...``, or ``artefact=hf://ORGANISATION/NAME[@REVISION]``, evaluates an artefact of ``dtrain.export`` in
+``artefact=DIR data.eval=...``, or ``artefact=hf://ORGANISATION/NAME[@REVISION]``, evaluates an artefact of ``dtrain export`` in
 its own dtype, with the task and fields of the config in it.
 """
 
@@ -55,9 +55,8 @@ from dtrain.training.setup.loaders import check_same_data, class_names, corpus_b
 from dtrain.training.task import NotFinite
 
 USAGE = """Usage
-  torchrun --standalone --nproc-per-node=2 -m dtrain.evaluate run.dir=DIR [OPTION=VALUE ...] [KEY=VALUE ...]
-
-  ... -m dtrain.evaluate artefact=ARTEFACT data.eval=SHARDS [out=DIR2] [KEY=VALUE ...]
+  dtrain evaluate [--nproc N] run.dir=DIR [OPTION=VALUE ...] [KEY=VALUE ...]
+  dtrain evaluate [--nproc N] artefact=ARTEFACT data.eval=SHARDS [out=DIR2] [KEY=VALUE ...]
 
 Options
   run.dir=DIR                    the run's directory
@@ -146,7 +145,7 @@ def run_artefact_evaluation(composed: compose.Composed, folder: Path, name: str,
         if not isinstance(model.program, Program):
             raise ConfigError(
                 f"artefact: {folder} is stored as {model.description.stored_as}, whose preprocessing is part of its program. "
-                "Evaluate one of export.format=safetensors; dtrain.export has compared the others with fp32 (report.json)."
+                "Evaluate one of export.format=safetensors; dtrain export has compared the others with fp32 (report.json)."
             )
         names = on_all_ranks(lambda: class_names(cfg.data)) or model.description.classes
         precision = Precision("fp32")  # of the loader: the artefact casts its input itself

@@ -1,8 +1,8 @@
 """Predicts with an artefact: the classes of images, or the continuation of a text.
 
-* ``python -m dtrain.predict ARTEFACT IMAGE...`` prints ``file  class  probability``, the most probable class first. If a file
+* ``dtrain predict ARTEFACT IMAGE...`` prints ``file  class  probability``, the most probable class first. If a file
   cannot be used, an error is printed, the other files are still predicted, and the exit code is 1.
-* ``python -m dtrain.predict ARTEFACT --prompt TEXT`` prints the text and its continuation by a language model.
+* ``dtrain predict ARTEFACT --prompt TEXT`` prints the text and its continuation by a language model.
 * ARTEFACT is a folder, or ``hf://ORGANISATION/NAME[@REVISION]`` for one on the Hugging Face hub.
 
 The exit code is 2 for wrong arguments.
@@ -91,7 +91,7 @@ def rank_classes(model: Artefact, files: Sequence[str], top: int, batch_size: in
     if image is None:
         remedy = "It is a language model: use --prompt TEXT." if model.description.tokenizer else ""
         raise ConfigError(
-            f"the artefact's model does not take images, so dtrain.predict cannot use it. {remedy}".rstrip()
+            f"the artefact's model does not take images, so dtrain predict cannot use it. {remedy}".rstrip()
         )
     if image.own_decoder:
         raise ConfigError(
@@ -184,13 +184,13 @@ def _print_error(text: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m dtrain.predict",
-        description="Classifies image files, or continues a text, with a model that dtrain.export wrote.",
+        prog="dtrain predict",
+        description="Classifies image files, or continues a text, with a model that dtrain export wrote.",
     )
     parser.add_argument(
         "artefact",
         metavar="ARTEFACT",
-        help="folder that dtrain.export wrote, or hf://ORGANISATION/NAME[@REVISION] for one on the Hugging Face hub",
+        help="folder that dtrain export wrote, or hf://ORGANISATION/NAME[@REVISION] for one on the Hugging Face hub",
     )
     parser.add_argument("images", metavar="IMAGE", nargs="*", help="JPEG, PNG, WebP, BMP, GIF, TIFF, PPM or AVIF file")
     parser.add_argument("--prompt", metavar="TEXT", help="text that a language model continues, instead of images")

@@ -1,6 +1,6 @@
-"""``torchrun -m dtrain.train experiment=NAME [key=value ...]``: from a config to a trained model.
+"""``dtrain train experiment=NAME [key=value ...]``: from a config to a trained model.
 
-``--help`` lists the groups and keys. ``python -m dtrain.train`` trains in one process. The same command again resumes the run;
+``--help`` lists the groups and keys. torchrun and srun start this module, too. The same command again resumes the run;
 ``run.dir=DIR`` alone, or with keys to change such as ``train.max_steps``, resumes the run in that directory.
 
 ``train`` has four phases: checks, data and model, restore, loop. The first three do all validation and leave the run directory
@@ -60,7 +60,7 @@ def train_on_ranks(cfg: Config, spec: RunSpec, failure: FailureRecord, recovery:
         # -- checks: before the loaders, which may index shards for hours
         rank0_overrides = from_rank0(lambda: list(spec.overrides))
         on_all_ranks(lambda: spec.require_same_overrides(rank0_overrides))
-        from_rank0(lambda: tracker_mode(cfg.tracker))
+        from_rank0(lambda: tracker_mode(cfg.tracker, spec.dir))
         cfg, spec = pin_weights(cfg, spec)
         hooks = on_all_ranks(lambda: build_hooks(cfg))
         time_limit = on_all_ranks(lambda: TimeLimit.from_config(cfg.run.max_hours, world.rank, began=recovery.began))
@@ -99,7 +99,7 @@ def train_on_ranks(cfg: Config, spec: RunSpec, failure: FailureRecord, recovery:
                 recovery.arm(run, loop, run_logger, stop)
                 with watch.following(loop.place, spec.dir / "logs"), recovery.lost_ranks(world):
                     state, reason = loop.run()
-            if world.rank == 0 and sends_alerts(cfg.tracker):
+            if world.rank == 0 and sends_alerts(cfg.tracker, spec.dir):
                 from dtrain.report.health import problems_of  # importing it takes 0.1 s
 
                 if problems := problems_of(spec.dir):

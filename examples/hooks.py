@@ -1,6 +1,6 @@
 """Three hooks: histograms of the gradients in wandb, a backbone that is frozen at first, and early stopping.
 
-    PYTHONPATH=examples torchrun --standalone --nproc-per-node=2 -m dtrain.train experiment=digits \\
+    PYTHONPATH=examples dtrain train --nproc 2 experiment=digits \\
         'train.hooks=[{_target_: hooks.FreezeBackbone, head: "8."}, {_target_: hooks.StopEarly, patience: 3}]'
 
 A hook is any class with some of the methods ``on_start``, ``on_step``, ``on_evaluation``, ``on_save`` and ``on_end``. All ranks

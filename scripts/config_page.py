@@ -9,13 +9,8 @@ its class; a preset's is the first sentence of its file. Defaults are those of a
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
-import io
 import re
-import textwrap
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
@@ -27,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from dtrain import command_line
 from dtrain.config import schema
 from dtrain.config.compose import Composed, conf_dir
+from dtrain.config.meanings import meanings, section_meaning
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 _HEAD = """# Every key
@@ -34,9 +30,9 @@ _HEAD = """# Every key
 Written by `python scripts/config_page.py` from [the schema](../dtrain/config/schema.py) and [the presets](../conf): edit those.
 
 A run is described by keys, `KEY=VALUE` on the command line, and by presets, which set several keys, `GROUP=PRESET`.
-`dtrain train --help` shows both with the values that a command line gives them, `--cfg job` the config alone, and
+`dtrain train --help` explains both, with the values that a command line gives them, `--cfg job` prints the config alone, and
 `--info defaults` the files that the values come from. Options of a single command (`checkpoint=best`, `weights=ema`) are in
-its own `--help`. Your own presets are in a folder named by `--config-dir`: [README](../README.md#your-own-model-and-task).
+its own `--help`. Your own presets are in a folder named by `--config-dir`: [tour](tour.md#your-own-model-and-task).
 
 ## Completion
 
@@ -78,27 +74,6 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def meanings(kind: type) -> dict[str, str]:
-    """The comment of each field of a dataclass: behind it, or on the lines above."""
-    source = textwrap.dedent(inspect.getsource(kind))
-    comments = {
-        token.start[0]: token.string.lstrip("# ")
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT
-    }
-    (node,) = ast.parse(source).body
-    assert isinstance(node, ast.ClassDef)
-    found, after = {}, node.lineno
-    for statement in node.body:
-        end = statement.end_lineno or statement.lineno
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            found[statement.target.id] = " ".join(
-                comments[line] for line in range(after + 1, end + 1) if line in comments
-            )
-        after = end
-    return found
-
-
 def _sections(kind: type, cfg: DictConfig, prefix: str, undocumented: list[str]) -> Iterator[str]:
     """A section for the class's own keys, then one for each class inside it."""
     hints, comments = schema.key_types(kind), meanings(kind)
@@ -112,7 +87,7 @@ def _sections(kind: type, cfg: DictConfig, prefix: str, undocumented: list[str])
             rows.append((f"`{prefix}{name}`", _type(hint), _default(cfg, name), _escaped(comments[name])))
     if prefix:
         yield f"### `{prefix[:-1]}`\n"
-        yield _prose(kind) + "\n"
+        yield section_meaning(kind) + "\n"
     yield _table(("key", "type", "default", "meaning"), rows)
     for name, hint in inner.items():
         assert isinstance(hint, type)
@@ -161,10 +136,6 @@ def _escaped(text: str) -> str:
     parts = text.split("`")
     parts[::2] = [re.sub(r"([*_])", r"\\\1", part).replace("<", "&lt;") for part in parts[::2]]
     return "`".join(parts)
-
-
-def _prose(kind: type) -> str:
-    return " ".join((inspect.getdoc(kind) or "").split()).replace("``", "`")
 
 
 def _type(hint: Any) -> str:

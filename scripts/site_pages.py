@@ -40,8 +40,8 @@ COMMANDS = (
 )
 _HEAD = """# Commands
 
-What each command prints with `--help`. All are commands of `dtrain` and modules: `dtrain export` is `python -m dtrain.export`.
-[Getting started](getting_started.md) shows them in use.
+What each command prints with `--help`. The [tour](tour.md) shows them in use,
+and how [torchrun and srun](tour.md#torchrun-and-srun) start the same programs.
 """
 #: Name of a run: its arguments. One is killed, and resumed by the same command.
 RUNS = {

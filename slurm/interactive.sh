@@ -10,7 +10,7 @@ set -euo pipefail
 
 options=(
   --nodes=1
-  --ntasks=1          # dtrain.launch, which starts one process for each GPU
+  --ntasks=1          # dtrain launch, which starts one process for each GPU
   --gpus-per-node=2   # EDIT: delete the line to train on CPUs
   --cpus-per-task=8   # EDIT: the workers of the loader need them
   --time=01:00:00     # EDIT
@@ -26,5 +26,5 @@ if [[ -n ${SLURM_JOB_ID:-} && -z $(squeue --noheader --jobs="$SLURM_JOB_ID" --st
   echo "error: allocation $SLURM_JOB_ID has ended. Leave its shell (exit) and start again." >&2
   exit 1
 fi
-# --pty sends the keys of the terminal to the node, so Ctrl-C signals dtrain.launch instead of srun, which would kill the step.
+# --pty sends the keys of the terminal to the node, so Ctrl-C signals dtrain launch instead of srun, which would kill the step.
 exec srun "${options[@]}" --pty "$python" -m dtrain.launch launch=local launch.processes_per_node="$processes" "$@"

@@ -72,6 +72,9 @@ def accepted(words: list[str], monkeypatch: pytest.MonkeyPatch) -> bool:
     name, arguments = words[at].removeprefix("dtrain."), [word.replace("$PWD/", "") for word in words[at + 1 :]]
     if name not in ENTRY_POINTS:
         return False
+    # The name of a command in a sentence.
+    if not arguments or (name == "pack" and arguments in (["imagefolder"], ["text"], ["index"])):
+        return True
     if name in ("replay", "trace"):  # which need the records of a run
         return _names_steps_or_samples(name, arguments)
     if any(word.startswith("run.fork=") for word in arguments):  # which needs the command line of a run
@@ -89,8 +92,6 @@ def accepted(words: list[str], monkeypatch: pytest.MonkeyPatch) -> bool:
 
 def _names_steps_or_samples(name: str, arguments: list[str]) -> bool:
     options, rest = take([word for word in arguments if not word.startswith("-")], **plan.OPTIONS)
-    if not arguments:  # the name of a command in a sentence
-        return True
     if name == "replay":
         plan.Request.parse(options)
     keys = [word.partition("=")[0] for word in rest if "=" in word]

@@ -264,6 +264,26 @@ def test_every_page_is_reached_from_the_readme_or_the_front_page_of_the_site() -
     assert set(PAGES) <= reached
 
 
+def test_the_readme_is_short_and_says_on_its_first_screen_what_was_not_measured() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 130, "move examples of features to docs/tour.md"
+    first_screen = "\n".join(lines[:30])
+    for part in ("0.1.0, unreleased", "GPU yet", "| use dtrain if | use something else if |", "docs/replay.md"):
+        assert part in first_screen
+
+
+def test_one_spelling_of_commands() -> None:
+    """torchrun and ``python -m`` are for several machines and for srun; docs/tour.md explains them."""
+    spelled = re.compile(r"python3? -m dtrain\.\w+|torchrun[^|`\n]*-m dtrain")
+    wrong = []
+    presets = sorted(conf_dir().rglob("*.yaml"))
+    for path in (*(page for page in PAGES if page.name != "tour.md"), *presets):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if spelled.search(line) and "srun " not in line:
+                wrong.append(f"{path.name}:{number}: {line}")
+    assert wrong == []
+
+
 # -- docstrings of packages
 
 

@@ -63,7 +63,7 @@ def part(lines, error=None):
 
 
 def test_a_part_that_ends_early_keeps_its_lines_and_says_why():
-    bench = SimpleNamespace(commands=["python -m dtrain.train"])
+    bench = SimpleNamespace(commands=["dtrain train"])
     line = {"precision": "fp32", "ms": 2.0}
     states = {}
     for error in (None, Skipped("no data"), NoTimeLeft("late"), OutOfTime("ended"), Failed("exit code 1")):

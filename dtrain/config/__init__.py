@@ -4,6 +4,7 @@ In reading order:
 
 * ``schema``: every config key, its type, default and meaning.
 * ``compose``: composes the config with Hydra and calls an entry point with it; exit codes; the option ``--json``.
+* ``meanings``: the meanings of keys, from the comments of the schema; the keys in ``dtrain train --help``.
 * ``merge``: presets and keys that name a different class replace the earlier node.
 * ``explain``: clear messages for the errors that Hydra raises.
 * ``instantiate``: objects from ``_target_`` nodes.

@@ -28,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dtrain.config import schema
 from dtrain.config.explain import check_keys, explain
+from dtrain.config.meanings import with_meanings
 from dtrain.config.merge import replacing_nodes
 from dtrain.errors import (
     HIDDEN,
@@ -210,7 +211,7 @@ def _call_hydra(job: Callable[[DictConfig], None], arguments: list[str]) -> None
     sys.argv = [argv[0], *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors, which it otherwise prints before it exits
     try:
-        with replacing_nodes(), _closed_pipe(), _secrets_not_printed(only_prints(arguments)):
+        with replacing_nodes(), _closed_pipe(), _printed_for_people(arguments):
             hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")(job)()
     finally:
         sys.argv = argv
@@ -234,9 +235,9 @@ def _closed_pipe() -> Iterator[None]:
 
 
 @contextmanager
-def _secrets_not_printed(is_printing: bool) -> Iterator[None]:
-    """Hides secrets in what ``--cfg`` and ``--info`` print."""
-    if not is_printing:
+def _printed_for_people(arguments: Sequence[str]) -> Iterator[None]:
+    """Hides secrets in what ``--help``, ``--cfg`` and ``--info`` print, and explains the keys in that of ``--help``."""
+    if not only_prints(arguments):
         yield
         return
     printed = io.StringIO()
@@ -244,10 +245,16 @@ def _secrets_not_printed(is_printing: bool) -> Iterator[None]:
         with redirect_stdout(printed):
             yield
     finally:
-        for line in printed.getvalue().splitlines(keepends=True):
-            if (found := _YAML_TEXT.fullmatch(line)) and SECRET_KEY.search(found[2]):
-                line = f"{found[1]}{HIDDEN}\n"
-            sys.stdout.write(without_secrets_in(line))
+        text = "".join(map(_without_secret, printed.getvalue().splitlines(keepends=True)))
+        if {"--help", "-h"} & set(arguments):
+            text = "".join(f"{line}\n" for line in with_meanings(text.splitlines()))
+        sys.stdout.write(text)
+
+
+def _without_secret(line: str) -> str:
+    if (found := _YAML_TEXT.fullmatch(line)) and SECRET_KEY.search(found[2]):
+        line = f"{found[1]}{HIDDEN}\n"
+    return without_secrets_in(line)
 
 
 def _check(node: DictConfig) -> None:
@@ -255,7 +262,7 @@ def _check(node: DictConfig) -> None:
     if HydraConfig.get().mode == RunMode.MULTIRUN and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             "--multirun: one torchrun cannot run several configs, because each of its processes would start its own sweep. "
-            "Start one torchrun per config, for example in a shell loop, or use `python -m dtrain.launch --multirun`."
+            "Start one torchrun per config, for example in a shell loop, or use `dtrain launch --multirun`."
         )
 
 

@@ -37,8 +37,8 @@ class WarmStartConfig:
 class RunConfig:
     """Identity and directory of the run."""
 
-    name: str | None = None  # null: <experiment>-<hash of the config>
-    dir: str | None = None  # null: runs/<name>
+    name: str | None = None  # of the run; null: <experiment>-<hash of the config>
+    dir: str | None = None  # the run's directory; null: runs/<name>
     seed: int = 0  # of the order, the augmentation, the initial weights and dropout
     max_hours: float | None = None  # of this start: it then saves and stops, and the same command resumes
     # auto: resume if there is a checkpoint | must: fail if there is none | never: begin at step 0 and move the records of a run
@@ -58,8 +58,10 @@ class TrainConfig:
 
     global_batch_size: int = 64  # samples per optimizer step, over all ranks
     micro_batch_size: int | None = None  # samples per forward pass on one rank; null: its share of the global batch
-    max_steps: int | None = None  # the first of max_steps and max_epochs ends the run; null: no limit
-    # null: no limit. The schedule is laid out over max_epochs, also if max_steps ends the run before; else over max_steps
+    # length of the run in steps; null: no limit. The first of max_steps and max_epochs ends the run
+    max_steps: int | None = None
+    # length of the run in epochs; null: no limit. The schedule is laid out over max_epochs, also if max_steps ends the run
+    # before; else over max_steps
     max_epochs: int | None = None
     clip_norm: float | None = None  # largest norm of all gradients together; null: no clipping
     log_every: int = 10  # steps between two records in metrics.jsonl
@@ -194,8 +196,8 @@ class ParallelConfig:
 class CheckpointConfig:
     """When checkpoints are written and which are kept. One is always written at the end and on a stop request."""
 
-    every_steps: int | None = None  # null: not by steps
-    every_minutes: float | None = 15.0  # null: not by time
+    every_steps: int | None = None  # steps between two checkpoints; null: not by steps
+    every_minutes: float | None = 15.0  # minutes between two checkpoints; null: not by time
     keep_last: int = 2  # number of newest checkpoints that are kept
     keep_every: int | None = None  # checkpoints whose step is a multiple of it are never deleted; null: none
     best: str | None = None  # a metric such as eval/accuracy, whose best checkpoint is kept; null: none
@@ -218,7 +220,8 @@ class TrackerConfig:
     name: Any = "none"
     project: str = "dtrain"  # project of wandb and Trackio, experiment of MLflow
     entity: str | None = None  # wandb user or team; null: wandb's default
-    # of wandb: online | offline | disabled; null: WANDB_MODE, else online if logged in, else offline
+    # of wandb: online | offline | disabled; null: WANDB_MODE, else online as a sweep's agent, else as at the run's last start,
+    # else offline
     mode: str | None = None
     tags: list[str] = field(default_factory=list)  # of wandb and MLflow
     # checkpoints that wandb gets as artifacts: none | best (of checkpoint.best) | last (at the end of each start) | all
@@ -246,7 +249,7 @@ class SearchConfig:
 
 @dataclass
 class LaunchConfig:
-    """How `dtrain.launch` starts a run. The keys from `min_nodes` on apply to SLURM only."""
+    """How `dtrain launch` starts a run. The keys from `min_nodes` on apply to SLURM only."""
 
     name: str = "local"  # local | slurm; set by the preset
     nodes: int = 1  # machines
@@ -269,12 +272,12 @@ class LaunchConfig:
     extra: list[str] = field(default_factory=list)  # further sbatch options: 'launch.extra=["--qos=high"]'
     srun: list[str] = field(default_factory=list)  # further srun options, such as Pyxis' --container-image=IMAGE
     container: list[str] = field(default_factory=list)  # command in front of python: [apptainer,exec,--nv,image.sif]
-    python: str | None = None  # python on the nodes, or in the container; null: the one that runs dtrain.launch
+    python: str | None = None  # python on the nodes, or in the container; null: the one that runs dtrain launch
 
 
 @dataclass
 class ExportConfig:
-    """What `dtrain.export` writes."""
+    """What `dtrain export` writes."""
 
     dtype: str = "bf16"  # fp32 | bf16 | fp16
     format: Any = "safetensors"  # safetensors | pt2 | aotinductor | onnx, or a list of them

@@ -83,7 +83,7 @@ class World:
         world = cls.from_environment()
         if world.size > 1:
             raise ConfigError(
-                f"{command}: got {world.size} processes, want one. Start it with `python -m`, without torchrun.{hint}"
+                f"{command}: got {world.size} processes, want one. Start it without torchrun and srun.{hint}"
             )
         return world
 

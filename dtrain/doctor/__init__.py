@@ -1,4 +1,4 @@
-"""Measurements of ``python -m dtrain.doctor``: this machine, the communication between ranks, and a configured run.
+"""Measurements of ``dtrain doctor``: this machine, the communication between ranks, and a configured run.
 
 A *finding* (``dtrain.console.Finding``) is one line of the result, with a remedy if it is a problem.
 

@@ -1,4 +1,4 @@
-"""``python -m dtrain.doctor [key=value ...]``: checks this machine, and finds what limits a run on it.
+"""``dtrain doctor [key=value ...]``: checks this machine, and finds what limits a run on it.
 
 * Without a config: versions, devices, precisions and known problems of this machine; under torchrun also the speed of
   all-reduce.
@@ -83,7 +83,7 @@ def check_machine(options: argparse.Namespace) -> int:
         findings, _ = _environment(world)
     if world.rank == 0:
         if world.size == 1:
-            print("To measure all-reduce: torchrun --standalone --nproc-per-node=2 -m dtrain.doctor")
+            print("To measure all-reduce: dtrain doctor --nproc 2")
         print("To find what limits a run: the same command with its config, such as experiment=digits, or run.dir=DIR")
         write_json(options.json, {"findings": [asdict(finding) for finding in findings]})
     return _exit_code(findings)
@@ -159,14 +159,14 @@ def _positive(text: str) -> float:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m dtrain.doctor",
-        usage="%(prog)s [--json FILE] [--timeout SECONDS]\n"
-        "       torchrun --standalone --nproc-per-node=2 -m dtrain.doctor experiment=NAME [KEY=VALUE ...] [--seconds S]\n"
-        "       torchrun --standalone --nproc-per-node=2 -m dtrain.doctor run.dir=DIR [KEY=VALUE ...]\n"
-        "       python -m dtrain.doctor memory --help\n"
-        "       python -m dtrain.doctor numerics --help",
+        prog="dtrain doctor",
+        usage="%(prog)s [--nproc N] [--json FILE] [--timeout SECONDS]\n"
+        "       dtrain doctor [--nproc N] experiment=NAME [KEY=VALUE ...] [--seconds S]\n"
+        "       dtrain doctor [--nproc N] run.dir=DIR [KEY=VALUE ...]\n"
+        "       dtrain doctor memory --help\n"
+        "       dtrain doctor numerics --help",
         description="Shows versions, devices, precisions and limits of this machine, with remedies for known problems;\n"
-        "under torchrun also the speed of all-reduce.\n\n"
+        "with --nproc N also the speed of all-reduce.\n\n"
         "With the config of a run, or the directory of a run that was started, it measures the disks of its shards and\n"
         "checkpoints, its loader alone, its step alone on one batch with and without communication, and loader and\n"
         "step together; and shows what limits the run and what to change. Start it with as many processes as the\n"

@@ -367,7 +367,7 @@ def _skips(steps: int, applied: int) -> Iterator[Finding]:
             "skips",
             f"{steps - applied} of {steps} steps were skipped, so the measured time of the optimizer is too short",
             "warning",
-            "Losses or gradients are not finite: `python -m dtrain.doctor numerics` shows where",
+            "Losses or gradients are not finite: `dtrain doctor numerics` shows where",
         )
 
 

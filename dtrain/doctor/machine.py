@@ -23,7 +23,7 @@ from dtrain.distributed.world import World, process_cpu_count
 from dtrain.errors import ConfigError
 from dtrain.files import cache_dir
 from dtrain.precision import Precision
-from dtrain.tracking.sinks import wandb_mode
+from dtrain.tracking.sinks import wandb_logged_in, wandb_mode, wandb_server
 
 SHARED_MEMORY = Path("/dev/shm")
 #: Values of ``precision`` to examine.
@@ -67,7 +67,10 @@ def _versions() -> Iterator[Finding]:
             "scikit-learn", "not installed; experiment=digits needs it", "warning", "pip install 'dtrain[demo]'"
         )
     try:
-        yield Finding("wandb mode", wandb_mode(None))
+        mode = wandb_mode(None)
+        login = f"{'logged in' if wandb_logged_in() else 'not logged in'} at {wandb_server()}"
+        hint = "; tracker.mode=online or WANDB_MODE=online sends records" if mode == "offline" else ""
+        yield Finding("wandb mode", f"{mode} ({login}{hint})")
     except ConfigError as error:
         yield Finding("wandb mode", str(error), "error", "Correct WANDB_MODE, run `wandb login`, or set tracker=none")
 
@@ -113,7 +116,7 @@ def _devices(world: World) -> Iterator[Finding]:
             "ranks",
             f"1, with {gpus} GPUs",
             "ok",
-            f"To use all GPUs: torchrun --standalone --nproc-per-node={gpus} -m dtrain.train",
+            "dtrain train uses all GPUs, one process for each",
         )
     if not dist.is_gloo_available():
         yield Finding(

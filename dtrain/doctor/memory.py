@@ -1,6 +1,6 @@
-"""``python -m dtrain.doctor memory``: the memory that a rank needs in a step, for each strategy; no GPU is needed.
+"""``dtrain doctor memory``: the memory that a rank needs in a step, for each strategy; no GPU is needed.
 
-    python -m dtrain.doctor memory experiment=bytes_gpt [ranks=8] [ranks_per_node=8] [device_memory=80GB] [key=value ...]
+    dtrain doctor memory experiment=bytes_gpt [ranks=8] [ranks_per_node=8] [device_memory=80GB] [key=value ...]
 
 * A *strategy* is how the ranks share the model: ``ddp``, ``fsdp`` or ``hsdp``, with its options.
 * A step needs memory for parameters, gradients, optimizer state and averaged weights, which follow from their shapes, and for
@@ -504,7 +504,7 @@ def _count(name: str, text: str) -> int | None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m dtrain.doctor memory",
+        prog="dtrain doctor memory",
         usage="%(prog)s experiment=NAME [ranks=N] [ranks_per_node=N] [device_memory=80GB] [key=value ...] [--json FILE]",
         description="Shows the memory that a rank needs in a step with ddp, fsdp and hsdp, whether it fits, and what to\n"
         "change if it does not. Nothing is trained. It needs no GPU, and no memory for the model. ranks=N is\n"

@@ -1,6 +1,6 @@
-"""``python -m dtrain.doctor numerics``: dtypes and value ranges of a run, recommended settings, and code unsafe below fp32.
+"""``dtrain doctor numerics``: dtypes and value ranges of a run, recommended settings, and code unsafe below fp32.
 
-    python -m dtrain.doctor numerics experiment=digits precision=bf16 [steps=5] [key=value ...]
+    dtrain doctor numerics experiment=digits precision=bf16 [steps=5] [key=value ...]
 
 It trains a few steps of the configured run in one process, each also in fp32, and needs the memory for that. It reads and
 writes nothing in the run directory and loads no checkpoint.
@@ -158,7 +158,7 @@ def _positive(name: str, text: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m dtrain.doctor numerics",
+        prog="dtrain doctor numerics",
         usage="%(prog)s experiment=NAME [steps=N] [ranks=N] [key=value ...] [--json FILE] [--all]",
         description="Shows the dtypes and value ranges of every module of a run, advised settings, and lines of the model\n"
         "that are only safe in fp32. It trains steps=N steps (default 5) of the configured run and saves nothing. With\n"

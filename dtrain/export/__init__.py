@@ -16,7 +16,7 @@ Files in reading order:
 * ``reference``: inputs, fp32 outputs and metrics on rows of the evaluation set.
 * ``probe``: a process that runs one artefact and reports outputs, call times and peak memory.
 * ``compare``: errors of an artefact, the tolerance, and the first module that exceeds it.
-* ``benchmark``: latency, throughput and memory compared with fp32; largest batch within a budget; ``dtrain.export measure``.
+* ``benchmark``: latency, throughput and memory compared with fp32; largest batch within a budget; ``dtrain export measure``.
 * ``pipeline``: one export, from the options to the published artefact.
 """
 

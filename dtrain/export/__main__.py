@@ -1,4 +1,4 @@
-"""Exports a checkpoint as an artefact: ``python -m dtrain.export run.dir=DIR [OPTION=VALUE ...] [KEY=VALUE ...]``.
+"""Exports a checkpoint as an artefact: ``dtrain export run.dir=DIR [OPTION=VALUE ...] [KEY=VALUE ...]``.
 
 ``dtrain.export.pipeline`` has the phases of an export; ``dtrain.export`` says what an artefact is.
 """
@@ -14,8 +14,8 @@ from dtrain.export.pipeline import export
 from dtrain.runs.recompose import recompose, take
 
 USAGE = """Usage
-  python -m dtrain.export run.dir=DIR [OPTION=VALUE ...] [KEY=VALUE ...]
-  python -m dtrain.export measure ARTEFACT [ARTEFACT ...]    measures existing artefacts; see measure --help
+  dtrain export run.dir=DIR [OPTION=VALUE ...] [KEY=VALUE ...]
+  dtrain export measure ARTEFACT [ARTEFACT ...]    measures existing artefacts; see measure --help
 
 Options
   run.dir=DIR                    the run's directory

@@ -1,4 +1,4 @@
-"""Latency, throughput and memory of artefacts compared with fp32; the largest batch within a budget; ``dtrain.export measure``.
+"""Latency, throughput and memory of artefacts compared with fp32; the largest batch within a budget; ``dtrain export measure``.
 
 * Each artefact runs in its own process, a *probe*. Probes take turns for several *rounds*, so that a slowdown of the
   machine affects all of them. A ratio is the median over the rounds of the ratios within a round.
@@ -202,7 +202,7 @@ def largest_batch(limit_of: Callable[[int], str | None]) -> tuple[int, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs ``python -m dtrain.export measure`` with the arguments after ``measure``; returns the exit code."""
+    """Runs ``dtrain export measure`` with the arguments after ``measure``; returns the exit code."""
     options = _parser().parse_args(arguments)
     limits = ExportConfig(
         batch=options.batch, max_latency_ms=options.max_latency_ms, max_memory_gib=options.max_memory_gib
@@ -357,12 +357,12 @@ def _device_name(device: torch.device) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m dtrain.export measure",
+        prog="dtrain export measure",
         description="Measures latency, samples per second and peak memory of artefacts. Each runs in its own process, they "
         "take turns, and each figure is also shown as a multiple of the first fp32 artefact's.",
         allow_abbrev=False,
     )
-    parser.add_argument("artefact", nargs="+", type=Path, help="folder that dtrain.export wrote")
+    parser.add_argument("artefact", nargs="+", type=Path, help="folder that dtrain export wrote")
     parser.add_argument(
         "--batch", nargs="+", type=int, default=[1, 32], metavar="ROWS", help="batch sizes to measure (default: 1 32)"
     )

@@ -84,7 +84,7 @@ class Description:
         path = folder / DESCRIPTION
         if not path.is_file():
             raise ConfigError(
-                f"{folder} is not an artefact: it has no {DESCRIPTION}. Export one: python -m dtrain.export run.dir=DIR"
+                f"{folder} is not an artefact: it has no {DESCRIPTION}. Export one: dtrain export run.dir=DIR"
             )
         try:
             text = read_bounded(path, MAX_JSON_BYTES)

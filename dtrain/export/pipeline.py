@@ -105,7 +105,7 @@ class _Plan:
 def _check(composed: Composed, samples: str) -> _Plan:
     cfg: Config = composed.cfg
     spec = RunSpec.from_composed(composed)
-    world = World.of_one_process("dtrain.export")
+    world = World.of_one_process("dtrain export")
     if cfg.export.dtype not in DTYPES:
         raise ConfigError(f"export.dtype: got {cfg.export.dtype!r}, want one of {', '.join(DTYPES)}.")
     precision = Precision(cfg.export.dtype, tuple(cfg.precision.keep_fp32))
@@ -192,7 +192,7 @@ def _load(plan: _Plan, which: str, weights: str) -> _Trained:
 
     def load_trained() -> tuple[nn.Module, str]:
         model = build.build_model(cfg.model, device, cfg.train.channels_last)
-        refuse_scripted(model, "", "dtrain.export")
+        refuse_scripted(model, "", "dtrain export")
         model.eval().requires_grad_(False)
         return model, load_weights(model, checkpoint, weights)
 

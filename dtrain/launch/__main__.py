@@ -1,6 +1,6 @@
-"""``python -m dtrain.launch [--multirun] launch=local|slurm experiment=NAME [key=value ...]``: starts runs.
+"""``dtrain launch [--multirun] launch=local|slurm experiment=NAME [key=value ...]``: starts runs.
 
-It takes the config of ``dtrain.train``. ``launch=local`` returns 0 when the run is finished, 75 when it was stopped and can be
+It takes the config of ``dtrain train``. ``launch=local`` returns 0 when the run is finished, 75 when it was stopped and can be
 resumed, a different code on failure; ``launch=slurm`` returns 0 when the job is submitted. ``launch.dry_run=true`` prints the
 commands or scripts and starts nothing.
 
@@ -9,7 +9,7 @@ commands or scripts and starts nothing.
 * A *search*, ``launch.search.trials=20 optimizer.lr=interval(1e-4,1e-1)``, has a run for each set of values that Optuna
   suggests.
 
-A run that was finished before is not started again. ``python -m dtrain.launch status|tail|stop|resume DIR`` is for runs that
+A run that was finished before is not started again. ``dtrain launch status|tail|stop|resume DIR`` is for runs that
 were started.
 """
 
@@ -43,13 +43,13 @@ from dtrain.runs.recompose import recompose_if_run
 LAUNCHERS: dict[str, Launcher] = {"local": local, "slurm": slurm}
 _SWEEP_DIR = "hydra.sweep.dir"
 USAGE = """Usage
-  python -m dtrain.launch [--multirun] launch=local|slurm experiment=NAME [KEY=VALUE ...]
+  dtrain launch [--multirun] launch=local|slurm experiment=NAME [KEY=VALUE ...]
 
   --multirun                        one run for each combination of values: optimizer.lr=1e-3,3e-3 run.seed=1,2
   launch.max_running=N              this many runs at a time; local: each has its share of the cores and GPUs
   launch.dry_run=true               print the commands or scripts, and exit
   launch.processes_per_node=N       local: default one for each GPU; slurm: default 1
-  KEY=VALUE                         any key of the config; `python -m dtrain.train --help` lists them
+  KEY=VALUE                         any key of the config; `dtrain train --help` lists them
 
 A search with Optuna (pip install 'dtrain[optuna]'); the same command continues it
   launch.search.trials=N            number of runs
@@ -60,10 +60,10 @@ A search with Optuna (pip install 'dtrain[optuna]'); the same command continues 
   launch.search.seed=N              of the sampler, launch.search.sampler=tpe or random
 
 Commands for runs that were started
-  python -m dtrain.launch status DIR...     state, step and last metrics, as a table
-  python -m dtrain.launch tail DIR          follow the log
-  python -m dtrain.launch stop DIR...       save and stop
-  python -m dtrain.launch resume DIR...     resume the run as it was started
+  dtrain launch status DIR...     state, step and last metrics, as a table
+  dtrain launch tail DIR          follow the log
+  dtrain launch stop DIR...       save and stop
+  dtrain launch resume DIR...     resume the run as it was started
 
 With launch=slurm
   launch.nodes=N                    number of nodes; launch.min_nodes=M allows fewer if not all are available
@@ -148,7 +148,7 @@ def launch(jobs: Sequence[Job]) -> int:
         # A run that was not started has no directory, and status would refuse it.
         directories = shlex.join(str(job.spec.dir) for job in jobs if job.spec.dir.is_dir())
         if directories:
-            sys.stderr.write(f"to compare these runs: python -m dtrain.launch status {directories}\n")
+            sys.stderr.write(f"to compare these runs: dtrain launch status {directories}\n")
     return exit_code(results)
 
 

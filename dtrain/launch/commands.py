@@ -1,4 +1,4 @@
-"""``python -m dtrain.launch status|tail|stop|resume DIR``: commands for runs that were started."""
+"""``dtrain launch status|tail|stop|resume DIR``: commands for runs that were started."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dtrain.runs.run_dir import is_trained, status_or_none
 from dtrain.runs.trust import TRUST
 from dtrain.tracking.console_sink import PlainLines
 
-#: Starts the runs of a command line of ``dtrain.launch``; returns the exit code.
+#: Starts the runs of a command line of ``dtrain launch``; returns the exit code.
 Launch = Callable[[Sequence[str]], int]
 _METRICS = "metrics.jsonl"
 _TAIL_LINES, _TAIL_BYTES = 30, 200_000
@@ -55,7 +55,7 @@ def run_command(arguments: Sequence[str], launch: Launch) -> int:
     # A shell expands runs/* to files such as report.html and to broken links, too.
     directories = [path for path in paths if len(paths) == 1 or path.is_dir() or not os.path.lexists(path)]
     if not directories:
-        raise ConfigError(f"{name}: give the directory of a run: python -m dtrain.launch {name} runs/NAME")
+        raise ConfigError(f"{name}: give the directory of a run: dtrain launch {name} runs/NAME")
     for directory in directories:
         if not directory.is_dir():
             raise ConfigError(f"{name}: {directory} is not a directory. Give the directory of a run (run.dir).")
@@ -257,7 +257,7 @@ def resume(directories: Sequence[Path], launch: Launch, *, trusted: bool = False
         if (script := run_dir / SCRIPT).exists():
             if not trusted and not slurm.is_submitted(run_dir):
                 raise ConfigError(
-                    f"{script}: dtrain.launch did not write this batch script and its presets for you with this cache "
+                    f"{script}: dtrain launch did not write this batch script and its presets for you with this cache "
                     f"({cache_dir()}), or they were edited since. They could do anything: read them, and add {TRUST}."
                 )
             if not _trains(script, run_dir):
@@ -272,19 +272,19 @@ def resume(directories: Sequence[Path], launch: Launch, *, trusted: bool = False
             codes.append(FINISHED)
         elif job_id := slurm.read_job_id(run_dir):
             raise ConfigError(
-                f"{run_dir}: dtrain.launch did not write the batch script of job {job_id}. Submit that script again with the "
+                f"{run_dir}: dtrain launch did not write the batch script of job {job_id}. Submit that script again with the "
                 f"run directory: RUN_DIR={shlex.quote(str(run_dir))} sbatch slurm/..."
             )
         else:
             trust = [TRUST] if trusted else []
             arguments = [*recompose([assignment("run.dir", str(run_dir)), *trust]), *trust]
-            print(f"python -m dtrain.launch {shlex.join(arguments)}", file=sys.stderr, flush=True)
+            print(f"dtrain launch {shlex.join(arguments)}", file=sys.stderr, flush=True)
             codes.append(launch(arguments))
     return max(codes)
 
 
 def _trains(script: Path, run_dir: Path) -> bool:
-    """Whether a batch script of dtrain.launch trains this run directory; a copied script names the original."""
+    """Whether a batch script of dtrain launch trains this run directory; a copied script names the original."""
     line = next((line for line in script.read_text().splitlines() if line.startswith("run_dir=")), "run_dir=")
     return all(os.path.isdir(name) and os.path.samefile(name, run_dir) for name in shlex.split(line.partition("=")[2]))
 

@@ -1,6 +1,6 @@
 """A run to start, and its result.
 
-* A *job* is a run and the arguments of ``dtrain.train`` that start it from any directory.
+* A *job* is a run and the arguments of ``dtrain train`` that start it from any directory.
 * The *result* of a job is read from ``status.json``, because torchrun exits with 1 for every exit code but 0.
 * A *stop request* is the file ``STOP`` in the run directory. A process that reads it deletes it when it stops.
 """
@@ -98,7 +98,7 @@ class Job:
 
     @property
     def arguments(self) -> list[str]:
-        """The arguments of ``dtrain.train``: the overrides of the user, the absolute path of the run directory."""
+        """The arguments of ``dtrain train``: the overrides of the user, the absolute path of the run directory."""
         folders = (part for folder in self.spec.config_dirs for part in ("--config-dir", folder))
         return [*folders, *self.overrides]
 

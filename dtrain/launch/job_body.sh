@@ -1,11 +1,11 @@
 # shellcheck shell=bash disable=SC2154
 
-# The body of every batch script. The scripts that dtrain.launch writes contain this code, those in slurm/ source this file.
+# The body of every batch script. The scripts that dtrain launch writes contain this code, those in slurm/ source this file.
 # They set these variables before:
 #   run_dir=DIR         the run directory, on a file system that all nodes share
 #   python=FILE         the Python interpreter that has dtrain, on the nodes or in the container
 #   processes=N         processes on each node
-#   arguments=(...)     arguments of dtrain.train
+#   arguments=(...)     arguments of dtrain train
 #   srun_options=(...)  more options of srun
 #   container=(...)     command that starts python in a container; empty without one
 #   requeue=1           1: ask for another allocation if the run is not finished; 0: do not

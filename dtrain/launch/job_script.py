@@ -54,7 +54,7 @@ def job_script(job: Job) -> str:
     body = _BODY.read_text().partition("\nset -uo pipefail\n")[2]
     return (
         "#!/bin/bash\n"
-        f"# Written by dtrain.launch. {_REQUEUE_COMMENT[launch.requeue]} To start it again:\n"
+        f"# Written by dtrain launch. {_REQUEUE_COMMENT[launch.requeue]} To start it again:\n"
         f"#   sbatch {shlex.quote(str(script_path(job)))}\n"
         "#\n"
         f"{_directives([_job_name(job.spec.name), *_resources(job), *_output(log_path(job))])}"
@@ -92,7 +92,7 @@ def array_script(jobs: Sequence[Job], folder: Path) -> str:
     array = f"--array=0-{len(jobs) - 1}%{jobs[0].launch.max_running}"
     return (
         "#!/bin/bash\n"
-        "# Written by dtrain.launch: a sweep. Each element is one run and executes the script of that run.\n"
+        "# Written by dtrain launch: a sweep. Each element is one run and executes the script of that run.\n"
         "#\n"
         f"{_directives([_job_name(folder.name), array, *resources[0], *_output(folder / array_log_name('%A', '%a'))])}"
         "\n"

@@ -1,11 +1,11 @@
-"""Hyperparameter search with Optuna: ``dtrain.launch launch.search.trials=20 'optimizer.lr=interval(1e-4,1e-1)'``.
+"""Hyperparameter search with Optuna: ``dtrain launch launch.search.trials=20 'optimizer.lr=interval(1e-4,1e-1)'``.
 
 * The *space* is the overrides of the command line that have several values (``search_space``).
 * A *trial* is one point of the space and the run that trains it, an ordinary run in the directory of the search. Two
   trials with the same values share a run.
 * ``journal.log`` in that directory is Optuna's storage, and the only state: the same command continues the search from it
   (``search_journal``). Trials without a result are continued, from their checkpoints. ``search.json`` is a copy for
-  ``dtrain.report``.
+  ``dtrain report``.
 
 What the sampler suggests for a trial depends on the seed, the number of the trial and the results so far, not on restarts: a
 trial whose suggestion was interrupted gets the same values.
@@ -58,7 +58,7 @@ class Launcher(Protocol):
 
 
 def is_search(arguments: Sequence[str]) -> bool:
-    """Whether a command line of ``dtrain.launch`` asks for a search."""
+    """Whether a command line of ``dtrain launch`` asks for a search."""
     values = [value for key, _, value in (word.partition("=") for word in arguments) if key == TRIALS]
     return bool(values) and values[-1] != "null"
 
@@ -313,7 +313,7 @@ class SearchRun:
             if self._launcher is slurm and is_trained(run_dir) and slurm.queued_job(run_dir) is None:
                 raise ConfigError(
                     f"run.dir: {run_dir}, a trial of this search, is still trained by a process of an earlier command. Wait "
-                    f"until it ends, or stop it: python -m dtrain.launch stop {shlex.quote(str(run_dir))}"
+                    f"until it ends, or stop it: dtrain launch stop {shlex.quote(str(run_dir))}"
                 )
         return [self._optuna.trial.Trial(self._study, trial._trial_id) for trial in frozen]
 
@@ -413,8 +413,8 @@ class SearchRun:
             words = [*self._line.options, *self._line.of_a_trial, *assignments(values)]
             print(f"the best run:       {self._folder / best.run}")
             if len(values) == len(self._names):
-                print(f"its values again:   python -m dtrain.launch {shlex.join(words)}")
-        print(f"table and pictures: python -m dtrain.report {shlex.quote(str(self._folder))}")
+                print(f"its values again:   dtrain launch {shlex.join(words)}")
+        print(f"table and pictures: dtrain report {shlex.quote(str(self._folder))}")
         missing = self._total - sum(trial.state.is_finished() for trial in self._study.trials)
         if self._is_hopeless:
             sys.stderr.write(

@@ -171,7 +171,7 @@ def submission(run_dirs: Sequence[Path], array: Path | None = None) -> Iterator[
             if not is_locked:
                 raise ConfigError(
                     f"run.dir: another command is submitting {run_dir} now. Its job is shown by: "
-                    f"python -m dtrain.launch status {shlex.quote(str(run_dir))}"
+                    f"dtrain launch status {shlex.quote(str(run_dir))}"
                 )
             locks.append(file.fileno())
         _record_lost_jobs(run_dirs, array)
@@ -276,7 +276,7 @@ def _write_record(job: Job, job_id: str) -> None:
     with as_config_error("run.dir"), replace_file(job.spec.dir / _RECORD) as handle:
         handle.write(json.dumps(record, indent=2).encode() + b"\n")
     write_job_id(job.spec.dir, job_id)
-    if not (job.spec.dir / "config.yaml").exists():  # else dtrain.train records the changes when the run resumes
+    if not (job.spec.dir / "config.yaml").exists():  # else dtrain train records the changes when the run resumes
         with as_config_error("run.dir"):
             save_run(job.spec)
 
@@ -286,11 +286,11 @@ def _next_commands(job: Job, job_id: str) -> dict[str, str]:
     return {
         "run": job.spec.name,
         "directory": str(job.spec.dir),
-        "status": f"python -m dtrain.launch status {directory}",
-        "log": f"python -m dtrain.launch tail {directory}",
-        "stop": f"python -m dtrain.launch stop {directory}     saves, then ends",
+        "status": f"dtrain launch status {directory}",
+        "log": f"dtrain launch tail {directory}",
+        "stop": f"dtrain launch stop {directory}     saves, then ends",
         "cancel": f"scancel {job_id}     ends immediately",
-        "resume": f"python -m dtrain.launch resume {directory}",
+        "resume": f"dtrain launch resume {directory}",
     }
 
 

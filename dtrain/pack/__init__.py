@@ -1,4 +1,4 @@
-"""Implementation of ``python -m dtrain.pack``: writes tar shards from images, arrays and text, and indexes shards.
+"""Implementation of ``dtrain pack``: writes tar shards from images, arrays and text, and indexes shards.
 
 Files in reading order:
 

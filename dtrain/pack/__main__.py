@@ -1,10 +1,10 @@
-"""``python -m dtrain.pack``: writes shards, and indexes shards before training does.
+"""``dtrain pack``: writes shards, and indexes shards before training does.
 
-    python -m dtrain.pack imagefolder SRC DST                      a folder of images, one folder for each class
-    python -m dtrain.pack arrays X.npy Y.npy DST                   numpy arrays, one sample for each row
-    python -m dtrain.pack text SRC DST --length 1024               text files, as rows of tokens
-    python -m dtrain.pack index 'DST/train-{000000..000009}.tar'   builds the indexes of shards
-    python -m dtrain.pack digits                                   the data of experiment=digits
+    dtrain pack imagefolder SRC DST                      a folder of images, one folder for each class
+    dtrain pack arrays X.npy Y.npy DST                   numpy arrays, one sample for each row
+    dtrain pack text SRC DST --length 1024               text files, as rows of tokens
+    dtrain pack index 'DST/train-{000000..000009}.tar'   builds the indexes of shards
+    dtrain pack digits                                   the data of experiment=digits
 
 The same input gives the same bytes for any number of processes. Shards appear when all of them are written, and the same
 command resumes after an interruption; once it has finished, it writes nothing, and says so. Errors of the input are one line
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m dtrain.pack", description="Writes tar shards for training, or indexes existing shards."
+        prog="dtrain pack", description="Writes tar shards for training, or indexes existing shards."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_images(commands)
@@ -82,7 +82,7 @@ def _add_images(commands: _Commands[argparse.ArgumentParser]) -> None:
         description="Packs SRC/CLASS/IMAGE, or SRC/{train,val,test}/CLASS/IMAGE, into shards DST/train-000000.tar, ... "
         "Image files are copied in random order, unchanged or, with --max-side, made smaller. A label is the position of "
         "the class name in DST/classes.json. --val and --split take their fraction of every class.",
-        epilog="example: python -m dtrain.pack imagefolder photos/ shards/ --val 0.1 --max-side 512",
+        epilog="example: dtrain pack imagefolder photos/ shards/ --val 0.1 --max-side 512",
     )
     parser.add_argument("source", metavar="SRC", type=Path)
     parser.add_argument("destination", metavar="DST", type=Path)
@@ -113,8 +113,7 @@ def _add_arrays(commands: _Commands[argparse.ArgumentParser]) -> None:
         description="Packs .npy files and the arrays of .npz files. Row n of each array belongs to sample n, and the names "
         "of the arrays become the names of the fields. Single integers are stored as text (.cls), everything else as .npy. "
         "Arrays are memory-mapped, so they may be larger than the memory.",
-        epilog="example: python -m dtrain.pack arrays mnist.npz shards/ --field image=x_train --field label=y_train "
-        "--png image",
+        epilog="example: dtrain pack arrays mnist.npz shards/ --field image=x_train --field label=y_train --png image",
     )
     parser.add_argument("files", metavar="FILE", type=Path, nargs="+", help=".npy or .npz")
     parser.add_argument("destination", metavar="DST", type=Path)
@@ -150,8 +149,7 @@ def _add_text(commands: _Commands[argparse.ArgumentParser]) -> None:
         "inputs and N targets. With --fit cut, the documents are joined by the end-of-text token and cut into rows, each of "
         "which begins with the last token of the row before. With --fit best, rows hold whole documents and padding. Either "
         "way, a token is a target once. DST/dataset.json describes the rows, DST/vocabulary.json the tokenizer.",
-        epilog="example: python -m dtrain.pack text 'books/**/*.txt' shards/ --tokenizer tiktoken:gpt2 --length 1024 "
-        "--val 0.05",
+        epilog="example: dtrain pack text 'books/**/*.txt' shards/ --tokenizer tiktoken:gpt2 --length 1024 --val 0.05",
     )
     parser.add_argument("sources", metavar="SRC", nargs="+", help="file, folder, or quoted glob")
     parser.add_argument("destination", metavar="DST", type=Path, help="folder of the shards")
@@ -205,7 +203,7 @@ def _add_index(commands: _Commands[argparse.ArgumentParser]) -> None:
         description="Writes the index of each shard, with the position of every field, next to the shard, or into the cache "
         "if the folder is read-only. Training builds missing indexes when it starts; existing indexes make it start "
         "faster.",
-        epilog="example: python -m dtrain.pack index 'shards/train-{000000..000099}.tar'",
+        epilog="example: dtrain pack index 'shards/train-{000000..000099}.tar'",
     )
     parser.add_argument("patterns", metavar="PATTERN", nargs="+", help="path, glob or 'train-{00000..00009}.tar'")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""``python -m dtrain.pack arrays``: numpy arrays as shards; row ``n`` of each array belongs to sample ``n``.
+"""``dtrain pack arrays``: numpy arrays as shards; row ``n`` of each array belongs to sample ``n``.
 
 * Arrays are memory-mapped ``.npy`` files: memory holds one row. Arrays of an ``.npz`` are first unpacked to ``.npy`` files.
 * The *storage* of an array in the shards follows from its dtype and shape: single integers as text (``.cls``), everything

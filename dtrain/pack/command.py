@@ -247,7 +247,7 @@ def write_preset(destination: Path, fields: Mapping[str, Mapping[str, Any]], **k
     shards = glob.escape(str(folder))
     # JSON is valid YAML, and it quotes any character that a path can have.
     lines = [
-        f"# {', '.join(splits)}: written by `python -m dtrain.pack`. Use: --config-dir {folder / 'conf'} data=packed",
+        f"# {', '.join(splits)}: written by `dtrain pack`. Use: --config-dir {folder / 'conf'} data=packed",
         f"train: {json.dumps(f'{shards}/{train}-*.tar')}",
         f"eval: {json.dumps(f'{shards}/{evaluated}-*.tar' if evaluated else None)}",
         "fields:",
@@ -279,7 +279,7 @@ def print_train_command(destination: Path, model_and_task: Sequence[str] | None)
         print("  none of dtrain's models fits these fields: name your own model and task instead of my_package.My...")
         model_and_task = ["model._target_=my_package.MyModel", "task._target_=my_package.MyTask"]
     overrides = ["--config-dir", str(destination / "conf"), "data=packed", *model_and_task, "train.max_epochs=1"]
-    print(f"  torchrun --standalone --nproc-per-node=2 -m dtrain.train {shlex.join(overrides)}")
+    print(f"  dtrain train {shlex.join(overrides)}")
 
 
 def _as_yaml(options: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""``python -m dtrain.pack imagefolder``: a folder of images, one folder for each class, as shards in random order.
+"""``dtrain pack imagefolder``: a folder of images, one folder for each class, as shards in random order.
 
 * A *split* is ``SRC/train/CLASS/...``. Without such folders, ``SRC/CLASS/...`` is one split.
 * The *label* of a class is its position in the sorted list of class names, as in torchvision's ``ImageFolder``.

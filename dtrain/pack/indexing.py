@@ -1,4 +1,4 @@
-"""``python -m dtrain.pack index``: indexes shards before training does."""
+"""``dtrain pack index``: indexes shards before training does."""
 
 from __future__ import annotations
 

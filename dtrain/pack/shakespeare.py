@@ -12,7 +12,7 @@ FILE = "tinyshakespeare.txt"
 
 
 def prepare(source: str, directory: str, length: int) -> None:
-    """Packs the text with ``python -m dtrain.pack text``, unless the shards exist.
+    """Packs the text with ``dtrain pack text``, unless the shards exist.
 
     The splits are ``train``, 1,003,854 characters in one shard, and ``val``, 111,540.
 

@@ -18,7 +18,7 @@ _EXCLUDED = ("site-packages", "dist-packages", "test")
 
 
 def prepare(directory: str | None = None) -> None:
-    """Packs the library as rows of bytes with ``python -m dtrain.pack text``, unless the shards exist.
+    """Packs the library as rows of bytes with ``dtrain pack text``, unless the shards exist.
 
     The split ``val`` gets one percent of the files, ``train`` all others. The text differs slightly between versions of
     Python.

@@ -1,4 +1,4 @@
-"""``python -m dtrain.pack text``: text files as shards of token rows for a language model.
+"""``dtrain pack text``: text files as shards of token rows for a language model.
 
 Documents are found and assigned to splits (``documents``), encoded by several processes into the stream of each split, and
 laid into rows (``rows``), which are written to shards. Next to the shards are ``vocabulary.json``, the tokenizer, and

@@ -60,7 +60,6 @@ from dtrain.training.validation import validate
 
 USAGE = """Usage
   dtrain replay [--nproc N] run.dir=DIR replay.steps=[A,B] [OPTION=VALUE ...] [KEY=VALUE ...] [--json FILE]
-  torchrun --nproc-per-node=N -m dtrain.replay run.dir=DIR replay.steps=[A,B] ...
 
 Recomputes steps of a run, from the newest checkpoint before them, and compares loss, gradient norm and learning rate with the
 records, and each checkpoint on the way bit by bit. Nothing in DIR is written, and the run may be training.

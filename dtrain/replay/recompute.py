@@ -113,7 +113,7 @@ def recompute(
     if not state.train_loader.segment():
         raise ConfigError(
             "data.train is a stream, which can only be read from its beginning: its steps cannot be recomputed. Write it to "
-            "shards (dtrain.pack) to be able to replay a run."
+            "shards (dtrain pack) to be able to replay a run."
         )
     if part.from_before:
         begin = Checkpoints(folder / "state")

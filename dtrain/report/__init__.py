@@ -1,4 +1,4 @@
-"""The report of runs, ``python -m dtrain.report``: run directories as one HTML page, and its charts as PNG files.
+"""The report of runs, ``dtrain report``: run directories as one HTML page, and its charts as PNG files.
 
 The files in reading order:
 

@@ -1,4 +1,4 @@
-"""``python -m dtrain.report DIR [DIR ...] [--out FILE] [--png FOLDER]``: shows runs as one self-contained HTML file.
+"""``dtrain report DIR [DIR ...] [--out FILE] [--png FOLDER]``: shows runs as one self-contained HTML file.
 
 A DIR is a run, or a directory with runs below it, such as a sweep. Several runs are compared in a table, on the page and on the
 terminal; of more than eight runs, the curves show a selection. The page lists missing and damaged files of a run.
@@ -29,7 +29,7 @@ from dtrain.runs.history import read_all, run_directories
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line, ``sys.argv`` by default; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m dtrain.report",
+        prog="dtrain report",
         description="Shows runs as one self-contained HTML file: whether they are healthy and what limits their speed, curves "
         "(several runs overlaid), numbers, pictures, evaluations, problems, and what differs between their configs. "
         "Several runs, such as a sweep, are compared in a table.",

@@ -1,6 +1,6 @@
 """Everything that a report shows of one run: its state, where its time went, whether it is healthy, and what limits it.
 
-* The *state* is for example ``finished``, ``killed`` or ``queued``. ``dtrain.launch status`` shows the same states.
+* The *state* is for example ``finished``, ``killed`` or ``queued``. ``dtrain launch status`` shows the same states.
 * The *time breakdown* splits the time between records into waiting for data, the rest of the step, evaluating and saving, and
   interruptions.
 * The *health* is a list of findings; its level is the worst of them.
@@ -66,7 +66,7 @@ class RunData:
         hangs: Detected hangs.
         messages: Warnings and errors of all ranks.
         media: Newest pictures and texts.
-        evaluations: Results of ``dtrain.evaluate``.
+        evaluations: Results of ``dtrain evaluate``.
         health: Whether the run is healthy.
     """
 
@@ -271,7 +271,7 @@ def _check_skips(run: History) -> Iterator[Finding]:
     text = f"{format_percent(skipped / steps)} of steps skipped ({skipped:,.0f} of {steps:,.0f})"
     samples = _samples_of_last_skip(run)
     if skipped > _FEW_SKIPS and skipped / steps > _MANY_SKIPS:
-        remedy = "In fp16 a lower precision.loss_scale.init or a longer growth_interval; else `dtrain.doctor numerics`."
+        remedy = "In fp16 a lower precision.loss_scale.init or a longer growth_interval; else `dtrain doctor numerics`."
         yield Finding("skips", text, "warning", f"{remedy}{samples}")
     else:
         yield Finding("skips", text, remedy=samples.strip())
@@ -314,7 +314,7 @@ def _check_time(times: TimeBreakdown | None) -> Iterator[Finding]:
     waiting, stepping, pausing = total / total.sum()
     per_step = total[:PAUSING].sum() / max(times.steps[-1], 1.0)
     if waiting > _MUCH_WAITING:
-        remedy = "Use more data.num_workers, or less work per sample; `dtrain.doctor` measures the loader alone."
+        remedy = "Use more data.num_workers, or less work per sample; `dtrain doctor` measures the loader alone."
         yield Finding("data", f"waits for data {format_percent(waiting)} of the time", "warning", remedy)
     if pausing > _MUCH_PAUSING:
         remedy = "Evaluate or save less often: train.eval_every, checkpoint.every_steps."

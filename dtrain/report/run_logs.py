@@ -108,7 +108,7 @@ class Medium:
 
 @dataclass(frozen=True)
 class EvaluationFile:
-    """A result of ``dtrain.evaluate``.
+    """A result of ``dtrain evaluate``.
 
     Attributes:
         name: File name without suffix.

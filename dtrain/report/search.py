@@ -1,6 +1,6 @@
-"""The Optuna searches of ``dtrain.launch``: their trials as a table, and a chart of the objective.
+"""The Optuna searches of ``dtrain launch``: their trials as a table, and a chart of the objective.
 
-A *search* is a directory with a ``search.json`` and the runs of its *trials* in it. ``dtrain.launch`` replaces the file
+A *search* is a directory with a ``search.json`` and the runs of its *trials* in it. ``dtrain launch`` replaces the file
 whenever a trial changes its state, so that reading a search does not need Optuna. The file may come from another user: it is
 read like all files of a run directory, and no content can raise an error.
 """

@@ -9,9 +9,9 @@ Files in reading order:
 * ``starts``: the record of each start, and the votes of all steps, for replay and trace.
 * ``excluded``: lists of samples that a training leaves out.
 * ``history``: a run directory as data, for reports.
-* ``evaluation_results``: results of ``dtrain.evaluate`` as text, JSON and pictures.
+* ``evaluation_results``: results of ``dtrain evaluate`` as text, JSON and pictures.
 * ``trust``: which runs this user made, and what is refused of all others.
 * ``hub``: models on the Hugging Face hub, their commits and downloads.
 
-This package hands on no names: ``run_spec`` needs Hydra, which ``dtrain.report`` does not load.
+This package hands on no names: ``run_spec`` needs Hydra, which ``dtrain report`` does not load.
 """

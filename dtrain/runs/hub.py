@@ -200,7 +200,7 @@ def _explained(error: Exception, files: tuple[str, ...]) -> str:
         )
     if isinstance(cause, errors.EntryNotFoundError):
         return (
-            f" has no {' and no '.join(files)}, so it is not an artefact of dtrain.export, and has no weights in safetensors; "
+            f" has no {' and no '.join(files)}, so it is not an artefact of dtrain export, and has no weights in safetensors; "
             "pickled weights are never loaded. Name a different model or revision."
         )
     if isinstance(cause, errors.RepositoryNotFoundError):

@@ -35,7 +35,7 @@ class LanguageModelling:
     """Cross-entropy between ``model(row[:-1])``, logits ``[rows, length, vocabulary]``, and ``row[1:]``.
 
     Args:
-        tokens: Name of the field with rows of ``length + 1`` tokens, an integer dtype, as ``dtrain.pack text`` writes.
+        tokens: Name of the field with rows of ``length + 1`` tokens, an integer dtype, as ``dtrain pack text`` writes.
         ignore: Token, such as padding, that is excluded from loss and count. It may be outside the vocabulary if only such
             tokens follow it in a row. None: the padding of the shards, if they have one.
         bytes_per_token: Average number of bytes of text per token. None: the shards' value; if the tokens are bytes, they are
@@ -182,7 +182,7 @@ class LanguageModelling:
         if self._bytes_per_token is not None:
             raise ValueError(
                 f"task.sample: got {sample!r}, but the shards have no vocabulary.json, and with bytes_per_token "
-                f"{self._bytes_per_token} their tokens are not bytes. Pack the text with dtrain.pack text, or set "
+                f"{self._bytes_per_token} their tokens are not bytes. Pack the text with dtrain pack text, or set "
                 "task.sample=null."
             )
         return Tokenizer("bytes")

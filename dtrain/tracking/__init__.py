@@ -8,12 +8,13 @@ In reading order:
 * ``provenance``: versions, the device and the git commit, for trackers.
 """
 
-from dtrain.tracking.sinks import NullSinks, Sinks, build_sinks, sends_alerts, tracker_mode
+from dtrain.tracking.sinks import NullSinks, Sinks, build_sinks, describe_trackers, sends_alerts, tracker_mode
 
 __all__ = [
     "NullSinks",
     "Sinks",
     "build_sinks",
+    "describe_trackers",
     "sends_alerts",
     "tracker_mode",
 ]

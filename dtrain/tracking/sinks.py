@@ -208,7 +208,7 @@ def build_sinks(
         ConfigError: As ``tracker_mode``, before anything is written.
         OSError: If the run directory cannot be written.
     """
-    mode = tracker_mode(tracker)
+    mode = tracker_mode(tracker, run_dir)
     metrics, media = run_dir / "metrics.jsonl", run_dir / "media"
     console = console_sink(total_steps)
     # A new start may log an evaluation at step 0 again, so a record of step 0 is cut, too.
@@ -438,20 +438,48 @@ def tracker_names(tracker: TrackerConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys(each for name in chosen for each in _ALIASES.get(name, (name,))))
 
 
-def sends_alerts(tracker: TrackerConfig) -> bool:
+def sends_alerts(tracker: TrackerConfig, run_dir: Path) -> bool:
     """Whether a tracker sends alerts to the user."""
-    return tracker_mode(tracker) != "disabled" or "trackio" in tracker_names(tracker)
+    return tracker_mode(tracker, run_dir) != "disabled" or "trackio" in tracker_names(tracker)
 
 
-def tracker_mode(tracker: TrackerConfig) -> str:
+def tracker_mode(tracker: TrackerConfig, run_dir: Path | None = None) -> str:
     """The mode of wandb: ``online``, ``offline`` or ``disabled`` (also for a tracker without wandb).
+
+    Args:
+        tracker: The group ``tracker`` of the config.
+        run_dir: The run's directory, which need not exist; None without a run.
 
     Raises:
         ConfigError: If the tracker or its mode is unknown, its package is missing, or ``online`` is set without a
             login.
     """
     check_tracker(tracker)
-    return wandb_mode(tracker.mode) if "wandb" in tracker_names(tracker) else "disabled"
+    if "wandb" not in tracker_names(tracker):
+        return "disabled"
+    return wandb_mode(tracker.mode, was_online=run_dir is not None and was_online(run_dir))
+
+
+def describe_trackers(tracker: TrackerConfig, run_dir: Path) -> str:
+    """Where the records of a run go, in one line.
+
+    Raises:
+        ConfigError: As ``tracker_mode``.
+    """
+    mode, names = tracker_mode(tracker, run_dir), tracker_names(tracker)
+    places = ["metrics.jsonl", *(name for name in names if name != "wandb")]
+    if mode == "online":
+        places.append(f"wandb online, {wandb_server()}")
+    elif mode == "offline":
+        places.append("wandb offline; artifacts and alerts are sent with tracker.mode=online, or later by `wandb sync`")
+    return ", ".join(places)
+
+
+def was_online(run_dir: Path) -> bool:
+    """Whether wandb was online at the newest start of a run: by the names of its directories, ``[offline-]run-TIME-ID``."""
+    pieces = [path.name for path in (run_dir / "wandb").glob("*run-*") if path.is_dir()]
+    newest = max(pieces, key=lambda name: name.removeprefix("offline-"), default="")
+    return newest.startswith("run-")
 
 
 def check_tracker(tracker: TrackerConfig) -> None:
@@ -477,21 +505,27 @@ def check_tracker(tracker: TrackerConfig) -> None:
             )
 
 
-def wandb_mode(configured: str | None, environ: Mapping[str, str] = os.environ) -> str:
-    """``online``, ``offline`` or ``disabled``: 1. ``tracker.mode``, 2. WANDB_MODE, 3. ``online`` with a login, 4. ``offline``.
+def wandb_mode(configured: str | None, environ: Mapping[str, str] = os.environ, *, was_online: bool = False) -> str:
+    """``online``, ``offline`` or ``disabled``: the first of these that is set.
+
+    1. ``tracker.mode``, 2. WANDB_MODE, 3. ``online`` for a run of a sweep's agent, which sets WANDB_SWEEP_ID, 4. the mode of
+    the run's newest start, 5. ``offline``. A login alone does not make a run online: the user may have it for other programs.
 
     Args:
-        configured: ``tracker.mode``; None: the environment decides.
+        configured: ``tracker.mode``; None: the environment and the run decide.
         environ: The environment.
+        was_online: Whether the run was online at its newest start. Without a login, it then continues offline.
 
     Raises:
         ConfigError: If the mode is unknown, or it is ``online`` without an API key for the server, which wandb would ask
             the user to type.
     """
     key, value = ("tracker.mode", configured) if configured else ("WANDB_MODE", environ.get("WANDB_MODE"))
+    if not value and environ.get("WANDB_SWEEP_ID"):
+        key, value = "a sweep's agent (WANDB_SWEEP_ID is set): WANDB_MODE", "online"
     login = wandb_logged_in(environ)
     if not value:
-        return "online" if login else "offline"
+        return "online" if was_online and login else "offline"
     mode = _WANDB_SYNONYMS.get(value, value)
     if mode not in WANDB_MODES:
         raise ConfigError(f"{key}: got {value!r}; known are {', '.join(WANDB_MODES)}.")

@@ -1,7 +1,7 @@
 """Builds a run from its config: ``build_run`` connects data, model, optimizer and step.
 
-``dtrain.train``, ``dtrain.doctor`` and ``dtrain.doctor numerics`` call ``build_run``, ``dtrain.evaluate`` calls
-``build_for_evaluation``, and ``dtrain.export`` calls ``build_model``. Each part is built by one function, which all of them
+``dtrain train``, ``dtrain doctor`` and ``dtrain doctor numerics`` call ``build_run``, ``dtrain evaluate`` calls
+``build_for_evaluation``, and ``dtrain export`` calls ``build_model``. Each part is built by one function, which all of them
 use.
 
 The order matters:
@@ -76,7 +76,7 @@ def build_run(
     schedule: Callable[[int], float] | None = None,
     max_consecutive_skips: int | None = None,
 ) -> tuple[TrainState, list[str]]:
-    """Collective. Builds everything that trains. The defaults are the run as ``dtrain.train`` executes it.
+    """Collective. Builds everything that trains. The defaults are the run as ``dtrain train`` executes it.
 
     Args:
         cfg: The composed config.

@@ -77,7 +77,7 @@ from dtrain.training.setup.ema import Ema
 from dtrain.training.task import Output, Task, run_task
 
 _DOCTOR = (
-    "`python -m dtrain.doctor numerics` with the arguments of this run, or with its run.dir=DIR, names the operation and "
+    "`dtrain doctor numerics` with the arguments of this run, or with its run.dir=DIR, names the operation and "
     "its line."
 )
 

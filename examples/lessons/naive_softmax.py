@@ -1,6 +1,6 @@
-"""A model with a softmax written by hand, which overflows in fp16: something to find for ``dtrain.doctor numerics``.
+"""A model with a softmax written by hand, which overflows in fp16: something to find for ``dtrain doctor numerics``.
 
-    python -m dtrain.doctor numerics experiment=digits precision=fp16 steps=3 \\
+    dtrain doctor numerics experiment=digits precision=fp16 steps=3 \\
         'model={_target_: examples.lessons.naive_softmax.CosineClassifier}'
 """
 

@@ -133,3 +133,17 @@ def test_missing_packages_and_an_old_torch_are_named(monkeypatch: pytest.MonkeyP
     assert found("torch").level == "error"
     assert found("simplejpeg").remedy == "pip install simplejpeg"
     assert found("wandb").level == "warning"
+
+
+def test_the_mode_of_wandb_is_shown_with_the_login_and_what_sends_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
+    shown = found("wandb mode").text
+    assert shown.startswith("offline (logged in at https://wandb.example.org")
+    assert "tracker.mode=online" in shown
+    monkeypatch.setenv("WANDB_MODE", "online")
+    assert found("wandb mode").text == "online (logged in at https://wandb.example.org)"
+    monkeypatch.delenv("WANDB_API_KEY")
+    monkeypatch.setenv("HOME", "/nowhere")
+    assert found("wandb mode").level == "error"

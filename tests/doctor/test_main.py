@@ -41,7 +41,7 @@ def test_the_command_shows_this_machine() -> None:
     for name in ("fp32", "tf32", "bf16", "fp16"):
         assert re.search(rf"^  (ok|warning|error) +precision={name}  +\S", text, re.MULTILINE)
     assert os.environ["DTRAIN_CACHE"] in text
-    assert "torchrun" in text.splitlines()[-2]
+    assert "dtrain doctor --nproc 2" in text.splitlines()[-2]
     assert "experiment=digits" in text.splitlines()[-1]
 
 

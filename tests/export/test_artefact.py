@@ -162,7 +162,7 @@ def test_damaged_and_missing_files_are_refused(tmp_path: Path) -> None:
     (out / "model.json").write_text("{")
     with refused(ConfigError, str(out / "model.json"), "damaged", "Export the run again"):
         artefact.load(out, CPU)
-    with refused(ConfigError, str(tmp_path), "is not an artefact", "python -m dtrain.export"):
+    with refused(ConfigError, str(tmp_path), "is not an artefact", "dtrain export"):
         artefact.load(tmp_path, CPU)
 
 

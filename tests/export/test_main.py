@@ -235,7 +235,7 @@ def test_impossible_exports_are_refused_and_nothing_is_written(
 def test_several_processes_are_refused(run_export: Export, finished_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert_fails(run_export(finished_run), ["dtrain.export", "2 processes", "without torchrun"])
+    assert_fails(run_export(finished_run), ["dtrain export", "2 processes", "without torchrun"])
 
 
 def large_value(weight: Tensor) -> Tensor:

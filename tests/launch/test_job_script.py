@@ -16,7 +16,7 @@ from tests.launch.compose import single, sweep
 from tests.refusals import refused
 
 GOLDEN = Path(__file__).parent / "golden" / "job.sbatch"
-# As printed by: python -m dtrain.launch launch.dry_run=true ARGUMENTS
+# As printed by: dtrain launch launch.dry_run=true ARGUMENTS
 ARGUMENTS = (
     "launch=slurm",
     "experiment=digits",

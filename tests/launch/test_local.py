@@ -267,7 +267,7 @@ def test_ctrl_c_stops_all_runs_of_a_sweep(tmp_path: Path, capfd: pytest.CaptureF
     ]
     assert not (tmp_path / "r-run.seed=3").exists()
     compare = messages.splitlines()[-1]
-    assert "dtrain.launch status" in compare
+    assert "dtrain launch status" in compare
     assert "run.seed=3" not in compare
     assert not any((run_dir / "STOP").exists() for run_dir in run_dirs)
 

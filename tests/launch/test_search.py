@@ -133,7 +133,7 @@ def test_a_search_ends_with_a_table_and_the_command_of_the_best(
     assert sum(line.strip().startswith("best ") for line in out.splitlines()) == 1
     assert all((place / "s" / trial.run / "config.yaml").exists() for trial in search.trials)
     command = next(line for line in out.splitlines() if line.startswith("its values again:")).partition(
-        "dtrain.launch "
+        "dtrain launch "
     )[2]
     assert f"optimizer.lr={best.values['optimizer.lr']}" in shlex.split(command)
     assert "launch.search" not in command

@@ -1,4 +1,4 @@
-"""``python -m dtrain.pack``: content of the shards, skipped files, and errors of one line."""
+"""``dtrain pack``: content of the shards, skipped files, and errors of one line."""
 
 import io
 import json
@@ -387,7 +387,7 @@ def arrays(model, *names, slow=False):
 )
 def test_exactly_the_printed_command_trains(tmp_path, capsys, make, model):
     assert main([str(word) for word in make(tmp_path)]) == 0
-    program, *arguments = shlex.split(capsys.readouterr().out.splitlines()[-1].partition("-m dtrain.")[2])
+    program, *arguments = shlex.split(capsys.readouterr().out.splitlines()[-1].partition("dtrain ")[2])
     assert program == "train"
     assert any(argument.startswith(model) for argument in arguments)
     short = [f"run.dir={tmp_path / 'run'}", "tracker=none", "train.global_batch_size=4", "train.max_steps=1"]
@@ -399,7 +399,7 @@ def test_exactly_the_printed_command_trains(tmp_path, capsys, make, model):
 def test_the_printed_command_trains_in_a_shell(tmp_path, capsys):
     assert main([str(word) for word in make_photos(tmp_path)]) == 0
     printed = capsys.readouterr().out.splitlines()[-1]
-    command = printed.replace("torchrun", f"{forked_python()} -m torch.distributed.run")
+    command = printed.replace("dtrain ", f"{forked_python()} -m dtrain ", 1)
     done = subprocess.run(
         ["bash", "-c", f"{command} tracker=none run.dir=run"],
         capture_output=True,

@@ -10,6 +10,7 @@ def home(tmp_path, monkeypatch):
         "WANDB_CONFIG_DIR",
         "WANDB_IDENTITY_TOKEN_FILE",
         "WANDB_MODE",
+        "WANDB_SWEEP_ID",
         "NETRC",
     ):
         monkeypatch.delenv(name, raising=False)

@@ -17,6 +17,7 @@ from dtrain.tracking.console_sink import PlainLines
 from dtrain.tracking.sinks import (
     BackgroundSink,
     cut_media_after,
+    describe_trackers,
     tracker_names,
     wandb_logged_in,
     wandb_mode,
@@ -378,11 +379,61 @@ def names(run_dir):
 KEY = {"WANDB_API_KEY": "0" * 40}
 
 
-def test_the_config_wins_over_the_environment_and_the_environment_over_the_login(home):
-    assert wandb_mode("offline", KEY | {"WANDB_MODE": "online"}) == "offline"
-    assert wandb_mode(None, KEY | {"WANDB_MODE": "disabled"}) == "disabled"
-    assert wandb_mode(None, KEY) == "online"
-    assert wandb_mode(None, {}) == "offline"
+SWEEP = {"WANDB_SWEEP_ID": "abcdefgh"}
+
+
+def test_the_config_wins_over_the_environment_the_environment_over_a_sweep_and_a_sweep_over_the_last_start(home):
+    assert wandb_mode("offline", KEY | SWEEP | {"WANDB_MODE": "online"}, was_online=True) == "offline"
+    assert wandb_mode("online", KEY | {"WANDB_MODE": "offline"}) == "online"
+    assert wandb_mode(None, KEY | SWEEP | {"WANDB_MODE": "disabled"}, was_online=True) == "disabled"
+    assert wandb_mode(None, KEY | SWEEP) == "online"
+    assert wandb_mode(None, KEY, was_online=True) == "online"
+
+
+def test_a_login_alone_sends_nothing(home):
+    assert wandb_mode(None, KEY) == wandb_mode(None, {}) == "offline"
+
+
+def test_a_sweeps_agent_without_a_login_is_refused(home):
+    with refused(ConfigError, "WANDB_SWEEP_ID", "wandb login"):
+        wandb_mode(None, SWEEP)
+
+
+@pytest.mark.parametrize(
+    ("starts", "expected"),
+    [
+        ((), "offline"),
+        (("offline-run-20261101_090000-ab",), "offline"),
+        (("run-20261101_090000-ab",), "online"),
+        (("offline-run-20261101_090000-ab", "run-20261102_090000-ab"), "online"),
+        (("run-20261101_090000-ab", "offline-run-20261102_090000-ab"), "offline"),
+    ],
+)
+def test_a_resumed_run_is_online_if_its_last_start_was(tmp_path, home, monkeypatch, starts, expected):
+    monkeypatch.setenv("WANDB_API_KEY", KEY["WANDB_API_KEY"])
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "run-id").write_text("ab\n")
+    for name in starts:
+        (tmp_path / "wandb" / name).mkdir()
+    assert tracker_mode(TrackerConfig(name="wandb"), tmp_path) == expected
+    monkeypatch.delenv("WANDB_API_KEY")  # logged out: the run continues
+    assert tracker_mode(TrackerConfig(name="wandb"), tmp_path) == "offline"
+    assert tracker_mode(TrackerConfig(name="none"), tmp_path) == "disabled"
+
+
+def test_one_line_says_where_records_go_and_what_artifacts_and_alerts_need(tmp_path, home, monkeypatch):
+    monkeypatch.setattr("dtrain.tracking.sinks.find_spec", lambda _: True)
+    assert describe_trackers(TrackerConfig(name="none"), tmp_path) == "metrics.jsonl"
+    assert (
+        describe_trackers(TrackerConfig(name=["wandb", "mlflow"], mode="disabled"), tmp_path) == "metrics.jsonl, mlflow"
+    )
+    offline = describe_trackers(TrackerConfig(name="wandb"), tmp_path)
+    for part in ("metrics.jsonl", "wandb offline", "artifacts and alerts", "tracker.mode=online", "wandb sync"):
+        assert part in offline
+    monkeypatch.setenv("WANDB_API_KEY", KEY["WANDB_API_KEY"])
+    online = describe_trackers(TrackerConfig(name="wandb", mode="online"), tmp_path)
+    assert online == "metrics.jsonl, wandb online, https://api.wandb.ai"
+    assert "\n" not in offline
 
 
 def test_wandbs_synonyms_of_the_modes_are_accepted(home):

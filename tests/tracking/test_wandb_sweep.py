@@ -7,6 +7,8 @@ import yaml
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
 from dtrain.__main__ import main
+from dtrain.config.schema import TrackerConfig
+from dtrain.tracking import tracker_mode
 from tests.whole_runs import ROOT
 
 DOCUMENT = Path(ROOT, "docs", "sweeps.md").read_text(encoding="utf-8")
@@ -42,3 +44,11 @@ def test_the_command_of_the_documented_sweep_is_accepted_with_its_values(capsys)
             found = found["name"]
         assert found == value, name
     assert sweep["metric"]["name"] in ("eval/accuracy", "eval/loss")
+
+
+def test_a_run_of_the_documented_sweeps_agent_is_online_without_a_key(home, monkeypatch, tmp_path):
+    assert "tracker.mode" not in DOCUMENT.partition("program: dtrain")[2].partition("```")[0]
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    assert tracker_mode(TrackerConfig(name="wandb"), tmp_path) == "offline"
+    monkeypatch.setenv("WANDB_SWEEP_ID", "abcdefgh")
+    assert tracker_mode(TrackerConfig(name="wandb"), tmp_path) == "online"

@@ -469,10 +469,10 @@ def test_a_message_that_follows_from_skipped_steps_names_them_first(
         train(2, tmp_path / "evaluated", *options)
     message = capfd.readouterr().err
     assert_refused(
-        message, "all 3 steps", "not finite", "dtrain.doctor numerics", "output of the model", "evaluation: the loss is"
+        message, "all 3 steps", "not finite", "dtrain doctor numerics", "output of the model", "evaluation: the loss is"
     )
     train(1, tmp_path / "not", *options, "data.eval=null")
-    assert_refused(capfd.readouterr().out, "Nothing was learned", "all 3 steps", "dtrain.doctor numerics")
+    assert_refused(capfd.readouterr().out, "Nothing was learned", "all 3 steps", "dtrain doctor numerics")
 
 
 # -- an evaluation that is interrupted

@@ -247,7 +247,7 @@ class Corpus:
 
     @staticmethod
     def is_described_by(path: Path) -> bool:
-        """Whether ``dtrain.pack text`` wrote this ``dataset.json``: other tools use the name, too. True if it is unreadable."""
+        """Whether ``dtrain pack text`` wrote this ``dataset.json``: other tools use the name, too. True if it is unreadable."""
         try:
             stored = read_json(path)
         except (OSError, ValueError):
@@ -288,7 +288,7 @@ def _read_vocabulary(path: Path) -> tuple[Path, dict[str, Any]]:
         stored = read_json(path)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{path} does not exist. Name the folder of shards that `python -m dtrain.pack text` wrote, or its {VOCABULARY}."
+            f"{path} does not exist. Name the folder of shards that `dtrain pack text` wrote, or its {VOCABULARY}."
         ) from error
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}). Pack the text again, which writes it.") from error

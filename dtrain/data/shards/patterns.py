@@ -170,7 +170,7 @@ def _nothing_there(pattern: str, written: Sequence[str], missing: Sequence[str])
         kind, problem = FileNotFoundError, "does not exist"
     return kind(
         f"shards: {pattern!r} {problem} (looked in {os.path.abspath(folder)!r}, which {_contents(folder)})."
-        f"{_guess(path, folder)} Correct it, or write the shards with `python -m dtrain.pack` first."
+        f"{_guess(path, folder)} Correct it, or write the shards with `dtrain pack` first."
     )
 
 

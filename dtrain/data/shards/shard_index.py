@@ -330,7 +330,7 @@ def _links(names: list[bytes]) -> list[str]:
         return []
     return [
         f"{decode_name(members[0])!r} is a link ({len(members)} links in the shard), which holds no bytes: its sample lacks "
-        "that field. Pack again with copies: GNU tar --hard-dereference --dereference, or `python -m dtrain.pack`."
+        "that field. Pack again with copies: GNU tar --hard-dereference --dereference, or `dtrain pack`."
     ]
 
 

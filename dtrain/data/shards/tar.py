@@ -38,7 +38,7 @@ _EXTENDED = _PAX | {_PAX_GLOBAL, _GNU_NAME, _GNU_LINK}
 
 _pax_record = re.compile(rb"(\d{1,20}) ([^=]+)=").match
 
-_REPACK = "Unpack it and pack it again, with GNU tar or `python -m dtrain.pack`."
+_REPACK = "Unpack it and pack it again, with GNU tar or `dtrain pack`."
 COPY_AGAIN = "Copy or write the shard again."
 _COMPRESSED = "data, from which samples cannot be read by position"
 _OTHER_FORMATS = (

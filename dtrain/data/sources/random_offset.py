@@ -1,6 +1,6 @@
 """Rows of tokens that begin anywhere in a shard's text (``data.random_offset``), instead of where they were cut.
 
-* The *stream* of a shard is its rows, joined: as ``dtrain.pack text --fit cut`` writes them, the first token of a row is the
+* The *stream* of a shard is its rows, joined: as ``dtrain pack text --fit cut`` writes them, the first token of a row is the
   last token of the row before, so R rows of N + 1 tokens are a stream of R * N + 1 tokens.
 * Sample *n* of an epoch is N + 1 tokens of the stream of its shard. Where they begin is drawn uniformly for (seed, epoch, *n*),
   so it depends neither on ranks nor on workers. Numbers, order and epochs of samples are the same as for the stored rows.
@@ -25,7 +25,7 @@ from dtrain.files import read_json
 
 # Other uses of (seed, epoch, sample) have 4 to 6.
 _OFFSET = 7
-_DATASET = "dataset.json"  # written by dtrain.pack text
+_DATASET = "dataset.json"  # written by dtrain pack text
 _CHECKED_SHARDS = 8
 _CHECKED_ROWS = 16
 _ROWS_AT_ONCE = 64
@@ -88,7 +88,7 @@ class RandomOffsetSource(ShardSource):
                 if last not in (None, tokens[0]):
                     raise ValueError(
                         f"data.random_offset=true: row {self.index.keys([row])[0]} does not begin with the last token of the "
-                        "row before, so the rows are not consecutive pieces of a text. Pack it with `python -m dtrain.pack "
+                        "row before, so the rows are not consecutive pieces of a text. Pack it with `dtrain pack "
                         "text --fit cut`, or set data.random_offset=false."
                     )
                 last = tokens[-1]

@@ -66,7 +66,7 @@ def out_of_memory_explained(
             advice.insert(0, f"train.micro_batch_size={smaller}, which keeps the global batch and so the result")
         raise OutOfMemory(
             f"out of memory in step {step()}, with micro-batches of {rows} rows on {_describe(device)}. Try "
-            f"{'; '.join(advice)}. `python -m dtrain.doctor memory ranks={ranks}` with the arguments of this run computes what "
+            f"{'; '.join(advice)}. `dtrain doctor memory ranks={ranks}` with the arguments of this run computes what "
             f"fits. {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         ) from error
 

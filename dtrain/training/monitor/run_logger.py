@@ -37,7 +37,7 @@ from dtrain.runs.records import Record
 from dtrain.runs.run_dir import write_status
 from dtrain.runs.run_spec import RunSpec, config_without_secrets
 from dtrain.runs.starts import STEPS, Start, StepLog, record_start
-from dtrain.tracking.sinks import NullSinks, Sinks, build_sinks
+from dtrain.tracking.sinks import NullSinks, Sinks, build_sinks, describe_trackers
 from dtrain.training.checkpoint.state import TrainState, device_kind
 from dtrain.training.monitor.communication import run_traffic
 from dtrain.training.schedule import cut_short, schedule_horizon
@@ -336,6 +336,7 @@ def banner_rows(spec: RunSpec, run: TrainState, start: str, last_step: int) -> d
         "best": _best_checkpoint(cfg.checkpoint),
         "BatchNorm": f"masked rows are in its statistics ({fixed})" if fixed else "",
         "communication": run_traffic(run).describe(),
+        "records": describe_trackers(cfg.tracker, spec.dir),
         "versions": f"torch {torch.__version__}, Python {sys.version.split()[0]}",
     }
 

@@ -142,7 +142,7 @@ def declared_fields(data: DataConfig) -> tuple[Field, ...]:
 
 
 def class_names(data: DataConfig) -> list[str] | None:
-    """Reads ``classes.json``, which ``dtrain.pack imagefolder`` writes next to the shards.
+    """Reads ``classes.json``, which ``dtrain pack imagefolder`` writes next to the shards.
 
     Args:
         data: The config. The file next to ``data.train``, or the sources of the mixture, has priority over the one next to
@@ -171,7 +171,7 @@ def class_names(data: DataConfig) -> list[str] | None:
 
 
 def corpus_beside(data: DataConfig) -> Corpus | None:
-    """Reads ``dataset.json``, which ``dtrain.pack text`` writes next to the shards; None without it.
+    """Reads ``dataset.json``, which ``dtrain pack text`` writes next to the shards; None without it.
 
     The shards are found as in ``class_names``.
 

@@ -1,4 +1,4 @@
-"""The numerics audit: `python -m dtrain.doctor numerics experiment=...`."""
+"""The numerics audit: `dtrain doctor numerics experiment=...`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lint of `python -m dtrain.doctor numerics`: each offender by module and line, and nothing else."""
+"""The lint of `dtrain doctor numerics`: each offender by module and line, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Per-operation ranges of `python -m dtrain.doctor numerics`: what overflows or becomes zero inside a forward."""
+"""Per-operation ranges of `dtrain doctor numerics`: what overflows or becomes zero inside a forward."""
 
 from __future__ import annotations
 

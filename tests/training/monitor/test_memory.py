@@ -54,7 +54,7 @@ def test_what_ranks_could_share_is_said_and_the_command_that_computes_what_fits(
     with pytest.raises(OutOfMemory) as raised, explained:
         raise MemoryError
     assert "parallel=fsdp, with which each of the 8 ranks holds 2 MiB of the 16 MiB" in str(raised.value)
-    assert "`python -m dtrain.doctor memory ranks=8`" in str(raised.value)
+    assert "`dtrain doctor memory ranks=8`" in str(raised.value)
 
 
 def test_one_row_cannot_become_fewer() -> None:

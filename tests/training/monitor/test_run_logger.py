@@ -168,6 +168,7 @@ def test_the_banner_says_what_was_derived(shards: str, tmp_path: Path) -> None:
     assert shown["steps"] == "12 (4 an epoch), schedule over 120"
     assert shown["model"] == "21 parameters, AdamW (fused)"
     assert "torch 2." in shown["versions"]
+    assert shown["records"] == "metrics.jsonl"
     assert "x bfloat16" in shown["transfer"]
     own = rows(shards, tmp_path, schedule=WarmupConstant(horizon=500, warmup=10))
     assert own["steps"] == "12 (4 an epoch), schedule over 500"
