@@ -35,7 +35,7 @@ class EarlyStopping:
     Example:
         >>> from dtrain.hooks import EarlyStopping
         >>> EarlyStopping("eval/bits_per_byte", patience=5, min_delta=0.01).state_dict()
-        {'best': None, 'since_best': 0, 'step': 0}
+        {'metric': 'eval/bits_per_byte', 'best': None, 'since_best': 0, 'step': 0}
 
     Args:
         metric: Name of the metric in metrics.jsonl.
@@ -90,11 +90,12 @@ class EarlyStopping:
 
     def state_dict(self) -> dict[str, Any]:
         """The best value, evaluations since then, and the step of the last one."""
-        return {"best": self._best, "since_best": self._since_best, "step": self._step}
+        return {"metric": self._metric, "best": self._best, "since_best": self._since_best, "step": self._step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores ``state_dict``."""
-        self._best, self._since_best, self._step = state["best"], state["since_best"], state["step"]
+        """Restores ``state_dict``, unless it is of a different metric."""
+        if state["metric"] == self._metric:
+            self._best, self._since_best, self._step = state["best"], state["since_best"], state["step"]
 
 
 class GradientHistograms:

@@ -75,6 +75,9 @@ def test_a_run_ends_after_evaluations_without_improvement(
         after.load_state_dict(json.loads(json.dumps(before.state_dict())))
         assert evaluated(after, values[cut - 1 : cut], first=cut) is None  # repeated, so it does not count
         assert evaluated(after, values[cut:], first=cut + 1) == end
+        other = EarlyStopping("eval/other", mode="max")
+        other.load_state_dict(before.state_dict())
+        assert other.state_dict()["best"] is None
 
 
 @pytest.mark.parametrize(

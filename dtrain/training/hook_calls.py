@@ -14,6 +14,7 @@ no evaluation will have is then refused before the first step.
 
 A hook may also have ``state_dict()`` and ``load_state_dict(state)``, with JSON values. A checkpoint has the state on rank 0, as
 of after ``on_step`` and ``on_evaluation`` of its step; every rank loads it before ``on_start``. Replays and forks do so too.
+A checkpoint that is saved because of an error may be without the ``on_step`` of its step.
 The state of a hook is found by its class, and by its position among the hooks of this class.
 
 An exception in a hook ends the run on all ranks. A hook that needs other points can set them up in ``on_start``:
