@@ -72,6 +72,7 @@ def train_on_ranks(cfg: Config, spec: RunSpec, failure: FailureRecord, recovery:
 
         # -- data and model: loaders first, since the length of an epoch decides the schedule
         run, warnings = build_run(cfg, spec.dir, world)
+        run.hooks = hooks  # their states are restored, too
 
         # -- restore: everything or nothing
         start = recovery.restore(run) or restore(run, earlier)
@@ -86,7 +87,8 @@ def train_on_ranks(cfg: Config, spec: RunSpec, failure: FailureRecord, recovery:
         on_all_ranks(lambda: open_rank_log(spec.dir, world.rank))
         run_logger = on_all_ranks(lambda: RunLogger.open(run, spec, end))
         print_start_banner(spec, run, start, end, {"time limit": str(time_limit)} | hooks.banner_rows)
-        for line in (*earlier.problems, *(f"changed since the last start: {it}" for it in earlier.changes), *warnings):
+        changes = [f"changed since the last start: {it}" for it in earlier.changes]
+        for line in (*earlier.problems, *changes, *hooks.notes, *warnings):
             run_logger.note(line)
         failure.on_failure = lambda reason: run_logger.finish("failed", reason)
         try:

@@ -110,6 +110,7 @@ def recompute(
     cfg = _without_effects(cfg)
     hooks = on_all_ranks(lambda: build_hooks(cfg))
     state, _ = build_run(cfg, folder / "run", world, with_eval_data=hooks.read_evaluations)
+    state.hooks = hooks
     if not state.train_loader.segment():
         raise ConfigError(
             "data.train is a stream, which can only be read from its beginning: its steps cannot be recomputed. Write it to "

@@ -64,6 +64,14 @@ class Classification:
         losses = losses.masked_fill(~valid, 0)
         return Output(losses.sum(), count, metrics | batch.by_source(losses, valid), tables)
 
+    def samples(self, model: nn.Module, batch: Batch) -> str:
+        """For ``dtrain.hooks.Samples``: a line for each valid row with its key, label, prediction and probability."""
+        labels = batch[self._label]
+        labels = labels.argmax(dim=1) if labels.is_floating_point() else labels
+        probability, predicted = model(batch[self._input]).float().softmax(dim=1).max(dim=1)
+        rows = zip(batch.sample_keys, labels.tolist(), predicted.tolist(), probability.tolist(), strict=True)
+        return "\n".join(f"{key}: label {y}, predicted {it} ({p:.3f})" for key, y, it, p in rows if key)
+
 
 def _require_classes(labels: Tensor, classes: int, failure: RuntimeError) -> None:
     """Raises an error that names a label out of range. Called after a failure: checking in every step would cost time."""

@@ -12,6 +12,11 @@ A *hook* is any object with a subset of these methods. All ranks call them at th
 A hook that reads metrics of evaluations may name them in an attribute ``reads_metrics``, such as ``["eval/loss"]``; a name that
 no evaluation will have is then refused before the first step.
 
+A hook may also have ``state_dict()`` and ``load_state_dict(state)``, with JSON values. A checkpoint has the state on rank 0, as
+of after ``on_step`` and ``on_evaluation`` of its step; every rank loads it before ``on_start``. Replays and forks do so too.
+A checkpoint that is saved because of an error may be without the ``on_step`` of its step.
+The state of a hook is found by its class, and by its position among the hooks of this class.
+
 An exception in a hook ends the run on all ranks. A hook that needs other points can set them up in ``on_start``:
 register module or optimizer hooks, or wrap public callables such as ``run.step.accumulate``, ``run.train_loader.epoch`` and
 ``run.checkpoints.save``, as ``benchmarks/fault_hook.py`` does.
@@ -20,7 +25,10 @@ register module or optimizer hooks, or wrap public callables such as ``run.step.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -31,6 +39,7 @@ from dtrain.errors import ConfigError, as_config_error
 from dtrain.training.checkpoint.state import TrainState
 
 METHODS = ("on_start", "on_step", "on_evaluation", "on_save", "on_end")
+_STATE_METHODS = ("state_dict", "load_state_dict")
 
 
 class HookFailed(RuntimeError):
@@ -46,6 +55,7 @@ class Hooks:
     Attributes:
         banner_rows: Their row in the start banner.
         metrics: Hooks that read metrics of evaluations, and the names of the metrics.
+        notes: A line for each hook whose state was not in the restored checkpoint, and for each unused state.
     """
 
     def __init__(self, hooks: Mapping[str, Any] | None = None) -> None:
@@ -57,6 +67,14 @@ class Hooks:
         }
         self.banner_rows = {"hooks": ", ".join(type(hook).__name__ for hook in hooks.values())} if hooks else {}
         self.metrics = [(name, metric) for name, hook in hooks.items() for metric in getattr(hook, "reads_metrics", ())]
+        self.notes: list[str] = []
+        self._with_state: dict[str, tuple[str, Any]] = {}
+        positions = Counter[str]()
+        for name, hook in hooks.items():
+            kind = f"{type(hook).__module__}.{type(hook).__qualname__}"
+            if hasattr(hook, "state_dict"):
+                self._with_state[f"{kind}[{positions[kind]}]"] = name, hook
+            positions[kind] += 1
 
     @property
     def read_evaluations(self) -> bool:
@@ -70,12 +88,47 @@ class Hooks:
             HookFailed: If one raised an exception; names the hook.
         """
         for name, call in self._methods[method]:
-            try:
+            with _failure_named(name, method):
                 call(run, *result)
-            except dist.DistError:  # another rank failed in the same hook
-                raise
-            except (Exception, SystemExit) as error:  # sys.exit(0) would end one rank as if it had succeeded
-                raise HookFailed(f"{name}.{method} raised {type(error).__name__}: {error}") from error
+        if method == "on_start":
+            self.state_dict()  # one that JSON cannot hold fails before the first step, and not in the first save
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the states of the hooks that have one, by class and position among the hooks of this class.
+
+        Raises:
+            HookFailed: If a state cannot be had, or has something else than JSON values.
+        """
+        states = {}
+        for key, (name, hook) in self._with_state.items():
+            with _failure_named(name, "state_dict"):
+                states[key] = json.loads(json.dumps(hook.state_dict()))
+        return states
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Gives each hook its state; hooks without one, and states without a hook, are noted.
+
+        Raises:
+            HookFailed: If a hook does not accept its state.
+        """
+        for key, (name, hook) in self._with_state.items():
+            if key in state:
+                with _failure_named(name, "load_state_dict"):
+                    hook.load_state_dict(state[key])
+        added = [name for key, (name, _) in self._with_state.items() if key not in state]
+        self.notes = [f"{name}: the checkpoint has no state of it, so it begins anew" for name in added]
+        removed = [key for key in state if key not in self._with_state]
+        self.notes += [f"train.hooks: {key} is not among them any more, and its state is dropped" for key in removed]
+
+
+@contextmanager
+def _failure_named(name: str, method: str) -> Iterator[None]:
+    try:
+        yield
+    except dist.DistError:  # another rank failed in the same hook
+        raise
+    except (Exception, SystemExit) as error:  # sys.exit(0) would end one rank as if it had succeeded
+        raise HookFailed(f"{name}.{method} raised {type(error).__name__}: {error}") from error
 
 
 def build_hooks(cfg: Config) -> Hooks:
@@ -101,6 +154,11 @@ def _build(key: str, node: Any) -> Any:
             raise ConfigError(
                 f"{key}: {node['_target_']} has a method {name}, which nothing calls. Hooks have {', '.join(METHODS)}. {remedy}"
             )
+    if len(state := [name for name in _STATE_METHODS if hasattr(hook, name)]) == 1:
+        raise ConfigError(
+            f"{key}: {node['_target_']} has {state[0]}, but not both of {' and '.join(_STATE_METHODS)}. Add the other one, so "
+            "that its state can be saved and restored, or rename it."
+        )
     if not own:
         raise ConfigError(
             f"{key}: {node['_target_']} returns a {type(hook).__name__} with none of the methods {', '.join(METHODS)}. Add at "

@@ -2,6 +2,7 @@
 
 * ``TrainState`` has the objects of a run. ``checkpoint`` copies their state to the host, ``restore`` loads it.
 * ``RunTotals`` are counts and times over all starts of the run.
+* The states of hooks are JSON values, so they are part of ``state.json``.
 * Model and optimizer state are stored by parameter name, so they do not depend on the order of parameters. Hyper-parameters
   stay as the config sets them.
 * In a sharded run each rank copies and restores only the parts that it holds. A checkpoint of a run with a different number of
@@ -13,11 +14,11 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,16 @@ _STATE_OF_OPTIONS: tuple[tuple[type[torch.optim.Optimizer], str, str], ...] = (
 )
 
 
+class Stateful(Protocol):
+    """Something with a state of JSON values, such as all hooks of a run together."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the state."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores a state."""
+
+
 @dataclass(kw_only=True)
 class TrainState:
     """The objects of a run. Hooks get it as ``run``.
@@ -64,6 +75,8 @@ class TrainState:
         class_names: The name of each label, if the data have a ``classes.json``.
         code: Git checkouts and their commits, for the checkpoints of rank 0.
         forked: Where this start has branched off, see ``Fork``; {} if it has not.
+        hooks: The hooks whose states are saved and restored; None without hooks.
+        media_sink: Called by ``log_media`` with step, name and content; set by ``RunLogger``.
         ended_early: The reason given to ``end_early``; None without.
     """
 
@@ -78,6 +91,8 @@ class TrainState:
     class_names: list[str] | None = None
     code: dict[str, str] = field(default_factory=dict)
     forked: dict[str, Any] = field(default_factory=dict)
+    hooks: Stateful | None = None
+    media_sink: Callable[[int, str, bytes | str], None] = field(default=lambda step, name, content: None, init=False)
     ended_early: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -122,6 +137,17 @@ class TrainState:
         """Context: the model with the averaged weights, if the run has any, else with its own."""
         return self.ema.swapped_in() if self.ema is not None else nullcontext(self.model)
 
+    @contextmanager
+    def inference(self) -> Iterator[nn.Module]:
+        """Context: the model of ``averaged`` in evaluation mode, without gradients, under autocast."""
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with self.averaged() as model, torch.no_grad(), self.precision.autocast(self.world.device.type):
+                yield model
+        finally:
+            self.model.train(was_training)
+
     @property
     def last_step(self) -> int:
         """Attempted step after which the run is finished; read it after ``restore``."""
@@ -136,6 +162,21 @@ class TrainState:
             reason: For ``status.json``, such as ``no better eval/loss for 5 evaluations``.
         """
         self.ended_early = reason
+
+    def log_media(self, name: str, content: bytes | str) -> None:
+        """For hooks: writes a picture or text of the current step to ``<run.dir>/media`` and the trackers.
+
+        Does nothing on ranks other than 0, and with ``tracker.media=false``.
+
+        Args:
+            name: Letters, digits, ``_``, ``-`` and ``.``; different from other media of the step.
+            content: The bytes of a PNG file, or a text.
+
+        Raises:
+            ValueError: If the name or the content is something else.
+        """
+        if self.cfg.tracker.media:
+            self.media_sink(self.step.step, name, content)
 
     def checkpoint(self, metrics: dict[str, float]) -> Checkpoint:
         """Copies the state to the host: all of it, or in a sharded run the parts that this rank writes.
@@ -167,6 +208,7 @@ class TrainState:
             "loader": self.train_loader.state_dict(),
             "segments": self.segments,
             "progress": asdict(self.totals),
+            "hooks": self.hooks.state_dict() if self.hooks is not None else {},
             "metrics": metrics,
             "environment": self._environment() if self.world.rank == 0 else {},
             "versions": {"dtrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
@@ -216,6 +258,8 @@ class TrainState:
         self.step.load_state_dict(state["counters"])
         self.totals = RunTotals(**state["progress"])
         self.segments = state.get("segments", [])
+        if self.hooks is not None:
+            self.hooks.load_state_dict(state.get("hooks", {}))
 
     def begin_segment(self) -> dict[str, Any]:
         """The segment of the steps of this start, which is appended to ``segments`` if it does not continue the last one."""

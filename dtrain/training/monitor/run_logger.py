@@ -74,6 +74,7 @@ class RunLogger:
         self._status_at = float("-inf")
         self._compiler = CompilerLog(run.model, self.note)
         self.media = MediaLogger(run, sinks)
+        run.media_sink = sinks.media
 
     @classmethod
     def open(cls, run: TrainState, spec: RunSpec, last_step: int) -> RunLogger:
@@ -216,13 +217,8 @@ class MediaLogger:
 
             media["confusion"] = confusion_picture(evaluation.tables["confusion"], run.class_names)
         if isinstance(run.task, IllustratingTask):
-            was_training = run.model.training
-            run.model.eval()
-            try:
-                with run.averaged() as model, torch.no_grad(), run.precision.autocast(run.world.device.type):
-                    drawn = run.task.illustrate(model, evaluation, self._samples())
-            finally:
-                run.model.train(was_training)
+            with run.inference() as model:
+                drawn = run.task.illustrate(model, evaluation, evaluation_samples(run))
             if not isinstance(drawn, Mapping):
                 raise TypeError(
                     f"{type(run.task).__name__}.illustrate returned a {type(drawn).__name__}, want a mapping of names to "
@@ -231,19 +227,26 @@ class MediaLogger:
             media |= drawn
         return media
 
-    def _samples(self) -> Iterator[Batch]:
-        """The whole evaluation set, on this rank alone."""
-        run, cfg = self._run, copy.deepcopy(self._run.cfg)
-        cfg.data.num_workers = 0
-        cfg.train.micro_batch_size = run.train_loader.rows_per_micro_batch
-        loader = eval_loader(cfg, replace(run.world, rank=0, size=1), run.precision, in_stored_order=True)
-        if loader is None:
-            return
-        try:
-            for batch in loader.epoch(0):
-                yield batch.to(run.world.device)
-        finally:
-            loader.close()
+
+def evaluation_samples(run: TrainState, rows: int | None = None) -> Iterator[Batch]:
+    """The whole evaluation set in stored order, on this rank alone and on its device.
+
+    Args:
+        run: The run.
+        rows: Rows of a batch; None: as in training.
+    """
+    cfg = copy.deepcopy(run.cfg)
+    cfg.data.num_workers = 0
+    cfg.train.micro_batch_size = rows or run.train_loader.rows_per_micro_batch
+    cfg.train.global_batch_size = rows or cfg.train.global_batch_size
+    loader = eval_loader(cfg, replace(run.world, rank=0, size=1), run.precision, in_stored_order=True)
+    if loader is None:
+        return
+    try:
+        for batch in loader.epoch(0):
+            yield batch.to(run.world.device)
+    finally:
+        loader.close()
 
 
 def describe_start(run: TrainState, spec: RunSpec, segment: Mapping[str, Any]) -> Start:

@@ -1,0 +1,229 @@
+"""Hooks for ``train.hooks``: early stopping, histograms of gradients, a frozen backbone, and samples of what the model does.
+
+    'train.hooks=[{_target_: dtrain.hooks.EarlyStopping, metric: eval/accuracy, patience: 3}, {_target_: dtrain.hooks.Samples}]'
+
+All ranks call a hook at the same step, with the same outcome or result, so they all take the same decision. Which methods a
+hook may have is in ``dtrain.training.hook_calls``; ``examples/hooks.py`` is one of a user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtrain.config.directions import require_direction
+from dtrain.data import Batch
+from dtrain.data.order.randomness import seed_generators
+from dtrain.errors import ConfigError
+from dtrain.training.checkpoint.state import TrainState
+from dtrain.training.monitor.run_logger import evaluation_samples
+from dtrain.training.task import Evaluation
+
+__all__ = ["EarlyStopping", "FreezeBackbone", "GradientHistograms", "Samples"]
+
+Media = str | bytes | Mapping[str, str | bytes]
+
+
+class EarlyStopping:
+    """Ends the run when a metric has not improved in the last evaluations. The run is then finished.
+
+    The count is part of the checkpoints. A run that has ended so can be extended with a larger patience.
+
+    Example:
+        >>> from dtrain.hooks import EarlyStopping
+        >>> EarlyStopping("eval/bits_per_byte", patience=5, min_delta=0.01).state_dict()
+        {'metric': 'eval/bits_per_byte', 'best': None, 'since_best': 0, 'step': 0}
+
+    Args:
+        metric: Name of the metric in metrics.jsonl.
+        patience: Evaluations without improvement.
+        min_delta: An improvement is larger than this.
+        mode: ``"max"`` if a higher value is better, ``"min"`` if a lower one is; None: by the metric's name.
+
+    Raises:
+        ConfigError: If mode is None, and the name does not tell.
+        ValueError: If a number is impossible.
+    """
+
+    def __init__(
+        self, metric: str = "eval/loss", patience: int = 3, min_delta: float = 0.0, mode: str | None = None
+    ) -> None:
+        if patience < 1:
+            raise ValueError(f"EarlyStopping.patience: got {patience}, want at least 1.")
+        if not min_delta >= 0:
+            raise ValueError(f"EarlyStopping.min_delta: got {min_delta}, want 0 or more.")
+        self._metric = metric
+        self.reads_metrics = [metric]  # a wrong name is refused before the first step
+        self._patience = patience
+        self._min_delta = min_delta
+        self._sign = 1 if require_direction(metric, mode, "EarlyStopping.mode") == "max" else -1
+        self._best: float | None = None
+        self._since_best = 0
+        self._step = 0  # of the last evaluation
+
+    def on_start(self, run: TrainState) -> None:
+        """Ends a run at once that was killed after it decided to end, and before it did."""
+        _require_evaluations(run, "EarlyStopping")
+        self._end_if_due(run)
+
+    def on_evaluation(self, run: TrainState, result: Evaluation) -> None:
+        """All ranks have the same values, so all end or none does."""
+        metrics = result.record()
+        if self._metric not in metrics:
+            raise ValueError(f"EarlyStopping.metric: got {self._metric!r}, an evaluation has {', '.join(metrics)}.")
+        if run.step.step == self._step:
+            return  # repeated by a resumed run
+        self._step, value = run.step.step, metrics[self._metric]
+        # NaN is never better.
+        if value == value and (self._best is None or self._sign * (value - self._best) > self._min_delta):
+            self._best, self._since_best = value, 0
+        else:
+            self._since_best += 1
+        self._end_if_due(run)
+
+    def _end_if_due(self, run: TrainState) -> None:
+        if self._since_best >= self._patience:
+            run.end_early(f"no better {self._metric} in {self._since_best} evaluations")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value, evaluations since then, and the step of the last one."""
+        return {"metric": self._metric, "best": self._best, "since_best": self._since_best, "step": self._step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores ``state_dict``, unless it is of a different metric."""
+        if state["metric"] == self._metric:
+            self._best, self._since_best, self._step = state["best"], state["since_best"], state["step"]
+
+
+class GradientHistograms:
+    """Logs a histogram of the gradient of each parameter to wandb; with other trackers it does nothing.
+
+    Args:
+        every: Steps between two logs.
+
+    Raises:
+        ValueError: If ``every`` is less than 1.
+    """
+
+    def __init__(self, every: int = 100) -> None:
+        if every < 1:
+            raise ValueError(f"GradientHistograms.every: got {every}, want at least 1.")
+        self._every = every
+
+    def on_start(self, run: TrainState) -> None:
+        """Registers a hook of torch. In ``on_step``, the gradients of the next step may have been computed already."""
+
+        def log(optimizer: torch.optim.Optimizer, *arguments: object) -> None:
+            # Called before each update; the gradients are averaged over the ranks, unscaled and clipped.
+            if (run.step.step + 1) % self._every:
+                return
+            import wandb
+
+            if wandb.run is None:  # tracker=none, or wandb could not be started
+                return
+            gradients = {name: p.grad for name, p in run.model.named_parameters() if p.grad is not None}
+            values: dict[str, Any] = {name: gradient.float().cpu().numpy() for name, gradient in gradients.items()}
+            # Without a step: the tracker logs in a thread, and wandb drops records of steps before the newest one.
+            wandb.run.log({f"gradients/{n}": wandb.Histogram(value) for n, value in values.items()}, commit=False)
+
+        if run.is_sharded:
+            raise ConfigError(
+                "GradientHistograms: each rank of a sharded run has a part of the gradients only. Remove it."
+            )
+        if run.world.rank == 0:  # the gradients are equal on all ranks, and wandb is open on rank 0 only
+            run.optimizer.register_step_pre_hook(log)
+
+
+class FreezeBackbone:
+    """Trains only the head during the first epochs. Clipping and the logged norm still take all gradients into account.
+
+    Args:
+        head: Beginning of the names of the parameters that are trained from the start, such as ``head.``.
+        epochs: How many epochs the other parameters are frozen for.
+    """
+
+    def __init__(self, head: str, epochs: int = 1) -> None:
+        self._head = head
+        self._epochs = epochs
+
+    def on_start(self, run: TrainState) -> None:
+        """Registers a hook of torch. ``requires_grad`` cannot be changed here: DDP reads it when the model is wrapped."""
+        parameters = dict(run.model.named_parameters())
+        backbone = [parameter for name, parameter in parameters.items() if not name.startswith(self._head)]
+        if len(backbone) == len(parameters):
+            raise ConfigError(f"FreezeBackbone.head: {self._head!r} begins none of the names {', '.join(parameters)}.")
+
+        def freeze(optimizer: torch.optim.Optimizer, *arguments: object) -> None:
+            epoch, _ = run.train_loader.position  # of the run, so it is right after a resume as well
+            if epoch < self._epochs:
+                for parameter in backbone:
+                    # The optimizer leaves out parameters without a gradient: no decay, no momentum.
+                    parameter.grad = None
+
+        run.optimizer.register_step_pre_hook(freeze)
+
+
+class Samples:
+    """Keeps what the model predicts or generates for a few evaluation samples, as texts or pictures in ``<run.dir>/media``.
+
+    The samples are the first ones in stored order, the same at each evaluation. The function is called as
+    ``function(model, batch)`` on rank 0 alone (in a sharded run on all ranks, with equal batches), in evaluation mode, without
+    gradients, under autocast, with the averaged weights if there are any. Rows where ``batch.valid`` is false are padding.
+
+    Args:
+        function: Returns a text, the bytes of a PNG file, or a mapping of names to such contents. In a config:
+            ``{_target_: package.function, _partial_: true}``. None: the task's method ``samples``.
+        count: Number of samples.
+        every: Evaluations between two calls.
+        name: Name of the media; the names of a mapping are put after it.
+
+    Raises:
+        ValueError: If a number is impossible.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[nn.Module, Batch], Media] | None = None,
+        count: int = 8,
+        every: int = 1,
+        name: str = "samples",
+    ) -> None:
+        for key, value in {"count": count, "every": every}.items():
+            if value < 1:
+                raise ValueError(f"Samples.{key}: got {value}, want at least 1.")
+        self._function = function
+        self._count, self._every, self._name = count, every, name
+        self._batch: Batch | None = None
+
+    def on_start(self, run: TrainState) -> None:
+        """Finds the function."""
+        _require_evaluations(run, "Samples")
+        self._function = self._function or getattr(run.task, "samples", None)
+        if not callable(self._function):
+            raise ConfigError(
+                f"Samples.function: the task {type(run.task).__name__} has no method samples(model, batch). Add it, or set "
+                "function: {_target_: package.function, _partial_: true}."
+            )
+
+    def on_evaluation(self, run: TrainState, result: Evaluation) -> None:
+        """Calls the function; the other ranks wait."""
+        on_this_rank = run.is_sharded or run.world.rank == 0
+        if run.totals.evaluations % self._every or not (on_this_rank and run.cfg.tracker.media):
+            return
+        if self._batch is None:
+            self._batch = next(evaluation_samples(run, self._count))
+        assert self._function is not None
+        seed_generators(run.world.device, run.cfg.run.seed)  # what is generated differs because of the weights only
+        with run.inference() as model:
+            content = self._function(model, self._batch)
+        named = content if isinstance(content, Mapping) else {"": content}
+        for name, each in named.items():
+            run.log_media("-".join(filter(None, (self._name, name))), each)
+
+
+def _require_evaluations(run: TrainState, name: str) -> None:
+    if run.eval_loader is None:
+        raise ConfigError(f"{name}: data.eval is not set, so there are no evaluations. Set it, or remove the hook.")
