@@ -89,6 +89,13 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     return f"{guess}Valid: {shown or 'none'}."
 
 
+def near_names(pattern: str, names: Iterable[str]) -> str:
+    """``Near names: a, b``: those that are most like a pattern that matches none of them, or the first ones."""
+    names = list(names)
+    near = difflib.get_close_matches(pattern.replace("*", ""), names, n=5, cutoff=0.4) or names[:5]
+    return f"Near names: {', '.join(near)}" if near else "There are no names"
+
+
 def in_brief(message: str) -> str:
     """The beginning of a message on one line, for a place where the whole message is not needed."""
     return textwrap.shorten(message.splitlines()[0] if message else "", 120, placeholder="...")

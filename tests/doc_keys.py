@@ -60,7 +60,10 @@ def is_key(key: str) -> bool:
     names = key.split(".")
     for number, name in enumerate(names):
         if not dataclasses.is_dataclass(kind):
-            return names[0] not in FREE or names[number] in argument_names() | {"_target_"}
+            return names[0] not in FREE or names[number] in argument_names() | {
+                "_target_",
+                *instantiate.OWN_KEYS.get(names[0], ()),
+            }
         hints = key_types(kind)
         if name not in hints:
             return False

@@ -35,6 +35,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
+from dtrain.config.instantiate import OWN_KEYS
 from dtrain.config.merge import CLASS_GROUPS, replacing_nodes
 from dtrain.config.schema import Config, key_types
 from dtrain.errors import ConfigError, nearest
@@ -206,7 +207,7 @@ def _no_such_key(key: str, arguments: Sequence[str], folders: Sequence[Path]) ->
     # The keys below a _target_ are the arguments of a class, so further ones may be added.
     free_form = bool(parent) and _section_at(parent) is None
     known = _argument_names(chosen, parent) if free_form else set()
-    beside += known - {"params"}  # the caller gives it
+    beside += {*known, *OWN_KEYS.get(parent, ())} - {"params"}  # the caller gives it
     adding = f" To add it, write +{key}=..." if free_form and not known else ""
     if not difflib.get_close_matches(name, beside, cutoff=0.75):
         elsewhere = {path.rpartition(".")[2]: path for path in reversed(keys)}  # the shallowest one counts

@@ -27,6 +27,8 @@ from omegaconf import MISSING
 
 from dtrain.errors import ConfigError, Explained, PeerFailed, hide_secret, nearest, shortened
 
+#: Keys of a section with a ``_target_`` that dtrain reads itself, and does not pass to the target.
+OWN_KEYS = {"optimizer": ("no_decay", "groups")}
 # Module to the name of its distribution on PyPI, where they differ.
 _DISTRIBUTIONS = {
     "cv2": "opencv-python",

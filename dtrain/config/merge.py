@@ -9,7 +9,8 @@ Hydra merges mappings key by key, so the arguments of a preset's class would rea
   ``schedule``;
 * a different task removes the metric of ``checkpoint.best`` that a preset has set before for its own task, unless it is a loss.
 
-An argument that the class of a node takes by name can be set without ``+``, also if the presets leave it out.
+An argument that the class of a node takes by name can be set without ``+``, also if the presets leave it out; likewise a key
+that dtrain itself reads (``OWN_KEYS``).
 
 Everything else is merged as Hydra does it. A replaced node takes any key: its class decides which ones are valid. Hydra has no
 extension point between loading configs and merging them, so ``_Loader`` overrides private methods of its config loader.
@@ -28,7 +29,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, Node, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from dtrain.config.instantiate import argument_names
+from dtrain.config.instantiate import OWN_KEYS, argument_names
 from dtrain.errors import ConfigError
 
 #: Groups whose presets are the arguments of a class.
@@ -218,7 +219,8 @@ def _add_argument(composed: DictConfig, override: Override) -> None:
     node = _select(composed, parent) if parent else None
     if override.is_add() or override.is_delete() or override.is_sweep_override() or not _is_mapping(node):
         return
-    if key not in node and (target := _target(node)) is not None and key in argument_names(target):
+    target = None if key in node else _target(node)
+    if target is not None and (key in OWN_KEYS.get(parent, ()) or key in argument_names(target)):
         with open_dict(node):
             node[key] = None  # until Hydra sets it
 

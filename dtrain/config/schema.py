@@ -67,6 +67,9 @@ class TrainConfig:
     log_every: int = 10  # steps between two records in metrics.jsonl
     eval_every: int | None = None  # steps between two evaluations; null: after each epoch; 0: only at the end
     deterministic: bool = False  # the same result bit for bit on the same number of ranks; slower
+    # parameters that are not trained: patterns (fnmatch) of names of parameters or modules, or {patterns: [..], until: STEP,
+    # batchnorm: eval}: only up to this step, and with their BatchNorm in eval mode; see docs/recipes.md
+    freeze: list[Any] = field(default_factory=list)
     ema_decay: float | None = None  # of the moving average of the weights; null: none
     compile: Any = False  # torch.compile: true: the whole model | patterns of modules, such as [blocks.*]
     channels_last: bool = True  # memory layout of images and convolution weights; false: torch's default
@@ -309,7 +312,8 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     model: dict[str, Any] | None = None  # has to be set: _target_ of a torch.nn.Module, and its arguments
     task: dict[str, Any] | None = None  # _target_ of task(model, batch) -> Output, and its arguments
-    # _target_ of an optimizer, and its arguments; no_decay: patterns of parameters without weight decay
+    # _target_ of an optimizer, and its arguments; no_decay: patterns of parameters without weight decay; groups:
+    # {NAME: {patterns: [..], lr: FACTOR, weight_decay: FACTOR}}: parameters with other rates and decays, see docs/recipes.md
     optimizer: dict[str, Any] | None = None
     schedule: dict[str, Any] | None = None  # _target_ of a learning-rate schedule, and its arguments
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

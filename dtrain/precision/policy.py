@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, near_names
 from dtrain.precision.modules import refuse_scripted
 
 #: The roles of fields. Images and video are transferred as uint8, features and audio in the compute dtype, all others in the
@@ -212,7 +212,7 @@ def keep_in_fp32(module: nn.Module, patterns: Sequence[str]) -> list[str]:
         if not any(fnmatchcase(name, pattern) for name in named):
             model = type(module).__name__
             raise ConfigError(
-                f"precision.keep_fp32: {pattern!r} matches no submodule of {model}. {_near_names(pattern, named)}"
+                f"precision.keep_fp32: {pattern!r} matches no submodule of {model}. {near_names(pattern, named)}"
             )
     kept = [name for name in named if any(fnmatchcase(name, pattern) for pattern in patterns)]
     for name in kept:
@@ -253,11 +253,6 @@ def _cast_up(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(_cast_up, value))
     return value
-
-
-def _near_names(pattern: str, names: Mapping[str, object]) -> str:
-    near = get_close_matches(pattern.replace("*", ""), list(names), n=5, cutoff=0.4) or list(names)[:5]
-    return f"Near names: {', '.join(near)}" if near else "It has no submodules"
 
 
 def _set_fp32_mode(mode: str) -> None:

@@ -42,6 +42,7 @@ from dtrain.training.checkpoint.state import TrainState, load_weights
 from dtrain.training.checks import check_initialised
 from dtrain.training.schedule import Lengths, schedule_horizon
 from dtrain.training.setup.ema import Ema
+from dtrain.training.setup.freeze import Frozen, freeze
 from dtrain.training.setup.loaders import (
     check_same_data,
     class_names,
@@ -119,6 +120,8 @@ def build_run(
         model = on_all_ranks(lambda: build_model(cfg.model, world.device, cfg.train.channels_last))
         if prepared:
             model = prepare_model(model, cfg.train, cfg.parallel, world)
+        else:
+            freeze(model, cfg.train.freeze)
         precision.wrap_keep_fp32(model)
     # After all changes to the model, and before DDP, which adds a prefix to parameter names.
     with as_config_error("train.ema_decay"):
@@ -198,6 +201,7 @@ def build_step(
         max_consecutive_skips=max_consecutive_skips,
         reduce_each=cfg.parallel.reduce_after == "micro_batch",
         spikes=SpikeOptions.parse(cfg.train.spike),
+        frozen=Frozen(model, cfg.train.freeze, optimizer) if cfg.train.freeze else None,
     )
 
 
@@ -373,16 +377,17 @@ def takes_corpus(node: Any) -> bool:
 
 
 def prepare_model(model: nn.Module, train: TrainConfig, parallel: ParallelConfig, world: World) -> nn.Module:
-    """Applies SyncBatchNorm, activation checkpointing and ``torch.compile`` to the bare model, where the config sets them.
+    """Applies SyncBatchNorm, freezing, activation checkpointing and ``torch.compile`` to the bare model, as the config says.
 
     Returns:
         The same object, unless the model itself is a BatchNorm.
 
     Raises:
-        ConfigError: If a pattern matches no module, or this device does not support an option.
+        ConfigError: If a pattern matches nothing, or this device does not support an option.
     """
     if parallel.sync_batchnorm:
         model = synchronise_batchnorm(model, world)
+    freeze(model, train.freeze)
     checkpoint_activations(model, train.checkpoint_activations)
     compile_in_place(model, train.compile, sharded=parallel.shard != "none")
     return model

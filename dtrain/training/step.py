@@ -8,6 +8,7 @@ In plain code, with the method of ``TrainStep`` that contains each part::
             output = task(model, batch)
         loss_sum, count = loss_sum + output.loss_sum, count + output.count     # _add()
         (output.loss_sum * world / nominal * loss_scale).backward()            # _factor(); the last one averages: _sync()
+    for parameter in frozen: parameter.grad = None                             # see dtrain.training.setup.freeze
 
     norm = norm_of(gradients)                                                  # apply(): gradients(), _norm()
     overflow = not all_finite(norm, loss_sum, count, model.buffers())
@@ -40,9 +41,9 @@ In plain code, with the method of ``TrainStep`` that contains each part::
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -74,6 +75,7 @@ from dtrain.training.checks import AveragedBackward, check_loss_scale, check_mod
 from dtrain.training.setup.batchnorm import ValidRows
 from dtrain.training.setup.buffers import BufferGuard
 from dtrain.training.setup.ema import Ema
+from dtrain.training.setup.freeze import Frozen
 from dtrain.training.task import Output, Task, run_task
 
 _DOCTOR = (
@@ -112,6 +114,7 @@ class StepOutcome:
         step: Number of the attempted step, from 1.
         applied_steps: Applied steps up to and including it.
         lr: Learning rate of the first parameter group.
+        lrs: Learning rates of parameter groups with a name, if there are several.
         grad_norm: Norm of the gradient of the mean loss before clipping; NaN if the step was skipped for an overflow.
         stats: Sums over all ranks (loss, count, metrics, samples, bad samples, requests), and whether the step was applied.
     """
@@ -121,6 +124,7 @@ class StepOutcome:
     lr: float
     grad_norm: float
     stats: StepStats
+    lrs: Mapping[str, float] = field(default_factory=dict)
 
 
 class TrainStep:
@@ -161,6 +165,7 @@ class TrainStep:
             loss scale, which skips steps until it has adapted, and 10 without.
         reduce_each: With a sharded model: reduce gradients in each micro-batch, not in the last one only.
         spikes: Finds spikes of the gradient norm, and may skip them; None does not.
+        frozen: Parameters that are not trained until a step; None: none.
 
     Attributes:
         model: The argument.
@@ -192,6 +197,7 @@ class TrainStep:
         max_consecutive_skips: int | None = None,
         reduce_each: bool = False,
         spikes: SpikeOptions | None = None,
+        frozen: Frozen | None = None,
     ) -> None:
         check_model(model)
         check_loss_scale(loss_scale)
@@ -221,6 +227,7 @@ class TrainStep:
         self._share = torch.full((), world.size / nominal, device=world.device)
         self._autocast = precision.autocast(world.device.type)
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self._has_names = len({group.get("name") for group in optimizer.param_groups} - {None}) > 1
         # On a CPU reading the vote costs nothing, so the host decides.
         self._decides_on_device = world.device.type == "cuda" and reads_found_inf(optimizer)
         bare = self.bare_model
@@ -237,6 +244,7 @@ class TrainStep:
         self._buffers = BufferGuard(bare)
         self._valid_rows = ValidRows(bare)
         self._averaged = AveragedBackward(model)
+        self._frozen = frozen
         self._diagnosis = SkipDiagnosis(bare)
         self._metric_names: list[str] = []
         self._window_counts = _WindowCounts()
@@ -266,6 +274,8 @@ class TrainStep:
         self._is_open = True
         if self._sharded is not None:
             self._sharded.begin()
+        if self._frozen is not None:
+            self._frozen.set_batchnorm(self.step)
         # Entering a disabled autocast takes 6 us, and matters only inside an enabled one, in a hand-written loop.
         casts = self.precision.compute_dtype != torch.float32 or torch.is_autocast_enabled(self.world.device.type)
         autocast = self._autocast if casts else nullcontext()
@@ -292,6 +302,10 @@ class TrainStep:
         if done != micro_batches:
             # The averaging backward was not the last one, so the ranks' gradients may differ.
             raise RuntimeError(f"accumulate(): got {done} micro-batches, want micro_batches={micro_batches}.")
+        if self._shared_gradients is None:  # of all parameters, frozen ones too
+            self._shared_gradients = with_shared_gradients(self.optimizer)
+        if self._frozen is not None:
+            self._frozen.drop_gradients(self.step)
         self._unapplied = done > 0
 
     def settle(self) -> StepOutcome | None:
@@ -317,6 +331,8 @@ class TrainStep:
         # The vote has the gradient norm of scale * sum / nominal; the outcome has the gradient norm of the mean loss.
         mean = self._nominal / stats.count / stats.loss_scale if stats.count else 0.0
         outcome = StepOutcome(self.step, self.applied_steps, lr, stats.grad_norm * mean, stats)
+        if self._has_names:
+            outcome.lrs = {group["name"]: float(group["lr"]) for group in self.optimizer.param_groups}
         if self.consecutive_skips >= self._max_skips:
             raise TooManySkips(self._skip_report(stats))
         return outcome
@@ -337,9 +353,7 @@ class TrainStep:
             raise RuntimeError("apply() without a window: call accumulate() first.")
         self._unapplied = False
 
-        if self._shared_gradients is None:
-            self._shared_gradients = with_shared_gradients(self.optimizer)
-        for parameter in self._shared_gradients:
+        for parameter in self._shared_gradients or ():
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.clone()  # or it would be multiplied twice
 
@@ -499,7 +513,8 @@ class TrainStep:
 
     def _optimize(self, skip: Tensor) -> None:
         optimizer = self.optimizer
-        if not (self._decides_on_device and prefill_momentum(optimizer)):
+        # On the host too: fused SGD fails where some parameters have their first gradient later than others.
+        if not (prefill_momentum(optimizer) and self._decides_on_device):
             if not skip.item():  # on a GPU with an optimizer that is not fused: the only host sync of the step
                 optimizer.step()
             return

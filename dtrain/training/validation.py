@@ -20,7 +20,7 @@ import torch
 from hydra.utils import get_object
 from torch import nn
 
-from dtrain.config.instantiate import argument_defaults, by_target, check_call, nodes_with_target
+from dtrain.config.instantiate import OWN_KEYS, argument_defaults, by_target, check_call, nodes_with_target
 from dtrain.config.schema import Config, DataConfig
 from dtrain.data.fields.field import Field
 from dtrain.data.loading.batch import TransferOptions
@@ -342,7 +342,7 @@ def _model_on_meta(cfg: Config) -> nn.Module | None:
 
 
 def _check_optimizer(node: Any, model: nn.Module | None) -> None:
-    check_call("optimizer", _without(node, "no_decay"), params=None, model=None)
+    check_call("optimizer", _without(node, *OWN_KEYS["optimizer"]), params=None, model=None)
     for name, default in argument_defaults(node["_target_"]).items():
         if type(default) in (int, float) and isinstance(node.get(name), str):
             raise ConfigError(f"optimizer.{name}: got {node[name]!r}, want a number such as {default:g}.")
@@ -351,5 +351,5 @@ def _check_optimizer(node: Any, model: nn.Module | None) -> None:
     build_optimizer(_without(node, "fused"), model)
 
 
-def _without(node: Any, key: str) -> Any:
-    return {name: value for name, value in node.items() if name != key} if isinstance(node, Mapping) else node
+def _without(node: Any, *keys: str) -> Any:
+    return {name: value for name, value in node.items() if name not in keys} if isinstance(node, Mapping) else node

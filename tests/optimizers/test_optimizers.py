@@ -20,6 +20,13 @@ def gpt() -> GPT:
     return GPT(vocabulary=16, width=8, depth=1, heads=2, context=8)
 
 
+class Plain(torch.optim.Optimizer):
+    """An optimizer without weight decay."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+
 def optimizer(model: nn.Module, **node: Any) -> torch.optim.Optimizer:
     return build_optimizer(node, model)
 
@@ -53,7 +60,7 @@ def test_without_no_decay_all_parameters_are_one_group() -> None:
             {"_target_": "torch.optim.SGD", "no_decay": ["head.*"]},
             ["optimizer.no_decay: 'head.*' matches no trainable"],
         ),
-        ({"_target_": "torch.optim.SGD", "no_decay": "vectors"}, ["optimizer.no_decay", "got the text 'vectors'"]),
+        ({"_target_": "torch.optim.SGD", "no_decay": "vectors"}, ["optimizer.no_decay", "got 'vectors'"]),
         ({"_target_": "dtrain.optimizers.MuonWithAdamW", "no_decay": ["vectors"]}, ["makes its own groups"]),
         ({"_target_": "dtrain.optimizers.MuonWithAdamW", "adamw": ["head.*"]}, ["optimizer: 'head.*' matches no"]),
     ],
@@ -61,6 +68,77 @@ def test_without_no_decay_all_parameters_are_one_group() -> None:
 def test_impossible_groups_are_refused(node: dict[str, Any], names: list[str]) -> None:
     with refused(ConfigError, *names):
         optimizer(gpt(), **node)
+
+
+GROUPS = {
+    "attention": {"patterns": ["blocks.*.attention"], "lr": 10, "weight_decay": 0.5},
+    "in": {"patterns": ["embedding"]},
+}
+
+
+def test_groups_have_factors_of_rate_and_decay_and_no_decay_holds_in_all_of_them() -> None:
+    model = gpt()
+    node = {"_target_": "torch.optim.AdamW", "lr": 0.1, "weight_decay": 0.2, "no_decay": ["vectors"], "groups": GROUPS}
+    groups = optimizer(model, **node).param_groups
+    assert [(it["name"], it["lr"], it["weight_decay"]) for it in groups] == [
+        ("default", 0.1, 0.2),
+        ("default", 0.1, 0.0),
+        ("attention", 1.0, 0.1),
+        ("attention", 1.0, 0.0),
+        ("in", 0.1, 0.2),
+    ]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert {names[id(p)] for p in groups[2]["params"]} == {
+        f"blocks.0.attention.{part}.weight" for part in ("qkv", "out")
+    }
+    assert sum(len(it["params"]) for it in groups) == len(names)
+
+
+def test_groups_train_as_those_that_torch_is_given() -> None:
+    ours, theirs = gpt(), gpt()
+    one = optimizer(ours, _target_="torch.optim.SGD", lr=1e-3, momentum=0.9, weight_decay=0.2, groups=GROUPS)
+    attention = [p for name, p in theirs.named_parameters() if ".attention." in name]
+    others = [p for name, p in theirs.named_parameters() if ".attention." not in name]
+    groups = [{"params": others}, {"params": attention, "lr": 1e-2, "weight_decay": 0.1}]
+    other = torch.optim.SGD(groups, lr=1e-3, momentum=0.9, weight_decay=0.2)
+    for step in range(3):
+        for model, each in ((ours, one), (theirs, other)):
+            model.zero_grad()
+            backward(model, step)
+            each.step()
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter, theirs.get_parameter(name), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("groups", "names"),
+    [
+        ([1], ["got [1]", "{NAME: {patterns"]),
+        ({"default": {"patterns": ["*"]}}, ["'default'", "want letters"]),
+        ({"a/b": {"patterns": ["*"]}}, ["'a/b'", "want letters"]),
+        ({"a": {"lr": 2}}, ["a: got {'lr': 2}", "want patterns"]),
+        ({"a": {"patterns": ["*"], "rl": 2}}, ["'rl'", "Did you mean 'lr'?"]),
+        ({"a": {"patterns": ["*"], "lr": 0}}, ["a.lr: got 0", "above 0", "train.freeze"]),
+        ({"a": {"patterns": ["*"], "lr": "big"}}, ["a.lr: got 'big'", "want a factor"]),
+        ({"a": {"patterns": ["*"], "weight_decay": -1}}, ["a.weight_decay: got -1", "want a factor"]),
+        ({"a": {"patterns": ["embeding.*"]}}, ["'embeding.*'", "Near names: embedding"]),
+        (
+            {"a": {"patterns": ["embedding"]}, "b": {"patterns": ["*.weight"]}},
+            ["embedding.weight is in a and in b", "Change the patterns"],
+        ),
+    ],
+)
+def test_impossible_factors_and_overlapping_groups_are_refused(groups: Any, names: list[str]) -> None:
+    with refused(ConfigError, "optimizer.groups", *names):
+        optimizer(gpt(), _target_="torch.optim.SGD", lr=0.1, groups=groups)
+
+
+def test_an_optimizer_without_weight_decay_or_with_its_own_groups_refuses_groups() -> None:
+    groups = {"a": {"patterns": ["embedding"], "weight_decay": 0.5}}
+    with refused(ConfigError, "optimizer.groups: a.weight_decay", "Plain", "Leave it out"):
+        optimizer(gpt(), _target_="tests.optimizers.test_optimizers.Plain", lr=0.1, groups=groups)
+    with refused(ConfigError, "optimizer.groups", "makes its own groups", "null"):
+        optimizer(gpt(), _target_="dtrain.optimizers.MuonWithAdamW", groups=groups)
 
 
 def test_muon_needs_a_matrix() -> None:

@@ -160,6 +160,8 @@ def test_a_run_without_starts_and_votes_is_compared_by_the_windows_of_its_metric
 
 MIXED = "{{a: {{shards: '{0}/a-*.tar', weight: 3}}, b: {{shards: '{0}/b-*.tar', weight: {1}}}}}"
 FIELDS = "{npy: {name: x, role: feature}, y.npy: {name: y, role: target}}"
+LATE = "train.freeze=['0', {patterns: ['2'], until: 25}]"
+HEAD = "optimizer.groups={head: {patterns: ['8'], lr: 3, weight_decay: 0}}"
 SCENARIOS = {
     "bf16, accumulation": [(2, "precision=bf16", "train.micro_batch_size=8")],
     "fp16 with skips": [
@@ -183,6 +185,18 @@ SCENARIOS = {
             "data.mix={_target_: dtrain.data.mixing.Mix, mixup_alpha: 0.2, classes: 10}",
             "optimizer.lr=1e-4",
         ),
+    ],
+    "frozen until the middle, groups": [
+        (2, LATE, HEAD, "optimizer=sgd"),
+        (3, LATE, HEAD, "optimizer=sgd"),
+    ],
+    "frozen BatchNorm, fsdp": [
+        (
+            2,
+            "parallel=fsdp",
+            "model={_target_: tests.toys.NormNet}",
+            "train.freeze=[{patterns: [norm1, conv1], until: 11, batchnorm: eval}]",
+        )
     ],
     "fsdp, then ddp": [(2, "parallel=fsdp"), (3,)],
     "hsdp": [(4, "parallel=hsdp", "parallel.shard_size=2"), (2, "parallel=fsdp")],

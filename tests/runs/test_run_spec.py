@@ -24,6 +24,11 @@ def test_the_default_name_is_the_experiment_and_a_hash_of_what_makes_the_result(
     name = compose_run().name
     assert name.startswith("digits-")
     another = ("run.seed=1", "train.max_steps=5", "train.max_epochs=3", "optimizer.lr=0.1", "precision=bf16")
+    another += ("train.freeze=['0']", "train.freeze=[{patterns: ['0'], until: 5}]")
+    another += (
+        "optimizer.groups={head: {patterns: ['8'], lr: 2}}",
+        "optimizer.groups={head: {patterns: ['8'], lr: 3}}",
+    )
     names = [name, *(compose_run(override).name for override in another)]
     assert len(set(names)) == len(names)
 

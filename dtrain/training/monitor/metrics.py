@@ -13,6 +13,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -114,6 +115,7 @@ class StepMetrics:
             skipped=not stats.applied,
             grad_norm=outcome.grad_norm,
             lr=outcome.lr,
+            lrs=outcome.lrs,
             loss_scale=stats.loss_scale if self._run.step.loss_scale is not None else None,
             metrics=stats.metrics,
             bytes=int(stats.bytes),
@@ -204,6 +206,7 @@ class MetricSums:
         skipped: bool = False,
         grad_norm: float | None = None,
         lr: float | None = None,
+        lrs: Mapping[str, float] = MappingProxyType({}),
         loss_scale: float | None = None,
         metrics: Mapping[str, tuple[float, float]] | None = None,
         bytes: int = 0,
@@ -220,6 +223,7 @@ class MetricSums:
             skipped: True if no rank applied the step.
             grad_norm: Norm of the global gradient, after unscaling and before clipping.
             lr: Learning rate that the step used.
+            lrs: Learning rates of the named parameter groups.
             loss_scale: Loss scale that the step used; None where gradients are not scaled.
             metrics: Further (sum, count) pairs of the task, over the same rows as the loss.
             bytes: Bytes that all ranks' workers transferred for the step.
@@ -237,6 +241,7 @@ class MetricSums:
             return
         if lr is not None:
             self._last["train/lr"] = lr
+        self._last.update({f"train/lr/{name}": rate for name, rate in lrs.items()})
         self._counted = (self._counted[0] + count, self._counted[1] + samples)
         self._add_up("train/loss", loss_sum, count)
         if grad_norm is not None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from dtrain import __version__
 from dtrain.config.directions import direction
@@ -32,6 +33,7 @@ from dtrain.distributed.collectives import from_rank0
 from dtrain.distributed.sharding import is_sharded
 from dtrain.distributed.world import World
 from dtrain.errors import as_config_error, without_secrets_in
+from dtrain.optimizers.groups import trainable
 from dtrain.precision.modules import dtype_name
 from dtrain.runs.records import Record
 from dtrain.runs.run_dir import write_status
@@ -334,7 +336,7 @@ def banner_rows(spec: RunSpec, run: TrainState, start: str, last_step: int) -> d
         f"{_counted(micro, 'micro-batch', 'es')} x {_counted(rows, 'row')}" + (f" ({masked} masked)" if masked else ""),
         "steps": f"{last_step:,} ({loader.steps_per_epoch:,} an epoch), schedule over {horizon:,}"
         + (f", {cut}" if cut else ""),
-        "model": f"{sum(p.numel() for p in run.model.parameters()):,} parameters, {type(optimizer).__name__}"
+        "model": f"{_parameters(run.model)}, {type(optimizer).__name__}"
         + (" (fused)" if optimizer.defaults.get("fused") else ""),
         "best": _best_checkpoint(cfg.checkpoint),
         "BatchNorm": f"masked rows are in its statistics ({fixed})" if fixed else "",
@@ -342,6 +344,13 @@ def banner_rows(spec: RunSpec, run: TrainState, start: str, last_step: int) -> d
         "records": describe_trackers(cfg.tracker, spec.dir),
         "versions": f"torch {torch.__version__}, Python {sys.version.split()[0]}",
     }
+
+
+def _parameters(model: nn.Module) -> str:
+    """Such as ``11,181,642 parameters, 5,130 of them trained``."""
+    everything = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in trainable(model).values())
+    return f"{everything:,} parameters" + (f", {trained:,} of them trained" if trained < everything else "")
 
 
 def _best_checkpoint(cfg: CheckpointConfig) -> str:

@@ -2,5 +2,6 @@
 
 * ``loaders``: loaders for training and evaluation, from the config.
 * ``model``: memory layout, recomputation, compilation. ``sharded_init``: initial weights of a sharded model, from rank 0.
-* ``batchnorm``: statistics of valid rows only. ``optimizer``. ``ema``: averaged weights. ``buffers``: buffers on skipped steps.
+* ``batchnorm``: statistics of valid rows only. ``freeze``: parameters that are not trained. ``optimizer``. ``ema``: averaged
+  weights. ``buffers``: buffers on skipped steps.
 """

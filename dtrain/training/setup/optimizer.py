@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtrain.config.instantiate import argument_names, by_target
+from dtrain.config.instantiate import OWN_KEYS, argument_names, by_target
 from dtrain.distributed.sharding import is_sharded, small_part
 from dtrain.errors import ConfigError, as_config_error
-from dtrain.optimizers.groups import decay_groups, trainable
+from dtrain.optimizers.groups import Group, apply_factors, parameter_groups, trainable
 
 # Of torch's optimizers.
 _SUPPORT_SPARSE = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
@@ -21,8 +21,8 @@ def build_optimizer(node: Any, model: nn.Module) -> torch.optim.Optimizer:
     """Builds the optimizer over the model's trainable parameters.
 
     It is fused by default where its class supports that and all parameters are real with dense gradients. A target with an
-    argument ``model`` gets the model and makes its own parameter groups. The node's key ``no_decay`` is not passed to the
-    target: see ``decay_groups``.
+    argument ``model`` gets the model and makes its own parameter groups. The node's keys ``OWN_KEYS`` are not passed to the
+    target: see ``parameter_groups``.
 
     Raises:
         ConfigError: If nothing is trainable, a pattern matches nothing, the target refuses its arguments, or the optimizer
@@ -39,16 +39,21 @@ def build_optimizer(node: Any, model: nn.Module) -> torch.optim.Optimizer:
             "Set parallel=fsdp, which divides parameters and gradients as well, and a different optimizer."
         )
     node = dict(node)
-    no_decay = node.pop("no_decay", None)
+    no_decay, groups = (node.pop(key, None) for key in OWN_KEYS["optimizer"])
+    factors: list[Group] = []
     if no_decay is not None:
         with as_config_error("optimizer.no_decay"):
-            parameters = decay_groups(model, no_decay)
+            parameters, _ = parameter_groups(model, [], no_decay)
+    if groups:
+        with as_config_error("optimizer.groups"):
+            parameters, factors = parameter_groups(model, Group.parse(groups), no_decay or [])
     arguments = argument_names(node["_target_"])
     if "model" in arguments:
-        if no_decay is not None:
-            raise ConfigError(
-                f"optimizer.no_decay: {node['_target_']} makes its own groups of parameters. Set it to null."
-            )
+        for key, value in zip(OWN_KEYS["optimizer"], (no_decay, groups), strict=True):
+            if value is not None:
+                raise ConfigError(
+                    f"optimizer.{key}: {node['_target_']} makes its own groups of parameters. Set it to null."
+                )
         with as_config_error("optimizer"):
             optimizer = by_target("optimizer", node, model=model)
     else:
@@ -73,6 +78,9 @@ def build_optimizer(node: Any, model: nn.Module) -> torch.optim.Optimizer:
             optimizer = by_target("optimizer", node, parameters)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer: {node['_target_']} returns {type(optimizer).__name__}, want a torch Optimizer.")
+    if factors:
+        with as_config_error("optimizer.groups"):
+            apply_factors(optimizer, factors)
     is_torch_optimizer = type(optimizer).__module__.startswith("torch.optim.")
     if is_torch_optimizer and not isinstance(optimizer, _SUPPORT_SPARSE) and (sparse := _sparse_weights(model)):
         supporting = ", ".join(cls.__name__ for cls in _SUPPORT_SPARSE)
