@@ -13,6 +13,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -112,7 +113,7 @@ class EvaluationMetrics:
         """The metrics of this rank."""
         return self._computed(
             [
-                [[(rows, getattr(module, name))] if rows else [] for module, name, _ in self._states(set_index)]
+                [[(rows, copy(getattr(module, name)))] if rows else [] for module, name, _ in self._states(set_index)]
                 for set_index, rows in enumerate(self._rows)
             ]
         )
@@ -137,7 +138,7 @@ class EvaluationMetrics:
         if not any(rows for of_state in parts for rows, _ in of_state):
             return dict.fromkeys(metrics, math.nan)
         for metric in metrics.values():
-            metric.reset()
+            metric.reset()  # empties its lists in place
         for (module, name, reduction), of_state in zip(self._states(set_index), parts, strict=True):
             setattr(module, name, _combined(reduction, of_state))
         return {name: self._number(name, metric) for name, metric in metrics.items()}

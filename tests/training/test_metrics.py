@@ -213,6 +213,25 @@ def test_without_rows_a_metric_is_nan() -> None:
     assert all(map(math.isnan, values.values()))
 
 
+@pytest.mark.usefixtures("alone")
+def test_metrics_are_known_and_computed_before_the_first_step(
+    shards: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[dict[str, float]] = []
+    of_this_rank = EvaluationMetrics.alone
+    monkeypatch.setattr(EvaluationMetrics, "alone", lambda self: found.append(of_this_rank(self)) or found[0])
+    data = loader(EvaluationSets({"many": shards[0], "few": shards[1]}))
+    run = part_of_run(Net(4), task(), data, world())
+    run.cfg.train.metrics = NODES
+    names = metric_names(run, next(iter(loader(shards[0], global_batch_size=50))), ["eval/few/auc"])
+    assert names.problem == ""
+    assert {f"eval/{prefix}{name}" for prefix in ("", "many/", "few/") for name in NODES} <= set(names.names)
+    want = by_scikit_learn(50)
+    assert found == [
+        {f"{prefix}{name}": pytest.approx(want[name]) for prefix in ("", "many/", "few/") for name in want}
+    ]
+
+
 class Bare:
     """A task with two classes of its own that gives metrics only predictions."""
 
