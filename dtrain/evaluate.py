@@ -74,6 +74,7 @@ Options
 _OF_ARTEFACT = (
     *("task", "data.eval", "data.fields", "data.mixture", "data.missing", "data.image_size", "data.max_bad"),
     *("data.transfer", "data.on_overflow", "train.global_batch_size", "train.micro_batch_size", "train.channels_last"),
+    "train.metrics",
 )
 
 
@@ -152,7 +153,7 @@ def run_artefact_evaluation(composed: compose.Composed, folder: Path, name: str,
         loader = on_all_ranks(lambda: eval_loader(cfg, world, precision))
         assert loader is not None  # data.eval is set
         check_same_data(None, loader)
-        task = on_all_ranks(lambda: build_task(cfg.task, corpus_beside(cfg.data)))
+        task = on_all_ranks(lambda: build_task(cfg.task, corpus_beside(cfg.data), cfg.train.metrics))
         dtype = Precision(model.description.dtype).compute_dtype
         parts = EvaluationParts(precision, loader, AsExported(model.program.model, dtype), "exported", task)
         result = evaluate_parts(composed, model.description.dtype, world, parts, Path(name))
@@ -250,7 +251,13 @@ def evaluate_parts(
     with _progress_bar(parts.loader, world, name) as on_progress:
         try:
             result = evaluate(
-                parts.model, parts.task, parts.loader, world=world, precision=parts.precision, progress=on_progress
+                parts.model,
+                parts.task,
+                parts.loader,
+                world=world,
+                precision=parts.precision,
+                progress=on_progress,
+                metrics=composed.cfg.train.metrics,
             )
         except NotFinite as error:
             result = error.evaluation

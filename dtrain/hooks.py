@@ -1,4 +1,4 @@
-"""Hooks for ``train.hooks``: early stopping, histograms of gradients, a frozen backbone, and samples of what the model does.
+"""Hooks for ``train.hooks``: early stopping, histograms of gradients, and samples of what the model does.
 
     'train.hooks=[{_target_: dtrain.hooks.EarlyStopping, metric: eval/accuracy, patience: 3}, {_target_: dtrain.hooks.Samples}]'
 
@@ -22,7 +22,7 @@ from dtrain.training.checkpoint.state import TrainState
 from dtrain.training.monitor.run_logger import evaluation_samples
 from dtrain.training.task import Evaluation
 
-__all__ = ["EarlyStopping", "FreezeBackbone", "GradientHistograms", "Samples"]
+__all__ = ["EarlyStopping", "GradientHistograms", "Samples"]
 
 Media = str | bytes | Mapping[str, str | bytes]
 
@@ -135,35 +135,6 @@ class GradientHistograms:
             )
         if run.world.rank == 0:  # the gradients are equal on all ranks, and wandb is open on rank 0 only
             run.optimizer.register_step_pre_hook(log)
-
-
-class FreezeBackbone:
-    """Trains only the head during the first epochs. Clipping and the logged norm still take all gradients into account.
-
-    Args:
-        head: Beginning of the names of the parameters that are trained from the start, such as ``head.``.
-        epochs: How many epochs the other parameters are frozen for.
-    """
-
-    def __init__(self, head: str, epochs: int = 1) -> None:
-        self._head = head
-        self._epochs = epochs
-
-    def on_start(self, run: TrainState) -> None:
-        """Registers a hook of torch. ``requires_grad`` cannot be changed here: DDP reads it when the model is wrapped."""
-        parameters = dict(run.model.named_parameters())
-        backbone = [parameter for name, parameter in parameters.items() if not name.startswith(self._head)]
-        if len(backbone) == len(parameters):
-            raise ConfigError(f"FreezeBackbone.head: {self._head!r} begins none of the names {', '.join(parameters)}.")
-
-        def freeze(optimizer: torch.optim.Optimizer, *arguments: object) -> None:
-            epoch, _ = run.train_loader.position  # of the run, so it is right after a resume as well
-            if epoch < self._epochs:
-                for parameter in backbone:
-                    # The optimizer leaves out parameters without a gradient: no decay, no momentum.
-                    parameter.grad = None
-
-        run.optimizer.register_step_pre_hook(freeze)
 
 
 class Samples:

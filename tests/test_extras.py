@@ -31,6 +31,7 @@ USES = {
     "mlflow": ("mlflow", "check_tracker(TrackerConfig(name='mlflow'))"),
     "trackio": ("trackio", "check_tracker(TrackerConfig(name='trackio'))"),
     "optuna": ("Optuna optuna", "require_optuna()"),
+    "metrics": ("torchmetrics", "build_metric('f1', {'_target_': 'torchmetrics.F1Score'})"),
 }
 CODE = """
 import json, sys
@@ -48,6 +49,7 @@ import importlib.util
 find_spec = importlib.util.find_spec
 importlib.util.find_spec = lambda name, package=None: None if name in absent else find_spec(name, package)
 
+from dtrain.config.metrics import build_metric
 from dtrain.config.schema import TrackerConfig
 from dtrain.data import digits
 from dtrain.data.fields.media import torchcodec_decoders

@@ -118,14 +118,14 @@ def test_a_run_that_has_ended_early_is_extended_by_a_larger_patience_only(
     assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("finished", 6)
     assert "begins anew" not in capfd.readouterr().out
     # Another hook in its place; then it is back, and begins anew.
-    train_on(1, tmp_path, *options, "train.max_steps=7", hook("FreezeBackbone, head: '8.'"))
+    train_on(1, tmp_path, *options, "train.max_steps=7", hook("Samples"))
     assert "dtrain.hooks.EarlyStopping[0] is not among them any more" in capfd.readouterr().out
     train_on(
         1,
         tmp_path,
         *options,
         "train.max_steps=30",
-        hook("FreezeBackbone, head: '8.'", f"{{_target_: dtrain.hooks.{NEVER_BETTER}}}"),
+        hook("Samples", f"{{_target_: dtrain.hooks.{NEVER_BETTER}}}"),
     )
     assert "train.hooks[1] (dtrain.hooks.EarlyStopping): the checkpoint has no state" in capfd.readouterr().out
     assert status(tmp_path)["step"] == 11
@@ -176,29 +176,6 @@ def test_a_state_that_json_cannot_hold_is_an_error_before_the_first_step() -> No
     counts.state = torch.zeros(1)
     with refused(RuntimeError, "my hook", "state_dict", "Tensor"):
         Hooks({"my hook": counts}).call("on_start", cast(TrainState, None))
-
-
-# -- FreezeBackbone
-
-
-@pytest.mark.slow
-def test_the_backbone_is_frozen_for_an_epoch_also_after_a_resume(tmp_path: Path) -> None:
-    epoch = 23
-    for steps in (5, epoch, epoch + 3):  # three starts of one run
-        train_on(
-            2, tmp_path, *SMALL, hook("FreezeBackbone, head: '8.'"), "train.eval_every=0", f"train.max_steps={steps}"
-        )
-    first, frozen, end = (weights(tmp_path, step) for step in (5, epoch, epoch + 3))
-    for name, weight in first.items():
-        assert torch.equal(weight, frozen[name]) == (not name.startswith("8.")), name
-        assert not torch.equal(frozen[name], end[name]), name
-
-
-@pytest.mark.slow
-def test_a_head_that_no_parameter_has_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    with pytest.raises(RanksFailed):
-        train_on(2, tmp_path, *SMALL, hook("FreezeBackbone, head: fc."), "train.max_steps=2")
-    assert_refused(status(tmp_path)["reason"], "FreezeBackbone.head", "'fc.'", "0.weight")
 
 
 # -- GradientHistograms

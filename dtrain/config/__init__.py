@@ -9,4 +9,5 @@ In reading order:
 * ``explain``: clear messages for the errors that Hydra raises.
 * ``instantiate``: objects from ``_target_`` nodes.
 * ``directions``: whether a larger or a smaller value of a metric is better.
+* ``metrics``: the metrics of ``train.metrics``.
 """

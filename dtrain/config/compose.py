@@ -30,6 +30,7 @@ from dtrain.config import schema
 from dtrain.config.explain import check_keys, explain
 from dtrain.config.meanings import with_meanings
 from dtrain.config.merge import replacing_nodes
+from dtrain.config.metrics import best_mode
 from dtrain.errors import (
     HIDDEN,
     SECRET_KEY,
@@ -268,8 +269,11 @@ def _check(node: DictConfig) -> None:
 
 def _composed(node: DictConfig, trusted: bool) -> Composed:
     hydra_cfg = HydraConfig.get()
+    cfg = schema.from_plain(schema.Config, resolved(node))
+    # Saved with the run, for commands that read its records without torchmetrics, such as dtrain.report.
+    cfg.checkpoint.best_mode = best_mode(cfg)
     return Composed(
-        cfg=schema.from_plain(schema.Config, resolved(node)),
+        cfg=cfg,
         node=node,
         # Not resolved: an interpolation may stand for a secret.
         overrides=tuple(OmegaConf.to_container(hydra_cfg.overrides.task, resolve=False)),  # type: ignore[arg-type]

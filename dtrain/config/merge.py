@@ -4,7 +4,7 @@ Hydra merges mappings key by key, so the arguments of a preset's class would rea
 
 * a mapping with a different ``_target_`` replaces the earlier mapping of the same key, also inside a node;
 * ``data.fields`` replaces the earlier fields if each of its fields has a name; otherwise it changes single options of them;
-  likewise ``data.mixture`` if each of its sources has shards;
+  likewise ``data.mixture`` if each of its sources has shards, and ``train.metrics`` if each metric has a ``_target_``;
 * ``model=NAME`` on the command line replaces what presets say about ``model``; the same for ``task``, ``optimizer`` and
   ``schedule``;
 * a different task removes the metric of ``checkpoint.best`` that a preset has set before for its own task, unless it is a loss.
@@ -35,7 +35,7 @@ from dtrain.errors import ConfigError
 #: Groups whose presets are the arguments of a class.
 CLASS_GROUPS = ("model", "task", "optimizer", "schedule")
 #: Mappings that replace earlier ones if each of their entries has this key.
-_WHOLE = {"data.fields": "name", "data.mixture": "shards"}
+_WHOLE = {"data.fields": "name", "data.mixture": "shards", "train.metrics": "_target_"}
 #: Keys of this mapping are names that the user chooses.
 _NAMES = "run.warm_start.rename"
 _SETS = "data.eval"  # a mapping without a class is several sets, which replace a dataset by its class

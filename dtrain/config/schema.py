@@ -78,6 +78,9 @@ class TrainConfig:
     hooks: list[Any] = field(default_factory=list)  # own code called at fixed points: [{_target_: package.MyHook}]
     # skipped steps in a row after which the run fails; null: 50 with loss scaling, 10 without
     max_consecutive_skips: int | None = None
+    # metrics of torchmetrics in evaluations: {f1: {_target_: torchmetrics.classification.MulticlassF1Score, num_classes: 10}},
+    # see docs/models.md
+    metrics: dict[str, Any] = field(default_factory=dict)
     # spikes of the gradient norm: {factor: 6, window: 128, action: warn|skip}, see docs/replay.md; null: not looked for
     spike: Any = None
 
@@ -204,7 +207,9 @@ class CheckpointConfig:
     keep_last: int = 2  # number of newest checkpoints that are kept
     keep_every: int | None = None  # checkpoints whose step is a multiple of it are never deleted; null: none
     best: str | None = None  # a metric such as eval/accuracy, whose best checkpoint is kept; null: none
-    best_mode: str | None = None  # max | min: which value is the best; null: by the name of the metric
+    best_mode: str | None = (
+        None  # max | min: which value is the best; null: by the metric of train.metrics, else by its name
+    )
 
 
 @dataclass

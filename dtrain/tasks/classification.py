@@ -34,6 +34,9 @@ class Classification:
             raise ValueError(f"task.label_smoothing: got {label_smoothing}, want a number in [0, 1), such as 0.1.")
         self._label_smoothing = label_smoothing
         self._top5 = top5
+        self._kept: tuple[nn.Module, Batch, Tensor] | None = (
+            None  # the logits of ``metric_inputs``, for the call that follows
+        )
 
     def __call__(self, model: nn.Module, batch: Batch) -> Output:
         """Returns the loss and the metrics ``accuracy`` and, if enabled, ``top5_accuracy``.
@@ -45,7 +48,11 @@ class Classification:
             ValueError: If the shapes of logits and labels do not match, ``top5`` is set with fewer than five classes, or, on a
                 CPU, a label is out of range.
         """
-        logits, labels, valid = model(batch[self._input]), batch[self._label], batch.valid_for(self._input, self._label)
+        logits, labels, valid = (
+            self._logits(model, batch),
+            batch[self._label],
+            batch.valid_for(self._input, self._label),
+        )
         try:
             losses = softmax_cross_entropy(logits, labels, label_smoothing=self._label_smoothing)
         except RuntimeError as error:
@@ -71,6 +78,24 @@ class Classification:
         probability, predicted = model(batch[self._input]).float().softmax(dim=1).max(dim=1)
         rows = zip(batch.sample_keys, labels.tolist(), predicted.tolist(), probability.tolist(), strict=True)
         return "\n".join(f"{key}: label {y}, predicted {it} ({p:.3f})" for key, y, it, p in rows if key)
+
+    def metric_inputs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Probabilities, fp32, shape ``[valid rows, classes]``, and class numbers, int64, ``[valid rows]``."""
+        logits, labels, valid = (
+            self._logits(model, batch),
+            batch[self._label],
+            batch.valid_for(self._input, self._label),
+        )
+        self._kept = model, batch, logits
+        correct = labels.argmax(dim=1) if labels.is_floating_point() else labels.long()
+        return logits.float().softmax(dim=1)[valid], correct[valid]
+
+    def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        kept, self._kept = self._kept, None
+        if kept is not None and kept[0] is model and kept[1] is batch:
+            return kept[2]
+        logits: Tensor = model(batch[self._input])
+        return logits
 
 
 def _require_classes(labels: Tensor, classes: int, failure: RuntimeError) -> None:

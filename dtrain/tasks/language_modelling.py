@@ -145,15 +145,15 @@ class LanguageModelling:
             metrics |= batch.by_source(losses.sum(dim=1), counted.sum(dim=1))
         return Output(loss_sum, count, metrics)
 
-    def conclude(self, model: nn.Module, metrics: Mapping[str, float]) -> dict[str, float]:
+    def conclude(self, model: nn.Module, evaluation: Mapping[str, float]) -> dict[str, float]:
         """Metrics computed from the totals of an evaluation: ``perplexity``.
 
         Args:
             model: The unwrapped model.
-            metrics: Metrics of the evaluation.
+            evaluation: The result of the evaluation.
         """
         # exp() of more than about 709 overflows a float64.
-        return {"perplexity": math.exp(min(metrics["loss"], 700.0))}
+        return {"perplexity": math.exp(min(evaluation["loss"], 700.0))}
 
     def illustrate(self, model: nn.Module, evaluation: Mapping[str, float], samples: Iterable[Batch]) -> dict[str, str]:
         """Text logged after an evaluation: ``sample``, the prompt and its continuation, if a prompt is configured."""

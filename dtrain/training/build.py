@@ -14,7 +14,7 @@ The order matters:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dtrain.config.instantiate import argument_names, by_target
+from dtrain.config.metrics import build_metric
 from dtrain.config.schema import Config, LossScaleConfig, ParallelConfig, PrecisionConfig, TrainConfig
 from dtrain.data import ShardLoader
 from dtrain.data.fields.tokenizers import Corpus
@@ -60,7 +61,7 @@ from dtrain.training.setup.model import (
 from dtrain.training.setup.optimizer import build_optimizer
 from dtrain.training.setup.sharded_init import build_on_meta, fill
 from dtrain.training.step import TrainStep
-from dtrain.training.task import Task
+from dtrain.training.task import MetricTask, Task
 
 _CPU = torch.device("cpu")
 
@@ -126,7 +127,9 @@ def build_run(
     # After all changes to the model, and before DDP, which adds a prefix to parameter names.
     with as_config_error("train.ema_decay"):
         ema = Ema(model, cfg.train.ema_decay) if cfg.train.ema_decay is not None else None
-    task = on_all_ranks(lambda: build_task(cfg.task, corpus))
+    task = on_all_ranks(lambda: build_task(cfg.task, corpus, cfg.train.metrics))
+    if eval_data is not None:
+        on_all_ranks(lambda: [build_metric(name, node) for name, node in cfg.train.metrics.items()])
     optimizer = on_all_ranks(lambda: build_optimizer(cfg.optimizer, model))
 
     # -- step
@@ -235,7 +238,7 @@ def build_for_evaluation(cfg: Config, world: World, checkpoint: Checkpoint, weig
     model = on_all_ranks(lambda: build_model(cfg.model, world.device, cfg.train.channels_last))
     loaded = on_all_ranks(lambda: load_weights(model, checkpoint, weights))
     precision.wrap_keep_fp32(model)
-    task = on_all_ranks(lambda: build_task(cfg.task, corpus_beside(cfg.data)))
+    task = on_all_ranks(lambda: build_task(cfg.task, corpus_beside(cfg.data), cfg.train.metrics))
     return EvaluationParts(precision, loader, model, loaded, task)
 
 
@@ -360,14 +363,19 @@ def check_vocabulary(node: Any, corpus: Corpus | None) -> None:
         )
 
 
-def build_task(node: Any, corpus: Corpus | None) -> Task:
+def build_task(node: Any, corpus: Corpus | None, metrics: Collection[str] = ()) -> Task:
     """Builds the task. A target with an argument ``corpus`` gets the description of the shards' tokens, if there is one.
 
     Raises:
-        ConfigError: If it cannot be built.
+        ConfigError: If it cannot be built, or there are ``train.metrics``, and it does not give them predictions and targets.
     """
     with as_config_error("task"):
         task: Task = by_target("task", node, **({"corpus": corpus} if takes_corpus(node) else {}))
+    if metrics and not isinstance(task, MetricTask):
+        raise ConfigError(
+            f"train.metrics: got {', '.join(metrics)}, but the task {node['_target_']} has no metric_inputs(model, batch), "
+            "which returns predictions and targets. Define it, or set train.metrics={}."
+        )
     return task
 
 

@@ -32,6 +32,7 @@ from dtrain.distributed.world import World
 from dtrain.errors import ConfigError, in_brief, nearest
 from dtrain.precision import Precision
 from dtrain.training.checkpoint.state import TrainState
+from dtrain.training.metrics import EvaluationMetrics, WrongMetric
 from dtrain.training.setup.buffers import BufferGuard
 from dtrain.training.task import ConcludingTask, Evaluation, NotFinite, Output, Task, copy_of_task, run_task
 
@@ -73,6 +74,7 @@ def evaluate_run(run: TrainState, stop: Callable[[], bool], *, stopping: bool = 
                 precision=run.precision,
                 epoch=run.totals.evaluations,
                 stop=stop,
+                metrics=run.cfg.train.metrics,
             )
     except Interrupted:
         return None
@@ -94,6 +96,7 @@ def evaluate(
     epoch: int = 0,
     progress: Callable[[int, int], None] | None = None,
     stop: Callable[[], bool] | None = None,
+    metrics: Mapping[str, Any] | None = None,
 ) -> Evaluation:
     """Collective. Runs the task over one epoch of ``loader``.
 
@@ -106,21 +109,24 @@ def evaluate(
         epoch: Epoch of the loader. Counting it up in each evaluation keeps the loader's workers alive.
         progress: Called with (micro-batches done, all micro-batches).
         stop: Whether this rank has a stop request; called in every micro-batch. None: no interruption.
+        metrics: ``train.metrics``; the task is a ``MetricTask`` then.
 
     Returns:
-        ``loss`` and each metric of the task as sum / count over all ranks, ``samples`` (valid ones) and ``bad_samples``; with
-        several sets these are over all of them, and each has its own: ``NAME/loss``, and so on; the
+        ``loss`` and each metric of the task as sum / count over all ranks, ``samples`` (valid ones), ``bad_samples`` and
+        ``metrics``; with several sets these are over all of them, and each has its own: ``NAME/loss``, and so on; the
         metrics of ``ConcludingTask.conclude``; the task's tables.
 
     Raises:
         Interrupted: On every rank before the same micro-batch, if ``stop()`` was true on one of them.
         NotFinite: On every rank, if the loss is not finite; it has the result.
         WrongOutput: If the task does not return an ``Output``.
+        ConfigError: If one of ``metrics`` does not suit the task, or the task has a metric of its name.
         ValueError: If the task's metrics or tables differ between micro-batches or ranks, or no sample can be read.
     """
     was_training = model.training
     model.eval()
-    sums = _Sums(world.device, _sets(loader))
+    sets = _sets(loader)
+    sums, others = _Sums(world.device, sets), EvaluationMetrics(metrics or {}, world.device, sets)
     total = loader.steps_per_epoch * loader.micro_batches_per_step
     to_device = DeviceCopies(world.device)
     stop_vote = _StopVote(stop, world) if stop is not None else None
@@ -129,8 +135,10 @@ def evaluate(
             if stop_vote is not None and stop_vote.agreed():
                 raise Interrupted
             set_index = sums.count(batch)
+            batch = to_device(batch)
             with precision.autocast(world.device.type):
-                sums.add(run_task(task, model, to_device(batch)), set_index)
+                others.update(task, model, batch, set_index)
+                sums.add(run_task(task, model, batch), set_index)
             if progress is not None:
                 progress(number + 1, total)
         result = sums.over_all_ranks()
@@ -140,13 +148,32 @@ def evaluate(
                 "or the task returns no valid rows for this data: check train/loss, data.eval and data.fields.",
                 result,
             )
+        result = _with_metrics(result, others.over_all_ranks())
         if isinstance(task, ConcludingTask):
             with precision.autocast(world.device.type):
-                return Evaluation({**result, **task.conclude(model, result)}, result.tables)
+                return _concluded(result, task.conclude(model, result), metrics or {})
         return result
     finally:
         model.train(was_training)
         reshard(model)
+
+
+def _with_metrics(result: Evaluation, metrics: Mapping[str, float]) -> Evaluation:
+    """The result with those of ``train.metrics``."""
+    _require_own_names(result, metrics)
+    return Evaluation({**result, **metrics}, result.tables)
+
+
+def _concluded(result: Evaluation, concluded: Mapping[str, float], metrics: Iterable[str]) -> Evaluation:
+    """The result with those of ``ConcludingTask.conclude``."""
+    _require_own_names(concluded, metrics)
+    return Evaluation({**result, **concluded}, result.tables)
+
+
+def _require_own_names(of_task: Mapping[str, float], metrics: Iterable[str]) -> None:
+    for name in metrics:
+        if name in of_task:
+            raise WrongMetric(f"train.metrics.{name}: the task has a metric {name!r}. Choose a different name.")
 
 
 @dataclass(frozen=True)
@@ -188,8 +215,8 @@ def metric_names(run: TrainState, batch: Batch, wanted: Iterable[str]) -> Metric
     """Collective. The metrics that evaluations will have, found without evaluation data; equal on all ranks.
 
     A copy of the task runs once in evaluation mode on a training micro-batch, then ``conclude`` on its result, each only while
-    a name is missing. The model, its buffers and the task are unchanged. An exception makes names unknown, because the task
-    may expect other rows in an evaluation.
+    a name is missing, or there are ``train.metrics`` to check. The model, its buffers and the task are unchanged. An exception
+    makes names unknown, because the task may expect other rows in an evaluation.
 
     Args:
         run: The run; ``data.eval`` is set.
@@ -197,19 +224,21 @@ def metric_names(run: TrainState, batch: Batch, wanted: Iterable[str]) -> Metric
         wanted: The names to look for, as in metrics.jsonl.
 
     Raises:
+        WrongMetric: If one of ``train.metrics`` cannot use what the task returns, or has the name of a metric of the task.
         Exception: What the task raised, if another rank waits for this one in the task.
     """
     assert run.eval_loader is not None
     sets = _sets(run.eval_loader)
     prefixes = ("", *(f"{name}/" for name in sets))
-    names = {f"eval/{prefix}{name}" for prefix in prefixes for name in ("loss", "samples", "bad_samples")}
-    if names.issuperset(wanted):
+    metrics = run.cfg.train.metrics
+    names = {f"eval/{prefix}{name}" for prefix in prefixes for name in ("loss", "samples", "bad_samples", *metrics)}
+    if names.issuperset(wanted) and not metrics:
         return MetricNames(tuple(sorted(names)))
     error: Exception | None = None
     try:
         _add_names(names, wanted, run, batch, sets)
     except Exception as raised:
-        if is_from_collective(raised):
+        if is_from_collective(raised) or isinstance(raised, WrongMetric):
             raise
         error = raised
     problem = in_brief(f"the task raised {type(error).__name__}: {error}") if error is not None else ""
@@ -228,19 +257,23 @@ def _add_names(names: set[str], wanted: Iterable[str], run: TrainState, batch: B
     """Adds the names in this rank's result for a micro-batch, as if each set had it."""
     model, device = run.model, run.world.device
     task, was_training, buffers, sums = copy_of_task(run.task), model.training, BufferGuard(model), _Sums(device, sets)
+    metrics = EvaluationMetrics(run.cfg.train.metrics, device, sets)
     buffers.save()
     model.eval()
     seed_generators(device, 0)
     try:
         with run.precision.autocast(device.type):
             # A batch of an evaluation has no sources of a mixture in training.
-            output = run_task(task, model, Batch(batch.clone(), batch.sample_keys, batch.valid.clone()))
+            copied = Batch(batch.clone(), batch.sample_keys, batch.valid.clone())
+            for set_index in range(len(sets) or 1):
+                metrics.update(task, model, copied, set_index)
+            output = run_task(task, model, copied)
             for set_index in range(len(sets) or 1):
                 sums.add(output, set_index)
-            result = sums.of_rows(batch.num_valid)
+            result = _with_metrics(sums.of_rows(batch.num_valid), metrics.alone())
             names.update(result.record())
-            if isinstance(task, ConcludingTask) and not names.issuperset(wanted):
-                names.update(Evaluation(task.conclude(model, result)).record())
+            if isinstance(task, ConcludingTask) and (run.cfg.train.metrics or not names.issuperset(wanted)):
+                names.update(_concluded(result, task.conclude(model, result), run.cfg.train.metrics).record())
     finally:
         model.train(was_training)
         reshard(model)

@@ -286,10 +286,10 @@ class Loop:
             yield batch
 
     def _require_metrics(self, batch: Batch) -> None:
-        """Before the first step: refuses names of metrics that no evaluation will have."""
+        """Before the first step: refuses names of metrics that no evaluation will have, and metrics that cannot be computed."""
         best = self._run.cfg.checkpoint.best
         wanted = [*([("checkpoint.best", best)] if best is not None else []), *self._hooks.metrics]
-        if wanted and self._run.eval_loader is not None:
+        if (wanted or self._run.cfg.train.metrics) and self._run.eval_loader is not None:
             names = metric_names(self._run, batch, [name for _, name in wanted])
             for warning in names.require(wanted):
                 self._run_logger.warn(warning)

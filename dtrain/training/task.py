@@ -13,7 +13,7 @@ import copy
 import io
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -83,17 +83,44 @@ class Task(Protocol):
 
 @runtime_checkable
 class ConcludingTask(Protocol):
-    """A task with evaluation metrics that are no sums over samples, such as a perplexity."""
+    """A task with evaluation metrics that it computes from the others and from its tables, such as a perplexity or a mean IoU.
 
-    def conclude(self, model: nn.Module, metrics: Mapping[str, float]) -> Mapping[str, float]:
+    Example:
+        >>> class SegmentationTask:  # its calls return Output(..., tables={"confusion": counts})
+        ...     def conclude(self, model, evaluation):
+        ...         confusion = evaluation.tables["confusion"].double()
+        ...         union = confusion.sum(0) + confusion.sum(1) - confusion.diag()
+        ...         return {"mean_iou": (confusion.diag() / union).nanmean().item()}
+        >>> SegmentationTask().conclude(None, Evaluation({}, {"confusion": torch.tensor([[3, 1], [0, 2]])}))["mean_iou"]
+        0.7083333333333333
+    """
+
+    def conclude(self, model: nn.Module, evaluation: Evaluation) -> Mapping[str, float]:
         """Called on every rank after each evaluation, in evaluation mode, without gradients, under autocast.
 
         Args:
             model: The bare model.
-            metrics: Of the evaluation, over all ranks.
+            evaluation: The result over all ranks: ``evaluation["loss"]``, and ``evaluation.tables``.
 
         Returns:
             Further metrics, equal on all ranks.
+        """
+        ...
+
+
+@runtime_checkable
+class MetricTask(Protocol):
+    """A task whose predictions and targets the metrics of ``train.metrics`` get."""
+
+    def metric_inputs(self, model: nn.Module, batch: Batch) -> tuple[Any, Any]:
+        """Called on every rank in evaluations, immediately before the task with the same model and batch, under autocast.
+
+        Args:
+            model: The bare model.
+            batch: A micro-batch on the device. The task may keep its forward of this batch for the call that follows.
+
+        Returns:
+            What the metrics' ``update(preds, target)`` takes, of the valid rows only; not called if ``target`` is empty.
         """
         ...
 
@@ -124,7 +151,8 @@ class Evaluation(Mapping[str, float]):
     """The result of an evaluation, equal on all ranks; as a mapping it is its metrics.
 
     Attributes:
-        metrics: ``loss``, the task's metrics, ``samples``, ``bad_samples``, and the metrics of ``ConcludingTask.conclude``.
+        metrics: ``loss``, the task's metrics, ``samples``, ``bad_samples``, those of ``train.metrics``, and the metrics of
+            ``ConcludingTask.conclude``, which is called with an evaluation that lacks them.
         tables: The task's tables, summed over all valid samples of all ranks: int64, on the CPU.
     """
 

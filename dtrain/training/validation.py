@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -21,6 +22,7 @@ from hydra.utils import get_object
 from torch import nn
 
 from dtrain.config.instantiate import OWN_KEYS, argument_defaults, by_target, check_call, nodes_with_target
+from dtrain.config.metrics import build_metric, require_torchmetrics
 from dtrain.config.schema import Config, DataConfig
 from dtrain.data.fields.field import Field
 from dtrain.data.loading.batch import TransferOptions
@@ -64,6 +66,8 @@ from dtrain.training.setup.loaders import (
 from dtrain.training.setup.optimizer import build_optimizer
 
 _CPU = torch.device("cpu")
+_METRIC_NAME = re.compile(r"[\w.@-]+")
+_CHEAP_METRICS = ("torchmetrics.classification.", "torchmetrics.regression.", "torchmetrics.segmentation.")
 _ALONE = World(0, 1, 0, 1, _CPU, "gloo", launched=False)
 #: What to do if a section is not set.
 _CHOICES = {
@@ -258,11 +262,19 @@ def _check_nodes(cfg: Config, fields: tuple[Field, ...], found: _Problems) -> No
                     corpus = corpus_beside(data)
                     # data.prepare may still have to write what the task needs to know of the tokens.
                     if corpus is not None or data.prepare is None or not takes_corpus(node):
-                        build_task(node, corpus)
+                        build_task(node, corpus, cfg.train.metrics)
                 else:
                     by_target(key, node)
             if key == "task" and targets[0].startswith("dtrain.tasks."):
                 _check_field_names(cfg.task, {field.name for field in fields})
+    for name, node in cfg.train.metrics.items():
+        with found.under(f"train.metrics.{name}"):
+            if not _METRIC_NAME.fullmatch(str(name)):
+                raise ConfigError(f"train.metrics: got the name {name!r}, want letters, digits, _, -, . and @.")
+            require_torchmetrics(name)
+            check_call(f"train.metrics.{name}", node)
+            if str(node["_target_"]).startswith(_CHEAP_METRICS):  # others may load a network
+                build_metric(name, node)
     with found.under("schedule"):
         _check_schedule(cfg)
 

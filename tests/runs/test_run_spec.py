@@ -45,6 +45,19 @@ def test_keys_without_effect_on_the_result_exist_and_are_not_in_the_name() -> No
     assert _digest(config | {"precision": {"name": "bf16"}}) != _digest(config)
 
 
+def test_metrics_are_part_of_the_result_and_may_change_on_resume(tmp_path: Path) -> None:
+    """The weights do not depend on them, but the best checkpoint may, and others shall see how it was chosen."""
+    f1 = "train.metrics={f1: {_target_: torchmetrics.classification.MulticlassF1Score, num_classes: 10, average: AVERAGE}}"
+    macro, micro = f1.replace("AVERAGE", "macro"), f1.replace("AVERAGE", "micro")
+    assert len({compose_run(*arguments).name for arguments in ((), (macro,), (micro,))}) == 3
+    assert "train.metrics" not in WITHOUT_EFFECT_ON_THE_RESULT
+    directory = f"run.dir={tmp_path / 'run'}"
+    save_run(compose_run(directory, macro))
+    assert compose_run(directory, macro).changes() == []
+    assert compose_run(directory, micro).changes() == ['train.metrics.f1.average: "macro" -> "micro"']
+    assert compose_run(directory, macro).published()["train"]["metrics"]["f1"]["average"] == "macro"
+
+
 def test_the_name_does_not_depend_on_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = set()
     for place in ("a", "b"):

@@ -438,7 +438,7 @@ class Counting:
 
 
 def part_of_run(model: nn.Module, task: Any, eval_loader: ShardLoader, of_rank: World) -> Any:
-    cfg = SimpleNamespace(parallel=SimpleNamespace(timeout_start=20.0))
+    cfg = SimpleNamespace(parallel=SimpleNamespace(timeout_start=20.0), train=SimpleNamespace(metrics={}))
     return SimpleNamespace(model=model, task=task, eval_loader=eval_loader, world=of_rank, precision=FP32, cfg=cfg)
 
 
