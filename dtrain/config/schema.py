@@ -128,7 +128,7 @@ class DataConfig:
     augment: Any = None  # _target_ of (sample, rng) -> sample, called in the workers
     mix: Any = None  # mixup and cutmix: dtrain.data.mixing.Mix
     prepare: Any = None  # a _target_ that rank 0 calls once before the shards are listed
-    # a file with one sample key per line: these training samples are masked wherever they come, see docs/replay.md
+    # a file with one sample key per line: these training samples are masked wherever they occur, see docs/replay.md
     exclude: str | None = None
     # more bad samples end the run: 0: none; below 1 or 0.5%: a share, ten are always allowed; else a count
     max_bad: int | float | str = 0.01

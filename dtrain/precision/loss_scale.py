@@ -135,12 +135,20 @@ class LossScale:
         self.configure(growth_factor, backoff_factor, growth_interval)
 
     @torch.no_grad()
-    def update(self, found_inf: Tensor) -> None:
+    def update(self, found_inf: Tensor, unchanged: Tensor | None = None) -> None:
         """Adapts the scale to one optimizer step, without waiting for the device.
 
         Args:
             found_inf: Shape ``[]``, on the scale's device; anything but 0 (or false) is an overflow.
+            unchanged: bool, shape ``[]``: whether the step does not count; None: it counts.
         """
+        if unchanged is not None:
+            tensors = (self.scale, self.growth_tracker, self.hysteresis_tracker)
+            before = [tensor.clone() for tensor in tensors]
+            self.update(found_inf)
+            for tensor, old in zip(tensors, before, strict=True):
+                tensor.copy_(torch.where(unchanged, old, tensor))
+            return
         if self.hysteresis == 1:
             # One kernel instead of sixteen, but without hysteresis.
             factors = (self.growth_factor, self.backoff_factor, self.growth_interval)

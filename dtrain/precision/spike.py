@@ -6,8 +6,8 @@ In plain arithmetic, with the norms of the last ``window`` finite steps::
     deviation = max(median(abs(norm - median) for norm in norms), 0.01 * median)
     is_spike  = norm > median + factor * deviation
 
-* The rule looks upwards only, and is silent until the window is full.
-* Every finite norm enters the window, spikes too. So a lasting rise is accepted after half a window at most.
+* Only unusually large norms are spikes, and none is found until the window is full.
+* Every finite norm enters the window, including spikes, so a lasting rise is accepted after at most half a window.
 * The norm is that of the gradient of the mean loss before clipping, equal on all ranks: they all take the same decision.
 
 The rule is a robust form of the one in OLMo's trainer, which uses mean and standard deviation. ``SpikeRule`` works with tensors
@@ -16,6 +16,7 @@ and never waits for the device; ``HostSpikeRule`` does the same with Python floa
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from torch import Tensor
 from dtrain.errors import ConfigError, nearest
 
 _LEAST_DEVIATION = 0.01  # of the median
+_MOST_NORMS = 10_000  # they are in every checkpoint
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,14 @@ class SpikeOptions:
     action: str = "warn"
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.factor, (int, float)) and self.factor > 0):
+        is_number = isinstance(self.factor, (int, float)) and not isinstance(self.factor, bool)
+        if not (is_number and 0 < self.factor < math.inf):
             raise ConfigError(f"train.spike.factor: got {self.factor!r}, want a number above 0.")
-        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 8:
-            raise ConfigError(f"train.spike.window: got {self.window!r}, want a number of steps of at least 8.")
+        is_whole = isinstance(self.window, int) and not isinstance(self.window, bool)
+        if not (is_whole and 8 <= self.window <= _MOST_NORMS):
+            raise ConfigError(
+                f"train.spike.window: got {self.window!r}, want a number of steps of at least 8, at most 10,000."
+            )
         if self.action not in ("warn", "skip"):
             raise ConfigError(f"train.spike.action: got {self.action!r}, want warn or skip.")
 

@@ -48,11 +48,13 @@ class Decision(NamedTuple):
         overflowed: bool: at least one rank has an overflow.
         coefficient: fp32: multiplying the gradients by it gives the gradient of the mean loss, unscaled and clipped.
             Meaningless if the step is skipped. None: 1.
+        skipped_spike: bool: the step is skipped for a spike; None if no rule looks for spikes to skip.
     """
 
     skip: Tensor
     overflowed: Tensor
     coefficient: Tensor | None
+    skipped_spike: Tensor | None = None
 
 
 @dataclass(slots=True)  # one per step; a frozen dataclass takes as long to create as everything else in step_stats()
@@ -294,16 +296,17 @@ class Vote:
         # The backward took the gradient of scale * loss sum / nominal; wanted is the gradient of loss sum / count. In a skip
         # the count may be 0, and the 1 only avoids an infinity.
         coefficient = nominal / count.masked_fill(skip, 1) / scale
+        skipped_spike = None
         if isinstance(self.spikes, SpikeRule):
             spike = self.spikes.is_spike(square.sqrt() * coefficient, ~skip)
             # Known only after the sum, and copied with it, so that the host does not have to wait.
             self._copy.start(torch.cat([self.payload, spike.reshape(1).double()]))
             if self.spikes.options.skips:
-                skip = skip | spike
+                skip, skipped_spike = skip | spike, spike
         if clip_norm is not None:
             # 1e-6 as in torch.nn.utils.clip_grad_norm_.
             coefficient = coefficient * (clip_norm / (square.sqrt() * coefficient + 1e-6)).clamp(max=1)
-        return Decision(skip, overflow > 0, coefficient.float())
+        return Decision(skip, overflow > 0, coefficient.float(), skipped_spike)
 
     def step_stats(self, metrics: Sequence[str]) -> StepStats:
         """The summed payload as numbers; waits until it has arrived on the host.
@@ -413,13 +416,15 @@ class _HostVote(Vote):
         overflow, _, _, square, _, count, *_ = self.numbers
         skip = _skips(overflow, count)
         coefficient = nominal / (1 if skip else count) / scale.item()
+        skipped_spike = None
         if isinstance(self.spikes, HostSpikeRule):
             self._spike = self.spikes.is_spike(sqrt(square) * coefficient, not skip)
+            skipped_spike = self._bools[self._spike] if self.spikes.options.skips else None
             skip |= self._spike and self.spikes.options.skips
         if clip_norm is not None:
             coefficient *= min(1.0, clip_norm / (sqrt(square) * coefficient + 1e-6))
         factor = torch.scalar_tensor(coefficient, dtype=torch.float32) if coefficient != 1 else None
-        return Decision(self._bools[skip], self._bools[overflow > 0], factor)
+        return Decision(self._bools[skip], self._bools[overflow > 0], factor, skipped_spike)
 
     def step_stats(self, metrics: Sequence[str]) -> StepStats:
         return self._with_spike(step_stats(self.numbers, self._world_size, metrics), self._spike)

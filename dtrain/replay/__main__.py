@@ -14,12 +14,14 @@ import argparse
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
+from types import FrameType
 from typing import Any
 
 import torch
@@ -86,6 +88,7 @@ Exit code: 0 within the tolerance, 1 beyond it, 2 if nothing could be compared o
 # The job of ranks that this command has started: JSON with the parts to recompute and the folder for states and the result.
 _JOB = "DTRAIN_REPLAY_JOB"
 _RESULT = "result.json"
+_FEW_RANKS = 8  # which any machine can start
 
 
 @dataclass(frozen=True)
@@ -232,8 +235,11 @@ def _look(replay: Replay, world: World) -> RowExaminer | Shell | None:
         return Shell()
     if not request.samples:
         return None
-    page = request.page or f"replay-{replay.run.dir.resolve().name}-step-{request.last}.html"
-    return RowExaminer(request.rows, Path(page), replay.run.dir.resolve().name)
+    directory = replay.run.dir.resolve()
+    page = Path(request.page or f"replay-{directory.name}-step-{request.last}.html")
+    if request.page is None and directory in (here := Path.cwd().resolve(), *here.parents):
+        page = Path(gettempdir()) / page  # nothing is written to the directory of the run
+    return RowExaminer(request.rows, page, directory.name)
 
 
 # -- the ranks
@@ -273,13 +279,18 @@ def replay_on_ranks(replay: Replay, json_file: Path | None) -> int:
                 result = replay.finish(done, conditions)
         if world.rank == 0:
             _show(result, json_file, done.samples)
-    if result.exit_code:
+    code = result.exit_code
+    for name in ("SIGINT", "SIGTERM"):
+        if name in result.ended:
+            code = 128 + getattr(signal, name)
+    if code:
         record_failure("", shown=True)
-    return result.exit_code
+    return code
 
 
 def _do_job(replay: Replay, world: World, watch: HangWatch, job: Mapping[str, Any]) -> int:
     folder = Path(job["folder"])
+    on_all_ranks(lambda: _require_same_starts(replay.run, job["times"]))
     try:
         done = recompute_parts(replay, [Part(**part) for part in job["parts"]], world, watch, folder, keep=job["keep"])
         content: dict[str, Any] = asdict(done)
@@ -335,6 +346,12 @@ def replay_by_hand(replay: Replay, ranks: int | None, json_file: Path | None) ->
     while True:
         parts, conditions = replay.plan(ranks, choose_device(0, 1, gpus)[0])
         groups = ranks_of(parts, replay.run.starts) if ranks is None else [(ranks, parts)]
+        most = max(size for size, _ in groups)
+        if ranks is None and most > max(_FEW_RANKS, process_cpu_count(), gpus):
+            raise ConfigError(
+                f"the run had {most} ranks, and this machine has {process_cpu_count()} cores and {gpus} GPUs. Name how many "
+                "processes to start here: --nproc N. Or start it on as many machines as the run, with torchrun or srun."
+            )
         if [size for size, _ in groups] == [1]:
             return replay_on_ranks(replay, json_file)
         _announce(replay, parts, conditions)
@@ -360,16 +377,9 @@ def _start_groups(replay: Replay, groups: Sequence[tuple[int, list[Part]]]) -> D
     with TemporaryDirectory(prefix="dtrain-replay-") as folder:
         for (size, parts), following in zip(groups, (*groups[1:], None), strict=True):
             keep = following is not None and following[1][0].from_before
-            job = {"folder": folder, "parts": list(map(asdict, parts)), "keep": keep}
-            code = subprocess.run(
-                [
-                    *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"),
-                    *("-m", "dtrain.replay", *replay.arguments),
-                ],
-                env={"OMP_NUM_THREADS": "1", **os.environ, _JOB: json.dumps(job)},
-                check=False,
-            ).returncode
-            if code:
+            times = [start.time for start in replay.run.starts]
+            job = {"folder": folder, "parts": list(map(asdict, parts)), "keep": keep, "times": times}
+            if code := _run_ranks(size, replay.arguments, {_JOB: json.dumps(job), "TMPDIR": folder}):
                 return code
             content = read_json(Path(folder) / _RESULT)
             if "gone" in content:
@@ -380,6 +390,29 @@ def _start_groups(replay: Replay, groups: Sequence[tuple[int, list[Part]]]) -> D
             if done.ended:
                 break
     return done
+
+
+def _run_ranks(ranks: int, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """The exit code of torchrun, which gets the signals of this process; 128 + N after signal N."""
+    # As `dtrain train` does, so that Ctrl-C shows no traceback while the ranks import torch.
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    received: list[int] = []
+    child = subprocess.Popen(
+        [*command, "-m", "dtrain", "replay", *arguments], env={"OMP_NUM_THREADS": "1", **os.environ, **environment}
+    )
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        child.send_signal(number)
+
+    signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    before = [signal.signal(number, pass_on) for number in signals]
+    try:
+        code = child.wait()
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
+    return 128 + received[0] if received else code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

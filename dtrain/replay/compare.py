@@ -1,7 +1,7 @@
 """Compares recomputed steps with the records of a run.
 
 * The *difference* of a step is the largest relative difference of its loss, gradient norm and learning rate. A value that is
-  not finite is ``None`` (``null`` in JSON); two such values are equal, and one of them has no difference to a number.
+  not finite is ``None`` (``null`` in JSON); two such values are equal, and one of them and a number have no difference.
 * The *tolerance* is 0 if bits must be equal: a deterministic run on CPUs with the same ranks, device, torch, threads and keys.
   Otherwise it is 1e-4, because sums are then rounded in a different order.
 * A run without ``steps.bin`` is compared by the windows of ``metrics.jsonl``: means over the steps since the record before.
@@ -38,19 +38,26 @@ class StepComparison:
         step: The step.
         recorded: Loss, gradient norm and learning rate in the records; None without a record.
         recomputed: The same now.
+        same_decision: Whether the step was applied, or skipped, in both.
     """
 
     step: int
     recorded: Values | None
     recomputed: Values
+    same_decision: bool = True
 
     @property
     def difference(self) -> float | None:
         """The largest relative difference; None if there is no record, or a value is finite on one side only."""
-        if self.recorded is None:
+        if self.recorded is None or not self.same_decision:
             return None
         found = [_difference(self.recorded[name], self.recomputed[name]) for name in _NAMES]
         return None if None in found else max(value for value in found if value is not None)
+
+    @property
+    def contrast(self) -> str:
+        """Why there is no difference."""
+        return "not finite" if self.same_decision else "skipped once"
 
     @property
     def equal(self) -> bool:
@@ -92,9 +99,10 @@ class Comparison:
         return [step for step in self.steps if step.recorded is not None]
 
     @property
-    def largest(self) -> float:
-        """The largest difference of all steps that have one."""
-        return max((step.difference for step in self.compared if step.difference is not None), default=0.0)
+    def largest(self) -> float | None:
+        """The largest difference; None if a step has none, because a value is finite, or the step applied, on one side only."""
+        found = [step.difference for step in self.compared]
+        return None if None in found else max((value for value in found if value is not None), default=0.0)
 
     @property
     def exit_code(self) -> int:
@@ -108,7 +116,7 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """The content of the JSON file."""
         return {
-            "equal": bool(self.compared) and all(step.equal for step in self.compared),
+            "equal": bool(self.compared) and all(step.equal for step in self.compared) and not self.ended,
             "largest_difference": self.largest,
             "tolerance": self.tolerance,
             "reasons": list(self.reasons),
@@ -142,9 +150,7 @@ class Comparison:
         for it in shown:
             then: Values = it.recorded or dict.fromkeys(_NAMES)
             pairs = [_text(values[name]) for name in ("loss", "grad_norm") for values in (then, it.recomputed)]
-            verdict = (
-                "no record" if it.recorded is None else "equal" if it.equal else _text(it.difference, "not finite")
-            )
+            verdict = "no record" if it.recorded is None else "equal" if it.equal else _text(it.difference, it.contrast)
             rows.append([f"{it.step}", *pairs, _text(it.recomputed["lr"]), verdict])
         left_out = len(self.steps) - len(shown)
         return align_rows(rows, numbers=range(6)) + (f"... and {left_out:,} more steps\n" if left_out else "")
@@ -164,6 +170,8 @@ class Comparison:
             lines.append(f"the replay ended before its last step: {self.ended}")
         number, total = len(self.compared), len(self.steps)
         why = f" (tolerance {self.tolerance:g}: {'; '.join(self.reasons)})" if self.reasons else ""
+        why = (f", {total - number} without a record" if number < total else "") + why
+        largest = _text(self.largest, "not finite") if self.largest is None else f"{self.largest:.1e}"
         if self.exit_code == NOTHING_COMPARED:
             lines.append(f"replay: none of {total} steps has a record, so nothing could be compared")
         elif self.exit_code == DIFFERENT:
@@ -171,12 +179,12 @@ class Comparison:
             first = f", first in step {beyond[0].step}" if beyond else ""
             verdict = "within the tolerance" if self.reasons else "equal"
             lines.append(
-                f"replay: {number - len(beyond)} of {number} steps {verdict}, largest difference {self.largest:.1e}{first}{why}"
+                f"replay: {number - len(beyond)} of {number} steps {verdict}, largest difference {largest}{first}{why}"
             )
         elif all(it.equal for it in self.compared):
             lines.append(f"replay: {number} of {number} steps equal{why}")
         else:
-            lines.append(f"replay: {number} of {number} steps within {self.largest:.1e}{why}")
+            lines.append(f"replay: {number} of {number} steps within {largest}{why}")
         return "\n".join(lines)
 
 
@@ -188,7 +196,9 @@ def compare_steps(run: RecordedRun, votes: np.ndarray, first: int) -> Iterator[S
     recorded = {int(vote["step"]): vote for vote in run.votes}
     for vote in votes[votes["step"] >= first]:
         step = int(vote["step"])
-        yield StepComparison(step, _values(recorded[step]) if step in recorded else None, _values(vote))
+        then = recorded.get(step)
+        same = then is None or bool(then["applied"]) == bool(vote["applied"])
+        yield StepComparison(step, None if then is None else _values(then), _values(vote), same)
 
 
 def _compare_windows(run: RecordedRun, votes: np.ndarray, first: int) -> Iterator[StepComparison]:

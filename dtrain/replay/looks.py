@@ -44,10 +44,15 @@ class RowExaminer:
         """Examines the rows."""
         shares = examine_rows(run, batches, self._most)
         self.found = shares.to_json()
-        if run.world.rank == 0:
-            has_pictures = shares.write_page(self._page, self._name)
-            with until_reader_leaves():
-                print(shares.table() + (f"\npictures: {self._page}" if has_pictures else ""), flush=True)
+        if run.world.rank != 0:
+            return
+        with until_reader_leaves():
+            print(shares.table(), flush=True)
+            try:
+                if shares.write_page(self._page, self._name):
+                    print(f"pictures: {self._page}", flush=True)
+            except OSError as error:
+                print(f"note: the pictures could not be written ({error})", flush=True)
 
     def after(self, run: TrainState, batches: list[Batch]) -> None:
         """Does nothing."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from dtrain.errors import ConfigError
 from dtrain.replay.recorded import RecordedRun
@@ -94,6 +95,15 @@ class Request:
             raise ConfigError(
                 f"replay.{'samples' if samples else 'shell'}=true looks into one step. Name it: replay.step=N."
             )
+        if options["replay.rows"] and not samples:
+            raise ConfigError("replay.rows limits replay.samples=true, which is not set. Add it.")
+        if samples and shell:
+            raise ConfigError("replay.samples and replay.shell both look into the step. Set one of them.")
+        page = options["replay.page"]
+        if page and not Path(page).expanduser().absolute().parent.is_dir():
+            raise ConfigError(
+                f"replay.page: {Path(page).parent} is not a folder, so {Path(page).name} cannot be written there."
+            )
         return cls(
             first,
             last,
@@ -103,7 +113,7 @@ class Request:
             tolerance,
             samples=samples,
             rows=_number("replay.rows", options) if options["replay.rows"] else None,
-            page=options["replay.page"] or None,
+            page=str(Path(page).expanduser()) if page else None,
             shell=shell,
         )
 
@@ -152,8 +162,8 @@ def plan(run: RecordedRun, request: Request, *, same: bool) -> list[Part]:
         )
     if first <= known:
         raise ConfigError(f"replay.steps: step {first} is not known, the records of this run begin after step {known}.")
-    if first > done:
-        raise ConfigError(f"replay.steps: got step {first}, but the run in {run.dir} has done {done} steps.")
+    if last > done:
+        raise ConfigError(f"replay.steps: got step {last}, but the run in {run.dir} has done {done} steps.")
     checkpoints = saved_steps(run)
     begin = max((step for step in checkpoints if step < first), default=known)
     distance = first - 1 - begin

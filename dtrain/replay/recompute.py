@@ -1,4 +1,4 @@
-"""Recomputes a part of a run in memory: dtrain's own build, restore and loop, with an end and without a place to write to.
+"""Recomputes a part of a run in memory: dtrain's own build, restore and loop, stopped after the last step, writing nothing.
 
 * The ``run.dir`` of the recomputed run is a temporary folder, so that hooks and logs write there, and trackers are off.
 * Where the loop saves, ``ComparedCheckpoints`` compares the state with the recorded checkpoint of that step, and ends the run
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -107,7 +108,7 @@ def recompute(
         CheckpointGone: On every rank, if the checkpoint that the part begins from cannot be read.
         ConfigError: On every rank, if a config or the data do not fit the records.
     """
-    cfg = _without_effects(cfg)
+    cfg = _without_effects(cfg, run.dir, folder / "run")
     hooks = on_all_ranks(lambda: build_hooks(cfg))
     state, _ = build_run(cfg, folder / "run", world, with_eval_data=hooks.read_evaluations)
     state.hooks = hooks
@@ -145,7 +146,7 @@ def recompute(
 
 
 class Look(Protocol):
-    """Something that looks into a step; every rank calls both methods."""
+    """Callbacks before and after the forward and backward of one step, on every rank."""
 
     def before(self, run: TrainState, batches: list[Batch]) -> None:
         """Before the forward of the first of this rank's micro-batches; the state must be as before when it returns."""
@@ -170,9 +171,22 @@ def _look_at(state: TrainState, last: int, look: Look) -> None:
     state.step.accumulate = looked_at  # type: ignore[method-assign, assignment]
 
 
-def _without_effects(cfg: Config) -> Config:
-    """The config without what a replay must not do; none of it changes the result."""
+def _without_effects(cfg: Config, directory: Path, instead: Path) -> Config:
+    """The config without what a replay must not do, none of which changes the result; hooks write to ``instead``."""
     cfg = copy.deepcopy(cfg)
+    names = {str(directory), str(directory.absolute()), str(cfg.run.dir)}
+
+    def elsewhere(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: elsewhere(value) for key, value in node.items()}
+        if isinstance(node, list):
+            return [elsewhere(value) for value in node]
+        if isinstance(node, str):
+            for name in sorted(names, key=len, reverse=True):
+                node = re.sub(rf"{re.escape(name)}(?=/|$)", str(instead), node)
+        return node
+
+    cfg.train.hooks = elsewhere(cfg.train.hooks)
     cfg.tracker.name, cfg.tracker.media, cfg.profile.steps, cfg.data.record_keys = "none", False, None, False
     cfg.checkpoint.every_minutes = cfg.run.max_hours = None
     return cfg

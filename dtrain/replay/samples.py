@@ -1,4 +1,4 @@
-"""Which samples made a step: the loss of each row of its global batch, and its part of the gradient (``replay.samples=true``).
+"""Which samples contributed to a step: the loss of each row, and its part of the gradient (``replay.samples=true``).
 
 * A *pass* is forward and backward of one micro-batch as in the step, with the same rows, random numbers and BatchNorm
   statistics, but ``valid`` is true for one row of one rank only. Its gradient over all ranks is the *part* of the row.
@@ -28,8 +28,8 @@ from dtrain.data import Batch
 from dtrain.training.checkpoint.state import TrainState
 from dtrain.training.task import Output, Task, png
 
-#: Relative difference between the sum of the parts and the gradient from which shares are approximate.
-INTERACTION = 1e-3
+#: Relative difference of the sum over the rows from the loss, and from the gradient, from which shares are approximate.
+LOSS_DIFFERENCE, INTERACTION = 1e-3, {torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 _MOST_PICTURES = 48
 _MOST_SHOWN = 20
 
@@ -62,19 +62,19 @@ class Shares:
     Attributes:
         step: The step.
         rows: Its valid rows.
-        interaction: Relative difference between the sum of the parts and the gradient; None if not all parts were computed.
+        interaction: How it shows that rows interact; "" if they do not. With ``replay.rows`` only their losses are compared.
         pictures: PNG of the first rows that are images, by rank and row.
     """
 
     step: int
     rows: Sequence[RowShare]
-    interaction: float | None
+    interaction: str
     pictures: dict[tuple[int, int], bytes]
 
     @property
     def is_approximate(self) -> bool:
         """Whether rows interact, so that the gradient is not the sum of their parts."""
-        return self.interaction is not None and self.interaction > INTERACTION
+        return bool(self.interaction)
 
     def to_json(self) -> dict[str, Any]:
         """The content of the JSON file."""
@@ -93,7 +93,7 @@ class Shares:
             f"step {self.step}: the shares of {len(known)} of {len(self.rows)} rows add up to {math.fsum(known):.4f}"
         )
         if self.is_approximate:
-            total += f"; rows interact (their parts differ from the gradient by {self.interaction:.1e}): shares are approximate"
+            total += f"; rows interact ({self.interaction}), so losses and shares of single rows are approximate"
         return f"{align_rows([head, *cells], numbers=range(1, 6))}{more}{total}"
 
     def write_page(self, path: Path, run: str) -> bool:
@@ -134,7 +134,8 @@ def examine_rows(
     step.task = chooser
     try:
         step.accumulate(batches, len(batches))
-        [count] = _sum_over_ranks([sum(float(output.count) for output in chooser.outputs)], world.device)
+        sums = [sum(float(it.count) for it in chooser.outputs), sum(float(it.loss_sum) for it in chooser.outputs)]
+        count, loss_sum = _sum_over_ranks(sums, world.device)
         whole = {copies: [part.clone() for part in parts] for copies, parts in step.gradients().items()}
         seen = chooser.batches.copy()
         step.drop_window()
@@ -146,45 +147,54 @@ def examine_rows(
         of_ranks: list[list[tuple[int, int]]] = [[]] * world.size
         dist.all_gather_object(of_ranks, own)
 
-        def one_pass(number: int, row: int) -> float:
-            """A pass with this rank's row of a micro-batch, -1 for none; returns the row's loss."""
+        def one_pass(number: int, row: int) -> tuple[float, float]:
+            """A pass with this rank's row of a micro-batch, -1 for none; returns the row's mean loss and its sum of losses."""
             chooser.row = row
             step.accumulate([batches[number]], 1, first=number)
             on_pass(1)
-            loss, rows = chooser.outputs[-1].loss_sum, chooser.outputs[-1].count
-            return float(loss) / float(rows) if row >= 0 and rows else 0.0
+            of_row, rows = float(chooser.outputs[-1].loss_sum), float(chooser.outputs[-1].count)
+            return (of_row / rows, of_row) if row >= 0 and rows else (0.0, 0.0)
 
         losses: dict[tuple[int, int, int], float] = {}
+        total_loss = 0.0
         if most is not None:  # each rank a row of its own at the same time: only the losses are needed
             for turn in range(max(map(len, of_ranks))):
                 number, row = own[turn] if turn < len(own) else (0, -1)
-                loss = one_pass(number, row)
+                loss, of_row = one_pass(number, row)
                 step.drop_window()
                 if row >= 0:
                     losses[world.rank, number, row] = loss
+                    total_loss += of_row
             all_losses: list[dict[tuple[int, int, int], float]] = [{}] * world.size
             dist.all_gather_object(all_losses, losses)
             losses = {place: loss for each in all_losses for place, loss in each.items()}
+            [total_loss] = _sum_over_ranks([total_loss], world.device)
         places = [(rank, *place) for rank, rows in enumerate(of_ranks) for place in rows]
         chosen = sorted(places, key=lambda place: -_order(losses[place]))[:most] if most is not None else places
         total = {copies: [torch.zeros_like(part) for part in parts] for copies, parts in whole.items()}
         parts: dict[tuple[int, int, int], tuple[float, float]] = {}
         for rank, number, row in chosen:
-            loss = one_pass(number, row if rank == world.rank else -1)
-            [losses[rank, number, row]] = _sum_over_ranks([loss], world.device)
+            losses[rank, number, row], of_row = _sum_over_ranks(
+                one_pass(number, row if rank == world.rank else -1), world.device
+            )
+            total_loss += of_row if most is None else 0.0
             part = step.gradients()
             parts[rank, number, row] = _dot(part, part, world.device), _dot(part, whole, world.device)
-            for copies, sums in total.items():
-                torch._foreach_add_(sums, part[copies])
+            for copies, summed in total.items():
+                torch._foreach_add_(summed, part[copies])
             step.drop_window()
     finally:
         step.task = chooser.task
 
-    interaction = None
-    if most is None and 0 < square < math.inf:
-        for copies, sums in total.items():
-            torch._foreach_sub_(sums, whole[copies])
-        interaction = math.sqrt(_dot(total, total, world.device) / square)
+    interaction = ""
+    if abs(total_loss - loss_sum) > LOSS_DIFFERENCE * abs(loss_sum):
+        interaction = f"the sum of their losses is {total_loss:.4g}, that of the step {loss_sum:.4g}"
+    elif most is None and 0 < square < math.inf:
+        for copies, summed in total.items():
+            torch._foreach_sub_(summed, whole[copies])
+        difference = math.sqrt(_dot(total, total, world.device) / square)
+        if difference > INTERACTION.get(run.precision.compute_dtype, INTERACTION[torch.float32]):
+            interaction = f"their parts differ from the gradient by {difference:.1e}"
     return _collected(run, batches, seen, losses, parts, mean, square, interaction)
 
 
@@ -196,7 +206,7 @@ def _collected(
     parts: dict[tuple[int, int, int], tuple[float, float]],
     mean: float,
     square: float,
-    interaction: float | None,
+    interaction: str,
 ) -> Shares:
     """Collective. The rows of all ranks with their keys and pictures."""
     rank, own, rows_of = run.world.rank, [], run.train_loader.rows_per_micro_batch

@@ -30,7 +30,7 @@ from dtrain.data import ShardLoader
 from dtrain.distributed.world import World
 from dtrain.errors import ConfigError, as_config_error, printable
 from dtrain.replay.recorded import NO_STARTS, RecordedRun
-from dtrain.runs.excluded import copy_of, read_excluded
+from dtrain.runs.excluded import read_copy
 from dtrain.runs.recompose import recompose, run_dir_of
 from dtrain.training.build import make_precision
 from dtrain.training.setup.loaders import train_loader
@@ -74,6 +74,7 @@ class Tracer:
         self._last, self._run_dir = run.last_step, run.dir
         self._segments = run.segments() or _without_starts(run, loader)
         self._bad = run.bad_samples()
+        self._lists: dict[str, np.ndarray] = {}  # of data.exclude
 
     @property
     def first_step(self) -> int:
@@ -127,7 +128,10 @@ class Tracer:
         """Samples that ``data.exclude`` left out in a segment."""
         if "excluded" not in segment:
             return np.zeros(0, np.int64)
-        return find_samples(self._loader, read_excluded(copy_of(self._run_dir, segment["excluded"])), None)
+        listed = segment["excluded"]
+        if listed not in self._lists:
+            self._lists[listed] = find_samples(self._loader, read_copy(self._run_dir, listed), None)
+        return self._lists[listed]
 
     def _next(self, samples: np.ndarray) -> list[Use]:
         segment = self._segments[-1]
@@ -186,12 +190,13 @@ def find_samples(loader: ShardLoader, keys: Sequence[str], shard: str | None) ->
     Raises:
         ConfigError: If there is no such sample or shard; names one that exists.
     """
-    found = []
-    for key in keys:
-        found.append(loader.index.find(key))
-        if not found[-1].size:
-            example = loader.index.keys(np.zeros(1, np.int64))[0]
-            raise ConfigError(f"{key}: the training data have no sample with this key. Keys look like {example}.")
+    try:
+        found = [loader.index.find_all(keys)]
+    except KeyError as error:
+        example = loader.index.keys(np.zeros(1, np.int64))[0]
+        raise ConfigError(
+            f"{error.args[0]}: the training data have no sample with this key. Keys look like {example}."
+        ) from None
     if shard is not None:
         found.append(loader.index.find_shard(shard))
         if not found[-1].size:
@@ -212,6 +217,8 @@ def trace(composed: Composed, keys: Sequence[str], options: argparse.Namespace) 
     else:
         uses = tracer.uses(find_samples(loader, keys, options.shard), ahead=options.ahead)
     write_json(options.json, {"uses": [_as_json(use) for use in uses]})
+    if composed.cfg.data.mix is not None:
+        print("note: data.mix: uses as the partner of another sample are not listed", file=sys.stderr)
     with until_reader_leaves():
         print("\n".join(_table(uses, run.last_step, tracer.first_step)), flush=True)
 
@@ -271,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _step(text: str) -> int:
-    if not (text.isdecimal() and int(text) > 0):
+    if not (text.isdecimal() and 0 < int(text) < 2**52):
         raise argparse.ArgumentTypeError(f"got {text}, want a step from 1 on")
     return int(text)
 

@@ -266,6 +266,8 @@ def _check_loss(run: History) -> Iterator[Finding]:
 
 def _check_skips(run: History) -> Iterator[Finding]:
     skipped, steps = run.last("precision/skipped_steps"), run.last("step")
+    if run.config.get("train.spike.action") == "skip" and np.isfinite(spikes := run.last("train/spikes")):
+        skipped -= spikes  # which have a check of their own
     if not (skipped > 0 and steps > 0):
         return
     text = f"{format_percent(skipped / steps)} of steps skipped ({skipped:,.0f} of {steps:,.0f})"

@@ -1,4 +1,4 @@
-"""Lists of samples that a training leaves out (``data.exclude``): reading them, and their copies in run directories.
+"""Lists of samples that a run leaves out (``data.exclude``): reading them, and their copies in run directories.
 
 * A list has one key per line, as in ``logs/keys-rank-*.jsonl``. Order, repetitions and empty lines do not matter.
 * Its *description* has the number of keys and the beginning of the SHA-256 of the sorted keys. It stands for the list in saved
@@ -25,9 +25,13 @@ def read_excluded(path: str | Path) -> list[str]:
     Raises:
         ConfigError: If it cannot be read or has no key.
     """
+    if not str(path).strip():
+        raise ConfigError("data.exclude is empty. Name a file, or set null to leave nothing out.")
     with as_config_error(f"data.exclude: {path} cannot be read"):
         text = read_bounded(Path(path).expanduser(), _MOST)
-    keys = sorted({line for line in text.decode("utf-8", "surrogateescape").splitlines() if line.strip()})
+    # Not splitlines(), which also splits at characters that a key may have.
+    lines = text.decode("utf-8-sig", "surrogateescape").split("\n")
+    keys = sorted({key for line in lines if (key := line.removesuffix("\r")).strip()})
     if not keys:
         raise ConfigError(f"data.exclude: {path} has no key. Write one key per line, or remove data.exclude.")
     return keys
@@ -50,6 +54,19 @@ def copy_of(run_dir: Path, description: str) -> Path:
     if found is None:
         raise ConfigError(f"data.exclude: {description!r} does not describe a list of {run_dir}.")
     return run_dir / f"exclude-{found[1]}.txt"
+
+
+def read_copy(run_dir: Path, description: str) -> list[str]:
+    """The keys of the list with a description in a run directory.
+
+    Raises:
+        ConfigError: If it is missing or was edited.
+    """
+    path = copy_of(run_dir, description)
+    keys = read_excluded(path)
+    if describe(keys) != description:
+        raise ConfigError(f"data.exclude: {path} has {describe(keys)}, but the run had {description}. Restore it.")
+    return keys
 
 
 def keep_copy(run_dir: Path, keys: Iterable[str]) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from dtrain.errors import ConfigError, as_config_error
 from dtrain.files import cache_dir, read_bounded, yaml_bytes
-from dtrain.runs.run_spec import OVERRIDES, RESTORE, parse_mapping
+from dtrain.runs.excluded import copy_of
+from dtrain.runs.run_spec import CONFIG, OVERRIDES, RESTORE, parse_mapping
 from dtrain.runs.trust import AS_TYPED, STARTED, TRUST, command_content, is_own
 
 
@@ -68,7 +70,22 @@ def recompose(arguments: Sequence[str]) -> list[str]:
     content, overrides, config_dirs = _saved_command(path.parent)
     if not trusted:
         _require_own(path.parent, content, overrides, config_dirs)
-    return _with_saved(overrides, config_dirs, arguments, {*new, "run.resume"})
+    copied = _copied_list(path.parent, overrides) if "data.exclude" not in new else []
+    return _with_saved(
+        overrides, config_dirs, [*arguments, *copied], {*new, "run.resume", *(["data.exclude"] if copied else [])}
+    )
+
+
+def _copied_list(directory: Path, overrides: Sequence[str]) -> list[str]:
+    """``data.exclude`` with the copy in a run directory, if the file that was typed is not there any more."""
+    typed = [it.partition("=")[2].strip("'\"") for it in overrides if it.startswith("data.exclude=")]
+    if not typed or typed[-1] == "null" or Path(typed[-1]).expanduser().exists():
+        return []
+    with suppress(ConfigError, OSError, KeyError, TypeError, AttributeError):
+        saved = parse_mapping(directory / CONFIG, read_bounded(directory / CONFIG))["data"]["exclude"]
+        if (copy := copy_of(directory, saved)).exists():
+            return [f"data.exclude='{copy.absolute()}'"]
+    return []
 
 
 def recompose_start(
@@ -141,6 +158,8 @@ def _recompose_fork(directory: Path, arguments: Sequence[str]) -> list[str]:
         )
     _, overrides, config_dirs = _saved_command(directory)
     left_out = [key for key in (it.partition("=")[0] for it in overrides) if _is_of_one_run(key.lstrip("+~"))]
+    if not any(it.startswith(("run.name=", "run.dir=")) for it in arguments):  # not those of a preset either
+        arguments = [*arguments, "run.name=null", "run.dir=null"]
     return recompose_start(
         directory, {"overrides": overrides, "config_dirs": config_dirs}, arguments, left_out=left_out
     )

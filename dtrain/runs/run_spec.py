@@ -43,7 +43,7 @@ WITHOUT_EFFECT_ON_THE_RESULT = (
     *("data.num_workers", "data.prefetch", "data.start_method", "data.storage", "data.cache", "data.record_keys"),
     *("parallel.timeout_start", "parallel.timeout_step"),
 )
-_CONFIG, OVERRIDES = "config.yaml", "overrides.yaml"
+CONFIG, OVERRIDES = "config.yaml", "overrides.yaml"
 RESTORE = "Restore it, or use a different run.dir."
 # A path from the root, from a home or from a folder above, but not the rest of a URL or of a relative path.
 _FOLDER = re.compile(r"""(?<![\w/.*?})\]~-])(?:~[\w.-]*|\.\.)?/(?!/)[^\s'"`,;=()|&]*""")
@@ -93,7 +93,7 @@ class RunSpec:
         Raises:
             ConfigError: If the directory has a run of another identity; names every difference.
         """
-        path = self.dir / _CONFIG
+        path = self.dir / CONFIG
         if not path.exists():
             return []
         saved, ours = read_mapping(path), self._saved_config()
@@ -108,7 +108,7 @@ class RunSpec:
 
     def files(self) -> dict[str, dict[str, Any]]:
         """Name and content of ``config.yaml`` (resolved) and ``overrides.yaml`` (the command line), without secrets."""
-        return {_CONFIG: self._saved_config(), OVERRIDES: self.command_line()}
+        return {CONFIG: self._saved_config(), OVERRIDES: self.command_line()}
 
     def command_line(self) -> dict[str, Any]:
         """The content of ``overrides.yaml``: what was typed, without secrets."""
@@ -146,7 +146,7 @@ class RunSpec:
 
         None if the directory has no run, or one that was started with other overrides of this key.
         """
-        if not (self.dir / _CONFIG).exists() or not (self.dir / OVERRIDES).exists():
+        if not (self.dir / CONFIG).exists() or not (self.dir / OVERRIDES).exists():
             return None
         typed = [str(override) for override in read_mapping(self.dir / OVERRIDES).get("overrides") or []]
         # A section can be set as a whole, so every override in it counts.
@@ -155,7 +155,7 @@ class RunSpec:
             _without_secrets(it) for it in self.overrides if it.lstrip("+").startswith(prefix)
         ]:
             return None
-        value: Any = read_mapping(self.dir / _CONFIG)
+        value: Any = read_mapping(self.dir / CONFIG)
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return value

@@ -1,4 +1,4 @@
-"""What replay and trace read of a run: ``starts.jsonl``, the record of its starts, and ``steps.bin``, the votes of its steps.
+"""Records of a run that replay and trace read: ``starts.jsonl``, its starts, and ``steps.bin``, the votes of its steps.
 
 * A *start* is one line of ``starts.jsonl``: the steps done before it, its command line and composed config, ranks, device and
   versions. Together with the data it determines every step up to the next start.
@@ -92,11 +92,25 @@ def read_starts(run_dir: Path) -> list[Start]:
         while line := file.readline(_MOST_LINE):
             try:
                 start = Start(**{key: value for key, value in json.loads(line).items() if key in known})
-                if isinstance(start.step, int) and isinstance(start.ranks, int):
+                if _is_whole(start):
                     starts.append(start)
             except (ValueError, TypeError, AttributeError, RecursionError):
                 continue
     return starts
+
+
+def _is_whole(start: Start) -> bool:
+    """Whether all values have their types; the file may have been edited."""
+    numbers = (start.step >= 0, start.ranks >= 1, start.micro_batch >= 0, start.threads >= 0)
+    texts = (*start.overrides, *start.config_dirs, start.device)
+    mappings = (start.config, start.versions, start.code, start.segment, start.fork)
+    lists = isinstance(start.overrides, list) and isinstance(start.config_dirs, list)
+    return (
+        lists
+        and all(numbers)
+        and all(isinstance(it, str) for it in texts)
+        and all(isinstance(it, dict) for it in mappings)
+    )
 
 
 class StepLog:

@@ -378,7 +378,7 @@ class TrainStep:
                 bad=counts.bad,
                 nbytes=counts.nbytes,
             )
-        skip, overflowed, coefficient = self._vote.decide(self._scale, self._nominal, self._clip_norm)
+        skip, overflowed, coefficient, skipped_spike = self._vote.decide(self._scale, self._nominal, self._clip_norm)
 
         # -- update. The previous step is settled, so the schedule can use the number of applied steps.
         for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
@@ -400,7 +400,7 @@ class TrainStep:
             self.ema.update(skip.to(self._state_device))
         if self.loss_scale is not None:
             # ``overflowed``, not ``skip``: a step without valid rows is skipped too, but its cause is not the scale.
-            self.loss_scale.update(overflowed)
+            self.loss_scale.update(overflowed, unchanged=skipped_spike)
         self.step += 1
         self._unsettled, self._is_open = True, False
 
@@ -427,7 +427,7 @@ class TrainStep:
         if not skipped:
             return ""
         counted = f"all {self.step}" if skipped == self.step else f"{skipped} of {self.step}"
-        reasons = ["a loss, gradient or buffer was not finite, or no row was valid"]
+        reasons = ["a loss, gradient or buffer was not finite, no row was valid, or a spike was skipped"]
         if self.consecutive_skips:
             reasons += [f"in the last {self.consecutive_skips} steps:", self._origin_of_skips()]
         return f"{counted} steps of this run were skipped: " + "\n".join([*reasons, _DOCTOR])
@@ -452,7 +452,10 @@ class TrainStep:
         """Collective. The message of ``TooManySkips``, equal on all ranks."""
         streak = f"{self.consecutive_skips} steps in a row were skipped, the last one is step {self.step}: "
         if not stats.overflowed_ranks:
-            return f"{streak}none had a valid row. All samples are masked or bad: check data.train and data.fields."
+            return (
+                f"{streak}none had a valid row. All samples are masked, bad, or left out by data.exclude: check data.train and "
+                "data.fields."
+            )
         instead = ", or try precision=bf16" if self.precision.compute_dtype == torch.float16 else ""
         return (
             f"{streak}a loss, gradient or buffer was not finite, at a loss scale of {stats.loss_scale:g}.\n"

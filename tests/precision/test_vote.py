@@ -53,7 +53,8 @@ def by_ranks(*changes: dict[str, Any]) -> StepStats:
             vote_on(vote, **changes[number])
             scale = changes[number].get("scale", torch.tensor(1.0))
             decisions = [
-                [1.0 if part is None else float(part) for part in vote.decide(scale, 8, clip)] for clip in (None, 0.5)
+                [1.0 if part is None else float(part) for part in vote.decide(scale, 8, clip)[:3]]
+                for clip in (None, 0.5)
             ]
             stats = vote.step_stats(["m"])
             assert {bool(skip) for skip, _, _ in decisions} == {not stats.applied}

@@ -14,6 +14,7 @@ to the device and normalises images there.
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
@@ -285,7 +286,7 @@ class ShardLoader:
         return self._position.state_dict()
 
     def exclude(self, keys: Sequence[str]) -> None:
-        """Masks samples wherever they come from now on; the order of all others stays as it is.
+        """Masks samples wherever they occur from now on; the order of all others stays as it is.
 
         Args:
             keys: ``<shard>/<key>`` of each sample.
@@ -293,14 +294,20 @@ class ShardLoader:
         Raises:
             ValueError: If the data have no such sample; names the first.
         """
-        found = []
-        for key in keys:
-            found.append(self.index.find(key))
-            if not found[-1].size:
-                example = self.index.keys(np.zeros(1, np.int64))[0]
-                raise ValueError(f"{key!r} is no sample of the training data. Keys look like {example}.")
-        self._excluded = np.unique(np.concatenate([self._excluded, *found]))
+        try:
+            found = self.index.find_all(sorted(keys))  # by shard
+        except KeyError as error:
+            example = self.index.keys(np.zeros(1, np.int64))[0]
+            raise ValueError(
+                f"{error.args[0]!r} is no sample of the training data. Keys look like {example}."
+            ) from None
+        self._excluded = np.union1d(self._excluded, found)
         self._end_stream()
+
+    @property
+    def excluded(self) -> str:
+        """A hash of the samples that ``exclude`` has masked; "" without any."""
+        return hashlib.sha256(self._excluded.tobytes()).hexdigest()[:16] if self._excluded.size else ""
 
     def segment(self) -> dict[str, Any]:
         """From which the order of all samples after the committed position follows, with the data; JSON values.

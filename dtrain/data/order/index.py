@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -33,6 +33,19 @@ class Index(ABC):
     @abstractmethod
     def find(self, key: str) -> np.ndarray:
         """The samples with a key, with or without the names before it; int64, shape ``[n]``, empty if there is none."""
+
+    def find_all(self, keys: Sequence[str]) -> np.ndarray:
+        """The samples with any of these keys, each once, ascending.
+
+        Raises:
+            KeyError: With the first key that no sample has.
+        """
+        found = [np.zeros(0, np.int64)]
+        for key in keys:
+            found.append(self.find(key))
+            if not found[-1].size:
+                raise KeyError(key)
+        return np.unique(np.concatenate(found))
 
     @abstractmethod
     def find_shard(self, name: str) -> np.ndarray:

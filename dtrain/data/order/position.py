@@ -159,9 +159,9 @@ class Position:
     def samples_of(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Epoch and sample of each slot of a step, ``step`` steps after the committed ones, int64; -1 where it is masked."""
         epoch, order, in_epoch = self.epoch, self.order, self.step + step
-        while in_epoch >= order.num_steps:
-            in_epoch -= order.num_steps
-            epoch += 1
+        if in_epoch >= order.num_steps:  # all later epochs have the same number of steps
+            later, in_epoch = divmod(in_epoch - order.num_steps, self.steps_per_epoch)
+            epoch += 1 + later
             order = EpochOrder(self._index.counts, self.recipe, epoch, [self.layout])
         samples = order.locate(in_epoch, np.arange(order.layouts[-1].global_batch_size))
         return np.full(len(samples), epoch), samples

@@ -14,11 +14,13 @@ written to the cache directory once and memory-mapped by all processes of a host
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 import json
 import os
 import warnings
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -92,6 +94,7 @@ class DatasetIndex(Index):
         self._arrays = arrays
         self._folder = folder
         self._keys = arrays["key_bytes"].data
+        self._by_key: tuple[tuple[int, int], dict[bytes, list[int]]] = (-1, -1), {}
         digest = hashlib.sha256()
         for name, size, count in zip(self.names, arrays["shard_sizes"].tolist(), self.counts.tolist(), strict=True):
             digest.update(json.dumps([name, size, count]).encode())
@@ -173,18 +176,24 @@ class DatasetIndex(Index):
 
     def find_shard(self, name: str) -> np.ndarray:
         """The samples of the shard with this name or path."""
-        for number, (own, path) in enumerate(zip(self.names, self.shards, strict=True)):
-            if name in (own, path):
-                return np.arange(self.starts[number], self.starts[number + 1])
-        return np.zeros(0, np.int64)
+        if (number := self._numbers.get(name)) is None:
+            return np.zeros(0, np.int64)
+        return np.arange(self.starts[number], self.starts[number + 1])
+
+    @functools.cached_property
+    def _numbers(self) -> dict[str, int]:
+        """Path and name of each shard to its number."""
+        return {name: number for names in (self.shards, self.names) for number, name in enumerate(names)}
 
     def _with_key(self, first: int, number: int, key: str) -> np.ndarray:
         """Those of ``number`` samples from ``first`` on whose own key this is."""
-        wanted = key.encode("utf-8", "surrogateescape")
-        starts = self._arrays["key_starts"][first : first + number + 1]
-        same_length = np.flatnonzero(np.diff(starts) == len(wanted))
-        found = [n for n in same_length.tolist() if bytes(self._keys[starts[n] : starts[n + 1]]) == wanted]
-        return first + np.array(found, np.int64)
+        if self._by_key[0] != (first, number):  # made once for many keys of one shard, or of all
+            starts = self._arrays["key_starts"][first : first + number + 1].tolist()
+            raw, by_key = self._keys, defaultdict[bytes, list[int]](list)
+            for sample, (start, end) in enumerate(itertools.pairwise(starts), first):
+                by_key[bytes(raw[start:end])].append(sample)
+            self._by_key = (first, number), by_key
+        return np.array(self._by_key[1].get(key.encode("utf-8", "surrogateescape"), []), np.int64)
 
     def describe(self) -> dict[str, Any]:
         """The identity of the dataset for a checkpoint: a few numbers and the fingerprints."""

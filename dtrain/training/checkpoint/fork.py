@@ -1,4 +1,4 @@
-"""``run.fork=DIR@STEP``: a run of its own that begins with the state of a different run after a step.
+"""``run.fork=DIR@STEP``: a new run that starts from a checkpoint of an existing one.
 
 * Weights, optimizer, counters and loss scale are those of the checkpoint, and so is the position in the data, which must be the
   same data. With ``run.fork_data=restart`` any data are read from epoch 0.
@@ -110,7 +110,7 @@ class Fork:
             try:
                 run.restore(self._checkpoints.load(self.step), with_data=keeps)
             except ConfigError as error:
-                remedy = " For other data set run.fork_data=restart." if str(error).startswith("data:") else ""
+                remedy = " To use different data, set run.fork_data=restart." if str(error).startswith("data:") else ""
                 raise ConfigError(f"run.fork: {error}{remedy}") from error
 
         on_all_ranks(load)

@@ -103,7 +103,7 @@ def check_same_data(train: ShardLoader | None, evaluation: ShardLoader | None) -
         ConfigError: On every rank, if a rank's data differ from rank 0's; names the differences.
     """
     own = {
-        f"data.{split}": loader.index.describe()
+        f"data.{split}": {**loader.index.describe(), "excluded": loader.excluded}
         for split, loader in (("train", train), ("eval", evaluation))
         if loader is not None
     }
