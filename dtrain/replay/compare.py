@@ -127,17 +127,6 @@ class Comparison:
             "steps": [step.to_json() for step in self.steps],
         }
 
-    @classmethod
-    def from_json(cls, parts: Sequence[Mapping[str, Any]]) -> Comparison:
-        """Those of several parts of a range as one."""
-        return cls(
-            [StepComparison(it["step"], it["recorded"], it["recomputed"]) for part in parts for it in part["steps"]],
-            {it["step"]: it["different"] for part in parts for it in part["checkpoints"]},
-            max(part["tolerance"] for part in parts),
-            list(dict.fromkeys(reason for part in parts for reason in part["reasons"])),
-            next((part["ended"] for part in parts if part["ended"]), ""),
-        )
-
     def table(self) -> str:
         """One line for each step, or those with the largest differences."""
         shown: Sequence[StepComparison] = self.steps

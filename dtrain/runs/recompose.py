@@ -158,8 +158,6 @@ def _recompose_fork(directory: Path, arguments: Sequence[str]) -> list[str]:
         )
     _, overrides, config_dirs = _saved_command(directory)
     left_out = [key for key in (it.partition("=")[0] for it in overrides) if _is_of_one_run(key.lstrip("+~"))]
-    if not any(it.startswith(("run.name=", "run.dir=")) for it in arguments):  # not those of a preset either
-        arguments = [*arguments, "run.name=null", "run.dir=null"]
     return recompose_start(
         directory, {"overrides": overrides, "config_dirs": config_dirs}, arguments, left_out=left_out
     )

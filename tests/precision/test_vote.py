@@ -107,7 +107,7 @@ def test_the_coefficient_makes_a_clipped_mean_of_scaled_sums(kind: Any) -> None:
     # Gradients are 1024 * sum / 8, and 5 rows were valid: the mean's norm is 10 / 1024 * 8 / 5.
     vote_on(vote, norm=torch.tensor(10.0), scale=scale, sums=[1.0, 5.0])
     for clip_norm, factor in ((None, 1.0), (1.0, 1.0), (0.001, 0.001 / (10 / 1024 * 8 / 5))):
-        skip, overflowed, coefficient = vote.decide(scale, 8, clip_norm)
+        skip, overflowed, coefficient, _ = vote.decide(scale, 8, clip_norm)
         assert not skip
         assert not overflowed
         assert coefficient.dtype == torch.float32

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -271,3 +274,50 @@ def test_a_sample_that_was_bad_then_is_masked_again(tmp_path: Path) -> None:
     # They can be read now, as after a failure of a disk, but the fingerprint of the data is the same.
     bad = {line["key"] for path in (folder / "logs").glob("bad-*") for line in map(json.loads, path.open())}
     assert bad == {"a.tar/003", "a.tar/040"}
+
+
+def test_a_step_that_was_skipped_once_is_not_equal_and_steps_beyond_the_last_one_are_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    train_on(1, folder, "train.max_steps=4", *LITTLE)
+    votes = np.fromfile(folder / "steps.bin", "<f8").reshape(-1, 7)
+    votes[2, 1] = 0
+    votes.tofile(folder / "steps.bin")
+    result = replay_on(1, folder, "replay.steps=[2,4]", code=1)
+    assert [step["equal"] for step in result["steps"]] == [True, False, True]
+    assert result["largest_difference"] is None
+    assert "skipped once" in capfd.readouterr().out
+    with pytest.raises(SystemExit):
+        replay.main([f"run.dir={folder}", "replay.steps=[2,5]", "--nproc", "1"])
+    assert "has done 4 steps" in capfd.readouterr().err
+
+
+def test_more_ranks_than_the_machine_has_are_not_started_unasked(
+    short_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(short_run, tmp_path / "copy")
+    text = (copy / "starts.jsonl").read_text()
+    (copy / "starts.jsonl").write_text(text.replace('"ranks": 1', '"ranks": 5000'))
+    with pytest.raises(SystemExit):
+        replay.main([f"run.dir={copy}", "replay.step=1"])
+    message = capfd.readouterr().err
+    assert "5000 ranks" in message
+    assert "--nproc" in message
+
+
+@pytest.mark.slow
+def test_a_terminated_replay_ends_its_ranks_and_leaves_no_folder(tmp_path: Path, run_dir: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    command = [sys.executable, "-m", "dtrain", "replay", f"run.dir={run_dir}", "replay.steps=[1,30]"]
+    process = subprocess.Popen(
+        command, env=os.environ | {"TMPDIR": str(scratch)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert "from the initial weights" in process.stdout.readline()
+    time.sleep(2)
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert list(scratch.iterdir()) == []
