@@ -678,7 +678,7 @@ def task(model: nn.Module, batch: Batch) -> Output:
     return Output(loss, count, {"again": (loss, count)})
 
 
-def vote_on_fake_cuda(device: torch.device, ranks: int) -> Vote:
+def vote_on_fake_cuda(device: torch.device, ranks: int, spikes: object) -> Vote:
     """Page-locked memory also needs the CUDA library."""
     with unset_fake_temporarily():
         vote = Vote(torch.device("cpu"), ranks)
