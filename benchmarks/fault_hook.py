@@ -161,7 +161,7 @@ class Faults:
         def faulty_complete(step: int, *arguments: Any) -> Path:
             return tear(step, complete(step, *arguments))
 
-        run.step.accumulate = faulty_accumulate  # type: ignore[method-assign]
+        run.step.accumulate = faulty_accumulate  # type: ignore[method-assign, assignment]
         run.train_loader.epoch = faulty_epoch  # type: ignore[method-assign]
         run.checkpoints.save = faulty_save  # type: ignore[method-assign]
         run.checkpoints.write_rank = faulty_write_rank  # type: ignore[method-assign]
