@@ -21,7 +21,8 @@ from torch import nn
 from benchmarks import harness
 from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints
 from dtrain.training.checkpoint.manager import AsyncWriter
-from dtrain.training.checkpoint.state import host_copy, optimizer_state
+from dtrain.training.checkpoint.optimizer_state import optimizer_state
+from dtrain.training.checkpoint.state import host_copy
 
 WIDTH = 1024
 BLOCKING = "stall, the loop waits for the write"

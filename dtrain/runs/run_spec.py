@@ -204,6 +204,15 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def parse_mapping(path: Path, text: bytes) -> dict[str, Any]:
+    """The mapping in YAML text.
+
+    Args:
+        path: The file it is from, for messages.
+        text: Its content.
+
+    Raises:
+        ConfigError: If it is no YAML of plain data, or no mapping; names the file.
+    """
     try:
         content = parse_yaml(text)
     except ValueError as error:

@@ -10,7 +10,7 @@ from torch import nn
 
 from dtrain.errors import ConfigError
 from dtrain.models import GPT
-from dtrain.training.checkpoint.state import load_optimizer, optimizer_state
+from dtrain.training.checkpoint.optimizer_state import load_optimizer, optimizer_state
 from dtrain.training.setup.optimizer import build_optimizer
 from tests.refusals import refused
 

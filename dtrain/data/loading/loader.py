@@ -14,7 +14,6 @@ to the device and normalises images there.
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
@@ -38,6 +37,7 @@ from dtrain.data.sources.mixture import EvaluationSets, Mixture, MixtureSource
 from dtrain.data.sources.shard_source import ShardSource
 from dtrain.data.sources.source import Source
 from dtrain.precision.policy import Precision
+from dtrain.runs.excluded import describe
 
 
 class ShardLoader:
@@ -77,6 +77,7 @@ class ShardLoader:
         steps_per_epoch: Global batches of a whole epoch.
         micro_batches_per_step: Micro-batches of this rank in a global batch, equal on all ranks.
         num_workers: Number of worker processes.
+        excluded: Description of the samples that ``exclude`` masks; "" without any.
         workers_reason: The reason for this number if it was ``"auto"``, else empty.
 
     Raises:
@@ -133,7 +134,7 @@ class ShardLoader:
         self._augment = augment
         self._mix = mix
         self._budget = BadSampleBudget(limits)
-        self._excluded = np.zeros(0, np.int64)
+        self._excluded, self.excluded = np.zeros(0, np.int64), ""
         self._position: Position | MixturePosition
         if isinstance(self.source, MixtureSource):
             if mix is not None:
@@ -286,10 +287,10 @@ class ShardLoader:
         return self._position.state_dict()
 
     def exclude(self, keys: Sequence[str]) -> None:
-        """Masks samples wherever they occur from now on; the order of all others stays as it is.
+        """Masks these samples wherever they occur from now on; the order of all others stays as it is.
 
         Args:
-            keys: ``<shard>/<key>`` of each sample.
+            keys: ``<shard>/<key>`` of each sample, as ``dtrain.runs.excluded.read_excluded`` returns them.
 
         Raises:
             ValueError: If the data have no such sample; names the first.
@@ -301,13 +302,8 @@ class ShardLoader:
             raise ValueError(
                 f"{error.args[0]!r} is no sample of the training data. Keys look like {example}."
             ) from None
-        self._excluded = np.union1d(self._excluded, found)
+        self._excluded, self.excluded = found, describe(keys)
         self._end_stream()
-
-    @property
-    def excluded(self) -> str:
-        """A hash of the samples that ``exclude`` has masked; "" without any."""
-        return hashlib.sha256(self._excluded.tobytes()).hexdigest()[:16] if self._excluded.size else ""
 
     def segment(self) -> dict[str, Any]:
         """From which the order of all samples after the committed position follows, with the data; JSON values.

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,30 +60,12 @@ def permute(index: np.ndarray, size: np.ndarray | int, key: np.ndarray | int) ->
     Returns:
         int64, shape ``[n]``, each in ``[0, size)``; distinct for distinct indices of equal size and key.
     """
-    index = np.asarray(index, np.int64)
-    size = np.broadcast_to(np.asarray(size, np.int64), index.shape)
-    key = np.broadcast_to(np.asarray(key, _U64), index.shape)
-    rows, columns = _table(size)
-    place = _network(index.astype(_U64), rows, columns, key)
-    outside = np.flatnonzero(place >= size.astype(_U64))
-    while outside.size:
-        place[outside] = _network(place[outside], rows[outside], columns[outside], key[outside])
-        outside = outside[place[outside] >= size[outside].astype(_U64)]
-    return place.astype(np.int64)
+    return _walked(_network, index, size, key)
 
 
 def unpermute(place: np.ndarray, size: np.ndarray | int, key: np.ndarray | int) -> np.ndarray:
     """The inverse of ``permute``: ``unpermute(permute(index, size, key), size, key)`` is ``index``; arguments as there."""
-    place = np.asarray(place, np.int64)
-    size = np.broadcast_to(np.asarray(size, np.int64), place.shape)
-    key = np.broadcast_to(np.asarray(key, _U64), place.shape)
-    rows, columns = _table(size)
-    index = _inverse_network(place.astype(_U64), rows, columns, key)
-    outside = np.flatnonzero(index >= size.astype(_U64))
-    while outside.size:
-        index[outside] = _inverse_network(index[outside], rows[outside], columns[outside], key[outside])
-        outside = outside[index[outside] >= size[outside].astype(_U64)]
-    return index.astype(np.int64)
+    return _walked(_inverse_network, place, size, key)
 
 
 class Randomness:
@@ -145,6 +127,22 @@ def be_deterministic() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
+
+
+def _walked(
+    network: Callable[..., np.ndarray], start: np.ndarray, size: np.ndarray | int, key: np.ndarray | int
+) -> np.ndarray:
+    """Applies a network of the table until each cell is inside the domain."""
+    start = np.asarray(start, np.int64)
+    size = np.broadcast_to(np.asarray(size, np.int64), start.shape)
+    key = np.broadcast_to(np.asarray(key, _U64), start.shape)
+    rows, columns = _table(size)
+    cell = network(start.astype(_U64), rows, columns, key)
+    outside = np.flatnonzero(cell >= size.astype(_U64))
+    while outside.size:
+        cell[outside] = network(cell[outside], rows[outside], columns[outside], key[outside])
+        outside = outside[cell[outside] >= size[outside].astype(_U64)]
+    return cell.astype(np.int64)
 
 
 def _table(size: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -72,7 +72,7 @@ class RunLogger:
         self._run = run
         self._last_step = last_step
         self._sinks = sinks
-        self._steps = steps
+        self._steps, self._steps_failed = steps, False
         self._status_at = float("-inf")
         self._compiler = CompilerLog(run.model, self.note)
         self.media = MediaLogger(run, sinks)
@@ -124,8 +124,11 @@ class RunLogger:
             return
         try:
             self._steps.write()
+            self._steps_failed = False
         except OSError as error:
-            self.warn(f"{STEPS} could not be written ({error}).")
+            if not self._steps_failed:  # once, not with every record of a full disk
+                self._steps_failed = True
+                self.warn(f"{STEPS} could not be written ({error}).")
 
     def record_step(self, record: Record) -> None:
         """Logs the record of a step and messages of the compiler, and updates the status if it is old."""

@@ -22,8 +22,9 @@ from dtrain.errors import ConfigError
 from dtrain.precision.loss_scale import LossScale
 from dtrain.training.checkpoint.checkpoints import Checkpoints
 from dtrain.training.checkpoint.manager import CheckpointManager
+from dtrain.training.checkpoint.optimizer_state import load_optimizer, optimizer_state
 from dtrain.training.checkpoint.resume import starting_weights
-from dtrain.training.checkpoint.state import TrainState, load_optimizer, load_weights, optimizer_state
+from dtrain.training.checkpoint.state import TrainState, load_weights
 from dtrain.training.checkpoint.tensors import StoredTensor
 from dtrain.training.setup.ema import Ema
 from tests.ranks import run_ranks
