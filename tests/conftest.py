@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hydra.core.config_store import ConfigStore
 from hydra.core.object_type import ObjectType
 from hypothesis import settings
@@ -145,3 +146,14 @@ def _own_logging() -> Iterator[None]:
         logger.handlers[:] = handlers
         logger.setLevel(level)
         logger.propagate = propagate
+
+
+@pytest.fixture(autouse=True)
+def _own_algorithms() -> Iterator[None]:
+    """A run in this process (``train.deterministic``) changes what torch does in every later test, autocast included."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    yield
+    torch.use_deterministic_algorithms(before[0])
+    torch.backends.cudnn.benchmark = before[1]
+    torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
