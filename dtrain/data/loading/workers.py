@@ -19,35 +19,29 @@ import multiprocessing
 import os
 import signal
 import statistics
-import sys
-import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from multiprocessing import forkserver, resource_tracker
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from dtrain.data.augment import Augment
 from dtrain.data.loading.batch import Batch, Transfer
 from dtrain.data.loading.collate import SPARE, Collator
-from dtrain.data.loading.ipc import IpcBatch, Slots, shared_memory_is_full, use_slots
+from dtrain.data.loading.ipc import shared_memory_is_full
 from dtrain.data.loading.mixture_collator import MixtureCollator, collator_of
+from dtrain.data.loading.worker_processes import end_workers, start_workers
 from dtrain.data.mixing import Mix
 from dtrain.data.order.epoch_order import EpochOrder
 from dtrain.data.order.mixture_order import MixtureOrder
 from dtrain.data.order.mixture_position import MixturePosition
 from dtrain.data.order.position import Position
 from dtrain.data.sources.source import Source
-from dtrain.distributed.process_exit import exit_with_parent, kill_with_parent
 from dtrain.distributed.world import process_cpu_count
 from dtrain.errors import Explained
 
@@ -57,12 +51,6 @@ _TIMED = 3  # micro-batches, as long as they take less than
 _TIMED_SECONDS = 0.5
 # Up to this many workers, the banner does not compare them with the cores.
 _FEW_WORKERS = 2
-# A stop request is sent to the whole process group. Workers ignore it: the trainer still needs them to finish its step.
-_IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-
-_SETTLE_SECONDS = 0.03
-# SIGKILL takes effect within this time, unless the process waits for a disk or a network file system.
-_KILL_SECONDS = 1.0
 
 # Errors whose message is complete by itself. torch adds a traceback to the message of an error in a worker, which would
 # hide it in `status.json` and in the one-line report of other ranks.
@@ -91,13 +79,15 @@ class WorkerStream:
         steps_of: Callable[[int], int],
         micro_batches_per_step: int,
     ) -> None:
-        slots = Slots(loading["num_workers"]) if loading["num_workers"] else None
-        self._iterator: Iterator[Batch] | None = (
-            _workers(dataset, loading, slots) if slots else _in_this_process(dataset, loading["pin_memory"])
-        )
+        self._iterator: Iterator[Batch] | None
+        slots = None
+        if loading["num_workers"]:
+            self._iterator, slots = start_workers(dataset, loading)
+        else:
+            self._iterator = _in_this_process(dataset, loading["pin_memory"])
         # The finalizer holds torch's iterator. In a reference cycle the iterator would be collected after its queues,
         # through which it sends the workers the request to end.
-        self._end_workers = weakref.finalize(self, _end_workers, self._iterator, slots, os.getpid())
+        self._end_workers = weakref.finalize(self, end_workers, self._iterator, slots, os.getpid())
         self._end_workers.atexit = False  # see _close_streams
         self._epoch, self._step = start
         self._micro_batch = 0
@@ -155,23 +145,6 @@ class WorkerStream:
         self._end_workers()
 
 
-def _workers(dataset: MicroBatches, loading: Mapping[str, Any], slots: Slots) -> Iterator[Batch]:
-    with _more_workers_than_cores():
-        loader = DataLoader(
-            dataset,
-            batch_size=None,
-            collate_fn=IpcBatch,  # type: ignore[arg-type]
-            worker_init_fn=functools.partial(_begin_worker, os.getpid(), _ends_with_this_thread(loading), slots),
-            generator=torch.Generator(),  # else starting workers would draw from the run's global generator
-            **loading,
-        )
-    _let_threads_settle(loading)
-    with _signals_blocked(loading), _more_workers_than_cores():
-        iterator = iter(loader)
-    _raise_ended_workers_in_take(iterator)
-    return iterator
-
-
 def _in_this_process(dataset: MicroBatches, pin_memory: bool) -> Iterator[Batch]:
     # Without torch's DataLoader, which would take 0.1 ms for each micro-batch.
     pins = pin_memory and torch.cuda.is_available()
@@ -222,23 +195,6 @@ def _close_streams() -> None:
         stream.close()
 
 
-def _end_workers(iterator: Iterator[Batch], slots: Slots | None, owner: int) -> None:
-    # ``slots`` is an argument because the thread that page-locks batches needs it until the iterator is shut down.
-    # Dropping the iterator does the same, but the traceback of an error may keep it alive.
-    shut_down = getattr(iterator, "_shutdown_workers", None)
-    if shut_down is None or os.getpid() != owner:  # a forked copy of the stream does not own the workers
-        return
-    workers: Sequence[BaseProcess] = iterator._workers  # type: ignore[attr-defined]
-    for worker in workers:
-        if worker.exitcode is None and worker.pid is not None:
-            os.kill(worker.pid, signal.SIGCONT)  # one that was stopped would not notice the request to end
-    shut_down()
-    for worker in workers:
-        if worker.exitcode is None:  # stuck; it ignores the SIGTERM that torch has sent
-            worker.kill()
-            worker.join(_KILL_SECONDS)
-
-
 class WorkerEnded(Explained, RuntimeError):
     """A worker process ended without being asked to."""
 
@@ -264,82 +220,12 @@ _REMEDIES: dict[int, str] = {
 }
 
 
-def _raise_ended_workers_in_take(iterator: Any) -> None:
-    # torch raises an error in the main thread as soon as a worker was killed, wherever that thread is then, such as in the
-    # write of a checkpoint. Without its entry in torch's list, ``next`` raises it when it waits for that worker.
-    if getattr(iterator, "_worker_pids_set", False):
-        torch.utils.data._utils.signal_handling._remove_worker_pids(id(iterator))
-        iterator._worker_pids_set = False
-
-
 def _without_traceback(error: Exception) -> Exception | None:
     """A worker's error without the traceback in its message; None if the error is not from a worker."""
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     _, of_worker, message = str(error).rpartition(f"\n{name}: ")
     return kind(message.strip()) if of_worker else None
-
-
-def _let_threads_settle(loading: Mapping[str, Any]) -> None:
-    # A gloo thread that releases a tensor owned by Python creates a thread state, under a lock of the interpreter and
-    # without the GIL. Before Python 3.12, a child forked at that moment waits for this lock for ever, before its first
-    # line (observed). Such threads exist for microseconds after a collective, as soon as this thread lets them run.
-    if loading["num_workers"] and _forks(loading) and sys.version_info < (3, 12):
-        time.sleep(_SETTLE_SECONDS)
-
-
-def _forks(loading: Mapping[str, Any]) -> bool:
-    return (loading["multiprocessing_context"] or multiprocessing.get_start_method()) == "fork"
-
-
-@contextmanager
-def _more_workers_than_cores() -> Iterator[None]:
-    # torch warns of them whenever workers start, in the middle of the log; here the banner says it (number_of_workers).
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-        yield
-
-
-@contextmanager
-def _signals_blocked(loading: Mapping[str, Any]) -> Iterator[None]:
-    # Workers start with these signals blocked, else a signal during their start would end them.
-    if loading["num_workers"] and not _forks(loading):
-        resource_tracker.ensure_running()  # starting it later, inside this block, would unblock the signals
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _ends_with_this_thread(loading: Mapping[str, Any]) -> bool:
-    """Whether the kernel may end a worker with the thread that starts it: the main thread, or the fork server's."""
-    method = loading["multiprocessing_context"] if loading["num_workers"] else None
-    is_main = threading.current_thread() is threading.main_thread()
-    return is_main or (method or multiprocessing.get_start_method()) == "forkserver"
-
-
-def _begin_worker(trainer: int, ends_with_thread: bool, slots: Slots | None, worker: int) -> None:
-    if slots is not None:
-        use_slots(slots, worker)
-    exit_with_parent(trainer)
-    if ends_with_thread:
-        _let_fork_server_end()
-        kill_with_parent()  # a stopped worker cannot end itself
-    for number in _IGNORED_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED_SIGNALS)
-    # A spawned worker finalizes its interpreter, while a thread of a library may be in C++. If it returns from there then,
-    # the process aborts. Workers of the other start methods exit with os._exit anyway.
-    atexit.register(os._exit, 0)
-
-
-def _let_fork_server_end() -> None:
-    # The fork server, the parent of its workers, ends when a pipe is closed that the trainer and all workers hold open.
-    server: Any = forkserver._forkserver
-    pipe, server._forkserver_alive_fd = getattr(server, "_forkserver_alive_fd", None), None
-    if pipe is not None:
-        os.close(pipe)
 
 
 @dataclass(frozen=True)
