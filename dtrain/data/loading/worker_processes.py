@@ -35,7 +35,7 @@ from dtrain.data.loading.batch import Batch
 from dtrain.data.loading.ipc import IpcBatch, Slots, use_slots
 from dtrain.distributed.process_exit import exit_with_parent, kill_with_parent
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger("dtrain")
 # A stop request is sent to the whole process group. Workers ignore it: the trainer still needs them to finish its step.
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _SETTLE_SECONDS = 0.03
@@ -78,7 +78,7 @@ def start_workers(dataset: IterableDataset[Batch], loading: Mapping[str, Any]) -
         stuck = begun.missing(seconds) if begun is not None and seconds is not None else set()
         if not stuck:
             break
-        _log.warning(
+        logger.warning(
             "%d of %d loader workers have not begun within %g s: all are started again",
             len(stuck),
             len(iterator._workers),

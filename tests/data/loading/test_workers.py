@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -166,7 +166,7 @@ def two_workers(shards: list[str], start_method: str | None = None, **options: A
     return ShardLoader(shards, LABEL, workers=WorkerOptions(start_method=start_method), **given)
 
 
-def worker_numbers(steps: list[list[dict[str, Any]]]) -> set[int]:
+def worker_numbers(steps: Sequence[Sequence[Mapping[str, Any]]]) -> set[int]:
     return {int(process) for step in steps for batch in step for process in batch["label"]}
 
 
