@@ -38,6 +38,7 @@ from dtrain.runs.trust import AS_TYPED, TRUST
 
 T = TypeVar("T")
 EXIT_FAILED = 1
+_TRACEBACK = "Traceback (most recent call last):"
 
 
 def run(
@@ -147,21 +148,24 @@ def _show(error: Exception) -> None:
         _show_text(f"dtrain: error: {f'rank {launched_rank()}: ' if launched_rank() else ''}{message}", True)
     else:
         trace = traceback.TracebackException.from_exception(error)
-        if not with_traceback:
-            _shorten(trace)
-        _show_text(f"dtrain: rank {launched_rank()} failed\n{''.join(trace.format()).rstrip()}", True)
+        text = "".join(trace.format())
+        if not with_traceback and _shorten(trace):
+            trace.__notes__ = None  # they are in the first line
+            text = "".join(trace.format()).replace(
+                _TRACEBACK, "Traceback of your code (DTRAIN_TRACEBACK=1 shows all of it):"
+            )
+        first_line = ": ".join([f"dtrain: rank {launched_rank()} failed", *getattr(error, "__notes__", ())])
+        _show_text(f"{first_line}\n{text.rstrip()}", True)
 
 
-def _shorten(trace: traceback.TracebackException) -> None:
-    """Leaves out the frames of dtrain and of installed packages before the first one of the user's code, if there is one."""
-    # torch's wrappers, such as that of no_grad, are between frames of dtrain.
+def _shorten(trace: traceback.TracebackException) -> bool:
+    """Leaves the frames of the user's code, if there are any: those of dtrain and of installed packages hide them."""
     known = (f"{Path(__file__).parent}/", *site.getsitepackages(), sysconfig.get_path("stdlib"), "<")
-    first = next((number for number, frame in enumerate(trace.stack) if not frame.filename.startswith(known)), None)
-    if first is not None:
-        del trace.stack[:first]
-    for earlier in (trace.__cause__, trace.__context__):
-        if earlier is not None:
-            _shorten(earlier)
+    own = [frame for frame in trace.stack if not frame.filename.startswith(known)]
+    if own:
+        trace.stack[:] = own
+    earlier = [_shorten(it) for it in (trace.__cause__, trace.__context__) if it is not None]
+    return bool(own) or any(earlier)
 
 
 def _show_message(message: str) -> None:

@@ -96,6 +96,17 @@ def near_names(pattern: str, names: Iterable[str]) -> str:
     return f"Near names: {', '.join(near)}" if near else "There are no names"
 
 
+def one_line(message: str) -> str:
+    """The lines of a message on one, ended by a full stop."""
+    joined = " ".join(message.split())
+    return joined if joined.endswith((".", "!", "?")) else f"{joined}."
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Adds a line about where an error happened: commands begin with it; from Python 3.11 on it ends a traceback, too."""
+    error.__notes__ = [*getattr(error, "__notes__", ()), note]
+
+
 def in_brief(message: str) -> str:
     """The beginning of a message on one line, for a place where the whole message is not needed."""
     return textwrap.shorten(message.splitlines()[0] if message else "", 120, placeholder="...")

@@ -8,10 +8,11 @@ import sys
 from contextlib import suppress
 
 import pytest
+import torch
 
 from dtrain.command_line import EXIT_FAILED, run
 from dtrain.config.compose import Composed
-from dtrain.errors import ConfigError, Explained, PeerFailed
+from dtrain.errors import ConfigError, Explained, PeerFailed, add_note
 
 
 def test_a_character_that_the_terminal_lacks_does_not_end_the_run(monkeypatch) -> None:
@@ -71,6 +72,27 @@ def test_a_traceback_begins_with_the_code_of_the_user_and_the_last_line_says_wha
     monkeypatch.setenv("DTRAIN_TRACEBACK", "1")
     assert "dtrain/command_line.py" in shown()[2]
     assert "test_command_line.py" not in shown()[2]
+
+
+def test_a_failure_begins_with_its_note_and_shows_the_frames_of_the_user_only(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fails(composed: Composed) -> None:
+        try:
+            torch.nn.Linear(2, 3)(torch.ones(4, 5))
+        except RuntimeError as error:
+            add_note(error, "task my.Task: RuntimeError: wrong shapes.")
+            raise
+
+    with pytest.raises(SystemExit):
+        run(fails, ["experiment=digits"])
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "dtrain: rank 0 failed: task my.Task: RuntimeError: wrong shapes."
+    files = [line for line in lines if line.startswith("  File ")]
+    assert len(files) == 1
+    assert "test_command_line.py" in files[0]
+    assert "DTRAIN_TRACEBACK=1" in lines[1]
+    assert "wrong shapes" not in "".join(lines[1:])
 
 
 @pytest.mark.parametrize(

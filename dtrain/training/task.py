@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from dtrain.data import Batch
-from dtrain.errors import ConfigError, Explained
+from dtrain.errors import ConfigError, Explained, add_note, one_line
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Output:
             over micro-batches and ranks. Training ignores them: leave them out where ``model.training`` is true.
 
     Raises:
-        WrongOutput: If ``loss_sum`` or a table has the wrong type, dtype or shape, or ``count`` is a negative number.
+        WrongOutput: If ``loss_sum``, a metric or a table has the wrong type, dtype or shape, or ``count`` is a negative number.
     """
 
     loss_sum: Tensor
@@ -46,24 +46,29 @@ class Output:
 
     def __post_init__(self) -> None:
         if not isinstance(self.loss_sum, Tensor) or self.loss_sum.dim() != 0 or self.loss_sum.dtype != torch.float32:
-            got = (
-                f"{self.loss_sum.dtype} of shape {list(self.loss_sum.shape)}"
-                if isinstance(self.loss_sum, Tensor)
-                else type(self.loss_sum).__name__
-            )
             raise WrongOutput(
-                f"Output.loss_sum: got {got}, want a float32 tensor of shape []. Sum the losses of the valid rows in "
-                "fp32, for example cross_entropy(logits.float(), labels, reduction='none')[batch.valid].sum()."
+                f"Output.loss_sum: got {_kind(self.loss_sum)}, want a float32 tensor of shape []. Sum the losses of the valid "
+                "rows in fp32, for example cross_entropy(logits.float(), labels, reduction='none')[batch.valid].sum()."
             )
         # Not a tensor: reading one waits for the device.
         if isinstance(self.count, int | float) and self.count < 0:
             raise WrongOutput(f"Output.count: got {self.count}, want the number of valid rows (or tokens), 0 or more.")
+        for name, pair in self.metrics.items():
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise WrongOutput(
+                    f"Output.metrics[{name!r}]: got {_kind(pair)}, want a pair (sum over the valid rows, their number), for "
+                    "example (right.sum(), batch.valid.sum()): dtrain divides once, over all ranks."
+                )
+            if any(isinstance(value, Tensor) and value.dim() for value in pair):
+                raise WrongOutput(
+                    f"Output.metrics[{name!r}]: got a sum and a number of {_kind(pair[0])} and {_kind(pair[1])}, want one "
+                    "number each. Counts for each class are a table (Output.tables)."
+                )
         for name, table in self.tables.items():
             if not isinstance(table, Tensor) or table.dtype != torch.int64:
-                kind = table.dtype if isinstance(table, Tensor) else type(table).__name__
                 raise WrongOutput(
-                    f"Output.tables[{name!r}]: got {kind}, want an int64 tensor of counts. Return sums of other numbers as "
-                    "metrics."
+                    f"Output.tables[{name!r}]: got {_kind(table)}, want an int64 tensor of counts. Return sums of other "
+                    "numbers as metrics."
                 )
 
 
@@ -195,8 +200,27 @@ def run_task(task: Task, model: nn.Module, batch: Batch) -> Output:
     try:
         return require_output(task(model, batch))
     except WrongOutput as error:
-        name = getattr(task, "__qualname__", type(task).__qualname__)
-        raise WrongOutput(f"task: {getattr(task, '__module__', '?')}.{name}: {error}") from error
+        raise WrongOutput(f"task: {_name(task)}: {error}") from error
+    except Exception as error:
+        if not isinstance(error, Explained):
+            add_note(
+                error,
+                f"task {_name(task)}: {type(error).__name__}: {one_line(str(error))} The batch has {_shapes(batch)}.",
+            )
+        raise
+
+
+def _name(task: Task) -> str:
+    return f"{getattr(task, '__module__', '?')}.{getattr(task, '__qualname__', type(task).__qualname__)}"
+
+
+def _shapes(batch: Batch) -> str:
+    """Such as ``image: float32 [64, 3, 8, 8], label: int64 [64]``."""
+    tensors = {name: column for name, column in batch.items() if isinstance(column, Tensor)}
+    others = [f"{name}: {type(column).__name__}" for name, column in batch.items() if name not in tensors]
+    return ", ".join(
+        [f"{name}: {str(it.dtype).removeprefix('torch.')} {list(it.shape)}" for name, it in tensors.items()] + others
+    )
 
 
 def require_output(output: object) -> Output:
@@ -207,11 +231,15 @@ def require_output(output: object) -> Output:
     """
     if isinstance(output, Output):
         return output
-    shape = f" of shape {list(output.shape)}" if isinstance(output, Tensor) else ""
     raise WrongOutput(
-        f"the task returned {type(output).__name__}{shape}, want a dtrain.training.task.Output with loss_sum (the sum over "
+        f"the task returned {_kind(output)}, want a dtrain.training.task.Output with loss_sum (the sum over "
         "the valid rows, not their mean), count and metrics."
     )
+
+
+def _kind(value: object) -> str:
+    of = f" ({value.dtype} of shape {list(value.shape)})" if isinstance(value, Tensor) else ""
+    return type(value).__name__ + of
 
 
 def png(pixels: np.ndarray) -> bytes:

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from dtrain.training.task import Output, require_output
+from dtrain.data import Batch
+from dtrain.training.task import Output, require_output, run_task
 from tests.refusals import refused
 
 
@@ -52,3 +53,33 @@ def test_a_table_that_holds_no_counts_is_refused_by_its_name(table: Any, message
 def test_anything_but_an_output_is_refused_by_its_type(returned: object) -> None:
     with refused(TypeError, key="", got=type(returned).__name__, remedy="dtrain.training.task.Output"):
         require_output(returned)
+
+
+@pytest.mark.parametrize(
+    ("pair", "got"),
+    [
+        (torch.tensor(0.5), "torch.float32 of shape []"),
+        (0.5, "float"),
+        ((torch.ones(3), torch.tensor(4)), "torch.float32 of shape [3]"),
+        ((1.0, 2, 3), "tuple"),
+    ],
+)
+def test_a_metric_that_is_no_sum_with_a_number_is_refused_by_its_name(pair: Any, got: str) -> None:
+    with refused(TypeError, "Output.metrics['accuracy']", got, "sum"):
+        Output(torch.tensor(1.0), 4, {"accuracy": pair})
+
+
+class WrongShapes:
+    def __call__(self, model: Any, batch: Batch) -> Output:
+        return Output((batch["image"] @ batch["label"]).sum(), 2)
+
+
+def test_an_error_in_a_task_names_the_task_and_the_shapes_of_its_batch() -> None:
+    columns = {"image": torch.ones(2, 3), "label": torch.ones(2, dtype=torch.int64), "caption": ["a", "b"]}
+    batch = Batch(columns, ["0", "1"], torch.ones(2, dtype=torch.bool))
+    with pytest.raises(RuntimeError) as raised:
+        run_task(WrongShapes(), torch.nn.Identity(), batch)
+    (note,) = raised.value.__notes__
+    assert note.startswith(f"task {__name__}.WrongShapes: RuntimeError: ")
+    assert "\n" not in note
+    assert note.endswith(". The batch has image: float32 [2, 3], label: int64 [2], caption: list.")

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ from dtrain.data.loading.ipc import SharedMemoryFull
 from dtrain.data.mixing import Mix, Mixer
 from dtrain.data.order.randomness import Randomness, hash64
 from dtrain.data.sources.source import Source
+from dtrain.errors import add_note
 
 # Uses of (seed, epoch) need different keys: the order has 1 to 3, generated samples 5, mixing 6.
 AUGMENTATION = 4
@@ -212,9 +212,8 @@ class Collator:
         except SharedMemoryFull:  # which is not the sample's fault
             raise
         except Exception as error:
-            if sys.version_info >= (3, 11):
-                place = self._reader.place(sample)
-                error.add_note(f"Sample {self._key(sample)!r}, in {place['shard']} at byte {place['offset']}.")
+            place = self._reader.place(sample)
+            add_note(error, f"Sample {self._key(sample)!r}, in {place['shard']} at byte {place['offset']}.")
             raise
         return ""
 
