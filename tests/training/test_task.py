@@ -20,10 +20,10 @@ def test_a_sum_of_no_rows_is_an_output() -> None:
     ("loss", "message"),
     [
         (1.0, "got float"),
-        (torch.zeros(3), "got torch.float32 of shape [3]"),
-        (torch.zeros(1), "got torch.float32 of shape [1]"),
-        (torch.zeros((), dtype=torch.float16), "got torch.float16"),
-        (torch.zeros((), dtype=torch.float64), "got torch.float64"),
+        (torch.zeros(3), "torch.float32 of shape [3]"),
+        (torch.zeros(1), "torch.float32 of shape [1]"),
+        (torch.zeros((), dtype=torch.float16), "torch.float16"),
+        (torch.zeros((), dtype=torch.float64), "torch.float64"),
     ],
     ids=str,
 )
