@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -265,12 +266,15 @@ def _add_names(names: set[str], wanted: Iterable[str], run: TrainState, batch: B
         with run.precision.autocast(device.type):
             # A batch of an evaluation has no sources of a mixture in training.
             copied = Batch(batch.clone(), batch.sample_keys, batch.valid.clone())
-            for set_index in range(len(sets) or 1):
-                metrics.update(task, model, copied, set_index)
+            with warnings.catch_warnings():  # of a metric, because a micro-batch lacks some classes
+                warnings.simplefilter("ignore")
+                for set_index in range(len(sets) or 1):
+                    metrics.update(task, model, copied, set_index)
+                alone = metrics.alone()
             output = run_task(task, model, copied)
             for set_index in range(len(sets) or 1):
                 sums.add(output, set_index)
-            result = _with_metrics(sums.of_rows(batch.num_valid), metrics.alone())
+            result = _with_metrics(sums.of_rows(batch.num_valid), alone)
             names.update(result.record())
             if isinstance(task, ConcludingTask) and (run.cfg.train.metrics or not names.issuperset(wanted)):
                 names.update(_concluded(result, task.conclude(model, result), run.cfg.train.metrics).record())
