@@ -30,7 +30,7 @@ _FENCE = re.compile(
 )
 _COMMAND = re.compile(
     r"-m (?:dtrain|benchmarks)\.|\b(?:scripts|slurm)/\w+\.(?:py|sh|sbatch)"
-    r"|(?:^|\s)dtrain (?:train|evaluate|export|predict|pack|launch|report|doctor|replay|trace|completion)(?=\s|$)"
+    r"|(?:^|\s)dtrain (?:train|evaluate|export|predict|pack|launch|report|doctor|completion)(?=\s|$)"
 )
 _STARTS = re.compile(r"^\s*(?:python|dtrain|torchrun|srun|sbatch|pip|bash|wandb) ", re.MULTILINE)
 
