@@ -76,6 +76,9 @@ class TrainConfig:
     # patterns of modules with activation checkpointing: activations are recomputed in the backward; [blocks.*]
     checkpoint_activations: list[str] = field(default_factory=list)
     hooks: list[Any] = field(default_factory=list)  # own code called at fixed points: [{_target_: package.MyHook}]
+    max_memory_retries: int = (
+        4  # steps of a start that may be done again, with smaller micro-batches, if memory runs out
+    )
     # skipped steps in a row after which the run fails; null: 50 with loss scaling, 10 without
     max_consecutive_skips: int | None = None
     # metrics of torchmetrics in evaluations: {f1: {_target_: torchmetrics.classification.MulticlassF1Score, num_classes: 10}},

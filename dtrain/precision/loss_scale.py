@@ -168,6 +168,17 @@ class LossScale:
         self.scale.mul_(factor).clamp_(self.min_scale, self.max_scale)
 
     @torch.no_grad()
+    def uncount(self, scale: float) -> None:
+        """Undoes the last ``update``, of a step without overflow that is done again, on the host.
+
+        Args:
+            scale: The scale of that step.
+        """
+        self.scale.fill_(scale)
+        tracker = int(self.growth_tracker)
+        self.growth_tracker.fill_(tracker - 1 if tracker else self.growth_interval - 1)
+
+    @torch.no_grad()
     def set(self, scale: float | Tensor) -> None:
         """Replaces the scale, clamped to the bounds; a tensor (one element, any device) without waiting for it."""
         if isinstance(scale, Tensor):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite, nan, sqrt
+from math import inf, isfinite, nan, sqrt
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,6 +91,11 @@ class StepStats:
     bytes: float
     spike: bool = False
     skipped_spike: bool = False
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether a rank could not compute the step: its count is minus infinity."""
+        return self.count == -inf
 
     @property
     def applied(self) -> bool:
@@ -233,6 +238,15 @@ class Vote:
     def drop_window(self) -> None:
         """Drops the sums of the accumulation window."""
         self._sums = None
+
+    def cannot_compute(self, metrics: int) -> None:
+        """Replaces the sums of the window: its memory was exhausted on this rank, so that all ranks skip the step.
+
+        Args:
+            metrics: Number of metrics of the task.
+        """
+        self.drop_window()
+        self.add([0.0, -inf, *[0.0] * (2 * metrics)])
 
     def overflow(self, norms: Mapping[int, Tensor]) -> Tensor:
         """Whether a gradient norm, the loss sum or count of the window is not finite on this rank: bool, shape ``[]``."""

@@ -38,11 +38,13 @@ from dtrain.errors import ConfigError, as_config_error, printable, without_secre
 from dtrain.precision.autocast_check import AutocastCheck
 from dtrain.tracking.console_sink import evaluation_text
 from dtrain.training.breakpoints import without_breakpoints
+from dtrain.training.build import wrap
 from dtrain.training.checkpoint.manager import CheckpointManager
 from dtrain.training.checkpoint.state import TrainState
 from dtrain.training.checks import check_mean_loss, unused_parameters_explained
 from dtrain.training.evaluation import evaluate_run, metric_names
 from dtrain.training.hook_calls import Hooks
+from dtrain.training.memory_retry import MemoryRetries, free_memory
 from dtrain.training.monitor.communication import run_traffic
 from dtrain.training.monitor.memory import out_of_memory_explained, state_bytes
 from dtrain.training.monitor.metrics import StepMetrics, Timing
@@ -51,6 +53,7 @@ from dtrain.training.monitor.run_logger import RunLogger
 from dtrain.training.schedule import cut_short
 from dtrain.training.step import DATA, StepOutcome, TooManySkips, profiler_label
 from dtrain.training.task import Evaluation, NotFinite
+from dtrain.training.unfinished import StepOutOfMemory
 
 logger = logging.getLogger("dtrain")
 _MOST_NAMED_BAD = 5  # samples; all are in logs/bad-rank-*.jsonl
@@ -133,6 +136,8 @@ class Loop:
         self._is_accumulating, self._may_be_saved = False, True
         self._evaluated: dict[str, float] = {}  # the last result, and the step before it
         self._evaluated_step = -1
+        self._retries = MemoryRetries(run, run_logger.warn)
+        self._settles_at_once = True  # the first step: DDP rebuilds its buckets after it
 
     def run(self) -> tuple[str, str | None]:
         """Runs the loop.
@@ -157,28 +162,15 @@ class Loop:
                     # The save has set the time-out of later steps, and the first step of this start is still to come.
                     set_timeout(self._run.cfg.parallel.timeout_start)
                 while not self._is_last() and not self._stopping:
-                    if epoch_ended:
-                        batches = iter(loader)
-                        self._epoch, _ = loader.position
-                    if self._profiler is not None:
-                        self._profiler.before(step.step + 1)
-                    self._metrics.begin()
-                    self._is_accumulating = True
-                    with self._warn_on_host_sync():
-                        self._accumulate(batches)
-                    self._is_accumulating = False
-                    # Settles the previous step, whose vote has ended while forward and backward of this step were queued.
-                    self._settle()
-                    with self._warn_on_host_sync(), self._not_to_be_saved():
-                        # Requests are part of the vote, because all ranks must act on them at the same step.
-                        step.apply(stop=self._stop.reason is not None, save=self._checkpoints.is_due())
-                        epoch_ended = self._commit()
-                    if self._profiler is not None:
-                        self._profiler.after(step.step)
-                    if step.step == self._first_step + 1:
-                        # The first step of a start loads kernels and compiles; later ones may take less time.
-                        set_timeout(self._run.cfg.parallel.timeout_step)
-                    self._evaluate_and_save(epoch_ended)
+                    try:
+                        if epoch_ended:
+                            batches = iter(loader)
+                            self._epoch, _ = loader.position
+                        epoch_ended = self._one_step(batches)
+                        self._evaluate_and_save(epoch_ended)
+                    except StepOutOfMemory:
+                        self._begin_again()
+                        epoch_ended = True
                 state, reason = self._end()
         except Exception as error:
             self._save_before_failing(error)
@@ -191,6 +183,47 @@ class Loop:
         self._hooks.call("on_end", self._run, state)
         wait_for_all()  # if a hook fails on one rank, no rank records the end of the run
         return state, reason
+
+    def _one_step(self, batches: Iterator[Batch]) -> bool:
+        """One step, whose outcome is read in the next one. Returns whether it was the last one of the epoch.
+
+        Raises:
+            StepOutOfMemory: On every rank, if memory ran out in the step that it settles.
+        """
+        run, step = self._run, self._run.step
+        if self._profiler is not None:
+            self._profiler.before(step.step + 1)
+        self._metrics.begin()
+        self._is_accumulating = True
+        with self._warn_on_host_sync():
+            self._accumulate(batches)
+        self._is_accumulating = False
+        # Settles the previous step, whose vote has ended while forward and backward of this step were queued.
+        self._settle()
+        with self._warn_on_host_sync(), self._not_to_be_saved():
+            # Requests are part of the vote, because all ranks must act on them at the same step.
+            step.apply(stop=self._stop.reason is not None, save=self._checkpoints.is_due())
+            epoch_ended = self._commit()
+        if self._profiler is not None:
+            self._profiler.after(step.step)
+        if step.step == self._first_step + 1:
+            # The first step of a start loads kernels and compiles; later ones may take less time.
+            set_timeout(run.cfg.parallel.timeout_step)
+        if self._settles_at_once:
+            self._settle()
+            self._settles_at_once = False
+        return epoch_ended
+
+    def _begin_again(self) -> None:
+        """Collective. Moves back to before the step that ran out of memory, with smaller micro-batches."""
+        run = self._run
+        rows = self._retries.next_rows(self._window.batch)
+        run.train_loader.step_back(rows)
+        run.step.begin_again(lambda bare: wrap(bare, run.cfg.parallel, run.world, run.cfg.train.deterministic))
+        run.totals.samples -= self._timing.used if self._timing is not None else 0
+        self._sample_log.step_back(run.step.step)
+        run.begin_segment()
+        self._timing, self._settles_at_once = None, True
 
     @contextmanager
     def _not_to_be_saved(self) -> Iterator[None]:
@@ -248,6 +281,20 @@ class Loop:
     # -- one step
 
     def _accumulate(self, batches: Iterator[Batch]) -> None:
+        run, micro_batches = self._run, self._run.train_loader.micro_batches_per_step
+        try:
+            self._accumulate_window(batches)
+            return
+        except Exception as error:
+            # Without the error, whose traceback holds what the step has computed so far.
+            if not self._retries.take(error, self._window.batch):
+                raise
+        free_memory(run.world.device)
+        for _ in range(micro_batches - len(self._window.rows)):  # the loader counts them
+            self._window.rows.append(next(batches).rows)
+        run.step.cannot_compute(self._retries.metrics)
+
+    def _accumulate_window(self, batches: Iterator[Batch]) -> None:
         run, window = self._run, self._next_window(batches)
         if run.step.step or run.precision.compute_dtype != torch.float32:
             run.step.accumulate(window, run.train_loader.micro_batches_per_step)
@@ -270,6 +317,7 @@ class Loop:
             self._window.waited += time.monotonic() - started
             self._window.rows.append(batch.rows)
             self._window.bad += batch.bad
+            self._window.batch = batch
             batch = self._to_device(batch)
             if run.step.step == number == 0:
                 with without_breakpoints():
@@ -278,8 +326,9 @@ class Loop:
                     self._run_logger.note(line)
             first = run.step.step == self._first_step and number == 0
             if first:
-                with without_breakpoints():
+                with without_breakpoints(), self._retries.watched():
                     problem = self._metrics.count_flops(batch)
+                with without_breakpoints():
                     self._require_metrics(batch)
                 if problem:
                     self._run_logger.note(problem)
@@ -421,7 +470,10 @@ class Loop:
 
     def _end(self) -> tuple[str, str | None]:
         is_last = self._is_last()
-        self._settle()
+        try:
+            self._settle()
+        except StepOutOfMemory:  # the run stops before this step
+            self._begin_again()
         if self._unlogged is not None:
             self._log(self._unlogged)
         self._run_logger.write_steps()
@@ -507,6 +559,7 @@ class _Window:
 
     def __init__(self) -> None:
         self.rows: list[Rows] = []
+        self.batch: Batch | None = None  # the last one, in host memory
         self.bad: list[dict[str, Any]] = []
         self.waited = 0.0
 

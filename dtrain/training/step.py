@@ -41,7 +41,7 @@ In plain code, with the method of ``TrainStep`` that contains each part::
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,6 +77,7 @@ from dtrain.training.setup.buffers import BufferGuard
 from dtrain.training.setup.ema import Ema
 from dtrain.training.setup.freeze import Frozen
 from dtrain.training.task import Output, Task, run_task
+from dtrain.training.unfinished import StepOutOfMemory, UnfinishedWindow
 
 _DOCTOR = (
     "`dtrain doctor numerics` with the arguments of this run, or with its run.dir=DIR, names the operation and "
@@ -246,6 +247,8 @@ class TrainStep:
         self._averaged = AveragedBackward(model)
         self._frozen = frozen
         self._diagnosis = SkipDiagnosis(bare)
+        self._unfinished = UnfinishedWindow(model)
+        self._exhausted = False  # this rank's memory, in a step that not all ranks know of yet
         self._metric_names: list[str] = []
         self._window_counts = _WindowCounts()
         self._unapplied = self._unsettled = self._is_open = False
@@ -272,6 +275,10 @@ class TrainStep:
         # A skipped step must also restore BatchNorm's running statistics, which the forward changes.
         self._buffers.save()
         self._is_open = True
+        self._unfinished.begin()
+        if self._exhausted:
+            self.cannot_compute()
+            return
         if self._sharded is not None:
             self._sharded.begin()
         if self._frozen is not None:
@@ -294,6 +301,8 @@ class TrainStep:
                 self._add(output)
                 self._diagnosis.loss(output.loss_sum)
                 with profiler_label(BACKWARD):
+                    if last:
+                        self._unfinished.begin_backward()
                     # The factor is the incoming gradient of the backward, so no scaled copy of the loss is in the graph.
                     output.loss_sum.backward(self._factor())
             self._window_counts.add(whole)
@@ -308,6 +317,22 @@ class TrainStep:
             self._frozen.drop_gradients(self.step)
         self._unapplied = done > 0
 
+    def cannot_compute(self, metrics: Collection[str] | None = None) -> None:
+        """Collective with ``accumulate`` of the other ranks. In its place, after the memory of this rank was exhausted.
+
+        All ranks will skip the step, and ``settle`` raises ``StepOutOfMemory`` on each of them.
+
+        Args:
+            metrics: Names of the task's metrics, if no micro-batch has had them yet.
+        """
+        if metrics is not None:
+            self._metric_names = sorted(metrics)
+        drop_gradients(self.optimizer)
+        self._window_counts = _WindowCounts()
+        self._vote.cannot_compute(len(self._metric_names))
+        self._unfinished.finish()
+        self._exhausted = self._unapplied = True
+
     def settle(self) -> StepOutcome | None:
         """Reads the vote of the last step; waits for the device if necessary.
 
@@ -316,12 +341,18 @@ class TrainStep:
 
         Raises:
             TooManySkips: On every rank, after too many skipped steps in a row.
+            StepOutOfMemory: On every rank, if a rank could not compute the step. It was not applied, and is not counted.
         """
         if not self._unsettled:
             return None
         self._unsettled = False
         # These sums are equal on all ranks, so every rank takes the same decisions from them.
         stats = self._vote.step_stats(self._metric_names)
+        if stats.out_of_memory:
+            self.step -= 1
+            if self.loss_scale is not None:
+                self.loss_scale.uncount(stats.loss_scale)
+            raise StepOutOfMemory(f"step {self.step + 1}")
         self.applied_steps += stats.applied
         if not stats.skipped_spike:  # which says nothing about overflows
             self.consecutive_skips = 0 if stats.applied else self.consecutive_skips + 1
@@ -360,7 +391,9 @@ class TrainStep:
         # -- this rank's gradients. A norm that is not finite is the overflow flag, so one pass over them gives both.
         by_copies = self.gradients()
         norms = {copies: self._norm(gradients) for copies, gradients in by_copies.items()}
-        overflow = self._vote.overflow(norms)
+        overflow = (
+            self._vote.overflow(norms) if not self._exhausted else torch.zeros_like(self._scale, dtype=torch.bool)
+        )
         # A running statistic may become NaN in a forward whose loss and gradients are finite.
         if (spoilt := self._buffers.not_finite()) is not None:
             overflow = overflow | spoilt
@@ -412,6 +445,17 @@ class TrainStep:
         self._vote.drop_window()
         self._window_counts = _WindowCounts()
         drop_gradients(self.optimizer)
+
+    def begin_again(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        """Collective. After ``StepOutOfMemory``: drops the window that was begun since, and wraps the bare model anew.
+
+        Args:
+            wrap: Wraps the bare model in DDP, if there are several ranks: the old one may wait for a backward for ever.
+        """
+        self.abandon()
+        self._exhausted, self._first_window, self._shared_gradients = False, True, None
+        self.model = wrap(self.bare_model)
+        self._averaged, self._unfinished = AveragedBackward(self.model), UnfinishedWindow(self.model)
 
     def abandon(self) -> None:
         """Drops a window that was not applied, and DDP: the bare model is as after the last applied step."""

@@ -159,6 +159,7 @@ class ShardLoader:
         # A weak reference, so that an iterator that the caller dropped no longer counts as open.
         self._iterator: weakref.ref[_EpochIterator] | None = None
         self._uncommitted = 0  # micro-batches received since the last commit
+        self._before: Position | MixturePosition | None = None  # the position before it
 
     @classmethod
     def over(
@@ -280,7 +281,29 @@ class ShardLoader:
                 "optimizer step that used all of them."
             )
         self._uncommitted -= self.micro_batches_per_step
+        self._before = copy(self._position)
         return self._position.advance()
+
+    def step_back(self, micro_batch_size: int) -> None:
+        """Moves back to before the last ``commit``, and divides this rank's rows of a step into other micro-batches.
+
+        Once after a commit, on every rank. Iterators become invalid: ``epoch()`` or ``iter()`` continue at the position.
+
+        Args:
+            micro_batch_size: Rows of a micro-batch from now on.
+
+        Raises:
+            RuntimeError: If there was no commit since the last call.
+            ValueError: If the size does not divide this rank's rows of a step.
+        """
+        if self._before is None:
+            raise RuntimeError("step_back(): there was no commit since the last call.")
+        share = self._share
+        self._share = RankShare.from_sizes(share.global_batch_size, micro_batch_size, share.rank, share.world_size)
+        self.micro_batches_per_step = self._share.micro_batches_per_step
+        self._position, self._before = self._before, None
+        self._iterator, self._uncommitted = None, 0
+        self._end_stream()
 
     def state_dict(self) -> dict[str, Any]:
         """The committed position, equal on all ranks; valid for any number of ranks and workers and any batch size."""

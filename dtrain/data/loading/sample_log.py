@@ -66,6 +66,15 @@ class SampleLog:
                 "the run again: it resumes from its last checkpoint. Or set data.record_keys=false."
             ) from error
 
+    def step_back(self, step: int) -> None:
+        """Cuts this rank's lines after ``step``, which are written again."""
+        for kind, file in (("keys", self._keys), ("bad", self._bad)):
+            if file is not None:
+                file.close()
+                cut_lines(self._path(kind), lambda line: _step(line) <= step)
+        self._keys = self._open("keys") if self._keys is not None else None
+        self._bad = None
+
     def close(self) -> None:
         """Closes the files."""
         for file in (self._keys, self._bad):
@@ -74,7 +83,10 @@ class SampleLog:
                     file.close()
 
     def _open(self, kind: str) -> TextIO:
-        return TextIOWrapper(open_to_append(self._folder / f"{kind}-rank-{self._rank:05d}.jsonl"), encoding="utf-8")
+        return TextIOWrapper(open_to_append(self._path(kind)), encoding="utf-8")
+
+    def _path(self, kind: str) -> Path:
+        return self._folder / f"{kind}-rank-{self._rank:05d}.jsonl"
 
 
 def truncate_sample_logs(folder: Path, step: int) -> None:

@@ -78,6 +78,11 @@ class ValidRows:
             statistics.restore(torch.ones((), dtype=torch.bool, device=batch.valid.device))
 
 
+def has_batchnorm(model: nn.Module) -> bool:
+    """Whether a training step of the model depends on the rows of a micro-batch together."""
+    return bool(_norms(model))
+
+
 def fixed_shapes(model: nn.Module) -> str:
     """Why the micro-batches of a model with BatchNorm are not cut to their valid rows; ``""`` if they are, or it has none."""
     if not (norms := _norms(model)):

@@ -1,0 +1,198 @@
+"""A step that runs out of memory on a rank is done again by all ranks, with the same samples in smaller micro-batches.
+
+The global batch, its order and, up to rounding, the result do not depend on the micro-batch, so this changes memory and speed
+only. The other ranks cannot know at once, because they may wait in a collective of the step:
+
+1. The rank without memory drops its gradients and takes part in the collectives of DDP that are left of the window, with
+   zeros (``UnfinishedWindow``). It does so in the next window, too, if that begins before all ranks know.
+2. Its count in the vote is minus infinity. So all ranks skip the step, and read why in ``settle`` (``StepOutOfMemory``).
+3. They move the loader back by one step, divide the micro-batch (``smaller``) and wrap the model in a new DDP.
+
+``why_not`` says where that would change the result, or where collectives cannot be completed.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dtrain.data import Batch, ShardLoader
+from dtrain.data.loading.stream import StreamLoader
+from dtrain.distributed.sharding import is_sharded
+from dtrain.precision import Precision
+from dtrain.training.checkpoint.state import TrainState
+from dtrain.training.monitor.memory import OutOfMemory, is_out_of_memory
+from dtrain.training.setup.batchnorm import has_batchnorm
+from dtrain.training.setup.model import is_compiled
+from dtrain.training.task import Task, copy_of_task, run_task
+from dtrain.training.unfinished import collectives_so_far
+
+logger = logging.getLogger("dtrain")
+
+_TESTED_ROWS = 4
+_TOLERANCE = 1e-2  # of a loss; in 16 bits, single rows differ by some thousandths
+
+
+def why_not(model: nn.Module, loader: ShardLoader, retries: int) -> str:
+    """Why a step cannot be done again with smaller micro-batches; "" if it can.
+
+    Args:
+        model: In DDP, if there are several ranks.
+        loader: Of the training data.
+        retries: ``train.max_memory_retries``.
+    """
+    if not retries:
+        return "train.max_memory_retries=0"
+    if is_sharded(model):
+        return "the other ranks wait for this rank's part of the model (parallel=fsdp)"
+    if has_batchnorm(model):
+        return "the model has BatchNorm, whose statistics depend on the micro-batch"
+    if is_compiled(model):
+        return "train.compile has compiled one shape"
+    if isinstance(model, DistributedDataParallel) and model.static_graph:
+        return "parallel.static_graph=true"
+    if isinstance(loader, StreamLoader):
+        return "a stream cannot be read again from the step before"
+    return ""
+
+
+def smaller(rows: int, share: int) -> int | None:
+    """The size of micro-batches to go on with: the largest divisor of a rank's ``share`` of at most half of ``rows``."""
+    return next((size for size in range(rows // 2, 0, -1) if share % size == 0), None)
+
+
+def free_memory(device: torch.device) -> None:
+    """Releases what a failed forward or backward has left; the error, whose traceback holds tensors, must be gone."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@torch.no_grad()
+def rows_interact(task: Task, model: nn.Module, batch: Batch, precision: Precision, device: torch.device) -> bool:
+    """Whether the loss of some rows is not the sum of the losses of two halves of them, as in a contrastive task.
+
+    Args:
+        task: A copy of it is called.
+        model: The bare model; it is in evaluation mode meanwhile.
+        batch: Any micro-batch; a few of its valid rows are used.
+        precision: Provides autocast.
+        device: Of the model.
+    """
+    rows = batch.valid.nonzero().flatten().tolist()[:_TESTED_ROWS]
+    if len(rows) < 2:
+        return False
+    was_training, half = model.training, len(rows) // 2
+
+    def loss(some: list[int]) -> float:
+        with precision.autocast(device.type):
+            return float(run_task(copy_of_task(task), model, batch.chosen(some).to(device)).loss_sum)
+
+    model.eval()
+    try:
+        whole, parts = loss(rows), loss(rows[:half]) + loss(rows[half:])
+    finally:
+        model.train(was_training)
+    return not abs(whole - parts) <= _TOLERANCE * max(abs(whole), abs(parts), 1e-6)
+
+
+class MemoryRetries:
+    """Decides whether a step is done again, and with which micro-batches.
+
+    Args:
+        run: The run.
+        warn: Shows a warning to the user, on rank 0.
+
+    Attributes:
+        metrics: Names of the task's metrics, for a window whose first micro-batch ran out of memory.
+    """
+
+    def __init__(self, run: TrainState, warn: Callable[[str], None]) -> None:
+        self._run = run
+        self._warn = warn
+        self._left = run.cfg.train.max_memory_retries
+        self._why_not = why_not(run.step.model, run.train_loader, self._left)
+        self._exhausted = False  # on this rank
+        self.metrics: list[str] | None = None
+
+    @property
+    def why_not(self) -> str:
+        """Why the step cannot be done again; "" if it can."""
+        if self._why_not:
+            return self._why_not
+        if self._next() is None:
+            return "a micro-batch has one row already"
+        return (
+            ""
+            if self._left
+            else f"{self._run.cfg.train.max_memory_retries} steps were done again (train.max_memory_retries)"
+        )
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """A task that is called in the block must not call collectives: the other ranks would wait for this one in them."""
+        before = collectives_so_far()
+        yield
+        if collectives_so_far() != before:
+            self._why_not = "the task calls collectives"
+
+    def take(self, error: Exception, batch: Batch | None) -> bool:
+        """Whether ``error`` says that memory is exhausted, and the step will be done again.
+
+        Args:
+            error: Raised by a window of this rank.
+            batch: The last micro-batch, in host memory; None if there is none.
+        """
+        if not is_out_of_memory(error) or self.why_not or batch is None:
+            return False
+        logger.warning("step %d: memory is exhausted on this rank: %s", self._run.step.step + 1, error)
+        self._exhausted = True
+        if self.metrics is None:
+            self.metrics = self._metric_names(batch)
+        return True
+
+    def next_rows(self, batch: Batch | None) -> int:
+        """Collective. The size of the micro-batches from now on.
+
+        Args:
+            batch: A micro-batch, in host memory.
+
+        Raises:
+            OutOfMemory: On every rank, if smaller micro-batches would change the result.
+        """
+        run, rows, ranks = self._run, self._next(), self._run.world.size
+        said: list[tuple[bool, bool]] = [(False, False)] * ranks
+        interact = batch is not None and rows_interact(run.task, run.model, batch, run.precision, run.world.device)
+        dist.all_gather_object(said, (self._exhausted, interact))
+        where = " and ".join(f"rank {rank}" for rank, (exhausted, _) in enumerate(said) if exhausted)
+        step, before = run.step.step + 1, run.train_loader.rows_per_micro_batch
+        if any(interacts for _, interacts in said) or rows is None:
+            raise OutOfMemory(
+                f"out of memory in step {step}, with micro-batches of {before} rows, on {where}. It is not done again with "
+                "fewer rows, because the task's loss of a row depends on the other rows of its micro-batch."
+            )
+        self._left -= 1
+        self._exhausted = False
+        self._warn(
+            f"step {step}: {where} ran out of memory with micro-batches of {before} rows. All ranks do the step again, and "
+            f"continue, with {rows}: the same samples and global batch, and the same result up to rounding. "
+            f"train.micro_batch_size={rows} begins with it."
+        )
+        return rows
+
+    def _next(self) -> int | None:
+        cfg, loader = self._run.cfg.train, self._run.train_loader
+        return smaller(loader.rows_per_micro_batch, -(-cfg.global_batch_size // self._run.world.size))
+
+    def _metric_names(self, batch: Batch) -> list[str]:
+        run = self._run
+        with run.precision.autocast(run.world.device.type), torch.no_grad():
+            output = run_task(copy_of_task(run.task), run.model, batch.chosen([0]).to(run.world.device))
+        return sorted(output.metrics)
