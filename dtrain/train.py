@@ -83,7 +83,7 @@ def train_on_ranks(cfg: Config, spec: RunSpec, failure: FailureRecord, recovery:
         claim_run_dir()
         earlier.prepare(run)
         from_rank0(lambda: save_run(spec))
-        failure.run_started(world.rank, lambda: run.step.step, run.totals.times)
+        failure.run_started(world.rank, lambda: run.step.step, run.status_entries)
         on_all_ranks(lambda: open_rank_log(spec.dir, world.rank))
         run_logger = on_all_ranks(lambda: RunLogger.open(run, spec, end))
         print_start_banner(spec, run, start, end, {"time limit": str(time_limit)} | hooks.banner_rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from PIL import Image
 from benchmarks.fault_hook import faulty
 from dtrain.report.__main__ import main
 from tests.browser import View, view
-from tests.report.runs_for_tests import point_of
+from tests.report.runs_for_tests import point_of, steady
+from tests.report.test_search import trial
+from tests.report.test_search import write as write_search
 from tests.whole_runs import status, torchrun
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600), pytest.mark.usefixtures("digits")]
@@ -25,7 +28,26 @@ CHARTS = """[...document.querySelectorAll('.charts [role=img]')].map(svg => {
 TOO_WIDE = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 COLOURS = """[document.body, ...document.querySelectorAll('.u-legend th, .u-legend td, .findings span, td, tbody th')].map(
     element => getComputedStyle(element).color)"""
-ROW_HEIGHTS = "[...document.querySelector('table').tBodies[0].rows].map(row => row.getBoundingClientRect().height)"
+# Texts that share a place with another text of the same chart or table, or are cut off at the edge of the page or of a box.
+OVERLAPS = """[...document.querySelectorAll('.charts figure, .cards')].flatMap(box => {
+    const places = [], found = [], walk = document.createTreeWalker(box, NodeFilter.SHOW_TEXT);
+    while (walk.nextNode()) {
+        const range = document.createRange();
+        const text = walk.currentNode.data.trim();
+        range.selectNodeContents(walk.currentNode);
+        for (const {left, top, right, bottom, width} of range.getClientRects())
+            if (width > 0 && text) places.push([left, top, right, bottom, text]);
+    }
+    const edge = document.documentElement.clientWidth;
+    places.forEach((one, place) => {
+        if (one[0] < 0 || one[2] > edge) found.push([one[4], 'is cut off']);
+        const shared = (other, start) => Math.min(one[start + 2], other[start + 2]) - Math.max(one[start], other[start]);
+        for (const other of places.slice(place + 1))
+            if (shared(other, 0) > 1 && shared(other, 1) > 3) found.push([one[4], other[4]]);
+    });
+    return found })"""
+CARDS = "[...document.querySelectorAll('.cards')].map(table => table.getBoundingClientRect().right)"
+TEXT = "document.body.innerText"
 TABLE_WIDTH = "document.querySelector('table').getBoundingClientRect().right"
 PAPER = "getComputedStyle(document.body).backgroundColor"
 
@@ -92,17 +114,53 @@ def test_the_table_of_a_sweep_is_readable_and_loads_nothing(tmp_path: Path, dark
         point_of(tmp_path / str(number), settings, [number / 40, number / 30])
     assert main([str(tmp_path)]) == 0
     page = tmp_path / "report.html"
-    seen = view(page, CHARTS, TOO_WIDE, COLOURS, PAPER, ROW_HEIGHTS, width=420, dark=dark)
+    seen = view(page, CHARTS, TOO_WIDE, COLOURS, PAPER, OVERLAPS, width=390, dark=dark)
     assert seen.complaints == []
     assert seen.requests == [page.as_uri()]
     assert seen.results[TOO_WIDE] == 0
     assert "Best eval/accuracy over optimizer.lr" in [title for title, *_ in seen.results[CHARTS]]
-    heights = seen.results[ROW_HEIGHTS]
-    assert len(heights) == 30
-    assert max(heights) < 40, "a run takes more than one line"
+    assert seen.results[OVERLAPS] == []
     laptop = view(page, TABLE_WIDTH, width=1280)
     assert laptop.results[TABLE_WIDTH] <= 1280
     _is_readable(seen)
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280, 1920])
+def test_long_names_do_not_overlap_values_and_are_shown_to_their_ends(tmp_path: Path, width: int, dark: bool) -> None:
+    names = [f"{'a-run-with-a-long-name-' * 4}"[:78] + end for end in ("-1", "-2")] + ["_" * 79 + "x", "short"]
+    for number, name in enumerate(names):
+        data = {"data.eval": "/data/digits/test-*.tar" if number < 3 else "/data/photos/val.tar"}
+        run = point_of(tmp_path / name, data | {"optimizer.lr": 0.1**number}, [0.5, None, 0.7])
+        records = steady(30, **{"precision/loss_scale": 2.0**number, "precision/skipped_steps": number})
+        with (run.path / "metrics.jsonl").open("a") as file:
+            file.writelines(f"{json.dumps(record)}\n" for record in records)
+    assert main([str(tmp_path)]) == 0
+    seen = view(tmp_path / "report.html", TOO_WIDE, OVERLAPS, CARDS, TEXT, COLOURS, PAPER, width=width, dark=dark)
+    assert seen.complaints == []
+    assert seen.results[TOO_WIDE] == 0
+    assert seen.results[OVERLAPS] == []
+    assert max(seen.results[CARDS]) <= width
+    assert "measured on different data" in seen.results[TEXT]
+    assert all(name in seen.results[TEXT] for name in names)
+    _is_readable(seen)
+
+
+def test_numbers_of_trials_and_steps_are_whole_and_a_short_logarithmic_axis_has_labels(tmp_path: Path) -> None:
+    trials = [trial(number, "finished", 0.5, 0.1, "8") for number in range(3)]
+    write_search(tmp_path, trials=trials)
+    for number, rate in enumerate((0.003, 0.01, 0.05)):
+        point_of(tmp_path / f"r{number}", {"optimizer.lr": rate}, [0.5 + rate])
+    assert main([str(tmp_path)]) == 0
+    splits = (
+        "[...PLOTS].filter(([place]) => CHARTS[place].x_scale === 'linear').map(([_, plot]) => plot.axes[0]._splits)"
+    )
+    labels = "PLOTS.get(CHARTS.findIndex(chart => chart.x_scale === 'log')).axes[0]._values"
+    seen = view(tmp_path / "report.html", splits, labels, width=390)
+    assert seen.complaints == []
+    assert all(len(ticks) > 1 for ticks in seen.results[splits])
+    assert [tick for ticks in seen.results[splits] for tick in ticks if not float(tick).is_integer()] == []
+    assert {"0.005", "0.01", "0.02", "0.05"} <= set(seen.results[labels])
 
 
 def test_charts_show_values_below_the_cursor_hide_runs_zoom_and_have_a_logarithmic_axis(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from dtrain.files import cache_dir, open_regular
 from dtrain.launch import slurm
 from dtrain.launch.job import FINISHED, assignment, request_stop
 from dtrain.launch.job_script import SCRIPT
-from dtrain.report.health import last_activity, run_state, run_state_with_reason
+from dtrain.report.health import last_activity, parameters, run_state, run_state_with_reason
 from dtrain.report.sweep import varied_settings
 from dtrain.report.tables import Column, setting_column, text_table
 from dtrain.runs.history import History, read_all, run_directories
@@ -107,7 +107,8 @@ def status_table(directories: Sequence[Path], width: int) -> str:
     evaluated = dict.fromkeys(name for run in runs for name in run.names("eval/") if not name.endswith("samples"))
     metrics = (Column(name, [_last_value(run, name) for run in runs]) for name in ("train/loss", *evaluated))
     left_out = []
-    for column in (*map(setting_column, settings), *metrics):
+    counts = Column("parameters", [parameters(run) for run in runs])
+    for column in (*map(setting_column, settings), *([counts] if any(counts.cells) else []), *metrics):
         if max(map(len, text_table([*columns, column]).splitlines())) <= width:
             columns.append(column)
         else:

@@ -31,6 +31,12 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
+def parameter_counts(model: nn.Module) -> tuple[int, int]:
+    """Numbers of all parameters and of the trainable ones; a sharded parameter counts as a whole."""
+    everything = sum(parameter.numel() for parameter in model.parameters())
+    return everything, sum(parameter.numel() for parameter in trainable(model).values())
+
+
 def matching(
     parameters: Mapping[str, nn.Parameter], patterns: Sequence[str], what: str = "trainable parameter"
 ) -> set[str]:

@@ -21,8 +21,8 @@ from dtrain.report.charts import run_charts, setting_charts
 from dtrain.report.health import RunData
 from dtrain.report.page import gap_lines, report_page
 from dtrain.report.search import read_searches
-from dtrain.report.sweep import Sweep
-from dtrain.report.tables import sweep_text
+from dtrain.report.sweep import Comparison
+from dtrain.report.tables import comparison_text
 from dtrain.runs.history import read_all, run_directories
 
 
@@ -48,13 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = options.out or options.runs[0] / "report.html"
     now = time.time()
     try:
-        sweep = Sweep.from_runs(read_all(run_directories(options.runs)))
-        runs = [RunData.read(history, now) for history in sweep.shown]
+        comparison = Comparison.from_runs(read_all(run_directories(options.runs)))
+        runs = [RunData.read(history, now) for history in comparison.shown]
     except (ValueError, OSError) as error:
         return _fail(str(error))
     damaged: list[str] = []
     sections = [search.section for search in read_searches(options.runs, damaged)]
-    page = report_page(runs, sweep, now, sections).encode("utf-8", errors="replace")  # file names may not be valid text
+    page = report_page(runs, comparison, now, sections).encode(
+        "utf-8", errors="replace"
+    )  # file names may not be valid text
     try:
         with replace_file(out) as file:
             file.write(page)
@@ -62,14 +64,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from dtrain.report.pictures import write_charts  # here because importing matplotlib takes half a second
 
             searched = [chart for section in sections for chart in section.charts]
-            write_charts([*searched, *setting_charts(sweep), *chain(*run_charts(runs).values())], options.png)
+            settings = chain(*map(setting_charts, comparison.sweeps))
+            write_charts([*searched, *settings, *chain(*run_charts(runs).values())], options.png)
     except OSError as error:
         return _fail(f"{error}. Choose a different place: --out FILE for the page, --png FOLDER for the charts.")
-    for line in (*gap_lines(sweep.runs), *damaged):
+    for line in (*gap_lines(comparison.runs), *damaged):
         print(f"report: {printable(line)}", file=sys.stderr)
     with until_reader_leaves():
-        if len(sweep.runs) > 1:
-            print(sweep_text(sweep))
+        if len(comparison.runs) > 1:
+            print(comparison_text(comparison))
         for run in runs:
             print(printable(f"{run.history.label}: {run.health.word}: {run.health.line}"))
         print(printable(str(out.resolve())))

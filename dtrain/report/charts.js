@@ -4,6 +4,7 @@
 const CHARTS = JSON.parse(document.getElementById("charts").textContent);
 const PLOTS = new Map(); // index of the chart to its uPlot
 const HIDDEN = new Set(); // indices of the runs that were clicked away
+const WHOLE = [...Array(16).keys()].flatMap(power => [1, 2, 5].map(digit => digit * 10 ** power)); // distances of ticks
 
 const colour = name => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 
@@ -104,11 +105,16 @@ function draw(box) {
   const zoom = PLOTS.get(place)?.scales.x;
   PLOTS.get(place)?.destroy();
   const ink = colour("soft"), grid = {stroke: colour("line"), width: 1}, ticks = {show: false};
-  const axis = {stroke: ink, grid, ticks, font: "11px system-ui", values: (_, splits) => splits.map(tick)};
   const {data, series, bands} = columns(chart);
+  const whole = chart.is_whole && {incrs: WHOLE};
+  // On an axis of less than two decades, uPlot would label the powers of ten only.
+  const [first, last] = [data[0].find(x => x > 0), data[0].at(-1)];
+  const narrow = chart.x_scale === "log" && last < 100 * first
+    && {filter: (_, splits) => splits.map(value => /^[125]/.test(value.toExponential()) ? value : null)};
+  const axis = {stroke: ink, grid, ticks, font: "11px system-ui", values: (_, splits) => splits.map(tick)};
   const plot = new uPlot({
     width: box.clientWidth, height: 230, series, bands, scales: scales(chart, data),
-    axes: [{...axis, size: 30, ...(chart.x_label !== "step" && {label: chart.x_label, labelSize: 16, labelFont: axis.font})},
+    axes: [{...axis, size: 30, ...whole, ...narrow, ...(chart.x_label !== "step" && {label: chart.x_label, labelSize: 16, labelFont: axis.font})},
       {...axis, size: 58}],
     cursor: {y: false, focus: {prox: 20}, ...(chart.x_label === "step" ? {sync: {key: "step", scales: ["x", null]}} : {hover: {skip: []}})},
     focus: {alpha: 0.25},

@@ -48,6 +48,7 @@ _NOT_DRAWN = re.compile(
 _MAX_OF_A_GROUP = 24  # charts
 _MAX_RESTARTS, _MAX_SKIP_MARKS = 100, 200  # marks in a chart
 _MAX_PIECES, _MIN_PIECES_A_LINE, _MAX_PIECES_A_LINE = 3_000, 60, 300
+_MAX_MISSING = 3  # runs without a metric that are named
 _MIN_FAMILY = 2  # metrics in a common chart
 _MIN_VALUES = 3  # of a setting that has a chart
 _DECADE, _WIDE_RANGE = 10.0, 50.0  # largest over smallest value from which the x axis and the y axis are logarithmic
@@ -119,6 +120,12 @@ class Chart:
         """Whether there is anything to draw."""
         return bool(self.lines or self.bars)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the x axis counts something, such as steps and trials, so that its ticks are whole numbers."""
+        whole = (np.isfinite(line.x) & (line.x % 1 == 0) for line in self.lines)
+        return self.x_scale == "linear" and all(each.all() for each in whole)
+
     def as_json(self) -> dict[str, Any]:
         """What ``charts.js`` draws, in types of JSON."""
         lines = [
@@ -126,7 +133,7 @@ class Chart:
             | {"columns": [_rounded(column) for column in (line.x, line.y, *(line.band or ()))]}
             for line in self.lines
         ]
-        names = ("is_log", "floor", "top", "x_label", "x_scale", "x_threshold", "restarts")
+        names = ("is_whole", "is_log", "floor", "top", "x_label", "x_scale", "x_threshold", "restarts")
         return {"lines": lines} | {name: getattr(self, name) for name in names}
 
 
@@ -290,8 +297,9 @@ def scale_chart(runs: Sequence[History]) -> Chart:
     """The loss scale, with a mark where steps were skipped since the previous record."""
     name, title, metric = "precision-loss-scale", "Loss scale and skipped steps", "precision/loss_scale"
     skipped = {run.label: run.series("precision/skipped_steps")[1] for run in runs}
-    counts = [f"{total[-1]:,.0f} in {label}" for label, total in skipped.items() if len(total)]
-    note = f"Skipped steps: {join_some(counts)}." if counts else "No run has counted its skipped steps."
+    counts = [f"{total[-1]:,.0f} in {label}" for label, total in skipped.items() if len(total) and total[-1]]
+    has_counted = any(map(len, skipped.values()))
+    note = f"Skipped steps: {join_some(counts) or 'none'}." if has_counted else "No run has counted its skipped steps."
     envelopes = {place: _envelope_of(run, metric, len(runs)) for place, run in enumerate(runs) if run.has(metric)}
     if not envelopes:
         return Chart(name, title, f"No run scales gradients (fp16 does). {note}")
@@ -387,7 +395,8 @@ def _band_note(lines: Iterable[Envelope]) -> str:
 
 def _missing(runs: Sequence[History], name: str) -> str:
     missing = [run.label for run in runs if not run.has(name)]
-    return f"No {name} in {join_some(missing)}." if missing else ""
+    which = join_some(missing) if len(missing) <= _MAX_MISSING else f"{len(missing)} of {len(runs)} runs"
+    return f"No {name} in {which}." if missing else ""
 
 
 def _sentences(*parts: str) -> str:

@@ -119,6 +119,14 @@ def run_state_with_reason(run: History) -> str:
     return printable(f"{state}{because}")
 
 
+def parameters(run: History) -> str:
+    """Such as ``5,130 of 11,181,642 trained``, or ``11,181,642`` if all are; ``""`` if it is not known."""
+    everything, trained = (as_float(run.status.get(name)) for name in ("parameters", "trained_parameters"))
+    if not everything > 0:
+        return ""
+    return f"{trained:,.0f} of {everything:,.0f} trained" if trained < everything else f"{everything:,.0f}"
+
+
 def last_activity(run: History) -> float:
     """Unix seconds of the newest record or status; NaN without one."""
     times = [*run.series("time")[1], as_float(run.status.get("time"))]

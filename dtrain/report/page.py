@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from dtrain.report.charts import Chart, run_charts, setting_charts
 from dtrain.report.health import TIME_NAMES, RunData
 from dtrain.report.run_logs import EvaluationFile
 from dtrain.report.style import THEME, count_of, format_date, format_percent, join_some, run_dashes, shorten
-from dtrain.report.sweep import Sweep
+from dtrain.report.sweep import Comparison
 from dtrain.report.tables import Column, config_rows, number_rows, run_columns, seed_columns, sweep_notes
 from dtrain.runs.history import History
 
@@ -50,7 +52,13 @@ def _fact_rows(evaluations: Sequence[EvaluationFile]) -> list[list[str]]:
     return [[name, *(evaluation.facts.get(name, "") for evaluation in evaluations)] for name in names]
 
 
+def _breakable(name: str) -> Markup:
+    """Escaped, with permission to begin a new line after the separators of a key or metric."""
+    return Markup(re.sub(r"(?<=[a-z0-9][./_])(?=.)", "<wbr>", str(escape(name))))
+
+
 _FILTERS = {
+    "breakable": _breakable,
     "base64": lambda content: base64.b64encode(content).decode(),
     "count_of": count_of,
     "id": id,
@@ -62,16 +70,16 @@ _FILTERS = {
 }
 
 
-def report_page(runs: Sequence[RunData], sweep: Sweep, now: float, sections: Sequence[Section] = ()) -> str:
+def report_page(runs: Sequence[RunData], comparison: Comparison, now: float, sections: Sequence[Section] = ()) -> str:
     """The page as HTML.
 
     Args:
-        runs: The runs with curves and details, ``sweep.shown``.
-        sweep: All runs, at least one.
+        runs: The runs with curves and details, ``comparison.shown``.
+        comparison: All runs, at least one.
         now: Unix seconds of the report.
         sections: Further sections.
     """
-    histories = [run.history for run in runs]
+    histories, everything = [run.history for run in runs], comparison.runs
     environment = Environment(
         loader=FileSystemLoader(_HERE),
         autoescape=True,
@@ -84,12 +92,12 @@ def report_page(runs: Sequence[RunData], sweep: Sweep, now: float, sections: Seq
     library = (_HERE / "uplot" / "uPlot.iife.min.js").read_text(encoding="utf-8")
     scripts = [Markup(f"\n/*\n{licence}\n*/\n{library}"), Markup((_HERE / "charts.js").read_text(encoding="utf-8"))]
     # Sections, charts over settings and curves draw their charts from one list in the page.
-    settings, groups = setting_charts(sweep), run_charts(runs)
-    charts = [*(chart for section in sections for chart in section.charts), *settings]
+    settings, groups = [setting_charts(sweep) for sweep in comparison.sweeps], run_charts(runs)
+    charts = [*(chart for section in sections for chart in section.charts), *chain(*settings)]
     charts += [chart for group in groups.values() for chart in group]
     drawn = [chart for chart in charts if chart.lines]
     return environment.get_template("page.html.j2").render(
-        title=f"{len(sweep.runs)} runs" if len(sweep.runs) > 1 else histories[0].label,
+        title=f"{len(everything)} runs" if len(everything) > 1 else histories[0].label,
         date=format_date(now),
         theme=THEME,
         library_css=Markup((_HERE / "uplot" / "uPlot.min.css").read_text(encoding="utf-8")),
@@ -98,17 +106,19 @@ def report_page(runs: Sequence[RunData], sweep: Sweep, now: float, sections: Seq
         chart_data=[chart.as_json() for chart in drawn],
         chart_number={id(chart): number for number, chart in enumerate(drawn)},
         runs=runs,
-        sweep=sweep,
-        sweep_notes=sweep_notes(sweep),
-        sweep_columns=run_columns(sweep),
-        seed_columns=seed_columns(sweep),
+        several=len(everything) > 1,
+        comparison=comparison,
+        sweep_parts=[
+            (heading, sweep, sweep_notes(sweep), run_columns(sweep), seed_columns(sweep), charts)
+            for heading, sweep, charts in zip(comparison.headings, comparison.sweeps, settings, strict=True)
+        ],
+        run_number={id(run): number for number, run in enumerate(histories)},
         sections=sections,
-        setting_charts=settings,
         groups=groups,
         dashes=[" ".join(map(str, run_dashes(place))) for place in range(len(runs))],
         time_names=TIME_NAMES,
         not_drawn=[chart for chart in charts if not chart.is_drawn],
-        gaps=gap_lines(sweep.runs),
+        gaps=gap_lines(everything),
         numbers=number_rows(histories, now),
         configs=config_rows(histories),
     )

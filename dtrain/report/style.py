@@ -45,7 +45,9 @@ def format_number(value: float) -> str:
     """A number with four significant digits: ``1,797``, ``0.9694``, ``1.2e-05``."""
     if not math.isfinite(value):
         return "not finite"
-    return f"{value:,.0f}" if float(value).is_integer() and abs(value) < 1e15 else f"{value:.4g}"
+    return (
+        f"{value:,.0f}" if (float(value).is_integer() or abs(value) >= 1000) and abs(value) < 1e15 else f"{value:.4g}"
+    )
 
 
 def format_column(values: Sequence[float]) -> list[str]:

@@ -1,5 +1,6 @@
 """Compares several runs: settings that differ, ranking, and results over seeds.
 
+* A *sweep* is a list of runs that were measured on the same data, so that their results can be compared and ranked.
 * A *setting* is a config key that differs between runs. A group choice such as ``precision=bf16`` stands for all keys that it
   sets.
 * The *goal* is the metric that ranks the runs, and whether larger is better.
@@ -11,18 +12,21 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 
 from dtrain.config.directions import direction
 from dtrain.errors import printable
 from dtrain.report.health import run_state
+from dtrain.report.style import join_some, shorten
 from dtrain.runs.history import ABSENT, History, as_float, differences
 
-_MAX_SHOWN, _BEST = 8, 5  # runs that a chart can show; of more runs, number of the best ones in the selection
+_MAX_SHOWN = 8  # runs that a chart can show
 _USUAL_GOALS = ("eval/accuracy", "eval/loss", "train/loss")
 _NOT_COMPARED = ("run.name", "run.dir", "launch", "tracker", "hydra")  # they do not change the result
 _MAX_SETTINGS = 8  # columns that fit into a table
@@ -55,16 +59,71 @@ class Sweep:
     selection: str
 
     @classmethod
-    def from_runs(cls, runs: Sequence[History]) -> Sweep:
-        """Ranks at least one run."""
+    def from_runs(
+        cls, runs: Sequence[History], labels: Mapping[Path, str] | None = None, most: int = _MAX_SHOWN
+    ) -> Sweep:
+        """Ranks at least one run.
+
+        Args:
+            runs: Runs with results that can be compared.
+            labels: Run directory to the label; None: as ``labels_of`` makes them for these runs.
+            most: Largest number of runs with curves and details.
+        """
         goal = Goal.from_runs(runs)
         ranked = sorted(runs, key=lambda run: goal.cost(run) if goal else 0.0)
         settings, more = varied_settings(ranked)
         names = [run.label for run in ranked]
-        ranked = _labelled(ranked, settings)
-        shown, which = _select(ranked, goal)
+        labels = labels_of(ranked) if labels is None else labels
+        ranked = [replace(run, label=labels[run.path]) for run in ranked]
+        shown, which = _select(ranked, goal, most)
         selection = f"Curves and details are shown for {len(shown)} of {len(runs)} runs: {which}." if which else ""
         return cls(ranked, names, goal, settings, more, shown, selection)
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether its first run is better than others."""
+        return self.goal is not None and len(self.runs) > 1
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """All runs of a report.
+
+    Attributes:
+        sweeps: Runs that were measured on the same data, the sweep with the most runs first; at least one.
+        headings: What the data of each sweep are; ``""`` if there is only one.
+    """
+
+    sweeps: list[Sweep]
+    headings: list[str]
+
+    #: Said on the page and on the terminal if there are several sweeps.
+    REASON: ClassVar[str] = (
+        "These runs were measured on different data. Only results on the same data can be compared, so each group is ranked by "
+        "itself."
+    )
+
+    @classmethod
+    def from_runs(cls, runs: Sequence[History]) -> Comparison:
+        """Groups at least one run by data, and ranks each group."""
+        groups = runs_by_data(runs)
+        labels = labels_of(runs)  # for all of them together, so that a chart with all runs has no label twice
+        sweeps: list[Sweep] = []
+        left = _MAX_SHOWN
+        for place, (_, group) in reversed(list(enumerate(groups))):  # small groups leave room for the large ones
+            sweeps.insert(0, Sweep.from_runs(group, labels, max(1, left // (place + 1))))
+            left -= len(sweeps[0].shown)
+        return cls(sweeps, [name if len(groups) > 1 else "" for name, _ in groups])
+
+    @property
+    def runs(self) -> list[History]:
+        """All runs, sweep by sweep."""
+        return [run for sweep in self.sweeps for run in sweep.runs]
+
+    @property
+    def shown(self) -> list[History]:
+        """Runs with curves and details, sweep by sweep."""
+        return [run for sweep in self.sweeps for run in sweep.shown]
 
 
 @dataclass(frozen=True)
@@ -83,9 +142,13 @@ class Goal:
     def configured(cls, run: History) -> Goal | None:
         """The metric of the run's best checkpoint (``checkpoint.best``); None if it or its direction is not known."""
         metric = run.config.get("checkpoint.best")
-        if not isinstance(metric, str):
-            return None
-        mode = run.config.get("checkpoint.best_mode") or direction(metric)
+        return cls.of(run, metric) if isinstance(metric, str) else None
+
+    @classmethod
+    def of(cls, run: History, metric: str) -> Goal | None:
+        """A metric with its direction: ``checkpoint.best_mode`` for the best checkpoint's, else by name; None if unknown."""
+        is_configured = metric == run.config.get("checkpoint.best")
+        mode = (run.config.get("checkpoint.best_mode") if is_configured else None) or direction(metric)
         return cls(metric, mode == "max") if mode in ("max", "min") else None
 
     @classmethod
@@ -96,6 +159,11 @@ class Goal:
             return configured.pop()
         usual = (cls(metric, direction(metric) == "max") for metric in _USUAL_GOALS)
         return next((goal for goal in usual if any(goal.best(run) for run in runs)), None)
+
+    @property
+    def which(self) -> str:
+        """``largest`` or ``smallest``: the value that is the best."""
+        return "largest" if self.largest else "smallest"
 
     def best(self, run: History) -> tuple[float, float] | None:
         """The best value and its step, the latest of equal values as for the best checkpoint; None without a finite value."""
@@ -169,6 +237,51 @@ class SeedGroup:
     last: np.ndarray
 
 
+def runs_by_data(runs: Sequence[History]) -> list[tuple[str, list[History]]]:
+    """Groups of runs that were measured on the same data, each with a name of the data; the largest group first.
+
+    A run with evaluations is measured on the data of its evaluation, whatever it trains on; a run without, on its training
+    data. Shards with equal fingerprints in status.json are the same data, wherever they lie. Runs whose data are not known,
+    such as queued ones, are in the first group.
+    """
+    measured = [_measured_on(run) for run in runs]
+    prints = {config: found for config, found in measured if found}  # also for runs that have not begun to train
+    groups: dict[tuple[str, str], list[History]] = {}
+    names: dict[tuple[str, str], str] = {}
+    unknown = []
+    for run, (config, found) in zip(runs, measured, strict=True):
+        if not config and not found:
+            unknown.append(run)
+            continue
+        found = found or prints.get(config, "")
+        # The fingerprint of a dataset that code makes may not depend on the arguments.
+        key = (found, config if not found or "_target_" in config else "")
+        groups.setdefault(key, []).append(run)
+        names.setdefault(key, _data_name(config))
+    count = Counter(names.values())
+    for key, name in names.items():
+        if key[0] and (count[name] > 1 or not name):
+            names[key] = f"{name} fingerprint {key[0]}".strip()
+    ranked = sorted(groups, key=lambda key: -len(groups[key]))
+    found_groups = [(names[key], groups[key]) for key in ranked] or [("", [])]
+    found_groups[0][1].extend(unknown)
+    return found_groups
+
+
+def labels_of(runs: Sequence[History]) -> dict[Path, str]:
+    """Run directory to label: of one that dtrain has named what was varied, if that is unique and short; else the name."""
+    settings, _ = varied_settings(runs)
+    texts = zip(*(setting.short_texts for setting in settings), strict=True)
+    names = [setting.name for setting in settings]
+    varied = [" ".join(f"{name}={text}" for name, text in zip(names, row, strict=True) if text) for row in texts]
+    return {
+        run.path: label
+        if _GENERATED_NAME.search(run.label) and varied.count(label) == 1 and 0 < len(label) <= _MAX_LABEL
+        else run.label
+        for run, label in zip(runs, varied or [""] * len(runs), strict=True)
+    }
+
+
 def varied_settings(runs: Sequence[History]) -> tuple[list[Setting], list[Setting]]:
     """The keys in which command lines and configs differ: those that fit into a table, and the others."""
     overridden = _overridden(runs)
@@ -190,12 +303,12 @@ def varied_settings(runs: Sequence[History]) -> tuple[list[Setting], list[Settin
 
 
 def short_names(keys: Iterable[str]) -> dict[str, str]:
-    """Each dotted key with its shortest end that no other key has; ``_target_`` is named with its parent."""
+    """Each dotted key with its shortest end that no other key has; ``_target_`` and ``best`` are named with their parents."""
     keys = list(keys)
     names = {}
     for key in keys:
         parts = key.split(".")
-        ends = (".".join(parts[-count:]) for count in range(1 + (parts[-1] == "_target_"), len(parts)))
+        ends = (".".join(parts[-count:]) for count in range(1 + (parts[-1] in ("_target_", "best")), len(parts)))
         others = [f".{other}" for other in keys if other != key]
         names[key] = next((end for end in ends if not any(other.endswith(f".{end}") for other in others)), key)
     return names
@@ -237,29 +350,40 @@ def value_text(value: Any) -> str:
     return printable(text)
 
 
-def _labelled(runs: list[History], settings: Sequence[Setting]) -> list[History]:
-    """The runs; those whose directory dtrain has named get what was varied as their label, if it is unique and short."""
-    texts = zip(*(setting.short_texts for setting in settings), strict=True)
-    names = [setting.name for setting in settings]
-    labels = [" ".join(f"{name}={text}" for name, text in zip(names, row, strict=True) if text) for row in texts]
-    return [
-        replace(run, label=label)
-        if _GENERATED_NAME.search(run.label) and labels.count(label) == 1 and 0 < len(label) <= _MAX_LABEL
-        else run
-        for run, label in zip(runs, labels or [""] * len(runs), strict=True)
-    ]
+def _measured_on(run: History) -> tuple[str, str]:
+    """The keys of a run's config that name the data of its results, as JSON, and their fingerprint; each ``""`` if unknown."""
+    config = {key: value for key, value in run.config.items() if key.startswith("data.") and value is not None}
+    split = "eval" if any(f"{key}.".startswith("data.eval.") for key in config) or run.names("eval/") else "train"
+    of_split = ("data.eval.",) if split == "eval" else ("data.train.", "data.mixture.")
+    config = {key: value for key, value in config.items() if f"{key}.".startswith(of_split) and value != {}}
+    prints = run.status.get("data")
+    found = prints.get(split) if isinstance(prints, dict) else None
+    return json.dumps(config, default=str) if config else "", found if isinstance(found, str) else ""
 
 
-def _select(ranked: list[History], goal: Goal | None) -> tuple[list[History], str]:
-    """The runs to show in detail, and a description of them; ``""`` for all."""
-    if len(ranked) <= _MAX_SHOWN:
+def _data_name(config: str) -> str:
+    """Such as ``digits/test-*.tar``: the ends of paths, and the names of classes and functions."""
+    parts: list[str] = []
+    for key, value in json.loads(config or "{}").items():
+        if key.endswith("._target_"):
+            parts.append(str(value).rpartition(".")[2])
+        elif "_target_" not in config:
+            parts += ["/".join(str(path).split("/")[-2:]) for path in (value if isinstance(value, list) else [value])]
+    return shorten(join_some(list(dict.fromkeys(parts))), _MAX_LABEL)
+
+
+def _select(ranked: list[History], goal: Goal | None, most: int) -> tuple[list[History], str]:
+    """The runs to show in detail, at most so many, and a description of them; ``""`` for all."""
+    if len(ranked) <= most:
         return ranked, ""
     results = [run for run in ranked if goal is not None and goal.best(run) is not None]
-    if goal is None or len(results) <= _BEST + 2:
-        return ranked[: _BEST + 2], "the first ones of the table"
-    middle = results[(_BEST + len(results)) // 2]
-    which = f"the {_BEST} best, the middle one and the last one by {goal.metric}"
-    return [*results[:_BEST], middle, results[-1]], which
+    best = most - 3
+    if goal is None or best < 1 or len(results) <= best + 2:
+        few = max(1, most - 1)
+        return ranked[:few], "the first of the table" if few == 1 else f"the first {few} of the table"
+    middle = results[(best + len(results)) // 2]
+    which = f"the {best} best, the middle one and the last one by {goal.metric}"
+    return [*results[:best], middle, results[-1]], which
 
 
 def _overridden(runs: Sequence[History]) -> dict[str, tuple[Any, ...]]:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dtrain.console import align_rows
-from dtrain.report.health import last_activity, run_state, run_state_with_reason
+from dtrain.errors import printable
+from dtrain.report.health import last_activity, parameters, run_state, run_state_with_reason
 from dtrain.report.style import (
     format_column,
     format_date,
@@ -23,7 +24,7 @@ from dtrain.report.style import (
     join_some,
     shorten,
 )
-from dtrain.report.sweep import Goal, Setting, Sweep, seed_groups, value_text
+from dtrain.report.sweep import Comparison, Goal, Setting, Sweep, seed_groups, value_text
 from dtrain.runs.history import ABSENT, History, as_float, differences
 
 _MAX_METRICS, _MAX_OVERRIDES, _MAX_VALUE = 4, 100, 300
@@ -57,11 +58,24 @@ def text_table(columns: Sequence[Column]) -> str:
     return align_rows([[cell or "-" for cell in row] for row in rows], numbers)
 
 
+def comparison_text(comparison: Comparison) -> str:
+    """The tables of all sweeps for a terminal."""
+    if len(comparison.sweeps) == 1:
+        return sweep_text(comparison.sweeps[0])
+    parts = (
+        f"{printable(heading)}\n{sweep_text(sweep)}"
+        for heading, sweep in zip(comparison.headings, comparison.sweeps, strict=True)
+    )
+    return "\n".join([f"{comparison.REASON}\n", *parts])
+
+
 def sweep_text(sweep: Sweep) -> str:
     """The tables of a sweep for a terminal, the best run marked by an asterisk."""
-    marks = ["*" if place == 0 and sweep.goal else " " for place in range(len(sweep.runs))]
+    marks = ["*" if place == 0 and sweep.is_ranked else " " for place in range(len(sweep.runs))]
     columns = [column for column in run_columns(sweep) if not column.is_detail or column.head in ("run", "note")]
     parts = [text_table([Column(" ", marks, False), *(column for column in columns if any(column.cells))])]
+    if sweep.is_ranked:
+        parts[0] += f"{_order(sweep)}\n"
     if groups := seed_columns(sweep):
         parts.append(text_table(groups))
     if sweep.selection:
@@ -71,13 +85,17 @@ def sweep_text(sweep: Sweep) -> str:
 
 def sweep_notes(sweep: Sweep) -> str:
     """Sentences about the order of the table, and about metrics and settings that are not in it."""
-    if sweep.goal is None:
-        return "No run has logged a metric to rank the runs by."
     metrics, settings = _evaluation_metrics(sweep)[_MAX_METRICS:], [setting.key for setting in sweep.more_settings]
-    notes = [f"Ranked by {sweep.goal.metric}, the {'largest' if sweep.goal.largest else 'smallest'} value first."]
+    notes = [order] if (order := _order(sweep)) else []
     notes += [f"Not in the table: {join_some(metrics)}."] if metrics else []
     notes += [f"Other keys in which the configs differ: {join_some(settings)}."] if settings else []
     return " ".join(notes)
+
+
+def _order(sweep: Sweep) -> str:
+    if sweep.goal is None:
+        return "No run has logged a metric to rank the runs by."
+    return f"Ranked by {sweep.goal.metric}, the {sweep.goal.which} value first." if sweep.is_ranked else ""
 
 
 def run_columns(sweep: Sweep) -> list[Column]:
@@ -141,6 +159,7 @@ def number_rows(runs: Sequence[History], now: float) -> Rows:
         "state": lambda run: _state(run, now),
         "forked from": lambda run: str(run.config.get("run.fork") or ""),
         "precision": lambda run: str(run.config.get("precision.name", "")),
+        "parameters": parameters,
         "started": lambda run: format_date(run.series("time")[1][0]) if run.has("time") else "",
         "time between first and last record": _duration,
         "attempted steps": lambda run: _last(run, "step"),
@@ -151,8 +170,9 @@ def number_rows(runs: Sequence[History], now: float) -> Rows:
     }
     for name in dict.fromkeys(name for run in runs for name in run.names("eval/")):
         rows[f"{name}, last"] = lambda run, name=name: _last(run, name)  # type: ignore[misc]
+        if name.rpartition("/")[2] not in _COUNTS:
+            rows[f"{name}, best"] = lambda run, name=name: best_text(run, name)  # type: ignore[misc]
     rows |= {
-        "best": _best,
         "samples per second, median": lambda run: _median(run, "throughput/samples_per_second"),
         "tokens per second, median": lambda run: _median(run, "throughput/tokens_per_second"),
         "TFLOP/s, median": lambda run: _median(run, "throughput/tflops_per_second"),
@@ -215,10 +235,11 @@ def _state(run: History, now: float) -> str:
     return f"{state}{reason}{silent if state in ('running', 'killed') else ''}"
 
 
-def _best(run: History) -> str:
-    goal = Goal.configured(run)
+def best_text(run: History, metric: str) -> str:
+    """Such as ``0.175 at step 92, smallest``; ``""`` without a value, or if it is not known which direction is better."""
+    goal = Goal.of(run, metric)
     best = goal.best(run) if goal else None
-    return f"{goal.metric} {format_number(best[0])} at step {best[1]:.0f}" if goal and best else ""
+    return f"{format_number(best[0])} at step {best[1]:.0f}, {goal.which}" if goal and best else ""
 
 
 def _last(run: History, name: str) -> str:

@@ -41,7 +41,10 @@ _GIT_SECONDS = 10.0  # git may have to read every file of a checkout on a slow d
 _RANK_0_SECONDS = 2.0  # to end, for a rank 0 that was killed
 _MOST_STATUS = 2**20  # bytes; a status has a few hundred
 #: Entries of a status that are numbers of at least 0, if they are there.
-NUMBERS = ("step", "last_step", "time", "restarts", "lost_seconds", "down_seconds", "trained_seconds")
+NUMBERS = (
+    *("step", "last_step", "time", "restarts", "lost_seconds", "down_seconds", "trained_seconds"),
+    *("parameters", "trained_parameters"),
+)
 # Everything that a run writes, except what belongs to the job that is running now: its lock, its output and its presets.
 _RECORDS = (
     *("config.yaml", "overrides.yaml", "status.json", "metrics.jsonl", "cut-metrics.jsonl", "report.html"),

@@ -65,6 +65,18 @@ def test_status_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (*row[:2], *row[3:]) == ("finished", "40/40", "s", "a", "0.5")
 
 
+def test_status_says_how_many_parameters_are_trained(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, "finished", {}, {"step": 40}) for name in "abc"]
+    for run, trained in zip(runs, (5130, 11_181_642), strict=False):  # of the third it is not known
+        write_status(run, "finished", 40, parameters=11_181_642, trained_parameters=trained)
+    assert [line.rpartition("  ")[2] for line in status_table(runs, 60).splitlines()[:4]] == [
+        "parameters",
+        "5,130 of 11,181,642 trained",
+        "11,181,642",
+        "-",
+    ]
+
+
 def test_files_beside_the_runs_are_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "a", "finished", {}, {"step": 40, "train/loss": 0.5})
     (tmp_path / "report.html").touch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from dtrain.report.charts import Chart, Envelope, line_chart, run_charts, setting_charts
 from dtrain.report.health import RunData
@@ -16,7 +18,7 @@ from dtrain.report.pictures import picture
 from dtrain.report.sweep import Sweep
 from dtrain.report.tables import run_columns, text_table
 from dtrain.runs.history import History
-from tests.report.runs_for_tests import best_of, point_of, run_of
+from tests.report.runs_for_tests import best_of, point_of, run_of, steady
 
 NUMBERS = st.lists(st.floats(-1e6, 1e6) | st.just(float("nan")), min_size=0, max_size=200)
 
@@ -115,3 +117,15 @@ def test_metrics_are_grouped_by_their_prefix_and_families_of_one_run_share_a_cha
 
 def _titles(charts: list[Chart]) -> list[str]:
     return [chart.title for chart in charts if chart.is_drawn]
+
+
+def test_long_names_are_whole_in_a_picture(tmp_path: Path) -> None:
+    names = [f"{'a-long-name-of-a-run-' * 4}"[:79] + end for end in "12"]
+    runs = [run_of(tmp_path / name, steady(20)) for name in names]
+    groups = run_charts([RunData.read(run, 1e9) for run in runs])
+    charts = [chart for group in groups.values() for chart in group if chart.name in ("train-loss", "time")]
+    assert len(charts) == 2
+    for chart in charts:
+        pixels = np.asarray(Image.open(io.BytesIO(picture(chart))).convert("L"))
+        edges = (pixels[:, :4], pixels[:, -4:], pixels[:4], pixels[-4:])
+        assert all((edge == 255).all() for edge in edges), f"{chart.name}: something is cut off"

@@ -48,7 +48,8 @@ def make_run(folder: Path, steps: int = 40, *, state: str = "finished", fp16: bo
     best = {"checkpoint": {"best": "eval/accuracy", "best_mode": None}}
     (folder / "config.yaml").write_text(yaml.safe_dump({"run": {"dir": str(folder)}, **best, **config}))
     (folder / "overrides.yaml").write_text(yaml.safe_dump({"overrides": ["experiment=digits"], "config_dirs": []}))
-    write_status(folder, state, steps, "SIGTERM" if state == "stopped" else None)
+    counts = {"parameters": 11_181_642, "trained_parameters": 5130}
+    write_status(folder, state, steps, "SIGTERM" if state == "stopped" else None, **counts)
     return folder
 
 
@@ -141,9 +142,11 @@ def test_a_run_becomes_one_file_with_all_its_curves_and_nothing_from_outside(
     assert page.rows["samples"] == ["2,560"]
     assert page.rows["train/loss, last"] == ["0.0625"]
     assert page.rows["eval/accuracy, last"] == ["0.8"]
-    assert page.rows["best"] == ["eval/accuracy 0.8 at step 40"]
+    assert page.rows["eval/accuracy, best"] == ["0.8 at step 40, largest"]
+    assert page.rows["eval/loss, best"] == ["0.075 at step 40, smallest"]
+    assert page.rows["parameters"] == ["5,130 of 11,181,642 trained"]
     assert page.rows["skipped steps"] == ["3"]
-    assert page.rows["samples per second, median"] == ["1020"]
+    assert page.rows["samples per second, median"] == ["1,020"]
     assert page.rows["time between first and last record"] == ["39 s"]
     assert page.rows["started with"] == ["experiment=digits"]
     assert "No run has logged any memory/ metric." in page.text
@@ -199,6 +202,17 @@ def test_runs_are_overlaid_and_their_configs_compared(tmp_path: Path) -> None:
         ("b", "run-1"),
     ]
     assert "No precision/loss_scale in b." in page.text
+
+
+def test_runs_of_different_data_have_tables_of_their_own(tmp_path: Path) -> None:
+    for name, data in (("a", "digits"), ("b", "digits"), ("c", "photos")):
+        make_run(tmp_path / name, data={"eval": f"/data/{data}/test.tar"})
+    page = Page(make_report(tmp_path))
+    assert "measured on different data" in page.text
+    assert page.text.index("Data: digits/test.tar") < page.text.index("Data: photos/test.tar")
+    assert page.text.count("Ranked by eval/accuracy, the largest value first.") == 1  # one run is not ranked
+    assert [label["label"] for label in page.charts["Training loss"]] == ["a", "b", "c"]
+    assert "measured on different data" not in Page(make_report(tmp_path / "a", tmp_path / "b")).text
 
 
 def test_marks_show_where_steps_were_skipped(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain.report.sweep import Goal, Sweep, seed_groups, short_names, varied_settings
+from dtrain.report.sweep import Comparison, Goal, Sweep, runs_by_data, seed_groups, short_names, varied_settings
 from dtrain.report.tables import seed_columns
 from dtrain.runs.history import ABSENT, History
 from tests.report.runs_for_tests import best_of, point_of, run_of, steady
@@ -130,6 +130,68 @@ def test_the_metric_of_the_best_checkpoint_is_taken_if_all_agree_else_a_usual_on
     assert Goal.from_runs([loss]) == Goal("train/loss", largest=True)
     loss.config.update({"checkpoint.best": "train/quality", "checkpoint.best_mode": None})
     assert Goal.from_runs([loss]) == Goal("eval/loss", largest=False)  # no direction, so the usual one
+
+
+def test_the_direction_of_a_metric_is_that_of_the_best_checkpoint_else_by_name(tmp_path: Path) -> None:
+    run = point_of(tmp_path / "1", {}, [0.5], best="eval/loss")
+    found = {name: Goal.of(run, f"eval/{name}") for name in ("loss", "accuracy", "quality")}
+    assert found == {"loss": Goal("eval/loss", False), "accuracy": Goal("eval/accuracy", True), "quality": None}
+    run.config["checkpoint.best_mode"] = "max"  # of eval/loss only
+    assert Goal.of(run, "eval/loss") == Goal("eval/loss", True)
+    assert Goal.of(run, "eval/perplexity") == Goal("eval/perplexity", False)
+
+
+def test_runs_that_were_measured_on_different_data_are_ranked_by_themselves(tmp_path: Path) -> None:
+    digits, photos = {"data.eval": "/x/digits/test-*.tar"}, {"data.eval": ["/x/photos/a.tar", "/x/photos/b.tar"]}
+    runs = [
+        point_of(tmp_path / "1", photos, [0.9]),
+        point_of(tmp_path / "2", digits | {"data.train": "/a.tar"}, [0.5]),
+        point_of(tmp_path / "3", digits | {"data.train": "/b.tar"}, [0.6]),  # different training data may be compared
+    ]
+    (tmp_path / "waits").mkdir()
+    (tmp_path / "waits" / ".job").touch()
+    found = Comparison.from_runs([*runs, History.read(tmp_path / "waits", "waits")])
+    assert found.headings == ["digits/test-*.tar", "photos/a.tar, photos/b.tar"]
+    assert [[run.label for run in sweep.runs] for sweep in found.sweeps] == [["3", "2", "waits"], ["1"]]
+    assert [sweep.is_ranked for sweep in found.sweeps] == [True, False]
+    assert Comparison.from_runs(runs[1:]).headings == [""]
+
+
+def test_data_are_the_same_wherever_they_lie_if_their_fingerprints_are(tmp_path: Path) -> None:
+    def run(name: str, path: str, **status: Any) -> History:
+        return point_of(tmp_path / name, {"data.eval": path}, [0.5], **status)
+
+    first = run("1", "/x/test.tar", data={"train": "t", "eval": "e"})
+    copied = run("2", "/y/test.tar", data={"train": "u", "eval": "e"})
+    begins = run("3", "/y/test.tar")
+    packed_again = run("4", "/x/test.tar", data={"train": "t", "eval": "f"})
+    damaged = run("5", "/x/test.tar", data=["e"])
+    groups = runs_by_data([first, copied, begins, packed_again])
+    assert [(name, [run.label for run in group]) for name, group in groups] == [
+        ("x/test.tar fingerprint e", ["1", "2", "3"]),
+        ("x/test.tar fingerprint f", ["4"]),
+    ]
+    assert len(runs_by_data([first, damaged])) == 1
+
+
+def test_data_that_code_makes_are_the_same_if_their_arguments_are(tmp_path: Path) -> None:
+    def run(name: str, size: int) -> History:
+        return point_of(
+            tmp_path / name, {"data.train._target_": "my.Waves", "data.train.size": size}, data={"train": "t"}
+        )
+
+    groups = runs_by_data([run("1", 8), run("2", 9), run("3", 8)])
+    assert [[run.label for run in group] for _, group in groups] == [["1", "3"], ["2"]]
+
+
+def test_of_many_runs_each_data_have_some_that_are_looked_at(tmp_path: Path) -> None:
+    runs = [point_of(tmp_path / f"a{n}", {"data.eval": "/a.tar", "run.seed": n}, [n / 30]) for n in range(30)]
+    runs += [point_of(tmp_path / f"b{n}", {"data.eval": "/b.tar", "run.seed": n}, [n / 30]) for n in range(2)]
+    found = Comparison.from_runs(runs)
+    assert [len(sweep.shown) for sweep in found.sweeps] == [5, 2]
+    assert found.sweeps[0].selection == (
+        "Curves and details are shown for 5 of 30 runs: the 3 best, the middle one and the last one by eval/accuracy."
+    )
 
 
 def test_the_best_value_is_finite_and_comes_with_its_step(tmp_path: Path) -> None:

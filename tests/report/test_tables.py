@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from dtrain.report.sweep import Sweep
-from dtrain.report.tables import Column, run_columns, sweep_text, text_table
+from dtrain.report.sweep import Comparison, Sweep
+from dtrain.report.tables import Column, best_text, comparison_text, run_columns, sweep_text, text_table
 from dtrain.runs.history import History
+from tests.report.runs_for_tests import point_of, run_of
 
 
 def cells(sweep: Sweep) -> dict[str, dict[str, str]]:
@@ -52,3 +55,22 @@ def test_a_line_of_a_terminal_is_not_cut_and_a_name_is_no_markup() -> None:
         " 3  -",
         " 4  ?[2J",
     ]
+
+
+def test_a_best_value_says_which_direction_is_better_and_an_unknown_direction_has_none(tmp_path: Path) -> None:
+    records = [{"step": step, "eval/loss": loss, "eval/quality": loss} for step, loss in ((46, 0.355), (92, 0.175))]
+    run = run_of(tmp_path / "run", records)
+    assert best_text(run, "eval/loss") == "0.175 at step 92, smallest"
+    assert best_text(run, "eval/quality") == ""
+    run.config.update({"checkpoint.best": "eval/quality", "checkpoint.best_mode": "max"})
+    assert best_text(run, "eval/quality") == "0.355 at step 46, largest"
+
+
+def test_a_terminal_says_why_runs_of_different_data_are_apart(tmp_path: Path) -> None:
+    runs = [point_of(tmp_path / name, {"data.eval": f"/{name}.tar"}, [0.5]) for name in "aab"]
+    runs[1] = point_of(tmp_path / "c", {"data.eval": "/a.tar"}, [0.4])
+    reason, _, *lines = comparison_text(Comparison.from_runs(runs)).splitlines()
+    assert "different data" in reason
+    assert [line for line in lines if ".tar" in line] == ["/a.tar", "/b.tar"]
+    assert lines.count("Ranked by eval/accuracy, the largest value first.") == 1
+    assert comparison_text(Comparison.from_runs(runs[:2])) == sweep_text(Sweep.from_runs(runs[:2]))

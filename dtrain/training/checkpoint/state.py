@@ -29,6 +29,7 @@ from dtrain.data import ShardLoader
 from dtrain.distributed.sharding import is_sharded, local_part, own_range, reshard
 from dtrain.distributed.world import World
 from dtrain.errors import ConfigError, as_config_error
+from dtrain.optimizers.groups import parameter_counts
 from dtrain.precision import Precision
 from dtrain.precision.modules import dtype_name
 from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints
@@ -253,6 +254,13 @@ class TrainState:
         self.segments = state.get("segments", [])
         if self.hooks is not None:
             self.hooks.load_state_dict(state.get("hooks", {}))
+
+    def status_entries(self) -> dict[str, Any]:
+        """The entries of status.json besides state and step: times, parameters, and fingerprints of the data."""
+        everything, trained = parameter_counts(self.model)
+        loaders = {"train": self.train_loader, "eval": self.eval_loader}
+        data = {name: loader.index.fingerprint for name, loader in loaders.items() if loader is not None}
+        return {**self.totals.times(), "parameters": everything, "trained_parameters": trained, "data": data}
 
     def begin_segment(self) -> dict[str, Any]:
         """The segment of the steps of this start, which is appended to ``segments`` if it does not continue the last one."""

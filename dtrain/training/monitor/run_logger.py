@@ -33,7 +33,7 @@ from dtrain.distributed.collectives import from_rank0
 from dtrain.distributed.sharding import is_sharded
 from dtrain.distributed.world import World
 from dtrain.errors import as_config_error, without_secrets_in
-from dtrain.optimizers.groups import trainable
+from dtrain.optimizers.groups import parameter_counts
 from dtrain.precision.modules import dtype_name
 from dtrain.runs.records import Record
 from dtrain.runs.run_dir import write_status
@@ -149,9 +149,9 @@ class RunLogger:
         """
         if self._run.world.rank != 0 or time.monotonic() - self._status_at < at_most_every:
             return
-        times = self._run.totals.times()
+        entries = self._run.status_entries()
         try:
-            write_status(self._run.run_dir, "running", self._run.step.step, last_step=self._last_step, **times)
+            write_status(self._run.run_dir, "running", self._run.step.step, last_step=self._last_step, **entries)
         except OSError as error:
             self.warn(f"status.json could not be written ({error}).")
         self._status_at = time.monotonic()
@@ -291,7 +291,7 @@ def write_final_status(run: TrainState, state: str, reason: str | None, last_ste
         return
     step = run.step.step
     last_step = step if state == "finished" else last_step  # a hook may have ended the run before
-    write_status(run.run_dir, state, step, reason, last_step=last_step, **run.totals.times())
+    write_status(run.run_dir, state, step, reason, last_step=last_step, **run.status_entries())
     # A run is not failed because nobody reads its output any more.
     with until_reader_leaves():
         print(f"{state} at step {step}{f' ({reason})' if reason else ''}: {run.run_dir}", flush=True)
@@ -351,8 +351,7 @@ def banner_rows(spec: RunSpec, run: TrainState, start: str, last_step: int) -> d
 
 def _parameters(model: nn.Module) -> str:
     """Such as ``11,181,642 parameters, 5,130 of them trained``."""
-    everything = sum(parameter.numel() for parameter in model.parameters())
-    trained = sum(parameter.numel() for parameter in trainable(model).values())
+    everything, trained = parameter_counts(model)
     return f"{everything:,} parameters" + (f", {trained:,} of them trained" if trained < everything else "")
 
 

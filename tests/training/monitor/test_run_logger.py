@@ -197,7 +197,7 @@ def test_a_run_whose_output_nobody_reads_ends_as_finished(tmp_path: Path, monkey
         world=SimpleNamespace(rank=0),
         step=SimpleNamespace(step=3),
         run_dir=tmp_path,
-        totals=SimpleNamespace(times=lambda: {"trained_seconds": 1.0}),
+        status_entries=lambda: {"trained_seconds": 1.0},
     )
     with open(write, "w") as unread:
         monkeypatch.setattr(sys, "stdout", unread)

@@ -20,7 +20,7 @@ from tests.ranks import RanksFailed, run_ranks
 from tests.refusals import refused
 from tests.toys import Net, NetWithBatchNorm, averages, micro_batches, run_steps, samples, train_step, world
 from tests.training.test_step import decide_on_device
-from tests.whole_runs import metrics, records, train_on, weights
+from tests.whole_runs import metrics, records, status, train_on, weights
 
 ROWS, STEPS, UNTIL = 12, 6, 3
 TRUNK = [{"patterns": ["trunk"], "until": UNTIL}]
@@ -184,6 +184,8 @@ def test_a_run_says_what_it_trains_and_is_refused_before_the_first_step(
     assert not (tmp_path / "none").exists()
     train_on(1, tmp_path / "run", LATE, "optimizer.groups={head: {patterns: ['8'], lr: 10}}", *SMALL)
     assert "1,746 parameters, 1,634 of them trained" in capfd.readouterr().out
+    end = status(tmp_path / "run")
+    assert (end["parameters"], end["trained_parameters"], sorted(end["data"])) == (1746, 1634, ["eval", "train"])
     assert "0.weight/exp_avg" not in weights(tmp_path / "run", 10, "optimizer")
     assert "2.weight/exp_avg" in weights(tmp_path / "run", 10, "optimizer")
     first, last = weights(tmp_path / "run", 6), weights(tmp_path / "run", 10)
