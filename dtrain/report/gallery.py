@@ -3,8 +3,8 @@
 * A *card* shows one sample: its pictures next to each other, its curves, its texts, and its other values.
 * A *part* is a section of the page: findings, tables and cards.
 
-``dtrain show`` and ``dtrain replay`` build the parts; ``gallery.html.j2`` lays them out. Pictures are encoded here: small ones as
-PNG, and enlarged without smoothing, large ones reduced to what a page can show, as JPEG.
+``dtrain show`` and ``dtrain replay`` build the parts, and ``gallery.html.j2`` lays them out. Pictures are encoded here: small
+ones as PNG, and enlarged without smoothing; large ones as JPEG, reduced to what a page can show.
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from markupsafe import Markup
 
@@ -47,7 +48,7 @@ def _fact_rows(evaluations: Sequence[EvaluationFile]) -> list[list[str]]:
     return [[name, *(evaluation.facts.get(name, "") for evaluation in evaluations)] for name in names]
 
 
-_FILTERS = {
+_FILTERS: dict[str, Callable[..., Any]] = {
     "id": id,
     "fact_rows": _fact_rows,
     "rows": lambda columns: list(zip(*(column.cells for column in columns), strict=True)),
