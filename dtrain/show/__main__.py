@@ -94,7 +94,7 @@ def _look(cfg: Config, split: Split, precision: Precision, options: argparse.Nam
     for each in splits:
         examined.append(_examined(each, rows if each is split else [], options, looks))
         with _counted(f"show: labels of {each.name}", each.num_samples) as advance:
-            labels[each.name] = counts.read_labels(each, advance, everything=everything) or examined[-1].labels
+            labels[each.name] = counts.all_labels(each, examined[-1], advance, everything=everything)
     with _counted("show: shards", sum(len(source.index.shards) for source in split.sources if source.index)) as advance:
         extensions = counts.extensions(split, advance, everything=everything)
     notes += _limits(splits, everything)

@@ -1,7 +1,7 @@
 """What whole splits contain: labels, sizes, extensions, bad samples, duplicates, and classes that a split lacks.
 
 * Sizes, and samples without a member, come from the index: nothing is read.
-* Labels of shards on this machine are read alone, of up to ``MOST_LABELS`` samples.
+* Labels of shards on this machine are read by themselves, of up to ``MOST_LABELS`` samples.
 * Other facts need the samples themselves. They are read and decoded for up to ``MOST_EXAMINED`` samples and ``MOST_BYTES`` of a
   split, spread evenly over it, and with ``--all`` for all. Of shards behind a URL only the shown samples are examined.
 * Two samples are *duplicates* if the bytes of what the model gets as input are equal: labels and targets may differ.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -185,30 +186,40 @@ def examine_rows(split: Split, rows: Sequence[Row]) -> Examined:
     return found
 
 
-def read_labels(split: Split, on_progress: OnProgress, *, everything: bool) -> dict[str, Labels]:
-    """The labels of shards on this machine, which are read alone; {} for other sources."""
+def all_labels(split: Split, examined: Examined, on_progress: OnProgress, *, everything: bool) -> dict[str, Labels]:
+    """The labels of a split by field: of shards on this machine, which are read alone, and those that were examined of others.
+
+    Args:
+        split: The split.
+        examined: What reading its samples has found.
+        on_progress: Called with 1 for each sample.
+        everything: Whether ``--all`` was given.
+    """
     found: dict[str, Labels] = defaultdict(Labels)
+    apart = [source for source in split.sources if source.index is not None and not source.is_remote]
+    for name, labels in examined.labels.items():
+        for sample, label in zip(labels.samples, labels.values, strict=True):
+            if not split.sources or split.source_of(sample) not in apart:
+                found[name].samples.append(sample)
+                found[name].values.append(label)
     share = 1.0 if everything else min(1.0, MOST_LABELS / split.num_samples)
-    for source in split.sources:
+    for source in apart:
         index = source.index
-        if index is None or source.is_remote:
-            continue
         columns = [(place, one) for place, one in enumerate(source.source.fields) if one.role == "label"]
+        if index is None or not columns:
+            continue
         reader = ShardReader(index.shards, stamp=index.stamp)
-        numbers = _spread(index.num_samples, max(1, int(share * index.num_samples))) if columns else []
-        for number, shard in zip(
-            numbers, index.shards_of(np.asarray(numbers)).tolist() if columns else [], strict=True
-        ):
+        numbers = _spread(index.num_samples, max(1, int(share * index.num_samples)))
+        for number, shard in zip(numbers, index.shards_of(np.asarray(numbers)).tolist(), strict=True):
             on_progress(1)
             for place, one in columns:
                 offset, size = int(index.offsets[number, place]), int(index.sizes[number, place])
-                try:
-                    label = _label(one, decode(one, reader.read(shard, offset, size))) if offset >= 0 else None
-                except SampleError:
-                    continue  # examine says why
-                if label is not None:
-                    found[one.name].samples.append(source.first + number)
-                    found[one.name].values.append(label)
+                if offset < 0:
+                    continue
+                with suppress(SampleError):  # of which examine says why
+                    if (value := _label(one, decode(one, reader.read(shard, offset, size)))) is not None:
+                        found[one.name].samples.append(source.first + number)
+                        found[one.name].values.append(value)
         reader.close()
     return found
 

@@ -178,6 +178,10 @@ class Split:
         finally:
             loader.close()
 
+    def source_of(self, sample: int) -> OneSource:
+        """The source of a sample, by its number over all sources."""
+        return next(each for each in reversed(self.sources) if each.first <= sample)
+
     def share(self, epoch: int) -> np.ndarray:
         """The samples of rank 0 in an epoch, int64, shape ``[n]``; a mixture may use one several times."""
         self.loader.epoch(epoch)
@@ -264,7 +268,7 @@ class Split:
             sample = int(samples[first + row])
             key = keys[row] or self.loader.index.keys(np.array([sample]))[0]
             if is_valid or key in problems:
-                source = next(each for each in reversed(self.sources) if each.first <= sample)
+                source = self.source_of(sample)
                 epoch_of = int(epochs[first + row])
                 yield Row(key, source, sample - source.first, epoch_of, values, problems.get(key, ""))
         if places is None:
