@@ -28,6 +28,8 @@ from dtrain.show.split import OneSource, Row, Split
 
 #: Limits without ``--all``, for each split.
 MOST_LABELS, MOST_EXAMINED, MOST_BYTES, MOST_SHARDS = 200_000, 10_000, 256 << 20, 1_000
+#: Of larger indexes the sizes of every so many samples are used.
+MOST_SIZES = 5_000_000
 _MOST_EXTREMES = 5
 _NO_INPUT = ("label", "target", "weight", "coord")
 
@@ -90,11 +92,13 @@ class Sizes:
     """Bytes of the members of a split.
 
     Attributes:
+        every: 1, or k in a large split: then only every k-th sample counts.
         fields: Extension to smallest, median and largest size, their sum, and how many samples lack the member.
         largest: Keys and sizes of the largest samples.
         smallest: Keys and sizes of the smallest ones.
     """
 
+    every: int
     fields: Mapping[str, tuple[int, int, int, int, int]]
     largest: Sequence[tuple[str, int]]
     smallest: Sequence[tuple[str, int]]
@@ -228,6 +232,7 @@ def sizes(split: Split) -> Sizes | None:
     """The sizes of all members that the fields read, from the index; None if the split has no shards."""
     of_fields: dict[str, tuple[int, int, int, int, int]] = {}
     extremes: list[tuple[int, int]] = []  # size and number
+    every = -(-split.num_samples // MOST_SIZES)
     for source in split.sources:
         if (index := source.index) is None:
             continue
@@ -235,21 +240,21 @@ def sizes(split: Split) -> Sizes | None:
         for column, one in enumerate(source.source.fields):
             read.setdefault(one.ext, column)
         for ext, column in read.items():
-            of_each = index.sizes[:, column]
+            of_each = index.sizes[::every, column]
             there = of_each[of_each >= 0]
             three = np.percentile(there, (0, 50, 100)).astype(np.int64).tolist() if len(there) else [0, 0, 0]
             name = f"{source.name}/{ext}" if source.name else ext
             of_fields[name] = (*three, int(there.sum()), len(of_each) - len(there))
-        total = np.clip(index.sizes[:, np.array([*read.values()])], 0, None).sum(axis=1)
+        total = np.clip(index.sizes[::every, np.array([*read.values()])], 0, None).sum(axis=1)
         order = np.argsort(total, kind="stable")
         for number in {*order[:_MOST_EXTREMES].tolist(), *order[-_MOST_EXTREMES:].tolist()}:
-            extremes.append((int(total[number]), source.first + number))
+            extremes.append((int(total[number]), source.first + every * number))
     if not of_fields:
         return None
     extremes.sort()
     keys = dict(zip(extremes, split.loader.index.keys(np.array([number for _, number in extremes])), strict=True))
     named = [(keys[each], each[0]) for each in extremes]
-    return Sizes(of_fields, named[::-1][:_MOST_EXTREMES], named[:_MOST_EXTREMES])
+    return Sizes(every, of_fields, named[::-1][:_MOST_EXTREMES], named[:_MOST_EXTREMES])
 
 
 def extensions(split: Split, on_progress: OnProgress, *, everything: bool) -> tuple[dict[str, int], int, int]:
@@ -311,9 +316,9 @@ def lacking(labels: Mapping[str, Mapping[str, Labels]], classes: int | None) -> 
 
 def _bytes_per_sample(split: Split) -> float:
     """Mean bytes that reading a sample takes; 0 if that is unknown."""
-    indexes = [source.index for source in split.sources if source.index is not None]
-    total = sum(int(np.clip(index.sizes, 0, None).sum()) for index in indexes)
-    return total / max(1, sum(index.num_samples for index in indexes))
+    every = -(-split.num_samples // MOST_SIZES)
+    of_each = [np.clip(source.index.sizes[::every], 0, None) for source in split.sources if source.index is not None]
+    return sum(int(sizes.sum()) for sizes in of_each) / max(1, sum(map(len, of_each)))
 
 
 def _spread(number: int, most: int) -> list[int]:

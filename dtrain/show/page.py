@@ -126,7 +126,7 @@ class Facts:
                 key, reason = each.bad[0]
                 yield (
                     "warning",
-                    f"{each.split}: {count_of(len(each.bad), 'bad sample')} in {_of(each)}: {key}: {reason}",
+                    f"{count_of(len(each.bad), 'bad sample')} in {_of(each)}: {key}: {reason}",
                 )
         if self.sizes is not None:
             for ext, (*_, absent) in self.sizes.fields.items():
@@ -162,7 +162,7 @@ class Facts:
         split = self.split
         order = "the order of the stream" if not split.sources else f"seed {self.seed}"
         note = (
-            f"{split.loader.source.summary()}. Epoch {self.epoch}, {order}, precision {self.precision}, global batch size "
+            f"{self._summary()}. Epoch {self.epoch}, {order}, precision {self.precision}, global batch size "
             f"{self.global_batch_size:,}, {count_of(split.ranks, 'rank')}."
         )
         seen = (
@@ -188,11 +188,14 @@ class Facts:
         """The summary for a terminal."""
         fields = [f"{name} {it.transfer_dtype} {list(it.shape)}" for name, it in self.fields.items()]
         return [
-            f"{self.split.name}: {self.split.loader.source.summary()}".replace("\n", "; "),
+            f"{self.split.name}: {self._summary()}",
             f"fields: {', '.join(fields)}; {self._cost()}",
             *(f"{level}: {text}" for level, text in self.findings()),
             *(f"note: {text}" for text in self.notes),
         ]
+
+    def _summary(self) -> str:
+        return self.split.loader.source.summary().replace("\n", "; ")
 
     def _cost(self) -> str:
         sent = sum(it.bytes_per_sample or 0 for it in self.fields.values())
@@ -245,6 +248,7 @@ class Facts:
     def _size_parts(self) -> Iterator[Part]:
         if self.sizes is None:
             return
+        every = self.sizes.every
         rows = [
             [ext, *(f"{size:,}" for size in (low, middle, high)), size_text(total), f"{absent:,}"]
             for ext, (low, middle, high, total, absent) in self.sizes.fields.items()
@@ -255,14 +259,14 @@ class Facts:
         if self.sizes.largest[0][1] == self.sizes.smallest[0][1]:
             ends = []  # all samples are of one size
         counts, shards, of = self.extensions
-        every = [[f".{ext}", f"{count:,}"] for ext, count in [*counts.items()][:_MOST_EXTENSIONS]]
+        members = [[f".{ext}", f"{count:,}"] for ext, count in [*counts.items()][:_MOST_EXTENSIONS]]
         caption = f"Members of all extensions, in {shards:,} of {of:,} shards."
         yield Part(
             "Sizes and extensions",
             tables=[
-                Table(heading, rows, range(1, 6)),
+                Table(heading, rows, range(1, 6), caption=f"Of every {every:,}th sample." if every > 1 else ""),
                 *([Table(["sample", "bytes"], ends, (1,))] if ends else []),
-                Table(["extension", "members"], every, (1,), caption=caption),
+                Table(["extension", "members"], members, (1,), caption=caption),
             ],
         )
 
@@ -293,4 +297,8 @@ def _sizes_to_json(sizes: Sizes) -> dict[str, Any]:
     ends = {
         name: [{"key": key, "bytes": size} for key, size in getattr(sizes, name)] for name in ("largest", "smallest")
     }
-    return {"members": {ext: dict(zip(names, each, strict=True)) for ext, each in sizes.fields.items()}, **ends}
+    return {
+        "every": sizes.every,
+        "members": {ext: dict(zip(names, each, strict=True)) for ext, each in sizes.fields.items()},
+        **ends,
+    }
