@@ -5,8 +5,8 @@ Start at ``train.py``, which is a run on one page. The layers, each of which imp
 * ``__main__``: the console command.
 * ``completion``: its completion scripts.
 * ``train``, ``evaluate``, ``predict``: entry points that run a model.
-* ``export``, ``doctor``, ``launch``, ``replay``, ``tasks``, ``hooks``: models for inference; what limits a run; starting runs;
-  recomputing steps; losses and metrics; code that is called at fixed points of a run.
+* ``export``, ``doctor``, ``launch``, ``replay``, ``show``, ``tasks``, ``hooks``: models for inference; what limits a run;
+  starting runs; recomputing steps; what a model will see; losses and metrics; code that is called at fixed points of a run.
 * ``training``, ``report``, ``pack``: the loop, one optimizer step, checkpoints; runs as an HTML page; writing shards.
 * ``data``, ``tracking``: every sample of an epoch exactly once, for any number of ranks and workers; trackers.
 * ``command_line``: calls an entry point with its config, and shows its errors.

@@ -24,6 +24,7 @@ COMMANDS = {
     "export": "export a checkpoint as an artefact for inference, and publish it on the Hugging Face hub",
     "predict": "classify images or continue a text with an artefact",
     "pack": "write tar shards, or index existing ones",
+    "show": "show what a model will see: samples, labels, sizes and bad samples of a config's data, as one HTML page",
     "launch": "start runs and sweeps on this machine or with SLURM; their status, logs, stop and resume",
     "report": "show runs as one HTML page",
     "replay": "recompute steps of a run and compare them with its records",

@@ -31,7 +31,18 @@ SUBCOMMANDS = {
     "export": ("measure",),
     "doctor": ("memory", "numerics"),
 }
-WITH_KEYS = ("train", "evaluate", "export", "launch", "doctor", "doctor memory", "doctor numerics", "replay", "trace")
+WITH_KEYS = (
+    "train",
+    "evaluate",
+    "export",
+    "launch",
+    "doctor",
+    "doctor memory",
+    "doctor numerics",
+    "replay",
+    "trace",
+    "show",
+)
 _OF_HYDRA = ("--help", "--multirun", "--config-dir", "--cfg", "--info")
 _NPROC = ("train", "evaluate", "doctor", "replay")
 

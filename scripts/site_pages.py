@@ -32,6 +32,7 @@ COMMANDS = (
     ("export", "measure"),
     ("predict",),
     *(("pack", name) for name in ("imagefolder", "arrays", "text", "index")),
+    ("show",),
     ("launch",),
     ("report",),
     ("doctor",),

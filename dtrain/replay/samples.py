@@ -11,9 +11,8 @@ All ranks make the same passes, so it works for sharded models too.
 
 from __future__ import annotations
 
-import html
 import math
-from base64 import b64encode
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,8 +24,9 @@ from torch import Tensor, nn
 
 from dtrain.console import align_rows
 from dtrain.data import Batch
+from dtrain.report.gallery import Card, Part, Picture, gallery_page
 from dtrain.training.checkpoint.state import TrainState
-from dtrain.training.task import Output, Task, png
+from dtrain.training.task import Output, Task
 
 #: Relative difference of the sum over the rows from the loss, and from the gradient, from which shares are approximate.
 LOSS_DIFFERENCE, INTERACTION = 1e-3, {torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -54,6 +54,11 @@ class RowShare:
     grad_norm: float | None
     share: float | None
 
+    def facts(self) -> list[tuple[str, str]]:
+        """Names and texts of its numbers, for a page."""
+        place = ("place", f"rank {self.rank}, row {self.row}")
+        return [place, ("loss", _text(self.loss)), ("share", _text(self.share))]
+
 
 @dataclass(frozen=True)
 class Shares:
@@ -63,13 +68,13 @@ class Shares:
         step: The step.
         rows: Its valid rows.
         interaction: How it shows that rows interact; "" if they do not. With ``replay.rows`` only their losses are compared.
-        pictures: PNG of the first rows that are images, by rank and row.
+        pictures: The first rows that are images, by rank and row.
     """
 
     step: int
     rows: Sequence[RowShare]
     interaction: str
-    pictures: dict[tuple[int, int], bytes]
+    pictures: dict[tuple[int, int], Picture]
 
     @property
     def is_approximate(self) -> bool:
@@ -105,16 +110,14 @@ class Shares:
         """
         if not self.pictures:
             return False
-        figures = []
-        for row in self.rows:
-            if (content := self.pictures.get((row.rank, row.row))) is not None:
-                caption = (
-                    f"{row.key}<br>rank {row.rank}, row {row.row}<br>loss {_text(row.loss)}, share {_text(row.share)}"
-                )
-                picture = f'<img alt="" src="data:image/png;base64,{b64encode(content).decode()}">'
-                figures.append(f"<figure>{picture}<figcaption>{_escaped(caption)}</figcaption></figure>")
-        title = f"{html.escape(run)}, step {self.step}: the samples with the largest losses"
-        path.write_text(_PAGE.format(title=title, figures="\n".join(figures)), encoding="utf-8")
+        cards = [
+            Card(row.key, [picture], facts=row.facts())
+            for row in self.rows
+            if (picture := self.pictures.get((row.rank, row.row))) is not None
+        ]
+        title = f"{run}, step {self.step}: the samples with the largest losses"
+        page = gallery_page(title, "dtrain replay of", time.time(), [Part("", cards=cards)])
+        path.write_bytes(page.encode("utf-8", errors="replace"))  # keys may not be valid text
         return True
 
 
@@ -229,7 +232,7 @@ def _collected(
     rows = sorted((row for each in every for row in each), key=lambda row: (-_order(row.loss), row.rank, row.row))
     shown = [(row.rank, row.row) for row in rows[:_MOST_PICTURES]]
     drawn = {place: _picture(run, batches, *in_batch[place]) for place in shown if place[0] == rank}
-    pictures: list[dict[tuple[int, int], bytes]] = [{}] * run.world.size
+    pictures: list[dict[tuple[int, int], Picture]] = [{}] * run.world.size
     dist.all_gather_object(pictures, {place: picture for place, picture in drawn.items() if picture is not None})
     return Shares(run.step.step + 1, rows, interaction, {place: it for each in pictures for place, it in each.items()})
 
@@ -281,8 +284,8 @@ def _sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float
     return found
 
 
-def _picture(run: TrainState, batches: Sequence[Batch], number: int, row: int) -> bytes | None:
-    """The PNG of an image as the model got it, without its normalisation; None if the row has no image."""
+def _picture(run: TrainState, batches: Sequence[Batch], number: int, row: int) -> Picture | None:
+    """An image as the model got it, without its normalisation; None if the row has no image."""
     field = next((field for field in run.train_loader.source.fields if field.role == "image"), None)
     if field is None or not isinstance(batches[number].get(field.name), Tensor):
         return None
@@ -291,7 +294,7 @@ def _picture(run: TrainState, batches: Sequence[Batch], number: int, row: int) -
         return None
     mean, std = (torch.tensor(values).reshape(-1, 1, 1) for values in (field.mean, field.std))
     pixels = ((image * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
-    return png(pixels.permute(1, 2, 0).numpy())
+    return Picture.from_pixels(pixels.permute(1, 2, 0).numpy())
 
 
 def _finite(value: float) -> float | None:
@@ -304,23 +307,3 @@ def _order(loss: float | None) -> float:
 
 def _text(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
-
-
-def _escaped(text: str) -> str:
-    return "<br>".join(map(html.escape, text.split("<br>")))
-
-
-_PAGE = """<!doctype html>
-<meta charset="utf-8">
-<title>{title}</title>
-<style>
-body {{ font: 14px system-ui, sans-serif; margin: 2em; }}
-main {{ display: flex; flex-wrap: wrap; gap: 1em; }}
-figure {{ margin: 0; width: 160px; overflow-wrap: anywhere; }}
-img {{ width: 160px; image-rendering: pixelated; }}
-</style>
-<h1>{title}</h1>
-<main>
-{figures}
-</main>
-"""

@@ -1,27 +1,25 @@
 """The report as one HTML page.
 
-``page.html.j2`` has the sections of the page in order and its CSS. The page contains the data of its charts as JSON, uPlot and
-``charts.js``. Its content security policy allows these two scripts only, by their hash, and no external sources. Jinja2 escapes
-everything that comes from a run, in the HTML and in the JSON.
+``page.html.j2`` has the sections of the page in order. The page contains the data of its charts as JSON, uPlot and
+``charts.js``; ``shell`` has what it shares with other pages.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from dtrain.report.charts import Chart, run_charts, setting_charts
 from dtrain.report.health import TIME_NAMES, RunData
 from dtrain.report.run_logs import EvaluationFile
-from dtrain.report.style import THEME, count_of, format_date, format_percent, join_some, run_dashes, shorten
+from dtrain.report.shell import render
+from dtrain.report.style import join_some, run_dashes
 from dtrain.report.sweep import Comparison
 from dtrain.report.tables import Column, config_rows, number_rows, run_columns, seed_columns, sweep_notes
 from dtrain.runs.history import History
@@ -57,14 +55,9 @@ def _breakable(name: str) -> Markup:
     return Markup(re.sub(r"(?<=[a-z0-9][./_])(?=.)", "<wbr>", str(escape(name))))
 
 
-_FILTERS = {
+_FILTERS: dict[str, Callable[..., Any]] = {
     "breakable": _breakable,
-    "base64": lambda content: base64.b64encode(content).decode(),
-    "count_of": count_of,
     "id": id,
-    "join_some": join_some,
-    "percent": format_percent,
-    "shorten": shorten,
     "fact_rows": _fact_rows,
     "rows": lambda columns: list(zip(*(column.cells for column in columns), strict=True)),
 }
@@ -80,14 +73,6 @@ def report_page(runs: Sequence[RunData], comparison: Comparison, now: float, sec
         sections: Further sections.
     """
     histories, everything = [run.history for run in runs], comparison.runs
-    environment = Environment(
-        loader=FileSystemLoader(_HERE),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= _FILTERS
     licence = (_HERE / "uplot" / "LICENSE").read_text(encoding="utf-8")
     library = (_HERE / "uplot" / "uPlot.iife.min.js").read_text(encoding="utf-8")
     scripts = [Markup(f"\n/*\n{licence}\n*/\n{library}"), Markup((_HERE / "charts.js").read_text(encoding="utf-8"))]
@@ -96,13 +81,14 @@ def report_page(runs: Sequence[RunData], comparison: Comparison, now: float, sec
     charts = [*(chart for section in sections for chart in section.charts), *chain(*settings)]
     charts += [chart for group in groups.values() for chart in group]
     drawn = [chart for chart in charts if chart.lines]
-    return environment.get_template("page.html.j2").render(
-        title=f"{len(everything)} runs" if len(everything) > 1 else histories[0].label,
-        date=format_date(now),
-        theme=THEME,
-        library_css=Markup((_HERE / "uplot" / "uPlot.min.css").read_text(encoding="utf-8")),
+    return render(
+        "page.html.j2",
+        f"{len(everything)} runs" if len(everything) > 1 else histories[0].label,
+        "dtrain report of",
+        now,
         scripts=scripts,
-        script_hashes=[base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts],
+        filters=_FILTERS,
+        library_css=Markup((_HERE / "uplot" / "uPlot.min.css").read_text(encoding="utf-8")),
         chart_data=[chart.as_json() for chart in drawn],
         chart_number={id(chart): number for number, chart in enumerate(drawn)},
         runs=runs,

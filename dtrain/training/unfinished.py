@@ -29,6 +29,7 @@ class UnfinishedWindow:
     def __init__(self, model: nn.Module) -> None:
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
         self._began = 0
+        self._failed = False  # DDP waits for the end of a backward for ever
         self._backward_began: int | None = None
 
     def begin(self) -> None:
@@ -48,8 +49,9 @@ class UnfinishedWindow:
             return
         reducer, backward_began = ddp.reducer, self._backward_began
         done = collectives_so_far() - backward_began if backward_began is not None else 0
-        if collectives_so_far() == self._began:  # before the forward of the first micro-batch, which begins with these
-            reducer._rebuild_buckets()
+        if backward_began is None and collectives_so_far() == self._began:  # before the forward of the first micro-batch, which begins with these
+            if not self._failed:  # else it is past that, because the first step is settled at once
+                reducer._rebuild_buckets()
             if ddp.broadcast_buffers and ddp.modules_buffers:
                 ddp._sync_buffers()
         buckets = reducer._get_zeros_like_grad_buckets()
@@ -57,4 +59,4 @@ class UnfinishedWindow:
             reducer._run_comm_hook(bucket).wait()
         if ddp.find_unused_parameters and done <= len(buckets):
             ddp.process_group.allreduce([reducer._get_local_used_map()]).wait()
-        self.begin()
+        self._failed = True

@@ -81,6 +81,8 @@ class CachePolicy:
         folder: Folder of the cache. None: ``shards`` in dtrain's cache directory.
         max_gb: Size limit in units of 1e9 bytes. None: half of the free space of its disk.
         sharers: Processes of this node that prefetch into it at the same time.
+        fills: Whether reading samples makes copies. False: a shard without a copy is read in place, for commands that read a
+            few samples only.
 
     Raises:
         ValueError: If ``storage`` or ``max_gb`` is invalid.
@@ -90,6 +92,7 @@ class CachePolicy:
     folder: str | None = None
     max_gb: float | None = None
     sharers: int = 1
+    fills: bool = True
 
     def __post_init__(self) -> None:
         if self.storage not in STORAGE:
@@ -100,9 +103,9 @@ class CachePolicy:
             )
 
     @classmethod
-    def from_config(cls, storage: str, folder: str | None, max_gb: float | None) -> CachePolicy:
+    def from_config(cls, storage: str, folder: str | None, max_gb: float | None, *, fills: bool = True) -> CachePolicy:
         """The policy with all of this node's processes, as started by ``torchrun``, as sharers."""
-        return cls(storage, folder, max_gb, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        return cls(storage, folder, max_gb, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), fills)
 
     @cached_property
     def cache(self) -> NodeCache:

@@ -338,7 +338,7 @@ class ShardReader:
         """
         self._next_check = 0.0
         self._check_open()
-        if self._policy is None or self._stamp is None:
+        if self._policy is None or self._stamp is None or not self._policy.fills:
             return
         if at_once is not None:
             self._max_open = max(1, min(self._most_open, at_once))
@@ -417,7 +417,7 @@ class ShardReader:
         path = self._paths[shard]
         if self._policy is not None and self._stamp is not None and self._policy.applies_to(path):
             copy = self._copy(shard)
-            if copy is None and self._stamp(shard).size <= _SMALL_SHARD:
+            if copy is None and self._policy.fills and self._stamp(shard).size <= _SMALL_SHARD:
                 try:
                     copy = self._fetch_copy(shard)
                 except CacheInUse as error:

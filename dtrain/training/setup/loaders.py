@@ -47,8 +47,14 @@ def prepare_data(data: DataConfig) -> None:
         from_rank0(call)
 
 
-def train_loader(cfg: Config, world: World, precision: Precision) -> ShardLoader:
+def train_loader(cfg: Config, world: World, precision: Precision, *, fills_cache: bool = True) -> ShardLoader:
     """This rank's training loader.
+
+    Args:
+        cfg: The config.
+        world: The ranks.
+        precision: Decides the transfer dtypes.
+        fills_cache: False reads shards without a copy in the node cache in place, for a few samples.
 
     Raises:
         ConfigError: If shards, fields and sizes cannot work together.
@@ -66,6 +72,7 @@ def train_loader(cfg: Config, world: World, precision: Precision) -> ShardLoader
         random_offset=data.random_offset,
         augment=by_target("data.augment", data.augment) if data.augment is not None else None,
         mix=build_mix(data.mix) if data.mix is not None else None,
+        fills_cache=fills_cache,
     )
     if data.exclude is not None:
         with as_config_error("data.exclude"):
@@ -74,7 +81,7 @@ def train_loader(cfg: Config, world: World, precision: Precision) -> ShardLoader
 
 
 def eval_loader(
-    cfg: Config, world: World, precision: Precision, *, in_stored_order: bool = False
+    cfg: Config, world: World, precision: Precision, *, in_stored_order: bool = False, fills_cache: bool = True
 ) -> ShardLoader | None:
     """This rank's evaluation loader, each sample once; None without ``data.eval``.
 
@@ -84,6 +91,7 @@ def eval_loader(
         precision: Decides the transfer dtypes.
         in_stored_order: Without it, a step draws from several lanes in stored order, so that each rank opens about its
             share of the shards. With it, every rank opens all of them.
+        fills_cache: As for ``train_loader``.
 
     Raises:
         ConfigError: If shards, fields and sizes cannot work together.
@@ -91,7 +99,7 @@ def eval_loader(
     if not cfg.data.eval:
         return None
     lanes = None if in_stored_order else choose_lanes(max(cfg.train.global_batch_size, 1), None, "window")
-    return _loader(cfg, world, precision, "eval", shuffle="none", lanes=lanes)
+    return _loader(cfg, world, precision, "eval", shuffle="none", lanes=lanes, fills_cache=fills_cache)
 
 
 def check_same_data(train: ShardLoader | None, evaluation: ShardLoader | None) -> None:
@@ -298,7 +306,14 @@ def are_patterns(value: Any) -> bool:
 
 
 def _loader(
-    cfg: Config, world: World, precision: Precision, split: str, *, random_offset: bool = False, **order: object
+    cfg: Config,
+    world: World,
+    precision: Precision,
+    split: str,
+    *,
+    random_offset: bool = False,
+    fills_cache: bool = True,
+    **order: object,
 ) -> ShardLoader:
     data = cfg.data
     mixed = split == "train" and bool(data.mixture)
@@ -324,7 +339,7 @@ def _loader(
         "workers": WorkerOptions(data.prefetch, data.start_method, pin_memory=world.device.type == "cuda"),
         **order,
     }
-    policy = CachePolicy.from_config(data.storage, data.cache.dir, data.cache.max_gb)
+    policy = CachePolicy.from_config(data.storage, data.cache.dir, data.cache.max_gb, fills=fills_cache)
     if random_offset and not are_patterns(named):
         raise ConfigError(
             "data.random_offset=true: samples begin at random tokens only in shards of one text, which data.train is not. "
