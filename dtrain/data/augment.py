@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dtrain.data.fields.crop import INTERPOLATIONS, Crop, kept_boxes
 from dtrain.data.fields.field import DataError
-from dtrain.data.fields.regions import Move, moved_regions
+from dtrain.data.fields.regions import Move, moved_regions, regions_of
 
 Augment = Callable[[dict[str, Any], np.random.Generator], dict[str, Any]]
 
@@ -176,8 +176,8 @@ class RandomResizedCrop(Cropper):
 class RandomCropFlip(Geometric):
     """Pads an image, crops its old size at a random place, and mirrors it with probability 1/2.
 
-    The augmentation of the CIFAR recipes (Lee et al. 2015, He et al. 2016). A mask is padded with ``ignore`` of its field in the
-    mode ``zero``; pixels that the mode ``reflect`` adds are in no box.
+    The augmentation of the CIFAR recipes (Lee et al. 2015, He et al. 2016). In the mode ``zero`` a mask is padded with
+    ``ignore`` of its field; what the mode ``reflect`` adds is in no box.
 
     Args:
         field: Name of an array ``[height, width, ...]``, such as an image.
@@ -286,25 +286,34 @@ class TorchvisionTransform:
         transform: Called with a uint8 tensor ``[3, height, width]``; returns one of any height and width. Leave out
             ``ToDtype`` and ``Normalize``: images are transferred as uint8 and normalised on the device.
         field: Name of the image.
+        only_colours: Whether the transform leaves every pixel at its place, as ``ColorJitter`` does and ``RandAugment`` does
+            not. Required for an image with a mask or boxes, which the transform does not move.
 
     Raises:
         ValueError: If ``transform`` is not callable, or is a class.
     """
 
-    def __init__(self, transform: Callable[[Tensor], Tensor], field: str = "image") -> None:
+    def __init__(self, transform: Callable[[Tensor], Tensor], field: str = "image", only_colours: bool = False) -> None:
         if isinstance(transform, type) or not callable(transform):
             raise ValueError(
                 f"transform {transform!r}: want an object such as torchvision.transforms.v2.RandAugment()."
             )
         self.transform = transform
         self.field = field
+        self.only_colours = only_colours
 
     def __call__(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         """The sample with its image, uint8 ``[height, width, 3]``, replaced by a new array.
 
         Raises:
-            DataError: If the transform returns anything but uint8 ``[3, height, width]``.
+            DataError: If the transform returns anything but uint8 ``[3, height, width]``, or the image has a mask or boxes and
+                ``only_colours`` is false.
         """
+        if not self.only_colours and (regions := regions_of(sample, self.field)):
+            raise DataError(
+                f"the transform of {self.field!r} may move pixels, but not {regions[0].name!r}. Set only_colours=true if it "
+                "changes colours only; otherwise use RandomResizedCrop, RandomCropFlip, Flip or a Geometric of your own."
+            )
         image = torch.from_numpy(np.array(image_of(sample, self.field))).permute(2, 0, 1)
         seed = int(rng.integers(2**63))
         with torch.random.fork_rng(devices=[]):

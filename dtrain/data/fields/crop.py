@@ -91,7 +91,8 @@ class Crop(NamedTuple):
         top, left, rows, columns = self._window
         down = self.top + _nearest(self.height, self.size[0])[top : top + rows]
         right = self.left + _nearest(self.width, self.size[1])[left : left + columns]
-        return mask[down[:, np.newaxis], right]
+        cut: np.ndarray = mask[down[:, np.newaxis], right]
+        return cut
 
     def move_boxes(self, boxes: np.ndarray) -> np.ndarray:
         """Applies the crop to boxes.
@@ -104,8 +105,9 @@ class Crop(NamedTuple):
         """
         top, left, rows, columns = self._window
         scale = np.array([self.size[1] / self.width, self.size[0] / self.height] * 2, np.float32)
+        first, second = (np.array([x, y] * 2, np.float32) for x, y in ((self.left, self.top), (left, top)))
         moved = boxes.copy()
-        moved[:, :4] = (boxes[:, :4] - np.float32([self.left, self.top] * 2)) * scale - np.float32([left, top] * 2)
+        moved[:, :4] = (boxes[:, :4] - first) * scale - second
         return kept_boxes(moved, rows, columns)
 
     @property
@@ -151,8 +153,9 @@ def kept_boxes(boxes: np.ndarray, height: int, width: int) -> np.ndarray:
         fp32, ``[boxes, 5]``, in the same order.
     """
     clipped = boxes.copy()
-    clipped[:, :4] = np.clip(boxes[:, :4], 0, np.float32([width, height] * 2))
-    return clipped[(clipped[:, 2:4] - clipped[:, :2] >= 1).all(axis=1)]
+    clipped[:, :4] = np.clip(boxes[:, :4], 0, np.array([width, height] * 2, np.float32))
+    kept: np.ndarray = clipped[(clipped[:, 2:4] - clipped[:, :2] >= 1).all(axis=1)]
+    return kept
 
 
 def resize(pixels: np.ndarray, size: tuple[int, int], interpolation: str = "bilinear") -> np.ndarray:

@@ -171,8 +171,8 @@ class Field:
         if kind == "image" and self.role != "image":
             raise ValueError(
                 f"field {self.name!r}: .{self.ext} decodes to three colour channels, which needs the role image, not "
-                f"{self.role!r}. For class numbers use a png with role: mask, for depth a decoder; role: bytes returns the file's "
-                "bytes."
+                f"{self.role!r}. For class numbers use a png with role: mask, for depth a decoder; role: bytes returns the "
+                "bytes of the file."
             )
         if self.role == "image" and kind not in ("image", "array", "custom", *MEDIA):
             raise ValueError(f"field {self.name!r}: role image, but .{self.ext} holds {kind}. Use a different role.")

@@ -50,22 +50,26 @@ def moved_regions(sample: Mapping[str, Any], image: str, size: tuple[int, int], 
         DataError: If a mask has a different size than the image, or boxes are not ``[boxes, 5]``.
     """
     moved = {}
-    for field in sample.get(REGIONS_KEY, ()):
-        if field.of == image:
-            value, name = sample[field.name], field.name
-            shape = value.shape if isinstance(value, np.ndarray) else type(value).__name__
-            if field.role == "boxes":
-                if not _is_boxes(value):
-                    raise DataError(f"the augmentation needs {name!r} to be boxes, [boxes, 5]; got {shape}.")
-                moved[name] = move.move_boxes(value)
-            else:
-                if shape != size:
-                    raise DataError(
-                        f"the augmentation needs the mask {name!r} to have the size of {image!r}, {size}; got {shape}. An "
-                        "augmentation before it has to change both."
-                    )
-                moved[name] = move.cut_mask(value, field.ignore)
+    for field in regions_of(sample, image):
+        value, name = sample[field.name], field.name
+        shape = value.shape if isinstance(value, np.ndarray) else type(value).__name__
+        if field.role == "boxes":
+            if not _is_boxes(value):
+                raise DataError(f"the augmentation needs {name!r} to be boxes, fp32 [boxes, 5]; got {shape}.")
+            moved[name] = move.move_boxes(value)
+        else:
+            if shape != size:
+                raise DataError(
+                    f"the augmentation needs the mask {name!r} to have the size of {image!r}, {size}; got {shape}. An "
+                    "augmentation before it has to change both."
+                )
+            moved[name] = move.cut_mask(value, field.ignore)
     return moved
+
+
+def regions_of(sample: Mapping[str, Any], image: str) -> list[Field]:
+    """The masks and boxes of an image, of a sample on its way through augmentations."""
+    return [field for field in sample.get(REGIONS_KEY, ()) if field.of == image]
 
 
 def region_of(field: Field, value: Any, size: tuple[int, int] | None, move: Move | None) -> np.ndarray:

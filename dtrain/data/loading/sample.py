@@ -88,8 +88,8 @@ class SampleBuilder:
             decoded = dict(self.augment(decoded, rng))
             if self._regions and decoded.pop(REGIONS_KEY, None) is None:  # a later step would move the image alone
                 raise DataError(
-                    f"the augmentation returned {', '.join(map(repr, decoded)) or 'nothing'}, which lacks {REGIONS_KEY!r}, from "
-                    "which others know masks and boxes. Return the sample with changes: {**sample, 'image': changed}."
+                    f"the augmentation returned {', '.join(map(repr, decoded)) or 'nothing'}, which lacks {REGIONS_KEY!r}, the "
+                    "list of masks and boxes. Return the sample with changes: {**sample, 'image': changed}."
                 )
         for field in self._regions:
             if field.role == "boxes" and field.name in decoded:
