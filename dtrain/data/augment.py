@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dtrain.data.fields.crop import INTERPOLATIONS, Crop, kept_boxes
 from dtrain.data.fields.field import DataError
-from dtrain.data.fields.regions import Move, moved_regions, regions_of
+from dtrain.data.fields.regions import REGIONS_KEY, Move, moved_regions, regions_of
 
 Augment = Callable[[dict[str, Any], np.random.Generator], dict[str, Any]]
 
@@ -94,7 +94,10 @@ class Geometric(ABC):
         cut = move.cut(image)
         if np.may_share_memory(cut, image):
             cut = np.array(cut, order="C")
-        return {**sample, self.field: cut, **moved_regions(sample, self.field, (height, width), move)}
+        changed = {self.field: cut}
+        if REGIONS_KEY in sample:
+            changed |= moved_regions(sample, self.field, (height, width), move)
+        return {**sample, **changed}
 
 
 class Cropper(Geometric):

@@ -94,7 +94,8 @@ def decode(
         the range of int64; text, a str; json, the parsed value without a role, else the value at the field's key (see
         ``Field``); array, a writable array of native byte order in its stored dtype; raw, the same, ``[length]``; bytes, a
         copy; custom, the result of the field's decoder. Arrays and custom values of the role image are cropped too, masks and
-        boxes are not: see ``dtrain.data.fields.regions``. With a tokenizer, tokens (see ``tokens_of``). With the roles audio and video, a part of the recording (see ``decode_media``).
+        boxes are not: see ``dtrain.data.fields.regions``. With a tokenizer, tokens (see ``tokens_of``). With the roles audio
+        and video, a part of the recording (see ``decode_media``).
 
     Raises:
         SampleError: If the bytes do not fit the field, or memory cannot be allocated. ``ValueError``, ``OSError`` and

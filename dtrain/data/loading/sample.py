@@ -83,10 +83,10 @@ class SampleBuilder:
             decoded[field.name] = region_of(field, decoded[field.name], size, frame.crop)
         if self.augment is not None:
             assert rng is not None
-            if self._regions:
-                decoded[REGIONS_KEY] = self._regions
-            decoded = dict(self.augment(decoded, rng))
-            if self._regions and decoded.pop(REGIONS_KEY, None) is None:  # a later step would move the image alone
+            if not self._regions:
+                return self.augment(decoded, rng)
+            decoded = dict(self.augment({**decoded, REGIONS_KEY: self._regions}, rng))
+            if decoded.pop(REGIONS_KEY, None) is None:  # a later step would move the image alone
                 raise DataError(
                     f"the augmentation returned {', '.join(map(repr, decoded)) or 'nothing'}, which lacks {REGIONS_KEY!r}, the "
                     "list of masks and boxes. Return the sample with changes: {**sample, 'image': changed}."

@@ -232,7 +232,7 @@ class ShardDataset(IterableDataset[dict[str, Any]]):
         try:
             raw = reader.fetch(epoch, number) if raw is None else raw
             members, fields = raw, self._source.fields
-            sample = self._builder.values(
+            values = self._builder.values(
                 lambda number, crop, at: reader.decode(fields[number], members[number], None, crop, at), rng
             )
         except SampleError as error:
@@ -242,6 +242,7 @@ class ShardDataset(IterableDataset[dict[str, Any]]):
                 f"sample {key!r}, in {place['shard']} at byte {place['offset']}: {error}. Repair or remove it, or use "
                 "ShardLoader, which masks bad samples and counts them."
             ) from error
+        sample = dict(values)
         for field in self._source.fields:
             if field.columns[1:]:
                 sample[field.name], sample[field.columns[1]] = (
