@@ -1,9 +1,9 @@
 """Segmentation: a class for each pixel. The masks are cropped and mirrored together with the images.
 
-    python examples/segmentation.py shapes       # writes the dataset: KEY.image.png and KEY.mask.png
+    python examples/segmentation.py shapes-masks       # writes the dataset: KEY.image.png and KEY.mask.png
     PYTHONPATH=examples dtrain train --nproc 2 --config-dir examples/presets experiment=segmentation
 
-An image shows some shapes on noise: reddish circles, greenish squares and bluish triangles. Its mask is a PNG of one channel:
+An image shows some shapes on noise: red circles, green squares and blue triangles. Its mask is a PNG of one channel:
 0 is the background, and each kind of shape has its number. A line of 255 around each shape is not judged, as in the masks of
 PASCAL VOC.
 """
@@ -114,7 +114,7 @@ def samples(count: int, rng: np.random.Generator) -> Iterator[dict[str, Any]]:
         for _ in range(rng.integers(1, 4)):
             kind, radius = int(rng.integers(1, len(CLASSES))), int(rng.integers(5, 11))
             x, y = (int(place) for place in rng.integers(radius, SIDE - radius, 2))
-            colour = [int(part) for part in rng.integers(60, 180, 3)]
+            colour = [int(part) for part in rng.integers(0, 100, 3)]
             colour[kind - 1] = 255
             draw(ImageDraw.Draw(image), kind, x, y, radius, fill=tuple(colour))
             draw(ImageDraw.Draw(mask), kind, x, y, radius, fill=kind, outline=IGNORE)

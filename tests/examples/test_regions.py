@@ -35,7 +35,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "json": {"name": "boxes", "role": "boxes", "key": "boxes", "length": 8},
     },
 }
-FOLDERS = {"segmentation": "shapes", "boxes": "shapes-boxes"}
+FOLDERS = {"segmentation": "shapes-masks", "boxes": "shapes-boxes"}
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_the_iou_is_that_of_scikit_learn_and_equal_to_the_last_bit_on_one_to_thr
     torch.manual_seed(1)
     model = segmentation.UNet(width=4)
     results = evaluated("segmentation", model, segmentation.Segmentation())
-    samples = members("shapes")
+    samples = members("shapes-masks")
     predicted = outputs(model, [sample["image.png"] for sample in samples]).argmax(dim=1).numpy().flatten()
     classes = np.stack([opened(sample["mask.png"]) for sample in samples]).flatten()
     known = classes != 255
@@ -242,5 +242,5 @@ def test_it_learns(name: str, metric: str, least: float, modules: dict[str, Any]
         f"data.eval={tmp_path}/data/{FOLDERS[name]}/test-*.tar",
     )
     presets = ("--config-dir", str(EXAMPLES / "presets"))
-    train_on(2, tmp_path / "run", *presets, *data, "train.max_epochs=3", experiment=name)
+    train_on(2, tmp_path / "run", *presets, *data, "train.max_epochs=2", experiment=name)
     assert metrics(tmp_path / "run", f"eval/{metric}")[-1] > least
