@@ -34,6 +34,8 @@ _EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "id": ("tok", {"name": "tokens", "dtype": "uint16", "length": 1025}),
     "text": ("txt", {"name": "caption", "role": "text", "tokenizer": "bytes", "length": 64}),
     "bytes": ("pth", {"name": "file", "role": "bytes"}),
+    "mask": ("png", {"name": "mask", "role": "mask"}),
+    "boxes": ("json", {"name": "boxes", "role": "boxes", "key": "boxes", "length": 50}),
     "name": ("cls", {"name": "label"}),
     "role": ("npy", {"name": "x", "role": "feature"}),
     "size": ("jpg", {"name": "image", "size": [224, 320]}),
@@ -56,6 +58,8 @@ _EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "stride": ("mp4", {"name": "clip", "num_frames": 16, "stride": 4}),
     "fps": ("mp4", {"name": "clip", "num_frames": 16, "fps": 7.5}),
     "clip": ("mp4", {"name": "clip", "num_frames": 16, "clip": "random"}),
+    "of": ("right.png", {"name": "mask", "role": "mask", "of": "right"}),
+    "ignore": ("png", {"name": "mask", "role": "mask", "ignore": 0}),
 }
 _TYPES = {
     "str": "text",
@@ -68,14 +72,14 @@ _TYPES = {
 }
 #: Roles of options that depend on other options too.
 _OTHER_ROLES = {
-    "dtype": "all but image, video, audio, text, bytes",
-    "length": "text with `tokenizer`, audio, numbers with `dtype`",
-    "key": "all but image, video, audio, bytes",
+    "dtype": "all but image, video, audio, text, bytes, mask, boxes",
+    "length": "text with `tokenizer`, audio, boxes, numbers with `dtype`",
+    "key": "all but image, video, audio, bytes, mask",
     "tokenizer": "text",
 }
 #: What the batch has of each kind of member.
 _VALUES = {
-    "image": "images, see the role `image`; the format is recognised by the content",
+    "image": "images, see the role `image`; the format is recognised by the content; `png` also with the role `mask`",
     "integer": "int64 `[rows]`",
     "text": "list of strings; with `tokenizer`, tokens",
     "json": "the value at `key`, by role; without a role, a list of the parsed values",
@@ -98,6 +102,10 @@ _ROLES = {
     "id": "identifiers and tokens",
     "text": "text; with `tokenizer`, rows of tokens and their mask",
     "bytes": "the member's bytes, for the task",
+    "mask": "a number for each pixel of an image, such as its class: integers `[rows, height, width]`, from a grey or palette "
+    "PNG or an array; cropped, resized and mirrored together with the image",
+    "boxes": "boxes of an image, fp32 `[rows, length, 5]`: left, top, right and bottom edge in pixels and class, padded; "
+    "and their number, `NAME_count`; cropped, resized and mirrored together with the image",
 }
 
 

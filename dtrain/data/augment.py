@@ -3,6 +3,7 @@
 * The generator is keyed by (seed, epoch, sample), so the result does not depend on the rank or worker that loads the
   sample.
 * Each augmentation draws a fixed count of numbers and does not change its input arrays.
+* A ``Geometric`` one moves pixels of an image. Masks and boxes of the image move with it (``dtrain.data.fields.regions``).
 * A ``Cropper`` at the start replaces the image's own size: the loader then crops while it decodes, which is cheaper.
 """
 
@@ -12,15 +13,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from dtrain.data.fields.crop import INTERPOLATIONS, Crop
+from dtrain.data.fields.crop import INTERPOLATIONS, Crop, kept_boxes
 from dtrain.data.fields.field import DataError
+from dtrain.data.fields.regions import REGIONS_KEY, Move, moved_regions, regions_of
 
 Augment = Callable[[dict[str, Any], np.random.Generator], dict[str, Any]]
 
@@ -60,8 +62,19 @@ class Compose:
         return sample
 
 
-class Cropper(ABC):
-    """An augmentation that crops one image and does nothing else.
+class Geometric(ABC):
+    """An augmentation that moves the pixels of one image, and the masks and boxes that belong to it.
+
+    Example:
+        >>> import numpy as np
+        >>> from dtrain.data.augment import Geometric
+        >>> from dtrain.data.fields.crop import Crop
+        >>> class Left(Geometric):
+        ...     field = "image"
+        ...     def move(self, height, width, rng):
+        ...         return Crop(0, 0, height, width // 2, size=(height, width // 2))
+        >>> Left()({"image": np.zeros((4, 6, 3), np.uint8)}, np.random.default_rng(0))["image"].shape
+        (4, 3, 3)
 
     Attributes:
         field: Name of the image.
@@ -70,14 +83,38 @@ class Cropper(ABC):
     field: str
 
     @abstractmethod
+    def move(self, height: int, width: int, rng: np.random.Generator) -> Move:
+        """What happens to an image of this height and width; draws a fixed count of numbers."""
+
+    def __call__(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        """The sample with new arrays for its image, ``[height, width, ...]``, and for masks and boxes of it."""
+        image = _array(sample, self.field)
+        height, width = image.shape[:2]
+        move = self.move(height, width, rng)
+        cut = move.cut(image)
+        if np.may_share_memory(cut, image):
+            cut = np.array(cut, order="C")
+        changed = {self.field: cut}
+        if REGIONS_KEY in sample:
+            changed |= moved_regions(sample, self.field, (height, width), move)
+        return {**sample, **changed}
+
+
+class Cropper(Geometric):
+    """An augmentation that crops one image and does nothing else."""
+
+    @abstractmethod
     def crop(self, height: int, width: int, rng: np.random.Generator) -> Crop:
         """The crop of an image of this height and width."""
 
+    def move(self, height: int, width: int, rng: np.random.Generator) -> Crop:
+        """The crop."""
+        return self.crop(height, width, rng)
+
     def __call__(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        """The sample with its image, uint8 ``[height, width, 3]``, replaced by a new array."""
-        image = image_of(sample, self.field)
-        height, width = image.shape[:2]
-        return {**sample, self.field: np.array(self.crop(height, width, rng).cut(image), order="C")}
+        """The sample with its image, uint8 ``[height, width, 3]``, and masks and boxes of it, replaced by new arrays."""
+        image_of(sample, self.field)
+        return super().__call__(sample, rng)
 
 
 @dataclass(frozen=True)
@@ -139,10 +176,11 @@ class RandomResizedCrop(Cropper):
 
 
 @dataclass(frozen=True)
-class RandomCropFlip:
+class RandomCropFlip(Geometric):
     """Pads an image, crops its old size at a random place, and mirrors it with probability 1/2.
 
-    The augmentation of the CIFAR recipes (Lee et al. 2015, He et al. 2016).
+    The augmentation of the CIFAR recipes (Lee et al. 2015, He et al. 2016). In the mode ``zero`` a mask is padded with
+    ``ignore`` of its field; what the mode ``reflect`` adds is in no box.
 
     Args:
         field: Name of an array ``[height, width, ...]``, such as an image.
@@ -165,23 +203,17 @@ class RandomCropFlip:
         if self.mode not in MODES:
             raise ValueError(f"mode {self.mode!r} is unknown, want one of {', '.join(MODES)}.")
 
-    def __call__(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        """The sample with the field's array replaced by a new one of the same shape and dtype."""
-        image = _array(sample, self.field)
+    def move(self, height: int, width: int, rng: np.random.Generator) -> Move:
+        """The shift and reflection, which keep the size."""
         down, right, mirror = rng.random(3).tolist()
         shifts = (int(down * (2 * self.padding + 1)) - self.padding, int(right * (2 * self.padding + 1)) - self.padding)
-        cut = self._reflect(image, *shifts) if self.mode == "reflect" else _shift(image, *shifts)
-        return {**sample, self.field: _mirrored(cut) if self.flip and mirror < 0.5 else cut}
-
-    def _reflect(self, image: np.ndarray, down: int, right: int) -> np.ndarray:
-        height, width = image.shape[:2]
-        if self.padding >= min(height, width):
+        if self.mode == "reflect" and self.padding >= min(height, width):
             raise DataError(f"{self.field!r} is {height} x {width}, too small to reflect {self.padding} pixels.")
-        return image.take(_reflected(height, down), axis=0).take(_reflected(width, right), axis=1)
+        return _Shift(height, width, *shifts, self.mode == "reflect", self.flip and mirror < 0.5)
 
 
 @dataclass(frozen=True)
-class Flip:
+class Flip(Geometric):
     """Mirrors an image left to right.
 
     Args:
@@ -199,11 +231,9 @@ class Flip:
         if not 0 <= self.probability <= 1:
             raise ValueError(f"probability {self.probability}: want a number from 0 to 1.")
 
-    def __call__(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        """The sample with the field's array replaced by a new one of the same shape and dtype."""
-        image = _array(sample, self.field)
-        mirrored = rng.random() < self.probability
-        return {**sample, self.field: _mirrored(image) if mirrored else image.copy()}
+    def move(self, height: int, width: int, rng: np.random.Generator) -> Move:
+        """The reflection, or nothing."""
+        return _Shift(height, width, mirrored=rng.random() < self.probability)
 
 
 @dataclass(frozen=True)
@@ -259,25 +289,34 @@ class TorchvisionTransform:
         transform: Called with a uint8 tensor ``[3, height, width]``; returns one of any height and width. Leave out
             ``ToDtype`` and ``Normalize``: images are transferred as uint8 and normalised on the device.
         field: Name of the image.
+        only_colours: Whether the transform leaves every pixel at its place, as ``ColorJitter`` does and ``RandAugment`` does
+            not. Required for an image with a mask or boxes, which the transform does not move.
 
     Raises:
         ValueError: If ``transform`` is not callable, or is a class.
     """
 
-    def __init__(self, transform: Callable[[Tensor], Tensor], field: str = "image") -> None:
+    def __init__(self, transform: Callable[[Tensor], Tensor], field: str = "image", only_colours: bool = False) -> None:
         if isinstance(transform, type) or not callable(transform):
             raise ValueError(
                 f"transform {transform!r}: want an object such as torchvision.transforms.v2.RandAugment()."
             )
         self.transform = transform
         self.field = field
+        self.only_colours = only_colours
 
     def __call__(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         """The sample with its image, uint8 ``[height, width, 3]``, replaced by a new array.
 
         Raises:
-            DataError: If the transform returns anything but uint8 ``[3, height, width]``.
+            DataError: If the transform returns anything but uint8 ``[3, height, width]``, or the image has a mask or boxes and
+                ``only_colours`` is false.
         """
+        if not self.only_colours and (regions := regions_of(sample, self.field)):
+            raise DataError(
+                f"the transform of {self.field!r} may move pixels, but not {regions[0].name!r}. Set only_colours=true if it "
+                "changes colours only; otherwise use RandomResizedCrop, RandomCropFlip, Flip or a Geometric of your own."
+            )
         image = torch.from_numpy(np.array(image_of(sample, self.field))).permute(2, 0, 1)
         seed = int(rng.integers(2**63))
         with torch.random.fork_rng(devices=[]):
@@ -321,6 +360,39 @@ def _array(sample: dict[str, Any], field: str) -> np.ndarray:
     return value
 
 
+class _Shift(NamedTuple):
+    """The rectangle of an image's own size that starts at (down, right), mirrored or not."""
+
+    height: int
+    width: int
+    down: int = 0
+    right: int = 0
+    reflects: bool = False
+    mirrored: bool = False
+
+    def cut(self, pixels: np.ndarray) -> np.ndarray:
+        return self._cut(pixels, 0)
+
+    def cut_mask(self, mask: np.ndarray, ignore: int) -> np.ndarray:
+        return self._cut(mask, ignore)
+
+    def move_boxes(self, boxes: np.ndarray) -> np.ndarray:
+        moved = boxes - np.array([self.right, self.down, self.right, self.down, 0], np.float32)
+        if self.mirrored:
+            moved[:, [0, 2]] = self.width - moved[:, [2, 0]]
+        return kept_boxes(moved, self.height, self.width)
+
+    def _cut(self, array: np.ndarray, fill: int) -> np.ndarray:
+        if self.reflects:
+            rows, columns = _reflected(self.height, self.down), _reflected(self.width, self.right)
+            array = array.take(rows, axis=0).take(columns, axis=1)
+        elif self.down or self.right:
+            array = _shift(array, self.down, self.right, fill)
+        elif not self.mirrored:
+            return array.copy()
+        return _mirrored(array) if self.mirrored else array
+
+
 def _mirrored(image: np.ndarray) -> np.ndarray:
     if image.dtype != np.uint8:
         return np.ascontiguousarray(image[:, ::-1])
@@ -328,9 +400,9 @@ def _mirrored(image: np.ndarray) -> np.ndarray:
     return torch.from_numpy(np.require(image, requirements=["C", "W"])).flip(1).numpy()
 
 
-def _shift(image: np.ndarray, down: int, right: int) -> np.ndarray:
-    """The rectangle of the image's size that starts at (down, right); zero outside the image."""
-    out = np.zeros_like(image)
+def _shift(image: np.ndarray, down: int, right: int, fill: int) -> np.ndarray:
+    """The rectangle of the image's size that starts at (down, right); ``fill`` outside the image."""
+    out = np.full_like(image, fill) if fill else np.zeros_like(image)
     height, width = image.shape[:2]
     rows, columns = max(height - abs(down), 0), max(width - abs(right), 0)
     top, left = max(down, 0), max(right, 0)

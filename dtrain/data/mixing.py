@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtrain.data.fields.field import DataError, Field
+from dtrain.data.fields.field import REGIONS, DataError, Field
 from dtrain.data.order.randomness import Randomness, hash64
 
 # Uses of (seed, epoch) need different keys: the order has 1 to 3, augmentation 4, generated samples 5.
@@ -113,7 +113,7 @@ class Mix:
         """The fields of a source after mixing: the label holds probabilities instead of a class number.
 
         Raises:
-            ValueError: If there is no such image or label.
+            ValueError: If there is no such image or label, or the image has a mask or boxes.
         """
         roles = {field.name: field.role for field in fields}
         if roles.get(self.image) != "image":
@@ -122,6 +122,10 @@ class Mix:
         if self.label not in roles or roles[self.label] == "image":
             others = [name for name, role in roles.items() if role != "image"]
             raise ValueError(f"data.mix.label: {self.label!r} is not a label. Labels: {', '.join(others) or 'none'}.")
+        if regions := [field.name for field in fields if field.role in REGIONS and field.of == self.image]:
+            raise ValueError(
+                f"data.mix mixes {self.image!r}, but not {regions[0]!r}, which belongs to it. Remove data.mix or the field."
+            )
         return tuple(replace(field, role="target") if field.name == self.label else field for field in fields)
 
     def draw(self, rng: np.random.Generator) -> Blend | Patch | None:

@@ -209,7 +209,7 @@ class _Runner:
         """Replies to ``Probe.outputs``."""
         parts = safetensors.torch.load_file(inputs)["rows"].split(_OUTPUT_BATCH)
         rows = torch.cat([self._artefact.outputs(part).cpu() for part in parts])
-        safetensors.torch.save_file({"rows": rows}, outputs)
+        safetensors.torch.save_file({"rows": rows.contiguous()}, outputs)
         return {}
 
     def _prepare(self, batch: int) -> None:

@@ -34,7 +34,10 @@ from dtrain.precision.modules import refuse_scripted
 
 #: The roles of fields. Images and video are transferred as uint8, features and audio in the compute dtype, all others in the
 #: dtype they have.
-ROLES = ("image", "video", "audio", "feature", "label", "target", "coord", "weight", "id", "text", "bytes")
+ROLES = (
+    *("image", "video", "audio", "feature", "label", "target", "coord", "weight", "id", "text", "bytes"),
+    *("mask", "boxes"),
+)
 
 _COMPUTE = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

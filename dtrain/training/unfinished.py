@@ -49,7 +49,9 @@ class UnfinishedWindow:
             return
         reducer, backward_began = ddp.reducer, self._backward_began
         done = collectives_so_far() - backward_began if backward_began is not None else 0
-        if backward_began is None and collectives_so_far() == self._began:  # before the forward of the first micro-batch, which begins with these
+        if (
+            backward_began is None and collectives_so_far() == self._began
+        ):  # before the forward of the first micro-batch, which begins with these
             if not self._failed:  # else it is past that, because the first step is settled at once
                 reducer._rebuild_buckets()
             if ddp.broadcast_buffers and ddp.modules_buffers:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dtrain.errors import ConfigError
 from dtrain.export import artefact
@@ -65,6 +65,29 @@ def test_an_artefact_that_fails_is_an_error_that_names_the_number_of_rows(
         assert len(probe.run(1, 0.0)["calls"]) == 1
         with refused(ConfigError, str(tmp_path / "out"), "with 4 rows", *parts):
             probe.run(4, 0.0)
+
+
+class ChannelsLast(nn.Linear):
+    """Returns values of pixels in the memory format that convolutions of images return."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return super().forward(rows).contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.slow
+def test_outputs_in_any_memory_layout_are_returned(tmp_path: Path) -> None:
+    model = ChannelsLast(3, 3).eval().requires_grad_(False)
+    node = {"_target_": "tests.export.test_probe.ChannelsLast", "in_features": 3, "out_features": 3}
+    folder = tmp_path / "out"
+    with artefact.replacing(folder) as writing:
+        description = described("safetensors", model=node, rows=RowSpec("float32", (2, 3, 3)))
+        program = Program(model, None, torch.float32).eval()
+        artefact.write(writing, program, description, torch.zeros(2, 2, 3, 3))
+    rows = torch.rand(5, 2, 3, 3)
+    assert not model(rows).is_contiguous()
+    with Probe(folder, CPU, trust=True) as probe:
+        probe.wait_until_loaded()
+        assert torch.allclose(probe.outputs(rows), model(rows))
 
 
 @pytest.mark.slow

@@ -4,7 +4,8 @@ Files in reading order:
 
 * ``field``: the declaration of a field, and the errors of samples.
 * ``parse``: fields of a config.
-* ``decode``: images, arrays, numbers and text; ``media``: audio and video; ``tokenizers``; ``crop``.
+* ``decode``: images, arrays, numbers and text; ``media``: audio and video; ``tokenizers``; ``crop``;
+  ``regions``: masks and boxes.
 """
 
 from dtrain.data.fields.field import DataError, Field, NoSuchField, SampleError

@@ -1,4 +1,4 @@
-"""Crop rectangles of images, and resizing.
+"""Crop rectangles of images, of their masks and boxes, and resizing.
 
 * A *crop* is a rectangle of an image and the size that it is resized to. It depends on the image's height and width
   only, so it can be chosen before the image is decoded.
@@ -6,6 +6,8 @@
   is decoded in less time. A crop allows the largest reduction that leaves two pixels for each pixel of the result.
 * An image is *thin* if its longer side is more than 16 times its shorter one. Resized by its shorter side it could take
   gigabytes, all but the middle for nothing, so only the middle is computed.
+* A *mask* has a class number for each pixel; it is resized by nearest neighbours, so that no number is made up. *Boxes* are
+  rows of left, top, right and bottom edge in pixels, and a class.
 """
 
 from __future__ import annotations
@@ -64,9 +66,7 @@ class Crop(NamedTuple):
         rectangle = pixels[self.top : self.top + self.height, self.left : self.left + self.width]
         if self.center is None:
             return resize(rectangle, self.size, self.interpolation)
-        (height, width), (rows, columns) = self.size, self.center
-        # Halves are rounded to the even neighbour, as in torchvision.
-        top, left = round((height - rows) / 2), round((width - columns) / 2)
+        (height, width), (top, left, rows, columns) = self.size, self._window
         if width > _THIN * height:
             needed, weights = _weights(self.width, width, range(left, left + columns), self.interpolation)
             part = resize(_weighted(rectangle[:, needed], weights), (height, columns), self.interpolation)
@@ -77,6 +77,47 @@ class Crop(NamedTuple):
             part = resize(part, (len(part), width), self.interpolation)[:, left : left + columns]
             return _weighted(part.swapaxes(0, 1), weights).swapaxes(0, 1)
         return resize(rectangle, self.size, self.interpolation)[top : top + rows, left : left + columns]
+
+    def cut_mask(self, mask: np.ndarray, ignore: int = 255) -> np.ndarray:
+        """Applies the crop to a mask: every pixel of the result is a pixel of the mask.
+
+        Args:
+            mask: Integers, ``[height, width]`` of the image.
+            ignore: Not used, because a crop is inside its image.
+
+        Returns:
+            A new array ``[height, width]`` of the new size, in the dtype of ``mask``.
+        """
+        top, left, rows, columns = self._window
+        down = self.top + _nearest(self.height, self.size[0])[top : top + rows]
+        right = self.left + _nearest(self.width, self.size[1])[left : left + columns]
+        cut: np.ndarray = mask[down[:, np.newaxis], right]
+        return cut
+
+    def move_boxes(self, boxes: np.ndarray) -> np.ndarray:
+        """Applies the crop to boxes.
+
+        Args:
+            boxes: fp32, ``[boxes, 5]``, in pixels of the image.
+
+        Returns:
+            fp32, ``[boxes, 5]``, in pixels of the result; as ``kept_boxes`` in its size.
+        """
+        top, left, rows, columns = self._window
+        scale = np.array([self.size[1] / self.width, self.size[0] / self.height] * 2, np.float32)
+        first, second = (np.array([x, y] * 2, np.float32) for x, y in ((self.left, self.top), (left, top)))
+        moved = boxes.copy()
+        moved[:, :4] = (boxes[:, :4] - first) * scale - second
+        return kept_boxes(moved, rows, columns)
+
+    @property
+    def _window(self) -> tuple[int, int, int, int]:
+        """Top, left, height and width of what is cut from the resized image."""
+        if self.center is None:
+            return 0, 0, *self.size
+        # Halves are rounded to the even neighbour, as in torchvision.
+        top, left = (round((side - part) / 2) for side, part in zip(self.size, self.center, strict=True))
+        return top, left, *self.center
 
 
 def whole(height: int, width: int, size: tuple[int, int], shorter_side: int | None = None) -> Crop:
@@ -98,6 +139,23 @@ def whole(height: int, width: int, size: tuple[int, int], shorter_side: int | No
         else (shorter_side * height // width, shorter_side)
     )
     return Crop(0, 0, height, width, scaled, size)
+
+
+def kept_boxes(boxes: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Boxes clipped to an image, without those that keep less than a pixel of their width or height.
+
+    Args:
+        boxes: fp32, ``[boxes, 5]``: left, top, right and bottom edge in pixels, and class.
+        height: Height of the image.
+        width: Width of the image.
+
+    Returns:
+        fp32, ``[boxes, 5]``, in the same order.
+    """
+    clipped = boxes.copy()
+    clipped[:, :4] = np.clip(boxes[:, :4], 0, np.array([width, height] * 2, np.float32))
+    kept: np.ndarray = clipped[(clipped[:, 2:4] - clipped[:, :2] >= 1).all(axis=1)]
+    return kept
 
 
 def resize(pixels: np.ndarray, size: tuple[int, int], interpolation: str = "bilinear") -> np.ndarray:
@@ -122,6 +180,11 @@ def resize(pixels: np.ndarray, size: tuple[int, int], interpolation: str = "bili
     image = torch.from_numpy(np.require(pixels, requirements=["C", "W"])).unsqueeze(0).permute(0, 3, 1, 2)
     scaled = torch.nn.functional.interpolate(image, size, mode=interpolation, antialias=True)
     return np.ascontiguousarray(scaled.permute(0, 2, 3, 1)[0].numpy())
+
+
+def _nearest(length: int, size: int) -> np.ndarray:
+    """The pixel of a side that is nearest to the centre of each pixel of the resized side; int64, ``[size]``."""
+    return (2 * np.arange(size) + 1) * length // (2 * size)
 
 
 def _weights(side: int, size: int, wanted: range, interpolation: str) -> tuple[slice, np.ndarray]:

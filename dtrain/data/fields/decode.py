@@ -35,6 +35,7 @@ from torch import Tensor
 from dtrain.data.fields.crop import Crop
 from dtrain.data.fields.field import INT64, MEDIA, DataError, Field, SampleError
 from dtrain.data.fields.media import MAX_PIXELS, Unreadable, audio_and_mask, decode_media
+from dtrain.data.fields.regions import boxes_and_count
 from dtrain.data.fields.tokenizers import tokenizer_of
 
 #: Largest size in bytes of a compressed array after decompression.
@@ -53,6 +54,9 @@ _IMAGE_DAMAGE = (*_DAMAGE, SyntaxError, TypeError, ArithmeticError, *_BOMBS)
 _JPEG = b"\xff\xd8\xff"
 _PNG = b"\x89PN"
 _TIFF = (b"II*", b"MM\0")
+# Pillow modes of a PNG with one number for each pixel.
+_MASK_MODES = ("1", "L", "P", "I;16", "I")
+_GREY = 0  # colour type of a PNG
 # A short list, because some of Pillow's formats start other programs (EPS) or read other files.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
 # EXIF orientation: its tag, bytes without which a file has none, and its values.
@@ -86,11 +90,12 @@ def decode(
         at: Which part of a recording is taken, from 0 to 1; 0.5: the middle.
 
     Returns:
-        By kind: image, uint8 ``[height, width, 3]`` (``out`` itself if it fits); integer, an int in the range of int64;
-        text, a str; json, the parsed value without a role, else the value at the field's key (see ``Field``); array, a
-        writable array of native byte order in its stored dtype; raw, the same, ``[length]``; bytes, a copy; custom, the
-        result of the field's decoder. Arrays and custom values of the role image are cropped too. With a tokenizer,
-        tokens (see ``tokens_of``). With the roles audio and video, a part of the recording (see ``decode_media``).
+        By kind: image, uint8 ``[height, width, 3]`` (``out`` itself if it fits); mask, as ``decode_mask``; integer, an int in
+        the range of int64; text, a str; json, the parsed value without a role, else the value at the field's key (see
+        ``Field``); array, a writable array of native byte order in its stored dtype; raw, the same, ``[length]``; bytes, a
+        copy; custom, the result of the field's decoder. Arrays and custom values of the role image are cropped too, masks and
+        boxes are not: see ``dtrain.data.fields.regions``. With a tokenizer, tokens (see ``tokens_of``). With the roles audio
+        and video, a part of the recording (see ``decode_media``).
 
     Raises:
         SampleError: If the bytes do not fit the field, or memory cannot be allocated. ``ValueError``, ``OSError`` and
@@ -153,13 +158,15 @@ def tokens_of(field: Field, text: Any) -> np.ndarray:
 
 
 def values_and_mask(field: Field, padded: Any) -> tuple[Tensor, Tensor]:
-    """Padded rows of a field with two columns, with zeros as padding; and a mask, bool, false there.
+    """Padded rows of a field with two columns, with zeros as padding; and a mask, bool, false there, or the count of boxes.
 
     Args:
-        field: Tokens or audio.
-        padded: A row or rows of ``tokens_of`` or ``decode_media``, a tensor or an array.
+        field: Tokens, audio or boxes.
+        padded: A row or rows of ``tokens_of``, ``decode_media`` or ``padded_boxes``, a tensor or an array.
     """
     rows = torch.as_tensor(padded)
+    if field.role == "boxes":
+        return boxes_and_count(rows)
     return audio_and_mask(rows) if field.role == "audio" else (rows.clip(min=0), rows >= 0)
 
 
@@ -294,6 +301,7 @@ _READERS: dict[str, Callable[[Field, bytes | memoryview], Any]] = {
     "json": _json,
     "array": _array,
     "raw": _raw,
+    "mask": lambda field, payload: decode_mask(payload, field.name),
     "bytes": lambda field, payload: bytes(payload),
     "custom": _custom,
 }
@@ -409,6 +417,37 @@ def decode_image(
         return np.ascontiguousarray(pixels)
     out[...] = pixels
     return out
+
+
+def decode_mask(payload: bytes | memoryview, name: str) -> np.ndarray:
+    """The numbers of a PNG: grey values, or indices of its palette, exactly as stored.
+
+    Args:
+        payload: The file.
+        name: Name of the field, for messages.
+
+    Returns:
+        ``[height, width]``: uint8, or int32 for 16 bits.
+
+    Raises:
+        SampleError: If the file is damaged, too large, no PNG, or has colours or transparency.
+    """
+    try:
+        with _quiet(), _open(payload) as image:
+            if image.format != "PNG":  # others are lossy, or are scaled when they are read
+                raise SampleError(f"a mask is a PNG, this is {image.format}")
+            if image.mode not in _MASK_MODES:
+                raise SampleError(f"a mask is grey or has a palette, this is {image.mode}: use a decoder for colours")
+            image.load()
+            numbers = np.array(image)
+    except _IMAGE_DAMAGE as error:
+        raise SampleError(f"field {name!r}: {_not_an_image(error, payload)}") from error
+    if numbers.dtype.itemsize > 1:
+        return numbers.astype(np.int32)
+    depth, colour_type = payload[24], payload[25]  # of the header, which comes first
+    if colour_type == _GREY and 1 < depth < 8:
+        numbers //= 255 // (2**depth - 1)  # Pillow scales 2 and 4 bits of grey to 8
+    return numbers.astype(np.uint8)
 
 
 def check_image(payload: bytes | memoryview, exif: bool = False) -> tuple[int, int]:

@@ -9,6 +9,7 @@
 * One member may give several fields: its entry in the mapping is then a list. ``key`` selects a value inside json:
   ``{"json": [{"name": "label", "role": "label", "key": "meta.label"}, {"name": "caption", "role": "text", "key":
   "caption"}]}``.
+* *Regions* of an image, masks and boxes, are cropped, resized and mirrored together with it (``regions``).
 * A ``SampleError`` means that one sample's bytes are bad: the loader masks that sample. A ``DataError`` means that
   samples and configuration do not fit each other; it ends the run, as every other error does.
 """
@@ -30,6 +31,8 @@ from dtrain.precision.policy import ROLES
 
 #: Roles of recordings, which are also the kinds of their files.
 MEDIA = ("audio", "video")
+#: Roles of what moves with an image.
+REGIONS = ("mask", "boxes")
 #: Extension to kind. Of ``left.jpg`` the last part counts, as in webdataset.
 KINDS = {
     **dict.fromkeys(("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "pbm", "avif"), "image"),
@@ -55,6 +58,8 @@ ROLES_OF_OPTIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("sample_rate", "channels"), ("audio",)),
     **dict.fromkeys(("num_frames", "stride", "fps"), ("video",)),
     "clip": MEDIA,
+    "of": REGIONS,
+    "ignore": ("mask",),
 }
 CLIPS = ("middle", "random")
 DECODE = ("full", "reduced")
@@ -103,10 +108,12 @@ class Field:
         length: With ``dtype``: how many numbers each row has; a member of a different length is a bad sample. None accepts
             any length. With ``tokenizer``: tokens of a row; required. With the role audio: samples of a row, cut from a
             longer recording (``clip``); a shorter one is padded with zeros, and the batch then also has ``<name>_mask``,
-            bool ``[rows, length]``, false where a row is padded. None keeps all; they must then be equally long.
+            bool ``[rows, length]``, false where a row is padded. None keeps all; they must then be equally long. With the role
+            boxes: the most boxes of a sample; required. Fewer are padded with zeros, and the batch then also has
+            ``<name>_count``, int64 ``[rows]``. A sample with more boxes is a bad sample.
         key: Where the value is inside a json member, such as ``meta.label``; list indices are numbers, ``boxes.0``. The
             roles label and id take integers (or nested lists of equal length of them), as int64; feature, target, coord
-            and weight take numbers, as fp32; text takes a string.
+            and weight take numbers, as fp32; text takes a string; boxes takes a list of boxes.
         tokenizer: ``bytes``, ``tiktoken:NAME``, ``tokenizers:FILE`` or ``vocabulary:FOLDER`` (of the shards of a text); turns
             the role text into tokens, int64 ``[length]``: the text, cut to ``length - 1`` tokens, its end-of-text token, and
             padding (0). The batch then also has ``<name>_mask``, bool ``[rows, length]``, false where a row is padded.
@@ -118,6 +125,8 @@ class Field:
         fps: In place of ``stride``: frames per second, by the times of the frames in the file.
         clip: Which part of a recording is taken: ``"middle"``; or ``"random"``, drawn for each (seed, epoch, sample), in
             training only: ``data.eval`` always takes the middle.
+        of: Name of the image that a mask or boxes belong to; None: the only image of the sample.
+        ignore: Number of the pixels that an augmentation adds around a mask, which the task leaves out; from 0 to 255.
 
     Attributes:
         kind: How the bytes are read: one of the values of ``KINDS``, ``"raw"`` or ``"custom"``. Derived.
@@ -146,6 +155,8 @@ class Field:
     stride: int = 1
     fps: float | None = None
     clip: str = "middle"
+    of: str | None = None
+    ignore: int = 255
     kind: str = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -160,7 +171,8 @@ class Field:
         if kind == "image" and self.role != "image":
             raise ValueError(
                 f"field {self.name!r}: .{self.ext} decodes to three colour channels, which needs the role image, not "
-                f"{self.role!r}. For masks or depth set a decoder; role: bytes returns the file's bytes."
+                f"{self.role!r}. For class numbers use a png with role: mask, for depth a decoder; role: bytes returns the "
+                "bytes of the file."
             )
         if self.role == "image" and kind not in ("image", "array", "custom", *MEDIA):
             raise ValueError(f"field {self.name!r}: role image, but .{self.ext} holds {kind}. Use a different role.")
@@ -172,12 +184,15 @@ class Field:
                     f"{option} or declare role: {roles[0]}."
                 )
         self._check_media()
+        self._check_regions()
         self._check_text()
         self._check_numbers()
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names in the batch: its own, and its mask's if its rows are padded (tokens, and audio with a length)."""
+        """Names in the batch: its own, and its mask's if its rows are padded (tokens, and audio with a length); or a count."""
+        if self.role == "boxes":
+            return self.name, f"{self.name}_count"
         padded = self.tokenizer is not None or (self.role == "audio" and self.length is not None)
         return (self.name, f"{self.name}_mask") if padded else (self.name,)
 
@@ -231,6 +246,8 @@ class Field:
             )
         if self.role == "text":
             return "text"
+        if self.role == "mask" and last == "png":
+            return "mask"
         if last not in KINDS:
             raise ValueError(
                 f"field {self.name!r}: no decoder for .{ext}. {nearest(last, KINDS)} Set a decoder (decoder: "
@@ -246,7 +263,7 @@ class Field:
                 f"field {self.name!r}: key {self.key!r} reads a value from json members of shards, but the field has {other}. "
                 "Remove one of them; a map-style dataset returns the value itself."
             )
-        roles = [role for role in ROLES if role not in ("image", "bytes", *MEDIA)]
+        roles = [role for role in ROLES if role not in ("image", "mask", "bytes", *MEDIA)]
         if self.role not in roles:
             raise ValueError(
                 f"field {self.name!r}: key {self.key!r} with role {self.role!r}. Declare what the value is: "
@@ -287,6 +304,22 @@ class Field:
                     f"field {self.name!r}: {option} {value}, want {'1 or 2' if high else 'a number above 0'}."
                 )
 
+    def _check_regions(self) -> None:
+        kinds = {"mask": ("mask", "array", "custom"), "boxes": ("json", "array", "custom")}.get(self.role or "")
+        if kinds is None:
+            return
+        if self.kind not in kinds:
+            stored = "png (JPEG changes class numbers) or npy" if self.role == "mask" else "json or npy"
+            raise ValueError(
+                f"field {self.name!r}: role {self.role}, but .{self.ext} holds {self.kind}. Store {stored}, or set a decoder."
+            )
+        if self.role == "boxes" and self.length is None:
+            raise ValueError(
+                f"field {self.name!r}: role boxes without length. Set the most boxes that a sample has: length: 50."
+            )
+        if not 0 <= self.ignore <= 255:
+            raise ValueError(f"field {self.name!r}: ignore {self.ignore}, want a number from 0 to 255.")
+
     def _check_text(self) -> None:
         if self.tokenizer is None:
             return
@@ -314,17 +347,17 @@ class Field:
             return
         if self.dtype not in RAW_DTYPES:
             raise ValueError(f"field {self.name!r}: dtype {self.dtype!r} is unknown. {nearest(self.dtype, RAW_DTYPES)}")
-        if self.decoder is not None or self.role in ("image", "text", "bytes", *MEDIA):
+        if self.decoder is not None or self.role in ("image", "text", "bytes", *MEDIA, *REGIONS):
             other = "its own decoder" if self.decoder is not None else f"role {self.role!r}"
             raise ValueError(
                 f"field {self.name!r} has dtype {self.dtype}, raw numbers, and {other}. Remove one of them."
             )
 
     def _check_numbers(self) -> None:
-        if self.length is not None and not (self.dtype or self.tokenizer or self.role == "audio"):
+        if self.length is not None and not (self.dtype or self.tokenizer or self.role in ("audio", "boxes")):
             raise ValueError(
-                f"field {self.name!r}: length {self.length} needs raw numbers, tokens or audio. Add dtype: uint16, a "
-                "tokenizer, or role: audio."
+                f"field {self.name!r}: length {self.length} needs raw numbers, tokens, audio or boxes. Add dtype: uint16, a "
+                "tokenizer, role: audio, or role: boxes."
             )
         if self.length is not None and self.length < 1:
             raise ValueError(f"field {self.name!r}: length {self.length}, want at least 1.")

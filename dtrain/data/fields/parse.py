@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dtrain.data.fields.field import MEDIA, Field
+from dtrain.data.fields.field import MEDIA, REGIONS, Field
 from dtrain.data.fields.media import torchcodec_decoders
 from dtrain.errors import nearest
 
@@ -48,12 +48,27 @@ def parse_fields(mapping: Mapping[str, Any]) -> tuple[Field, ...]:
                 f"data.fields: two fields share the {kind} {repeated[0]!r}. Each needs its own; '~data.fields.cls' removes the "
                 "field of .cls."
             )
+    fields = [_of_an_image(field, fields) for field in fields]
     if media := [field for field in fields if field.role in MEDIA]:
         try:
             torchcodec_decoders()
         except ImportError as error:
             raise ValueError(f"field {media[0].name!r}: {error}") from error
     return tuple(fields)
+
+
+def _of_an_image(field: Field, fields: Sequence[Field]) -> Field:
+    """The field; that of a mask or boxes with the image that it belongs to, None if there is no image."""
+    if field.role not in REGIONS:
+        return field
+    images = [each.name for each in fields if each.role == "image"]
+    if field.of is None and len(images) < 2:
+        return dataclasses.replace(field, of=images[0]) if images else field
+    if field.of not in images:
+        raise ValueError(
+            f"field {field.name!r}: of {field.of!r}, want the image that it belongs to. Images: {', '.join(images) or 'none'}."
+        )
+    return field
 
 
 def _parse_field(ext: str, where: str, options: Mapping[str, Any]) -> Field:
@@ -69,7 +84,7 @@ def _parse_field(ext: str, where: str, options: Mapping[str, Any]) -> Field:
         raise ValueError(f"data.fields.{where} has no name. Give it one, such as name: image.")
     if type(values.get("key")) is int:  # an index of a list
         values["key"] = str(values["key"])
-    for option in ("name", "role", "decode", "dtype", "key", "tokenizer", "clip"):
+    for option in ("name", "role", "decode", "dtype", "key", "tokenizer", "clip", "of"):
         if option in values and not isinstance(values[option], str):
             raise ValueError(f"data.fields.{where}.{option}: got {values[option]!r}, want a word.")
     if "size" in values:
@@ -81,7 +96,7 @@ def _parse_field(ext: str, where: str, options: Mapping[str, Any]) -> Field:
     for option in ("mean", "std"):
         if option in values:
             values[option] = _rgb(where, option, values[option])
-    for option in ("shorter_side", "length", "sample_rate", "channels", "num_frames", "stride"):
+    for option in ("shorter_side", "length", "sample_rate", "channels", "num_frames", "stride", "ignore"):
         if option in values and type(values[option]) is not int:
             raise ValueError(f"data.fields.{where}.{option}: got {values[option]!r}, want an int.")
     if type(values.get("fps", 0)) not in (int, float):

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,12 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtrain.data.augment import Augment, begins_with
+from dtrain.data.augment import Augment
 from dtrain.data.fields.decode import values_and_mask
 from dtrain.data.fields.field import DataError, SampleError
 from dtrain.data.loading.batch import Batch, Rows, Transfer
 from dtrain.data.loading.field_buffer import FieldBuffer
 from dtrain.data.loading.ipc import SharedMemoryFull
+from dtrain.data.loading.sample import CropOf, SampleBuilder
 from dtrain.data.mixing import Mix, Mixer
 from dtrain.data.order.randomness import Randomness, hash64
 from dtrain.data.sources.source import Source
@@ -48,19 +48,14 @@ class Collator:
     ) -> None:
         self._fields = source.fields
         self._transfer = transfer
-        self._draws = augment is not None or any(field.clip == "random" for field in source.fields)
-        self._cropper, self._augment = begins_with(augment)
-        images = [field.name for field in source.fields if field.role in ("image", "video")]
-        if self._cropper is not None and self._cropper.field not in images:
-            raise ValueError(
-                f"data.augment crops {self._cropper.field!r}, which is not an image. Images: {', '.join(images) or 'none'}."
-            )
+        self._builder = SampleBuilder(source.fields, augment)
+        self._whole = self._builder.is_needed
         self._seed = seed
         self._mixer = None if mix is None else Mixer(mix, seed)
         self._index = source.index
         self._reader = source.open(seed)
         # With an augmentation, samples differ from the rows of the columns.
-        self._columns = None if self._draws else self._reader.columns()
+        self._columns = None if self._whole else self._reader.columns()
         self._randomness = Randomness()
 
     def build(
@@ -128,7 +123,7 @@ class Collator:
         """
         # In stored order: each shard is looked up once, and a disk reads forwards.
         order = np.argsort(samples)[np.count_nonzero(samples < 0) :]
-        draws = hash64(self._seed, epoch, AUGMENTATION, samples) if self._draws else samples
+        draws = hash64(self._seed, epoch, AUGMENTATION, samples) if self._whole else samples
         buffers = self._buffers(samples)
         left = self._fill_fast(buffers, epoch, samples, order, draws)
         try:
@@ -150,7 +145,7 @@ class Collator:
         for positions, raws in self._reader.fetch_all(epoch, samples[order]):
             block = [rows[position] for position in positions]
             left.difference_update(block)
-            if self._draws:
+            if self._whole:
                 left.update(self._augment_all(buffers, block, draws[block].tolist(), raws))
             else:
                 for buffer, raw in zip(buffers, raws, strict=True):
@@ -200,7 +195,7 @@ class Collator:
         """
         try:
             raw = self._reader.fetch(epoch, sample)
-            if self._draws:
+            if self._whole:
                 values = self._augmented(buffers, row, raw, draw)
             else:
                 values = [buffer.decode(row, one) for buffer, one in zip(buffers, raw, strict=True)]
@@ -218,19 +213,14 @@ class Collator:
         return ""
 
     def _augmented(self, buffers: Sequence[FieldBuffer], row: int, raw: Sequence[Any], draw: int) -> list[Any]:
-        rng, cropper, decoded = self._randomness.generator(draw), self._cropper, {}
-        for buffer, one in zip(buffers, raw, strict=True):
-            name = buffer.field.name
-            crop = functools.partial(cropper.crop, rng=rng) if cropper and cropper.field == name else None
-            # Further augmentations change the value, so it is not written into the batch yet.
-            at = rng.random() if buffer.field.clip == "random" else 0.5
-            if self._augment is None:
-                decoded[name] = buffer.decode(row, one, crop, at)
-            else:
-                decoded[name] = buffer.decode_apart(one, crop, at)
-        if self._augment is None:
-            return list(decoded.values())
-        values = self._augment(decoded, rng)
+        changes = self._builder.augment is not None
+
+        def decode(number: int, crop: CropOf | None, at: float) -> Any:
+            if changes:  # the value is not written into the batch yet
+                return buffers[number].decode_apart(raw[number], crop, at)
+            return buffers[number].decode(row, raw[number], crop, at)
+
+        values = self._builder.values(decode, self._randomness.generator(draw))
         for buffer in buffers:
             if buffer.field.name not in values:
                 raise DataError(

@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
-from dtrain.data.augment import Augment, begins_with
+from dtrain.data.augment import Augment
 from dtrain.data.fields.decode import values_and_mask
 from dtrain.data.fields.field import DataError, SampleError
 from dtrain.data.fields.parse import parse_fields
 from dtrain.data.loading.collate import AUGMENTATION
+from dtrain.data.loading.sample import SampleBuilder
 from dtrain.data.loading.workers import LOCATED_TOGETHER
 from dtrain.data.order.epoch_order import EpochOrder, Layout, Recipe
 from dtrain.data.order.randomness import Randomness, hash64
@@ -89,7 +90,7 @@ class ShardDataset(IterableDataset[dict[str, Any]]):
         self._source = ShardSource.build(shards, parse_fields(fields), rank=self._rank, world_size=self._world_size)
         # Only a window shuffle has lanes; the other orders are dealt to the ranks one sample at a time.
         self._lanes = _LANES_PER_RANK if shuffle == "window" else 1
-        self._augment = augment
+        self._builder = SampleBuilder(self._source.fields, augment)
         # Shared memory, because persistent workers keep their copy of this object when the next epoch begins.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
         self._yielded = 0
@@ -212,7 +213,7 @@ class ShardDataset(IterableDataset[dict[str, Any]]):
 
     def _randoms(self, epoch: int, samples: np.ndarray) -> Iterator[np.random.Generator | None]:
         """For each sample its generator, valid until the next one is taken; None if nothing is drawn."""
-        if self._augment is None and all(field.clip != "random" for field in self._source.fields):
+        if not self._builder.draws:
             yield from (None for _ in samples)
             return
         randomness = Randomness()
@@ -228,16 +229,12 @@ class ShardDataset(IterableDataset[dict[str, Any]]):
         raw: Sequence[Any] | None,
         rng: np.random.Generator | None,
     ) -> dict[str, Any]:
-        cropper, augment = begins_with(self._augment)
-        sample: dict[str, Any] = {}
         try:
             raw = reader.fetch(epoch, number) if raw is None else raw
-            for field, value in zip(self._source.fields, raw, strict=True):
-                crop = None
-                if cropper is not None and rng is not None and cropper.field == field.name:
-                    crop = functools.partial(cropper.crop, rng=rng)
-                at = rng.random() if rng is not None and field.clip == "random" else 0.5
-                sample[field.name] = reader.decode(field, value, None, crop, at)
+            members, fields = raw, self._source.fields
+            values = self._builder.values(
+                lambda number, crop, at: reader.decode(fields[number], members[number], None, crop, at), rng
+            )
         except SampleError as error:
             reader.check(number)
             place = reader.place(number)
@@ -245,8 +242,7 @@ class ShardDataset(IterableDataset[dict[str, Any]]):
                 f"sample {key!r}, in {place['shard']} at byte {place['offset']}: {error}. Repair or remove it, or use "
                 "ShardLoader, which masks bad samples and counts them."
             ) from error
-        if augment is not None and rng is not None:
-            sample = dict(augment(sample, rng))
+        sample = dict(values)
         for field in self._source.fields:
             if field.columns[1:]:
                 sample[field.name], sample[field.columns[1]] = (

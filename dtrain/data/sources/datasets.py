@@ -24,7 +24,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from dtrain.data.fields.crop import Crop
-from dtrain.data.fields.decode import decode_image, part_of, tokens_of
+from dtrain.data.fields.decode import decode_image, decode_mask, part_of, tokens_of
 from dtrain.data.fields.field import MEDIA, DataError, Field, SampleError
 from dtrain.data.fields.parse import parse_fields
 from dtrain.data.order.index import Index
@@ -304,7 +304,7 @@ def value_of(
         array or tensor ``[height, width]``, ``[height, width, channels]`` or, if the last axis cannot be channels,
         ``[channels, height, width]``; a fourth channel is dropped. For the roles audio and video, a part of a recording:
         the bytes of a file, or an array (see ``decode_media``). For other roles the result of the decoder, with PIL images
-        as arrays; with a tokenizer, tokens.
+        as arrays; with a tokenizer, tokens; of the role mask, also from the bytes of a PNG.
 
     Raises:
         SampleError: If an image file is damaged. ``ValueError``, ``OSError`` and ``EOFError`` of a field's own decoder
@@ -324,10 +324,13 @@ def value_of(
         value = value.detach()
     if field.role in MEDIA:
         return part_of(field, value, at, crop or field.crop)
+    is_file = isinstance(value, (bytes, bytearray, memoryview))
+    if field.role == "mask" and is_file:
+        return decode_mask(bytes(value), field.name)
     if field.role != "image":
         return value if field.tokenizer is None else tokens_of(field, value)
     crop = crop or field.crop
-    if isinstance(value, (bytes, bytearray, memoryview)):
+    if is_file:
         return decode_image(bytes(value), crop, out, field.exif, field.decode == "reduced")
     pixels = _rgb(field, value)
     return pixels if crop is None else crop(*pixels.shape[:2]).cut(pixels)

@@ -37,7 +37,7 @@ from dtrain.errors import nearest
 SOURCE = "source"
 MISSING = ("refuse", "mask")
 # What two sources must agree on in a field of the same name, because a batch holds it once.
-_COMMON = ("role", "size", "mean", "std", "dtype", "length", "tokenizer")
+_COMMON = ("role", "size", "mean", "std", "dtype", "length", "tokenizer", "ignore")
 
 
 class _Sources:

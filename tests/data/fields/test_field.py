@@ -55,7 +55,8 @@ def test_a_size_is_a_crop_of_the_whole_image_or_of_its_middle():
 
 @pytest.mark.parametrize("role", ROLES)
 def test_every_role_of_the_policy_is_known(role):
-    field = Field("jpg" if role == "image" else "npy", "x", role, num_frames=4 if role == "video" else None)
+    options = {"video": {"num_frames": 4}, "boxes": {"length": 4}}.get(role, {})
+    field = Field("jpg" if role == "image" else "npy", "x", role, **options)
     assert field.role == role
 
 
