@@ -173,8 +173,10 @@ def check_mean_loss(task: Task, model: nn.Module, batch: Batch, precision: Preci
     # Three times in any case: a task that calls collectives must do so equally often on every rank.
     parts = (rows[:cut], rows[cut:]) if cut else (rows, rows)
     masks = (valid, *(torch.zeros_like(valid).index_fill(0, part, True) for part in parts))
-    runs = [_run(task, model, batch, mask, precision, device) for mask in masks]
-    buffers.restore(torch.ones((), dtype=torch.bool, device=device))
+    try:
+        runs = [_run(task, model, batch, mask, precision, device) for mask in masks]
+    finally:
+        buffers.restore(torch.ones((), dtype=torch.bool, device=device))
     if not cut:
         return
     sums, counts = zip(*runs, strict=True)

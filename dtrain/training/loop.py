@@ -320,7 +320,7 @@ class Loop:
             self._window.batch = batch
             batch = self._to_device(batch)
             if run.step.step == number == 0:
-                with without_breakpoints():
+                with without_breakpoints(), self._retries.without_check():
                     check_mean_loss(run.task, run.model, batch, run.precision, run.world.device)
                 for line in run.train_loader.transfer.suggestions(batch):
                     self._run_logger.note(line)
@@ -533,6 +533,7 @@ class Loop:
             device=run.world.device,
             ranks=run.world.size,
             state=None if is_sharded(run.model) else lambda: state_bytes(run.optimizer, run.model),
+            why_not=lambda: self._retries.why_not,
         )
 
 

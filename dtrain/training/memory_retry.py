@@ -143,6 +143,18 @@ class MemoryRetries:
         if collectives_so_far() != before:
             self._why_not = "the task calls collectives"
 
+    @contextmanager
+    def without_check(self) -> Iterator[None]:
+        """Ends the block, a check that runs the task on a micro-batch, if memory is exhausted: the step will be, too."""
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error) or self.why_not:
+                raise
+        else:
+            return
+        free_memory(self._run.world.device)
+
     def take(self, error: Exception, batch: Batch | None) -> bool:
         """Whether ``error`` says that memory is exhausted, and the step will be done again.
 

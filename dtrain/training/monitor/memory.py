@@ -34,6 +34,7 @@ def out_of_memory_explained(
     device: torch.device,
     ranks: int = 1,
     state: Callable[[], int] | None = None,
+    why_not: Callable[[], str] = str,
 ) -> Iterator[None]:
     """Converts allocation errors of the block to an ``OutOfMemory`` that names sizes and remedies.
 
@@ -44,6 +45,7 @@ def out_of_memory_explained(
         device: The device of the step.
         ranks: Number of ranks.
         state: Returns the bytes of what each rank holds as a whole but could share (``state_bytes``); None: nothing.
+        why_not: Returns why the step is not done again with smaller micro-batches; "" is not said.
 
     Raises:
         OutOfMemory: In place of torch's or Python's error.
@@ -64,10 +66,11 @@ def out_of_memory_explained(
         if rows > 1:
             smaller = next(size for size in range(rows - 1, 0, -1) if share % size == 0)
             advice.insert(0, f"train.micro_batch_size={smaller}, which keeps the global batch and so the result")
+        kept = f" It was not done again with smaller micro-batches: {reason}." if (reason := why_not()) else ""
         raise OutOfMemory(
             f"out of memory in step {step()}, with micro-batches of {rows} rows on {_describe(device)}. Try "
             f"{'; '.join(advice)}. `dtrain doctor memory ranks={ranks}` with the arguments of this run computes what "
-            f"fits. {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            f"fits.{kept} {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         ) from error
 
 
