@@ -139,11 +139,15 @@ class Replay:
             found: list[Composed] = []
             compose(found.append, options_last(arguments), trusted=TRUST in self._typed)
             listed = start.config.get("data", {}).get("exclude")
-            if listed and not any(word.startswith("data.exclude=") for word in self._typed):
+            if listed and not self.is_typed("data.exclude"):
                 found[0].cfg.data.exclude = str(copy_of(self.run.dir, listed))  # its own file may have changed since
             validate(found[0].cfg)
             self._composed[number] = found[0]
         return self._composed[number]
+
+    def is_typed(self, key: str) -> bool:
+        """Whether the command line of the replay sets a key."""
+        return any(word.startswith(f"{key}=") for word in self._typed)
 
     def conditions(self, parts: Sequence[Part], ranks: int | None, device: torch.device) -> Conditions:
         """Compares the conditions of these parts with those of a replay on ``ranks`` (None: as in the run) and a device."""
@@ -210,7 +214,9 @@ def recompute_parts(
     done, total = Done(), sum(part.last - part.after for part in parts)
     with progress(Console(stderr=True), "replay: steps", total) as advance:
         for part, following in zip(parts, (*parts[1:], None), strict=True):
-            cfg = replay.composed(part.start).cfg
+            cfg, made_by = replay.composed(part.start).cfg, replay.run.starts[part.start]
+            if world.size == made_by.ranks and made_by.micro_batch and not replay.is_typed("train.micro_batch_size"):
+                cfg.train.micro_batch_size = made_by.micro_batch  # smaller than the config's after memory ran out
             torch.set_num_threads(threads_for(replay.run.starts[part.start]))
             keeps = keep if following is None else following.from_before
             on_step = advance if world.rank == 0 else lambda steps: None

@@ -222,7 +222,7 @@ class Loop:
         run.step.begin_again(lambda bare: wrap(bare, run.cfg.parallel, run.world, run.cfg.train.deterministic))
         run.totals.samples -= self._timing.used if self._timing is not None else 0
         self._sample_log.step_back(run.step.step)
-        run.begin_segment()
+        self._run_logger.other_micro_batches()
         self._timing, self._settles_at_once = None, True
 
     @contextmanager

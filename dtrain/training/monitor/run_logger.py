@@ -73,6 +73,7 @@ class RunLogger:
         self._last_step = last_step
         self._sinks = sinks
         self._steps, self._steps_failed = steps, False
+        self._spec: RunSpec | None = None  # on rank 0 of a run that is recorded
         self._status_at = float("-inf")
         self._compiler = CompilerLog(run.model, self.note)
         self.media = MediaLogger(run, sinks)
@@ -109,7 +110,19 @@ class RunLogger:
                 evaluation_due=run.totals.evaluation_due,
                 total_steps=last_step,
             )
-        return cls(run, last_step, sinks, steps)
+        logger = cls(run, last_step, sinks, steps)
+        logger._spec = spec
+        return logger
+
+    def other_micro_batches(self) -> None:
+        """Begins a segment, and records it like a start: from the next step on, micro-batches have other sizes."""
+        segment = self._run.begin_segment()
+        if self._spec is None:
+            return
+        try:
+            record_start(self._run.run_dir, describe_start(self._run, self._spec, segment))
+        except OSError as error:
+            self.warn(f"the size of micro-batches could not be recorded ({error}): replays will not know it")
 
     def step(self, outcome: StepOutcome) -> None:
         """Takes the vote of every step, in their order; ``write_steps`` writes them."""
