@@ -29,6 +29,7 @@ from dtrain.training.build import build_run
 from dtrain.training.checkpoint.resume import EarlierStarts, pin_weights, restore
 from dtrain.training.hook_calls import build_hooks
 from dtrain.training.loop import Loop
+from dtrain.training.micro_batch import AUTO, choose_micro_batch, remember
 from dtrain.training.monitor.run_logger import RunLogger, print_start_banner, write_final_status
 from dtrain.training.recovery import Recovery
 from dtrain.training.validation import validate
@@ -78,11 +79,15 @@ def train_on_ranks(cfg: Config, spec: RunSpec, failure: FailureRecord, recovery:
         start = recovery.restore(run) or restore(run, earlier)
         run.totals.add_restart(earlier.status)
         end = earlier.last_step(run)
+        if cfg.train.micro_batch_size == AUTO:
+            warnings = [*warnings, *choose_micro_batch(run)]
 
         # -- loop: accumulate -> vote -> apply or skip -> commit; all ranks evaluate, save and stop at the same steps
         claim_run_dir()
         earlier.prepare(run)
         from_rank0(lambda: save_run(spec))
+        if cfg.train.micro_batch_size == AUTO:
+            remember(run)
         failure.run_started(world.rank, lambda: run.step.step, run.status_entries)
         on_all_ranks(lambda: open_rank_log(spec.dir, world.rank))
         run_logger = on_all_ranks(lambda: RunLogger.open(run, spec, end))

@@ -57,7 +57,9 @@ class TrainConfig:
     """The training loop. `max_steps` and the `*_every` keys count attempted optimizer steps."""
 
     global_batch_size: int = 64  # samples per optimizer step, over all ranks
-    micro_batch_size: int | None = None  # samples per forward pass on one rank; null: its share of the global batch
+    # samples per forward pass on one rank; null: its share of the global batch; auto: the largest that fits, found before the
+    # first step
+    micro_batch_size: int | str | None = None
     # length of the run in steps; null: no limit. The first of max_steps and max_epochs ends the run
     max_steps: int | None = None
     # length of the run in epochs; null: no limit. The schedule is laid out over max_epochs, also if max_steps ends the run

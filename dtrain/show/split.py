@@ -135,7 +135,8 @@ class Split:
             _choose_set(cfg, name)
         given = copy.deepcopy(cfg)
         data.num_workers = 0
-        train.micro_batch_size = _micro_batch(train.global_batch_size, train.micro_batch_size, ranks, most)
+        rows = train.micro_batch_size if isinstance(train.micro_batch_size, int) else None
+        train.micro_batch_size = _micro_batch(train.global_batch_size, rows, ranks, most)
         loader = _loader(cfg, name, precision, ranks)
         if isinstance(loader, StreamLoader):  # which is divided among its workers, one micro-batch each in turn
             loader = _loader(given, name, precision, ranks)

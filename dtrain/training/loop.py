@@ -45,6 +45,7 @@ from dtrain.training.checks import check_mean_loss, unused_parameters_explained
 from dtrain.training.evaluation import evaluate_run, metric_names
 from dtrain.training.hook_calls import Hooks
 from dtrain.training.memory_retry import MemoryRetries, free_memory
+from dtrain.training.micro_batch import AUTO, remember
 from dtrain.training.monitor.communication import run_traffic
 from dtrain.training.monitor.memory import out_of_memory_explained, state_bytes
 from dtrain.training.monitor.metrics import StepMetrics, Timing
@@ -223,6 +224,8 @@ class Loop:
         run.totals.samples -= self._timing.used if self._timing is not None else 0
         self._sample_log.step_back(run.step.step)
         self._run_logger.other_micro_batches()
+        if run.cfg.train.micro_batch_size == AUTO:
+            remember(run)
         self._timing, self._settles_at_once = None, True
 
     @contextmanager

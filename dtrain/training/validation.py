@@ -149,8 +149,10 @@ def _check_run(cfg: Config, found: _Problems) -> Precision:
     with found.under("train.global_batch_size"):
         RankShare.from_sizes(train.global_batch_size, None, 0, 1)
         micro = train.micro_batch_size
+        if isinstance(micro, str) and micro != "auto":
+            raise ConfigError(f"train.micro_batch_size: got {micro!r}, want a number of rows, auto, or null.")
         # Without a launcher, the number of ranks is not known yet.
-        if micro is not None and ("WORLD_SIZE" in os.environ or not 1 <= micro <= train.global_batch_size):
+        if isinstance(micro, int) and ("WORLD_SIZE" in os.environ or not 1 <= micro <= train.global_batch_size):
             RankShare.from_sizes(train.global_batch_size, micro, 0, size)
     with found.under("train.ema_decay"):
         if train.ema_decay is not None:

@@ -298,10 +298,23 @@ class ShardLoader:
         """
         if self._before is None:
             raise RuntimeError("step_back(): there was no commit since the last call.")
+        self.divide(micro_batch_size)
+        self._position, self._before = self._before, None
+
+    def divide(self, micro_batch_size: int) -> None:
+        """Divides this rank's rows of a step into other micro-batches, from the committed position on; on every rank.
+
+        Iterators become invalid: ``epoch()`` or ``iter()`` continue at the position.
+
+        Args:
+            micro_batch_size: Rows of a micro-batch.
+
+        Raises:
+            ValueError: If the size does not divide this rank's rows of a step.
+        """
         share = self._share
         self._share = RankShare.from_sizes(share.global_batch_size, micro_batch_size, share.rank, share.world_size)
         self.micro_batches_per_step = self._share.micro_batches_per_step
-        self._position, self._before = self._before, None
         self._iterator, self._uncommitted = None, 0
         self._end_stream()
 

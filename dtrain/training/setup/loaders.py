@@ -328,7 +328,9 @@ def _loader(
         fields = _in_the_middle(fields)
     options: dict[str, Any] = {
         "global_batch_size": cfg.train.global_batch_size,
-        "micro_batch_size": cfg.train.micro_batch_size,
+        "micro_batch_size": rows
+        if isinstance(rows := cfg.train.micro_batch_size, int)
+        else None,  # auto: see micro_batch
         "rank": world.rank,
         "world_size": world.size,
         "num_workers": data.num_workers,

@@ -1,0 +1,65 @@
+"""Ranks whose memory is exhausted at given places of a step: a model with several buckets in DDP, and a hook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Layers(nn.Sequential):
+    """Without BatchNorm; its gradients fill several of DDP's buckets of 1 MiB."""
+
+    def __init__(self, classes: int = 10, width: int = 2048) -> None:
+        hidden = nn.Linear(192, 256), nn.GELU(), nn.Linear(256, width), nn.GELU(), nn.Linear(width, 256), nn.GELU()
+        super().__init__(nn.Flatten(), *hidden, nn.Linear(256, classes))
+
+
+class MemoryFaults:
+    """A hook: raises ``MemoryError`` in windows of a run, each once.
+
+    Args:
+        at: ``step:rank:micro-batch:place`` each; a place is ``before`` or ``after`` the forward, or the number of the
+            parameter whose gradient is being computed.
+    """
+
+    def __init__(self, at: Sequence[str]) -> None:
+        self._at = list(at)
+
+    def on_start(self, run: Any) -> None:
+        step, task, fails_at = run.step, run.step.task, [-1]
+        place = [-1, -1]  # step, micro-batch
+
+        def gradient(number: int) -> Callable[[Tensor], Tensor]:
+            def check(grad: Tensor) -> Tensor:
+                if fails_at[0] == number:
+                    fails_at[0] = -1
+                    raise MemoryError("injected")
+                return grad
+
+            return check
+
+        for number, parameter in enumerate(run.model.parameters()):
+            parameter.register_hook(gradient(number))
+
+        def faulty(model: nn.Module, batch: Any) -> Any:
+            if (model is run.model and run.world.size > 1) or not (model.training and torch.is_grad_enabled()):
+                return task(model, batch)  # a check, or an evaluation
+            place[:] = [step.step, place[1] + 1 if place[0] == step.step else 0]
+            now = f"{step.step + 1}:{run.world.rank}:{place[1]}:"
+            fault = next((each for each in self._at if each.startswith(now)), None)
+            if fault is None:
+                return task(model, batch)
+            self._at.remove(fault)
+            where = fault.removeprefix(now)
+            if where == "before":
+                raise MemoryError("injected")
+            output = task(model, batch)
+            if where == "after":
+                raise MemoryError("injected")
+            fails_at[0] = int(where)
+            return output
+
+        step.task = faulty

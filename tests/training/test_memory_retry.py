@@ -1,0 +1,180 @@
+"""Steps that run out of memory on a rank: all ranks do them again with smaller micro-batches."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dtrain.data import Batch
+from dtrain.precision import Precision
+from dtrain.replay.recorded import RecordedRun
+from dtrain.runs.starts import read_starts
+from dtrain.training.memory_retry import rows_interact, smaller
+from dtrain.training.task import Output
+from tests.ranks import RanksFailed
+from tests.toys import Net, squared_error
+from tests.whole_runs import metrics, records, status, torchrun, train_on
+
+pytestmark = pytest.mark.usefixtures("digits")
+SMALL = (
+    *("model._target_=tests.memory_faults.Layers", "model.width=2048", "parallel.bucket_cap_mb=1", "train.max_steps=6"),
+    *("train.eval_every=3", "train.log_every=1", "checkpoint.best=null"),
+)
+CPU = torch.device("cpu")
+
+
+def train(ranks: int, run_dir: Path, *at: str, overrides: tuple[str, ...] = ()) -> None:
+    hook = f"train.hooks=[{{_target_: tests.memory_faults.MemoryFaults, at: {json.dumps(at)}}}]"
+    train_on(ranks, run_dir, *SMALL, hook, *overrides)
+
+
+def assert_same(one: Path, other: Path, tolerance: float = 1e-5) -> None:
+    """The same steps with the same losses, norms and samples, up to rounding."""
+    for name in ("step", "samples", "train/loss", "train/grad_norm", "eval/loss"):
+        assert metrics(other, name) == pytest.approx(metrics(one, name), rel=tolerance), name
+
+
+def retries(run_dir: Path) -> list[tuple[int, int]]:
+    """Steps after which the micro-batch changed, and its rows."""
+    starts = [(start.step, start.micro_batch) for start in read_starts(run_dir)]
+    return starts if starts[0][1] == 16 else starts[1:]  # if the first step was done again, its start is replaced
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    train(2, run_dir)
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        ("3:1:0:before",),
+        ("3:1:0:after",),
+        ("3:1:0:4",),  # one bucket was begun
+        ("1:0:0:3",),  # before DDP rebuilds its buckets
+        ("2:0:0:7", "2:1:0:0"),  # both ranks
+        ("3:1:0:2", "3:0:1:after", "6:1:0:1"),  # again with the smaller ones, and in the last step
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("deterministic", ["true", "false"])
+def test_the_result_is_that_of_a_run_with_enough_memory(
+    tmp_path: Path, undisturbed: Path, at: tuple[str, ...], deterministic: str
+) -> None:
+    train(2, tmp_path / "run", *at, overrides=(f"train.deterministic={deterministic}",))
+    assert_same(undisturbed, tmp_path / "run")
+    steps = [int(each.partition(":")[0]) - 1 for each in at if each != "2:1:0:0"]
+    assert retries(tmp_path / "run") == [(step, 32 >> number) for number, step in enumerate(steps, 1)]
+    log = (tmp_path / "run" / "logs" / "rank-00000.log").read_text()
+    assert f"step {steps[0] + 1}: rank {at[0][2]}" in log
+    assert "train.micro_batch_size=16" in log
+
+
+def test_one_rank_without_others(tmp_path: Path) -> None:
+    for name, at in (("whole", ()), ("again", ("2:0:0:3", "5:0:1:before"))):
+        train(1, tmp_path / name, *at)
+    assert_same(tmp_path / "whole", tmp_path / "again")
+    assert retries(tmp_path / "again") == [(1, 32), (4, 16)]
+
+
+def test_logged_samples_are_those_of_the_steps_that_count(tmp_path: Path) -> None:
+    keys = {}
+    for name, at in (("whole", ()), ("again", ("4:1:0:2",))):
+        train(2, tmp_path / name, *at, overrides=("data.record_keys=true",))
+        lines = (tmp_path / name / "logs" / "keys-rank-00001.jsonl").read_text().splitlines()
+        keys[name] = [json.loads(line) for line in lines]
+    assert keys["whole"] == keys["again"]
+
+
+def test_a_replay_of_such_a_step_takes_the_micro_batch_that_made_it(tmp_path: Path) -> None:
+    train(2, tmp_path / "run", "3:1:0:4")
+    command = (
+        f"run.dir={tmp_path / 'run'}",
+        "replay.steps=[2,5]",
+        "train.hooks=[]",
+        f"--json={tmp_path / 'found.json'}",
+    )
+    done = torchrun(2, *command, module="dtrain.replay")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [step["difference"] for step in found["steps"]] == [0.0] * 4
+    assert [start.micro_batch for start in RecordedRun.read(tmp_path / "run").starts] == [32, 16]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_thirty_random_places(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    ranks, precision = rng.choice([1, 2, 3]), rng.choice(["fp32", "fp32", "fp16"])
+    steps = rng.sample(range(1, 7), 3)
+    at = [f"{step}:{rng.randrange(ranks)}:0:{rng.choice(['before', 'after', *range(8)])}" for step in sorted(steps)]
+    given = (f"precision={precision}", f"run.seed={seed}", f"train.deterministic={rng.choice(['true', 'false'])}")
+    if precision == "fp16":
+        given += ("precision.loss_scale.init=1024", "precision.loss_scale.growth_interval=2")
+    train(ranks, tmp_path / "whole", overrides=given)
+    train(ranks, tmp_path / "again", *at, overrides=given)
+    assert_same(tmp_path / "whole", tmp_path / "again", 1e-5 if precision == "fp32" else 2e-3)
+    scale = [record.get("train/loss_scale") for record in records(tmp_path / "whole")]
+    assert [record.get("train/loss_scale") for record in records(tmp_path / "again")] == scale
+    assert len(retries(tmp_path / "again")) == 3
+
+
+# -- where it cannot be done
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (("train.max_memory_retries=0",), "train.max_memory_retries=0"),
+        (("parallel=fsdp",), "parallel=fsdp"),
+        (("model._target_=tests.toys.NormNet", "model.width=8"), "BatchNorm"),
+        (("train.micro_batch_size=1", "train.global_batch_size=2"), "one row"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_message_says_why_the_step_is_not_done_again(
+    tmp_path: Path, overrides: tuple[str, ...], reason: str
+) -> None:
+    ranks = 2 if "fsdp" in reason else 1
+    with pytest.raises(RanksFailed) as failed:
+        train(ranks, tmp_path / "run", "2:0:0:before", overrides=overrides)
+    assert "out of memory in step 2" in str(failed.value)
+    assert reason in str(failed.value)
+    assert status(tmp_path / "run")["state"] == "failed"
+
+
+def test_more_retries_than_allowed_end_the_run(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        train(1, tmp_path / "run", "2:0:0:0", "3:0:0:0", overrides=("train.max_memory_retries=1",))
+    assert "out of memory in step 3" in str(failed.value)
+    assert "1 steps were done again (train.max_memory_retries)" in str(failed.value)
+
+
+def contrast(model: nn.Module, batch: Batch) -> Output:
+    """The loss of each row depends on the mean of all rows."""
+    outputs = model(batch["x"]).flatten()
+    return Output((outputs - outputs.mean()).square().sum(), batch.valid.sum())
+
+
+def test_a_loss_whose_rows_depend_on_each_other_is_noticed() -> None:
+    columns = {"x": torch.arange(12.0).reshape(6, 2), "y": torch.ones(6, 1)}
+    batch, model = Batch(columns, list("abcdef"), torch.ones(6, dtype=torch.bool)), Net()
+    arguments: tuple[Any, ...] = (model, batch, Precision("fp32"), CPU)
+    assert rows_interact(contrast, *arguments)
+    assert not rows_interact(squared_error, *arguments)
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("rows", "share", "expected"), [(32, 32, 16), (22, 22, 11), (11, 22, 2), (9, 9, 3), (1, 8, None)]
+)
+def test_the_next_size_divides_the_rows_of_a_rank(rows: int, share: int, expected: int | None) -> None:
+    assert smaller(rows, share) == expected
