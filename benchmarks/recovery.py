@@ -31,11 +31,11 @@ TOLERANCE = 1e-4  # of weights up to 1; a sample that is lost or doubled changes
 class Job:
     """The ranks of one start, without torchrun, which would end the others when one ends."""
 
-    def __init__(self, run_dir: Path, ranks: int, recover: bool) -> None:
+    def __init__(self, run_dir: Path, ranks: int, recover: bool, *overrides: str) -> None:
         self.run = harness.Run(run_dir)
         command = [sys.executable, "-m", "dtrain.train", "experiment=digits", f"run.dir={run_dir}", "tracker=none"]
         command += [f"train.max_steps={STEPS}", "train.log_every=1", "train.eval_every=10", "data.num_workers=0"]
-        command += ["checkpoint.every_steps=5", f"parallel.recover={str(recover).lower()}"]
+        command += ["checkpoint.every_steps=5", f"parallel.recover={str(recover).lower()}", *overrides]
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}

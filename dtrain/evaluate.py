@@ -49,6 +49,7 @@ from dtrain.runs.run_spec import RunSpec, config_without_secrets, refuse_hidden
 from dtrain.runs.trust import TRUST, is_own, require_harmless
 from dtrain.training.build import EvaluationParts, build_for_evaluation, build_precision, build_task
 from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints
+from dtrain.training.checkpoint.resume import pin_weights
 from dtrain.training.evaluation import evaluate
 from dtrain.training.monitor.memory import forget_peak, peak
 from dtrain.training.setup.loaders import check_same_data, class_names, corpus_beside, eval_loader, prepare_data
@@ -99,6 +100,10 @@ def run_evaluation(configs: Sequence[compose.Composed], which: str, weights: str
         checkpoints = Checkpoints.from_config(spec.dir, cfg.checkpoint)
         step = from_rank0(lambda: checkpoints.choose(which))
         checkpoint = on_all_ranks(lambda: checkpoints.load(step))
+        if checkpoint.rest is not None:  # the initial weights are needed, at the commit that the run has used
+            run = pin_weights(cfg, spec)[0].run
+            for one in configs:
+                one.cfg.run = run
         for warning in on_all_ranks(lambda: check_precisions(configs, world)):
             if world.rank == 0:
                 print(warning, flush=True)

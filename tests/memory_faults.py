@@ -31,6 +31,7 @@ class MemoryFaults:
     def on_start(self, run: Any) -> None:
         step, task, fails_at = run.step, run.step.task, [-1]
         place = [-1, -1]  # step, micro-batch
+        in_ddp = run.step.model is not run.model
 
         def gradient(number: int) -> Callable[[Tensor], Tensor]:
             def check(grad: Tensor) -> Tensor:
@@ -45,7 +46,7 @@ class MemoryFaults:
             parameter.register_hook(gradient(number))
 
         def faulty(model: nn.Module, batch: Any) -> Any:
-            if (model is run.model and run.world.size > 1) or not (model.training and torch.is_grad_enabled()):
+            if (model is run.model and in_ddp) or not (model.training and torch.is_grad_enabled()):
                 return task(model, batch)  # a check, or an evaluation
             place[:] = [step.step, place[1] + 1 if place[0] == step.step else 0]
             now = f"{step.step + 1}:{run.world.rank}:{place[1]}:"

@@ -211,6 +211,8 @@ class CheckpointConfig:
     every_minutes: float | None = 15.0  # minutes between two checkpoints; null: not by time
     keep_last: int = 2  # number of newest checkpoints that are kept
     keep_every: int | None = None  # checkpoints whose step is a multiple of it are never deleted; null: none
+    # without parameters that require no gradient, such as the base of an adapter: they are built again and compared by hash
+    only_trained: bool = False
     best: str | None = None  # a metric such as eval/accuracy, whose best checkpoint is kept; null: none
     best_mode: str | None = (
         None  # max | min: which value is the best; null: by the metric of train.metrics, else by its name
@@ -305,6 +307,8 @@ class ExportConfig:
     max_memory_gib: float | None = None  # and within this memory
     # merge BatchNorm into convolutions; false: keep it, so that a training can start from the weights (run.weights_from)
     fold: bool = True
+    # an adapter of peft: merged: into the weights | separate: only the adapter, in the format of peft | kept: as it was trained
+    adapter: str = "merged"
     # a model on the Hugging Face hub to publish the artefact to: hf://ORG/NAME[@BRANCH]; null: none
     push: str | None = None
     # a new repository of export.push is visible to its owners only; an existing one does not change

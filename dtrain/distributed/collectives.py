@@ -1,6 +1,7 @@
 """Agreement between ranks outside of the training step: rank 0's decisions, errors of any rank, equal buffers.
 
-All functions are collective: every rank calls them, in the same order.
+All functions are collective: every rank calls them, in the same order. In a process without a process group, such as an
+export, ``from_rank0`` and ``on_all_ranks`` only call their function.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ def from_rank0(function: Callable[[], Any]) -> Any:
     Raises:
         ConfigError: On every rank, if ``function`` raised it.
     """
+    if not dist.is_initialized():
+        return function()
     text = b""
     if dist.get_rank() == 0:
         try:
@@ -51,6 +54,8 @@ def on_all_ranks(function: Callable[[], T]) -> T:
     Raises:
         ConfigError: On every rank, if ``function`` raised it on one; names the rank unless all have the same error.
     """
+    if not dist.is_initialized():
+        return function()
     result, problem = None, None
     try:
         result = function()

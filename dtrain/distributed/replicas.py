@@ -49,7 +49,7 @@ def require_equal_replicas(model: nn.Module, ignored: Collection[str] = ()) -> N
     # The largest and, by the complement, the smallest sum of each part in one all-reduce.
     slots = ranks // min(copies_of(parameter, ranks) for _, parameter in named)
     sums = torch.full((2, len(named), slots), lowest, dtype=torch.int64)
-    found = torch.stack([_sum_of_bits(local_part(parameter)) for _, parameter in named]).cpu()
+    found = torch.stack([sum_of_bits(local_part(parameter)) for _, parameter in named]).cpu()
     for place, (_, parameter) in enumerate(named):
         slot = _number_of_part(parameter)
         sums[0, place, slot], sums[1, place, slot] = found[place], ~found[place]
@@ -66,8 +66,11 @@ def require_equal_replicas(model: nn.Module, ignored: Collection[str] = ()) -> N
         )
 
 
-def _sum_of_bits(part: Tensor) -> Tensor:
-    """The sum of the bit patterns, each times an odd number that depends on its place, so that swapped values differ."""
+def sum_of_bits(part: Tensor) -> Tensor:
+    """The sum of the bit patterns, each times an odd number that depends on its place, so that swapped values differ.
+
+    int64, shape ``[]``, modulo 2^64; on the device of ``part``, which is not sharded.
+    """
     if part.is_complex():
         part = torch.view_as_real(part)
     bits = part.view(_INTEGERS[part.element_size()]).flatten()

@@ -46,6 +46,7 @@ from dtrain.doctor.measure import (
 from dtrain.doctor.memory import device_bytes, plan_of
 from dtrain.errors import ConfigError
 from dtrain.training.build import build_precision, build_run, build_step
+from dtrain.training.checkpoint.resume import build_rest
 from dtrain.training.checkpoint.state import TrainState
 from dtrain.training.monitor.memory import out_of_memory_explained
 from dtrain.training.setup.loaders import prepare_data
@@ -300,6 +301,7 @@ def _save(run: TrainState, run_dir: Path, seconds: float) -> CheckpointWrites:
         duration = time.perf_counter() - started
         return [checkpoint.nbytes, duration]
 
+    build_rest(run)
     nbytes, copied = from_rank0(copy)
     return CheckpointWrites.measure(run_dir, int(nbytes), copied, seconds)
 

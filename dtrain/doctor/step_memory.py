@@ -31,7 +31,7 @@ from dtrain.distributed.sharding import unit_names
 from dtrain.distributed.world import World
 from dtrain.errors import ConfigError
 from dtrain.precision import Precision
-from dtrain.training.build import build_model, build_task, prepare_model
+from dtrain.training.build import build_ema, build_model, build_task, prepare_model
 from dtrain.training.monitor.communication import Unit, sharded_units
 from dtrain.training.setup.ema import Ema
 from dtrain.training.setup.loaders import corpus_beside
@@ -129,7 +129,7 @@ def _measure(
     model = prepare_model(model, replace(cfg.train, compile=False), cfg.parallel, alone)
     precision.wrap_keep_fp32(model)
     model.train()
-    ema = Ema(model, cfg.train.ema_decay) if cfg.train.ema_decay is not None else None
+    ema = build_ema(cfg, model)
     task = build_task(cfg.task, corpus_beside(cfg.data))
     optimizer = build_optimizer(cfg.optimizer, model)
     batch = batch.mapped(lambda tensor: tensor.to(device))

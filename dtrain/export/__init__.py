@@ -9,6 +9,7 @@ Files in reading order:
 * ``program``: the module that maps raw rows to fp32 outputs, and the image preprocessing in it.
 * ``fold_cast``: BatchNorm folding and half-precision weights.
 * ``formats``: how a program is stored: safetensors, pt2, AOTInductor, ONNX.
+* ``adapter``: adapters of peft, merged or separate.
 * ``hub``: pushes artefacts to the Hugging Face hub, and loads them from there.
 * ``model_card``: the ``README.md`` of a push.
 * ``artefact``: writes, verifies and loads artefacts; decides which of them may run code.

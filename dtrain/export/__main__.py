@@ -35,6 +35,8 @@ Options
   export.max_latency_ms=X        also find the largest batch that takes at most X ms
   export.max_memory_gib=X        also find the largest batch that takes at most X GiB
   export.fold=false              keep BatchNorm, so that a training can start from the weights (run.weights_from)
+  export.adapter=separate        write only the adapter (LoRA) of the model, in the format of peft; kept: base and adapter as
+                                 they were trained (default: merged into the weights)
   export.push=hf://ORG/NAME      also publish the artefact with a model card on the Hugging Face hub; ORG/NAME@BRANCH for a
                                  branch. The token is HF_TOKEN, or comes from `hf auth login`; needs the extra dtrain[hf]
   export.private=false           a repository that the push creates is public (default: private)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dtrain.data.fields.tokenizers import VOCABULARY
 from dtrain.errors import ConfigError
+from dtrain.export import adapter
 from dtrain.export.description import DESCRIPTION, Description
 from dtrain.export.formats import FORMATS
 from dtrain.export.program import Program
@@ -31,6 +32,7 @@ REPORT = "report.json"
 #: The run's config for other people; the model card of ``export.push``.
 CONFIG, CARD = "config.yaml", "README.md"
 OWN_FILES = {*(form.file for form in FORMATS.values()), DESCRIPTION, REPORT, VOCABULARY, CONFIG, CARD}
+_ADAPTER = {adapter.CONFIG, adapter.WEIGHTS, adapter.CARD}  # of export.adapter=separate
 MARKS = "exported"
 _TRUST = "If you trust the origin of the artefact, add --trust."
 
@@ -138,13 +140,15 @@ def check_place(out: Path) -> None:
     """Checks that an artefact may be written to ``out``.
 
     Raises:
-        ConfigError: If ``out`` exists and is neither an empty folder nor an artefact.
+        ConfigError: If ``out`` exists and is neither an empty folder, an artefact, nor a separate adapter.
     """
     if not out.exists():
         return
     if not out.is_dir():
         raise ConfigError(f"export.out: {out} is a file. Set export.out to a folder that does not exist yet.")
     names = {entry.name for entry in out.iterdir()}
+    if names == _ADAPTER:
+        return
     foreign = sorted(names - OWN_FILES)
     if foreign or (names and DESCRIPTION not in names):
         raise ConfigError(

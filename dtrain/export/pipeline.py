@@ -7,7 +7,7 @@
 5. *Compare and measure*: the written artefact against fp32. It is refused if it differs by more than the tolerance.
 6. *Publish*: the folder moves into place, and to the hub.
 
-Phases 4 to 6 run once for each format.
+Phases 4 to 6 run once for each format. With ``export.adapter=separate``, the adapter alone is written after phase 2.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dtrain.console import print_banner
 from dtrain.data.fields.tokenizers import Tokenizer
 from dtrain.distributed.world import World
 from dtrain.errors import ConfigError, as_config_error
-from dtrain.export import artefact, benchmark
+from dtrain.export import adapter, artefact, benchmark
 from dtrain.export.compare import ModuleError, Tolerance, compare, compare_modules, require_close
 from dtrain.export.description import DESCRIPTION, DTYPES, Description, export_summary
 from dtrain.export.fold_cast import Pair, cast, check_fits_dtype, fold, foldable, pairs_outside
@@ -44,7 +44,8 @@ from dtrain.precision.modules import refuse_scripted
 from dtrain.runs.run_spec import RunSpec, config_without_secrets
 from dtrain.training import build
 from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints
-from dtrain.training.checkpoint.state import load_weights
+from dtrain.training.checkpoint.rest import source_of_rest
+from dtrain.training.checkpoint.resume import pin_weights
 from dtrain.training.setup.loaders import class_names, corpus_beside
 
 
@@ -64,6 +65,9 @@ def export(composed: Composed, which: str, weights: str, samples: str) -> None:
     """
     plan = _check(composed, samples)
     trained = _load(plan, which, weights)
+    if plan.cfg.export.adapter == adapter.SEPARATE:
+        _write_adapter(plan, trained)
+        return
     exported = _fold_and_cast(plan, trained)
     for stored_as, out in plan.destinations.items():
         with artefact.replacing(out) as folder:
@@ -85,7 +89,7 @@ class _Plan:
         precision: ``export.dtype``.
         destinations: Name of each format to the folder of its artefact.
         samples: Largest number of rows to compare on.
-        model: Config that builds the model, without secrets.
+        model: Config that builds the exported model, without secrets.
         task: Target of the task.
     """
 
@@ -110,11 +114,14 @@ def _check(composed: Composed, samples: str) -> _Plan:
         raise ConfigError(f"export.dtype: got {cfg.export.dtype!r}, want one of {', '.join(DTYPES)}.")
     precision = Precision(cfg.export.dtype, tuple(cfg.precision.keep_fp32))
     destinations = _destinations(cfg, spec)
+    _check_adapter(cfg)
     benchmark.check_budget(cfg.export)
     classes, tokenizer = class_names(cfg.data), _tokenizer(cfg)
     if not samples.isdecimal():
         raise ConfigError(f"samples: got {samples!r}, want a number of rows; 0 for no comparison.")
     model, task = config_without_secrets(spec.config["model"]), spec.config["task"].get("_target_")
+    if cfg.export.adapter == adapter.MERGED:
+        model = adapter.without_adapter(model)
     push = Push.from_config(cfg.export, model_identity(model, task, classes, tokenizer.identity if tokenizer else None))
     return _Plan(
         cfg, spec, world, precision, destinations, int(samples), classes, tokenizer, model=model, task=task, push=push
@@ -142,6 +149,15 @@ def _destinations(cfg: Config, spec: RunSpec) -> dict[str, Path]:
     for destination in destinations.values():
         artefact.check_place(destination)
     return destinations
+
+
+def _check_adapter(cfg: Config) -> None:
+    if cfg.export.adapter not in adapter.ADAPTERS:
+        raise ConfigError(f"export.adapter: got {cfg.export.adapter!r}, want one of {', '.join(adapter.ADAPTERS)}.")
+    if cfg.export.adapter == adapter.SEPARATE and (cfg.export.format != "safetensors" or cfg.export.push is not None):
+        raise ConfigError(
+            f"export.adapter: got {adapter.SEPARATE}, which writes files of peft. Leave out export.format and export.push."
+        )
 
 
 def _tokenizer(cfg: Config) -> Tokenizer | None:
@@ -189,15 +205,20 @@ def _load(plan: _Plan, which: str, weights: str) -> _Trained:
     step = checkpoints.choose(which)
     checkpoint = checkpoints.load(step)
     Precision("fp32").apply(device)
+    if checkpoint.rest is not None:  # the initial weights are needed, at the commit that the run has used
+        cfg = pin_weights(cfg, plan.spec)[0]
 
     def load_trained() -> tuple[nn.Module, str]:
-        model = build.build_model(cfg.model, device, cfg.train.channels_last)
+        model, used = build.build_trained(cfg, device, checkpoint, weights)
         refuse_scripted(model, "", "dtrain export")
-        model.eval().requires_grad_(False)
-        return model, load_weights(model, checkpoint, weights)
+        return model.eval().requires_grad_(False), used
+
+    def merged(model: nn.Module) -> nn.Module:
+        return adapter.merge(model, cfg.model) if cfg.export.adapter == adapter.MERGED else model
 
     model, used_weights = load_trained()
     reference = Reference.measure(cfg, model, plan.world, plan.samples)
+    model = merged(model)
     example = reference.example(device)
     if example is None and any(FORMATS[stored_as].traced for stored_as in plan.destinations):
         raise ConfigError(
@@ -207,7 +228,7 @@ def _load(plan: _Plan, which: str, weights: str) -> _Trained:
     return _Trained(
         checkpoint=checkpoint,
         step=step,
-        build=lambda: load_trained()[0],
+        build=lambda: merged(load_trained()[0]),
         model=model,
         weights=used_weights,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -216,6 +237,20 @@ def _load(plan: _Plan, which: str, weights: str) -> _Trained:
         example=example,
         tolerance=Tolerance.from_config(cfg.export, len(reference.rows.inputs) if reference.rows is not None else 0),
     )
+
+
+def _write_adapter(plan: _Plan, trained: _Trained) -> None:
+    out, source = plan.destinations["safetensors"], source_of_rest(plan.cfg.model, plan.cfg.run)
+    check_fits_dtype(trained.model, plan.precision.compute_dtype, [], {})
+    with artefact.replacing(out) as folder:
+        nbytes = adapter.write_adapter(trained.model, plan.precision.compute_dtype, folder)
+    rows = {
+        "adapter": str(out),
+        "from": f"step {trained.step} of {plan.spec.dir.name}, {trained.weights} weights",
+        "weights": f"{plan.precision.name}, {nbytes:,} bytes, without the base ({source})",
+        "load with": "peft.PeftModel.from_pretrained(base, folder)",
+    }
+    print_banner("export", rows)
 
 
 # -- 3. fold and cast

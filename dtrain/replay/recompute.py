@@ -38,7 +38,7 @@ from dtrain.tracking.sinks import NullSinks
 from dtrain.training.build import build_run
 from dtrain.training.checkpoint.checkpoints import BadCheckpoint, Checkpoint, Checkpoints
 from dtrain.training.checkpoint.manager import CheckpointManager
-from dtrain.training.checkpoint.resume import EarlierStarts, restore
+from dtrain.training.checkpoint.resume import EarlierStarts, build_rest, restore
 from dtrain.training.checkpoint.state import TrainState
 from dtrain.training.checkpoint.tensors import Part as TensorPart
 from dtrain.training.checkpoint.tensors import StoredTensor
@@ -118,8 +118,10 @@ def recompute(
             "shards (dtrain pack) to be able to replay a run."
         )
     if part.from_before:
-        begin = Checkpoints(folder / "state")
-        on_all_ranks(lambda: state.restore(begin.load(part.after)))
+        kept = Checkpoints(folder / "state")
+        begin = on_all_ranks(lambda: kept.load(part.after))
+        build_rest(state, begin)
+        on_all_ranks(lambda: state.restore(begin))
     elif part.after:
         _restore(state, run, part.after)
     else:
@@ -193,12 +195,7 @@ def _without_effects(cfg: Config, directory: Path, instead: Path) -> Config:
 
 
 def _restore(state: TrainState, run: RecordedRun, step: int) -> None:
-    def load() -> str:
-        try:
-            state.restore(run.checkpoints.load(step))
-        except (BadCheckpoint, OSError, SafetensorError) as error:
-            return str(error)
-        return ""
+    loaded: list[Checkpoint] = []
 
     def verified() -> bool:
         with suppress(BadCheckpoint, OSError):
@@ -206,10 +203,24 @@ def _restore(state: TrainState, run: RecordedRun, step: int) -> None:
             return True
         return False
 
-    failed = [""] * state.world.size
-    if from_rank0(verified):
-        dist.all_gather_object(failed, on_all_ranks(load))
-    if any(failed) or state.step.step != step:
+    def all_can(function: Callable[[], None]) -> bool:
+        """Collective. Whether every rank can read what ``function`` reads of the checkpoint."""
+
+        def attempt() -> bool:
+            try:
+                function()
+            except (BadCheckpoint, OSError, SafetensorError):
+                return False
+            return True
+
+        can = [False] * state.world.size
+        dist.all_gather_object(can, on_all_ranks(attempt))
+        return all(can)
+
+    if not (from_rank0(verified) and all_can(lambda: loaded.append(run.checkpoints.load(step)))):
+        raise CheckpointGone(step)
+    build_rest(state, loaded[0])
+    if not all_can(lambda: state.restore(loaded[0])) or state.step.step != step:
         raise CheckpointGone(step)
 
 

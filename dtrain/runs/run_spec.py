@@ -39,7 +39,7 @@ WITHOUT_EFFECT_ON_THE_RESULT = (
     *("run.name", "run.dir", "run.resume", "run.max_hours"),
     *("launch", "tracker", "profile", "export", "vars"),
     *("train.log_every", "checkpoint.every_steps", "checkpoint.every_minutes"),
-    *("checkpoint.keep_last", "checkpoint.keep_every"),
+    *("checkpoint.keep_last", "checkpoint.keep_every", "checkpoint.only_trained"),
     *("data.num_workers", "data.prefetch", "data.start_method", "data.storage", "data.cache", "data.record_keys"),
     *("parallel.timeout_start", "parallel.timeout_step"),
 )

@@ -39,6 +39,7 @@ from dtrain.precision.reduce_dtype import REDUCE_DTYPES, reduce_in
 from dtrain.precision.spike import SpikeOptions
 from dtrain.runs.run_dir import code_commits
 from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints
+from dtrain.training.checkpoint.resume import load_rest
 from dtrain.training.checkpoint.state import TrainState, load_weights
 from dtrain.training.checks import check_initialised
 from dtrain.training.schedule import Lengths, schedule_horizon
@@ -126,7 +127,7 @@ def build_run(
         precision.wrap_keep_fp32(model)
     # After all changes to the model, and before DDP, which adds a prefix to parameter names.
     with as_config_error("train.ema_decay"):
-        ema = Ema(model, cfg.train.ema_decay) if cfg.train.ema_decay is not None else None
+        ema = build_ema(cfg, model)
     task = on_all_ranks(lambda: build_task(cfg.task, corpus, cfg.train.metrics))
     if eval_data is not None:
         on_all_ranks(lambda: [build_metric(name, node) for name, node in cfg.train.metrics.items()])
@@ -235,11 +236,45 @@ def build_for_evaluation(cfg: Config, world: World, checkpoint: Checkpoint, weig
     loader = on_all_ranks(lambda: eval_loader(cfg, world, precision))
     assert loader is not None  # data.eval is set
     check_same_data(None, loader)
-    model = on_all_ranks(lambda: build_model(cfg.model, world.device, cfg.train.channels_last))
-    loaded = on_all_ranks(lambda: load_weights(model, checkpoint, weights))
+    model, loaded = build_trained(cfg, world.device, checkpoint, weights)
     precision.wrap_keep_fp32(model)
     task = on_all_ranks(lambda: build_task(cfg.task, corpus_beside(cfg.data), cfg.train.metrics))
     return EvaluationParts(precision, loader, model, loaded, task)
+
+
+def build_trained(cfg: Config, device: torch.device, checkpoint: Checkpoint, weights: str) -> tuple[nn.Module, str]:
+    """Collective, if there is a process group. Builds the bare model with the weights of a checkpoint.
+
+    Args:
+        cfg: The run's config.
+        device: The model's device.
+        checkpoint: The checkpoint.
+        weights: As of ``load_weights``.
+
+    Returns:
+        The model, and the loaded weights: ``ema`` or ``raw``.
+
+    Raises:
+        ConfigError: On every rank, if the model cannot be built, or the checkpoint is from a different one.
+    """
+    saved, built = checkpoint.rest, None
+    if saved is not None:
+        seed_generators(device, cfg.run.seed)  # as in build_run
+    model = on_all_ranks(lambda: build_model(cfg.model, device, cfg.train.channels_last))
+    if saved is not None:
+        built = load_rest(cfg, model, saved)
+    return model, on_all_ranks(lambda: load_weights(model, checkpoint, weights, built))
+
+
+def build_ema(cfg: Config, model: nn.Module) -> Ema | None:
+    """The average of the model's weights; None without ``train.ema_decay``.
+
+    Raises:
+        ValueError: If it is out of range.
+    """
+    if cfg.train.ema_decay is None:
+        return None
+    return Ema(model, cfg.train.ema_decay, only_trained=cfg.checkpoint.only_trained)
 
 
 def build_precision(cfg: PrecisionConfig, device: torch.device) -> tuple[Precision, list[str]]:

@@ -132,7 +132,7 @@ class MemoryRetries:
         return (
             ""
             if self._left
-            else f"{self._run.cfg.train.max_memory_retries} steps were done again (train.max_memory_retries)"
+            else f"that was done train.max_memory_retries={self._run.cfg.train.max_memory_retries} times"
         )
 
     @contextmanager

@@ -43,6 +43,7 @@ from dtrain.distributed.world import World
 from dtrain.errors import ConfigError, PeerLost, RankLost
 from dtrain.files import try_lock
 from dtrain.training.checkpoint.checkpoints import Checkpoint
+from dtrain.training.checkpoint.resume import build_rest
 from dtrain.training.checkpoint.state import TrainState
 from dtrain.training.checkpoint.tensors import contiguous
 from dtrain.training.loop import Loop
@@ -156,6 +157,7 @@ class Recovery:
         dist.all_gather_object(places, mine)
         step = max(step for step, _ in places)
         source = next(rank for rank, (reached, _) in enumerate(places) if reached == step)
+        build_rest(run, memory)
         run.restore(_broadcast_checkpoint(memory if run.world.rank == source else None, source))
         # The lost rank may have ended an evaluation for some of the members only.
         run.totals.evaluation_due = any(due for reached, due in places if reached == step)

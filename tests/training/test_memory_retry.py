@@ -31,7 +31,10 @@ CPU = torch.device("cpu")
 
 def train(ranks: int, run_dir: Path, *at: str, overrides: tuple[str, ...] = ()) -> None:
     hook = f"train.hooks=[{{_target_: tests.memory_faults.MemoryFaults, at: {json.dumps(at)}}}]"
-    train_on(ranks, run_dir, *SMALL, hook, *overrides)
+    keys = {override.partition("=")[0] for override in overrides}
+    if "parallel" in keys:
+        keys.add("parallel.bucket_cap_mb")  # of DDP only
+    train_on(ranks, run_dir, *(each for each in SMALL if each.partition("=")[0] not in keys), hook, *overrides)
 
 
 def assert_same(one: Path, other: Path, tolerance: float = 1e-5) -> None:
@@ -43,7 +46,7 @@ def assert_same(one: Path, other: Path, tolerance: float = 1e-5) -> None:
 def retries(run_dir: Path) -> list[tuple[int, int]]:
     """Steps after which the micro-batch changed, and its rows."""
     starts = [(start.step, start.micro_batch) for start in read_starts(run_dir)]
-    return starts if starts[0][1] == 16 else starts[1:]  # if the first step was done again, its start is replaced
+    return starts[1:] if starts[0][1] in (32, 64) else starts  # if the first step was done again, its start is replaced
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +75,8 @@ def test_the_result_is_that_of_a_run_with_enough_memory(
     train(2, tmp_path / "run", *at, overrides=(f"train.deterministic={deterministic}",))
     assert_same(undisturbed, tmp_path / "run")
     steps = [int(each.partition(":")[0]) - 1 for each in at if each != "2:1:0:0"]
-    assert retries(tmp_path / "run") == [(step, 32 >> number) for number, step in enumerate(steps, 1)]
+    rows = {step: 32 >> number for number, step in enumerate(steps, 1)}  # after the last try of a step
+    assert retries(tmp_path / "run") == [*rows.items()]
     log = (tmp_path / "run" / "logs" / "rank-00000.log").read_text()
     assert f"step {steps[0] + 1}: rank {at[0][2]}" in log
     assert "train.micro_batch_size=16" in log
@@ -141,21 +145,23 @@ def test_thirty_random_places(tmp_path: Path, seed: int) -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_the_message_says_why_the_step_is_not_done_again(
-    tmp_path: Path, overrides: tuple[str, ...], reason: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], overrides: tuple[str, ...], reason: str
 ) -> None:
     ranks = 2 if "fsdp" in reason else 1
-    with pytest.raises(RanksFailed) as failed:
+    with pytest.raises(RanksFailed):
         train(ranks, tmp_path / "run", "2:0:0:before", overrides=overrides)
-    assert "out of memory in step 2" in str(failed.value)
-    assert reason in str(failed.value)
+    shown = capfd.readouterr().err
+    assert "out of memory in step 2" in shown
+    assert reason in shown
     assert status(tmp_path / "run")["state"] == "failed"
 
 
-def test_more_retries_than_allowed_end_the_run(tmp_path: Path) -> None:
-    with pytest.raises(RanksFailed) as failed:
+def test_more_retries_than_allowed_end_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RanksFailed):
         train(1, tmp_path / "run", "2:0:0:0", "3:0:0:0", overrides=("train.max_memory_retries=1",))
-    assert "out of memory in step 3" in str(failed.value)
-    assert "1 steps were done again (train.max_memory_retries)" in str(failed.value)
+    shown = capfd.readouterr().err
+    assert "out of memory in step 3" in shown
+    assert "train.max_memory_retries=1" in shown
 
 
 def contrast(model: nn.Module, batch: Batch) -> Output:
@@ -165,7 +171,7 @@ def contrast(model: nn.Module, batch: Batch) -> Output:
 
 
 def test_a_loss_whose_rows_depend_on_each_other_is_noticed() -> None:
-    columns = {"x": torch.arange(12.0).reshape(6, 2), "y": torch.ones(6, 1)}
+    columns = {"x": torch.arange(18.0).reshape(6, 3), "y": torch.ones(6)}
     batch, model = Batch(columns, list("abcdef"), torch.ones(6, dtype=torch.bool)), Net()
     arguments: tuple[Any, ...] = (model, batch, Precision("fp32"), CPU)
     assert rows_interact(contrast, *arguments)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.recovery import TOLERANCE, Job, difference
-from dtrain.config.schema import ParallelConfig
+from dtrain.config.schema import Config, ParallelConfig
 from dtrain.errors import ConfigError
 from dtrain.training.checkpoint.checkpoints import Checkpoint
 from dtrain.training.recovery import Recovery
@@ -36,6 +36,7 @@ def test_all_members_take_the_state_of_the_one_that_is_furthest(tmp_path: Path) 
         recovery._memory = Checkpoint({"model": {"weight": torch.full((2,), float(step))}}, state)
         restored: list[Checkpoint] = []
         run: Any = SimpleNamespace(
+            cfg=Config(),
             restore=restored.append,
             world=world(number, 2),
             step=SimpleNamespace(step=5),
@@ -49,13 +50,17 @@ def test_all_members_take_the_state_of_the_one_that_is_furthest(tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victims", [(0,), (2, 1)])
+@pytest.mark.parametrize(
+    ("victims", "overrides"),
+    [((0,), ()), ((2, 1), ()), ((0,), ("checkpoint.only_trained=true", "train.freeze=[0.*]", "train.ema_decay=0.9"))],
+    ids=["rank 0", "two ranks", "only_trained"],
+)
 def test_the_other_ranks_continue_after_one_is_killed(
-    tmp_path: Path, victims: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, victims: tuple[int, ...], overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    Job(tmp_path / "undisturbed", 1, recover=False).end()
-    job = Job(tmp_path / "run", 3, recover=True)
+    Job(tmp_path / "undisturbed", 1, False, *overrides).end()
+    job = Job(tmp_path / "run", 3, True, *overrides)
     for victim in victims:
         assert job.wait_for(job.step() + 5)
         job.ranks[victim].kill()

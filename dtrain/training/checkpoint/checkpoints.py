@@ -40,6 +40,7 @@ from dtrain.config.schema import CheckpointConfig
 from dtrain.distributed.world import World
 from dtrain.errors import ConfigError
 from dtrain.files import fsync_path, open_regular, remove, replace_file, replace_folder, restore_replaced
+from dtrain.training.checkpoint.rest import Rest
 from dtrain.training.checkpoint.tensors import (
     Part,
     StoredTensor,
@@ -78,6 +79,15 @@ class Checkpoint:
         values = [each for named in self.tensors.values() for each in named.values()]
         tensors = [each.values if isinstance(each, Part) else each for each in values]
         return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+
+    @property
+    def rest(self) -> Rest | None:
+        """What the checkpoint was saved without, with ``checkpoint.only_trained``; None if it has all parameters.
+
+        Raises:
+            ConfigError: If that part of its state is damaged.
+        """
+        return Rest.from_state(self.state["rest"]) if self.state.get("rest") is not None else None
 
     def stored(self, group: str) -> Mapping[str, Tensor | StoredTensor]:
         """The tensors of a group, to load them."""

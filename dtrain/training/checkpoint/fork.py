@@ -19,7 +19,7 @@ from dtrain.distributed.collectives import from_rank0, on_all_ranks
 from dtrain.errors import ConfigError, as_config_error
 from dtrain.files import parse_yaml, read_bounded
 from dtrain.runs.starts import read_starts
-from dtrain.training.checkpoint.checkpoints import Checkpoints
+from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints
 from dtrain.training.checkpoint.state import TrainState
 
 _KEEP, _RESTART = "keep", "restart"
@@ -98,8 +98,20 @@ class Fork:
                 "from its state. Use the same class, or begin with its weights only: run.weights_from."
             )
 
-    def restore(self, run: TrainState) -> str:
+    def load(self) -> Checkpoint:
+        """Reads the checkpoint, which ``require`` has verified.
+
+        Raises:
+            BadCheckpoint: If it cannot be read.
+        """
+        return self._checkpoints.load(self.step)
+
+    def restore(self, run: TrainState, checkpoint: Checkpoint) -> str:
         """Collective. Restores the state; returns a description for the banner.
+
+        Args:
+            run: The new run.
+            checkpoint: From ``load``.
 
         Raises:
             ConfigError: On every rank, if the checkpoint is from a different model or different data.
@@ -108,7 +120,7 @@ class Fork:
 
         def load() -> None:
             try:
-                run.restore(self._checkpoints.load(self.step), with_data=keeps)
+                run.restore(checkpoint, with_data=keeps)
             except ConfigError as error:
                 remedy = " To use different data, set run.fork_data=restart." if str(error).startswith("data:") else ""
                 raise ConfigError(f"run.fork: {error}{remedy}") from error

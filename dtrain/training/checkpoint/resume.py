@@ -10,6 +10,8 @@
 * ``run.weights_from`` is for the same model: all names and shapes must be equal. ``run.warm_start`` is for a different model:
   ``rename`` rewrites names, ``skip`` leaves out names, and the rest must fit. Only a parameter that ``skip`` names keeps its
   initialisation. Only weights are loaded, the moving average if there is one; everything else starts from the beginning.
+* A checkpoint with ``checkpoint.only_trained`` has no parameters that are never trained. They get the values that a new run
+  would begin with, and are compared, before it is restored.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -34,8 +36,9 @@ from dtrain.runs.hub import DESCRIPTION, WEIGHTS, HubModel, is_hub_url
 from dtrain.runs.records import read_records
 from dtrain.runs.run_dir import move_records_aside, status_or_none
 from dtrain.runs.run_spec import RunSpec
-from dtrain.training.checkpoint.checkpoints import Checkpoints, read_folder, verify_folder
+from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints, read_folder, verify_folder
 from dtrain.training.checkpoint.fork import fork_of
+from dtrain.training.checkpoint.rest import BuiltRest, Rest, source_of_rest
 from dtrain.training.checkpoint.state import TrainState, copy_into, weight_problems
 from dtrain.training.checkpoint.tensors import StoredTensor, read_whole
 from dtrain.training.schedule import step_limits
@@ -181,17 +184,76 @@ def restore(run: TrainState, earlier: EarlierStarts) -> str:
     """
     if earlier.checkpoint is not None:
         step = earlier.checkpoint
-        on_all_ranks(lambda: run.restore(run.checkpoints.load(step)))
+        checkpoint = on_all_ranks(lambda: run.checkpoints.load(step))
+        build_rest(run, checkpoint)
+        on_all_ranks(lambda: run.restore(checkpoint))
         return f"after step {run.step.step}, from {run.checkpoints.path(step)}"
     if (fork := fork_of(run.cfg.run, run.cfg.optimizer)) is not None:
-        return fork.restore(run)
+        forked = on_all_ranks(fork.load)
+        build_rest(run, forked)
+        return fork.restore(run, forked)
+    description = _load_starting_weights(run)
+    build_rest(run)
+    return f"new, {description}" if description else "new"
+
+
+def build_rest(run: TrainState, checkpoint: Checkpoint | None = None) -> None:
+    """Collective. Gives parameters that are never trained the values with which the run begins, and measures them.
+
+    Call it before ``run.restore``. It does nothing if neither the checkpoint nor the run's own ones lack parameters.
+
+    Args:
+        run: The run, as it was built.
+        checkpoint: The checkpoint that will be restored; None for a new run, whose initial weights are loaded.
+
+    Raises:
+        ConfigError: On every rank, if the initial weights cannot be loaded.
+    """
+    saved = checkpoint.rest if checkpoint is not None else None
+    if saved is None and not run.cfg.checkpoint.only_trained:
+        return
+    source = source_of_rest(run.cfg.model, run.cfg.run)
+    run.rest = BuiltRest(run.model, source, saved)
+    # Without initial weights if they are not needed, because they may be gone by now.
+    complete = checkpoint is None or (saved is not None and run.rest.matches(saved))
+    if not complete and _load_starting_weights(run):
+        run.rest = BuiltRest(run.model, source, saved)
+
+
+def load_rest(cfg: Config, model: nn.Module, saved: Rest) -> Rest:
+    """Collective. ``build_rest`` for a bare model alone, which was built after seeding with ``run.seed``.
+
+    Args:
+        cfg: The config of the run.
+        model: Its model.
+        saved: What the checkpoint lacks that will be loaded.
+
+    Returns:
+        The same parameters as the model has them.
+
+    Raises:
+        ConfigError: On every rank, if the initial weights cannot be loaded.
+    """
+    source = source_of_rest(cfg.model, cfg.run)
+    built = Rest.measure(model, saved.digests, source)
+    if saved.matches(built) or (weights := starting_weights(cfg.run, model)) is None:
+        return built
+    on_all_ranks(lambda: weights.load(model))
+    return Rest.measure(model, saved.digests, source)
+
+
+def _load_starting_weights(run: TrainState) -> str:
+    """Collective. Loads ``run.weights_from`` and ``run.warm_start``; returns a description, "" if there are none."""
     if (weights := starting_weights(run.cfg.run, run.model)) is None:
-        return "new"
+        return ""
     on_all_ranks(lambda: weights.load(run.model))
     if run.ema is not None:
         with run.ema.swapped_in() as averaged:
             on_all_ranks(lambda: weights.load(averaged))
-    return f"new, {weights.description}"
+    if weights.rest is not None:
+        source = source_of_rest(run.cfg.model, replace(run.cfg.run, weights_from=None))
+        weights.rest.require(Rest.measure(run.model, weights.rest.digests, source))
+    return weights.description
 
 
 def pin_weights(cfg: Config, spec: RunSpec) -> tuple[Config, RunSpec]:
@@ -225,10 +287,14 @@ class StartingWeights:
     Attributes:
         tensors: Weights by the model's names, read from their files on use; the other parameters keep their initialisation.
         description: For the banner: the source, and the number of the other parameters.
+        rest: What the checkpoint lacks that they are from; None if it has all parameters.
+        base: Weights that are loaded before them; None without.
     """
 
     tensors: Mapping[str, Tensor | StoredTensor]
     description: str
+    rest: Rest | None = None
+    base: StartingWeights | None = None
 
     def load(self, module: nn.Module) -> None:
         """Copies them into the model.
@@ -236,6 +302,8 @@ class StartingWeights:
         Raises:
             ConfigError: If values are NaN or infinite, unless the model's own were, as in the buffer of a mask; names them.
         """
+        if self.base is not None:
+            self.base.load(module)
         own = module.state_dict()
         finite = [name for name in self.tensors if _is_finite(own[name])]
         copy_into(module, self.tensors)  # only names in run.warm_start.skip are missing
@@ -255,7 +323,14 @@ def starting_weights(run: RunConfig, model: nn.Module) -> StartingWeights | None
     """
     warm = run.warm_start
     if run.weights_from is not None and warm.path is not None:
-        raise ConfigError("run.weights_from and run.warm_start.path are both set. Keep one of them.")
+        if not on_all_ranks(lambda: _lacks_parameters(Path(str(run.weights_from)).expanduser())):
+            raise ConfigError(
+                "run.weights_from and run.warm_start.path are both set. Keep one of them: run.weights_from has all parameters, "
+                "unless it is a run with checkpoint.only_trained=true."
+            )
+        base = starting_weights(replace(run, weights_from=None), model)
+        weights = starting_weights(replace(run, warm_start=WarmStartConfig()), model)
+        return replace(weights, base=base) if weights is not None else None
     if warm.path is None and (warm.rename or warm.skip or warm.transpose):
         raise ConfigError("run.warm_start has a rename, skip or transpose, but no path. Set run.warm_start.path.")
     key, path = ("run.weights_from", run.weights_from) if warm.path is None else ("run.warm_start.path", warm.path)
@@ -298,14 +373,20 @@ def _find(key: str, path: Path) -> Path:
     return folder
 
 
+def _lacks_parameters(path: Path) -> bool:
+    """Whether a path is of a run or checkpoint with ``checkpoint.only_trained``."""
+    folder = _find("run.weights_from", path) if path.is_dir() else path
+    return folder.is_dir() and read_folder(folder).rest is not None
+
+
 def _fitted(key: str, path: Path, source: str, model: nn.Module, warm: WarmStartConfig) -> StartingWeights:
     """Weights of a checkpoint's folder, the moving average if there is one, or of a file; ``source`` names it."""
-    is_folded = False
+    is_folded, rest = False, None
     try:
         if path.is_dir():
             checkpoint = read_folder(path)
             group = "ema" if "ema" in checkpoint.tensors else "model"
-            loaded, source = checkpoint.stored(group), f"{source} ({group})"
+            loaded, source, rest = checkpoint.stored(group), f"{source} ({group})", checkpoint.rest
         else:
             loaded = read_whole(path)
             with safe_open(path, "pt") as file:
@@ -322,6 +403,11 @@ def _fitted(key: str, path: Path, source: str, model: nn.Module, warm: WarmStart
         raise ConfigError(
             f"{key}: {source} cannot be trained, because its BatchNorm was merged into the convolutions. Export the run with "
             "export.fold=false, or name the run or one of its checkpoints."
+        )
+    if rest is not None and warm.path is not None:
+        raise ConfigError(
+            f"{key}: {source} has only the parameters that were trained (checkpoint.only_trained). For the same model, set "
+            "run.weights_from instead; else use an artefact of it: dtrain export run.dir=DIR export.dtype=fp32."
         )
     unused = [f"rename: {old!r}" for old in warm.rename if not any(_prefix(old, name) for name in loaded)]
     renamed: dict[str, str] = {}
@@ -342,6 +428,9 @@ def _fitted(key: str, path: Path, source: str, model: nn.Module, warm: WarmStart
     def skipped(name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in warm.skip)
 
+    def may_lack(name: str) -> bool:
+        return skipped(name) or (rest is not None and name in rest.digests)
+
     tensors = {new: loaded[name] for new, name in renamed.items() if not skipped(new)}
     transposed: set[str] = set()
     for pattern in warm.transpose:
@@ -353,14 +442,14 @@ def _fitted(key: str, path: Path, source: str, model: nn.Module, warm: WarmStart
             )
         transposed.update(matching)
     tensors |= {name: tensors[name][...].T.contiguous() for name in transposed}
-    if problems := weight_problems(model, tensors, may_lack=skipped):
+    if problems := weight_problems(model, tensors, may_lack):
         raise ConfigError(
             f"{key}: the weights of {source} do not fit: {problems}. run.warm_start.rename rewrites their names, "
             "run.warm_start.skip leaves out names of the file and of the model."
         )
     total = len(model.state_dict())
     left_out = f", {total - len(tensors)} of {total} left out" if len(tensors) < total else ""
-    return StartingWeights(tensors, f"with the weights of {source}{left_out}")
+    return StartingWeights(tensors, f"with the weights of {source}{left_out}", rest)
 
 
 def _prefix(old: str, name: str) -> re.Match[str] | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,6 +34,7 @@ from dtrain.precision import Precision
 from dtrain.precision.modules import dtype_name
 from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints
 from dtrain.training.checkpoint.optimizer_state import changed_groups, group_values, load_optimizer, optimizer_state
+from dtrain.training.checkpoint.rest import BuiltRest, Rest
 from dtrain.training.checkpoint.tensors import Part, StoredTensor, written_by
 from dtrain.training.schedule import last_step
 from dtrain.training.setup.ema import Ema
@@ -71,6 +72,8 @@ class TrainState:
         forked: Where this start has branched off, see ``Fork``; {} if it has not.
         hooks: The hooks whose states are saved and restored; None without hooks.
         media_sink: Called by ``log_media`` with step, name and content; set by ``RunLogger``.
+        rest: The parameters that are never trained, as this start has built them; set by ``resume.build_rest``, and None if
+            neither the run's checkpoints nor the one to restore lack them.
         ended_early: The reason given to ``end_early``; None without.
     """
 
@@ -87,6 +90,7 @@ class TrainState:
     forked: dict[str, Any] = field(default_factory=dict)
     hooks: Stateful | None = None
     media_sink: Callable[[int, str, bytes | str], None] = field(default=lambda step, name, content: None, init=False)
+    rest: BuiltRest | None = field(default=None, init=False)
     ended_early: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -181,10 +185,14 @@ class TrainState:
             metrics: Metrics of the evaluation at this step; empty without one.
 
         Raises:
-            ConfigError: If the optimizer keeps something that cannot be stored; names it.
+            ConfigError: If the optimizer keeps something that cannot be stored, or with ``checkpoint.only_trained`` something
+                that is left out has changed; names it.
         """
+        rest = self._left_out()
+        left_out = frozenset(rest.names if rest is not None else ())
 
         def copied(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor | Part]:
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
             return host_parts(tensors, self.world) if self.is_sharded else host_copy(tensors)
 
         reshard(self.model)  # or an evaluation would have left whole parameters, which the optimizer does not know
@@ -204,10 +212,19 @@ class TrainState:
             "progress": asdict(self.totals),
             "hooks": self.hooks.state_dict() if self.hooks is not None else {},
             "metrics": metrics,
+            "rest": rest.to_state() if rest is not None else None,
             "environment": self._environment() if self.world.rank == 0 else {},
             "versions": {"dtrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
         }
         return Checkpoint(groups, state)
+
+    def _left_out(self) -> BuiltRest | None:
+        """What the run's checkpoints leave out; None if they have all parameters."""
+        if not self.cfg.checkpoint.only_trained:
+            return None
+        if self.rest is None:
+            raise RuntimeError("checkpoint.only_trained: resume.build_rest or resume.restore was not called")
+        return self.rest
 
     def _environment(self) -> dict[str, Any]:
         """Ranks, device and commits of the code, for those who read the checkpoint."""
@@ -219,28 +236,37 @@ class TrainState:
         }
 
     def restore(self, checkpoint: Checkpoint, *, with_data: bool = True) -> None:
-        """Loads a checkpoint; every rank calls it.
+        """Loads a checkpoint; every rank calls it. Call ``resume.build_rest`` before, which is collective.
 
         Args:
             checkpoint: The checkpoint.
             with_data: Whether the training data continue at its position.
 
         Raises:
-            ConfigError: If it is from a different model, optimizer or dataset; names the differences.
+            ConfigError: If it is from a different model, optimizer or dataset, or lacks parameters that this run has built
+                differently; names the differences.
         """
-        state = checkpoint.state
+        state, saved, rest = checkpoint.state, checkpoint.rest, self._left_out()
+        lacks = frozenset(saved.digests if saved is not None else ())
+        if self.rest is not None:
+            self.rest.require(saved, checkpoint.stored("model"), leaves_out=rest is not None)
+        elif saved is not None:
+            raise RuntimeError("the checkpoint lacks parameters, and resume.build_rest was not called")
         # The loader first: it compares the dataset's fingerprint, before any tensor is changed.
         if with_data:
             with as_config_error("data"):
                 self.train_loader.load_state_dict(state["loader"])
-        load_module(self.model, checkpoint.stored("model"), "the checkpoint")
+        load_module(self.model, checkpoint.stored("model"), "the checkpoint", lacks)
         tensors = checkpoint.stored("optimizer")
         load_optimizer(self.optimizer, self.model, tensors, state["optimizer"], state["optimizer_groups"])
         if self.ema is not None:
             # Without an average in the checkpoint (train.ema_decay was null) it starts from the weights.
             average = checkpoint.stored("ema" if "ema" in checkpoint.tensors else "model")
+            if rest is not None:  # of which there is no average
+                lacks |= {*rest.names}
+                average = {name: tensor for name, tensor in average.items() if name not in lacks}
             with self.ema.swapped_in() as averaged:
-                load_module(averaged, average, "the checkpoint")
+                load_module(averaged, average, "the checkpoint", lacks)
         if self.step.loss_scale is not None and state["loss_scale"] is not None:
             self.step.loss_scale.load_state_dict(state["loss_scale"])
             scale = self.cfg.precision.loss_scale  # how it adapts is config, which may change between starts
@@ -385,15 +411,26 @@ def host_parts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Part]:
     return {name: Part(copies[name], offset, tuple(tensors[name].shape)) for name, offset in offsets.items()}
 
 
-def load_module(module: nn.Module, tensors: Mapping[str, Tensor | StoredTensor], source: str) -> None:
-    """Copies parameters and buffers of a saved ``state_dict`` into a bare module; ``source`` names it in errors.
+def load_module(
+    module: nn.Module,
+    tensors: Mapping[str, Tensor | StoredTensor],
+    source: str,
+    lacks: Collection[str] = (),
+) -> None:
+    """Copies parameters and buffers of a saved ``state_dict`` into a bare module.
 
     Of a sharded module each rank reads and copies only its own part.
+
+    Args:
+        module: The module.
+        tensors: The ``state_dict``.
+        source: Names it in errors.
+        lacks: Names of the module that it lacks; they keep their values.
 
     Raises:
         ConfigError: If names, shapes or kinds of dtype differ, or integers do not fit, before anything is copied.
     """
-    if problems := weight_problems(module, tensors):
+    if problems := weight_problems(module, tensors, lambda name: name in lacks):
         raise ConfigError(
             f"{source} is from a different model: {problems}. Use the model config that it was saved with, or another run.dir."
         )
@@ -463,19 +500,21 @@ def _kind(dtype: torch.dtype) -> str:
     return "float" if dtype.is_floating_point else "integer"
 
 
-def load_weights(module: nn.Module, checkpoint: Checkpoint, weights: str) -> str:
+def load_weights(module: nn.Module, checkpoint: Checkpoint, weights: str, built: Rest | None = None) -> str:
     """Loads a checkpoint's weights for use without training.
 
     Args:
         module: The bare module.
         checkpoint: The checkpoint.
         weights: ``ema``, ``raw``, or ``""``: the moving average if the checkpoint has one.
+        built: What the checkpoint lacks, as the module has it; needed if it lacks anything.
 
     Returns:
         The loaded weights: ``ema`` or ``raw``.
 
     Raises:
-        ConfigError: If the checkpoint has no such weights, or they are from a different model.
+        ConfigError: If the checkpoint has no such weights, they are from a different model, or the module differs in what the
+            checkpoint lacks.
     """
     if weights not in ("", "ema", "raw"):
         raise ConfigError(f"weights: got {weights!r}, want ema or raw.")
@@ -484,5 +523,9 @@ def load_weights(module: nn.Module, checkpoint: Checkpoint, weights: str) -> str
         raise ConfigError(
             "weights=ema: the checkpoint has no moving average (train.ema_decay was null). Use weights=raw."
         )
-    load_module(module, checkpoint.stored("ema" if kind == "ema" else "model"), "the checkpoint")
+    saved = checkpoint.rest
+    if saved is not None:
+        saved.require(built or Rest({}, "nowhere"))
+    lacks = saved.digests if saved is not None else ()
+    load_module(module, checkpoint.stored("ema" if kind == "ema" else "model"), "the checkpoint", lacks)
     return kind

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import compress
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +22,19 @@ class Ema:
     Args:
         model: The bare model whose weights are averaged.
         decay: In [0, 1).
+        only_trained: Keep no averages of parameters that require no gradient; they stay the model's own.
 
     Raises:
         ValueError: If the decay is out of range.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, model: nn.Module, decay: float, *, only_trained: bool = False) -> None:
         if not 0 <= decay < 1:
             raise ValueError(f"train.ema_decay: got {decay}, want a number in [0, 1), such as 0.999.")
         self.decay = decay
         self._model = model
+        # By number, because a hook may train other parameters later.
+        self._averaged = [not only_trained or parameter.requires_grad for parameter in model.parameters()]
         self._weights: list[Tensor] = []
         self._find_weights()
         with torch.no_grad():  # the copy of a ScriptModule's parameter would otherwise be recorded for autograd
@@ -56,7 +60,8 @@ class Ema:
 
     def _find_weights(self) -> None:
         # Of a sharded model, the parts of this rank.
-        self._weights = [local_part(parameter.detach()) for parameter in self._model.parameters()]
+        parameters = compress(self._model.parameters(), self._averaged)
+        self._weights = [local_part(parameter.detach()) for parameter in parameters]
 
     def _update_on_device(self, skip: Tensor) -> None:
         # A multiplication by 0 instead of a branch: reading `skip` would make the host wait for the device. Chunks keep the
