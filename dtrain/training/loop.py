@@ -221,6 +221,7 @@ class Loop:
         rows = self._retries.next_rows(self._window.batch)
         run.train_loader.step_back(rows)
         run.step.begin_again(lambda bare: wrap(bare, run.cfg.parallel, run.world, run.cfg.train.deterministic))
+        self._metrics.follow_model()
         run.totals.samples -= self._timing.used if self._timing is not None else 0
         self._sample_log.step_back(run.step.step)
         self._run_logger.other_micro_batches()

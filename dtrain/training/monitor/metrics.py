@@ -76,8 +76,14 @@ class StepMetrics:
         self._first_step = run.step.step + 1
         self._timer: StragglerTimer | None = None
         self._traffic: Traffic | None = None
-        if isinstance(run.step.model, DistributedDataParallel):
-            self._timer = StragglerTimer(run.step.model, run.world.device)
+        self.follow_model()
+
+    def follow_model(self) -> None:
+        """Measures the model in DDP that the step calls; again after the step has a new one."""
+        if self._timer is not None:
+            self._timer.end()
+        if isinstance(model := self._run.step.model, DistributedDataParallel):
+            self._timer = StragglerTimer(model, self._run.world.device)
 
     def begin(self) -> None:
         """Starts the measurement of a step."""
