@@ -39,7 +39,7 @@ _CHANNELS = (1, 3, 4)
 # Not uint64: a single number of it may not fit into the int64 of a batch.
 _REGULAR = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "float16", "float32", "float64")
 # Uses of (seed, epoch) need different keys: the order has 1 to 3, augmentation 4, mixing 6.
-_GENERATION = 5
+_GENERATION, _FIXED = 5, 6
 
 
 class Arrays:
@@ -110,7 +110,7 @@ class Generated:
         function: ``function(sample, rng)`` returns the fields of sample number ``sample``: a dict by name, or a tuple
             in the order of the fields. ``rng`` is a ``numpy.random.Generator`` keyed by (seed, epoch, sample).
         length: Samples of an epoch.
-        fresh: False gives the same numbers in every epoch, as for evaluation.
+        fresh: False gives the same numbers in every epoch, as for evaluation; no epoch with True has them.
 
     Attributes:
         fingerprint: The function's name and ``fresh``; a change inside the function is not noticed.
@@ -405,8 +405,9 @@ class SampleReader(Reader):
 
     def _randoms(self, epoch: int, samples: np.ndarray) -> np.ndarray:
         """The keys of the samples' random numbers."""
-        draw_epoch = 0 if isinstance(self._dataset, Generated) and not self._dataset.fresh else epoch
-        return hash64(self._seed, draw_epoch, _GENERATION, samples)
+        if isinstance(self._dataset, Generated) and not self._dataset.fresh:
+            return hash64(self._seed, 0, _FIXED, samples)  # not those of an epoch: an evaluation has other samples than training
+        return hash64(self._seed, epoch, _GENERATION, samples)
 
     def _fetch(self, number: int, random: int) -> list[Any]:
         try:

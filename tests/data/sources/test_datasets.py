@@ -352,6 +352,12 @@ def test_generated_samples_may_stay_the_same_in_every_epoch() -> None:
     assert epoch_values([make_loader(dataset, seed=1)]) != epoch_values([make_loader(dataset)])
 
 
+def test_generated_samples_of_an_evaluation_are_not_those_of_training() -> None:
+    fixed = {tuple(x) for x in epoch_values([make_loader(Generated(drawn, 47, fresh=False))]).values()}
+    for epoch in range(3):
+        assert not fixed & {tuple(x) for x in epoch_values([make_loader(Generated(drawn, 47))], epoch=epoch).values()}
+
+
 def test_generators_of_the_calling_process_are_left_as_they_were() -> None:
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     list(make_loader(Noisy()))
