@@ -38,8 +38,8 @@ _MAX_SHARDS = 2**16
 _CHANNELS = (1, 3, 4)
 # Not uint64: a single number of it may not fit into the int64 of a batch.
 _REGULAR = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "float16", "float32", "float64")
-# Uses of (seed, epoch) need different keys: the order has 1 to 3, augmentation 4, mixing 6.
-_GENERATION, _FIXED = 5, 6
+# Uses of (seed, epoch) need different keys: the order has 1 to 3, augmentation 4, mixing 6, an offset 7.
+_GENERATION, _FIXED = 5, 8
 
 
 class Arrays:
@@ -406,7 +406,8 @@ class SampleReader(Reader):
     def _randoms(self, epoch: int, samples: np.ndarray) -> np.ndarray:
         """The keys of the samples' random numbers."""
         if isinstance(self._dataset, Generated) and not self._dataset.fresh:
-            return hash64(self._seed, 0, _FIXED, samples)  # not those of an epoch: an evaluation has other samples than training
+            # Not those of an epoch: an evaluation must have other samples than training.
+            return hash64(self._seed, 0, _FIXED, samples)
         return hash64(self._seed, epoch, _GENERATION, samples)
 
     def _fetch(self, number: int, random: int) -> list[Any]:
