@@ -202,3 +202,16 @@ def test_a_hysteresis_that_was_not_saved_is_full_and_a_saved_one_is_kept_within_
     del state["_hysteresis_tracker"]
     scale.load_state_dict(state if saved is None else state | {"_hysteresis_tracker": saved})
     assert int(scale.hysteresis_tracker) == loaded
+
+
+@pytest.mark.parametrize("steps", range(1, 8))
+def test_a_step_that_is_done_again_is_not_counted_twice(steps: int) -> None:
+    once, twice = (LossScale(CPU, init=8, growth_interval=3, max_scale=16) for _ in range(2))
+    for number in range(steps):
+        once.update(torch.tensor(False))
+        used = float(twice.scale)
+        twice.update(torch.tensor(False))
+        if number % 2:
+            twice.uncount(used)
+            twice.update(torch.tensor(False))
+    assert once.state_dict() == twice.state_dict()

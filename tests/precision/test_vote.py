@@ -168,6 +168,26 @@ def test_a_negative_count_is_a_skip_for_the_decision_and_for_the_statistics() ->
     assert not by_ranks({"sums": [1.0, -9.0, 0.0, 1.0]}, {}).applied
 
 
+@pytest.mark.parametrize("other", [{}, {"norm": torch.tensor(float("nan"))}], ids=["finite", "overflow"])
+def test_a_rank_without_memory_makes_all_ranks_skip_and_know_why(other: dict[str, Any]) -> None:
+    def rank(number: int) -> list[tuple[bool, bool]]:
+        found = []
+        for kind in (KINDS[number % 2], KINDS[1 - number % 2]):
+            vote = kind(3)
+            vote.cannot_compute(metrics=1)
+            vote.drop_window()
+            if number == 1:
+                vote_on(vote, (0.0, -float("inf"), 0.0, 0.0), overflow=torch.tensor(False))
+            else:
+                vote_on(vote, **(other if number == 2 else {}))
+            decision, stats = vote.decide(torch.tensor(1.0), 8, 1.0), vote.step_stats(["m"])
+            found.append((bool(decision.skip), stats.out_of_memory))
+        return found
+
+    assert run_ranks(3, rank) == [[(True, True)] * 2] * 3
+    assert not by_ranks({}, {}).out_of_memory
+
+
 def test_counts_are_exact_up_to_two_to_the_53() -> None:
     many = [0.0, 2.0**52 + 1, 0.0, 1.0]
     assert by_ranks({"sums": many}, {"sums": [0.0, 2.0, 0.0, 1.0]}).count == 2**52 + 3
