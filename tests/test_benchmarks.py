@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -23,6 +24,7 @@ from benchmarks.step_contenders import Turn
 from tests.forked_python import forked_python
 
 ROOT = Path(__file__).resolve().parents[1]
+_TIMEOUT = 270  # seconds; less than that of a test
 
 
 def run(name: str, *arguments: str | Path, cache: Path) -> str:
@@ -30,9 +32,17 @@ def run(name: str, *arguments: str | Path, cache: Path) -> str:
     environ = {key: value for key, value in os.environ.items() if key != "DTRAIN_TEST_CIFAR10"}
     environ |= {"OMP_NUM_THREADS": "1", "DTRAIN_CACHE": str(cache)}
     command = [forked_python(), "-m", f"benchmarks.{name}", *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    environ["PYTHONFAULTHANDLER"] = "1"
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        printed, errors = process.communicate(timeout=_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGABRT)  # each of its processes shows where it is
+        raise AssertionError(f"no end after {_TIMEOUT} s\n{process.communicate()[1]}") from None
+    assert process.returncode == 0, errors
+    return printed
 
 
 def quick(name: str, tmp_path: Path, *arguments: str | Path, rows: Iterable[str]) -> dict[str, Any]:
