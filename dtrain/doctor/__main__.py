@@ -53,12 +53,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from dtrain.doctor import memory
 
         return memory.main(arguments[1:])
+    if list(arguments[:1]) == ["lr"]:
+        from dtrain.doctor import lr
+
+        return lr.main(arguments[1:])
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     if rest and rest[0].isidentifier():
         parser.error(
             f"there is no subcommand {rest[0]!r}. Use none to check this machine, memory to compute what fits into memory, "
-            "numerics to audit the precision of a run, or KEY=VALUE, such as experiment=digits, to find what limits a run."
+            "lr to find a learning rate, numerics to audit the precision of a run, or KEY=VALUE, such as experiment=digits, to find what limits a run."
         )
     join_srun()
     settle_network()
@@ -164,6 +168,7 @@ def _parser() -> argparse.ArgumentParser:
         "       dtrain doctor [--nproc N] experiment=NAME [KEY=VALUE ...] [--seconds S]\n"
         "       dtrain doctor [--nproc N] run.dir=DIR [KEY=VALUE ...]\n"
         "       dtrain doctor memory --help\n"
+        "       dtrain doctor lr --help\n"
         "       dtrain doctor numerics --help",
         description="Shows versions, devices, precisions and limits of this machine, with remedies for known problems;\n"
         "with --nproc N also the speed of all-reduce.\n\n"
