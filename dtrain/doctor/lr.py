@@ -8,7 +8,8 @@ Training Neural Networks, 2015, https://arxiv.org/abs/1506.01186; the exponentia
 
 * The *loss of a rate* is the training loss of the step after the update with it, on a new global batch.
 * The *smoothed* loss is a weighted mean over neighbouring rates on both sides, so that it does not lag behind.
-* The *lowest* loss is the minimum of the smoothed loss. The suggested rate is a tenth of the rate there (``RULE``).
+* The suggested rate is the one at which the smoothed loss falls fastest (``RULE``). It is compared with the rate of the
+  *lowest* smoothed loss, at which training is about to become unstable.
 * The loss *diverges* where its running mean is above 4 times its own minimum, and above the first loss.
 
 A skipped step does not advance the sweep. Nothing is read from or written to a run directory.
@@ -53,18 +54,15 @@ from dtrain.training.monitor.memory import out_of_memory_explained
 from dtrain.training.step import TooManySkips
 
 #: How the rate is chosen, and whose rule it is.
-RULE = (
-    "a tenth of the rate with the lowest smoothed loss: the rule `minimum` of fastai's lr_find "
-    "(https://docs.fast.ai/callback.schedule.html)"
-)
-_BELOW_LOWEST = 10.0
+RULE = "the smoothed loss falls fastest there: the rule `steep` of fastai's lr_find, https://docs.fast.ai/callback.schedule.html"
+_NARROWEST = 100.0  # max / min
+_MARGIN = 3.0  # of the suggestion to both ends of the sweep
 _DIVERGED = 4.0  # times the lowest running mean, as fastai
 _RUNNING = 0.9  # decay of the running mean
 _SMOOTHED = 0.25  # standard deviation of the weights in decades of the rate; at least _MIN_SMOOTHED steps
 _MIN_SMOOTHED = 2.0
 _MIN_STEPS = 20
 _FALL_OVER_NOISE = 2.0  # noise alone makes the smoothed loss fall by about 1.5 times its own standard deviation
-_RISE_OVER_FALL = 0.1
 _PLOT_COLUMNS, _PLOT_ROWS, _TABLE_ROWS = 72, 14, 12
 
 
@@ -87,14 +85,16 @@ class Sweep:
         """The sweep that ``min=``, ``max=`` and ``steps=`` describe.
 
         Raises:
-            ConfigError: If one of them is no positive number, ``max`` is not above 10 times ``min``, or there are fewer than
-                20 steps.
+            ConfigError: If one of them is no positive number, ``max`` is below 100 times ``min``, or there are fewer than 20
+                steps.
         """
         low, high = _rate("min", lowest), _rate("max", highest)
         if not steps.isdecimal() or int(steps) < _MIN_STEPS:
             raise ConfigError(f"doctor lr: got steps={steps}, want a whole number of at least {_MIN_STEPS}.")
-        if high <= _BELOW_LOWEST * low:
-            raise ConfigError(f"doctor lr: got min={lowest} and max={highest}, want max above {_BELOW_LOWEST:g} x min.")
+        if high < _NARROWEST * low:
+            raise ConfigError(
+                f"doctor lr: got min={lowest} and max={highest}, want max to be at least {_NARROWEST:g} times min."
+            )
         return cls(low, high, int(steps))
 
     def rate(self, applied_steps: int) -> float:
@@ -151,8 +151,8 @@ class Suggestion:
 
     Attributes:
         rate: The suggested learning rate, two significant digits; None if there is a problem.
-        lowest: Rate with the lowest smoothed loss; None if the test does not show one.
-        falling: Rate from which on the smoothed loss is lower than before by a tenth of its fall; None likewise.
+        lowest: Rate with the lowest smoothed loss; None if the loss does not fall.
+        falling: Rate at which the smoothed loss has fallen by a tenth of its whole fall; None likewise.
         problem: Why there is no suggestion, and what to do; empty if there is one.
     """
 
@@ -163,39 +163,31 @@ class Suggestion:
 
 
 def suggest(curve: Curve) -> Suggestion:
-    """Applies ``RULE`` to a curve, unless the curve does not show where the loss is lowest."""
+    """Applies ``RULE`` to a curve, unless the curve does not show where the loss falls fastest."""
     rates = curve.rates
     if len(rates) < _MIN_STEPS // 2:
-        at = rates[-1] if len(rates) else 0.0
-        return Suggestion(
-            None, problem=f"the sweep ended after {len(rates)} updates, at {at:.2g} ({curve.end}). Set a lower min."
-        )
+        return Suggestion(None, problem=f"the sweep ended after {len(rates)} rates ({curve.end}). Set a lower min=RATE.")
     smoothed = curve.smoothed()
     bottom = int(smoothed.argmin())
-    fall, rise = smoothed[0] - smoothed[bottom], smoothed[-1] - smoothed[bottom]
+    fall = smoothed[0] - smoothed[bottom]
     noise = float(np.std((curve.shown() - smoothed)[: bottom + 1]))
     if fall <= _FALL_OVER_NOISE * noise:
-        advice = "Set a lower min" if curve.end else f"Set max={_BELOW_LOWEST * rates[-1]:.2g}"
+        wider = "a lower min=RATE" if curve.end else f"max={100 * rates[-1]:.1g}"
         return Suggestion(
             None,
-            problem=f"the loss does not fall at any rate by more than its noise of {noise:.2g}. {advice}, or more steps. If "
-            "that does not help, a larger train.global_batch_size has less noise; or the model does not learn from this data.",
+            problem=f"the loss does not fall at any rate by more than its noise of {noise:.2g}. Set {wider}, more steps=N, or a "
+            "larger train.global_batch_size, which has less noise. Otherwise the model does not learn from this data.",
         )
-    lowest = float(rates[bottom])
-    if not curve.end and rise < _RISE_OVER_FALL * fall:
-        return Suggestion(
-            None,
-            problem=f"the loss does not rise up to {rates[-1]:.2g}, so it is not known where it is lowest. Set "
-            f"max={_BELOW_LOWEST * rates[-1]:.2g}.",
-        )
-    if lowest < _BELOW_LOWEST * rates[0]:
-        return Suggestion(
-            None,
-            problem=f"the loss is lowest at {lowest:.2g}, too close to the lowest rate for a suggestion. Set "
-            f"min={rates[0] / 100:.2g}.",
-        )
+    slopes = np.gradient(smoothed, np.log10(rates))[: bottom + 1]
+    steepest, lowest = float(rates[slopes.argmin()]), float(rates[bottom])
     falling = float(rates[int(np.argmax(smoothed <= smoothed[0] - 0.1 * fall))])
-    return Suggestion(float(f"{lowest / _BELOW_LOWEST:.2g}"), lowest, falling)
+    if not curve.end and steepest * _MARGIN > rates[-1]:
+        problem = f"the loss falls fastest at {steepest:.2g}, near the highest rate. Set max={100 * rates[-1]:.1g}."
+        return Suggestion(None, lowest, falling, problem)
+    if steepest < _MARGIN * rates[0]:
+        problem = f"the loss falls fastest at {steepest:.2g}, near the lowest rate. Set min={rates[0] / 100:.1g}."
+        return Suggestion(None, lowest, falling, problem)
+    return Suggestion(float(f"{steepest:.2g}"), lowest, falling)
 
 
 # -- the sweep
@@ -398,12 +390,14 @@ def summary(cfg: Config, world: World, sweep: Sweep, test: RangeTest, found: Sug
         rows["skipped"] = f"{skipped} steps, whose rate was used again"
     if found.rate is None:
         return rows | {"suggestion": f"none: {found.problem}"}
+    diverges = "" if curve.end else f". It does not diverge up to {curve.rates[-1]:g}"
     return rows | {
-        "loss": f"{curve.first:.4g} at first; falls from a rate of {found.falling:.2g} on, lowest at {found.lowest:.2g}",
-        "suggestion": f"{command}\n{RULE}",
-        "not known": f"the best rate of a whole run. It also depends on the schedule, which multiplies this rate, on its warmup "
-        f"and\nlength, and on the global batch: repeat the test after a change of it. Compare {found.rate / 3:.1g} and "
-        f"{found.rate * 3:.1g} in short runs.",
+        "loss": f"{curve.first:.4g} at first; falls from a rate of {found.falling:.2g} on, lowest at {found.lowest:.2g}{diverges}",
+        "suggestion": f"{found.rate:g}: {RULE}",
+        "use it": command,
+        "not known": "the best rate of a whole run, which also depends on its length and on the schedule, which multiplies this\n"
+        f"rate. In short runs compare {found.rate / 3:.1g}, {found.rate:.1g} and {found.rate * 3:.1g}. With a different global "
+        "batch, repeat the test.",
     }
 
 
