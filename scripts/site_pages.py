@@ -36,6 +36,7 @@ COMMANDS = (
     ("report",),
     ("doctor",),
     ("doctor", "memory"),
+    ("doctor", "lr"),
     ("doctor", "numerics"),
 )
 _HEAD = """# Commands

@@ -142,7 +142,8 @@ class Curve:
         decades = math.log10(self.rates[-1] / self.rates[0]) if len(self.rates) > 1 else 1.0
         width = max(_MIN_SMOOTHED, _SMOOTHED * (len(self.rates) - 1) / decades)
         weights = np.exp(-0.5 * ((positions[:, None] - positions[None, :]) / width) ** 2)
-        return np.asarray(weights @ self.shown() / weights.sum(1))
+        means: np.ndarray = weights @ self.shown() / weights.sum(1)
+        return means
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def suggest(curve: Curve) -> Suggestion:
     """Applies ``RULE`` to a curve, unless the curve does not show where the loss falls fastest."""
     rates = curve.rates
     if len(rates) < _MIN_STEPS // 2:
-        return Suggestion(None, problem=f"the sweep ended after {len(rates)} rates ({curve.end}). Set a lower min=RATE.")
+        return Suggestion(None, problem=f"the sweep ended at once ({curve.end}). Set a lower min=RATE.")
     smoothed = curve.smoothed()
     bottom = int(smoothed.argmin())
     fall = smoothed[0] - smoothed[bottom]
@@ -175,8 +176,8 @@ def suggest(curve: Curve) -> Suggestion:
         wider = "a lower min=RATE" if curve.end else f"max={100 * rates[-1]:.1g}"
         return Suggestion(
             None,
-            problem=f"the loss does not fall at any rate by more than its noise of {noise:.2g}. Set {wider}, more steps=N, or a "
-            "larger train.global_batch_size, which has less noise. Otherwise the model does not learn from this data.",
+            problem=f"the loss does not fall at any rate by more than its noise of {noise:.2g}. Set {wider}, more steps=N, "
+            "or a larger train.global_batch_size, which has less noise. Otherwise the model does not learn from this data.",
         )
     slopes = np.gradient(smoothed, np.log10(rates))[: bottom + 1]
     steepest, lowest = float(rates[slopes.argmin()]), float(rates[bottom])
@@ -252,7 +253,10 @@ def range_test(
                 outcome = step.settle()
             except TooManySkips as error:
                 if len(losses) < 2:
-                    add_note(error, "doctor lr: before any rate was tried" if not losses else "doctor lr: after the first rate")
+                    add_note(
+                        error,
+                        "doctor lr: before any rate was tried" if not losses else "doctor lr: after the first rate",
+                    )
                     raise
                 skips[-1] += step.consecutive_skips
                 end = f"{step.consecutive_skips} steps in a row were skipped"
@@ -278,7 +282,9 @@ def _base_rate(cfg: Config, optimizer: Any) -> float:
     if not isinstance(configured, int | float):
         configured = optimizer.defaults.get("lr", optimizer.param_groups[0]["lr"])
     if not float(configured) > 0:
-        raise ConfigError(f"optimizer.lr: got {configured}, want a rate above 0: parameter groups keep their ratio to it.")
+        raise ConfigError(
+            f"optimizer.lr: got {configured}, want a rate above 0: parameter groups keep their ratio to it."
+        )
     return float(configured)
 
 
@@ -375,7 +381,9 @@ def picture_of(curve: Curve, found: Suggestion, title: str) -> bytes:
     return picture(Chart("lr", title, lines=tuple(lines), x_label="learning rate", x_scale="log"))
 
 
-def summary(cfg: Config, world: World, sweep: Sweep, test: RangeTest, found: Suggestion, command: str) -> dict[str, str]:
+def summary(
+    cfg: Config, world: World, sweep: Sweep, test: RangeTest, found: Suggestion, command: str
+) -> dict[str, str]:
     """The rows of the result: what was run, the losses, the suggestion with its rule, and what is not known."""
     curve, batch = test.curve, cfg.train.global_batch_size
     ranks = f"{world.size} rank{'s' * (world.size > 1)}"
@@ -385,18 +393,20 @@ def summary(cfg: Config, world: World, sweep: Sweep, test: RangeTest, found: Sug
         + (f"; ended at {curve.rates[-1]:.2g}: {curve.end}" if curve.end else ""),
     }
     if test.epochs > 1:
-        rows["data"] = f"used {test.epochs:.1f} times: losses of samples that were seen before are lower than of new ones"
+        rows["data"] = (
+            f"used {test.epochs:.1f} times: losses of samples that were seen before are lower than of new ones"
+        )
     if skipped := sum(curve.skips):
         rows["skipped"] = f"{skipped} steps, whose rate was used again"
     if found.rate is None:
         return rows | {"suggestion": f"none: {found.problem}"}
-    diverges = "" if curve.end else f". It does not diverge up to {curve.rates[-1]:g}"
+    falls = f"{curve.first:.4g} at first; falls from a rate of {found.falling:.2g} on, lowest at {found.lowest:.2g}"
     return rows | {
-        "loss": f"{curve.first:.4g} at first; falls from a rate of {found.falling:.2g} on, lowest at {found.lowest:.2g}{diverges}",
+        "loss": falls if curve.end else f"{falls}. It does not diverge up to {curve.rates[-1]:g}",
         "suggestion": f"{found.rate:g}: {RULE}",
         "use it": command,
-        "not known": "the best rate of a whole run, which also depends on its length and on the schedule, which multiplies this\n"
-        f"rate. In short runs compare {found.rate / 3:.1g}, {found.rate:.1g} and {found.rate * 3:.1g}. With a different global "
+        "not known": "the best rate of a whole run, which also depends on its length and on the schedule, which multiplies\n"
+        f"this rate. In short runs compare {found.rate / 3:.1g}, {found.rate:.1g} and {found.rate * 3:.1g}. With a different global "
         "batch, repeat the test.",
     }
 
@@ -437,7 +447,7 @@ def _run(cfg: Config, sweep: Sweep, options: argparse.Namespace, typed: Sequence
             print(warning, file=sys.stderr)
         if len(test.curve.rates) > 1:
             print(f"{plot(test.curve, found.rate)}\n\n{table(test.curve)}")
-        print_banner("learning rate range test", summary(cfg, world, sweep, test, found, _command(found, typed)))
+        print_banner("learning rate range test", summary(cfg, world, sweep, test, found, _command(found, typed, world)))
         if options.png is not None and len(test.curve.rates) > 1:
             with replace_file(options.png) as file:
                 file.write(picture_of(test.curve, found, "Learning rate range test"))
@@ -447,13 +457,14 @@ def _run(cfg: Config, sweep: Sweep, options: argparse.Namespace, typed: Sequence
     return int(found.rate is None)
 
 
-def _command(found: Suggestion, typed: Sequence[str]) -> str:
-    """The command that trains with the suggested rate; only the override where the run exists or was not typed here."""
+def _command(found: Suggestion, typed: Sequence[str], world: World) -> str:
+    """The command that trains with the suggested rate; only the override if the config is that of a run."""
     override = f"optimizer.lr={found.rate:g}" if found.rate is not None else ""
     if AS_TYPED in typed or any(argument.startswith("run.dir=") for argument in typed):
         return override
     others = [argument for argument in typed if not argument.startswith("optimizer.lr=")]
-    return shlex.join(["dtrain", "train", *others, override])
+    processes = ["--nproc", str(world.size)] if 1 < world.size == world.local_size else []
+    return shlex.join(["dtrain", "train", *processes, *others, override])
 
 
 def _to_json(test: RangeTest, found: Suggestion) -> dict[str, Any]:
