@@ -103,7 +103,7 @@ def examine_run(composed: Composed, options: argparse.Namespace) -> int:
     """
     from dtrain.doctor.disks import writable_folder  # not above, as in main
     from dtrain.doctor.examination import examine
-    from dtrain.doctor.extras import missing_extras
+    from dtrain.doctor.judge import missing_extras
 
     compose.require_choice(composed)
     cfg = composed.cfg

@@ -133,8 +133,9 @@ class Curve:
 
     def shown(self) -> np.ndarray:
         """The losses; larger ones are cut at as much above the first as the lowest is below it. float64, shape ``[n]``."""
-        lowest = min(float(self.losses.min()), self.first)
-        return np.minimum(self.losses, self.first + max(self.first - lowest, 0.1 * abs(self.first)))
+        fall = self.first - float(self.losses.min())
+        shown: np.ndarray = np.minimum(self.losses, self.first + max(fall, 0.1 * abs(self.first)))
+        return shown
 
     def smoothed(self) -> np.ndarray:
         """Weighted means of ``shown`` over neighbouring rates, float64, shape ``[n]``."""
@@ -252,13 +253,10 @@ def range_test(
             try:
                 outcome = step.settle()
             except TooManySkips as error:
-                if len(losses) < 2:
-                    add_note(
-                        error,
-                        "doctor lr: before any rate was tried" if not losses else "doctor lr: after the first rate",
-                    )
+                if not losses:
+                    add_note(error, "doctor lr: this is before any rate was tried.")
                     raise
-                skips[-1] += step.consecutive_skips
+                skips[-1] += 1
                 end = f"{step.consecutive_skips} steps in a row were skipped"
                 break
             assert outcome is not None  # a step was applied
@@ -390,7 +388,7 @@ def summary(
     rows = {
         "run": f"precision={cfg.precision.name} on {world.device.type}, {ranks}, global batch {batch}",
         "sweep": f"{sweep.lowest:g} to {sweep.highest:g}, {len(curve.rates)} of {sweep.steps} rates, one step each"
-        + (f"; ended at {curve.rates[-1]:.2g}: {curve.end}" if curve.end else ""),
+        + (f"; ended at {sweep.rate(max(len(curve.rates) - 1, 0)):.2g}: {curve.end}" if curve.end else ""),
     }
     if test.epochs > 1:
         rows["data"] = (
@@ -406,8 +404,8 @@ def summary(
         "suggestion": f"{found.rate:g}: {RULE}",
         "use it": command,
         "not known": "the best rate of a whole run, which also depends on its length and on the schedule, which multiplies\n"
-        f"this rate. In short runs compare {found.rate / 3:.1g}, {found.rate:.1g} and {found.rate * 3:.1g}. With a different global "
-        "batch, repeat the test.",
+        f"this rate. In short runs compare {found.rate / 3:.1g}, {found.rate:.1g} and {found.rate * 3:.1g}. With a different "
+        "global batch, repeat the test.",
     }
 
 
