@@ -221,7 +221,7 @@ def _clock() -> Iterator[Finding]:
     if time.time() < installed - _DAY:
         yield Finding(
             "clock",
-            f"{datetime.now():%Y-%m-%d %H:%M} is before torch was installed ({datetime.fromtimestamp(installed):%Y-%m-%d})",
+            f"{datetime.fromtimestamp(time.time()):%Y-%m-%d %H:%M} is before torch was installed ({datetime.fromtimestamp(installed):%Y-%m-%d})",
             "warning",
             _SYNCHRONISE,
         )
