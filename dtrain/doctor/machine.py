@@ -217,14 +217,10 @@ def _cache() -> Iterator[Finding]:
 
 def _clock() -> Iterator[Finding]:
     """A warning if the clock is behind; certificates and downloads would be refused, and new files look older than old ones."""
-    installed = Path(torch.__file__).stat().st_mtime
-    if time.time() < installed - _DAY:
-        yield Finding(
-            "clock",
-            f"{datetime.fromtimestamp(time.time()):%Y-%m-%d %H:%M} is before torch was installed ({datetime.fromtimestamp(installed):%Y-%m-%d})",
-            "warning",
-            _SYNCHRONISE,
-        )
+    now, installed = time.time(), Path(torch.__file__).stat().st_mtime
+    if now < installed - _DAY:
+        dates = [f"{datetime.fromtimestamp(seconds):%Y-%m-%d}" for seconds in (now, installed)]
+        yield Finding("clock", f"{dates[0]}, but torch was installed on {dates[1]}", "warning", _SYNCHRONISE)
 
 
 def _network() -> Iterator[Finding]:
