@@ -121,7 +121,8 @@ class Curve:
         rates: Learning rates, float64, shape ``[n]``, ascending.
         losses: Loss after the update with each rate, float64, shape ``[n]``, finite.
         first: Loss before the first update.
-        skips: Skipped steps before the first update, and after the update with each rate, shape ``[n + 1]``.
+        skips: Skipped steps before the first update, and after the update with each rate, shape ``[n + 1]``; the last one
+            has those that ended the sweep.
         end: Why the sweep ended before its highest rate; empty if it did not.
     """
 
@@ -265,12 +266,13 @@ def range_test(
                 skips[-1] += 1
                 continue
             losses.append(stats.loss_sum / stats.count)
-            if len(losses) <= sweep.steps:
-                skips.append(0)
+            skips.append(0)
             on_progress(1)
             end = divergence.after(losses[-1])
     rates = np.array([sweep.rate(number) for number in range(len(losses) - 1)])
-    curve = Curve(rates, np.array(losses[1:]), losses[0], skips[: len(losses)], end)
+    *skips, last = skips  # after the update that has no loss
+    skips[-1] += last
+    curve = Curve(rates, np.array(losses[1:]), losses[0], skips, end)
     return RangeTest(curve, warnings, step.step / loader.steps_per_epoch)
 
 
@@ -310,13 +312,9 @@ class _Divergence:
 
 
 def plot(curve: Curve, suggested: float | None, columns: int = _PLOT_COLUMNS, rows: int = _PLOT_ROWS) -> str:
-    """The curve for a terminal: ``.`` are losses, ``*`` is the smoothed loss, ``|`` the suggested rate.
+    """The curve for a terminal, ``columns`` x ``rows`` characters without the axes.
 
-    Args:
-        curve: The losses; large ones are cut, see ``Curve.shown``.
-        suggested: The suggested rate.
-        columns: Width of the drawing, without the labels of the y axis.
-        rows: Height of the drawing.
+    ``.`` are losses, cut as in ``Curve.shown``; ``*`` is the smoothed loss, ``|`` the suggested rate.
     """
     shown, smoothed = curve.shown(), curve.smoothed()
     low, high = float(shown.min()), float(shown.max())
@@ -354,13 +352,15 @@ def table(curve: Curve) -> str:
     chosen = np.unique(np.linspace(0, len(curve.rates) - 1, _TABLE_ROWS).round().astype(int))
     chosen = np.union1d(chosen, [smoothed.argmin()])
     # Skips between two rows are in the second.
-    sums = np.cumsum(curve.skips)
-    rows, before = [["rate", "loss", "smoothed", *(["skipped"] if sums[-1] else [])]], 0
-    for number in chosen:
-        skipped, before = sums[number + 1] - before, sums[number + 1]
-        cells = [f"{curve.rates[number]:.2g}", f"{curve.losses[number]:.4g}", f"{smoothed[number]:.4g}"]
-        rows.append([*cells, *([str(skipped)] if sums[-1] else [])])
-    return align_rows(rows, range(4))
+    sums = np.cumsum(curve.skips)[chosen + 1]
+    columns = {
+        "rate": [f"{rate:.2g}" for rate in curve.rates[chosen]],
+        "loss": [f"{loss:.4g}" for loss in curve.losses[chosen]],
+        "smoothed": [f"{loss:.4g}" for loss in smoothed[chosen]],
+    }
+    if sums[-1]:
+        columns["skipped"] = [str(skipped) for skipped in np.diff(sums, prepend=0)]
+    return align_rows([[*columns], *zip(*columns.values(), strict=True)], range(4))
 
 
 def picture_of(curve: Curve, found: Suggestion, title: str) -> bytes:
@@ -390,7 +390,7 @@ def summary(
         "sweep": f"{sweep.lowest:g} to {sweep.highest:g}, {len(curve.rates)} of {sweep.steps} rates, one step each"
         + (f"; ended at {sweep.rate(max(len(curve.rates) - 1, 0)):.2g}: {curve.end}" if curve.end else ""),
     }
-    if test.epochs > 1:
+    if test.epochs > 1.05:
         rows["data"] = (
             f"used {test.epochs:.1f} times: losses of samples that were seen before are lower than of new ones"
         )

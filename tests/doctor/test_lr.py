@@ -6,6 +6,8 @@ import contextlib
 import io
 import json
 import math
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch.distributed.fsdp  # shard_model imports it, which takes seconds: he
 from PIL import Image
 from torch.nn.functional import cross_entropy
 
+from dtrain import __main__ as command
 from dtrain import command_line
 from dtrain.config.compose import Composed
 from dtrain.data import Batch
@@ -30,6 +33,18 @@ from dtrain.training.build import build_run
 from dtrain.training.task import Output
 from tests.ranks import run_ranks
 from tests.refusals import assert_refused, refused
+from tests.whole_runs import tree
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The command lines of torchrun, which is not run."""
+    calls: list[list[str]] = []
+    monkeypatch.setattr("torch.distributed.run.main", lambda: calls.append(sys.argv))
+    monkeypatch.setattr("dtrain.distributed.torchrun.prepare_torchrun", lambda: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return calls
+
 
 QUIET = ("experiment=digits", "tracker=none", "data.num_workers=0")
 SGD = (
@@ -47,6 +62,15 @@ class NotFinite(Classification):
     def __call__(self, model: torch.nn.Module, batch: Batch) -> Output:
         output = super().__call__(model, batch)
         return Output(output.loss_sum * math.nan, output.count)
+
+
+class NotFiniteAbove(Classification):
+    """A task whose losses are NaN instead of above 3, so that the run skips all steps after it has diverged."""
+
+    def __call__(self, model: torch.nn.Module, batch: Batch) -> Output:
+        output = super().__call__(model, batch)
+        factor = 1.0 if output.loss_sum < 3 * output.count else math.nan
+        return Output(output.loss_sum * factor, output.count, output.metrics)
 
 
 def outcome_of(*arguments: str, ranks: int = 1) -> tuple[list[int], str]:
@@ -136,6 +160,15 @@ def test_skipped_steps_of_fp16_are_counted_and_do_not_advance_the_rate(tmp_path:
     assert "skipped" in next(line for line in text.splitlines() if line.startswith("   rate"))
 
 
+def test_the_sweep_ends_where_all_steps_are_skipped(tmp_path: Path, digits: Path) -> None:
+    task = "task._target_=tests.doctor.test_lr.NotFiniteAbove"
+    found = swept(tmp_path / "lr.json", task, "steps=40", "min=1e-5", "max=1e3", "train.max_consecutive_skips=4")
+    assert "4 steps in a row were skipped" in found["end"]
+    assert found["points"][-1]["skipped"] >= 4
+    assert len(found["points"]) < 40
+    assert all(math.isfinite(point["loss"]) for point in found["points"])
+
+
 def test_losses_that_are_never_finite_are_an_error(digits: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def rank(number: int) -> object:
         with pytest.raises(SystemExit) as ended:
@@ -180,6 +213,27 @@ def test_a_curve_that_ends_too_early_has_no_suggestion(digits: Path) -> None:
     [code], text = outcome_of("min=1e3", "max=1e6")
     assert code == 1
     assert_refused(text, "suggestion  none", "4 times", "lower min=")
+
+
+def test_a_run_is_read_and_stays_as_it_is(
+    finished_run: Path, torchrun: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tree(finished_run)
+    sweep = ["steps=60", "min=1e-5", "max=10"]
+    assert command.main(["doctor", "lr", "--nproc", "2", f"run.dir={finished_run}", *sweep]) == 0
+    [called] = torchrun
+    assert called[called.index("-m") :][:4] == ["-m", "dtrain", "doctor", "lr"]
+    arguments = called[called.index("lr") :]
+
+    def rank(number: int) -> tuple[int, str]:
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text):
+            return main(arguments), text.getvalue()
+
+    (code, text), _ = run_ranks(2, rank, init=False)
+    assert code == 0, text
+    assert re.search(r"use it +optimizer\.lr=[\d.e-]+$", text, re.MULTILINE)
+    assert tree(finished_run) == before
 
 
 def test_the_command_to_use_the_rate_has_what_was_typed_and_the_processes(digits: Path) -> None:
