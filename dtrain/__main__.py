@@ -152,14 +152,15 @@ def _as_typed(name: str, arguments: Sequence[str]) -> list[str]:
 
     # Options of dtrain evaluate, of which ``checkpoint`` is a group of the config as well.
     names = dict.fromkeys(("checkpoint", "weights", "out"), "") if name == "evaluate" else {}
-    options, rest = take(arguments, **names)
+    subcommand = arguments[:1] if name == "doctor" and arguments[0].isidentifier() else []
+    options, rest = take(arguments[len(subcommand) :], **names)
     try:
         whole = recompose_if_run(rest)
         if TRUST not in arguments:
             refuse_foreign_links(directory)
     except ConfigError as error:
         raise UsageError(str(error)) from error
-    return [*(f"{key}={value}" for key, value in options.items() if value), *whole, AS_TYPED]
+    return [*subcommand, *(f"{key}={value}" for key, value in options.items() if value), *whole, AS_TYPED]
 
 
 def _take_nproc(name: str, arguments: Sequence[str]) -> tuple[int, list[str]]:

@@ -118,7 +118,7 @@ def call(function: Callable[[], T]) -> T:
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
     """Adds ``--json FILE``, a path or None; refuses a path where no file can be written."""
-    parser.add_argument("--json", type=_json_file, metavar="FILE", help="also write all results to FILE as JSON")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write all results to FILE as JSON")
 
 
 def write_json(path: Path | None, content: Any) -> None:
@@ -127,7 +127,12 @@ def write_json(path: Path | None, content: Any) -> None:
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _json_file(text: str) -> Path:
+def output_file(text: str) -> Path:
+    """The type of an option for a file that is written at the end.
+
+    Raises:
+        argparse.ArgumentTypeError: If no file can be written there.
+    """
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{path}: is a folder, want a file")

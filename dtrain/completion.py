@@ -29,19 +29,11 @@ SUBCOMMANDS = {
     "pack": ("imagefolder", "arrays", "text", "index", "digits"),
     "launch": ("status", "tail", "stop", "resume"),
     "export": ("measure",),
-    "doctor": ("memory", "numerics"),
+    "doctor": ("memory", "lr", "numerics"),
 }
 WITH_KEYS = (
-    "train",
-    "evaluate",
-    "export",
-    "launch",
-    "doctor",
-    "doctor memory",
-    "doctor numerics",
-    "replay",
-    "trace",
-    "show",
+    *("train", "evaluate", "export", "launch", "replay", "trace", "show"),
+    *("doctor", "doctor memory", "doctor lr", "doctor numerics"),
 )
 _OF_HYDRA = ("--help", "--multirun", "--config-dir", "--cfg", "--info")
 _NPROC = ("train", "evaluate", "doctor", "replay")

@@ -37,6 +37,7 @@ COMMANDS = (
     ("report",),
     ("doctor",),
     ("doctor", "memory"),
+    ("doctor", "lr"),
     ("doctor", "numerics"),
 )
 _HEAD = """# Commands

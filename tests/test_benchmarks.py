@@ -34,7 +34,13 @@ def run(name: str, *arguments: str | Path, cache: Path) -> str:
     command = [forked_python(), "-m", f"benchmarks.{name}", *map(str, arguments)]
     environ["PYTHONFAULTHANDLER"] = "1"
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=ROOT,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     try:
         printed, errors = process.communicate(timeout=_TIMEOUT)

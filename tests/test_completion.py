@@ -68,6 +68,7 @@ def candidates(shell: str, script: Path, line: str) -> list[str]:
         ("dtrain report --p", ["--png"]),
         ("dtrain launch sto", ["stop"]),
         ("dtrain doctor numerics --al", ["--all"]),
+        ("dtrain doctor lr --p", ["--png"]),
         ("dtrain completion ", sorted(SHELLS)),
     ],
 )

@@ -6,8 +6,9 @@
   step alone with and without communication, loader and step together, and the bottleneck with advice. No model is trained,
   and no file is left behind.
 
-Each problem is one line with its remedy. Exit code: 0, also if something is slow; 1 if something does not work, except a
-precision that the device does not support; 2 for wrong usage.
+Each problem is one line with its remedy. The last line says whether this machine is fit, and what to do first. Exit code: 0,
+also if something is slow; 1 if something does not work, except a precision that the device does not support; 2 for wrong
+usage.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import argparse
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch.distributed as dist
 
@@ -32,7 +33,7 @@ from dtrain.distributed.process_exit import exit_with_torchrun
 from dtrain.distributed.process_group import process_group, settle_network
 from dtrain.distributed.torchrun import launched_rank, record_failure
 from dtrain.distributed.world import World, join_srun
-from dtrain.doctor.machine import examine_machine, examine_precisions, ranks_agree
+from dtrain.doctor.machine import clocks_agree, examine_machine, examine_precisions, ranks_agree, verdict
 from dtrain.doctor.measure import AllReduce
 from dtrain.errors import ConfigError
 from dtrain.runs.recompose import recompose_if_run
@@ -53,12 +54,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from dtrain.doctor import memory
 
         return memory.main(arguments[1:])
+    if list(arguments[:1]) == ["lr"]:
+        from dtrain.doctor import lr
+
+        return lr.main(arguments[1:])
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     if rest and rest[0].isidentifier():
         parser.error(
             f"there is no subcommand {rest[0]!r}. Use none to check this machine, memory to compute what fits into memory, "
-            "numerics to audit the precision of a run, or KEY=VALUE, such as experiment=digits, to find what limits a run."
+            "lr to find a learning rate, numerics to audit the precision of a run, or KEY=VALUE, such as experiment=digits, to "
+            "find what limits a run."
         )
     join_srun()
     settle_network()
@@ -85,14 +91,19 @@ def check_machine(options: argparse.Namespace) -> int:
         if world.size == 1:
             print("To measure all-reduce: dtrain doctor --nproc 2")
         print("To find what limits a run: the same command with its config, such as experiment=digits, or run.dir=DIR")
+        print(verdict(findings), flush=True)
         write_json(options.json, {"findings": [asdict(finding) for finding in findings]})
     return _exit_code(findings)
 
 
 def examine_run(composed: Composed, options: argparse.Namespace) -> int:
-    """Prints the findings about this machine, the ranks and a run; returns the exit code."""
+    """Prints the findings about this machine, the ranks and a run; returns the exit code.
+
+    A run that needs packages that are missing is not measured.
+    """
     from dtrain.doctor.disks import writable_folder  # not above, as in main
     from dtrain.doctor.examination import examine
+    from dtrain.doctor.judge import missing_extras
 
     compose.require_choice(composed)
     cfg = composed.cfg
@@ -106,12 +117,21 @@ def examine_run(composed: Composed, options: argparse.Namespace) -> int:
 
         from_rank0(lambda: str(writable_folder(spec.dir)))  # checked before a minute of measurements
         findings, all_reduce = _environment(world)
-        examined = examine(cfg, spec.dir, world, all_reduce, seconds=options.seconds, on_message=print_message)
-    everything = [*findings, *examined.findings]
+        missing = [Finding(**it) for it in from_rank0(lambda: [asdict(finding) for finding in missing_extras(cfg)])]
+        examined = (
+            None
+            if missing
+            else examine(cfg, spec.dir, world, all_reduce, seconds=options.seconds, on_message=print_message)
+        )
+    of_run = missing if examined is None else examined.findings
+    everything = [*findings, *of_run]
     if world.rank == 0:
         print(f"{spec.name} on {world.size} rank{'s' * (world.size > 1)}")
-        print(as_text(examined.findings), flush=True)
-        write_json(options.json, {"findings": [asdict(finding) for finding in everything], "run": examined.to_json()})
+        print(as_text(of_run))
+        # The bottleneck is a property of the run, not of the machine.
+        print(verdict([finding for finding in everything if finding.subject != "bottleneck"]), flush=True)
+        measured = {"run": examined.to_json()} if examined is not None else {}
+        write_json(options.json, {"findings": [asdict(finding) for finding in everything], **measured})
     return _exit_code(everything)
 
 
@@ -121,14 +141,19 @@ def _environment(world: World) -> tuple[list[Finding], AllReduce | None]:
     elsewhere = other_machines(world, found)
     precisions = examine_precisions(world.device)
     all_reduce = AllReduce.measure(world) if world.size > 1 else None
-    ranks = [ranks_agree(world), *all_reduce.findings()] if all_reduce is not None else []
+    ranks = [ranks_agree(world), *clocks_agree(world), *all_reduce.findings()] if all_reduce is not None else []
     if world.rank == 0:
         print("dtrain doctor")
         print(as_text([*found, *precisions, *ranks]))
         for host, problems in elsewhere.items():
             print(f"on {host}\n{as_text(problems)}")
         sys.stdout.flush()
-    return [*found, *ranks, *(finding for problems in elsewhere.values() for finding in problems)], all_reduce
+    others = [
+        replace(finding, subject=f"{finding.subject} on {host}")
+        for host, problems in elsewhere.items()
+        for finding in problems
+    ]
+    return [*found, *ranks, *others], all_reduce
 
 
 def other_machines(world: World, found: list[Finding]) -> dict[str, list[Finding]]:
@@ -164,6 +189,7 @@ def _parser() -> argparse.ArgumentParser:
         "       dtrain doctor [--nproc N] experiment=NAME [KEY=VALUE ...] [--seconds S]\n"
         "       dtrain doctor [--nproc N] run.dir=DIR [KEY=VALUE ...]\n"
         "       dtrain doctor memory --help\n"
+        "       dtrain doctor lr --help\n"
         "       dtrain doctor numerics --help",
         description="Shows versions, devices, precisions and limits of this machine, with remedies for known problems;\n"
         "with --nproc N also the speed of all-reduce.\n\n"

@@ -1,4 +1,7 @@
-"""Findings about one machine (hardware, software, limits), the precisions of its device, and the versions of all ranks."""
+"""Findings about one machine (hardware, software, limits), the precisions of its device, and what all ranks have in common.
+
+A machine is *fit* if no finding is an error; ``verdict`` says so in one line.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -18,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from dtrain import __version__
-from dtrain.console import Finding, size_text
+from dtrain.console import LEVELS, Finding, size_text
+from dtrain.distributed.collectives import wait_for_all
 from dtrain.distributed.world import World, process_cpu_count
 from dtrain.errors import ConfigError
 from dtrain.files import cache_dir
@@ -33,6 +39,14 @@ _OLDEST_TORCH = (2, 9)
 _MIN_SHARED_MEMORY = _MIN_CACHE = 2**30
 # 64 lanes with shuffle windows of 8 shards need hundreds of open files, and batches in shared memory need one per tensor.
 _MIN_OPEN_FILES = 4096
+#: Subjects of findings in the order in which their problems are solved; others come last.
+_ORDER = (
+    *("python", "torch", "CUDA", "NCCL", "gloo", "host name", "ranks", "clock", "/dev/shm", "open files", "cache"),
+    *("checkpoints", "prefetched", "memory", "packages", "extra"),
+)
+_MOST_CLOCK_SKEW = 5.0  # seconds
+_DAY = 24 * 3600.0
+_SYNCHRONISE = "Synchronise the clock: timedatectl set-ntp true, or chronyd"
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -43,6 +57,7 @@ def examine_machine(world: World) -> list[Finding]:
         *_devices(world),
         *_processors(world),
         *_memory_and_files(),
+        *_clock(),
         *_cache(),
         *_network(),
         *_slurm(),
@@ -91,7 +106,11 @@ def _devices(world: World) -> Iterator[Finding]:
             f"GPU {number}",
             f"{found.name}, {found.total_memory / 2**30:.0f} GiB, compute capability {found.major}.{found.minor}",
         )
-    if gpus:
+    if gpus and not dist.is_nccl_available():
+        yield Finding(
+            "NCCL", "this torch build has no NCCL", "error", "Install a torch build with NCCL; runs on GPUs need it"
+        )
+    elif gpus:
         numbers = ".".join(map(str, torch.cuda.nccl.version()))
         yield Finding("CUDA", f"{built_for}, cuDNN {torch.backends.cudnn.version()}, NCCL {numbers}")
     elif built_for is not None:
@@ -196,6 +215,14 @@ def _cache() -> Iterator[Finding]:
     yield Finding("cache", f"{folder}, {size_text(free)} free", level, remedy)
 
 
+def _clock() -> Iterator[Finding]:
+    """A warning if the clock is behind; certificates and downloads would be refused, and new files look older than old ones."""
+    now, installed = time.time(), Path(torch.__file__).stat().st_mtime
+    if now < installed - _DAY:
+        dates = [f"{datetime.fromtimestamp(seconds):%Y-%m-%d}" for seconds in (now, installed)]
+        yield Finding("clock", f"{dates[0]}, but torch was installed on {dates[1]}", "warning", _SYNCHRONISE)
+
+
 def _network() -> Iterator[Finding]:
     name = socket.gethostname()
     try:
@@ -263,3 +290,40 @@ def ranks_agree(world: World) -> Finding:
         "error",
         "Use the same environment on all machines",
     )
+
+
+def clocks_agree(world: World) -> list[Finding]:
+    """Collective. A warning if the clocks of the ranks differ: times in logs and in the status of a run would not agree."""
+    wait_for_all()
+    by_rank: list[tuple[str, float]] = [("", 0.0)] * world.size
+    dist.all_gather_object(by_rank, (socket.gethostname(), time.time()))
+    (early, first), (late, last) = (choose(by_rank, key=lambda it: it[1]) for choose in (min, max))
+    if last - first < _MOST_CLOCK_SKEW:
+        return []
+    text = f"the clock of {late} is {last - first:,.0f} s ahead of that of {early}"
+    return [Finding("clock", text, "warning", f"{_SYNCHRONISE}, on both machines")]
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """One line: whether a machine with these findings is fit, its problems, and what to do first.
+
+    Example:
+        >>> from dtrain.console import Finding
+        >>> verdict([Finding("cache", "cannot be written", "error", "export DTRAIN_CACHE=FOLDER")])
+        'not fit: cache. First: export DTRAIN_CACHE=FOLDER'
+    """
+    problems = sorted((it for it in findings if it.level != "ok"), key=_severity)
+    if not problems:
+        return "fit: no problem was found"
+    errors = [it for it in problems if it.level == "error"]
+    subjects = ", ".join(dict.fromkeys(it.subject for it in errors or problems))
+    remedy = (problems[0].remedy or problems[0].text).splitlines()[0]
+    if errors:
+        return f"not fit: {subjects}. First: {remedy}"
+    return f"fit, with {len(problems)} warning{'s' * (len(problems) > 1)}: {subjects}. First: {remedy}"
+
+
+def _severity(finding: Finding) -> tuple[int, int]:
+    """Errors before warnings, each in ``_ORDER``."""
+    place = next((place for place, subject in enumerate(_ORDER) if finding.subject.startswith(subject)), len(_ORDER))
+    return -LEVELS.index(finding.level), place

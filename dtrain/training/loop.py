@@ -138,7 +138,7 @@ class Loop:
         self._evaluated: dict[str, float] = {}  # the last result, and the step before it
         self._evaluated_step = -1
         self._retries = MemoryRetries(run, run_logger.warn)
-        self._settles_at_once = True  # the first step: DDP rebuilds its buckets after it
+        self._settles_at_once = run.world.size > 1  # the first step: DDP rebuilds its buckets after it
 
     def run(self) -> tuple[str, str | None]:
         """Runs the loop.
@@ -227,7 +227,7 @@ class Loop:
         self._run_logger.other_micro_batches()
         if run.cfg.train.micro_batch_size == AUTO:
             remember(run)
-        self._timing, self._settles_at_once = None, True
+        self._timing, self._settles_at_once = None, run.world.size > 1
 
     @contextmanager
     def _not_to_be_saved(self) -> Iterator[None]:

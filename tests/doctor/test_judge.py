@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -28,6 +31,8 @@ from dtrain.doctor.judge import (
     find_bottleneck,
     save_stall,
 )
+from dtrain.tracking import sinks
+from tests.configs import config_of
 
 
 def times(data: float, compute: float, step: float, together: float | None = None, save: float = 0.0) -> PartTimes:
@@ -241,3 +246,58 @@ def test_checkpoints_in_memory_or_without_space_are_problems(monkeypatch: pytest
     [lost] = check_checkpoint_folder(tmp_path, 10, 3)
     assert "tmpfs" in lost.text
     assert lost.level == "warning"
+
+
+@pytest.mark.parametrize(
+    ("absent", "section", "key", "remedy"),
+    [
+        (
+            "torchmetrics",
+            {"train": {"metrics": {"f1": {"_target_": "torchmetrics.F1Score"}}}},
+            "train.metrics",
+            "metrics",
+        ),
+        ("s3fs", {"data": {"train": "s3://bucket/{0..9}.tar"}}, "data.train", "s3"),
+        ("aiohttp", {"data": {"eval": {"old": ["a.tar"], "new": ["https://host/b.tar"]}}}, "data.eval", "http"),
+        (
+            "huggingface_hub",
+            {"data": {"mixture": {"web": {"shards": "hf://datasets/o/n/x.tar"}}}},
+            "data.mixture",
+            "hf",
+        ),
+        (
+            "tiktoken",
+            {"data": {"fields": {"txt": {"name": "t", "role": "text", "tokenizer": "tiktoken:gpt2", "length": 8}}}},
+            "data.fields",
+            "text",
+        ),
+        ("sklearn", {"data": {"prepare": {"_target_": "dtrain.data.digits.prepare"}}}, "data.prepare", "demo"),
+        ("trackio", {"tracker": {"name": "trackio"}}, "tracker.name", "trackio"),
+    ],
+)
+def test_packages_that_a_config_needs_are_named_with_their_command(
+    absent: str, section: dict[str, Any], key: str, remedy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> None:
+            if name.partition(".")[0] == absent:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == absent]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    monkeypatch.setattr(sinks, "find_spec", lambda name: None if name == absent else name)
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url, **options: importlib.import_module(absent))
+    monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path))
+    cfg = config_of({"tracker": {"name": "none"}} | section)
+    [finding] = judge.missing_extras(cfg)
+    assert (finding.subject, finding.level) == (f"extra of {key}", "error")
+    assert finding.remedy == f"pip install 'dtrain[{remedy}]'"
+
+
+def test_a_config_that_needs_no_missing_package_has_no_finding(tmp_path: Path) -> None:
+    cfg = config_of(
+        {"tracker": {"name": "none"}, "data": {"train": f"{tmp_path}/a.tar", "fields": {"a": {"wrong": 1}}}}
+    )
+    assert judge.missing_extras(cfg) == []  # a wrong field is left to the run

@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import socket
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -147,3 +148,40 @@ def test_the_mode_of_wandb_is_shown_with_the_login_and_what_sends_records(monkey
     monkeypatch.delenv("WANDB_API_KEY")
     monkeypatch.setenv("HOME", "/nowhere")
     assert found("wandb mode").level == "error"
+
+
+def test_a_clock_that_is_behind_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "clock" not in [finding.subject for finding in machine.examine_machine(one_rank())]
+    monkeypatch.setattr(time, "time", lambda: 1e9)
+    finding = found("clock")
+    assert finding.level == "warning"
+    assert "2001" in finding.text
+    assert "timedatectl" in finding.remedy
+
+
+def test_clocks_of_ranks_that_differ_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one(rank: int, ahead: float) -> list[Finding]:
+        now = time.time()
+        monkeypatch.setattr(time, "time", lambda: now + ahead * rank)
+        return machine.clocks_agree(one_rank(rank=rank, size=2))
+
+    assert run_ranks(2, one, 0.0) == [[], []]
+    for [finding] in run_ranks(2, one, 60.0):
+        assert (finding.subject, finding.level) == ("clock", "warning")
+        assert "60 s ahead" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("levels", "line"),
+    [
+        ({}, "fit: no problem was found"),
+        ({"open files": "ok"}, "fit: no problem was found"),
+        ({"scikit-learn": "warning"}, "fit, with 1 warning: scikit-learn. First: repair scikit-learn"),
+        ({"load": "warning", "/dev/shm": "warning"}, "fit, with 2 warnings: /dev/shm, load. First: repair /dev/shm"),
+        ({"CUDA": "warning", "cache": "error"}, "not fit: cache. First: repair cache"),
+        ({"extra of x": "error", "cache on b": "error"}, "not fit: cache on b, extra of x. First: repair cache on b"),
+    ],
+)
+def test_the_verdict_names_the_problems_and_what_to_do_first(levels: dict[str, str], line: str) -> None:
+    findings = [Finding(name, "", level, f"repair {name}\nor not") for name, level in levels.items()]
+    assert machine.verdict(findings) == line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 from pathlib import Path
@@ -41,8 +42,10 @@ def test_the_command_shows_this_machine() -> None:
     for name in ("fp32", "tf32", "bf16", "fp16"):
         assert re.search(rf"^  (ok|warning|error) +precision={name}  +\S", text, re.MULTILINE)
     assert os.environ["DTRAIN_CACHE"] in text
-    assert "dtrain doctor --nproc 2" in text.splitlines()[-2]
-    assert "experiment=digits" in text.splitlines()[-1]
+    *_, of_all_reduce, of_a_run, last = text.splitlines()
+    assert "dtrain doctor --nproc 2" in of_all_reduce
+    assert "experiment=digits" in of_a_run
+    assert last.startswith("fit")
 
 
 def test_ranks_measure_all_reduce_and_rank_0_prints() -> None:
@@ -60,6 +63,35 @@ def test_an_unknown_subcommand_is_refused(capsys: pytest.CaptureFixture[str]) ->
     error = capsys.readouterr().err
     assert "no subcommand 'numeric'" in error
     assert "numerics" in error
+
+
+def test_an_error_is_in_the_last_line_and_in_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DTRAIN_CACHE", "/proc/dtrain")
+    [(code, text)] = doctor(1)
+    assert code == 1
+    assert text.splitlines()[-1] == "not fit: cache. First: export DTRAIN_CACHE=FOLDER"
+
+
+def test_a_run_whose_packages_are_missing_is_not_measured(
+    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dtrain.tracking import sinks
+
+    monkeypatch.setattr(sinks, "find_spec", lambda name: None)
+    file = tmp_path / "doctor.json"
+
+    def rank(number: int) -> tuple[int, str]:
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text):
+            arguments = ["experiment=digits", "tracker.name=mlflow", f"run.dir={tmp_path / 'run'}", f"--json={file}"]
+            return main(arguments), text.getvalue()
+
+    (code, text), (other_code, silence) = run_ranks(2, rank, init=False)
+    assert (code, other_code, silence) == (1, 1, "")
+    assert text.splitlines()[-1] == "not fit: extra of tracker.name. First: pip install 'dtrain[mlflow]'"
+    found = json.loads(file.read_text())
+    assert "run" not in found
+    assert found["findings"][-1]["level"] == "error"
 
 
 def test_tasks_of_srun_are_ranks_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@ import json
 import math
 import os
 import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -484,6 +485,9 @@ def test_a_wandb_process_that_is_killed_leaves_one_line_and_no_traceback(tmp_pat
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=200, check=True
     )
     assert done.stdout.endswith("finished at step 1\n")
-    assert done.stdout.count("wandb: Connection lost. The run continues without it") == 1, done.stdout
+    # What wandb raises depends on the moment: the connection is lost, or reset.
+    assert len(re.findall(r"^wandb: .*onnection .*The run continues without it", done.stdout, re.MULTILINE)) == 1, (
+        done.stdout
+    )
     assert done.stderr == ""
     assert "Traceback" in (tmp_path / "logs" / "rank-00000.log").read_text()
