@@ -128,7 +128,7 @@ def test_thirty_random_places(tmp_path: Path, seed: int) -> None:
     assert_same(tmp_path / "whole", tmp_path / "again", 1e-5 if precision == "fp32" else 2e-3)
     scale = [record.get("train/loss_scale") for record in records(tmp_path / "whole")]
     assert [record.get("train/loss_scale") for record in records(tmp_path / "again")] == scale
-    assert len(retries(tmp_path / "again")) == 3
+    assert read_starts(tmp_path / "again")[-1].micro_batch < read_starts(tmp_path / "whole")[-1].micro_batch
 
 
 # -- where it cannot be done
