@@ -29,6 +29,7 @@ import numpy as np
 
 from dtrain.data.fields.decode import decode
 from dtrain.data.fields.field import DataError, Field, SampleError
+from dtrain.data.shards.bad_shards import SKIP, BadShards
 from dtrain.data.shards.dataset_index import DatasetIndex
 from dtrain.data.shards.http_ranges import NoRanges
 from dtrain.data.shards.node_cache import CachedShard, CacheFull, CacheInUse, CachePolicy
@@ -63,6 +64,7 @@ _CHECKED_SHARDS = 8
 # Often everything in the cache is in use only until another worker closes what it has finished.
 _WARN_AFTER = 100
 _SECONDS_BETWEEN_CHECKS = 2.0
+_MOST_NAMED = 3  # damaged shards in a summary
 _THREADS = 2  # of each worker; all workers of all ranks together use the whole network
 
 Wanted = tuple[str, Stamp]
@@ -84,22 +86,27 @@ class ShardSource(Source):
         rank: int = 0,
         world_size: int = 1,
         policy: CachePolicy | None = None,
+        bad_shards: BadShards | None = None,
     ) -> ShardSource:
         """Finds and indexes shards.
 
         Args:
-            shards: Paths or URLs; each may be a brace pattern (``train-{00000..00009}.tar``) or a glob.
+            shards: Paths or URLs; each may be a brace pattern (``train-{00000..00009}.tar``), a glob, or a list of them in a
+                file (``@shards.txt``).
             fields: What to read from each sample.
             rank: This process, in ``[0, world_size)``; ranks start indexing at different shards.
             world_size: Number of processes.
             policy: Which shards are read through the node cache; None: URLs and network file systems.
+            bad_shards: What happens to damaged shards; None: they are refused.
 
         Raises:
             ValueError: If a pattern matches nothing, a shard is damaged, or no sample read has the value of a json field.
             FileNotFoundError: If a named shard does not exist.
         """
         extensions = [field.ext for field in fields]
-        index = DatasetIndex.build(expand(shards), extensions, rank=rank, world_size=world_size, policy=policy)
+        paths = expand(shards, keep_missing=bad_shards is not None and bad_shards.action == SKIP)
+        ranks = {"rank": rank, "world_size": world_size}
+        index = DatasetIndex.build(paths, extensions, **ranks, policy=policy, bad_shards=bad_shards)
         source = cls(index, tuple(fields))
         source._check_json()
         return source
@@ -135,9 +142,13 @@ class ShardSource(Source):
         return ShardSampleReader(self)
 
     def summary(self) -> str:
-        """``1,000 samples in 10 shards``."""
-        shards = len(self.index.shards)
-        return f"{self.index.num_samples:,} samples in {shards:,} {'shard' if shards == 1 else 'shards'}"
+        """``1,000 samples in 10 shards``, and the damaged shards that are left out."""
+        shards, left_out = len(self.index.shards), list(self.index.left_out)
+        text = f"{self.index.num_samples:,} samples in {shards:,} {'shard' if shards == 1 else 'shards'}"
+        if left_out:
+            more = ", ..." if len(left_out) > _MOST_NAMED else ""
+            text += f", without {len(left_out)} damaged: {', '.join(left_out[:_MOST_NAMED])}{more}"
+        return text
 
 
 class ShardSampleReader(Reader):
