@@ -135,10 +135,10 @@ def _expand_one(pattern: str, keep_missing: bool) -> list[str]:
     written = _in_braces(pattern)
     paths, missing = [], []
     for path in written:
-        if glob.has_magic(path):
-            found = _glob(path)
+        if os.path.exists(path) or (keep_missing and not glob.has_magic(path)):
+            found = [path]  # also of a folder called a[1]
         else:
-            found = [path] * (keep_missing or os.path.exists(path))
+            found = _glob(path)
         paths += found
         missing += [] if found else [path]
     for path in paths:
