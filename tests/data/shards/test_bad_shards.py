@@ -88,7 +88,15 @@ def test_shards_that_are_left_out_are_named_with_reasons_by_rank_0(shards: list[
 
 @pytest.mark.parametrize(
     ("most", "damaged", "allowed"),
-    [(0, 1, False), (0.01, 1, True), (0.01, 2, False), ("50%", 2, True), ("50%", 3, False), (3, 3, True), (None, 3, True)],
+    [
+        (0, 1, False),
+        (0.01, 1, True),
+        (0.01, 2, False),
+        ("50%", 2, True),
+        ("50%", 3, False),
+        (3, 3, True),
+        (None, 3, True),
+    ],
 )
 def test_number_is_limited(shards: list[str], most: float | str | None, damaged: int, allowed: bool) -> None:
     for shard in shards[:damaged]:
