@@ -270,7 +270,7 @@ def _warn_of(left_out: Mapping[str, str], paths: Sequence[str], bad_shards: BadS
                 with suppress(ShardError, OSError):
                     load_or_build(path, policy=policy)
                     intact.append(name)
-        text = f"{len(left_out)} shards left out, as by the earlier starts of the run: {some_reasons(left_out)}."
+        text = f"damaged shards are left out, as by the earlier starts of the run: {some_reasons(left_out)}."
         if intact:
             text += f" Intact by now: {_some(intact)}. Only a new run uses them, because they change the order of all samples."
     warnings.warn(text, stacklevel=3)
