@@ -162,7 +162,7 @@ def test_ranks_of_a_node_fetch_each_shard_once(server: FileServer) -> None:
 def test_a_shard_that_vanishes_or_is_replaced_is_named_without_secrets(
     server: FileServer, shards: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard_source.Prefetcher, "want", lambda self, shards: 0)
+    monkeypatch.setattr(shard_source.Prefetcher, "want", lambda self, *_: 0)
     for change, message in (
         (lambda path: os.unlink(path), r"shard-004\.tar does not exist"),
         (lambda path: path.write_bytes(b"<html>"), r"has 6 bytes and starts with b'<html>'"),

@@ -47,6 +47,8 @@ _REMEDIES = (
 )
 #: Columns of more bytes than this are stored in the cache directory and mapped.
 MAPPED_ABOVE = 64 << 20
+#: So are the columns of more shards than this.
+MAPPED_ABOVE_SHARDS = 2_000
 
 #: Arrays by name, and the folder that they are mapped from, None if they are in memory. ``offsets`` and ``sizes``, int64
 #: ``[samples, columns]``; ``counts``, ``shard_sizes`` and ``shard_versions``, int64 ``[shards]``; ``shard_digests``, uint64
@@ -405,7 +407,8 @@ class IndexBuilder:
             "key_bytes": (self._key_bytes,),
             "key_starts": (samples + 1,),
         }
-        if 8 * samples * (2 * columns + 1) + self._key_bytes > MAPPED_ABOVE:
+        # Of many shards, the stored columns are also loaded in less time than the indexes of all shards.
+        if 8 * samples * (2 * columns + 1) + self._key_bytes > MAPPED_ABOVE or len(self._paths) > MAPPED_ABOVE_SHARDS:
             try:
                 write_memmaps(self._folder, shapes, self._pieces(small))
             except OSError as error:
