@@ -3,8 +3,8 @@
     python -m benchmarks.many_sources [--sources 40] [--workers 8] [--entries 100000] [--rounds 3] [--json FILE]
 
 Each source has four shards of 250 samples. ``in place`` reads files, ``cache`` reads them through the node cache, as shards
-behind URLs are read. After 20 batches of 256, /proc says how many threads and open files each worker has, and its private memory
-and share of common memory (PSS). Threads and files are those of the worker that has most; memory is the sum of all workers.
+behind URLs are read. After 20 batches of 256, /proc says how many threads and open files each worker has, and its private
+memory and share of common memory (PSS). Threads and files are those of the worker that has most; memory is the sum of all.
 
 The list names shards of one sample. ``first start`` builds their indexes, ``later start`` loads what it has stored.
 """
