@@ -44,6 +44,16 @@ class BadShards:
 
     Raises:
         ValueError: If an argument is impossible.
+
+    Example:
+        >>> import os, tempfile
+        >>> from dtrain.data import BadShards, ShardLoader, write_shards
+        >>> samples = [{"__key__": str(n), "cls": n} for n in range(10)]
+        >>> shards = [str(path) for path in write_shards(samples, tempfile.mkdtemp(), shards=2)]
+        >>> os.truncate(shards[1], 700)
+        >>> options = {"global_batch_size": 5, "num_workers": 0, "bad_shards": BadShards("skip")}
+        >>> ShardLoader(shards, {"cls": {"name": "label"}}, **options).source.summary()
+        '5 samples in 1 shard, without 1 damaged: shard-000001.tar'
     """
 
     action: str = REFUSE
