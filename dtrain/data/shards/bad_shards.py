@@ -53,7 +53,7 @@ class BadShards:
         >>> os.truncate(shards[1], 700)
         >>> options = {"global_batch_size": 5, "num_workers": 0, "bad_shards": BadShards("skip")}
         >>> ShardLoader(shards, {"cls": {"name": "label"}}, **options).source.summary()
-        '5 samples in 1 shard, without 1 damaged: shard-000001.tar'
+        '5 samples in 1 shard, without 1 damaged: train-000001.tar'
     """
 
     action: str = REFUSE

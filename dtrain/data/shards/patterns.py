@@ -71,9 +71,12 @@ def expand(patterns: Patterns, *, keep_missing: bool = False) -> list[str]:
 
 
 def first_shard(patterns: Patterns) -> str:
-    """The first of the shards that match patterns, without looking for most of the others; raises as ``expand``."""
+    """The first of the shards that match patterns, without looking for most of the others; raises as ``expand``.
+
+    A named file need not exist.
+    """
     for pattern in _each(patterns):
-        return expand(read_list(pattern)[:1] if is_list(pattern) else pattern)[0]
+        return expand(read_list(pattern)[:1] if is_list(pattern) else pattern, keep_missing=True)[0]
     raise ValueError("shards: got an empty list.")
 
 

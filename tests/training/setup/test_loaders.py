@@ -276,8 +276,9 @@ def test_sources_of_a_mixture_and_sets_leave_out_their_own_shards(tmp_path: Path
 def test_files_beside_the_shards_of_a_list_are_found(tmp_path: Path) -> None:
     write_vectors(tmp_path / "s", 6)
     (tmp_path / "s" / "classes.json").write_text('["cat", "dog"]')
-    (tmp_path / "s.txt").write_text("s/part-0.tar\ns/part-1.tar\n")
-    assert class_names(config(train=f"@{tmp_path / 's.txt'}").data) == ["cat", "dog"]
+    for first in ("part-0.tar", "missing.tar"):
+        (tmp_path / "s.txt").write_text(f"s/{first}\ns/part-1.tar\n")
+        assert class_names(config(train=f"@{tmp_path / 's.txt'}").data) == ["cat", "dog"]
 
 
 def test_data_are_prepared_by_one_rank_while_the_others_wait(tmp_path: Path) -> None:
