@@ -82,8 +82,7 @@ class BadShards:
             ValueError: If a value is impossible, or the record is not one.
             OSError: If the record cannot be read.
         """
-        if isinstance(value, str) and value.endswith(f"/{RECORD}"):
-            path = Path(value).expanduser()
+        if (path := Path(value).expanduser()).name == RECORD:
             # A run that has left out none may have no record.
             left_out = {} if path.parent.is_dir() and not path.exists() else read_record(path).get(split, {})
             return cls(SKIP, most, left_out, decided=True)

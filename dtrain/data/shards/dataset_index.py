@@ -308,6 +308,9 @@ class DamagedShards(ShardError):
         else:
             super().__init__(path, 0, _reason(first), f"{self.more}{remedy}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardError, self.args
+
 
 def _reason(error: ShardError | OSError) -> str:
     if isinstance(error, ShardError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from dtrain.data.shards.bad_shards import RECORD, BadShards, as_recorded, read_r
 from dtrain.data.shards.dataset_index import DatasetIndex
 from dtrain.data.shards.patterns import expand
 from dtrain.data.shards.shard_file import stamp_of
+from dtrain.data.shards.tar import ShardError
 from tests.refusals import assert_refused, refusal_of
 from tests.shards import LABEL, write_numbered
 
@@ -74,6 +76,9 @@ def test_data_set_is_that_of_the_other_shards(
 def test_refusal_names_all_shards_and_both_remedies(shards: list[str]) -> None:
     cut(shards[1]), cut(shards[3])
     message = refusal_of(build, shards)
+    with pytest.raises(ShardError) as raised:
+        build(shards)
+    assert str(pickle.loads(pickle.dumps(raised.value))) == message
     assert_refused(message, "shard-001.tar", "shard-003.tar", "dtrain pack repair", "data.bad_shards=skip")
 
 
@@ -180,7 +185,9 @@ def test_loader_says_what_it_leaves_out_by_source(shards: list[str], tmp_path: P
     assert sorted(int(n) for batch in alone for n in batch["label"][batch.valid]) == [0, 1, 2, *range(7, 14)]
 
 
-def test_record_is_read_by_split_and_a_run_without_one_has_left_out_none(tmp_path: Path) -> None:
+def test_record_is_read_by_split_and_a_run_without_one_has_left_out_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     left_out = {"web": {"a.tar": "why"}}
     write_record(tmp_path, {"train": left_out, "eval": {}})
     value = as_recorded("refuse", tmp_path)
@@ -189,6 +196,8 @@ def test_record_is_read_by_split_and_a_run_without_one_has_left_out_none(tmp_pat
     assert (read.left_out, read.decided) == (left_out, True)
     assert read.of_source("web").left_out == {"": {"a.tar": "why"}}
     assert BadShards.from_config(value, 0.01, "eval").left_out == {}
+    monkeypatch.chdir(tmp_path)
+    assert BadShards.from_config(RECORD, 0.01, "train") == read
     other = tmp_path / "other"
     other.mkdir()
     assert as_recorded("refuse", other) == "refuse"
