@@ -26,7 +26,7 @@ from dtrain.config.compose import conf_dir
 
 #: Subcommands of commands, and the commands whose arguments are keys of the config.
 SUBCOMMANDS = {
-    "pack": ("imagefolder", "arrays", "text", "index", "digits"),
+    "pack": ("imagefolder", "arrays", "text", "index", "repair", "digits"),
     "launch": ("status", "tail", "stop", "resume"),
     "export": ("measure",),
     "doctor": ("memory", "lr", "numerics"),

@@ -52,7 +52,14 @@ from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints
 from dtrain.training.checkpoint.resume import pin_weights
 from dtrain.training.evaluation import evaluate
 from dtrain.training.monitor.memory import forget_peak, peak
-from dtrain.training.setup.loaders import check_same_data, class_names, corpus_beside, eval_loader, prepare_data
+from dtrain.training.setup.loaders import (
+    check_same_data,
+    class_names,
+    corpus_beside,
+    eval_loader,
+    on_all_ranks_alike,
+    prepare_data,
+)
 from dtrain.training.task import NotFinite
 
 USAGE = """Usage
@@ -155,7 +162,7 @@ def run_artefact_evaluation(composed: compose.Composed, folder: Path, name: str,
             )
         names = on_all_ranks(lambda: class_names(cfg.data)) or model.description.classes
         precision = Precision("fp32")  # of the loader: the artefact casts its input itself
-        loader = on_all_ranks(lambda: eval_loader(cfg, world, precision))
+        loader = on_all_ranks_alike(lambda also_bad: eval_loader(cfg, world, precision, also_bad))
         assert loader is not None  # data.eval is set
         check_same_data(None, loader)
         task = on_all_ranks(lambda: build_task(cfg.task, corpus_beside(cfg.data), cfg.train.metrics))

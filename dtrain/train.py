@@ -71,6 +71,8 @@ def train_on_ranks(cfg: Config, spec: RunSpec, failure: FailureRecord, recovery:
                 print(message, flush=True)
             return
 
+        cfg = earlier.with_same_shards(cfg, spec)
+
         # -- data and model: loaders first, since the length of an epoch decides the schedule
         run, warnings = build_run(cfg, spec.dir, world)
         run.hooks = hooks  # their states are restored, too

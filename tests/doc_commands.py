@@ -73,7 +73,7 @@ def accepted(words: list[str], monkeypatch: pytest.MonkeyPatch) -> bool:
     if name not in ENTRY_POINTS:
         return False
     # The name of a command in a sentence.
-    if not arguments or (name == "pack" and arguments in (["imagefolder"], ["text"], ["index"])):
+    if not arguments or (name == "pack" and arguments in (["imagefolder"], ["text"], ["index"], ["repair"])):
         return True
     if name in ("replay", "trace"):  # which need the records of a run
         return _names_steps_or_samples(name, arguments)

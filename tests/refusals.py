@@ -25,6 +25,13 @@ def refused(
     assert_refused(str(raised.value), key, got, remedy, *more)
 
 
+def refusal_of(call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+    """The message of the ``ValueError`` or ``OSError`` that a call raises."""
+    with pytest.raises((ValueError, OSError)) as raised:
+        call(*arguments, **options)
+    return str(raised.value)
+
+
 def assert_refused(message: str, key: object, got: object = "", remedy: object = "", *more: object) -> None:
     """Checks that a message contains the key, the refused value, the remedy and ``more``, in any order."""
     for part in (key, got, remedy, *more):

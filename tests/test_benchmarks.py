@@ -219,6 +219,13 @@ def test_slow_storage_is_read_in_few_large_pieces(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_many_sources_have_no_more_threads_than_one(tmp_path: Path) -> None:
+    rows = ["1 source, in place", "all sources, in place", "1 source, cache", "all sources, cache", "later start"]
+    found = quick("many_sources", tmp_path, rows=rows)["sources"]
+    assert found["all sources, cache"][0]["threads"] == found["1 source, cache"][0]["threads"]
+
+
+@pytest.mark.slow
 def test_mixing_decodes_a_partner_again_only_if_it_is_in_another_step(tmp_path: Path) -> None:
     found = quick("mixing", tmp_path, rows=("nothing mixed", "mixup 0.2", "cutmix 1.0"))["measured"]
     assert len(found) == 10

@@ -102,8 +102,8 @@ class CacheConfig:
 class DataConfig:
     """Shards, fields and order.
 
-    `train` and `eval` are a brace pattern, a glob, or a list of them; or a `_target_` that returns a map-style dataset, a
-    dict or tuple of arrays, or a `dtrain.data.Generated`.
+    `train` and `eval` are a brace pattern, a glob, a list of them, or `@` and the name of a file with such a list
+    (`@shards.txt`); or a `_target_` that returns a map-style dataset, a dict or tuple of arrays, or a `dtrain.data.Generated`.
 
     `mixture` is `{NAME: {shards: ..., weight: ...}}`: `shards` as `train`; `weight`, a number or points `[[step, number],
     ...]`, is 1 by default; `fields` and `augment` (`none`: no augmentation) replace `data.fields` and `data.augment` for this
@@ -139,6 +139,11 @@ class DataConfig:
     max_bad: int | float | str = 0.01
     # bad samples in consecutive steps without a good sample at which the run fails; 0: one such step; null: no limit
     max_bad_consecutive: int | None = 100
+    # shards that are cut, damaged, or cannot be found or read: refuse | skip: they are left out as a whole, for as long as the
+    # run lasts, see docs/data.md. The path of a run's bad-shards.json leaves out the same shards as that run
+    bad_shards: str = "refuse"
+    # more damaged shards are refused: 0: none; below 1 or 0.5%: a share, one is always allowed; else a count
+    max_bad_shards: int | float | str = 0.01
     storage: str = "auto"  # slow: read files through the cache | fast: directly | auto: slow on network file systems
     cache: CacheConfig = field(default_factory=CacheConfig)
     record_keys: bool = False  # write the sample keys of each step to logs/keys-rank-*.jsonl

@@ -18,12 +18,14 @@ from dtrain.data.loading.sample_log import Limits
 from dtrain.data.loading.shard_dataset import ShardDataset
 from dtrain.data.loading.stream import Stream
 from dtrain.data.loading.workers import WorkerOptions
+from dtrain.data.shards.bad_shards import BadShards
 from dtrain.data.sources.datasets import Arrays, Generated
 from dtrain.data.sources.mixture import Mixture
 from dtrain.data.writer import write_shards
 
 __all__ = [
     "Arrays",
+    "BadShards",
     "Batch",
     "Generated",
     "Limits",

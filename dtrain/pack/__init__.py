@@ -1,4 +1,4 @@
-"""Implementation of ``dtrain pack``: writes tar shards from images, arrays and text, and indexes shards.
+"""Implementation of ``dtrain pack``: writes tar shards from images, arrays and text, indexes shards, and repairs them.
 
 Files in reading order:
 
@@ -7,6 +7,6 @@ Files in reading order:
 * ``pool``: jobs on several processes.
 * ``images``, ``arrays``, ``text``: one file for each kind of source. ``resizing``: smaller images, for ``--max-side``.
   ``documents``: finds texts and assigns them to splits; ``rows``: rows of tokens.
-* ``indexing``: ``pack index``.
+* ``indexing``: ``pack index``. ``repair``: ``pack repair``.
 * ``shakespeare``: writes Tiny Shakespeare; ``standard_library``: a text corpus that every machine has, for examples and tests.
 """

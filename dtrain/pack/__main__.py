@@ -1,9 +1,10 @@
-"""``dtrain pack``: writes shards, and indexes shards before training does.
+"""``dtrain pack``: writes shards, indexes shards before training does, and repairs shards.
 
     dtrain pack imagefolder SRC DST                      a folder of images, one folder for each class
     dtrain pack arrays X.npy Y.npy DST                   numpy arrays, one sample for each row
     dtrain pack text SRC DST --length 1024               text files, as rows of tokens
     dtrain pack index 'DST/train-{000000..000009}.tar'   builds the indexes of shards
+    dtrain pack repair DST/train-000003.tar              copies the whole samples of shards that are cut
     dtrain pack digits                                   the data of experiment=digits
 
 The same input gives the same bytes for any number of processes. Shards appear when all of them are written, and the same
@@ -20,12 +21,14 @@ from pathlib import Path
 
 from rich.console import Console
 
+from dtrain.command_line import add_json_option
 from dtrain.data import digits
 from dtrain.errors import EXIT_INTERRUPTED, printable
 from dtrain.pack.arrays import pack_arrays
 from dtrain.pack.documents import VAL_BY
 from dtrain.pack.images import pack_images
 from dtrain.pack.indexing import index_shards
+from dtrain.pack.repair import repair_shards
 from dtrain.pack.resizing import QUALITY
 from dtrain.pack.text import FITS, LONG_DOCUMENTS, pack_text
 
@@ -43,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             pack_text(options, console)
         elif options.command == "index":
             index_shards(options.patterns, options.processes, console)
+        elif options.command == "repair":
+            repair_shards(options.patterns, options.out, options.json, console)
         else:
             _digits(options.destination)
     except (ValueError, OSError, ModuleNotFoundError) as error:
@@ -56,13 +61,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="dtrain pack", description="Writes tar shards for training, or indexes existing shards."
+        prog="dtrain pack", description="Writes tar shards for training, or indexes and repairs existing shards."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_images(commands)
     _add_arrays(commands)
     _add_text(commands)
     _add_index(commands)
+    _add_repair(commands)
     demo = commands.add_parser(
         "digits", help="the data of experiment=digits", description="Writes scikit-learn's digits as shards."
     )
@@ -212,6 +218,27 @@ def _add_index(commands: _Commands[argparse.ArgumentParser]) -> None:
         metavar="N",
         help="number of processes (default: one for each 64 shards, at most all cores)",
     )
+
+
+def _add_repair(commands: _Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "repair",
+        help="copy the whole samples of shards that are cut",
+        description="Copies the whole samples of each shard that is cut or lacks its end mark to NAME.repaired.tar next to it, "
+        "and says what was lost. Nothing is overwritten; intact shards are not copied. Exit code 1 if a shard could not be "
+        "repaired.",
+        epilog="example: dtrain pack repair 'shards/train-*.tar' --out repaired/",
+    )
+    parser.add_argument(
+        "patterns", metavar="SHARD", nargs="+", help="path, glob, 'train-{00000..00009}.tar' or @list.txt"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder of the copies, under the names of the shards (default: next to them)",
+    )
+    add_json_option(parser)
 
 
 def _add_sizes(parser: argparse.ArgumentParser, default: str) -> None:

@@ -61,7 +61,10 @@ def index_shards(patterns: Sequence[str], processes: int | None, console: Consol
     print(printable(", ".join(f"{extension} {count:,}" for extension, count in members.most_common())))
     print(f"{seconds:.1f} s, {members.total() / seconds:,.0f} members/s")
     if damaged:
-        raise ValueError(f"{damaged} of {len(paths)} shards are damaged; they are listed above.")
+        raise ValueError(
+            f"{damaged} of {len(paths)} shards are damaged; they are listed above. `dtrain pack repair` "
+            "copies the whole samples of those that are cut."
+        )
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from dtrain.command_line import add_json_option, write_json
 from dtrain.config.compose import Composed, compose
 from dtrain.config.explain import check_command_line, options_last
 from dtrain.console import progress, until_reader_leaves
+from dtrain.data.shards.bad_shards import as_recorded
 from dtrain.distributed.collectives import from_rank0, on_all_ranks, wait_for_all
 from dtrain.distributed.hang import HangWatch
 from dtrain.distributed.process_exit import exit_with_torchrun
@@ -141,6 +142,7 @@ class Replay:
             listed = start.config.get("data", {}).get("exclude")
             if listed and not self.is_typed("data.exclude"):
                 found[0].cfg.data.exclude = str(copy_of(self.run.dir, listed))  # its own file may have changed since
+            found[0].cfg.data.bad_shards = as_recorded(found[0].cfg.data.bad_shards, self.run.dir)
             validate(found[0].cfg)
             self._composed[number] = found[0]
         return self._composed[number]

@@ -27,6 +27,7 @@ from dtrain.config.compose import Composed
 from dtrain.config.schema import Config
 from dtrain.console import align_rows, until_reader_leaves
 from dtrain.data import ShardLoader
+from dtrain.data.shards.bad_shards import as_recorded
 from dtrain.distributed.world import World
 from dtrain.errors import ConfigError, as_config_error, printable
 from dtrain.replay.recorded import NO_STARTS, RecordedRun
@@ -210,7 +211,9 @@ def trace(composed: Composed, keys: Sequence[str], options: argparse.Namespace) 
     """Prints and writes the uses that the command line asks for."""
     directory = run_dir_of(composed.overrides)
     assert directory is not None
-    run, loader = RecordedRun.read(directory), trace_loader(composed.cfg)
+    run = RecordedRun.read(directory)
+    composed.cfg.data.bad_shards = as_recorded(composed.cfg.data.bad_shards, directory)
+    loader = trace_loader(composed.cfg)
     tracer = Tracer(run, loader)
     if options.step is not None:
         uses = tracer.step(options.step)

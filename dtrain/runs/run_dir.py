@@ -48,7 +48,7 @@ NUMBERS = (
 # Everything that a run writes, except what belongs to the job that is running now: its lock, its output and its presets.
 _RECORDS = (
     *("config.yaml", "overrides.yaml", "status.json", "metrics.jsonl", "cut-metrics.jsonl", "report.html"),
-    *("starts.jsonl", "steps.bin", "exclude-*.txt"),
+    *("starts.jsonl", "steps.bin", "exclude-*.txt", "bad-shards.json"),
     *("checkpoints", "media", "cut-media", "wandb", "tensorboard", "evaluations", "profile", "faults"),
     *("logs/rank-*.log", "logs/*-rank-*"),
 )

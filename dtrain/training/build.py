@@ -50,6 +50,7 @@ from dtrain.training.setup.loaders import (
     class_names,
     corpus_beside,
     eval_loader,
+    on_all_ranks_alike,
     prepare_data,
     train_loader,
 )
@@ -103,8 +104,12 @@ def build_run(
 
     # -- data
     prepare_data(cfg.data)
-    train_data = on_all_ranks(lambda: train_loader(cfg, data_world, precision))
-    eval_data = on_all_ranks(lambda: eval_loader(cfg, data_world, precision)) if with_eval_data else None
+    train_data = on_all_ranks_alike(lambda also_bad: train_loader(cfg, data_world, precision, also_bad))
+    eval_data = (
+        on_all_ranks_alike(lambda also_bad: eval_loader(cfg, data_world, precision, also_bad))
+        if with_eval_data
+        else None
+    )
     check_same_data(train_data, eval_data)
     names = on_all_ranks(lambda: class_names(cfg.data))
     check_classes(cfg.model, names)
@@ -233,7 +238,7 @@ def build_for_evaluation(cfg: Config, world: World, checkpoint: Checkpoint, weig
         ConfigError: On every rank, if model, task or data cannot be built, or the checkpoint is from a different model.
     """
     precision, _ = on_all_ranks(lambda: build_precision(cfg.precision, world.device))
-    loader = on_all_ranks(lambda: eval_loader(cfg, world, precision))
+    loader = on_all_ranks_alike(lambda also_bad: eval_loader(cfg, world, precision, also_bad))
     assert loader is not None  # data.eval is set
     check_same_data(None, loader)
     model, loaded = build_trained(cfg, world.device, checkpoint, weights)

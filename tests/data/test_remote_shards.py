@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dtrain.data import ShardLoader
+from dtrain.data import BadShards, ShardLoader
 from dtrain.data.loading import workers
 from dtrain.data.shards import shard_file
 from dtrain.data.shards.node_cache import CacheFull, CachePolicy
@@ -56,6 +56,34 @@ def test_shards_behind_a_server_give_the_batches_of_local_ones(
     far, near = make_loader(server.url(URLS), num_workers=workers), make_loader(shards)
     assert far.index.fingerprint == near.index.fingerprint
     assert keys(far) == keys(near)
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_list_behind_a_server_names_shards_in_its_folder(
+    cache: Path, shards: list[str], tmp_path: Path, ranges: bool
+) -> None:
+    folder = Path(shutil.copytree(Path(shards[0]).parent, tmp_path / "some"))
+    (folder / "shards.txt").write_text("# all\nshard-{000..004}.tar\nshard-005.tar\n")
+    with serving(folder) as server:
+        server.ranges = ranges
+        assert keys(make_loader(f"@{server.url('shards.txt')}")) == keys(make_loader(shards))
+        with refused(FileNotFoundError, "gone.txt", "does not exist"):
+            make_loader(f"@{server.url('gone.txt')}")
+
+
+def test_shards_that_a_server_does_not_have_or_that_are_cut_are_left_out(
+    cache: Path, shards: list[str], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(Path(shards[0]).parent, tmp_path / "some"))
+    os.unlink(folder / "shard-004.tar")
+    os.truncate(folder / "shard-002.tar", 3_000)
+    with serving(folder) as some:
+        with pytest.warns(UserWarning, match=r"2 of 6 shards left out"):
+            loader = make_loader(some.url(URLS), bad_shards=BadShards("skip", 2))
+        assert list(loader.bad_shards[""]) == ["shard-002.tar", "shard-004.tar"]
+        assert "does not exist (HTTP 404)" in loader.bad_shards[""]["shard-004.tar"]
+        kept = [shard for shard in shards if not shard.endswith(("2.tar", "4.tar"))]
+        assert keys(loader) == keys(make_loader(kept))
 
 
 def test_a_server_without_ranges_is_good_enough(server: FileServer, shards: list[str]) -> None:
@@ -162,7 +190,7 @@ def test_ranks_of_a_node_fetch_each_shard_once(server: FileServer) -> None:
 def test_a_shard_that_vanishes_or_is_replaced_is_named_without_secrets(
     server: FileServer, shards: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard_source.Prefetcher, "want", lambda self, shards: 0)
+    monkeypatch.setattr(shard_source.Prefetcher, "want", lambda self, *_: 0)
     for change, message in (
         (lambda path: os.unlink(path), r"shard-004\.tar does not exist"),
         (lambda path: path.write_bytes(b"<html>"), r"has 6 bytes and starts with b'<html>'"),

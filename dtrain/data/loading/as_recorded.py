@@ -15,7 +15,7 @@ from torch import Tensor
 from dtrain.data.fields.field import SampleError
 from dtrain.data.loading.loader import ShardLoader
 from dtrain.data.sources.mixture import MixtureSource
-from dtrain.data.sources.source import Reader, Source
+from dtrain.data.sources.source import OpenReaders, Reader, Source
 
 
 def mask_as_recorded(loader: ShardLoader, bad: Collection[tuple[int, str]]) -> None:
@@ -91,8 +91,8 @@ class _Reader(Reader):
     def expect(self, *arguments: Any) -> None:
         self._reader.expect(*arguments)
 
-    def share_files(self, readers: int) -> None:
-        self._reader.share_files(readers)
+    def share(self, readers: OpenReaders) -> None:
+        self._reader.share(readers)
 
     def close(self) -> None:
         self._reader.close()

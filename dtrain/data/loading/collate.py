@@ -27,7 +27,7 @@ from dtrain.data.loading.ipc import SharedMemoryFull
 from dtrain.data.loading.sample import CropOf, SampleBuilder
 from dtrain.data.mixing import Mix, Mixer
 from dtrain.data.order.randomness import Randomness, hash64
-from dtrain.data.sources.source import Source
+from dtrain.data.sources.source import OpenReaders, Source
 from dtrain.errors import add_note
 
 # Uses of (seed, epoch) need different keys: the order has 1 to 3, generated samples 5, mixing 6.
@@ -105,9 +105,9 @@ class Collator:
         """See ``Reader.expect``."""
         self._reader.expect(ahead, at_once)
 
-    def share_files(self, readers: int) -> None:
-        """See ``Reader.share_files``."""
-        self._reader.share_files(readers)
+    def share(self, readers: OpenReaders) -> None:
+        """See ``Reader.share``."""
+        self._reader.share(readers)
 
     def close(self) -> None:
         """Closes the reader."""

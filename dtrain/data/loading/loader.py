@@ -31,6 +31,7 @@ from dtrain.data.order.epoch_order import DEFAULT_WINDOW, Layout, Recipe, choose
 from dtrain.data.order.index import Index
 from dtrain.data.order.mixture_position import MixturePosition
 from dtrain.data.order.position import Position, Uses
+from dtrain.data.shards.bad_shards import BadShards
 from dtrain.data.shards.node_cache import CachePolicy
 from dtrain.data.sources.datasets import SampleSource
 from dtrain.data.sources.mixture import EvaluationSets, Mixture, MixtureSource
@@ -44,8 +45,8 @@ class ShardLoader:
     """Micro-batches of one rank from ``.tar`` shards; over all ranks, each sample of an epoch exactly once.
 
     Args:
-        shards: Paths or URLs; each may be a brace pattern (``train-{00000..00009}.tar``) or a glob. Or a ``Mixture`` of
-            several sources. Or any ``Source``, which has its own fields.
+        shards: Paths or URLs; each may be a brace pattern (``train-{00000..00009}.tar``), a glob, or a list of them in a file
+            (``@shards.txt``). Or a ``Mixture`` of several sources. Or any ``Source``, which has its own fields.
         fields: Extension to ``{"name": ..., "role": ..., **options}``, for example
             ``{"jpg": {"name": "image", "role": "image", "size": 224}, "cls": {"name": "label", "role": "label"}}``.
         global_batch_size: Samples of one optimizer step over all ranks.
@@ -70,6 +71,7 @@ class ShardLoader:
         transfer: How values travel to the device: fp16 overflow, memory format, features in fp32.
         workers: How the workers run: prefetching, start method, page-locked memory.
         policy: Which shards are read through the node cache, and its size. None: URLs and network file systems.
+        bad_shards: What happens to damaged shards. None: they are refused.
 
     Attributes:
         source: Where samples come from.
@@ -119,16 +121,18 @@ class ShardLoader:
         transfer: TransferOptions = TransferOptions(),  # noqa: B008
         workers: WorkerOptions = WorkerOptions(),  # noqa: B008
         policy: CachePolicy | None = None,
+        bad_shards: BadShards | None = None,
     ) -> None:
         self._share = RankShare.from_sizes(global_batch_size, micro_batch_size, rank, world_size)
         recipe = Recipe(seed, shuffle, DEFAULT_WINDOW if window is None else window, tail)
+        options: dict[str, Any] = {"rank": rank, "world_size": world_size, "policy": policy, "bad_shards": bad_shards}
         if isinstance(shards, (Mixture, EvaluationSets)):
-            self.source: Source = shards.build(fields or {}, rank=rank, world_size=world_size, policy=policy)
+            self.source: Source = shards.build(fields or {}, **options)
         elif isinstance(shards, Source):
             self.source = shards
         else:
             parsed = parse_fields(fields or {})
-            self.source = ShardSource.build(shards, parsed, rank=rank, world_size=world_size, policy=policy)
+            self.source = ShardSource.build(shards, parsed, **options)
         fields_sent = self.source.fields if mix is None else mix.fields(self.source.fields)
         self.transfer = Transfer(fields_sent, Precision.parse(precision), transfer)
         self._augment = augment
@@ -222,6 +226,14 @@ class ShardLoader:
     def __iter__(self) -> Iterator[Batch]:
         """``epoch()`` of the current epoch."""
         return self.epoch(self._position.epoch)
+
+    @property
+    def bad_shards(self) -> dict[str, dict[str, str]]:
+        """The damaged shards that are left out: by source of a mixture, "" without one, name to reason."""
+        sources = {"": self.source}
+        if isinstance(self.source, MixtureSource):
+            sources = dict(zip(self.source.names, self.source.sources, strict=True))
+        return {name: dict(left_out) for name, one in sources.items() if (left_out := one.index.left_out)}
 
     @property
     def steps_left(self) -> int:

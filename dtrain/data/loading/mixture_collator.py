@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -23,7 +24,7 @@ from dtrain.data.loading.collate import SPARE, Collator
 from dtrain.data.loading.field_buffer import empty_column
 from dtrain.data.mixing import Mix
 from dtrain.data.sources.mixture import SOURCE, MixtureSource
-from dtrain.data.sources.source import Source
+from dtrain.data.sources.source import OpenReaders, Source
 
 
 def collator_of(
@@ -51,8 +52,9 @@ class MixtureCollator:
         self._collators = collators
         self._examples: dict[str, Tensor | list[Any]] = {}
         self._first_shards = np.cumsum([0, *(len(index.counts) for index in self._index.indexes)])
+        readers = OpenReaders(len(collators))
         for collator in collators:
-            collator.share_files(len(collators))
+            collator.share(readers)
 
     def build(
         self,
@@ -79,6 +81,7 @@ class MixtureCollator:
 
     def expect(self, ahead: Callable[[int], np.ndarray], at_once: int | None = None) -> None:
         """See ``Reader.expect``; ``ahead`` counts shards over all sources."""
+        ahead = functools.cache(ahead)  # all sources ask for the same
         for number, collator in enumerate(self._collators):
             first, end = self._first_shards[number : number + 2].tolist()
 

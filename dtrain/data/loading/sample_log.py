@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,12 +18,12 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
 
+from dtrain.data.shards.bad_shards import share_and_count
 from dtrain.errors import Explained
 from dtrain.files import cut_lines, open_to_append
 
 logger = logging.getLogger("dtrain")
 _ALWAYS_ALLOWED = 10.0
-_percentage = re.compile(r"\s*(\d+(?:\.\d*)?)\s*%\s*").fullmatch
 
 
 class SampleLog:
@@ -115,7 +113,7 @@ class Limits:
     max_bad_consecutive: int | None = 100
 
     def __post_init__(self) -> None:
-        _share_and_count(self.max_bad)
+        share_and_count("data.max_bad", self.max_bad, "samples", _ALWAYS_ALLOWED)
         if self.max_bad_consecutive is not None and self.max_bad_consecutive < 0:
             raise ValueError(f"data.max_bad_consecutive: got {self.max_bad_consecutive}, want 0 or more.")
 
@@ -132,7 +130,7 @@ class BadSampleBudget:
 
     def __init__(self, limits: Limits, *, bad: int = 0, samples: int = 0) -> None:
         self._limits = limits
-        self._share, self._count = _share_and_count(limits.max_bad)
+        self._share, self._count = share_and_count("data.max_bad", limits.max_bad, "samples", _ALWAYS_ALLOWED)
         self._in_a_row = 0
         self.bad = bad
         self.samples = samples
@@ -166,30 +164,6 @@ class BadSampleBudget:
             return
         example = f" One of them: {last['key']}: {last['reason']}." if last else ""
         raise TooManyBadSamples(f"{reason}{example} All are listed in logs/bad-rank-*.jsonl of the run.")
-
-
-def _share_and_count(most: float | str | None) -> tuple[float, float]:
-    """The share of all samples, and the number of samples, that may be bad; the larger one applies."""
-    if most is None:
-        return 0.0, math.inf
-    if isinstance(most, str):
-        match = _percentage(most)
-        share = float(match[1]) / 100 if match else -1.0
-        if not 0 <= share <= 1:
-            raise ValueError(
-                f"data.max_bad: got {most!r}, want a percentage of all samples, such as data.max_bad=0.5%, or a number."
-            )
-    elif not most >= 0:
-        raise ValueError(f"data.max_bad: got {most}, want 0 or more.")
-    elif isinstance(most, float) and most == 1:
-        raise ValueError(
-            "data.max_bad: got 1.0: all samples, or one? Set data.max_bad=100% for all, or data.max_bad=1 for one."
-        )
-    elif most >= 1:
-        return 0.0, most
-    else:
-        share = most
-    return share, _ALWAYS_ALLOWED if share else 0.0
 
 
 class TooManyBadSamples(Explained, RuntimeError):

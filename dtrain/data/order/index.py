@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,6 +17,7 @@ class Index(ABC):
         counts: Samples of each shard, int64, shape ``[shards]``.
         num_samples: Samples of all shards.
         fingerprint: Hash of everything that the meaning of a sample number depends on.
+        left_out: Name to reason of damaged shards that are no part of it.
         labels: Entries of ``describe`` that ``difference`` compares, and their names in its sentence.
         other_difference: The sentence of ``difference`` if only the fingerprints differ.
     """
@@ -23,6 +25,7 @@ class Index(ABC):
     counts: np.ndarray
     num_samples: int
     fingerprint: str
+    left_out: Mapping[str, str] = MappingProxyType({})
     labels: ClassVar[Mapping[str, str]]
     other_difference: ClassVar[str]
 

@@ -14,6 +14,7 @@ written to the cache directory once and memory-mapped by all processes of a host
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import itertools
@@ -23,24 +24,31 @@ import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from dtrain.data.order.index import Index
+from dtrain.data.shards.bad_shards import SKIP, BadShards, some_reasons
 from dtrain.data.shards.node_cache import CachePolicy
 from dtrain.data.shards.patterns import names
-from dtrain.data.shards.shard_file import Stamp, absolute, is_url, redacted, stamp_of
+from dtrain.data.shards.shard_file import Stamp, absolute, is_url, redacted, stamp_of, without_url_secrets
 from dtrain.data.shards.shard_index import ShardIndex, decode_name, load_or_build
 from dtrain.data.shards.tar import ShardError
 from dtrain.files import cache_dir, create_folder
 
 _THREADS = 16  # for slow storage; on fast disks they do not help, because parsing headers holds the GIL
 _VERSION = 3
+_OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_REMEDIES = (
+    "`dtrain pack repair` copies the whole samples of a cut shard; data.bad_shards=skip leaves out damaged shards."
+)
 #: Columns of more bytes than this are stored in the cache directory and mapped.
 MAPPED_ABOVE = 64 << 20
+#: So are the columns of more shards than this.
+MAPPED_ABOVE_SHARDS = 2_000
 
 #: Arrays by name, and the folder that they are mapped from, None if they are in memory. ``offsets`` and ``sizes``, int64
 #: ``[samples, columns]``; ``counts``, ``shard_sizes`` and ``shard_versions``, int64 ``[shards]``; ``shard_digests``, uint64
@@ -67,6 +75,7 @@ class DatasetIndex(Index):
         far: Whether there are any such shards.
         shards_fingerprint: Hash of the shards' names, sizes and sample counts, in their order; 16 hexadecimal digits.
         fingerprint: Hash of the same and of the shards' digests (``ShardIndex.digest``); 16 hexadecimal digits.
+        left_out: Name to reason of the damaged shards that are no part of it; {} in workers.
     """
 
     labels: ClassVar = {"num_shards": "shards", "num_samples": "samples", "bytes": "bytes"}
@@ -91,6 +100,7 @@ class DatasetIndex(Index):
         self.policy = policy or CachePolicy()
         # One shard of each folder is enough: the policy depends on the folder only.
         self.far = any(map(self.policy.applies_to, {os.path.dirname(path): path for path in self.shards}.values()))
+        self.left_out: Mapping[str, str] = {}
         self._arrays = arrays
         self._folder = folder
         self._keys = arrays["key_bytes"].data
@@ -115,8 +125,11 @@ class DatasetIndex(Index):
         rank: int = 0,
         world_size: int = 1,
         policy: CachePolicy | None = None,
+        bad_shards: BadShards | None = None,
     ) -> DatasetIndex:
         """Indexes shards, or loads their stored indexes.
+
+        Warns of the shards that are left out, on rank 0.
 
         Args:
             paths: The shards, each once.
@@ -126,27 +139,34 @@ class DatasetIndex(Index):
             rank: Ranks start at different shards and load indexes that other ranks have stored; each gets the whole index.
             world_size: Number of ranks.
             policy: Which shards are read through the node cache. None: the default ``CachePolicy``.
+            bad_shards: What happens to damaged shards. None: they are refused.
 
         Raises:
             ShardError: If shards are damaged; reports all of them.
-            ValueError: If there is no sample, or no sample that has a requested field.
+            ValueError: If there is no sample, or no sample that has a requested field, or too many shards are damaged.
             OSError: If a shard cannot be read.
         """
-        paths = list(paths)
+        paths, bad_shards, policy = list(paths), bad_shards or BadShards(), policy or CachePolicy()
         if workers is None:
             workers = _THREADS if len(paths) >= _THREADS else 1
-        policy = policy or CachePolicy()
-        builder = IndexBuilder(paths, extensions, workers, policy)
-        columns = builder.stored()
-        if columns is None:
-            builder.index_shards(rank * len(paths) // world_size)
-            columns = builder.columns()
-        arrays, folder = columns
+
+        def arrays_of(kept: Sequence[str]) -> IndexArrays:
+            builder = IndexBuilder(kept, extensions, workers, policy, lenient=bad_shards.action == SKIP)
+            if (stored := builder.stored()) is not None:
+                return stored
+            builder.index_shards(rank * len(kept) // world_size)
+            return builder.columns()
+
+        kept, (arrays, folder), left_out = _without_damaged(paths, bad_shards, arrays_of)
+        if left_out and rank == 0:
+            _warn_of(left_out, paths, bad_shards, policy)
         doubts = json.loads(arrays["doubts"].tobytes())
         if doubts:
             more = f" ({len(doubts) - 1} more shards have such names)" if doubts[1:] else ""
             warnings.warn(f"{doubts[0]}{more}", stacklevel=2)
-        return cls(paths, arrays, folder, policy)
+        index = cls(kept, arrays, folder, policy)
+        index.left_out = left_out
+        return index
 
     def stamp(self, shard: int) -> Stamp:
         """A shard's stamp when it was indexed."""
@@ -215,6 +235,49 @@ class DatasetIndex(Index):
         return super().difference(other)
 
 
+def _without_damaged(
+    paths: Sequence[str], bad_shards: BadShards, arrays_of: Callable[[Sequence[str]], IndexArrays]
+) -> tuple[list[str], IndexArrays, dict[str, str]]:
+    """The shards that are used, their arrays, and name to reason of the others."""
+    left_out: dict[str, str] = {}
+    if named := bad_shards.left_out.get(""):
+        left_out = {name: named[name] for name in names(paths) if name in named}
+    while True:
+        kept = list(paths)
+        if left_out:
+            bad_shards.check(left_out, len(paths))
+            kept = [path for path, name in zip(paths, names(paths), strict=True) if name not in left_out]
+        try:
+            return kept, arrays_of(kept), left_out
+        except DamagedShards as error:
+            if bad_shards.decided:
+                remedy = (
+                    "Earlier starts of the run used it, so it cannot be left out now. Restore it, or start a new run."
+                )
+                raise ShardError(error.path, error.offset, error.problem, f"{error.more}{remedy}") from None
+            if not bad_shards.skips:
+                raise
+            # Once more without them. The indexes of the others are stored, so this takes little time.
+            known = dict(zip(paths, names(paths), strict=True))
+            left_out |= {known[path]: why for path, why in error.reasons.items()}
+
+
+def _warn_of(left_out: Mapping[str, str], paths: Sequence[str], bad_shards: BadShards, policy: CachePolicy) -> None:
+    """Warns of the shards that are left out, also of those that could be read by now."""
+    text = f"{len(left_out)} of {len(paths)} shards left out, because they are damaged: {some_reasons(left_out)}."
+    if bad_shards.decided:
+        intact = []
+        for path, name in zip(paths, names(paths), strict=True):
+            if name in left_out:
+                with suppress(ShardError, OSError):
+                    load_or_build(path, policy=policy)
+                    intact.append(name)
+        text = f"damaged shards are left out, as by the earlier starts of the run: {some_reasons(left_out)}."
+        if intact:
+            text += f" Intact by now: {_some(intact)}. Only a new run uses them, because they change the order of all samples."
+    warnings.warn(text, stacklevel=3)
+
+
 def _restore(
     shards: Sequence[str], arrays: Mapping[str, np.ndarray] | None, folder: Path | None, policy: CachePolicy
 ) -> DatasetIndex:
@@ -227,17 +290,67 @@ def _restore(
     return DatasetIndex(shards, arrays, folder, policy)
 
 
-class IndexBuilder:
-    """Indexes all shards of a dataset and builds its columns."""
+class DamagedShards(ShardError):
+    """Damaged shards; the message describes the first.
 
-    def __init__(self, paths: Sequence[str], extensions: Sequence[str], workers: int, policy: CachePolicy) -> None:
+    Attributes:
+        reasons: Path of each to what is wrong with it.
+        more: A sentence that names the others; "" if there are none.
+    """
+
+    def __init__(self, found: Mapping[str, ShardError | OSError], remedy: str) -> None:
+        path, first = next(iter(found.items()))
+        others = [redacted(other) for other in found][1:]
+        self.more = f"{len(others)} more shards are damaged: {_some(others)}. " if others else ""
+        self.reasons = {path: _reason(error) for path, error in found.items()}
+        if isinstance(first, ShardError):
+            super().__init__(path, first.offset, first.problem, f"{first.remedy} {self.more}{remedy}")
+        else:
+            super().__init__(path, 0, _reason(first), f"{self.more}{remedy}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardError, self.args
+
+
+def _reason(error: ShardError | OSError) -> str:
+    if isinstance(error, ShardError):
+        return f"byte {error.offset}: {error.problem}"
+    return without_url_secrets((error.strerror or str(error)).rstrip("."))
+
+
+class IndexBuilder:
+    """Indexes all shards of a dataset and builds its columns.
+
+    Args:
+        paths: The shards.
+        extensions: The columns.
+        workers: Threads.
+        policy: Which shards are read through the node cache.
+        lenient: Whether shards that cannot be read count as damaged.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        extensions: Sequence[str],
+        workers: int,
+        policy: CachePolicy,
+        *,
+        lenient: bool = False,
+    ) -> None:
         if not paths or workers < 1:
             raise ValueError(f"index: got {len(paths)} shards and {workers} workers, want at least one of each.")
         self._paths = paths
         self._columns = list(extensions)
         self._workers = workers
         self._policy = policy
-        self._stamps = list(_each(stamp_of, paths, workers))
+        self._lenient = lenient
+        self._damaged: dict[int, ShardError | OSError] = {}
+        self._stamps: list[Stamp] = []
+        for place, stamp in enumerate(_each(self._stamp_or_error, paths, workers)):
+            if isinstance(stamp, OSError):
+                self._damaged[place], stamp = stamp, Stamp(0, 0)
+            self._stamps.append(stamp)
         identity = json.dumps([_VERSION, self._columns, [absolute(path) for path in paths], self._stamps])
         self._folder = cache_dir() / "columns" / hashlib.sha256(identity.encode()).hexdigest()[:32]
         self._counts = np.zeros(len(paths), np.int64)
@@ -245,7 +358,6 @@ class IndexBuilder:
         self._key_bytes = 0
         self._members: Counter[str] = Counter()
         self._doubts: dict[int, str] = {}
-        self._damaged: dict[int, ShardError] = {}
         self._in_memory: dict[int, ShardIndex] = {}
         self._room = MAPPED_ABOVE
 
@@ -253,18 +365,19 @@ class IndexBuilder:
         """Indexes all shards, starting at ``first`` and wrapping round.
 
         Raises:
-            ShardError: If shards are damaged; names all of them.
+            DamagedShards: If shards are damaged; names all of them.
             ValueError: If no shard has a sample, or no sample has a column.
         """
-        order = [*range(first, len(self._paths)), *range(first)]
+        order = [place for place in (*range(first, len(self._paths)), *range(first)) if place not in self._damaged]
         results = _each(self._index_or_error, order, self._workers)
         for place, result in zip(order, results, strict=True):
-            if isinstance(result, ShardError):
-                self._damaged[place] = result
-            else:
-                self._add(place, result)
+            error = self._add_or_error(place, result) if isinstance(result, ShardIndex) else result
+            if error is not None:
+                self._damaged[place] = error
         if self._damaged:
-            raise self._damage()
+            raise DamagedShards(
+                {self._paths[place]: self._damaged[place] for place in sorted(self._damaged)}, _REMEDIES
+            )
         if not self._counts.any():
             raise ValueError(
                 f"{len(self._paths)} shards such as {redacted(self._paths[0])!r} have no sample. The files of a sample are "
@@ -276,7 +389,7 @@ class IndexBuilder:
 
     def stored(self) -> IndexArrays | None:
         """The stored columns of exactly these files; None if there are none."""
-        arrays = load_memmaps(self._folder)
+        arrays = None if self._damaged else load_memmaps(self._folder)
         return None if arrays is None else (arrays, self._folder)
 
     def columns(self) -> IndexArrays:
@@ -297,7 +410,8 @@ class IndexBuilder:
             "key_bytes": (self._key_bytes,),
             "key_starts": (samples + 1,),
         }
-        if 8 * samples * (2 * columns + 1) + self._key_bytes > MAPPED_ABOVE:
+        # Of many shards, the stored columns are also loaded in less time than the indexes of all shards.
+        if 8 * samples * (2 * columns + 1) + self._key_bytes > MAPPED_ABOVE or len(self._paths) > MAPPED_ABOVE_SHARDS:
             try:
                 write_memmaps(self._folder, shapes, self._pieces(small))
             except OSError as error:
@@ -352,16 +466,32 @@ class IndexBuilder:
         # A file is checked again, because another process may still be writing it; a server would need another request.
         return load_or_build(path, self._stamps[place] if is_url(path) else None, self._policy)
 
-    def _index_or_error(self, place: int) -> ShardIndex | ShardError:
+    def _index_or_error(self, place: int) -> ShardIndex | ShardError | OSError:
         try:
             return self._index(place)
         except ShardError as error:
             return error
+        except OSError as error:
+            return self._unreadable(error)
 
-    def _damage(self) -> ShardError:
-        first, *others = (self._damaged[place] for place in sorted(self._damaged))
-        more = f" {len(others)} more shards are damaged: {_some([error.path for error in others])}." if others else ""
-        return ShardError(first.path, first.offset, first.problem, f"{first.remedy}{more}")
+    def _add_or_error(self, place: int, shard: ShardIndex) -> ShardError | None:
+        try:
+            self._add(place, shard)
+        except ShardError as error:
+            return error
+        return None
+
+    def _stamp_or_error(self, path: str) -> Stamp | OSError:
+        try:
+            return stamp_of(path)
+        except OSError as error:
+            return self._unreadable(error)
+
+    def _unreadable(self, error: OSError) -> OSError:
+        """The error of a shard that counts as damaged; raises all others, such as too many open files."""
+        if not self._lenient or error.errno in _OF_THE_PROCESS:
+            raise error
+        return error
 
     def _known_extensions(self) -> str:
         extensions = [f"{extension} ({times})" for extension, times in self._members.most_common()]

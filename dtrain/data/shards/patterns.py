@@ -1,6 +1,7 @@
 """Expands shard patterns to a list of shards, and names the shards.
 
-* A *pattern* is a path or URL, a brace pattern (``train-{00000..00009}.tar``) or a glob (``train-*.tar``).
+* A *pattern* is a path or URL, a brace pattern (``train-{00000..00009}.tar``), a glob (``train-*.tar``), or a list of these
+  in a file (``@shards.txt``, see ``lists``).
 * A shard's *name* is the shortest end of its path that no other shard has.
 
 Files must exist. URLs are checked when they are indexed, many at a time.
@@ -12,11 +13,13 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from braceexpand import braceexpand
 
 from dtrain.data.shards import shard_file
+from dtrain.data.shards.lists import is_list, read_list
 from dtrain.data.shards.shard_file import absolute, components, is_url, local_path, redacted
 
 _DECOMPRESS = {
@@ -28,12 +31,16 @@ _DECOMPRESS = {
 }
 _digits = re.compile(r"\d+")
 
+Patterns = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
-def expand(patterns: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str]:
+
+def expand(patterns: Patterns, *, keep_missing: bool = False) -> list[str]:
     """The shards that match patterns.
 
     Args:
         patterns: One or several; ``~`` is the home folder.
+        keep_missing: Whether named files that do not exist are returned too, for a data set that leaves out damaged shards. A
+            glob must match something nevertheless.
 
     Returns:
         Paths and URLs, in the order of the patterns; the matches of a glob are sorted.
@@ -44,9 +51,14 @@ def expand(patterns: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
         OSError: If a named file does not exist, or a folder cannot be listed.
         ModuleNotFoundError: If a package is missing for a kind of URL; names the command that installs it.
     """
-    if isinstance(patterns, (str, os.PathLike)):
-        patterns = [patterns]
-    paths = [path for pattern in patterns for path in _expand_one(os.fspath(pattern))]
+    paths: list[str] = []
+    for pattern in _each(patterns):
+        if is_list(pattern):
+            with _naming(pattern):
+                for entry in read_list(pattern):
+                    paths += _expand_one(entry, keep_missing)
+        else:
+            paths += _expand_one(pattern, keep_missing)
     if not paths:
         raise ValueError("shards: got an empty list. Name at least one, such as 'data/train-*.tar'.")
     twice = [path for path, times in Counter(map(absolute, paths)).items() if times > 1]
@@ -56,6 +68,33 @@ def expand(patterns: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
             "every sample of an epoch is used exactly once."
         )
     return paths
+
+
+def first_shard(patterns: Patterns) -> str:
+    """The first of the shards that match patterns, without looking for most of the others; raises as ``expand``.
+
+    A named file need not exist.
+    """
+    for pattern in _each(patterns):
+        return expand(read_list(pattern)[:1] if is_list(pattern) else pattern, keep_missing=True)[0]
+    raise ValueError("shards: got an empty list.")
+
+
+def _each(patterns: Patterns) -> list[str]:
+    given = [patterns] if isinstance(patterns, (str, os.PathLike)) else patterns
+    return [os.fspath(pattern) for pattern in given]
+
+
+@contextmanager
+def _naming(pattern: str) -> Iterator[None]:
+    """Adds the list to the errors of its entries."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        shown = f"@{redacted(pattern[1:])}"
+        if shown in str(error):
+            raise
+        raise type(error)(f"{error} It is an entry of {shown}.") from error
 
 
 def names(paths: Sequence[str]) -> list[str]:
@@ -83,7 +122,7 @@ def names(paths: Sequence[str]) -> list[str]:
     return found
 
 
-def _expand_one(pattern: str) -> list[str]:
+def _expand_one(pattern: str, keep_missing: bool) -> list[str]:
     _refuse_unreachable(pattern)
     pattern = os.path.expanduser(local_path(pattern))
     if is_url(pattern):
@@ -99,7 +138,10 @@ def _expand_one(pattern: str) -> list[str]:
     written = _in_braces(pattern)
     paths, missing = [], []
     for path in written:
-        found = _glob(path) if glob.has_magic(path) else [path] * os.path.exists(path)
+        if os.path.exists(path) or (keep_missing and not glob.has_magic(path)):
+            found = [path]  # also of a folder called a[1]
+        else:
+            found = _glob(path)
         paths += found
         missing += [] if found else [path]
     for path in paths:
@@ -110,6 +152,8 @@ def _expand_one(pattern: str) -> list[str]:
 
 
 def _in_braces(pattern: str) -> list[str]:
+    if "{" not in pattern and "}" not in pattern and "\\" not in pattern:
+        return [pattern]  # most entries of a long list
     try:
         return list(braceexpand(pattern))
     except ValueError:
@@ -145,8 +189,9 @@ def _refuse_unreachable(path: str) -> None:
             f"shards: {path!r} is a pipe. Samples cannot be read from a pipe by position, and a configuration never runs a "
             "command. Save its output to a file first."
         )
+    name = redacted(path).lower()
     for ending, command in _DECOMPRESS.items():
-        if redacted(path).lower().endswith(ending):
+        if name.endswith(ending):
             raise ValueError(
                 f"shards: {redacted(path)!r} is compressed, so samples cannot be read from it by position. Decompress it once, "
                 f"with {command}; compression hardly makes a tar of images smaller."

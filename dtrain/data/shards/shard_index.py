@@ -48,8 +48,8 @@ from dtrain.files import cache_dir, replace_file
 
 #: Splits a name into key and extension; None where it has no key. webdataset's `base_plus_ext` on bytes.
 split_name = re.compile(rb"^((?:.*/|)[^.]+)[.]([^/]*)$").match
-# webdataset's `skip_meta`.
-_is_meta = re.compile(rb"__[^/]*__($|/)").match
+#: webdataset's ``skip_meta``.
+is_meta = re.compile(rb"__[^/]*__($|/)").match
 # Names that webdataset itself uses inside a sample.
 _RESERVED = ("__key__", "__url__", "__local_path__", "__bad__")
 _VERSION = 2
@@ -226,7 +226,7 @@ def _group(path: str, stamp: Stamp, files: Iterator[tuple[bytes, int, int]]) -> 
     spellings: dict[bytes, int] = {}
     spelling, offsets, sizes = array("q"), array("q"), array("q")
     for name, offset, size in files:
-        if name.startswith(b"__") and _is_meta(name):
+        if name.startswith(b"__") and is_meta(name):
             continue
         match = split_name(name)
         if match is None:
@@ -325,7 +325,7 @@ def _returning_keys(index: ShardIndex) -> list[str]:
 
 
 def _links(names: list[bytes]) -> list[str]:
-    members = [name for name in names if split_name(name) and not _is_meta(name)]
+    members = [name for name in names if split_name(name) and not is_meta(name)]
     if not members:
         return []
     return [

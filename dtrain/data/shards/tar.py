@@ -159,7 +159,9 @@ def _walk(
         if payload + size > end:
             member = name.decode("utf-8", "backslashreplace")
             problem = f"the file ends at {end}, inside {member!r}, which takes {size} bytes from {payload} on"
-            raise ShardError(path, offset, problem, COPY_AGAIN)
+            cut = ShardError(path, offset, problem, COPY_AGAIN)
+            cut.member = name
+            raise cut
         if kind in _FILES:
             yield name, payload, size
         offset = payload + -(-size // _BLOCK) * _BLOCK
@@ -261,7 +263,9 @@ def _pax_records(path: str, offset: int, content: bytes) -> dict[bytes, bytes]:
 
 def _check_end(path: str, file: Walkable, offset: int) -> None:
     if len(_read(file, offset, 2 * _BLOCK)) < 2 * _BLOCK:
-        raise ShardError(path, offset, "the file ends before the second of the two end blocks", COPY_AGAIN)
+        half = ShardError(path, offset, "the file ends before the second of the two end blocks", COPY_AGAIN)
+        half.has_end_mark = True
+        raise half
     at = offset
     file.seek(at)
     while piece := file.read(_DENSE_READ):
@@ -285,7 +289,15 @@ def _sparse(path: str, offset: int) -> ShardError:
 
 
 class ShardError(ValueError):
-    """A shard that cannot be indexed: its path (a URL without its secrets), the byte, the problem there and the remedy."""
+    """A shard that cannot be indexed: its path (a URL without its secrets), the byte, the problem there and the remedy.
+
+    Attributes:
+        member: Name of the member that is cut; None if its name is not known.
+        has_end_mark: Whether the end mark has begun, so that no member follows.
+    """
+
+    member: bytes | None = None
+    has_end_mark = False
 
     def __init__(self, path: str, offset: int, problem: str, remedy: str) -> None:
         super().__init__(redacted(path), offset, problem, remedy)

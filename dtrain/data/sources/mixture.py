@@ -27,6 +27,7 @@ from dtrain.data.order.mixture_order import Schedule, weights_at
 from dtrain.data.order.mixture_position import MixturePosition, Plan
 from dtrain.data.order.position import Position
 from dtrain.data.order.randomness import hash64
+from dtrain.data.shards.bad_shards import BadShards
 from dtrain.data.shards.node_cache import CachePolicy
 from dtrain.data.sources.datasets import SampleSource
 from dtrain.data.sources.shard_source import ShardSource
@@ -85,6 +86,7 @@ class _Sources:
         rank: int = 0,
         world_size: int = 1,
         policy: CachePolicy | None = None,
+        bad_shards: BadShards | None = None,
     ) -> MixtureSource:
         """Finds and indexes all sources; the arguments are the same as for ``ShardSource.build``.
 
@@ -94,8 +96,14 @@ class _Sources:
         opened = []
         for name, data in self._sources.items():
             own = self._fields.get(name, fields)
+            options = {
+                "rank": rank,
+                "world_size": world_size,
+                "policy": policy,
+                "bad_shards": None if bad_shards is None else bad_shards.of_source(name),
+            }
             try:
-                opened.append(_open(name, data, own, rank, world_size, policy, self._shard_size))
+                opened.append(_open(name, data, own, self._shard_size, options))
             except FileNotFoundError as error:
                 raise FileNotFoundError(f"{self._key}.{name}: {error}") from error
             except ValueError as error:
@@ -104,16 +112,10 @@ class _Sources:
 
 
 def _open(
-    name: str,
-    data: Any,
-    fields: Mapping[str, Any],
-    rank: int,
-    world_size: int,
-    policy: CachePolicy | None,
-    shard_size: int | None,
+    name: str, data: Any, fields: Mapping[str, Any], shard_size: int | None, options: Mapping[str, Any]
 ) -> Source:
     if isinstance(data, str) or (isinstance(data, Sequence) and all(isinstance(pattern, str) for pattern in data)):
-        data = ShardSource.build(data, parse_fields(fields), rank=rank, world_size=world_size, policy=policy)
+        data = ShardSource.build(data, parse_fields(fields), **options)
     source = data if isinstance(data, Source) else SampleSource.build(data, fields, name=name, shard_size=shard_size)
     if not source.index.num_samples:
         raise ValueError("it has no samples. Remove it, or correct its shards.")

@@ -29,6 +29,7 @@ import numpy as np
 
 from dtrain.data.fields.decode import decode
 from dtrain.data.fields.field import DataError, Field, SampleError
+from dtrain.data.shards.bad_shards import SKIP, BadShards
 from dtrain.data.shards.dataset_index import DatasetIndex
 from dtrain.data.shards.http_ranges import NoRanges
 from dtrain.data.shards.node_cache import CachedShard, CacheFull, CacheInUse, CachePolicy
@@ -43,7 +44,7 @@ from dtrain.data.shards.shard_file import (
     open_shard,
     redacted,
 )
-from dtrain.data.sources.source import Reader, Source
+from dtrain.data.sources.source import OpenReaders, Reader, Source
 
 #: Larger members are not read: a worker and the batch would each hold a copy.
 MAX_MEMBER_BYTES = 2**30
@@ -63,6 +64,7 @@ _CHECKED_SHARDS = 8
 # Often everything in the cache is in use only until another worker closes what it has finished.
 _WARN_AFTER = 100
 _SECONDS_BETWEEN_CHECKS = 2.0
+_MOST_NAMED = 3  # damaged shards in a summary
 _THREADS = 2  # of each worker; all workers of all ranks together use the whole network
 
 Wanted = tuple[str, Stamp]
@@ -84,22 +86,27 @@ class ShardSource(Source):
         rank: int = 0,
         world_size: int = 1,
         policy: CachePolicy | None = None,
+        bad_shards: BadShards | None = None,
     ) -> ShardSource:
         """Finds and indexes shards.
 
         Args:
-            shards: Paths or URLs; each may be a brace pattern (``train-{00000..00009}.tar``) or a glob.
+            shards: Paths or URLs; each may be a brace pattern (``train-{00000..00009}.tar``), a glob, or a list of them in a
+                file (``@shards.txt``).
             fields: What to read from each sample.
             rank: This process, in ``[0, world_size)``; ranks start indexing at different shards.
             world_size: Number of processes.
             policy: Which shards are read through the node cache; None: URLs and network file systems.
+            bad_shards: What happens to damaged shards; None: they are refused.
 
         Raises:
             ValueError: If a pattern matches nothing, a shard is damaged, or no sample read has the value of a json field.
             FileNotFoundError: If a named shard does not exist.
         """
         extensions = [field.ext for field in fields]
-        index = DatasetIndex.build(expand(shards), extensions, rank=rank, world_size=world_size, policy=policy)
+        paths = expand(shards, keep_missing=bad_shards is not None and bad_shards.action == SKIP)
+        ranks = {"rank": rank, "world_size": world_size}
+        index = DatasetIndex.build(paths, extensions, **ranks, policy=policy, bad_shards=bad_shards)
         source = cls(index, tuple(fields))
         source._check_json()
         return source
@@ -135,9 +142,13 @@ class ShardSource(Source):
         return ShardSampleReader(self)
 
     def summary(self) -> str:
-        """``1,000 samples in 10 shards``."""
-        shards = len(self.index.shards)
-        return f"{self.index.num_samples:,} samples in {shards:,} {'shard' if shards == 1 else 'shards'}"
+        """``1,000 samples in 10 shards``, and the damaged shards that are left out."""
+        shards, left_out = len(self.index.shards), list(self.index.left_out)
+        text = f"{self.index.num_samples:,} samples in {shards:,} {'shard' if shards == 1 else 'shards'}"
+        if left_out:
+            more = ", ..." if len(left_out) > _MOST_NAMED else ""
+            text += f", without {len(left_out)} damaged: {', '.join(left_out[:_MOST_NAMED])}{more}"
+        return text
 
 
 class ShardSampleReader(Reader):
@@ -203,9 +214,9 @@ class ShardSampleReader(Reader):
         """Prefetches shards into the node cache."""
         self._reader.expect(ahead, at_once)
 
-    def share_files(self, readers: int) -> None:
-        """Keeps fewer shards open."""
-        self._reader.share_files(readers)
+    def share(self, readers: OpenReaders) -> None:
+        """Keeps fewer shards open, and shares the prefetcher."""
+        self._reader.share(readers)
 
     def close(self) -> None:
         """Closes the shards."""
@@ -236,6 +247,7 @@ class ShardReader:
         self._policy = policy
         self._open: OrderedDict[int, ShardFile] = OrderedDict()
         self._waiting: set[int] = set()  # open in place until their copies exist
+        self._readers = OpenReaders()
         self._prefetcher: Prefetcher | None = None
         self._next_check = 0.0
         self._in_place = 0  # reads in place of shards that were opened before
@@ -323,9 +335,10 @@ class ShardReader:
         if file is not None and self._stamp is not None:
             check_unchanged(self._paths[shard], self._stamp(shard), file)
 
-    def share_files(self, readers: int) -> None:
-        """See ``Reader.share_files``."""
-        self._max_open = self._most_open = max(1, self._most_open // readers)
+    def share(self, readers: OpenReaders) -> None:
+        """See ``Reader.share``."""
+        self._max_open = self._most_open = max(1, self._most_open // readers.number)
+        self._readers = readers
 
     def expect(self, ahead: Callable[[int], np.ndarray], at_once: int | None = None) -> None:
         """Compares the open shards with their indexes, and prefetches those that are read next; see ``Reader.expect``.
@@ -346,15 +359,17 @@ class ShardReader:
         nearest_first = dict.fromkeys(ahead(_PREFETCH_SHARDS).tolist())
         shards = [shard for shard in nearest_first if self._policy.applies_to(self._paths[shard])]
         if shards and self._prefetcher is None:
-            self._prefetcher = Prefetcher(self._policy)
+            if self._readers.prefetcher is None or self._readers.prefetcher.is_closed:
+                self._readers.prefetcher = Prefetcher(self._policy, self._readers.number)
+            self._prefetcher = self._readers.prefetcher
         if self._prefetcher is not None:
-            within = self._prefetcher.want([(self._paths[shard], self._stamp(shard)) for shard in shards])
+            within = self._prefetcher.want([(self._paths[shard], self._stamp(shard)) for shard in shards], id(self))
             self._close_copies(keep=frozenset(shards[:within]))
 
     def close(self) -> None:
         """Closes all shards."""
         if self._prefetcher is not None:
-            self._prefetcher.close()
+            self._prefetcher.close(id(self))
             self._prefetcher = None
         while self._open:
             self._open.popitem()[1].close()
@@ -465,27 +480,35 @@ def joint_reads(offsets: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.
 
 
 class Prefetcher:
-    """Copies shards into the node cache, in its own threads, until it is closed.
+    """Copies shards into the node cache, in its own threads, until all its readers are closed.
 
     It fetches no more ahead than this process's part of the cache, so that processes do not remove copies that others
-    are about to read.
+    are about to read. Each reader has an equal share of this part, and the readers are served in turn.
+
+    Args:
+        policy: Its cache receives the copies.
+        readers: Number of readers in this process.
     """
 
-    def __init__(self, policy: CachePolicy) -> None:
+    def __init__(self, policy: CachePolicy, readers: int = 1) -> None:
         self._cache = policy.cache
-        self._room = self._cache.max_bytes // policy.sharers
-        self._wanted: deque[Wanted] = deque()
+        self._room = self._cache.max_bytes // (policy.sharers * readers)
+        self._wanted: dict[int, deque[Wanted]] = {}  # by reader; the next one to be served is the first
         self._paused = False  # until readers have closed copies that were in use
         self._changed = threading.Condition()
-        self._closed = False
+        self.is_closed = False
         self._warned = False
         # Daemon threads: an ending process does not wait for a download.
         threads = [threading.Thread(target=self._work, name="prefetch", daemon=True) for _ in range(_THREADS)]
         for thread in threads:
             thread.start()
 
-    def want(self, shards: Sequence[Wanted]) -> int:
-        """Replaces the list of shards to fetch, in the order in which they are read; returns how many there is room for."""
+    def want(self, shards: Sequence[Wanted], reader: int = 0) -> int:
+        """Replaces the list of shards to fetch for a reader, in the order in which they are read.
+
+        Returns:
+            How many of them there is room for.
+        """
         wanted: deque[Wanted] = deque()
         room = self._room
         for path, stamp in shards:
@@ -494,7 +517,7 @@ class Prefetcher:
                 break
             wanted.append((path, stamp))
         with self._changed:
-            self._wanted = wanted
+            self._wanted[reader] = wanted
             self._paused = False
             self._changed.notify_all()
         return len(wanted)
@@ -505,35 +528,42 @@ class Prefetcher:
             self._paused = False
             self._changed.notify_all()
 
-    def close(self) -> None:
-        """Starts no more downloads. A running one ends with the process; another process continues it."""
+    def close(self, reader: int = 0) -> None:
+        """Starts no more downloads for a reader. A running one ends with the process; another process continues it."""
         with self._changed:
-            self._closed = True
+            self._wanted.pop(reader, None)
+            self.is_closed = not self._wanted
             self._changed.notify_all()
 
     def _work(self) -> None:
-        while (wanted := self._next()) is not None:
-            path, stamp = wanted
+        while (found := self._next()) is not None:
+            reader, (path, stamp) = found
             try:
                 if not self._cache.touch(path, stamp):
                     self._cache.fetch(path, stamp, wait=False)
             except CacheInUse:
                 with self._changed:
-                    self._wanted.appendleft(wanted)
+                    if reader in self._wanted:
+                        self._wanted[reader].appendleft((path, stamp))
                     self._paused = True
             except CacheFull as error:
-                self.want([])
+                with self._changed:
+                    self._wanted = {one: deque() for one in self._wanted}
                 if not self._warned:
                     self._warned = True
                     warnings.warn(f"{error} Until then, samples are read one by one.", stacklevel=2)
             except (OSError, ShardChanged):
                 continue
 
-    def _next(self) -> Wanted | None:
+    def _next(self) -> tuple[int, Wanted] | None:
         with self._changed:
-            while (self._paused or not self._wanted) and not self._closed:
+            while not self.is_closed:
+                reader = next((reader for reader, shards in self._wanted.items() if shards), None)
+                if reader is not None and not self._paused:
+                    wanted = self._wanted[reader] = self._wanted.pop(reader)  # the others come next
+                    return reader, wanted.popleft()
                 self._changed.wait()
-            return None if self._closed else self._wanted.popleft()
+            return None
 
 
 def _default_max_open() -> int:

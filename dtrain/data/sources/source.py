@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,19 @@ from torch import Tensor
 from dtrain.data.fields.crop import Crop
 from dtrain.data.fields.field import Field
 from dtrain.data.order.index import Index
+
+
+@dataclass
+class OpenReaders:
+    """The readers that are open in one process, which share its limits.
+
+    Attributes:
+        number: How many they are.
+        prefetcher: Fetches for all of them; made by the first one that needs it.
+    """
+
+    number: int = 1
+    prefetcher: Any = None
 
 
 class Reader(ABC):
@@ -101,9 +115,9 @@ class Reader(ABC):
         """
         return
 
-    def share_files(self, readers: int) -> None:
-        """Called once if ``readers`` of them are open in one process, so that together they stay below its limit of open
-        files."""
+    def share(self, readers: OpenReaders) -> None:
+        """Called once if several readers are open in one process: together they stay below its limit of open files, and
+        prefetch with as many threads as one of them."""
         return
 
     def close(self) -> None:

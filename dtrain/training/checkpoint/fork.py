@@ -60,6 +60,11 @@ class Fork:
             )
         return cls(str(Path(found[1]).expanduser().absolute()), int(found[2]), run.fork_data)
 
+    @property
+    def keeps_data(self) -> bool:
+        """Whether the run continues in the data of the checkpoint."""
+        return self.step > 0 and self.data == _KEEP
+
     def require(self, optimizer: Any) -> None:
         """On rank 0: refuses a fork that is impossible, before anything is built.
 

@@ -29,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dtrain.config.schema import Config, RunConfig, TrainConfig, WarmStartConfig, from_plain
+from dtrain.data.shards.bad_shards import REFUSE, as_recorded, write_record
 from dtrain.distributed.collectives import from_rank0, on_all_ranks
 from dtrain.distributed.sharding import local_part
 from dtrain.errors import ConfigError, as_config_error
@@ -37,7 +38,7 @@ from dtrain.runs.records import read_records
 from dtrain.runs.run_dir import move_records_aside, status_or_none
 from dtrain.runs.run_spec import RunSpec
 from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints, read_folder, verify_folder
-from dtrain.training.checkpoint.fork import fork_of
+from dtrain.training.checkpoint.fork import Fork, fork_of
 from dtrain.training.checkpoint.rest import BuiltRest, Rest, source_of_rest
 from dtrain.training.checkpoint.state import TrainState, copy_into, weight_problems
 from dtrain.training.checkpoint.tensors import StoredTensor, read_whole
@@ -109,6 +110,21 @@ class EarlierStarts:
 
         return cls(**from_rank0(read))
 
+    def with_same_shards(self, cfg: Config, spec: RunSpec) -> Config:
+        """The config that leaves out the damaged shards that the run, or the run it is forked from, has left out so far.
+
+        A run without a checkpoint decides anew.
+        """
+        fork = Fork.parse(cfg.run)
+        if self.checkpoint is not None:
+            origin = spec.dir
+        elif fork is not None and fork.keeps_data:
+            origin = Path(fork.dir)
+        else:
+            return cfg
+        recorded = from_rank0(lambda: as_recorded(cfg.data.bad_shards, origin))
+        return replace(cfg, data=replace(cfg.data, bad_shards=recorded))
+
     def prepare(self, run: TrainState) -> None:
         """Collective. Before the start writes anything: rank 0 moves the records aside for ``run.resume=never``.
 
@@ -125,6 +141,9 @@ class EarlierStarts:
                 folder = move_records_aside(run.run_dir)
                 print(f"run.resume=never: the records of earlier starts are in {folder}", flush=True)
             run.checkpoints.record(self.checkpoint or 0)
+            if run.cfg.data.bad_shards != REFUSE:
+                evaluated = run.eval_loader.bad_shards if run.eval_loader is not None else {}
+                write_record(run.run_dir, {"train": run.train_loader.bad_shards, "eval": evaluated})
 
     @property
     def finished(self) -> bool:

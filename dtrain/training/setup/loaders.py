@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -18,13 +18,14 @@ from dtrain.data.fields.tokenizers import DATASET, Corpus
 from dtrain.data.loading.stream import Stream, StreamLoader
 from dtrain.data.mixing import Mix
 from dtrain.data.order.epoch_order import choose_lanes
+from dtrain.data.shards.bad_shards import BadShards, LeftOut
 from dtrain.data.shards.node_cache import CachePolicy
-from dtrain.data.shards.patterns import expand
+from dtrain.data.shards.patterns import first_shard
 from dtrain.data.sources.datasets import value_fields
 from dtrain.data.sources.mixture import EvaluationSets
 from dtrain.data.sources.random_offset import RandomOffsetSource
 from dtrain.data.sources.shard_source import ShardSource
-from dtrain.distributed.collectives import from_rank0
+from dtrain.distributed.collectives import from_rank0, on_all_ranks
 from dtrain.distributed.world import World
 from dtrain.errors import ConfigError, as_config_error, nearest
 from dtrain.files import read_json
@@ -47,13 +48,16 @@ def prepare_data(data: DataConfig) -> None:
         from_rank0(call)
 
 
-def train_loader(cfg: Config, world: World, precision: Precision, *, fills_cache: bool = True) -> ShardLoader:
+def train_loader(
+    cfg: Config, world: World, precision: Precision, also_bad: LeftOut | None = None, *, fills_cache: bool = True
+) -> ShardLoader:
     """This rank's training loader.
 
     Args:
         cfg: The config.
         world: The ranks.
         precision: Decides the transfer dtypes.
+        also_bad: Shards that are damaged on other ranks, see ``on_all_ranks_alike``.
         fills_cache: False reads shards without a copy in the node cache in place, for a few samples.
 
     Raises:
@@ -65,6 +69,7 @@ def train_loader(cfg: Config, world: World, precision: Precision, *, fills_cache
         world,
         precision,
         "train",
+        also_bad,
         shuffle=data.shuffle,
         lanes=data.lanes,
         window=data.window,
@@ -81,7 +86,13 @@ def train_loader(cfg: Config, world: World, precision: Precision, *, fills_cache
 
 
 def eval_loader(
-    cfg: Config, world: World, precision: Precision, *, in_stored_order: bool = False, fills_cache: bool = True
+    cfg: Config,
+    world: World,
+    precision: Precision,
+    also_bad: LeftOut | None = None,
+    *,
+    in_stored_order: bool = False,
+    fills_cache: bool = True,
 ) -> ShardLoader | None:
     """This rank's evaluation loader, each sample once; None without ``data.eval``.
 
@@ -89,6 +100,7 @@ def eval_loader(
         cfg: The config.
         world: The ranks.
         precision: Decides the transfer dtypes.
+        also_bad: As for ``train_loader``.
         in_stored_order: Without it, a step draws from several lanes in stored order, so that each rank opens about its
             share of the shards. With it, every rank opens all of them.
         fills_cache: As for ``train_loader``.
@@ -99,7 +111,32 @@ def eval_loader(
     if not cfg.data.eval:
         return None
     lanes = None if in_stored_order else choose_lanes(max(cfg.train.global_batch_size, 1), None, "window")
-    return _loader(cfg, world, precision, "eval", shuffle="none", lanes=lanes, fills_cache=fills_cache)
+    return _loader(cfg, world, precision, "eval", also_bad, shuffle="none", lanes=lanes, fills_cache=fills_cache)
+
+
+_AnyLoader = TypeVar("_AnyLoader", ShardLoader, ShardLoader | None)
+
+
+def on_all_ranks_alike(build: Callable[[LeftOut], _AnyLoader]) -> _AnyLoader:
+    """Collective. Builds a loader on every rank; a shard that is damaged for one of them is left out by all.
+
+    Args:
+        build: Gets the damaged shards of other ranks; returns this rank's loader.
+
+    Raises:
+        ConfigError: On every rank, if the loader cannot be built on one.
+    """
+    loader = on_all_ranks(lambda: build({}))
+    found: list[dict[str, dict[str, str]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(found, loader.bad_shards if loader is not None else {})
+    if all(one == found[0] for one in found):
+        return loader
+    union: dict[str, dict[str, str]] = {}
+    for rank, of_rank in enumerate(found):
+        for source, reasons in of_rank.items():
+            for name, reason in reasons.items():
+                union.setdefault(source, {}).setdefault(name, f"on rank {rank}: {reason}")
+    return on_all_ranks(lambda: build(union))
 
 
 def check_same_data(train: ShardLoader | None, evaluation: ShardLoader | None) -> None:
@@ -310,6 +347,7 @@ def _loader(
     world: World,
     precision: Precision,
     split: str,
+    also_bad: LeftOut | None,
     *,
     random_offset: bool = False,
     fills_cache: bool = True,
@@ -342,6 +380,8 @@ def _loader(
         **order,
     }
     policy = CachePolicy.from_config(data.storage, data.cache.dir, data.cache.max_gb, fills=fills_cache)
+    with as_config_error("data.bad_shards"):
+        bad_shards = BadShards.from_config(data.bad_shards, data.max_bad_shards, split, also_bad)
     if random_offset and not are_patterns(named):
         raise ConfigError(
             "data.random_offset=true: samples begin at random tokens only in shards of one text, which data.train is not. "
@@ -350,7 +390,7 @@ def _loader(
     if mixed or (split == "eval" and are_sets(named)):
         sources = build_mixture(data) if mixed else build_sets(data)
         with as_config_error("data.mixture" if mixed else "data.eval"):
-            return ShardLoader(sources, fields, policy=policy, **options)
+            return ShardLoader(sources, fields, policy=policy, bad_shards=bad_shards, **options)
     with as_config_error(f"data.{split}"):
         if isinstance(named, Mapping):
             dataset = by_target(f"data.{split}", named)
@@ -358,9 +398,10 @@ def _loader(
                 return StreamLoader(dataset, fields, **options)
             return ShardLoader.over(dataset, fields, shard_size=data.shard_size, **options)
         if not random_offset:
-            return ShardLoader(named, fields, policy=policy, **options)
-        parsed = parse_fields(fields)
-        source = ShardSource.build(named, parsed, rank=world.rank, world_size=world.size, policy=policy)
+            return ShardLoader(named, fields, policy=policy, bad_shards=bad_shards, **options)
+        source = ShardSource.build(
+            named, parse_fields(fields), rank=world.rank, world_size=world.size, policy=policy, bad_shards=bad_shards
+        )
         return ShardLoader(RandomOffsetSource.from_shards(source), **options)
 
 
@@ -413,8 +454,7 @@ def _file_beside(pattern: Any, name: str) -> Path | None:
         return None
     # Such files are optional, and the shards may be deleted after the training.
     with suppress(ValueError, OSError):
-        paths = expand(pattern)
-        file = Path(paths[0]).parent / name
+        file = Path(first_shard(pattern)).parent / name
         if file.is_file():
             return file
     return None

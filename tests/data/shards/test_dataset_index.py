@@ -70,6 +70,15 @@ def test_rows_are_what_webdataset_reads_shard_after_shard(shards: list[str], pla
     assert index.names == ["a/000.tar", "001.tar", "b/000.tar", "002.tar"]
 
 
+def test_later_start_of_many_shards_does_not_load_their_indexes(
+    shards: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataset_index, "MAPPED_ABOVE_SHARDS", len(shards) - 1)
+    first = DatasetIndex.build(shards, FIELDS)
+    monkeypatch.setattr(dataset_index, "load_or_build", lambda *_: pytest.fail("the index of a shard was loaded"))
+    assert_equal(DatasetIndex.build(shards, FIELDS), first)
+
+
 @settings(max_examples=20, deadline=None)
 @given(counts=st.lists(st.integers(0, 5), min_size=1, max_size=7).filter(any), workers=st.integers(1, 3))
 def test_any_unevenness_and_any_number_of_threads_give_the_same(

@@ -9,13 +9,14 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dtrain.data import Mixture, ShardDataset, WorkerOptions
+from dtrain.data import Mixture, ShardDataset, ShardLoader, WorkerOptions
 from dtrain.data.fields.parse import parse_fields
 from dtrain.data.shards.node_cache import CacheFull, CachePolicy
 from dtrain.data.shards.shard_file import LocalFile, ShardChanged, Stamp, stamp_of
@@ -23,7 +24,7 @@ from dtrain.data.sources import shard_source
 from dtrain.data.sources.random_offset import RandomOffsetSource
 from dtrain.data.sources.shard_source import Prefetcher, ShardReader, ShardSource, Wanted, joint_reads
 from tests.refusals import refused
-from tests.shards import make_loader, write_patterns, write_tar
+from tests.shards import LABEL, make_loader, write_numbered, write_patterns, write_tar
 
 SIZE = 50_000
 
@@ -370,6 +371,54 @@ def test_a_full_disk_is_told_and_nothing_more_is_fetched_until_the_next_request(
     cache.wait_for(1)
     assert cache.fetched == ["full", "c"]
     assert told == ["no room. Until then, samples are read one by one."]
+
+
+def test_readers_of_one_process_are_served_in_turn_and_share_its_part(cache: Cache) -> None:
+    policy = CachePolicy("slow", sharers=2)
+    object.__setattr__(policy, "cache", cache)
+    both = Prefetcher(policy, readers=2)  # 25 of 100 bytes for each
+    with both._changed:  # nothing is fetched before both have asked
+        assert both.want(wanted("a1", "a2", "a3"), 1) == 2
+        assert both.want(wanted("b1", "b2", "b3"), 2) == 2
+    cache.wait_for(4)
+    assert cache.fetched == ["a1", "b1", "a2", "b2"]
+    both.close(1)
+    assert not both.is_closed
+    both.want(wanted("c"), 2)
+    cache.wait_for(1)
+    assert cache.fetched[4:] == ["c"]
+    both.close(2)
+    assert both.is_closed
+
+
+def test_sources_of_a_mixture_share_threads_and_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(shard_source, "_MAX_OPEN", 24)
+    sources = {f"s{number}": write_numbered(tmp_path / str(number), (4,) * 6) for number in range(12)}
+    counts = {}
+    opened = []
+    for storage in ("fast", "slow"):
+        policy = CachePolicy(storage, str(tmp_path / "copies"), max_gb=0.1)
+        loader = ShardLoader(Mixture(sources), LABEL, global_batch_size=48, num_workers=0, policy=policy)
+        batches = loader.epoch(0)
+        for _ in range(6):
+            next(batches)
+            loader.commit()
+            if storage == "fast":  # else the prefetcher has files open, too
+                opened.append(sum(path.startswith(str(tmp_path)) for path in _open_files()))
+        counts[storage] = sum(each.name == "prefetch" for each in threading.enumerate())
+        loader.close()
+    assert 0 < max(opened) <= 24
+    assert counts["slow"] - counts["fast"] <= shard_source._THREADS
+
+
+def _open_files() -> list[str]:
+    """Paths of the files that this process has open."""
+    found = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the one that lists them
+            found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return found
 
 
 def test_room_is_shared_by_the_processes_of_the_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from dtrain.training.setup.loaders import (
     corpus_beside,
     declared_fields,
     eval_loader,
+    on_all_ranks_alike,
     prepare_data,
     train_loader,
 )
@@ -227,6 +229,56 @@ def test_ranks_that_see_other_data_end_together_before_the_first_step(tmp_path: 
     assert first == second
     assert first.startswith("data.eval: ranks 0 and 1 see other data: ")
     assert "num_samples 50 and 40" in first
+
+
+def test_a_shard_that_is_damaged_on_one_rank_is_left_out_by_all(tmp_path: Path) -> None:
+    nodes = []
+    for number in range(2):
+        nodes.append(write_vectors(tmp_path / str(number), 50, shards=5))
+    os.truncate(tmp_path / "1" / "part-3.tar", 900)
+
+    def rank(number: int) -> tuple[dict[str, dict[str, str]], str]:
+        cfg = config(train=nodes[number], eval=nodes[number], bad_shards="skip", num_workers=0)
+        here = replace(world(), rank=number, size=2)
+        training = on_all_ranks_alike(lambda also_bad: train_loader(cfg, here, FP32, also_bad))
+        evaluation = on_all_ranks_alike(lambda also_bad: eval_loader(cfg, here, FP32, also_bad))
+        check_same_data(training, evaluation)
+        cfg.data.max_bad_shards = 0
+        with pytest.raises(ConfigError) as told:
+            on_all_ranks_alike(lambda also_bad: train_loader(cfg, here, FP32, also_bad))
+        assert evaluation is not None
+        assert evaluation.bad_shards == training.bad_shards
+        return training.bad_shards, str(told.value)
+
+    (first, told), (second, _) = run_ranks(2, rank)
+    assert list(first[""]) == list(second[""]) == ["part-3.tar"]
+    assert_refused(told, "data.train", "data.max_bad_shards=0", "part-3.tar")
+
+
+def test_sources_of_a_mixture_and_sets_leave_out_their_own_shards(tmp_path: Path) -> None:
+    web, books = write_vectors(tmp_path / "web", 30), write_vectors(tmp_path / "books", 30)
+    os.truncate(tmp_path / "books" / "part-1.tar", 900)
+    (tmp_path / "web.txt").write_text("web/part-*.tar\n")
+    listed = f"@{tmp_path / 'web.txt'}"
+    mixture = {"web": {"shards": listed}, "books": {"shards": books}}
+    cfg = config(mixture=mixture, eval={"web": web, "books": books}, bad_shards="skip")
+    with pytest.warns(UserWarning, match="part-1.tar"):
+        training, evaluation = train_loader(cfg, world(), FP32), eval_loader(cfg, world(), FP32)
+    assert evaluation is not None
+    for loader in (training, evaluation):
+        assert {source: list(names) for source, names in loader.bad_shards.items()} == {"books": ["part-1.tar"]}
+        assert loader.index.num_samples == 50
+    cfg.data.bad_shards = "refuse"
+    with refused(ConfigError, "books", "part-1.tar", "data.bad_shards=skip"):
+        train_loader(cfg, world(), FP32)
+
+
+def test_files_beside_the_shards_of_a_list_are_found(tmp_path: Path) -> None:
+    write_vectors(tmp_path / "s", 6)
+    (tmp_path / "s" / "classes.json").write_text('["cat", "dog"]')
+    for first in ("part-0.tar", "missing.tar"):
+        (tmp_path / "s.txt").write_text(f"s/{first}\ns/part-1.tar\n")
+        assert class_names(config(train=f"@{tmp_path / 's.txt'}").data) == ["cat", "dog"]
 
 
 def test_data_are_prepared_by_one_rank_while_the_others_wait(tmp_path: Path) -> None:
