@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from dtrain.data.fields.decode import values_and_mask
 from dtrain.data.fields.field import DataError, SampleError
 from dtrain.data.loading.batch import Batch, Rows, Transfer
 from dtrain.data.loading.field_buffer import FieldBuffer
-from dtrain.data.loading.ipc import SharedMemoryFull
+from dtrain.data.loading.ipc import SharedMemoryFull, note_of_reads
 from dtrain.data.mixing import Mix, Mixer
 from dtrain.data.order.randomness import Randomness, hash64
 from dtrain.data.sources.source import Source
@@ -39,12 +39,26 @@ SPARE = 100
 class Collator:
     """Builds micro-batches in one worker; a crop at the start of the augmentation is done while the image is decoded.
 
+    Args:
+        source: Where samples come from.
+        transfer: The transfer dtypes.
+        augment: The augmentation.
+        seed: Seed of the augmentation and of mixing.
+        mix: Mixup and cutmix.
+        first: Number of the source's first sample in the whole dataset, for the note of which sample a worker reads.
+
     Raises:
         ValueError: If the augmentation starts with a crop of a field that is not an image.
     """
 
     def __init__(
-        self, source: Source, transfer: Transfer, augment: Augment | None, seed: int, mix: Mix | None = None
+        self,
+        source: Source,
+        transfer: Transfer,
+        augment: Augment | None,
+        seed: int,
+        mix: Mix | None = None,
+        first: int = 0,
     ) -> None:
         self._fields = source.fields
         self._transfer = transfer
@@ -62,6 +76,11 @@ class Collator:
         # With an augmentation, samples differ from the rows of the columns.
         self._columns = None if self._draws else self._reader.columns()
         self._randomness = Randomness()
+        note = note_of_reads()
+        self._note = note if note is None or not first else lambda sample: note(first + sample)
+        self._note_none = None if note is None else functools.partial(note, -1)
+        if self._note is not None:
+            self._reader.tell(self._note)
 
     def build(
         self,
@@ -97,6 +116,8 @@ class Collator:
                 buffer.repeat(repeated, masked)
             if mixtures is not None:
                 mixtures.repeat(repeated, masked)
+        if self._note_none is not None:
+            self._note_none()
         data = {buffer.field.name: buffer.data() for buffer in buffers}
         if mixtures is not None:
             data = mixtures.mixed(data, Rows(read, self._index).keys)
@@ -151,11 +172,23 @@ class Collator:
             block = [rows[position] for position in positions]
             left.difference_update(block)
             if self._draws:
-                left.update(self._augment_all(buffers, block, draws[block].tolist(), raws))
+                left.update(self._augment_all(buffers, self._noted(block, samples), draws[block].tolist(), raws))
             else:
                 for buffer, raw in zip(buffers, raws, strict=True):
-                    left.update(buffer.write(block, raw))
+                    left.update(buffer.write(self._noted(block, samples), raw))
+            if self._note_none is not None:  # the next block may be of any samples
+                self._note_none()
         return [row for row in rows if row in left] if left else []
+
+    def _noted(self, rows: Sequence[int], samples: np.ndarray) -> Iterable[int]:
+        """The rows; in a worker, the sample of each is noted before it is used."""
+        return rows if self._note is None else self._noting(self._note, rows, samples)
+
+    @staticmethod
+    def _noting(note: Callable[[int], None], rows: Sequence[int], samples: np.ndarray) -> Iterator[int]:
+        for row, sample in zip(rows, samples[rows].tolist(), strict=True):
+            note(sample)
+            yield row
 
     def _fill(
         self,
@@ -179,7 +212,7 @@ class Collator:
         return read, bad
 
     def _augment_all(
-        self, buffers: Sequence[FieldBuffer], rows: Sequence[int], draws: Sequence[int], raws: Sequence[Sequence[Any]]
+        self, buffers: Sequence[FieldBuffer], rows: Iterable[int], draws: Sequence[int], raws: Sequence[Sequence[Any]]
     ) -> list[int]:
         """The fast path with an augmentation; returns the rows that raised an exception."""
         failed = []
@@ -198,6 +231,8 @@ class Collator:
             Exception: Any error of an augmentation, a decoder or a dataset. These errors do not know the sample, so a note
                 names it.
         """
+        if self._note is not None:
+            self._note(sample)
         try:
             raw = self._reader.fetch(epoch, sample)
             if self._draws:

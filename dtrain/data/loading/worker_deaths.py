@@ -1,0 +1,100 @@
+"""What follows when a loader worker dies: a restart of the workers, or the end of the loader.
+
+* A worker *dies* if a signal ends it: SIGKILL when the memory of the machine is exhausted, SIGSEGV when a decoder crashes.
+* Workers are stateless, so all workers of the stream start again at the first micro-batch that was not delivered, and the
+  batches are the same bit for bit. Batches that the trainer has received stay valid.
+* A sample that was being read at two deaths is *deadly*: from then on it is masked, as a bad sample.
+* A loader restarts its workers ``limit`` times at most: a machine without enough memory would kill them for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dtrain.data.loading.ipc import shared_memory_is_full
+from dtrain.errors import Explained
+
+logger = logging.getLogger("dtrain")
+#: The reason of a deadly sample in the log of bad samples begins so. A resumed run masks samples with this reason.
+DEADLY = "a loader worker was killed by "
+_MOST_DEATHS = 2
+
+
+class WorkerEnded(Explained, RuntimeError):
+    """A worker process ended without being asked to."""
+
+
+class WorkerRestarts:
+    """The restarts of one loader.
+
+    Args:
+        limit: How many restarts are allowed.
+        key: The key of a sample, by its number.
+
+    Attributes:
+        count: Restarts so far.
+        deadly: Number of each deadly sample to the reason for the log.
+        warn: Called with a sentence about each restart.
+    """
+
+    def __init__(self, limit: int, key: Callable[[int], str]) -> None:
+        self._limit = limit
+        self._key = key
+        self._deaths: Counter[int] = Counter()
+        self.count = 0
+        self.deadly: dict[int, str] = {}
+        self.warn: Callable[[str], None] = logger.warning
+
+    def begin(self, workers: Sequence[Any], reads: Sequence[int]) -> None:
+        """Counts and reports a restart; called after a worker has ended.
+
+        Args:
+            workers: The processes of the stream.
+            reads: Number of the sample that each of them was reading; -1 for none.
+
+        Raises:
+            WorkerEnded: If a worker ended with an exit code, or no more restarts are allowed.
+        """
+        ended = explain_ended(workers)
+        dead = [number for number, worker in enumerate(workers) if worker.exitcode and worker.exitcode < 0]
+        if not dead or self.count == self._limit:
+            before = f" Workers were restarted {self.count} times before (data.max_worker_restarts)." if self.count else ""
+            raise WorkerEnded(f"{ended}{before if dead else ''}")
+        self.count += 1
+        said = [ended, f"All loader workers start again (restart {self.count} of data.max_worker_restarts={self._limit})."]
+        for number in dead:
+            if (sample := reads[number]) >= 0:
+                said.append(self._note(sample, signal.Signals(-workers[number].exitcode).name))
+        self.warn(" ".join(said))
+
+    def _note(self, sample: int, by: str) -> str:
+        self._deaths[sample] += 1
+        if self._deaths[sample] < _MOST_DEATHS:
+            return f"It was reading sample {self._key(sample)}."
+        self.deadly[sample] = f"{DEADLY}{by} while reading it, twice"
+        return f"Sample {self._key(sample)} was being read, as when another worker was killed: it is masked from now on."
+
+
+def explain_ended(workers: Sequence[Any]) -> str:
+    """The message for the first of these processes that ended without being asked to; empty if there is none."""
+    for number, worker in enumerate(workers):
+        code = worker.exitcode
+        if not code:
+            continue
+        name = f"loader worker {number} (process {worker.pid})"
+        if code > 0:
+            return f"{name} ended with exit code {code}. Its output is above."
+        remedy = shared_memory_is_full() if -code == signal.SIGBUS else _REMEDIES.get(-code, "")
+        return f"{name} was killed by {signal.Signals(-code).name}. {remedy}".rstrip()
+    return ""
+
+
+_REMEDIES: dict[int, str] = {
+    signal.SIGKILL: "If nobody has killed it, this machine, or the job or container, has run out of memory "
+    "(see dmesg). Use fewer data.num_workers, a smaller data.prefetch or train.micro_batch_size, or request more memory.",
+    signal.SIGSEGV: "A library that decodes or augments samples crashed: PYTHONFAULTHANDLER=1 prints where.",
+}
